@@ -1,0 +1,1 @@
+"""The ``z2a`` command: one thin file a command group; parse, call, print."""

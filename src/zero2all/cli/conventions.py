@@ -1,0 +1,78 @@
+"""What every command keeps to.
+
+Logs and progress go to stderr. A command's result goes to stdout: text, or with ``--json`` exactly one JSON object,
+also when it fails. Exit status: 0 done, 1 failed or stopped, 2 wrong usage or recipe.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+
+from zero2all.console import console, say
+from zero2all.errors import RecipeError, Z2aError
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
+RecipePath = Annotated[Path, typer.Argument(help="A recipe in YAML.", metavar="RECIPE")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Changes to the recipe, such as train.steps=200", metavar="[KEY=VALUE]..."),
+]
+RunPath = Annotated[Path, typer.Argument(help="A run directory, or the directory above it.", metavar="RUN")]
+
+Parameters = ParamSpec("Parameters")
+printed = False  # whether the one JSON object is out already
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command has to say: for a program, and for a person."""
+
+    data: dict[str, Any]
+    text: str
+
+
+def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None]:
+    """Run a command under the conventions above."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        as_json = bool(kwargs.get("json"))
+        try:
+            result = function(*args, **kwargs)
+        except Z2aError as error:
+            _fail(str(error), error.exit_code, as_json, error)
+        except OSError as error:
+            _fail(str(error), 1, as_json, error)
+        except KeyboardInterrupt:
+            _fail("stopped; the same command goes on where it was", 1, as_json)
+        except Exception as error:
+            console.print_exception()
+            _fail(f"this is a bug in zero2all: {type(error).__name__}: {error}", 1, as_json)
+        else:
+            print_json(result.data) if as_json else sys.stdout.write(result.text.rstrip("\n") + "\n")
+
+    return wrapped
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """The one object; a second call says nothing."""
+    global printed
+    if not printed:
+        sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+        printed = True
+
+
+def _fail(message: str, status: int, as_json: bool, error: Exception | None = None) -> None:
+    say(f"error: {message}")
+    if as_json:
+        problems = error.problems if isinstance(error, RecipeError) else []
+        print_json({"error": message, "problems": [vars(problem) for problem in problems]})
+    raise typer.Exit(status)

@@ -1,0 +1,56 @@
+"""The ``z2a`` command."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from zero2all import __version__
+from zero2all.cli import corpus, recipe, runs, tokenizer, tokens
+from zero2all.cli import quickstart as quickstart_command
+from zero2all.cli.conventions import print_json
+
+app = typer.Typer(
+    name="z2a",
+    help="zero2all: from raw text to a language model that answers.\n\nExample: z2a quickstart --out runs/first",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("quickstart")(quickstart_command.quickstart)
+app.add_typer(recipe.app, name="recipe")
+app.add_typer(corpus.app, name="corpus")
+app.add_typer(tokenizer.app, name="tokenizer")
+app.add_typer(tokens.app, name="tokens")
+app.command("train")(runs.train)
+app.command("eval")(runs.evaluate)
+app.command("generate")(runs.generate)
+app.command("export")(runs.export)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"zero2all {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Holds the options of ``z2a`` itself."""
+
+
+def main() -> None:
+    try:
+        app()
+    except SystemExit as stop:
+        # A command line that does not parse never reaches a command, so nobody has printed the object yet.
+        if stop.code == 2 and "--json" in sys.argv:
+            print_json({"error": "wrong usage; see stderr", "problems": []})
+        raise

@@ -1,0 +1,52 @@
+"""z2a recipe show | check | schema"""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import Any
+
+import typer
+
+from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, command
+
+app = typer.Typer(help="Look at a recipe before spending hours on it.", no_args_is_help=True)
+
+
+@app.command()
+@command
+def show(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -> Result:
+    """Print the recipe with every default filled in.
+
+    Example: z2a recipe show recipes/quickstart.yaml model.n_layers=4
+    """
+    from zero2all.recipe import load_recipe, recipe_yaml
+
+    resolved = load_recipe(recipe, overrides)
+    return Result(resolved.model_dump(mode="json"), recipe_yaml(resolved))
+
+
+@app.command()
+@command
+def check(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -> Result:
+    """Name every mistake in a recipe at once, with its place and the nearest right name.
+
+    Example: z2a recipe check recipes/quickstart.yaml
+    """
+    from zero2all.recipe import load_recipe
+
+    load_recipe(recipe, overrides)
+    return Result({"recipe": str(recipe), "problems": []}, f"{recipe} is right")
+
+
+@app.command()
+@command
+def schema(json: Json = False) -> Result:
+    """Print the JSON Schema of recipes, for editors that complete and check YAML.
+
+    Example: z2a recipe schema > recipe.schema.json
+    """
+    from zero2all.recipe import recipe_schema
+
+    text = recipe_schema()
+    data: dict[str, Any] = jsonlib.loads(text)
+    return Result(data, text)

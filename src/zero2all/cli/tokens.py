@@ -1,0 +1,50 @@
+"""z2a tokens build | trace"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, RunPath, command
+
+app = typer.Typer(help="Documents to tokens, and back from a step to its documents.", no_args_is_help=True)
+
+
+@app.command()
+@command
+def build(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -> Result:
+    """Encode the documents into a token store that Megatron reads too.
+
+    Example: z2a tokens build my.yaml
+    """
+    from zero2all.recipe import load_recipe
+    from zero2all.tokens import build_tokens
+    from zero2all.units import show_count
+
+    loaded = load_recipe(recipe, overrides)
+    manifest = build_tokens(loaded.tokens, loaded.documents_dir, loaded.tokenizer_dir, loaded.tokens_dir)
+    text = f"{show_count(manifest['tokens'])} tokens in {loaded.tokens_dir}"
+    return Result({"out": str(loaded.tokens_dir), **manifest}, text + (" (unchanged)" if manifest["reused"] else ""))
+
+
+@app.command()
+@command
+def trace(
+    run: RunPath,
+    step: Annotated[int, typer.Option("--step", help="Step, counted from 0.")],
+    json: Json = False,
+) -> Result:
+    """List the documents whose tokens were in the batch of a step.
+
+    Example: z2a tokens trace runs/first --step 10
+    """
+    from zero2all.train import Run, trace_step
+
+    traced = trace_step(Run.open(run), step)
+    lines = [f"step {step}: samples {traced['samples'][0]} to {traced['samples'][1] - 1}"]
+    lines += [
+        f"{part['sample']:>9}  {part['gid']}  {part['source']:<12} {part['tokens']:>6} tokens  {part['title']}"
+        for part in traced["documents"]
+    ]
+    return Result(traced, "\n".join(lines))

@@ -1,0 +1,56 @@
+"""Errors a person can act on. Anything else that escapes is a bug and keeps its traceback."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+
+class Z2aError(Exception):
+    """Something failed that the message tells how to mend."""
+
+    exit_code = 1
+
+
+class UsageError(Z2aError):
+    """The command or the recipe asks for something that cannot be."""
+
+    exit_code = 2
+
+
+class Interrupted(Z2aError):
+    """The user stopped the work; the message says how to go on."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a recipe: where it is, what is wrong, and a mend if there is an obvious one."""
+
+    path: str
+    message: str
+    hint: str = ""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        where = f"line {self.line}, {self.path}" if self.line else self.path
+        return f"{where}: {self.message}" + (f" ({self.hint})" if self.hint else "")
+
+
+class RecipeError(UsageError):
+    """Every mistake found in a recipe, not only the first."""
+
+    def __init__(self, origin: str, problems: list[Problem]) -> None:
+        self.origin, self.problems = origin, problems
+        count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+        super().__init__("\n".join([f"{origin}: {count}", *(f"  - {problem}" for problem in problems)]))
+
+
+def need(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency, or say in one line what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if error.name and error.name.split(".")[0] != module.split(".")[0]:
+            raise  # installed, but broken inside: hiding that would send people in circles
+        raise Z2aError(f"this needs {module}: pip install 'zero2all[{extra}]'") from error

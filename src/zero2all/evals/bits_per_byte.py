@@ -1,0 +1,80 @@
+"""Bits per byte of held-out text: the one measure that does not depend on the vocabulary."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from zero2all.console import progress
+from zero2all.errors import Z2aError
+from zero2all.model import Z2all
+from zero2all.recipe import Recipe
+from zero2all.tokenizer import Tokenizer
+from zero2all.tokens import TokenStore
+
+BATCH = 16
+
+
+@torch.inference_mode()
+def bits_per_byte(model: Z2all, tokenizer: Tokenizer, recipe: Recipe) -> dict[str, Any]:
+    """The model's figure and a unigram model's on the same tokens, over all text and by source.
+
+    Text is cut into rows of ``train.seq_len``; end-of-text tokens are context, never scored, so the bytes are those of
+    the text alone. The unigram model gives each token its share of the training tokens, plus one.
+    """
+    valid = TokenStore(recipe.tokens_dir, "valid")
+    unigram = torch.from_numpy(_unigram_nats(TokenStore(recipe.tokens_dir, "train"), tokenizer.vocab_size))
+    text_bytes = torch.tensor(tokenizer.text_bytes)
+    seq_len = recipe.train.seq_len
+    budget = {name: recipe.evals.tokens // max(1, len(valid.sources)) for name in valid.sources}
+    by_source: dict[str, dict[str, float]] = {}
+    device = next(model.parameters()).device
+    with progress("measuring on held-out text", sum(budget.values())) as advance:
+        for name, shards in valid.sources.items():
+            tokens = np.concatenate([shard.tokens for shard in shards]) if shards else np.zeros(0, dtype=np.uint16)
+            rows = _rows(tokens[: budget[name] + 1].astype(np.int64), seq_len)
+            sums = {"model_nats": 0.0, "unigram_nats": 0.0, "bytes": 0.0}
+            for batch in torch.split(torch.from_numpy(rows), BATCH):
+                targets = batch[:, 1:]
+                sizes = text_bytes[targets]
+                losses = model(batch[:, :-1].to(device), targets_BS=targets.to(device)).cpu()
+                sums["model_nats"] += float(losses[sizes > 0].double().sum())
+                sums["unigram_nats"] += float(unigram[targets][sizes > 0].sum())
+                sums["bytes"] += float(sizes.sum())
+                advance(targets.numel())
+            if sums["bytes"]:
+                by_source[name] = sums
+    if not by_source:
+        raise Z2aError("no held-out text of one full sample: raise corpus.holdout or give more text")
+    whole = {key: sum(sums[key] for sums in by_source.values()) for key in ("model_nats", "unigram_nats", "bytes")}
+    return {**_figures(whole), "sources": {name: _figures(sums) for name, sums in by_source.items()}}
+
+
+def _figures(sums: dict[str, float]) -> dict[str, Any]:
+    model, unigram = (sums[key] / math.log(2) / sums["bytes"] for key in ("model_nats", "unigram_nats"))
+    return {
+        "bits_per_byte": round(model, 4),
+        "unigram_bits_per_byte": round(unigram, 4),
+        "below_unigram": round(1 - model / unigram, 4),
+        "bytes": int(sums["bytes"]),
+    }
+
+
+def _rows(tokens: np.ndarray[Any, Any], seq_len: int) -> np.ndarray[Any, Any]:
+    """[rows, seq_len + 1], each row's last token the first of the next, so that every token is a target once."""
+    count = max(0, (len(tokens) - 1) // seq_len)
+    if count == 0:
+        return np.zeros((0, seq_len + 1), dtype=np.int64)
+    return np.stack([tokens[row * seq_len : row * seq_len + seq_len + 1] for row in range(count)])
+
+
+def _unigram_nats(store: TokenStore, vocab_size: int) -> np.ndarray[Any, Any]:
+    counts = np.ones(vocab_size)
+    for shards in store.sources.values():
+        for shard in shards:
+            counts += np.bincount(shard.tokens, minlength=vocab_size)
+    nats: np.ndarray[Any, Any] = -np.log(counts / counts.sum())
+    return nats

@@ -1,0 +1,113 @@
+"""Files written whole or not at all, and the manifest that every stage leaves beside its output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zero2all import __version__
+from zero2all.errors import Z2aError
+
+MANIFEST = "manifest.json"
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def fingerprint(value: Any) -> str:
+    """A short stable name for any JSON-able value."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def atomic_path(target: Path) -> Iterator[Path]:
+    """Give a path beside ``target`` to write a file to; it takes the target's name only on success."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        yield partial
+        with open(partial, "rb") as stream:
+            os.fsync(stream.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_dir(target: Path) -> Iterator[Path]:
+    """Give a directory to fill; it replaces ``target`` whole on success and vanishes on failure."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        if target.exists():
+            old = target.with_name(f".{target.name}.old-{os.getpid()}")
+            target.rename(old)
+            partial.rename(target)
+            shutil.rmtree(old)
+        else:
+            partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_text(target: Path, text: str) -> None:
+    with atomic_path(target) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(target: Path, value: Any) -> None:
+    write_text(target, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise Z2aError(f"{path} is damaged ({error}); remove it and run the stage again") from error
+
+
+def write_manifest(directory: Path, kind: str, body: dict[str, Any]) -> None:
+    write_json(directory / MANIFEST, {"kind": kind, "zero2all": __version__, **body})
+
+
+def read_manifest(directory: Path, kind: str, made_by: str) -> dict[str, Any]:
+    """The manifest of a stage's output, or an error that names the command which makes it."""
+    path = directory / MANIFEST
+    if not path.exists():
+        raise Z2aError(f"no {kind} in {directory}: make them with '{made_by}'")
+    manifest: dict[str, Any] = read_json(path)
+    if manifest.get("kind") != kind:
+        raise Z2aError(f"{directory} holds {manifest.get('kind')}, not {kind}: make them with '{made_by}'")
+    return manifest
+
+
+def is_current(directory: Path, kind: str, key: str) -> bool:
+    """Whether ``directory`` already holds what a stage with this key would make, byte for byte as recorded."""
+    path = directory / MANIFEST
+    if not path.exists():
+        return False
+    manifest = read_json(path)
+    if manifest.get("kind") != kind or manifest.get("key") != key:
+        return False
+    files: dict[str, str] = manifest.get("files", {})
+    return all(
+        (directory / name).exists() and sha256_file(directory / name) == digest for name, digest in files.items()
+    )
+
+
+def checksums(directory: Path) -> dict[str, str]:
+    """sha256 of every file below ``directory``, by relative path, the manifest itself left out."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {path.relative_to(directory).as_posix(): sha256_file(path) for path in files}

@@ -1,0 +1,172 @@
+"""``z2a quickstart``: every stage in a row, from raw text to a model that speaks."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zero2all.console import heading, say
+from zero2all.corpus import build_corpus
+from zero2all.errors import UsageError
+from zero2all.evals import bits_per_byte
+from zero2all.io import write_text
+from zero2all.recipe import Recipe, load_recipe, recipe_yaml
+from zero2all.serve import generate
+from zero2all.tokenizer import Tokenizer, train_tokenizer
+from zero2all.tokens import TokenStore, build_tokens
+from zero2all.train import Run, train
+from zero2all.units import show_bytes, show_count, show_seconds
+
+SAMPLES = 3
+PROMPT_TOKENS = 12
+
+
+def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str] | None = None) -> dict[str, Any]:
+    """Build documents, vocabulary, tokens and a model below ``out``; measure it and let it speak.
+
+    Stopped half-way, the same call goes on where it was.
+    """
+    recipe = quickstart_recipe(out, corpus or [], overrides or [])
+    write_text(out / "recipe.yaml", recipe_yaml(recipe))
+    seconds: dict[str, float] = {}
+
+    with _stage("1/5 corpus: raw files to documents", "corpus", seconds):
+        documents = build_corpus(recipe.corpus, recipe.documents_dir)
+        _say_documents(documents)
+    with _stage("2/5 tokenizer: documents to a vocabulary", "tokenizer", seconds):
+        vocabulary = train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
+        say(f"{vocabulary['vocab_size']} tokens from {show_bytes(vocabulary['trained_on_bytes'])} of text")
+    with _stage("3/5 tokens: documents to a token store", "tokens", seconds):
+        tokens = build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
+        say(f"{show_count(tokens['tokens'])} tokens, {tokens['bytes'] / tokens['tokens']:.2f} bytes each")
+    with _stage("4/5 train: tokens to a model", "train", seconds):
+        trained = train(recipe)
+    with _stage("5/5 evals: the model on text it has not seen", "evals", seconds):
+        run = Run.open(recipe.run_dir)
+        model, tokenizer = run.load_model(), run.tokenizer()
+        quality = bits_per_byte(model, tokenizer, recipe)
+        prompts = recipe.evals.prompts or held_out_openings(recipe, tokenizer)
+        samples = [
+            {
+                "prompt": prompt,
+                "text": generate(model, tokenizer, prompt, max_tokens=80, temperature=0.7, seed=recipe.seed),
+            }
+            for prompt in prompts[:SAMPLES]
+        ]
+    return {
+        "out": str(out),
+        "documents": documents["documents"],
+        "bytes": documents["bytes"],
+        "tokens": tokens["tokens"],
+        "parameters": trained["parameters"],
+        "steps": trained["steps"],
+        "loss": trained["loss"],
+        **quality,
+        "samples": samples,
+        "seconds": seconds,
+    }
+
+
+def quickstart_recipe(out: Path, corpus: list[Path], overrides: list[str]) -> Recipe:
+    """The built-in recipe with the user's text, or with Python's own source where none is given."""
+    recipe = load_recipe(builtin_recipe("quickstart"), [*overrides, f"out={out}"])
+    if corpus:
+        missing = [str(path) for path in corpus if not path.exists()]
+        if missing:
+            raise UsageError(f"--corpus: nothing at {', '.join(missing)}")
+        sources = [{"name": name, "paths": [str(path)]} for name, path in zip(_names(corpus), corpus, strict=True)]
+    else:
+        library = sysconfig.get_paths()["stdlib"]
+        sources = [{"name": "stdlib", "paths": [library], "exclude": ["test/*", "*/test/*", "*/tests/*", "*.txt"]}]
+    values = recipe.model_dump(mode="json")
+    values["corpus"]["sources"] = sources
+    return Recipe.model_validate(values)
+
+
+def builtin_recipe(name: str) -> Path:
+    """A recipe that ships with the package: inside it when installed, at the top of a source checkout."""
+    here = Path(__file__).parent
+    places = [here / "recipes" / f"{name}.yaml", here.parents[1] / "recipes" / f"{name}.yaml"]
+    return next((place for place in places if place.exists()), places[0])
+
+
+def held_out_openings(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
+    """How held-out documents begin, taking the sources in turn: prompts in the language of the corpus."""
+    store = TokenStore(recipe.tokens_dir, "valid")
+    shards = [of_source[0] for of_source in store.sources.values() if of_source]
+    openings: list[str] = []
+    for turn in range(SAMPLES * max(1, len(shards))):
+        if not shards or len(openings) == SAMPLES:
+            break
+        shard, number = shards[turn % len(shards)], turn // len(shards)
+        if number + 1 < len(shard.document_starts):
+            first, last = shard.document_starts[number : number + 2]
+            openings.append(
+                tokenizer.decode(shard.tokens[first : min(last - 1, first + PROMPT_TOKENS)]).strip("\ufffd")
+            )
+    return openings
+
+
+def summary_text(result: dict[str, Any]) -> str:
+    """What a person reads at the end."""
+    lines = [""]
+    for number, sample in enumerate(result["samples"], 1):
+        lines += [f"── sample {number} " + "─" * 40, f"{sample['prompt']}▸{sample['text']}"]
+    out = result["out"]
+    lines += [
+        "─" * 52,
+        f"held-out bits-per-byte {result['bits_per_byte']:.3f}, "
+        f"{100 * result['below_unigram']:.0f} % below a unigram model ({result['unigram_bits_per_byte']:.3f})",
+        *(
+            f"  {name}: {part['bits_per_byte']:.3f} against {part['unigram_bits_per_byte']:.3f}"
+            for name, part in result["sources"].items()
+        ),
+        f"everything is in {out}, made in {show_seconds(sum(result['seconds'].values()))}",
+        "",
+        "what to do next:",
+        f'  z2a generate {out} --prompt "..."            let it speak',
+        f"  z2a train {out}/recipe.yaml train.steps=1000   train it further",
+        f"  z2a tokens trace {out} --step 10             see which documents were in a step",
+        f"  z2a export {out} --to {out}/hf               a directory for transformers, vLLM, llama.cpp",
+    ]
+    return "\n".join(lines)
+
+
+@contextmanager
+def _stage(title: str, name: str, seconds: dict[str, float]) -> Iterator[None]:
+    heading(title)
+    start = time.perf_counter()
+    yield
+    seconds[name] = round(time.perf_counter() - start, 1)
+    say(f"done in {show_seconds(seconds[name])}")
+
+
+def _say_documents(manifest: dict[str, Any]) -> None:
+    for source, train_part in manifest["splits"]["train"].items():
+        valid_part = manifest["splits"]["valid"][source]
+        say(
+            f"{source}: {train_part['documents']} documents, {show_bytes(train_part['bytes'])}; "
+            f"held out {valid_part['documents']}, {show_bytes(valid_part['bytes'])}"
+        )
+        left_out = manifest["left_out"][source]
+        reasons = [f"{count} records ({reason})" for reason, count in left_out["documents"].items()]
+        reasons += [f"{of_reason['count']} files ({reason})" for reason, of_reason in left_out["files"].items()]
+        if reasons:
+            say(f"  skipped: {', '.join(reasons)}")
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """A source name for each path: its last part in plain letters, numbered where two agree."""
+    names: list[str] = []
+    for path in paths:
+        base = re.sub(r"[^A-Za-z0-9_-]+", "_", path.resolve().name.split(".")[0]).lstrip("-") or "text"
+        name, number = base, 2
+        while name in names:
+            name, number = f"{base}-{number}", number + 1
+        names.append(name)
+    return names

@@ -1,0 +1,168 @@
+"""From YAML and overrides to a Recipe, or to the list of everything that is wrong with it."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from zero2all.errors import Problem, RecipeError, UsageError
+from zero2all.recipe.sections import Recipe
+
+Place = tuple[str | int, ...]
+_ONE_LENGTH = ("steps", "tokens", "epochs")
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a YAML recipe and lay ``section.key=value`` overrides over it."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"no recipe at {path}{_neighbours(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the recipe {path}: {error}") from None
+    return parse_recipe(text, overrides, origin=str(path))
+
+
+def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "recipe") -> Recipe:
+    """The same from text."""
+    try:
+        values = yaml.safe_load(text) or {}
+        lines = _line_numbers(yaml.compose(text, Loader=yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise UsageError(f"{origin} is not YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{origin} must be a mapping with keys such as {', '.join(list(Recipe.model_fields)[:5])}")
+    for override in overrides or []:
+        _apply_override(values, override)
+    problems = _problems(values, lines)
+    if problems:
+        raise RecipeError(origin, problems)
+    return Recipe.model_validate(values)
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """The fully resolved recipe; loading it gives the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def recipe_schema() -> str:
+    """JSON Schema, for editors that complete and check YAML."""
+    return json.dumps(Recipe.model_json_schema(), indent=2, ensure_ascii=False)
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    dotted, equals, raw = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise UsageError(f"{override!r} is not an override: write section.key=value, such as train.steps=200")
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError:
+        raise UsageError(f"the value of {override!r} is not YAML: put quotes around it") from None
+    section = values
+    for key in keys[:-1]:
+        if not isinstance(section.get(key), dict):
+            section[key] = {}
+        section = section[key]
+    if keys[:-1] == ["train"] and keys[-1] in _ONE_LENGTH:
+        # A length on the command line takes the place of the one in the file, whatever its unit.
+        for other in _ONE_LENGTH:
+            section.pop(other, None)
+    section[keys[-1]] = value
+
+
+def _problems(values: dict[str, Any], lines: dict[Place, int]) -> list[Problem]:
+    """Validate, take out what is wrong, and validate again: mistakes that hid behind others show too."""
+    values = copy.deepcopy(values)
+    found: list[Problem] = []
+    while True:
+        try:
+            Recipe.model_validate(values)
+            return found
+        except ValidationError as error:
+            removed = False
+            for detail in error.errors(include_url=False):
+                place: Place = detail["loc"]
+                problem = _problem(detail, values, lines)
+                if problem not in found:
+                    found.append(problem)
+                removed |= _remove(values, place, detail["type"])
+            if not removed:
+                return found
+
+
+def _remove(values: dict[str, Any], place: Place, kind: str) -> bool:
+    """Take the offending value out. A missing or cross-field mistake has none to take."""
+    if kind == "missing" or not place:
+        return False
+    parent: Any = values
+    for key in place[:-1]:
+        try:
+            parent = parent[key]
+        except (KeyError, IndexError, TypeError):
+            return False
+    if isinstance(parent, dict) and place[-1] in parent:
+        del parent[place[-1]]
+        return True
+    if isinstance(parent, list) and isinstance(place[-1], int) and place[-1] < len(parent):
+        del parent[place[-1]]
+        return True
+    return False
+
+
+def _problem(detail: Any, values: dict[str, Any], lines: dict[Place, int]) -> Problem:
+    place: Place = detail["loc"]
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    hint = ""
+    if detail["type"] == "extra_forbidden":
+        message = "no such key"
+        known = _fields_at(place[:-1])
+        close = difflib.get_close_matches(str(place[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    elif detail["type"] == "missing":
+        message = "is required"
+    elif not isinstance(detail["input"], dict | list | BaseModel) and repr(detail["input"]) not in message:
+        message = f"{message}; it is {detail['input']!r}"
+    line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), None)
+    return Problem(".".join(map(str, place)) or "recipe", message, hint, line)
+
+
+def _fields_at(place: Place) -> list[str]:
+    """The keys that a section knows, found by walking the types along a path."""
+    kind: Any = Recipe
+    for key in place:
+        if isinstance(key, int) or not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            continue
+        kind = kind.model_fields[key].annotation
+        while get_origin(kind) in (list, UnionType):
+            kind = get_args(kind)[0]
+    return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
+
+
+def _line_numbers(node: yaml.Node | None, place: Place = ()) -> dict[Place, int]:
+    found: dict[Place, int] = {}
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            inner = (*place, key.value)
+            found[inner] = key.start_mark.line + 1
+            found |= _line_numbers(value, inner)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            inner = (*place, index)
+            found[inner] = value.start_mark.line + 1
+            found |= _line_numbers(value, inner)
+    return found
+
+
+def _neighbours(path: Path) -> str:
+    folder = path.parent
+    names = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []
+    return f"; in {folder}/ there are {', '.join(names)}" if names else ""

@@ -1,0 +1,6 @@
+"""Documents to a vocabulary, and the encoder that never takes text for a special token."""
+
+from zero2all.tokenizer.tokenizer import Tokenizer
+from zero2all.tokenizer.train import train_tokenizer
+
+__all__ = ["Tokenizer", "train_tokenizer"]

@@ -1,0 +1,123 @@
+"""Samples by number: their tokens, and the documents those tokens came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero2all.io import fingerprint
+from zero2all.tokens.order import Array, SampleOrder
+from zero2all.tokens.store import Split, TokenShard, TokenStore
+
+PACKING = "concat"
+
+
+@dataclass(frozen=True)
+class SamplePart:
+    """A stretch of one document inside a sample."""
+
+    sample: int
+    gid: str
+    source: str
+    title: str
+    shard: str
+    document: int  # number in the shard
+    first_token: int  # counted from the start of the document
+    tokens: int
+
+
+class ConcatRows:
+    """Concatenate and cut: row r of a shard is its tokens [r*S, r*S + S], the last one only as a target."""
+
+    def __init__(self, shards: list[TokenShard], seq_len: int) -> None:
+        self.shards, self.seq_len = shards, seq_len
+        counts = [max(0, (len(shard.tokens) - 1) // seq_len) for shard in shards]
+        self._firsts = np.cumsum([0, *counts])
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def place(self, row: int) -> tuple[TokenShard, int, int]:
+        """The shard that holds a row, and the stretch of its tokens: inputs and the last target."""
+        number = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        start = (row - int(self._firsts[number])) * self.seq_len
+        return self.shards[number], start, start + self.seq_len + 1
+
+
+class Samples:
+    """The training sequence: ``tokens(i, j)`` for training, ``documents(i)`` to trace where they came from."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        seq_len: int,
+        seed: int = 0,
+        stage: str = "main",
+        mixture: Mapping[str, float] | None = None,
+    ) -> None:
+        self.store, self.seq_len = store, seq_len
+        self._rows = {name: ConcatRows(shards, seq_len) for name, shards in store.sources.items()}
+        self.order = SampleOrder({name: len(rows) for name, rows in self._rows.items()}, mixture, seed, stage)
+        self.fingerprint = fingerprint([self.order.describe(), store.fingerprint, seq_len, PACKING])
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        split: Split,
+        seq_len: int,
+        seed: int = 0,
+        stage: str = "main",
+        mixture: Mapping[str, float] | None = None,
+    ) -> Samples:
+        return cls(TokenStore(directory, split), seq_len, seed, stage, mixture)
+
+    @property
+    def per_epoch(self) -> int:
+        """Samples in one pass over every source in the mixture."""
+        return int(self.order.rows.sum())
+
+    def tokens(self, start: int, stop: int) -> Array:
+        """int64 [stop - start, seq_len + 1]: inputs are all but the last column, targets all but the first."""
+        out = np.empty((stop - start, self.seq_len + 1), dtype=np.int64)
+        for line, (rows, row) in enumerate(self._located(start, stop)):
+            shard, first, last = rows.place(row)
+            out[line] = shard.tokens[first:last]
+        return out
+
+    def documents(self, start: int, stop: int) -> list[SamplePart]:
+        """Every document with an input token in samples [start, stop)."""
+        return [
+            part for n, (rows, row) in enumerate(self._located(start, stop), start) for part in _parts(n, rows, row)
+        ]
+
+    def _located(self, start: int, stop: int) -> list[tuple[ConcatRows, int]]:
+        sources, rows = self.order.locate(start, stop)
+        names: list[Any] = [self._rows[name] for name in self.order.names]
+        return [(names[source], int(row)) for source, row in zip(sources, rows, strict=True)]
+
+
+def _parts(sample: int, rows: ConcatRows, row: int) -> list[SamplePart]:
+    shard, first, last = rows.place(row)
+    parts = []
+    for number in shard.documents_between(first, last - 1):
+        begins, ends = int(shard.document_starts[number]), int(shard.document_starts[number + 1])
+        start, stop = max(first, begins), min(last - 1, ends)
+        name = shard.document_name(number)
+        parts.append(
+            SamplePart(
+                sample,
+                name.gid,
+                name.data_src,
+                name.title,
+                shard.stem.name,
+                number,
+                start - begins,
+                stop - start,
+            )
+        )
+    return parts

@@ -1,0 +1,135 @@
+"""The token store on disk: per shard a Megatron ``.bin/.idx`` pair and an Arrow file that names its documents.
+
+``.bin`` is the token ids, end to end. ``.idx`` is, little-endian: the magic ``MMIDIDX\\0\\0``, version (u64, 1),
+dtype code (u8), number of sequences (u64), number of document bounds (u64), then sequence lengths (i32 each),
+byte offsets of sequences in ``.bin`` (i64 each), and document bounds as sequence numbers (i64 each, from 0).
+Here a sequence is a document with its end-of-text token. ``.docs.arrow`` has one row a document, memory-mapped.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from zero2all.errors import Z2aError
+from zero2all.io import fingerprint, read_manifest
+
+MAGIC = b"MMIDIDX\x00\x00"
+# Megatron knows no unsigned 32-bit type, so vocabularies past 16 bits are stored as int32.
+DTYPE_CODES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
+DOCS_SCHEMA = pa.schema(
+    [("gid", pa.string()), ("data_src", pa.string()), ("title", pa.string()), ("bytes", pa.int64())]
+)
+KIND = "tokens"
+Split = Literal["train", "valid"]
+
+
+def dtype_code(vocab_size: int) -> int:
+    return 8 if vocab_size <= 2**16 else 4
+
+
+@dataclass(frozen=True)
+class DocumentName:
+    gid: str
+    data_src: str
+    title: str
+    bytes: int
+
+
+class ShardWriter:
+    """Writes ``<stem>.bin``, ``.idx`` and ``.docs.arrow``, a document at a time."""
+
+    def __init__(self, stem: Path, vocab_size: int) -> None:
+        self.stem, self.code = stem, dtype_code(vocab_size)
+        self._lengths: list[int] = []
+
+    def __enter__(self) -> ShardWriter:
+        self._bin = open(self.stem.with_suffix(".bin"), "wb")
+        self._docs = pa.ipc.new_file(str(self.stem.with_suffix(".docs.arrow")), DOCS_SCHEMA)
+        return self
+
+    def write(self, documents: Iterable[tuple[DocumentName, list[int]]]) -> None:
+        batch = list(documents)
+        for _, ids in batch:
+            self._bin.write(np.asarray(ids, dtype=DTYPE_CODES[self.code]).tobytes())
+            self._lengths.append(len(ids))
+        self._docs.write(pa.RecordBatch.from_pylist([vars(name) for name, _ in batch], schema=DOCS_SCHEMA))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bin.close()
+        self._docs.close()
+        if error is not None:
+            return
+        lengths = np.asarray(self._lengths, dtype="<i4")
+        sizes = lengths.astype("<i8") * DTYPE_CODES[self.code].itemsize
+        offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if len(sizes) else sizes
+        with open(self.stem.with_suffix(".idx"), "wb") as index:
+            index.write(MAGIC + struct.pack("<QBQQ", 1, self.code, len(lengths), len(lengths) + 1))
+            for column in (lengths, offsets.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8")):
+                index.write(column.tobytes())
+
+
+class TokenShard:
+    """One shard, memory-mapped: opening it costs nothing, whatever its size."""
+
+    def __init__(self, stem: Path) -> None:
+        self.stem = stem
+        with open(stem.with_suffix(".idx"), "rb") as index:
+            header = index.read(len(MAGIC) + 25)
+        version, code, count, _ = struct.unpack("<QBQQ", header[len(MAGIC) :])
+        if not header.startswith(MAGIC) or version != 1 or code not in DTYPE_CODES:
+            raise Z2aError(f"{stem}.idx is not a token index that this version reads")
+        lengths = np.memmap(stem.with_suffix(".idx"), dtype="<i4", mode="r", offset=len(header), shape=(count,))
+        self.tokens: np.ndarray[Any, Any] = np.memmap(stem.with_suffix(".bin"), dtype=DTYPE_CODES[code], mode="r")
+        self.document_starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        if self.document_starts[-1] != len(self.tokens):
+            raise Z2aError(f"{stem}.bin and .idx do not belong together: build the tokens again")
+
+    def documents_between(self, start: int, stop: int) -> range:
+        """Numbers of the documents that own the tokens [start, stop)."""
+        first = int(np.searchsorted(self.document_starts, start, side="right")) - 1
+        last = int(np.searchsorted(self.document_starts, stop, side="left"))
+        return range(first, last)
+
+    def document_name(self, number: int) -> DocumentName:
+        batch = int(np.searchsorted(self._batch_starts, number, side="right")) - 1
+        row = self._docs.get_batch(batch).slice(number - int(self._batch_starts[batch]), 1).to_pylist()[0]
+        return DocumentName(**row)
+
+    @cached_property
+    def _docs(self) -> pa.ipc.RecordBatchFileReader:
+        return pa.ipc.open_file(pa.memory_map(str(self.stem.with_suffix(".docs.arrow"))))
+
+    @cached_property
+    def _batch_starts(self) -> np.ndarray[Any, Any]:
+        sizes = [self._docs.get_batch(number).num_rows for number in range(self._docs.num_record_batches)]
+        return np.cumsum([0, *sizes])
+
+
+class TokenStore:
+    """One split of a token store: the shards of each source."""
+
+    def __init__(self, directory: Path, split: Split) -> None:
+        manifest = read_manifest(directory, KIND, "z2a tokens build RECIPE")
+        self.directory, self.split = directory, split
+        self.tokenizer_fingerprint: str = manifest["tokenizer"]
+        self.vocab_size: int = manifest["vocab_size"]
+        parts: dict[str, Any] = manifest["splits"][split]
+        self.fingerprint = fingerprint({name: part["sha256"] for name, part in parts.items()})
+        self.sources = {
+            name: [TokenShard(directory / split / shard) for shard in part["shards"]] for name, part in parts.items()
+        }
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(len(shard.tokens) for shards in self.sources.values() for shard in shards)

@@ -1,0 +1,12 @@
+"""The loop: samples in order, one step at a time, resumable at any of them.
+
+>>> from zero2all.recipe import load_recipe
+>>> summary = train(load_recipe("recipes/quickstart.yaml"))
+"""
+
+from zero2all.train.export import export_run
+from zero2all.train.loop import train
+from zero2all.train.run import Run
+from zero2all.train.trace import trace_step
+
+__all__ = ["Run", "export_run", "trace_step", "train"]

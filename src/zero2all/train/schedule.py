@@ -1,0 +1,13 @@
+"""Learning rate as a closed form of the step: nothing to save, nothing to drift on resume."""
+
+from __future__ import annotations
+
+import math
+
+
+def learning_rate(step: int, total: int, warmup: int, peak: float, final: float) -> float:
+    """Linear warmup over ``warmup`` steps, then a cosine that reaches ``final * peak`` at the last step."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, total - 1 - warmup)
+    return peak * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
