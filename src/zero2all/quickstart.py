@@ -22,8 +22,20 @@ from zero2all.tokens import TokenStore, build_tokens
 from zero2all.train import Run, train
 from zero2all.units import show_bytes, show_count, show_seconds
 
+# Parts of the standard library that are tests, data, or so large and alike that a small model speaks of little else.
+LIBRARY_EXCLUDED = [
+    "test/*",
+    "*/test/*",
+    "*/tests/*",
+    "*/idle_test/*",
+    "idlelib/*",
+    "config-*",
+    "lib-dynload/*",
+    "*.txt",
+]
 SAMPLES = 3
 PROMPT_TOKENS = 12
+REASONS_SHOWN = 4
 
 
 def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str] | None = None) -> dict[str, Any]:
@@ -54,7 +66,7 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
         samples = [
             {
                 "prompt": prompt,
-                "text": generate(model, tokenizer, prompt, max_tokens=80, temperature=0.7, seed=recipe.seed),
+                "text": generate(model, tokenizer, prompt, max_tokens=80, temperature=0.6, seed=recipe.seed),
             }
             for prompt in prompts[:SAMPLES]
         ]
@@ -82,7 +94,7 @@ def quickstart_recipe(out: Path, corpus: list[Path], overrides: list[str]) -> Re
         sources = [{"name": name, "paths": [str(path)]} for name, path in zip(_names(corpus), corpus, strict=True)]
     else:
         library = sysconfig.get_paths()["stdlib"]
-        sources = [{"name": "stdlib", "paths": [library], "exclude": ["test/*", "*/test/*", "*/tests/*", "*.txt"]}]
+        sources = [{"name": "stdlib", "paths": [library], "exclude": LIBRARY_EXCLUDED}]
     values = recipe.model_dump(mode="json")
     values["corpus"]["sources"] = sources
     return Recipe.model_validate(values)
@@ -154,10 +166,12 @@ def _say_documents(manifest: dict[str, Any]) -> None:
             f"held out {valid_part['documents']}, {show_bytes(valid_part['bytes'])}"
         )
         left_out = manifest["left_out"][source]
-        reasons = [f"{count} records ({reason})" for reason, count in left_out["documents"].items()]
-        reasons += [f"{of_reason['count']} files ({reason})" for reason, of_reason in left_out["files"].items()]
+        reasons = [(count, f"{count} records ({reason})") for reason, count in left_out["documents"].items()]
+        reasons += [(part["count"], f"{part['count']} files ({reason})") for reason, part in left_out["files"].items()]
+        reasons.sort(key=lambda counted: -counted[0])
         if reasons:
-            say(f"  skipped: {', '.join(reasons)}")
+            more = ", and more in documents/manifest.json" if len(reasons) > REASONS_SHOWN else ""
+            say(f"  skipped: {', '.join(text for _, text in reasons[:REASONS_SHOWN])}{more}")
 
 
 def _names(paths: list[Path]) -> list[str]:

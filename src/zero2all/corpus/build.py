@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from zero2all.console import progress, warn
 from zero2all.corpus.document import SCHEMA, Document, to_document
-from zero2all.corpus.readers import BrokenRecord, RawFile, Unreadable, list_files, read_records
+from zero2all.corpus.readers import BrokenRecord, RawFile, Unreadable, WholeFile, list_files, read_records
 from zero2all.errors import Z2aError
 from zero2all.io import atomic_dir, checksums, fingerprint, is_current, read_json, write_manifest
 from zero2all.recipe import CorpusRecipe, SourceRecipe
@@ -105,7 +105,8 @@ def _documents(file: RawFile, source: SourceRecipe, left_out: LeftOut) -> Iterat
             if isinstance(record, BrokenRecord):
                 left_out.documents["broken record"] += 1
                 continue
-            document = to_document(record, source.name, f"{file.name}#{number}", source.category, dict(source.fields))
+            fields = None if isinstance(record, WholeFile) else source.fields
+            document = to_document(record, source.name, f"{file.name}#{number}", source.category, fields)
             if document is None:
                 left_out.documents["no text in it"] += 1
             else:

@@ -41,6 +41,10 @@ class BrokenRecord(dict[str, Any]):
     """Stands for a record that could not be parsed, so that it can be counted."""
 
 
+class WholeFile(dict[str, Any]):
+    """A record made of a file that is one text; a recipe's field names do not apply to it."""
+
+
 def list_files(source: SourceRecipe) -> list[RawFile]:
     """Every file of a source in a fixed order."""
     found: dict[Path, RawFile] = {}
@@ -82,7 +86,8 @@ def read_records(file: RawFile) -> Iterator[dict[str, Any]]:
         elif suffix == ".json":
             yield from _json(file.path, compression)
         elif suffix in PROSE | CODE:
-            yield {"id": file.name, "title": file.name, "content": _text(_open(file.path, compression))}
+            text = _text(_open(file.path, compression))
+            yield WholeFile(id=file.name, title=file.name, content=text)
         else:
             raise Unreadable(f"format {_ending(file.name)}")
     except (OSError, pa.ArrowException) as error:

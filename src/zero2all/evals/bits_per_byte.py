@@ -36,6 +36,8 @@ def bits_per_byte(model: Z2all, tokenizer: Tokenizer, recipe: Recipe) -> dict[st
         for name, shards in valid.sources.items():
             tokens = np.concatenate([shard.tokens for shard in shards]) if shards else np.zeros(0, dtype=np.uint16)
             rows = _rows(tokens[: budget[name] + 1].astype(np.int64), seq_len)
+            if len(rows) == 0:
+                continue
             sums = {"model_nats": 0.0, "unigram_nats": 0.0, "bytes": 0.0}
             for batch in torch.split(torch.from_numpy(rows), BATCH):
                 targets = batch[:, 1:]
@@ -45,8 +47,7 @@ def bits_per_byte(model: Z2all, tokenizer: Tokenizer, recipe: Recipe) -> dict[st
                 sums["unigram_nats"] += float(unigram[targets][sizes > 0].sum())
                 sums["bytes"] += float(sizes.sum())
                 advance(targets.numel())
-            if sums["bytes"]:
-                by_source[name] = sums
+            by_source[name] = sums
     if not by_source:
         raise Z2aError("no held-out text of one full sample: raise corpus.holdout or give more text")
     whole = {key: sum(sums[key] for sums in by_source.values()) for key in ("model_nats", "unigram_nats", "bytes")}
@@ -65,10 +66,9 @@ def _figures(sums: dict[str, float]) -> dict[str, Any]:
 
 def _rows(tokens: np.ndarray[Any, Any], seq_len: int) -> np.ndarray[Any, Any]:
     """[rows, seq_len + 1], each row's last token the first of the next, so that every token is a target once."""
-    count = max(0, (len(tokens) - 1) // seq_len)
-    if count == 0:
-        return np.zeros((0, seq_len + 1), dtype=np.int64)
-    return np.stack([tokens[row * seq_len : row * seq_len + seq_len + 1] for row in range(count)])
+    starts = np.arange(max(0, (len(tokens) - 1) // seq_len)) * seq_len
+    rows: np.ndarray[Any, Any] = tokens[starts[:, None] + np.arange(seq_len + 1)]
+    return rows
 
 
 def _unigram_nats(store: TokenStore, vocab_size: int) -> np.ndarray[Any, Any]:

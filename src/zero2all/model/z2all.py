@@ -121,8 +121,8 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, rotary_2SE: Tensor, cache: KVCache | None = None) -> Tensor:
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary_2SE, cache).to(x_BSD.dtype)
-        x_BSD = x_BSD + self.mlp(self.post_attention_layernorm(x_BSD)).to(x_BSD.dtype)
-        return x_BSD
+        added: Tensor = self.mlp(self.post_attention_layernorm(x_BSD))
+        return x_BSD + added.to(x_BSD.dtype)
 
 
 class Z2all(nn.Module):

@@ -1,4 +1,4 @@
-"""Model shapes by size. Names count the parameters without the embedding tables, except the reference 1.1b.
+"""Model shapes by size. Names count parameters without the embedding tables; the reference 1.1b counts one of its two.
 
 Rules behind the numbers: head size 64, at most 4 query heads a KV head, intermediate
 near 8/3 of hidden and a multiple of 64, depth growing with width.
@@ -29,6 +29,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "z2all-25m": _shape(512, 1408, 8, 8, 4, 1024, tied=True),
     "z2all-85m": _shape(768, 2048, 13, 12, 4, 2048, tied=True),
     "z2all-300m": _shape(1024, 2816, 26, 16, 4, 2048),
-    # The reference shape: 1.1B parameters with its 64,320-row vocabulary.
+    # The reference shape. With its 64,320-row embedding and untied head it has 1,255,499,776 parameters.
     "z2all-1.1b": _shape(2048, 5632, 22, 32, 8, 2048, vocab_size=64320, rope_theta=10000.0),
 }

@@ -29,6 +29,9 @@ Positive = Annotated[float, Field(gt=0)]
 Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
 
 
+DOCUMENT_FIELDS = ("id", "category", "title", "content", "desc")
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
 
@@ -44,8 +47,16 @@ class SourceRecipe(Section):
     """Written to every document of the source."""
     exclude: list[str] = []
     """Globs on the path below a given directory, such as ``test/*``."""
-    fields: dict[Literal["id", "category", "title", "content", "desc"], str] = {}
+    fields: dict[str, str] = {}
     """For records: which of their fields becomes which of ours. What is not named is found by its usual names."""
+
+    @field_validator("fields")
+    @classmethod
+    def _ours_exist(cls, fields: dict[str, str]) -> dict[str, str]:
+        unknown = sorted(set(fields) - set(DOCUMENT_FIELDS))
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}: a document has {', '.join(DOCUMENT_FIELDS)}")
+        return fields
 
 
 class CorpusRecipe(Section):

@@ -1,7 +1,7 @@
 """An append-only record, one JSON object a line, readable while it is written and after any crash.
 
-A line is ``{"step": 12, "loss": ...}`` or ``{"event": "resume", "step": 10}``. After a resume at step k the steps
-from k on are written again; the later line counts. A torn last line is skipped.
+A line is ``{"step": 12, "loss": ...}`` or ``{"event": "resume", "step": 10}``. A start or resume at step k says that
+the steps from k on are written again, and only the later lines count. A torn last line is skipped.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
     """The surviving history: for each step the values that count, in order of steps."""
     steps: dict[int, dict[str, Any]] = {}
     for line in read_lines(path):
-        if line.get("event") == "resume":
+        if line.get("event") in ("start", "resume"):
             steps = {step: values for step, values in steps.items() if step < line["step"]}
         elif "step" in line and "event" not in line:
             steps[line["step"]] = line

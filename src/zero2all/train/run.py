@@ -45,9 +45,9 @@ class Run:
         """An existing run; ``DIR`` may also be the directory above it that holds every stage."""
         directory = Path(directory)
         for candidate in (directory, directory / "run"):
-            if (candidate / "recipe.yaml").exists():
+            if (candidate / "environment.json").exists():
                 return cls(load_recipe(candidate / "recipe.yaml"), candidate)
-        raise UsageError(f"no run in {directory}: it should hold a recipe.yaml written by 'z2a train'")
+        raise UsageError(f"no run in {directory}: it should hold what 'z2a train' writes")
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer(self.recipe.tokenizer_dir)

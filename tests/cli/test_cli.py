@@ -1,0 +1,126 @@
+"""The conventions of every command, tried through the installed program."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from tests.conftest import tiny_recipe, write_raw
+from zero2all.cli.main import app
+from zero2all.errors import Z2aError, need
+from zero2all.recipe import recipe_yaml
+
+Z2A = Path(sys.executable).with_name("z2a")
+
+
+def z2a(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200"}
+    return subprocess.run(
+        [Z2A, *map(str, words)], capture_output=True, text=True, cwd=cwd, env=environment, timeout=240
+    )
+
+
+def every_command() -> list[list[str]]:
+    def walk(command: object, words: list[str]) -> Iterator[list[str]]:
+        children = getattr(command, "commands", None)
+        if not children:
+            yield words
+        for name, child in (children or {}).items():
+            yield from walk(child, [*words, name])
+
+    return list(walk(typer.main.get_command(app), []))
+
+
+@pytest.mark.parametrize("words", every_command(), ids=" ".join)
+def test_help_has_an_example(words: list[str]) -> None:
+    shown = z2a(*words, "--help")
+    assert shown.returncode == 0
+    assert f"Example: z2a {' '.join(words)}" in shown.stdout
+
+
+def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_path: Path) -> None:
+    write_raw(tmp_path / "raw")
+    (tmp_path / "raw" / "zh" / "scan.pdf").write_bytes(b"%PDF")
+    small = [
+        "tokenizer.vocab_size=512", "model={hidden_size: 32, intermediate_size: 64, n_layers: 2, n_heads: 2}",
+        "train.steps=12", "train.seq_len=32", "train.batch_tokens=256", "corpus.holdout=0.1",
+    ]  # fmt: skip
+    out = tmp_path / "out"
+    done = z2a("quickstart", "--corpus", tmp_path / "raw/en.jsonl", tmp_path / "raw/zh", *small, "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert "1 files (format .pdf)" in done.stderr
+    assert len(result["samples"]) == 3
+    assert 0 < result["bits_per_byte"] < result["unigram_bits_per_byte"] * 2
+    assert set(result["sources"]) == {"en", "zh"}
+
+    # Each stage again, alone: all of it is there already.
+    for words in (["corpus", "build"], ["tokenizer", "train"], ["tokens", "build"]):
+        stage = z2a(*words, out / "recipe.yaml", "--json")
+        assert stage.returncode == 0, stage.stderr
+        assert json.loads(stage.stdout)["reused"] is True
+    trained = z2a("train", out / "recipe.yaml", "train.steps=14", "--json")
+    assert json.loads(trained.stdout)["resumed_at"] == 12
+    traced = json.loads(z2a("tokens", "trace", out, "--step", 3, "--json").stdout)
+    assert {"gid", "source", "title"} <= set(traced["documents"][0])
+    assert json.loads(z2a("eval", out, "--json").stdout)["bits_per_byte"] > 0
+    spoken = z2a("generate", out, "--prompt", "the model", "--max-tokens", 10)
+    assert spoken.stdout.startswith("the model")
+    exported = json.loads(z2a("export", out, "--to", out / "hf", "--check", "--json").stdout)
+    assert exported["max_logit_difference"] <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["train", "nowhere.yaml"], 2, "no recipe at nowhere.yaml"),
+        (["recipe", "check", "bad.yaml"], 2, "did you mean steps?"),
+        (["recipe", "check", "broken.yaml"], 2, "is not YAML"),
+        (["generate", "."], 2, "no run in"),
+        (["corpus", "build", "good.yaml"], 1, "the recipe names no text"),
+        (["tokens", "build", "good.yaml"], 1, "z2a corpus build"),
+        (["quickstart", "--corpus", "nowhere", "--out", "x"], 2, "nothing at nowhere"),
+        (["train"], 2, "Missing argument"),
+        (["train", "good.yaml", "--fast"], 2, "No such option"),
+        (["fly"], 2, "No such command"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_users_mistake_gives_a_line_to_act_on(tmp_path: Path, words: list[str], status: int, said: str) -> None:
+    (tmp_path / "bad.yaml").write_text("train: {stepz: 5}")
+    (tmp_path / "broken.yaml").write_text("train: [")
+    (tmp_path / "good.yaml").write_text("train: {steps: 5}")
+    for extra in ([], ["--json"]):
+        failed = z2a(*words, *extra, cwd=tmp_path)
+        assert failed.returncode == status
+        assert said in failed.stderr
+        assert "Traceback" not in failed.stderr
+        if extra:
+            assert "error" in json.loads(failed.stdout)
+        else:
+            assert failed.stdout == ""
+
+
+def test_recipe_show_prints_what_loads_again(tmp_path: Path, world: Path) -> None:
+    (tmp_path / "a.yaml").write_text(recipe_yaml(tiny_recipe(world)))
+    shown = z2a("recipe", "show", tmp_path / "a.yaml", "model.n_layers=4")
+    (tmp_path / "b.yaml").write_text(shown.stdout)
+    assert json.loads(z2a("recipe", "show", tmp_path / "b.yaml", "--json").stdout)["model"]["n_layers"] == 4
+    assert json.loads(z2a("recipe", "schema").stdout)["title"] == "Recipe"
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys; import zero2all.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_missing_extra_is_one_line_that_says_what_to_install() -> None:
+    with pytest.raises(Z2aError, match=r"pip install 'zero2all\[hf\]'"):
+        need("a_module_that_is_not_there", "hf")

@@ -1,0 +1,88 @@
+"""A small world of our own making, built once for each test process, and the shared corpus where it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from zero2all.corpus import build_corpus
+from zero2all.recipe import Recipe, parse_recipe
+from zero2all.tokenizer import train_tokenizer
+from zero2all.tokens import build_tokens
+
+ENGLISH = "the model reads a line of text and then it says what comes next because small steps make long roads"
+CHINESE = "春眠不觉晓 处处闻啼鸟 夜来风雨声 花落知多少 白日依山尽 黄河入海流 欲穷千里目 更上一层楼"
+CODE = "def f{n}(x):\n    # 第{n}个函数\n    return [x + {n} for x in range({n})]\n\n\nclass C{n}:\n    value = {n}\n"
+
+TINY = """
+name: tiny
+seed: 11
+corpus: {holdout: 0.1}
+tokenizer: {vocab_size: 512, min_frequency: 1}
+tokens: {verify: 1.0}
+model: {hidden_size: 32, intermediate_size: 64, n_layers: 2, n_heads: 4, n_kv_heads: 2, context: 64}
+train:
+  steps: 12
+  seq_len: 32
+  batch_tokens: 256
+  micro_batch_tokens: 128
+  precision: fp32
+  device: cpu
+  optimizer: {lr: 5e-3}
+  schedule: {warmup: 3 steps}
+checkpoint: {every: 4 steps}
+evals: {tokens: 4096}
+"""
+
+
+def write_raw(root: Path) -> None:
+    """English as JSONL, Chinese as plain text, code as a source tree."""
+    rng = random.Random(5)
+    (root / "zh").mkdir(parents=True)
+    (root / "code" / "pkg").mkdir(parents=True)
+    with open(root / "en.jsonl", "w", encoding="utf-8") as stream:
+        for number in range(120):
+            text = " ".join(rng.choices(ENGLISH.split(), k=rng.randint(30, 90))) + "."
+            stream.write(json.dumps({"id": number, "title": f"story {number}", "text": text}) + "\n")
+    for number in range(30):
+        text = "，".join(rng.choices(CHINESE.split(), k=rng.randint(20, 60))) + "。"
+        (root / "zh" / f"{number}.txt").write_text(text, encoding="utf-8")
+    for number in range(40):
+        text = "".join(CODE.format(n=rng.randint(1, 99)) for _ in range(4))
+        (root / "code" / "pkg" / f"m{number}.py").write_text(text, encoding="utf-8")
+
+
+def tiny_recipe(world: Path, *overrides: str) -> Recipe:
+    """A recipe that uses the stages of ``world`` and trains wherever ``out`` says."""
+    places = [f"corpus.dir={world}/documents", f"tokenizer.dir={world}/tokenizer", f"tokens.dir={world}/tokens"]
+    sources = json.dumps(
+        [{"name": "en", "paths": [f"{world}/raw/en.jsonl"]}]
+        + [{"name": name, "paths": [f"{world}/raw/{name}"]} for name in ("zh", "code")]
+    )
+    return parse_recipe(TINY, [f"out={world}", f"corpus.sources={sources}", *places, *overrides])
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Raw text, documents, tokenizer and tokens. Tests read it and train elsewhere (``out=...``)."""
+    root = tmp_path_factory.mktemp("world")
+    write_raw(root / "raw")
+    recipe = tiny_recipe(root)
+    build_corpus(recipe.corpus, recipe.documents_dir)
+    train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
+    build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
+    return root
+
+
+@pytest.fixture(scope="session")
+def shared_corpus() -> Path:
+    """Real text in messy shapes, beside the repository; not part of it."""
+    default = Path(__file__).parents[2] / "shared" / "corpus"
+    path = Path(os.environ.get("Z2A_TEST_CORPUS", default))
+    if not (path / "SHA256SUMS").exists():
+        pytest.skip("the shared corpus is not beside this checkout (set Z2A_TEST_CORPUS)")
+    return path

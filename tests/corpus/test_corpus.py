@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from zero2all.corpus import SCHEMA, build_corpus
+from zero2all.errors import UsageError
+from zero2all.recipe import CorpusRecipe, SourceRecipe
+
+
+def build(raw: Path, out: Path, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    source = SourceRecipe(name="s", paths=[str(raw)], **options.pop("source", {}))
+    manifest = build_corpus(CorpusRecipe(sources=[source], **options), out)
+    rows = [row for shard in sorted(out.glob("*/*.parquet")) for row in pq.read_table(shard).to_pylist()]
+    return manifest, rows
+
+
+def test_every_readable_format_gives_its_documents(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    (raw / "deep").mkdir(parents=True)
+    (raw / "a.jsonl").write_text('{"text": "one"}\n\n{"content": "two", "title": "T", "x": 5}\n', encoding="utf-8")
+    (raw / "b.jsonl.gz").write_bytes(gzip.compress(b'{"body": "three"}\n'))
+    with pa.CompressedOutputStream(str(raw / "c.jsonl.zst"), "zstd") as stream:
+        stream.write('{"markdown": "四"}\n'.encode())
+    (raw / "d.txt").write_bytes(b"\xef\xbb\xbffive\r\n")
+    (raw / "deep" / "e.py").write_text("def six():\n\treturn 6\n")
+    pq.write_table(pa.table({"id": [7], "text": ["seven"]}), raw / "f.parquet")
+    (raw / "g.json").write_text('[{"answer": "eight"}, {"answer": "nine"}]')
+    (raw / "h.json").write_text('{\n  "content": "ten"\n}')
+    (raw / "i.json").write_text('{"text": "eleven"}\n{"text": "twelve"}\n')
+    manifest, rows = build(raw, tmp_path / "out", holdout=0)
+    expected = ["one", "two", "three", "四", "five\r\n", "def six():\n\treturn 6\n", "seven", "eight", "nine"]
+    expected += ["ten", "eleven", "twelve"]
+    assert sorted(row["content"] for row in rows) == sorted(expected)
+    two = next(row for row in rows if row["content"] == "two")
+    assert (two["title"], two["data_src"], json.loads(two["others"])) == ("T", "s", {"x": 5})
+    assert next(row for row in rows if row["content"] == "seven")["id"] == "7"
+    assert manifest["documents"] == 12
+    assert pq.read_schema(next((tmp_path / "out").glob("train/*.parquet"))).equals(SCHEMA)
+
+
+def test_what_is_left_out_is_counted_with_its_reason(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "a.jsonl").write_bytes(b'{"text": "good"}\n{"text": \n[1]\n{"other": 5}\n{"text": "  "}\n\xff\xfe\n')
+    (raw / "same.jsonl").write_text('{"id": 1, "text": "good"}\n{"id": 1, "text": "good"}\n')
+    (raw / "b.tar.gz").write_bytes(b"")
+    (raw / "c.txt").write_bytes(b"caf\xe9")
+    (raw / "d.json").write_text('{"text": ')
+    (raw / "e.parquet").write_bytes(b"PAR1")
+    (raw / "f.jsonl.gz").write_bytes(b"not gzip")
+    manifest, rows = build(raw, tmp_path / "out", holdout=0)
+    assert len(rows) == 2
+    left_out = manifest["left_out"]["s"]
+    assert left_out["documents"] == {"broken record": 3, "no text in it": 2, "the same record twice": 1}
+    files = {name for part in left_out["files"].values() for name in part["first"]}
+    assert files == {"b.tar.gz", "c.txt", "d.json", "e.parquet", "f.jsonl.gz"}
+    assert {"format .tar.gz", "text that is not UTF-8", "broken JSON"} <= set(left_out["files"])
+
+
+def test_gid_does_not_depend_on_the_order_of_arrival(tmp_path: Path) -> None:
+    lines = [json.dumps({"id": n, "text": f"text {n}"}) for n in range(50)]
+    gids = []
+    for name, order in (("x", lines), ("y", lines[::-1])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text("\n".join(order))
+        _, rows = build(tmp_path / name, tmp_path / f"out-{name}")
+        gids.append({row["gid"]: row["content"] for row in rows})
+    assert gids[0] == gids[1]
+    assert len(gids[0]) == 50
+
+
+def test_growing_a_corpus_moves_no_document_across_the_split(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    held_out = []
+    for count in (200, 400):
+        lines = [json.dumps({"id": n, "text": f"text {n}"}) for n in range(count)]
+        (tmp_path / "raw" / "a.jsonl").write_text("\n".join(lines))
+        build(tmp_path / "raw", tmp_path / "out", holdout=0.1)
+        table = pq.read_table(tmp_path / "out" / "valid" / "s-00000.parquet")
+        held_out.append({int(id) for id in table["id"].to_pylist()})
+    assert {n for n in held_out[1] if n < 200} == held_out[0]
+    assert 0.05 < len(held_out[1]) / 400 < 0.15
+
+
+def test_shards_roll_over_and_keep_every_document(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(json.dumps({"text": f"{n:05}" * 20}) for n in range(100)))
+    manifest, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, shard_size="3KB")
+    assert len(manifest["splits"]["train"]["s"]["shards"]) == 4
+    assert sorted(row["content"][:5] for row in rows) == [f"{n:05}" for n in range(100)]
+
+
+def test_a_rerun_reads_only_what_changed_and_notices_damage(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.txt").write_text("one")
+    assert not build(tmp_path / "raw", tmp_path / "out", holdout=0)[0]["reused"]
+    assert build(tmp_path / "raw", tmp_path / "out", holdout=0)[0]["reused"]
+    (tmp_path / "raw" / "b.txt").write_text("two")
+    assert not build(tmp_path / "raw", tmp_path / "out", holdout=0)[0]["reused"]
+    shard = tmp_path / "out" / "train" / "s-00000.parquet"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    manifest, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0)
+    assert not manifest["reused"]
+    assert len(rows) == 2
+
+
+def test_half_a_surrogate_pair_in_json_does_not_stop_the_build(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.jsonl").write_text('{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude00"}\n')
+    _, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0)
+    assert {row["content"] for row in rows} == {"a\ufffdb", "😀"}
+
+
+def test_excluded_and_hidden_files_are_not_read_and_fields_can_be_named(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    for name in ("keep/a.py", "test/b.py", ".git/c.py", "__pycache__/d.py"):
+        (raw / name).parent.mkdir(parents=True, exist_ok=True)
+        (raw / name).write_text(name)
+    (raw / "r.jsonl").write_text('{"text": "no", "story": "yes"}')
+    source = {"exclude": ["test/*"], "fields": {"content": "story"}}
+    _, rows = build(raw, tmp_path / "out", holdout=0, source=source)
+    assert sorted(row["content"] for row in rows) == ["keep/a.py", "yes"]
+
+
+def test_a_path_with_nothing_there_is_an_error_a_person_can_act_on(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing at"):
+        build(tmp_path / "none", tmp_path / "out")
+
+
+def test_shared_corpus_is_read_or_reported(shared_corpus: Path, tmp_path: Path) -> None:
+    """Counts of the corpus's own table, for the formats that are read by now."""
+    sources = [SourceRecipe(name=name, paths=[str(shared_corpus / name)]) for name in ("zh", "en", "code")]
+    manifest = build_corpus(CorpusRecipe(sources=sources, holdout=0), tmp_path)
+    counts = {name: part["documents"] for name, part in manifest["splits"]["train"].items()}
+    # 史记.txt is one document here and 130 chapters in the table; poems and WikiExtractor text are not read yet.
+    assert counts["zh"] == 28_197 - 129 - 11_819 - 1_267
+    assert counts["en"] == 7_431
+    # LICENSES.txt is one document of 14 texts; the two archives are reported.
+    assert counts["code"] == 2_615 - 13 - 664 - 1_154
+    assert manifest["left_out"]["zh"]["documents"] == {"no text in it": 11_819}
+    assert {name for part in manifest["left_out"]["code"]["files"].values() for name in part["first"]} == {
+        "cpython_stdlib_3.11.7.tar.gz",
+        "pypi_web_packages.zip",
+    }

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero2all.model import KVCache, Z2all, export_hf
+from zero2all.model.z2all import IGNORE
+from zero2all.recipe import PRESETS, ModelConfig
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "context": 64,
+    "vocab_size": 320,
+}
+VARIANTS = {
+    "gqa": {},
+    "mha": {"n_kv_heads": 4},
+    "mqa": {"n_kv_heads": 1},
+    "tied": {"tied": True},
+    "bias": {"qkv_bias": True},
+    "qk-norm": {"qk_norm": True},
+    "qk-norm, bias, tied": {"qk_norm": True, "qkv_bias": True, "tied": True},
+    "wide heads": {"head_dim": 32},
+    "other theta": {"rope_theta": 500.0, "norm_eps": 1e-3},
+}
+
+
+def make(seed: int = 0, **changes: object) -> Z2all:
+    model = Z2all(ModelConfig.model_validate({**SMALL, **changes})).init_weights(seed)
+    # Wide weights and real biases and norms, so that a mistake in any of them shows in the logits.
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def some_tokens(rows: int = 2, length: int = 40, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 320, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_exported_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = make(**VARIANTS[variant])
+    export_hf(model, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert type(theirs).__name__ == ("Qwen3ForCausalLM" if model.config.qk_norm else "LlamaForCausalLM")
+    tokens = some_tokens()
+    with torch.inference_mode():
+        assert (model(tokens) - theirs(tokens).logits).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("pieces", [[40], [39, 1], [1] * 40, [10, 7, 1, 22]])
+def test_cache_gives_the_logits_of_the_whole_sequence(variant: str, pieces: list[int]) -> None:
+    model, tokens = make(**VARIANTS[variant]), some_tokens()
+    cache = KVCache(model.config, batch=2, length=40, device=torch.device("cpu"), dtype=torch.float32)
+    with torch.inference_mode():
+        parts = [model(piece, cache=cache) for piece in tokens.split(pieces, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), atol=2e-5, rtol=1e-4)
+
+
+def test_no_token_sees_what_comes_after_it() -> None:
+    model, tokens = make(), some_tokens()
+    changed = tokens.clone()
+    changed[:, 20:] = (changed[:, 20:] + 1) % 320
+    with torch.inference_mode():
+        before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :20], after[:, :20])
+    assert (before[:, 20:] - after[:, 20:]).abs().max() > 1e-2
+
+
+def test_losses_are_those_of_the_logits_and_ignored_targets_count_for_nothing() -> None:
+    model, tokens = make(), some_tokens(length=41)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[:, :7] = IGNORE
+    with torch.inference_mode():
+        losses = model(inputs, targets_BS=targets)
+        plain = -model(inputs).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    assert (losses[:, :7] == 0).all()
+    torch.testing.assert_close(losses[:, 7:], plain[:, 7:])
+
+
+def test_a_fresh_model_knows_nothing() -> None:
+    """The first loss is near ln V: a sign that nothing is scaled wrongly."""
+    model = Z2all(ModelConfig.model_validate(SMALL)).init_weights(0)
+    tokens = some_tokens(rows=8, length=41)
+    loss = model(tokens[:, :-1], targets_BS=tokens[:, 1:]).mean()
+    assert loss.item() == pytest.approx(torch.tensor(320.0).log().item(), rel=0.02)
+
+
+def test_seed_decides_the_weights_and_meta_build_gives_the_same() -> None:
+    config = ModelConfig.model_validate(SMALL)
+    with torch.device("meta"):
+        empty = Z2all(config)
+    filled = empty.to_empty(device="cpu").init_weights(3)
+    plain, other = Z2all(config).init_weights(3), Z2all(config).init_weights(4)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, filled.state_dict()[name])
+    assert torch.equal(plain.rotary_2SE, filled.rotary_2SE)
+    assert not torch.equal(plain.lm_head.weight, other.lm_head.weight)
+
+
+@pytest.mark.parametrize("fp32", [True, False])
+def test_residual_stream_has_the_precision_asked_for(fp32: bool) -> None:
+    model = make(residual_fp32=fp32)
+    seen: list[torch.dtype] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        model(some_tokens())
+    assert set(seen) == {torch.float32 if fp32 else torch.bfloat16}
+    with torch.inference_mode():  # weights in bf16, no autocast
+        half = model.to(torch.bfloat16)(some_tokens())
+    assert half.dtype == torch.bfloat16
+    assert seen[-1] == (torch.float32 if fp32 else torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("preset", "low", "high"),
+    [
+        ("z2all-3m", 2.5e6, 3.5e6),
+        ("z2all-10m", 9e6, 13e6),
+        ("z2all-25m", 22e6, 28e6),
+        ("z2all-85m", 75e6, 95e6),
+        ("z2all-300m", 270e6, 330e6),
+        ("z2all-1.1b", 1.05e9, 1.15e9),
+    ],
+)
+def test_presets_have_the_size_in_their_name(preset: str, low: float, high: float) -> None:
+    assert len(PRESETS) == 6
+    vocab_size = PRESETS[preset].get("vocab_size", 4096)
+    with torch.device("meta"):
+        model = Z2all(ModelConfig(preset=preset, vocab_size=vocab_size))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    tables = model.embed_tokens.weight.numel() * (1 if model.config.tied else 2)
+    if preset == "z2all-1.1b":
+        assert count == 1_255_499_776
+        tables //= 2
+    count -= tables
+    assert low <= count <= high
+
+
+def test_too_long_a_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="context of 64"):
+        make()(some_tokens(length=65))

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zero2all.errors import RecipeError, UsageError
+from zero2all.recipe import PRESETS, Recipe, load_recipe, parse_recipe, recipe_schema, recipe_yaml
+from zero2all.units import Duration
+
+ROOT = Path(__file__).parents[2]
+
+
+def problems_of(text: str, *overrides: str) -> dict[str, str]:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, list(overrides))
+    return {problem.path: str(problem) for problem in caught.value.problems}
+
+
+def test_five_different_mistakes_are_named_in_one_go() -> None:
+    found = problems_of(
+        """
+        model: {preset: z2all-3m, n_head: 3}
+        train: {steps: 10, batch_tokens: 1000, optimizer: {lr: fast}}
+        tokenizer: {vocab_size: 1000}
+        corpus:
+          sources:
+            - {name: a}
+        """
+    )
+    assert set(found) == {
+        "model.n_head",  # no such key
+        "train.optimizer.lr",  # not a number
+        "tokenizer.vocab_size",  # a rule of its own
+        "corpus.sources.0.paths",  # missing
+        "train",  # two fields that do not fit, hidden behind the wrong lr until that is out of the way
+    }
+    assert "did you mean n_heads?" in found["model.n_head"]
+    assert "line 4" in found["tokenizer.vocab_size"]
+    assert "1024" in found["tokenizer.vocab_size"]
+
+
+def test_sections_that_disagree_are_named_beside_single_mistakes() -> None:
+    found = problems_of("{train: {steps: 5, seq_len: 4096, batch_tokens: 4096}, evals: {token: 5}}")
+    assert "longer than model.context" in found["recipe"]
+    assert "did you mean tokens?" in found["evals.token"]
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("train: {}", "train"),
+        ("train: {steps: 1, tokens: 5}", "train"),
+        ("parallel: {tp: 2}", "parallel.tp"),
+        ("model: {preset: z2all-9t}", "model.preset"),
+        ("corpus: {sources: [{name: a, paths: [x]}, {name: a, paths: [y]}]}", "corpus.sources"),
+        ("corpus: {sources: [{name: ../a, paths: [x]}]}", "corpus.sources.0.name"),
+        ("{train: {steps: 1, mixture: {c: 1}}, corpus: {sources: [{name: a, paths: [x]}]}}", "recipe"),
+    ],
+)
+def test_each_rule_can_fail(text: str, path: str) -> None:
+    assert path in problems_of(text)
+
+
+def test_overrides_win_and_a_length_replaces_a_length_of_another_unit() -> None:
+    recipe = parse_recipe("train: {tokens: 10M}", ["train.steps=200", "model.n_layers=4", "train.optimizer.lr=1e-3"])
+    assert (recipe.train.steps, recipe.train.tokens, recipe.model.n_layers) == (200, None, 4)
+    assert recipe.train.optimizer.lr == 1e-3
+
+
+@pytest.mark.parametrize("override", ["train.steps", "=5", ".a=5", "train.steps=[1"])
+def test_an_override_that_is_none_is_refused(override: str) -> None:
+    with pytest.raises(UsageError):
+        parse_recipe("", [override])
+
+
+def test_a_resolved_recipe_loads_as_itself() -> None:
+    recipe = parse_recipe("{model: {preset: z2all-10m}, train: {epochs: 1.5, schedule: {warmup: 2M tokens}}}")
+    assert parse_recipe(recipe_yaml(recipe)) == recipe
+
+
+def test_shipped_recipes_are_right() -> None:
+    for path in (ROOT / "recipes").glob("**/*.yaml"):
+        load_recipe(path)
+
+
+def test_a_missing_recipe_names_its_neighbours() -> None:
+    with pytest.raises(UsageError, match=r"quickstart\.yaml"):
+        load_recipe(ROOT / "recipes" / "quikstart.yaml")
+
+
+def test_schema_describes_every_section() -> None:
+    schema = json.loads(recipe_schema())
+    assert set(schema["properties"]) == set(Recipe.model_fields)
+    assert "description" in schema["$defs"]["TrainRecipe"]["properties"]["batch_tokens"]
+
+
+def test_every_preset_is_a_valid_shape() -> None:
+    for name in PRESETS:
+        parse_recipe(f"model: {{preset: {name}}}", ["train.steps=1"])
+
+
+def test_reference_shape() -> None:
+    model = parse_recipe("model: {preset: z2all-1.1b}", ["train.steps=1"]).model
+    assert (model.hidden_size, model.intermediate_size, model.n_layers) == (2048, 5632, 22)
+    assert (model.n_heads, model.n_kv_heads, model.context) == (32, 8, 2048)
+    assert (model.vocab_size, model.rope_theta) == (64320, 10000.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [(20, 20), ("20 steps", 20), ("1 step", 1), ("1M tokens", 10), ("64Ki tokens", 0), ("2 epochs", 20), (0.5, None)],
+)
+def test_durations(text: object, steps: int | None) -> None:
+    if steps is None:
+        with pytest.raises(ValueError, match=r"0\.5"):
+            Duration.parse(text)
+    else:
+        assert Duration.parse(text).in_steps(tokens_per_step=100_000, tokens_per_epoch=1_000_000) == steps

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import tiny_recipe
+from zero2all.errors import Z2aError
+from zero2all.tokenizer import Tokenizer, train_tokenizer
+from zero2all.tokenizer.tokenizer import SPECIAL_TOKENS, byte_alphabet
+
+
+@pytest.fixture(scope="session")
+def tokenizer(world: Path) -> Tokenizer:
+    return Tokenizer(world / "tokenizer")
+
+
+def test_any_text_comes_back(tokenizer: Tokenizer) -> None:
+    @settings(max_examples=300, deadline=None, derandomize=True)
+    @given(st.text())
+    def check(text: str) -> None:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.encode_batch([text, text]) == [ids, ids]
+
+    check()
+
+
+@pytest.mark.parametrize("special", SPECIAL_TOKENS)
+@pytest.mark.parametrize("template", ["{}", "a{}b", " {} ", "{0}{0}", "\n{}\n"])
+def test_text_never_becomes_a_special_token(tokenizer: Tokenizer, special: str, template: str) -> None:
+    text = template.format(special)
+    assert not set(tokenizer.encode(text)) & set(tokenizer.special_ids.values())
+    assert not set(tokenizer.encode_batch([text])[0]) & set(tokenizer.special_ids.values())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_every_byte_has_a_token(tokenizer: Tokenizer) -> None:
+    assert {bytes([byte]) for byte in range(256)} <= set(tokenizer.token_bytes)
+    assert sorted(byte_alphabet().values()) == list(range(256))
+
+
+def test_size_is_as_promised_and_special_tokens_are_at_the_end(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == 512
+    assert max(tokenizer.special_ids.values()) == 511
+    assert tokenizer.end_of_text == 512 - len(tokenizer.special_ids)
+    assert tokenizer.text_bytes[tokenizer.end_of_text] == 0
+
+
+def test_plain_transformers_loads_the_directory_and_cuts_text_alike(tokenizer: Tokenizer) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tokenizer.directory)
+    assert len(theirs) == tokenizer.vocab_size
+    assert theirs.eos_token_id == tokenizer.end_of_text
+    for text in ("the model reads", "春眠不觉晓", "def f(x):\n\treturn 12345\n", "  mixed 中文 text\r\n"):
+        assert theirs(text)["input_ids"] == tokenizer.encode(text)
+        assert theirs.decode(tokenizer.encode(text)) == text
+
+
+def test_training_twice_gives_the_same_bytes_and_a_rerun_is_free(world: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(world)
+    manifest = train_tokenizer(recipe.tokenizer, recipe.documents_dir, tmp_path / "again")
+    first, again = (path / "tokenizer.json" for path in (world / "tokenizer", tmp_path / "again"))
+    assert first.read_bytes() == again.read_bytes()
+    assert not manifest["reused"]
+    assert train_tokenizer(recipe.tokenizer, recipe.documents_dir, tmp_path / "again")["reused"]
+
+
+def test_a_text_too_small_for_the_vocabulary_leaves_reserved_names(world: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(world, "tokenizer.vocab_size=8192")
+    manifest = train_tokenizer(recipe.tokenizer, recipe.documents_dir, tmp_path / "big")
+    assert manifest["learned"] < 8192 - len(SPECIAL_TOKENS)
+    assert manifest["vocab_size"] == Tokenizer(tmp_path / "big").vocab_size == 8192
+
+
+def test_held_out_text_is_not_trained_on(world: Path) -> None:
+    documents = json.loads((world / "documents" / "manifest.json").read_text())
+    trained = json.loads((world / "tokenizer" / "manifest.json").read_text())["trained_on_bytes"]
+    assert trained == sum(part["bytes"] for part in documents["splits"]["train"].values())
+
+
+def test_missing_directories_say_which_command_makes_them(tmp_path: Path, world: Path) -> None:
+    with pytest.raises(Z2aError, match="z2a tokenizer train"):
+        Tokenizer(tmp_path)
+    with pytest.raises(Z2aError, match="z2a corpus build"):
+        train_tokenizer(tiny_recipe(world).tokenizer, tmp_path, tmp_path / "out")

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+import struct
+from itertools import chain, pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tests.conftest import tiny_recipe
+from zero2all.errors import Z2aError
+from zero2all.tokenizer import Tokenizer
+from zero2all.tokens import TokenShard, TokenStore, build_tokens
+from zero2all.tokens.store import DocumentName, ShardWriter
+
+
+def read_megatron(prefix: Path) -> list[list[int]]:
+    """A reader written from Megatron's published layout alone; it shares nothing with the store's own code."""
+    sizes = {1: "B", 2: "b", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+    data = (prefix.parent / (prefix.name + ".idx")).read_bytes()
+    assert data[:9] == b"MMIDIDX\x00\x00"
+    assert struct.unpack_from("<Q", data, 9) == (1,)
+    (code,) = struct.unpack_from("<B", data, 17)
+    sequences, documents = struct.unpack_from("<QQ", data, 18)
+    at = 34
+    lengths = struct.unpack_from(f"<{sequences}i", data, at)
+    at += 4 * sequences
+    pointers = struct.unpack_from(f"<{sequences}q", data, at)
+    at += 8 * sequences
+    bounds = struct.unpack_from(f"<{documents}q", data, at)
+    assert at + 8 * documents == len(data)
+    tokens = (prefix.parent / (prefix.name + ".bin")).read_bytes()
+    width = np.dtype(sizes[code]).itemsize
+    read = [np.frombuffer(tokens, sizes[code], n, at).tolist() for n, at in zip(lengths, pointers, strict=True)]
+    assert sum(lengths) * width == len(tokens)
+    return [list(chain(*read[first:last])) for first, last in pairwise(bounds)]
+
+
+def test_an_independent_megatron_reader_finds_every_document(world: Path) -> None:
+    tokenizer = Tokenizer(world / "tokenizer")
+    for split in ("train", "valid"):
+        for parquet in sorted((world / "documents" / split).glob("*.parquet")):
+            texts = pq.read_table(parquet)["content"].to_pylist()
+            documents = read_megatron(world / "tokens" / split / parquet.stem)
+            assert [ids[-1] for ids in documents] == [tokenizer.end_of_text] * len(texts)
+            assert [tokenizer.decode(ids[:-1]) for ids in documents] == texts
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_600, "int32")])
+def test_ids_past_16_bits_are_stored_in_a_type_megatron_knows(tmp_path: Path, vocab_size: int, dtype: str) -> None:
+    name = DocumentName("g", "s", "t", 5)
+    ids = [[0, 1, vocab_size - 1], [7]]
+    with ShardWriter(tmp_path / "a", vocab_size) as writer:
+        writer.write([(name, document) for document in ids])
+    assert TokenShard(tmp_path / "a").tokens.dtype == dtype
+    assert read_megatron(tmp_path / "a") == ids
+
+
+def test_provenance_names_the_document_of_every_token(world: Path) -> None:
+    for source, shards in TokenStore(world / "tokens", "train").sources.items():
+        rows = pq.read_table(world / "documents" / "train" / f"{source}-00000.parquet").to_pylist()
+        shard = shards[0]
+        for number, row in enumerate(rows):
+            first, last = int(shard.document_starts[number]), int(shard.document_starts[number + 1])
+            assert shard.documents_between(first, last) == range(number, number + 1)
+            assert shard.documents_between(max(0, first - 1), last)[-1] == number
+            assert shard.document_name(number) == DocumentName(
+                row["gid"], row["data_src"], row["title"], len(row["content"].encode())
+            )
+
+
+def test_a_rerun_encodes_only_what_changed(world: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(world)
+
+    def build() -> bool:
+        return bool(build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path)["reused"])
+
+    assert not build()
+    assert build()
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "train").glob("*.bin")}
+    damaged = tmp_path / "train" / "zh-00000.bin"
+    damaged.write_bytes(damaged.read_bytes()[:-2] + b"\x00\x00")
+    assert not build()
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "train").glob("*.bin")}
+    assert {name for name in before if before[name] != after[name]} == {"zh-00000.bin"}
+    assert damaged.read_bytes() == (world / "tokens" / "train" / "zh-00000.bin").read_bytes()
+
+
+def test_a_wrong_encoding_is_never_published(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Tokenizer.encode_batch
+    monkeypatch.setattr(Tokenizer, "encode_batch", lambda self, texts: [[*ids[:-1], 5] for ids in right(self, texts)])
+    recipe = tiny_recipe(world)
+    with pytest.raises(Z2aError, match="disagree"):
+        build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path)
+    assert not list(tmp_path.rglob("[a-z]*.bin"))
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_manifest_counts_tokens_by_source(world: Path) -> None:
+    manifest = json.loads((world / "tokens" / "manifest.json").read_text())
+    for split in ("train", "valid"):
+        store = TokenStore(world / "tokens", split)
+        for source, part in manifest["splits"][split].items():
+            assert part["tokens"] == sum(len(shard.tokens) for shard in store.sources[source])
+    assert manifest["tokenizer"] == Tokenizer(world / "tokenizer").fingerprint

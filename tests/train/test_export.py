@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import tiny_recipe
+from zero2all.errors import UsageError, Z2aError
+from zero2all.train import Run, export_run, train
+from zero2all.train.export import TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def run(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    recipe = tiny_recipe(world, f"out={tmp_path_factory.mktemp('export')}", "train.steps=4")
+    train(recipe)
+    return Run.open(recipe.run_dir)
+
+
+def test_exported_run_loads_in_transformers_without_our_code(run: Run, tmp_path: Path) -> None:
+    result = export_run(run, tmp_path / "hf", check=True)
+    assert result["max_logit_difference"] <= TOLERANCE
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+def test_a_wrong_export_does_not_pass_the_check(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import zero2all.model.hf as hf
+
+    right = hf.hf_weights
+
+    def wrong(model: object) -> dict[str, torch.Tensor]:
+        weights = right(model)  # type: ignore[arg-type]
+        name = "model.layers.0.self_attn.q_proj.weight"
+        return {**weights, name: weights[name].flip(0)}
+
+    monkeypatch.setattr(hf, "hf_weights", wrong)
+    with pytest.raises(Z2aError, match="disagrees"):
+        export_run(run, tmp_path / "hf", check=True)
+
+
+def test_bf16_export_halves_the_file(run: Run, tmp_path: Path) -> None:
+    export_run(run, tmp_path / "a")
+    export_run(run, tmp_path / "b", bf16=True)
+    full, half = ((tmp_path / name / "model.safetensors").stat().st_size for name in "ab")
+    assert half < 0.6 * full
+
+
+def test_nothing_that_is_not_an_export_is_written_over(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match="something else"):
+        export_run(run, tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+    export_run(run, tmp_path / "hf")
+    export_run(run, tmp_path / "hf")  # an export may replace an export
+
+
+def test_a_step_without_checkpoint_is_named(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(Z2aError, match="steps there: 4"):
+        export_run(run, tmp_path / "hf", step=3)
