@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all import __version__
-from zero2all.errors import Z2aError
+from zero2all.errors import UsageError, Z2aError
 
 MANIFEST = "manifest.json"
 
@@ -24,7 +25,7 @@ def sha256_file(path: Path) -> str:
 
 def fingerprint(value: Any) -> str:
     """A short stable name for any JSON-able value."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -35,7 +36,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         yield partial
-        with open(partial, "rb") as stream:
+        with open(partial, "r+b") as stream:
             os.fsync(stream.fileno())
         partial.replace(target)
     finally:
@@ -43,11 +44,17 @@ def atomic_path(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_dir(target: Path) -> Iterator[Path]:
-    """Give a directory to fill; it replaces ``target`` whole on success and vanishes on failure."""
+def atomic_dir(target: Path, kind: str) -> Iterator[Path]:
+    """Give a directory to fill; it replaces ``target`` whole on success and vanishes on failure.
+
+    Only what an earlier call made is ever replaced: a directory with other things in it is refused.
+    """
+    target = target.absolute()
+    if target.exists() and _kind_of(target) != kind and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} holds something else than {kind}; choose another directory, or empty it")
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         yield partial
@@ -60,6 +67,33 @@ def atomic_dir(target: Path) -> Iterator[Path]:
             partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Directories beside ``target`` that a killed process left half-written or half-removed."""
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*-*"):
+        pid = leftover.name.rpartition("-")[2]
+        if not pid.isdigit() or not _is_alive(int(pid)) or int(pid) == os.getpid():
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _kind_of(directory: Path) -> str | None:
+    """What a directory's manifest says it holds; None without a manifest that can be read."""
+    try:
+        kind: str = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["kind"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return kind
 
 
 def write_text(target: Path, text: str) -> None:
@@ -95,11 +129,10 @@ def read_manifest(directory: Path, kind: str, made_by: str) -> dict[str, Any]:
 
 def is_current(directory: Path, kind: str, key: str) -> bool:
     """Whether ``directory`` already holds what a stage with this key would make, byte for byte as recorded."""
-    path = directory / MANIFEST
-    if not path.exists():
+    if _kind_of(directory) != kind:
         return False
-    manifest = read_json(path)
-    if manifest.get("kind") != kind or manifest.get("key") != key:
+    manifest = read_json(directory / MANIFEST)
+    if manifest.get("key") != key:
         return False
     files: dict[str, str] = manifest.get("files", {})
     return all(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from zero2all.console import heading, say
+from zero2all.console import heading, say, warn
 from zero2all.corpus import build_corpus
 from zero2all.errors import UsageError
 from zero2all.evals import bits_per_byte
@@ -44,6 +46,7 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
     Stopped half-way, the same call goes on where it was.
     """
     recipe = quickstart_recipe(out, corpus or [], overrides or [])
+    _refuse_other_text(recipe, out / "recipe.yaml")
     write_text(out / "recipe.yaml", recipe_yaml(recipe))
     seconds: dict[str, float] = {}
 
@@ -56,12 +59,15 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
     with _stage("3/5 tokens: documents to a token store", "tokens", seconds):
         tokens = build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
         say(f"{show_count(tokens['tokens'])} tokens, {tokens['bytes'] / tokens['tokens']:.2f} bytes each")
+    held_out = any(part["tokens"] > recipe.train.seq_len for part in tokens["splits"]["valid"].values())
+    if not held_out:
+        warn("no document was held out: the model will not be measured. Give more documents, or raise corpus.holdout")
     with _stage("4/5 train: tokens to a model", "train", seconds):
         trained = train(recipe)
     with _stage("5/5 evals: the model on text it has not seen", "evals", seconds):
         run = Run.open(recipe.run_dir)
         model, tokenizer = run.load_model(), run.tokenizer()
-        quality = bits_per_byte(model, tokenizer, recipe)
+        quality = bits_per_byte(model, tokenizer, recipe) if held_out else {}
         prompts = recipe.evals.prompts or held_out_openings(recipe, tokenizer)
         samples = [
             {
@@ -86,18 +92,32 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
 
 def quickstart_recipe(out: Path, corpus: list[Path], overrides: list[str]) -> Recipe:
     """The built-in recipe with the user's text, or with Python's own source where none is given."""
-    recipe = load_recipe(builtin_recipe("quickstart"), [*overrides, f"out={out}"])
-    if corpus:
-        missing = [str(path) for path in corpus if not path.exists()]
-        if missing:
-            raise UsageError(f"--corpus: nothing at {', '.join(missing)}")
-        sources = [{"name": name, "paths": [str(path)]} for name, path in zip(_names(corpus), corpus, strict=True)]
-    else:
-        library = sysconfig.get_paths()["stdlib"]
-        sources = [{"name": "stdlib", "paths": [library], "exclude": LIBRARY_EXCLUDED}]
-    values = recipe.model_dump(mode="json")
-    values["corpus"]["sources"] = sources
-    return Recipe.model_validate(values)
+    for override in overrides:
+        if override.startswith(("out=", "corpus.sources=")):
+            raise UsageError(f"{override!r}: the quickstart takes --out and --corpus for that")
+    missing = [str(path) for path in corpus if not path.exists()]
+    if missing:
+        raise UsageError(f"--corpus: nothing at {', '.join(missing)}")
+    library = {"name": "stdlib", "paths": [sysconfig.get_paths()["stdlib"]], "exclude": LIBRARY_EXCLUDED}
+    sources = _sources(corpus) if corpus else [library]
+    # As JSON, which is YAML whatever the paths are called.
+    places = [f"out={json.dumps(str(out.absolute()))}", f"corpus.sources={json.dumps(sources)}"]
+    return load_recipe(builtin_recipe("quickstart"), [*overrides, *places])
+
+
+def _refuse_other_text(recipe: Recipe, path: Path) -> None:
+    """An earlier quickstart in the same place goes on, or stays as it is: never half of each."""
+    if not path.exists():
+        return
+    before = load_recipe(path)
+    changed = [
+        name for name in ("seed", "corpus", "tokenizer", "model") if getattr(before, name) != getattr(recipe, name)
+    ]
+    if changed:
+        raise UsageError(
+            f"{path.parent} holds a quickstart with another {' and '.join(changed)}; "
+            "choose another --out, or remove that directory"
+        )
 
 
 def builtin_recipe(name: str) -> Path:
@@ -108,9 +128,13 @@ def builtin_recipe(name: str) -> Path:
 
 
 def held_out_openings(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
-    """How held-out documents begin, taking the sources in turn: prompts in the language of the corpus."""
-    store = TokenStore(recipe.tokens_dir, "valid")
-    shards = [of_source[0] for of_source in store.sources.values() if of_source]
+    """How held-out documents begin, taking the sources in turn: prompts in the language of the corpus.
+
+    Where nothing was held out, the training text has to do.
+    """
+    valid = TokenStore(recipe.tokens_dir, "valid").sources.values()
+    training = TokenStore(recipe.tokens_dir, "train").sources.values()
+    shards = [of_source[0] for of_source in valid if of_source] or [of_source[0] for of_source in training if of_source]
     openings: list[str] = []
     for turn in range(SAMPLES * max(1, len(shards))):
         if not shards or len(openings) == SAMPLES:
@@ -132,12 +156,7 @@ def summary_text(result: dict[str, Any]) -> str:
     out = result["out"]
     lines += [
         "─" * 52,
-        f"held-out bits-per-byte {result['bits_per_byte']:.3f}, "
-        f"{100 * result['below_unigram']:.0f} % below a unigram model ({result['unigram_bits_per_byte']:.3f})",
-        *(
-            f"  {name}: {part['bits_per_byte']:.3f} against {part['unigram_bits_per_byte']:.3f}"
-            for name, part in result["sources"].items()
-        ),
+        *_quality_lines(result),
         f"everything is in {out}, made in {show_seconds(sum(result['seconds'].values()))}",
         "",
         "what to do next:",
@@ -147,6 +166,16 @@ def summary_text(result: dict[str, Any]) -> str:
         f"  z2a export {out} --to {out}/hf               a directory for transformers, vLLM, llama.cpp",
     ]
     return "\n".join(lines)
+
+
+def _quality_lines(result: dict[str, Any]) -> list[str]:
+    if "bits_per_byte" not in result:
+        return ["no text was held out, so there is no bits-per-byte"]
+    below = f"{100 * result['below_unigram']:.0f} % below a unigram model ({result['unigram_bits_per_byte']:.3f})"
+    return [f"held-out bits-per-byte {result['bits_per_byte']:.3f}, {below}"] + [
+        f"  {name}: {part['bits_per_byte']:.3f} against {part['unigram_bits_per_byte']:.3f}"
+        for name, part in result["sources"].items()
+    ]
 
 
 @contextmanager
@@ -174,13 +203,18 @@ def _say_documents(manifest: dict[str, Any]) -> None:
             say(f"  skipped: {', '.join(text for _, text in reasons[:REASONS_SHOWN])}{more}")
 
 
-def _names(paths: list[Path]) -> list[str]:
-    """A source name for each path: its last part in plain letters, numbered where two agree."""
-    names: list[str] = []
+def _sources(paths: list[Path]) -> list[dict[str, Any]]:
+    """A directory is a source; single files beside each other are one together, so that ``notes/*.txt`` is."""
+    grouped: dict[Path, list[str]] = {}
     for path in paths:
-        base = re.sub(r"[^A-Za-z0-9_-]+", "_", path.resolve().name.split(".")[0]).lstrip("-") or "text"
-        name, number = base, 2
-        while name in names:
-            name, number = f"{base}-{number}", number + 1
-        names.append(name)
-    return names
+        absolute = path.absolute()
+        grouped.setdefault(absolute if absolute.is_dir() else absolute.parent, []).append(str(absolute))
+    sources: list[dict[str, Any]] = []
+    for top, members in grouped.items():
+        # One file gives its own name, several that of their directory.
+        label = Path(members[0]).name.split(".")[0] if len(members) == 1 else top.name
+        base = re.sub(r"[^A-Za-z0-9_-]+", "_", label).lstrip("-") or "text"
+        taken = [source["name"] for source in sources]
+        name = next(name for n in count(1) if (name := base if n == 1 else f"{base}-{n}") not in taken)
+        sources.append({"name": name, "paths": members})
+    return sources

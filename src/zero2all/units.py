@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal, get_args
 
 _FACTORS = {
@@ -36,7 +37,7 @@ def _parse(value: Any, wanted: str, strip_bytes: bool) -> int:
         suffix = suffix.removesuffix("B")
     if suffix not in _FACTORS:
         raise ValueError(f"{value!r} is not {wanted}")
-    number = (int(digits) if digits.isdigit() else float(digits)) * _FACTORS[suffix]
+    number = Decimal(digits) * _FACTORS[suffix]
     if number != int(number):
         raise ValueError(f"{value!r} is not a whole number")
     return int(number)
@@ -46,7 +47,8 @@ def show_count(number: float) -> str:
     """``1_100_000_000`` -> ``"1.10B"``."""
     for suffix, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if abs(number) >= factor:
-            return f"{number / factor:.3g}{suffix}" if number / factor >= 100 else f"{number / factor:.2f}{suffix}"
+            scaled = number / factor
+            return f"{scaled:.0f}{suffix}" if abs(scaled) >= 100 else f"{scaled:.2f}{suffix}"
     return f"{number:g}"
 
 

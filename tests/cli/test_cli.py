@@ -20,8 +20,15 @@ from zero2all.recipe import recipe_yaml
 Z2A = Path(sys.executable).with_name("z2a")
 
 
-def z2a(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200"}
+# Steps of a second at most, for commands that train.
+SMALL = [
+    "tokenizer.vocab_size=512", "model={hidden_size: 32, intermediate_size: 64, n_layers: 2, n_heads: 2}",
+    "train.steps=120", "train.seq_len=32", "train.batch_tokens=256", "corpus.holdout=0.1",
+]  # fmt: skip
+
+
+def z2a(*words: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **variables}
     return subprocess.run(
         [Z2A, *map(str, words)], capture_output=True, text=True, cwd=cwd, env=environment, timeout=240
     )
@@ -48,26 +55,27 @@ def test_help_has_an_example(words: list[str]) -> None:
 def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_path: Path) -> None:
     write_raw(tmp_path / "raw")
     (tmp_path / "raw" / "zh" / "scan.pdf").write_bytes(b"%PDF")
-    small = [
-        "tokenizer.vocab_size=512", "model={hidden_size: 32, intermediate_size: 64, n_layers: 2, n_heads: 2}",
-        "train.steps=12", "train.seq_len=32", "train.batch_tokens=256", "corpus.holdout=0.1",
-    ]  # fmt: skip
     out = tmp_path / "out"
-    done = z2a("quickstart", "--corpus", tmp_path / "raw/en.jsonl", tmp_path / "raw/zh", *small, "--out", out, "--json")
+    done = z2a("quickstart", "--corpus", tmp_path / "raw/en.jsonl", tmp_path / "raw/zh", *SMALL, "--out", out, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert "1 files (format .pdf)" in done.stderr
     assert len(result["samples"]) == 3
-    assert 0 < result["bits_per_byte"] < result["unigram_bits_per_byte"] * 2
+    assert result["below_unigram"] > 0.1  # an untrained model is above it
     assert set(result["sources"]) == {"en", "zh"}
+
+    # Other text in the same place is refused before anything is touched.
+    other = z2a("quickstart", "--corpus", tmp_path / "raw/code", *SMALL, "--out", out)
+    assert other.returncode == 2
+    assert "another corpus" in other.stderr
 
     # Each stage again, alone: all of it is there already.
     for words in (["corpus", "build"], ["tokenizer", "train"], ["tokens", "build"]):
         stage = z2a(*words, out / "recipe.yaml", "--json")
         assert stage.returncode == 0, stage.stderr
         assert json.loads(stage.stdout)["reused"] is True
-    trained = z2a("train", out / "recipe.yaml", "train.steps=14", "--json")
-    assert json.loads(trained.stdout)["resumed_at"] == 12
+    trained = z2a("train", out / "recipe.yaml", "train.steps=122", "--json")
+    assert json.loads(trained.stdout)["resumed_at"] == 120
     traced = json.loads(z2a("tokens", "trace", out, "--step", 3, "--json").stdout)
     assert {"gid", "source", "title"} <= set(traced["documents"][0])
     assert json.loads(z2a("eval", out, "--json").stdout)["bits_per_byte"] > 0
@@ -77,6 +85,31 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
     assert exported["max_logit_difference"] <= 1e-4
 
 
+def test_quickstart_on_one_book_in_an_odd_place(tmp_path: Path) -> None:
+    """One file is one document, so nothing can be held out; a directory may be called like a date."""
+    (tmp_path / "book: a story.txt").write_text(
+        " ".join(f"{word} {n % 7}" for n, word in enumerate(["so", "it"] * 900))
+    )
+    done = z2a("quickstart", "--corpus", "book: a story.txt", *SMALL, "--out", "2026-02-01", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert "bits_per_byte" not in result
+    assert len(result["samples"]) == 1
+    assert "no document was held out" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"book: a story.txt", "2026-02-01"}
+    # From another directory, by another name.
+    (tmp_path / "2026-02-01").rename(tmp_path / "moved")
+    assert z2a("generate", "moved/run", cwd=tmp_path).returncode == 0
+
+
+def test_text_in_any_script_comes_out_on_any_console(tmp_path: Path, world: Path) -> None:
+    (tmp_path / "a.yaml").write_text("{train: {steps: 1}, evals: {prompts: [你好]}}", encoding="utf-8")
+    for extra in ([], ["--json"]):
+        shown = z2a("recipe", "show", tmp_path / "a.yaml", *extra, PYTHONIOENCODING="ascii")
+        assert shown.returncode == 0
+        assert "你好" in shown.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
@@ -84,9 +117,11 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
         (["recipe", "check", "bad.yaml"], 2, "did you mean steps?"),
         (["recipe", "check", "broken.yaml"], 2, "is not YAML"),
         (["generate", "."], 2, "no run in"),
-        (["corpus", "build", "good.yaml"], 1, "the recipe names no text"),
+        (["corpus", "build", "good.yaml"], 2, "the recipe names no text"),
         (["tokens", "build", "good.yaml"], 1, "z2a corpus build"),
         (["quickstart", "--corpus", "nowhere", "--out", "x"], 2, "nothing at nowhere"),
+        (["quickstart", "train.mixture={nope: 1}", "--out", "x"], 2, "train.mixture names nope"),
+        (["quickstart", "out=y", "--out", "x"], 2, "--out"),
         (["train"], 2, "Missing argument"),
         (["train", "good.yaml", "--fast"], 2, "No such option"),
         (["fly"], 2, "No such command"),

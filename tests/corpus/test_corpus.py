@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +66,9 @@ def test_what_is_left_out_is_counted_with_its_reason(tmp_path: Path) -> None:
     assert {"format .tar.gz", "text that is not UTF-8", "broken JSON"} <= set(left_out["files"])
 
 
-def test_gid_does_not_depend_on_the_order_of_arrival(tmp_path: Path) -> None:
-    lines = [json.dumps({"id": n, "text": f"text {n}"}) for n in range(50)]
+@pytest.mark.parametrize("own_ids", [True, False])
+def test_gid_does_not_depend_on_the_order_of_arrival(tmp_path: Path, own_ids: bool) -> None:
+    lines = [json.dumps({"text": f"text {n}"} | ({"id": n} if own_ids else {})) for n in range(50)]
     gids = []
     for name, order in (("x", lines), ("y", lines[::-1])):
         (tmp_path / name).mkdir()
@@ -116,6 +119,46 @@ def test_half_a_surrogate_pair_in_json_does_not_stop_the_build(tmp_path: Path) -
     (tmp_path / "raw" / "a.jsonl").write_text('{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude00"}\n')
     _, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0)
     assert {row["content"] for row in rows} == {"a\ufffdb", "😀"}
+
+
+def test_nothing_of_the_users_is_ever_replaced(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.txt").write_text("the only copy")
+    with pytest.raises(UsageError, match="something else"):
+        build(tmp_path / "raw", tmp_path / "raw")
+    assert (tmp_path / "raw" / "a.txt").read_text() == "the only copy"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.txt").write_text("one")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (tmp_path / f".out.partial-{gone.pid}" / "train").mkdir(parents=True)
+    build(tmp_path / "raw", tmp_path / "out", holdout=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "raw"]
+
+
+def test_odd_files_and_names_never_stop_a_build(tmp_path: Path) -> None:
+    raw = tmp_path / "raw [old]"  # brackets that are no pattern
+    (raw / "real").mkdir(parents=True)
+    (raw / "real" / "a.txt").write_text("kept")
+    (raw / "link").symlink_to(raw / "real", target_is_directory=True)  # the same directory twice is read once
+    (raw / "real" / "loop").symlink_to(raw, target_is_directory=True)
+    (raw / "dangling.txt").symlink_to(raw / "nowhere")
+    (raw / "deep.jsonl").write_text("[" * 100_000 + "\n" + '{"text": "after", "more": "x\\ud83d"}')
+    (raw / "late.json").write_text('{"broken\n{"text": "line"}\n')
+    times = pa.array([1_700_000_000_000_000_001], pa.timestamp("ns"))
+    pq.write_table(pa.table({"text": ["timed"], "when": times}), raw / "t.parquet")
+    binary = pa.array([b"\xff\xfe"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": binary}), raw / "b.parquet")
+    with open(os.fsencode(raw) + b"/\xb2\xe2.txt", "w") as stream:
+        stream.write("named in GBK")
+    manifest, rows = build(raw, tmp_path / "out", holdout=0)
+    assert {row["content"] for row in rows} == {"kept", "after", "line", "timed", "named in GBK"}
+    files = {name for part in manifest["left_out"]["s"]["files"].values() for name in part["first"]}
+    assert files == {"dangling.txt", "b.parquet"}
 
 
 def test_excluded_and_hidden_files_are_not_read_and_fields_can_be_named(tmp_path: Path) -> None:

@@ -63,6 +63,31 @@ def test_each_rule_can_fail(text: str, path: str) -> None:
     assert path in problems_of(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ("train: {steps: abc}", {"train.steps"}),
+        ("{train: {steps: 1}, corpus: {sources: [{name: a, paths: []}]}}", {"corpus.sources.0.paths"}),
+        ("train: {steps: 1, optimizer: {betas: [2, 0.9]}}", {"train.optimizer.betas.0"}),
+        ("model: {preset: [a]}", {"model.preset"}),
+        ("tokenizer: {vocab_size: 64}", {"tokenizer.vocab_size"}),
+    ],
+)
+def test_no_mistake_is_named_that_nobody_made(text: str, paths: set[str]) -> None:
+    assert set(problems_of(text)) == paths
+
+
+def test_another_preset_on_a_resolved_recipe_is_another_shape() -> None:
+    resolved = recipe_yaml(parse_recipe("{train: {steps: 1}, model: {preset: z2all-3m, qk_norm: true}}"))
+    model = parse_recipe(resolved, ["model.preset=z2all-25m", "model.n_layers=3"]).model
+    assert (model.hidden_size, model.n_layers, model.qk_norm) == (512, 3, True)
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("4.1M", 4_100_000), ("16.1K", 16_100), ("64Ki", 65536), ("1e3", 1000)])
+def test_counts_as_people_write_them(text: str, tokens: int) -> None:
+    assert parse_recipe(f"evals: {{tokens: {text}}}", ["train.steps=1"]).evals.tokens == tokens
+
+
 def test_overrides_win_and_a_length_replaces_a_length_of_another_unit() -> None:
     recipe = parse_recipe("train: {tokens: 10M}", ["train.steps=200", "model.n_layers=4", "train.optimizer.lr=1e-3"])
     assert (recipe.train.steps, recipe.train.tokens, recipe.model.n_layers) == (200, None, 4)

@@ -8,7 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import tiny_recipe
+from zero2all.corpus import build_corpus
+from zero2all.corpus.build import is_held_out
+from zero2all.corpus.document import make_gid
 from zero2all.errors import Z2aError
+from zero2all.recipe import CorpusRecipe, SourceRecipe, TokenizerRecipe
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokenizer.tokenizer import SPECIAL_TOKENS, byte_alphabet
 
@@ -77,10 +81,25 @@ def test_a_text_too_small_for_the_vocabulary_leaves_reserved_names(world: Path, 
     assert manifest["vocab_size"] == Tokenizer(tmp_path / "big").vocab_size == 8192
 
 
-def test_held_out_text_is_not_trained_on(world: Path) -> None:
-    documents = json.loads((world / "documents" / "manifest.json").read_text())
-    trained = json.loads((world / "tokenizer" / "manifest.json").read_text())["trained_on_bytes"]
-    assert trained == sum(part["bytes"] for part in documents["splits"]["train"].values())
+def test_held_out_text_is_not_trained_on(tmp_path: Path) -> None:
+    """A word that only held-out documents have must not become a token."""
+    lines = []
+    for number in range(200):
+        gid = make_gid("s", str(number), text := f"plain words {number} " * 5)
+        marked = "zyxwvu " * 50
+        # Find an id for which the marked text is held out, too.
+        if is_held_out(gid, 0.5) and is_held_out(make_gid("s", str(number), marked), 0.5):
+            text = marked
+        lines.append(json.dumps({"id": number, "text": text}))
+    assert sum("zyxwvu" in line for line in lines) > 20
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    corpus = CorpusRecipe(sources=[SourceRecipe(name="s", paths=[str(tmp_path / "a.jsonl")])], holdout=0.5)
+    documents = build_corpus(corpus, tmp_path / "documents")
+    manifest = train_tokenizer(TokenizerRecipe(vocab_size=320), tmp_path / "documents", tmp_path / "tokenizer")
+    tokens = Tokenizer(tmp_path / "tokenizer").token_bytes
+    assert any(b"plain" in token for token in tokens)
+    assert not any(b"zy" in token for token in tokens)
+    assert manifest["trained_on_bytes"] == documents["splits"]["train"]["s"]["bytes"]
 
 
 def test_missing_directories_say_which_command_makes_them(tmp_path: Path, world: Path) -> None:

@@ -29,7 +29,7 @@ def test_permutations_of_different_keys_differ() -> None:
 def test_each_epoch_of_each_source_visits_every_row_once_before_any_twice() -> None:
     order = SampleOrder({"a": 1003, "b": 50, "c": 7}, {"a": 0.7, "b": 0.299, "c": 0.001}, seed=3)
     sources, rows = order.locate(0, 3 * BLOCK)
-    for number, size in enumerate(order.rows):
+    for number, size in enumerate((1003, 50, 7)):
         mine = rows[sources == number]
         whole = len(mine) // size
         assert whole >= 2
@@ -54,8 +54,9 @@ def test_quotas_fill_the_block_and_leave_nobody_out(weights: list[float]) -> Non
     assert quotas.min() >= 1
 
 
-def test_slicing_does_not_change_the_sequence() -> None:
-    order = SampleOrder({"a": 333, "b": 1000}, seed=9)
+@pytest.mark.parametrize("mixture", [None, {"a": 3.0, "b": 1.0}])
+def test_slicing_does_not_change_the_sequence(mixture: dict[str, float] | None) -> None:
+    order = SampleOrder({"a": 333, "b": 1000}, mixture, seed=9)
     whole = np.stack(order.locate(BLOCK - 100, BLOCK + 156))
     for ranks in (1, 2, 4, 8):
         part = 256 // ranks
@@ -76,22 +77,35 @@ def test_seed_stage_and_epoch_change_the_order_and_nothing_else_does() -> None:
 
 
 def test_seeking_far_is_as_fast_as_starting() -> None:
-    order = SampleOrder({"a": 10**9, "b": 3 * 10**9})
+    sizes = np.array([10**9, 3 * 10**9])
+    order = SampleOrder({"a": sizes[0], "b": sizes[1]}, {"a": 0.5, "b": 0.5})
     order.locate(0, 8)
     start = time.perf_counter()
     sources, rows = order.locate(10**12, 10**12 + 8)
     assert time.perf_counter() - start < 0.25
-    assert (rows < order.rows[sources]).all()
+    assert (rows < sizes[sources]).all()
+
+
+def test_without_a_mixture_every_row_of_every_source_comes_once_an_epoch() -> None:
+    sizes = {"big": 9_000, "empty": 0, "tiny": 3}
+    order = SampleOrder(sizes, seed=2)
+    for epoch in range(3):
+        sources, rows = order.locate(epoch * 9_003, (epoch + 1) * 9_003)
+        assert order.names == ["big", "tiny"]
+        assert sorted(rows[sources == 0]) == list(range(9_000))
+        assert sorted(rows[sources == 1]) == [0, 1, 2]
 
 
 def test_epochs_are_counted() -> None:
     order = SampleOrder({"a": 100, "b": 300})
-    assert order.epochs_at(400) == pytest.approx({"a": 1.0, "b": 1.0}, abs=0.02)
-    assert order.epochs_at(BLOCK + 400)["a"] == pytest.approx((BLOCK + 400) / 400, rel=0.01)
+    assert order.epochs_at(400) == {"a": 1.0, "b": 1.0}
+    assert order.epochs_at(BLOCK + 400)["a"] == pytest.approx((BLOCK + 400) / 400)
+    mixed = SampleOrder({"a": 100, "b": 300}, {"a": 0.75, "b": 0.25})
+    assert mixed.epochs_at(400) == pytest.approx({"a": 3.0, "b": 1 / 3}, abs=0.01)
 
 
 def test_a_mixture_that_cannot_be_is_refused() -> None:
-    with pytest.raises(UsageError, match="sources with samples: a"):
+    with pytest.raises(UsageError, match="there are: a"):
         SampleOrder({"a": 5, "b": 0}, {"b": 1.0})
     with pytest.raises(UsageError, match="no source has a full sample"):
         SampleOrder({"a": 0})

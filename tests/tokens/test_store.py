@@ -88,13 +88,36 @@ def test_a_rerun_encodes_only_what_changed(world: Path, tmp_path: Path) -> None:
     assert damaged.read_bytes() == (world / "tokens" / "train" / "zh-00000.bin").read_bytes()
 
 
+def test_a_store_that_is_being_rebuilt_has_no_manifest_and_no_strangers(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_recipe(world)
+
+    def build() -> None:
+        build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path)
+
+    build()
+    (tmp_path / "train" / "gone-00000.bin").write_bytes(b"of a source that is no more")
+    (tmp_path / "train" / "zh-00000.bin").write_bytes(b"damaged")
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "encode_batch", lambda self, texts: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            build()
+    with pytest.raises(Z2aError, match="z2a tokens build"):
+        TokenStore(tmp_path, "train")
+    build()
+    assert sorted(path.name for path in (tmp_path / "train").iterdir()) == sorted(
+        path.name for path in (world / "tokens" / "train").iterdir()
+    )
+
+
 def test_a_wrong_encoding_is_never_published(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Tokenizer.encode_batch
     monkeypatch.setattr(Tokenizer, "encode_batch", lambda self, texts: [[*ids[:-1], 5] for ids in right(self, texts)])
     recipe = tiny_recipe(world)
     with pytest.raises(Z2aError, match="disagree"):
         build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path)
-    assert not list(tmp_path.rglob("[a-z]*.bin"))
+    assert not list(tmp_path.rglob("[a-z]*.bin"))  # those of a killed or failed build begin with a dot
     assert not (tmp_path / "manifest.json").exists()
 
 

@@ -9,9 +9,8 @@ from zero2all.track import Record, read_steps
 
 def test_a_torn_last_line_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
-    record = Record(path)
-    record.step(0, loss=1.0)
-    record.close()
+    with Record(path) as record:
+        record.step(0, loss=1.0)
     path.write_bytes(path.read_bytes() + b'{"step": 1, "lo')
     assert list(read_steps(path)) == [0]
     record = Record(path)

@@ -24,6 +24,7 @@ def test_exported_run_loads_in_transformers_without_our_code(run: Run, tmp_path:
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {
         "config.json",
         "generation_config.json",
+        "manifest.json",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
@@ -41,8 +42,9 @@ def test_a_wrong_export_does_not_pass_the_check(run: Run, tmp_path: Path, monkey
         return {**weights, name: weights[name].flip(0)}
 
     monkeypatch.setattr(hf, "hf_weights", wrong)
-    with pytest.raises(Z2aError, match="disagrees"):
+    with pytest.raises(Z2aError, match="nothing was written"):
         export_run(run, tmp_path / "hf", check=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_bf16_export_halves_the_file(run: Run, tmp_path: Path) -> None:
@@ -54,6 +56,7 @@ def test_bf16_export_halves_the_file(run: Run, tmp_path: Path) -> None:
 
 def test_nothing_that_is_not_an_export_is_written_over(run: Run, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="something else"):
         export_run(run, tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "mine"

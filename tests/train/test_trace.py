@@ -29,7 +29,7 @@ def test_a_step_is_traced_to_the_documents_that_the_trainer_saw(world: Path, tmp
         assert traced["samples"] == [step * size, (step + 1) * size]
         for row, sample in enumerate(range(*traced["samples"])):
             parts = [part for part in traced["documents"] if part["sample"] == sample]
-            seen = batch[row, :-1].tolist()
+            seen = batch[row].tolist()
             at = 0
             for part in parts:
                 document = documents[part["gid"]]

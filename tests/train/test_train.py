@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import signal
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,9 +17,9 @@ from zero2all.model import Z2all
 from zero2all.recipe import ModelConfig, OptimizerRecipe, load_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.track import read_steps
-from zero2all.train import Run, train
-from zero2all.train.optimizer import build_optimizer
-from zero2all.train.schedule import learning_rate
+from zero2all.train import Run, trace_step, train
+from zero2all.train.optimizer import build_optimizers
+from zero2all.train.schedule import share_of_peak
 
 
 def losses(run: Run) -> dict[int, str]:
@@ -84,7 +86,7 @@ def test_ctrl_c_saves_the_step_in_hand(whole: Run, world: Path, tmp_path: Path) 
     assert_same_run(whole, Run.open(tmp_path))
 
 
-@pytest.mark.parametrize("damage", ["bit", "cut", "missing", "no manifest"])
+@pytest.mark.parametrize("damage", ["bit", "cut", "missing", "no manifest", "torn manifest"])
 def test_a_damaged_checkpoint_is_passed_over(damage: str, whole: Run, world: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(world, f"out={tmp_path}", "checkpoint.every=8 steps")
     with pytest.raises(Interrupted):
@@ -100,8 +102,11 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, whole: Run, world: Pat
         shard.write_bytes(data[:-10])
     elif damage == "missing":
         shard.unlink()
-    else:
+    elif damage == "no manifest":
         (run.checkpoints.path(9) / "manifest.json").unlink()
+    else:
+        (run.checkpoints.path(9) / "manifest.json").write_text('{"kind": "check')
+    (run.checkpoints.directory / "step-00000009.bak").mkdir()  # what people leave about
     assert train(recipe)["resumed_at"] == 8
     assert_same_run(whole, Run.open(tmp_path))
 
@@ -148,18 +153,99 @@ def test_tokens_of_another_tokenizer_are_refused(world: Path, tmp_path: Path) ->
 
 
 def test_learning_rate_has_its_closed_form() -> None:
-    rates = [learning_rate(step, total=101, warmup=10, peak=2.0, final=0.1) for step in range(101)]
-    assert rates[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
-    assert rates[10] == 2.0
-    assert rates[55] == pytest.approx((2.0 + 0.2) / 2)
-    assert rates[100] == pytest.approx(0.2)
+    rates = [share_of_peak(step, total=101, warmup=10, final=0.1) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert rates[10] == 1.0
+    assert rates[55] == pytest.approx((1.0 + 0.1) / 2)
+    assert rates[100] == pytest.approx(0.1)
     assert all(a >= b for a, b in pairwise(rates[10:]))
 
 
-def test_only_matrices_decay() -> None:
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_only_matrices_decay_and_every_parameter_is_moved_once(name: str) -> None:
     model = Z2all(ModelConfig(vocab_size=64, qkv_bias=True, qk_norm=True))
-    decayed, free = build_optimizer(model, OptimizerRecipe(weight_decay=0.3)).param_groups
-    assert (decayed["weight_decay"], free["weight_decay"]) == (0.3, 0.0)
+    optimizers = build_optimizers(model, OptimizerRecipe(name=name, weight_decay=0.3))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert all(names[id(p)].endswith(("norm.weight", "bias")) for p in free["params"])
-    assert len(decayed["params"]) + len(free["params"]) == len(names)
+    moved = [(names[id(p)], g["weight_decay"]) for o in optimizers for g in o.param_groups for p in g["params"]]
+    assert sorted(n for n, _ in moved) == sorted(names.values())
+    for parameter, decay in moved:
+        assert decay == (0.0 if parameter.endswith(("norm.weight", "bias")) else 0.3)
+    if name == "muon":
+        by_muon = [names[id(p)] for p in optimizers[1].param_groups[0]["params"]]
+        assert len(by_muon) == 7 * 7
+        assert all(n.startswith("layers.") and n.endswith("proj.weight") for n in by_muon)
+
+
+def test_muon_resumes_bit_for_bit_too(world: Path, tmp_path: Path) -> None:
+    muon = "train.optimizer.name=muon"
+    train(tiny_recipe(world, f"out={tmp_path}/a", muon))
+    with pytest.raises(Interrupted):
+        train(tiny_recipe(world, f"out={tmp_path}/b", muon), on_batch=ctrl_c_at(5))
+    train(tiny_recipe(world, f"out={tmp_path}/b", muon))
+    assert_same_run(Run.open(tmp_path / "a"), Run.open(tmp_path / "b"))
+
+
+def test_settings_changed_on_resume_are_applied(world: Path, tmp_path: Path) -> None:
+    """Two runs that differ from the resume on only by a setting must differ in their weights."""
+    for name in "ab":
+        with pytest.raises(Interrupted):
+            train(tiny_recipe(world, f"out={tmp_path}/{name}"), on_batch=ctrl_c_at(5))
+    train(tiny_recipe(world, f"out={tmp_path}/a"))
+    train(tiny_recipe(world, f"out={tmp_path}/b", "train.optimizer.weight_decay=9"))
+    one, other = (weights(Run.open(tmp_path / name)) for name in "ab")
+    assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_a_refused_run_leaves_the_earlier_one_as_it_was(world: Path, tmp_path: Path) -> None:
+    train(tiny_recipe(world, f"out={tmp_path}", "train.steps=2"))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    with pytest.raises(UsageError):
+        train(tiny_recipe(world, f"out={tmp_path}", "train.steps=4", "seed=12"))
+    with pytest.raises(UsageError, match="past the 1 asked for"):
+        train(tiny_recipe(world, f"out={tmp_path}", "train.steps=1"))
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
+
+
+def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights(world: Path, tmp_path: Path) -> None:
+    def poison(step: int, batch: torch.Tensor) -> None:
+        if step == 9:
+            for module in torch_modules:
+                module.weight.data.fill_(float("inf"))
+
+    torch_modules: list[torch.nn.Linear] = []
+    original = Z2all.init_weights
+
+    def remember(self: Z2all, seed: int) -> Z2all:
+        torch_modules.append(self.lm_head)
+        return original(self, seed)
+
+    recipe = tiny_recipe(world, f"out={tmp_path}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Z2all, "init_weights", remember)
+        with pytest.raises(Z2aError, match=r"step 9: loss nan.*newest checkpoint is of step 8"):
+            train(recipe, on_batch=poison)
+    assert train(recipe)["resumed_at"] == 8
+
+
+def test_a_run_opens_from_anywhere_and_after_a_move(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    train(tiny_recipe(world, "out=made", "train.steps=1"))
+    (tmp_path / "here" / "made").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    run = Run.open("moved")
+    run.load_model()
+    assert run.tokenizer().fingerprint == run.identity()["tokenizer"]
+    assert trace_step(run, 0)["documents"]
+
+
+def test_a_changed_token_store_is_not_traced(world: Path, tmp_path: Path) -> None:
+    shutil.copytree(world / "tokens", tmp_path / "tokens")
+    train(tiny_recipe(world, f"out={tmp_path}", f"tokens.dir={tmp_path}/tokens", "train.steps=1"))
+    manifest = json.loads((tmp_path / "tokens" / "manifest.json").read_text())
+    manifest["splits"]["train"]["zh"]["sha256"] = ["other"]
+    (tmp_path / "tokens" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(Z2aError, match="has changed since this run"):
+        trace_step(Run.open(tmp_path), 0)

@@ -52,7 +52,9 @@ def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None
         except OSError as error:
             _fail(str(error), 1, as_json, error)
         except KeyboardInterrupt:
-            _fail("stopped; the same command goes on where it was", 1, as_json)
+            _fail(
+                "stopped; what was finished is kept, and nothing half-written: run the same command again", 1, as_json
+            )
         except Exception as error:
             console.print_exception()
             _fail(f"this is a bug in zero2all: {type(error).__name__}: {error}", 1, as_json)
@@ -66,7 +68,7 @@ def print_json(value: dict[str, Any]) -> None:
     """The one object; a second call says nothing."""
     global printed
     if not printed:
-        sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
         printed = True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -47,6 +48,9 @@ def root(
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # text in any script must come out on any console
+            stream.reconfigure(encoding="utf-8", errors="replace")
     try:
         app()
     except SystemExit as stop:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from zero2all.console import progress, warn
 from zero2all.corpus.document import SCHEMA, Document, to_document
 from zero2all.corpus.readers import BrokenRecord, RawFile, Unreadable, WholeFile, list_files, read_records
-from zero2all.errors import Z2aError
+from zero2all.errors import UsageError, Z2aError
 from zero2all.io import atomic_dir, checksums, fingerprint, is_current, read_json, write_manifest
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 from zero2all.units import show_bytes
@@ -29,7 +29,7 @@ NAMES_KEPT = 20  # of skipped files, per reason, in the manifest
 def build_corpus(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
     """Read every source of the recipe into ``out`` and return its manifest. Unchanged inputs are not read again."""
     if not recipe.sources:
-        raise Z2aError("the recipe names no text: add corpus.sources, each with a name and paths")
+        raise UsageError("the recipe names no text: add corpus.sources, each with a name and paths")
     files = {source.name: list_files(source) for source in recipe.sources}
     key = _key(recipe, files)
     if is_current(out, KIND, key):
@@ -43,8 +43,8 @@ def build_corpus(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
         "splits": {"train": {}, "valid": {}},
         "left_out": {},
     }
-    total = sum(file.path.stat().st_size for of_source in files.values() for file in of_source)
-    with atomic_dir(out) as partial, progress(f"reading {show_bytes(total)}", total) as advance:
+    total = sum(file.bytes for of_source in files.values() for file in of_source)
+    with atomic_dir(out, KIND) as partial, progress(f"reading {show_bytes(total)}", total) as advance:
         for source in recipe.sources:
             left_out = LeftOut()
             with (
@@ -59,7 +59,7 @@ def build_corpus(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
                             continue
                         seen.add(digest)
                         (valid if is_held_out(document.gid, recipe.holdout) else train).write(document)
-                    advance(file.path.stat().st_size)
+                    advance(file.bytes)
             body["splits"]["train"][source.name] = train.summary()
             body["splits"]["valid"][source.name] = valid.summary()
             body["left_out"][source.name] = left_out.summary()
@@ -81,8 +81,7 @@ def is_held_out(gid: str, share: float) -> bool:
 
 def _key(recipe: CorpusRecipe, files: dict[str, list[RawFile]]) -> str:
     stamps = {
-        name: [(file.name, (stat := file.path.stat()).st_size, stat.st_mtime_ns) for file in of_source]
-        for name, of_source in files.items()
+        name: [(file.name, file.bytes, file.modified_ns) for file in of_source] for name, of_source in files.items()
     }
     return fingerprint([FORMAT, recipe.model_dump(mode="json", exclude={"dir"}), stamps])
 

@@ -45,13 +45,13 @@ class Document:
     others: str
 
 
-def make_gid(data_src: str, id: str, content: str) -> str:
-    """128 bits over source, id and content: the same on every rerun, whatever the order of arrival.
+def make_gid(data_src: str, own_id: str, content: str) -> str:
+    """128 bits over source, the record's own id if it has one, and content: the same whatever the order of arrival.
 
     64 bits would meet by chance at some 10^10 documents; 128 do not.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for part in (data_src, id, content):
+    for part in (data_src, own_id, content):
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
@@ -75,16 +75,15 @@ def to_document(
         return None
     text = {ours: _clean(str(record[name])) for ours, name in chosen.items()}
     rest = {key: value for key, value in record.items() if key not in chosen.values() and value not in (None, "")}
-    id = text.get("id", place)
     return Document(
-        gid=make_gid(data_src, id, text["content"]),
-        id=id,
+        gid=make_gid(data_src, text.get("id", ""), text["content"]),
+        id=text.get("id") or _clean(place),
         data_src=data_src,
         category=text.get("category") or category,
         title=text.get("title", ""),
         content=text["content"],
         desc=text.get("desc", ""),
-        others=json.dumps(rest, ensure_ascii=False, sort_keys=True, default=str) if rest else "",
+        others=_clean(json.dumps(rest, ensure_ascii=False, sort_keys=True, default=str)) if rest else "",
     )
 
 

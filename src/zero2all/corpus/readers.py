@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -34,7 +35,19 @@ class Unreadable(Exception):
 @dataclass(frozen=True)
 class RawFile:
     path: Path
-    name: str  # below the path that the recipe gives, with forward slashes on every system
+    name: str  # below the path that the recipe gives, with forward slashes on every system, as clean text
+    bytes: int
+    modified_ns: int
+
+    @classmethod
+    def at(cls, path: Path, top: Path) -> RawFile:
+        name = path.relative_to(top).as_posix() if path != top else path.name
+        clean = os.fsencode(name).decode("utf-8", "replace")
+        try:
+            stat = path.stat()
+        except OSError:  # a dangling link, say: opening it fails later, and is counted then
+            return cls(path, clean, 0, 0)
+        return cls(path, clean, stat.st_size, stat.st_mtime_ns)
 
 
 class BrokenRecord(dict[str, Any]):
@@ -49,26 +62,33 @@ def list_files(source: SourceRecipe) -> list[RawFile]:
     """Every file of a source in a fixed order."""
     found: dict[Path, RawFile] = {}
     for pattern in source.paths:
-        matches = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
-        tops = [Path(match) for match in matches if Path(match).exists()]
+        pattern = os.path.expanduser(pattern)
+        tops = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not tops:
             raise UsageError(f"corpus source {source.name!r}: nothing at {pattern}")
-        for top in tops:
-            for path in sorted(_walk(top)) if top.is_dir() else [top]:
-                name = path.relative_to(top).as_posix() if top.is_dir() else path.name
-                if not any(fnmatch(name, excluded) for excluded in source.exclude):
-                    found.setdefault(path, RawFile(path, name))
+        for top in map(Path, tops):
+            for path in sorted(_walk(top, set())) if top.is_dir() else [top]:
+                file = RawFile.at(path, top)
+                if not any(fnmatch(file.name, excluded) for excluded in source.exclude):
+                    found.setdefault(path, file)
     return list(found.values())
 
 
-def _walk(directory: Path) -> Iterator[Path]:
-    for entry in directory.iterdir():
+def _walk(directory: Path, entered: set[Path]) -> Iterator[Path]:
+    """Every file below; links are followed once. A directory that may not be entered stands for itself."""
+    entered.add(directory.resolve())
+    try:
+        entries = list(directory.iterdir())
+    except OSError:
+        yield directory
+        return
+    for entry in entries:
         if entry.name.startswith(".") or entry.name in NEVER_ENTERED:
             continue
-        if entry.is_dir() and not entry.is_symlink():
-            yield from _walk(entry)
-        elif entry.is_file():
+        if not entry.is_dir():
             yield entry
+        elif entry.resolve() not in entered:
+            yield from _walk(entry, entered)
 
 
 def read_records(file: RawFile) -> Iterator[dict[str, Any]]:
@@ -90,7 +110,7 @@ def read_records(file: RawFile) -> Iterator[dict[str, Any]]:
             yield WholeFile(id=file.name, title=file.name, content=text)
         else:
             raise Unreadable(f"format {_ending(file.name)}")
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise Unreadable(f"broken file ({type(error).__name__})") from error
 
 
@@ -101,7 +121,9 @@ def _ending(name: str) -> str:
 
 
 def _open(path: Path, compression: str | None) -> IO[bytes]:
-    stream: IO[bytes] = pa.input_stream(str(path), compression=compression)
+    # Through Python's open, which takes names that are not UTF-8; it closes with its last reader.
+    raw = open(path, "rb")  # noqa: SIM115
+    stream: IO[bytes] = pa.CompressedInputStream(pa.PythonFile(raw), compression) if compression else raw
     return stream
 
 
@@ -113,12 +135,16 @@ def _text(stream: IO[bytes]) -> str:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:
-    tail = b""
+    pieces: list[bytes] = []  # of the line that is not finished yet; joined once, however long it is
     while block := stream.read(1 << 20):
-        *lines, tail = (tail + block).split(b"\n")
-        yield from lines
-    if tail:
-        yield tail
+        first, *rest = block.split(b"\n")
+        pieces.append(first)
+        if rest:
+            yield b"".join(pieces)
+            yield from rest[:-1]
+            pieces = [rest[-1]]
+    if any(pieces):
+        yield b"".join(pieces)
 
 
 def _json_lines(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
@@ -130,33 +156,40 @@ def _json_lines(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
 def _json_object(text: bytes) -> dict[str, Any]:
     try:
         value = json.loads(text.removeprefix(b"\xef\xbb\xbf"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return BrokenRecord()
     return value if isinstance(value, dict) else BrokenRecord()
 
 
 def _json(path: Path, compression: str | None) -> Iterator[dict[str, Any]]:
     """``.json`` is used for one object a line, for one object a file, and for one array: look before reading."""
-    first = next((line for line in _lines(_open(path, compression)) if line.strip()), b"")
-    if isinstance(_json_object(first), BrokenRecord):
-        yield from _whole_json(_open(path, compression))
-    else:
+    head = _open(path, compression).read(1 << 20).removeprefix(b"\xef\xbb\xbf").lstrip()
+    first_line, newline, _ = head.partition(b"\n")
+    if newline and not isinstance(_json_object(first_line), BrokenRecord):
         yield from _json_lines(_open(path, compression))
-
-
-def _whole_json(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
-    data = stream.read(WHOLE_JSON_LIMIT + 1)
+        return
+    data = _open(path, compression).read(WHOLE_JSON_LIMIT + 1)
     if len(data) > WHOLE_JSON_LIMIT:
         raise Unreadable(f"JSON value larger than {WHOLE_JSON_LIMIT >> 20} MiB")
     try:
-        value = json.loads(data)
-    except ValueError as error:
-        raise Unreadable("broken JSON") from error
+        value = json.loads(data.removeprefix(b"\xef\xbb\xbf"))
+    except (ValueError, RecursionError) as error:
+        records = list(_json_lines(_open(path, compression)))
+        if all(isinstance(record, BrokenRecord) for record in records):
+            raise Unreadable("broken JSON") from error
+        yield from records  # lines after all, the first of them broken
+        return
     for record in value if isinstance(value, list) else [value]:
         yield record if isinstance(record, dict) else BrokenRecord()
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    with pq.ParquetFile(path) as table:
+    with open(path, "rb") as raw, pq.ParquetFile(raw) as table:
         for batch in table.iter_batches(batch_size=256):
-            yield from batch.to_pylist()
+            yield from _without_times(batch).to_pylist()
+
+
+def _without_times(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Times as text: Python's own have no nanoseconds, and ours go to ``others`` as text anyway."""
+    columns = [column.cast(pa.string()) if pa.types.is_temporal(column.type) else column for column in batch.columns]
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)

@@ -13,9 +13,10 @@ from zero2all.errors import Z2aError
 from zero2all.model import Z2all
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokens import TokenStore
+from zero2all.tokens import TokenShard, TokenStore
 
 BATCH = 16
+UNIGRAM_TOKENS = 20_000_000  # of each shard; more would not move the figure
 
 
 @torch.inference_mode()
@@ -29,13 +30,12 @@ def bits_per_byte(model: Z2all, tokenizer: Tokenizer, recipe: Recipe) -> dict[st
     unigram = torch.from_numpy(_unigram_nats(TokenStore(recipe.tokens_dir, "train"), tokenizer.vocab_size))
     text_bytes = torch.tensor(tokenizer.text_bytes)
     seq_len = recipe.train.seq_len
-    budget = {name: recipe.evals.tokens // max(1, len(valid.sources)) for name in valid.sources}
+    budget = {name: max(seq_len, recipe.evals.tokens // len(valid.sources)) for name in valid.sources}
     by_source: dict[str, dict[str, float]] = {}
     device = next(model.parameters()).device
     with progress("measuring on held-out text", sum(budget.values())) as advance:
         for name, shards in valid.sources.items():
-            tokens = np.concatenate([shard.tokens for shard in shards]) if shards else np.zeros(0, dtype=np.uint16)
-            rows = _rows(tokens[: budget[name] + 1].astype(np.int64), seq_len)
+            rows = _rows(_first_tokens(shards, budget[name] + 1), seq_len)
             if len(rows) == 0:
                 continue
             sums = {"model_nats": 0.0, "unigram_nats": 0.0, "bytes": 0.0}
@@ -64,6 +64,16 @@ def _figures(sums: dict[str, float]) -> dict[str, Any]:
     }
 
 
+def _first_tokens(shards: list[TokenShard], count: int) -> np.ndarray[Any, Any]:
+    taken = [np.zeros(0, dtype=np.int64)]
+    for shard in shards:
+        if count <= 0:
+            break
+        taken.append(shard.tokens[:count].astype(np.int64))
+        count -= len(taken[-1])
+    return np.concatenate(taken)
+
+
 def _rows(tokens: np.ndarray[Any, Any], seq_len: int) -> np.ndarray[Any, Any]:
     """[rows, seq_len + 1], each row's last token the first of the next, so that every token is a target once."""
     starts = np.arange(max(0, (len(tokens) - 1) // seq_len)) * seq_len
@@ -75,6 +85,6 @@ def _unigram_nats(store: TokenStore, vocab_size: int) -> np.ndarray[Any, Any]:
     counts = np.ones(vocab_size)
     for shards in store.sources.values():
         for shard in shards:
-            counts += np.bincount(shard.tokens, minlength=vocab_size)
+            counts += np.bincount(shard.tokens[:UNIGRAM_TOKENS], minlength=vocab_size)
     nats: np.ndarray[Any, Any] = -np.log(counts / counts.sum())
     return nats

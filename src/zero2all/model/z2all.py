@@ -6,6 +6,7 @@ leading ``model.``, so that export is a renaming. Shapes: B batch, S sequence, D
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import torch
@@ -150,9 +151,12 @@ class Z2all(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> Z2all:
-        """Fill every parameter from a seed of its own; works on a model that was built on the meta device too."""
+        """Fill every parameter, each from (seed, its name), so that a part of the model gets what the whole would.
+
+        Works on a model that was built on the meta device too.
+        """
         device = self.embed_tokens.weight.device
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(device)
         self.rotary_2SE = rotary_table(self.config.context, self.config.head_size, self.config.rope_theta, device)
         # Each block adds twice to the residual stream; this keeps its variance from growing with depth.
         into_residual = self.config.init_std / math.sqrt(2 * self.config.n_layers)
@@ -163,7 +167,8 @@ class Z2all(nn.Module):
                 parameter.zero_()
             else:
                 std = into_residual if name.endswith(("o_proj.weight", "down_proj.weight")) else self.config.init_std
-                parameter.normal_(0.0, std, generator=generator)
+                own = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+                parameter.normal_(0.0, std, generator=generator.manual_seed(int.from_bytes(own)))
         return self
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None, cache: KVCache | None = None) -> Tensor:

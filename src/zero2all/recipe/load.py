@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from zero2all.errors import Problem, RecipeError, UsageError
+from zero2all.recipe.presets import PRESETS
 from zero2all.recipe.sections import Recipe
 
 Place = tuple[str | int, ...]
@@ -76,6 +77,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         # A length on the command line takes the place of the one in the file, whatever its unit.
         for other in _ONE_LENGTH:
             section.pop(other, None)
+    if keys == ["model", "preset"]:
+        # Likewise a shape: a resolved recipe spells out every field of the old one.
+        for field in {name for shape in PRESETS.values() for name in shape}:
+            section.pop(field, None)
     section[keys[-1]] = value
 
 
@@ -83,6 +88,7 @@ def _problems(values: dict[str, Any], lines: dict[Place, int]) -> list[Problem]:
     """Validate, take out what is wrong, and validate again: mistakes that hid behind others show too."""
     values = copy.deepcopy(values)
     found: list[Problem] = []
+    removed_places: set[Place] = set()
     while True:
         try:
             Recipe.model_validate(values)
@@ -91,16 +97,18 @@ def _problems(values: dict[str, Any], lines: dict[Place, int]) -> list[Problem]:
             removed = False
             for detail in error.errors(include_url=False):
                 place: Place = detail["loc"]
-                problem = _problem(detail, values, lines)
-                if problem not in found:
+                problem = _problem(detail, lines)
+                if problem not in found and not (detail["type"] == "missing" and place in removed_places):
                     found.append(problem)
-                removed |= _remove(values, place, detail["type"])
+                if _remove(values, place, detail["type"]):
+                    removed_places.add(place)
+                    removed = True
             if not removed:
                 return found
 
 
 def _remove(values: dict[str, Any], place: Place, kind: str) -> bool:
-    """Take the offending value out. A missing or cross-field mistake has none to take."""
+    """Take the offending value out, so that its default stands in. A missing value or a rule over several has none."""
     if kind == "missing" or not place:
         return False
     parent: Any = values
@@ -110,15 +118,16 @@ def _remove(values: dict[str, Any], place: Place, kind: str) -> bool:
         except (KeyError, IndexError, TypeError):
             return False
     if isinstance(parent, dict) and place[-1] in parent:
-        del parent[place[-1]]
+        if place[:-1] == ("train",) and place[-1] in _ONE_LENGTH:
+            parent[place[-1]] = 1  # without any length a second mistake would show that nobody made
+        else:
+            del parent[place[-1]]
         return True
-    if isinstance(parent, list) and isinstance(place[-1], int) and place[-1] < len(parent):
-        del parent[place[-1]]
-        return True
-    return False
+    # One element less may be a mistake of its own, so the whole list goes.
+    return isinstance(parent, list) and _remove(values, place[:-1], kind)
 
 
-def _problem(detail: Any, values: dict[str, Any], lines: dict[Place, int]) -> Problem:
+def _problem(detail: Any, lines: dict[Place, int]) -> Problem:
     place: Place = detail["loc"]
     message = str(detail["msg"]).removeprefix("Value error, ")
     hint = ""

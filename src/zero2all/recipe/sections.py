@@ -98,6 +98,8 @@ class TokenizerRecipe(Section):
     @field_validator("vocab_size")
     @classmethod
     def _tensor_core_shape(cls, size: int) -> int:
+        if size < 320:
+            raise ValueError("must be at least 320: 256 bytes, the special tokens, and something to learn")
         if size % 64:
             raise ValueError(f"must be a multiple of 64 so that GPUs stay fast; the next one is {-(-size // 64) * 64}")
         return size
@@ -145,7 +147,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
-        if isinstance(values, dict) and (name := values.get("preset")) is not None:
+        if isinstance(values, dict) and isinstance(name := values.get("preset"), str):
             return {**PRESETS.get(name, {}), **values}
         return values
 
@@ -190,9 +192,15 @@ class ParallelRecipe(Section):
 
 
 class OptimizerRecipe(Section):
-    """AdamW. Weight decay goes to matrices only, never to norms or biases."""
+    """How weights are moved. Weight decay goes to matrices only, never to norms or biases."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: orthogonalised momentum for the matrices inside the blocks, AdamW for the rest."""
     lr: Positive = 3e-3
+    """Peak learning rate of AdamW."""
+    muon_lr: Positive = 0.02
+    """Peak learning rate of Muon."""
+    muon_momentum: Fraction = 0.95
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: float = Field(0.1, ge=0)

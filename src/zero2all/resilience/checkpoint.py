@@ -7,6 +7,7 @@ weights travel between people as safetensors (``z2a export``).
 
 from __future__ import annotations
 
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim import Optimizer
 
 from zero2all.console import warn
 from zero2all.io import atomic_dir, checksums, is_current, read_json, write_json, write_manifest
@@ -38,20 +40,19 @@ class Checkpoints:
         self.directory, self.keep = directory, keep
 
     def steps(self) -> list[int]:
-        return sorted(int(path.name.removeprefix("step-")) for path in self.directory.glob("step-*"))
+        names = (re.fullmatch(r"step-(\d+)", path.name) for path in self.directory.glob("step-*"))
+        return sorted(int(match[1]) for match in names if match)
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:08}"
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
+    def save(self, step: int, model: nn.Module, optimizers: list[Optimizer], state: dict[str, Any]) -> Path:
         """``state`` is what a person may read: plain JSON. Step is the number of steps done."""
-        for stale in self.directory.glob(".step-*"):  # what a killed process left half-written
-            shutil.rmtree(stale, ignore_errors=True)
-        tensors = _tensors(model, optimizer)
-        with atomic_dir(self.path(step)) as partial:
+        tensors = _tensors(model, optimizers)
+        with atomic_dir(self.path(step), KIND) as partial:
             with _one_process():
                 state_dict_saver.save(tensors, checkpoint_id=partial, no_dist=True)
-            write_json(partial / STATE, {"step": step, **state})
+            write_json(partial / STATE, {"step": step, "rng": sorted(tensors["rng"]), **state})
             write_manifest(partial, KIND, {"key": str(step), "files": checksums(partial)})
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self.path(old))
@@ -60,22 +61,27 @@ class Checkpoints:
     def newest(self) -> int | None:
         """The newest whole checkpoint; damaged ones are passed over aloud."""
         for step in reversed(self.steps()):
-            if is_current(self.path(step), KIND, str(step)):
+            if self.is_whole(step):
                 return step
             warn(f"checkpoint {self.path(step)} is damaged; trying the one before it")
         return None
+
+    def is_whole(self, step: int) -> bool:
+        return is_current(self.path(step), KIND, str(step))
 
     def state(self, step: int) -> dict[str, Any]:
         state: dict[str, Any] = read_json(self.path(step) / STATE)
         return state
 
-    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Model, optimizer and random generators as they were when ``step`` steps were done."""
-        tensors = _tensors(model, optimizer)
+    def load(self, step: int, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Model, optimizers and random generators as they were when ``step`` steps were done."""
+        tensors = _tensors(model, optimizers)
+        # A run may move between machines with and without a GPU: only the generators that were there come back.
+        tensors["rng"] = {name: tensors["rng"][name] for name in self.state(step)["rng"] if name in tensors["rng"]}
         with _one_process():
             state_dict_loader.load(tensors, checkpoint_id=self.path(step), no_dist=True)
         set_model_state_dict(model, tensors["model"])
-        set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
+        set_optimizer_state_dict(model, optimizers, tensors["optimizer"])
         _set_rng_state(tensors["rng"])
 
     def load_model(self, step: int, model: nn.Module) -> None:
@@ -86,10 +92,10 @@ class Checkpoints:
         set_model_state_dict(model, tensors["model"])
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _tensors(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
     return {
         "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "optimizer": get_optimizer_state_dict(model, optimizers),
         "rng": _rng_state(),
     }
 

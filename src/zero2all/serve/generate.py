@@ -23,7 +23,9 @@ def generate(
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     # A document starts after the end of another, so that is how a prompt starts too.
-    ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)][-model.config.context + 1 :]
+    # One that does not fit beside the answer loses its beginning.
+    room = model.config.context - min(max_tokens, model.config.context // 2)
+    ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)][-room:]
     length = min(len(ids) + max_tokens, model.config.context)
     cache = KVCache(model.config, batch=1, length=length, device=device, dtype=model.embed_tokens.weight.dtype)
     out: list[int] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders as hf_decoders
 
 from zero2all.console import progress
-from zero2all.errors import Z2aError
 from zero2all.io import (
     atomic_dir,
     checksums,
@@ -38,8 +37,6 @@ def train_tokenizer(recipe: TokenizerRecipe, documents: Path, out: Path) -> dict
         return {**read_json(out / "manifest.json"), "reused": True}
 
     merges_wanted = recipe.vocab_size - len(SPECIAL_TOKENS)
-    if merges_wanted < 256:
-        raise Z2aError(f"tokenizer.vocab_size must be at least {-(-(256 + len(SPECIAL_TOKENS)) // 64) * 64}")
     tokenizer = HFTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -59,7 +56,8 @@ def train_tokenizer(recipe: TokenizerRecipe, documents: Path, out: Path) -> dict
     with progress(
         f"learning {recipe.vocab_size} tokens from {show_bytes(share * available)}", share * available
     ) as advance:
-        tokenizer.train_from_iterator(_sample(documents, corpus, share, advance), trainer)
+        sample = Sample(documents, corpus, share, advance)
+        tokenizer.train_from_iterator(sample, trainer)
 
     learned = tokenizer.get_vocab_size()
     # The size is a promise to the model, so a text too small to fill it leaves reserved names for later use.
@@ -67,7 +65,7 @@ def train_tokenizer(recipe: TokenizerRecipe, documents: Path, out: Path) -> dict
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL_TOKENS, *reserved)]
     )
-    with atomic_dir(out) as partial:
+    with atomic_dir(out, KIND) as partial:
         tokenizer.save(str(partial / "tokenizer.json"))
         write_json(
             partial / "tokenizer_config.json",
@@ -85,21 +83,29 @@ def train_tokenizer(recipe: TokenizerRecipe, documents: Path, out: Path) -> dict
             "learned": learned,
             "special_tokens": list(SPECIAL_TOKENS),
             "pattern": recipe.pattern,
-            "trained_on_bytes": round(share * available),
+            "trained_on_bytes": sample.bytes,
             "files": checksums(partial),
         }
         write_manifest(partial, KIND, body)
     return {"kind": KIND, **body, "reused": False}
 
 
-def _sample(documents: Path, corpus: dict[str, Any], share: float, advance: Any) -> Iterator[str]:
+class Sample:
     """Training text, each document in or out by its gid, so that the sample does not depend on order."""
-    for part in corpus["splits"]["train"].values():
-        for shard in part["shards"]:
-            with pq.ParquetFile(documents / "train" / shard) as table:
-                for batch in table.iter_batches(batch_size=256, columns=["gid", "content"]):
-                    for row in batch.to_pylist():
-                        # Other digits than those that decide the held-out split.
-                        if int(row["gid"][-12:], 16) < share * 2**48:
-                            advance(len(row["content"].encode()))
-                            yield row["content"]
+
+    def __init__(self, documents: Path, corpus: dict[str, Any], share: float, advance: Callable[[float], None]) -> None:
+        self.documents, self.corpus, self.share, self.advance = documents, corpus, share, advance
+        self.bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for part in self.corpus["splits"]["train"].values():
+            for shard in part["shards"]:
+                with pq.ParquetFile(self.documents / "train" / shard) as table:
+                    for batch in table.iter_batches(batch_size=256, columns=["gid", "content"]):
+                        for row in batch.to_pylist():
+                            # Other digits than those that decide the held-out split.
+                            if int(row["gid"][-12:], 16) < self.share * 2**48:
+                                size = len(row["content"].encode())
+                                self.bytes += size
+                                self.advance(size)
+                                yield row["content"]

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from zero2all.console import progress
 from zero2all.errors import Z2aError
-from zero2all.io import fingerprint, read_json, read_manifest, sha256_file, write_json, write_manifest
+from zero2all.io import MANIFEST, fingerprint, read_json, read_manifest, sha256_file, write_json, write_manifest
 from zero2all.recipe import TokensRecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens.store import KIND, DocumentName, ShardWriter
@@ -27,6 +27,7 @@ def build_tokens(recipe: TokensRecipe, documents: Path, tokenizer_dir: Path, out
     tokenizer = Tokenizer(tokenizer_dir)
     splits: dict[str, Any] = {}
     reused = True
+    wanted: set[Path] = set()
     with progress(f"encoding {show_bytes(corpus['bytes'])}", corpus["bytes"]) as advance:
         for split, sources in corpus["splits"].items():
             (out / split).mkdir(parents=True, exist_ok=True)
@@ -37,9 +38,12 @@ def build_tokens(recipe: TokensRecipe, documents: Path, tokenizer_dir: Path, out
                     name = f"{split}/{shard}"
                     key = fingerprint([FORMAT, corpus["files"][name], tokenizer.fingerprint, recipe.verify])
                     stem = out / split / Path(shard).stem
+                    wanted |= {stem.with_suffix(suffix) for suffix in (*SUFFIXES, ".json")}
                     record = _finished(stem, key)
                     if record is None:
                         reused = False
+                        # From here on the store is not what its manifest says, so it has none until all is done.
+                        (out / MANIFEST).unlink(missing_ok=True)
                         record = _encode_shard(documents / name, stem, key, tokenizer, recipe.verify, advance)
                     else:
                         advance(record["bytes"])
@@ -49,6 +53,7 @@ def build_tokens(recipe: TokensRecipe, documents: Path, tokenizer_dir: Path, out
                     "tokens": sum(record["tokens"] for record in records),
                     "bytes": sum(record["bytes"] for record in records),
                     "shards": [record["shard"] for record in records],
+                    "shard_tokens": [record["tokens"] for record in records],
                     "sha256": [record["files"][".bin"] for record in records],
                 }
     body = {
@@ -60,6 +65,10 @@ def build_tokens(recipe: TokensRecipe, documents: Path, tokenizer_dir: Path, out
         "tokens": sum(part["tokens"] for sources in splits.values() for part in sources.values()),
         "bytes": sum(part["bytes"] for sources in splits.values() for part in sources.values()),
     }
+    for split in splits:
+        for path in (out / split).iterdir():
+            if path not in wanted:  # of a source that is gone, or half-written by a killed process
+                path.unlink()
     write_manifest(out, KIND, body)
     return {"kind": KIND, **body, "reused": reused}
 

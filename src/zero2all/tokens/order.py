@@ -2,12 +2,13 @@
 
 Sample ``i`` is found in two closed-form steps, with nothing shuffled, stored or carried along:
 
-1. *Which source.* Samples come in blocks of 65,536 in which every source has a fixed quota (its weight), spread as
-   evenly as whole numbers allow: any stretch of samples holds each source within about one of its share. So the
-   n-th sample that a source gives is known from ``i`` alone.
-2. *Which row of it.* The n-th sample of a source is row ``n mod rows`` of its epoch ``n // rows``, sent through a
-   permutation keyed by seed, stage, source and epoch (a Feistel network with cycle walking). Each epoch visits
-   every row exactly once.
+1. *Which pool.* With a mixture, each source is a pool of rows. Samples come in blocks of 65,536 in which every pool has
+   a fixed quota (its weight), spread as evenly as whole numbers allow: any stretch of samples holds each source within
+   about one of its share. So the n-th sample that a pool gives is known from ``i`` alone. Without a mixture all sources
+   are one pool, in which every row has the same chance.
+2. *Which row of it.* The n-th sample of a pool is row ``n mod rows`` of its epoch ``n // rows``, sent through a
+   permutation keyed by seed, stage, pool and epoch (a Feistel network with cycle walking). Each epoch visits every row
+   exactly once.
 
 Hence resuming needs one integer, any world size slices the same sequence, and sample 10^12 costs as much as sample 0.
 """
@@ -36,90 +37,95 @@ class SampleOrder:
     """
 
     def __init__(
-        self,
-        rows: Mapping[str, int],
-        weights: Mapping[str, float] | None = None,
-        seed: int = 0,
-        stage: str = "main",
+        self, rows: Mapping[str, int], weights: Mapping[str, float] | None = None, seed: int = 0, stage: str = "main"
     ) -> None:
-        if weights:
-            for name in weights:
-                if rows.get(name, 0) < 1:
-                    raise UsageError(
-                        f"the mixture asks for {name!r}, which has no full sample; "
-                        f"sources with samples: {', '.join(n for n, count in rows.items() if count) or 'none'}"
-                    )
-        else:
-            weights = {name: count for name, count in rows.items() if count}
-        if not weights:
+        if sum(rows.values()) == 0:
             raise UsageError("no source has a full sample: use more text or a shorter train.seq_len")
-        self.names = sorted(weights)
-        self.rows = np.array([rows[name] for name in self.names], dtype=np.int64)
+        empty = [name for name in weights or {} if not rows.get(name)]
+        if empty:
+            full = ", ".join(name for name, count in rows.items() if count)
+            raise UsageError(f"the mixture asks for {', '.join(empty)}, without a full sample; there are: {full}")
         self.seed, self.stage = seed, stage
-        self.quotas = block_quotas(np.array([weights[name] for name in self.names], dtype=np.float64))
-        self._source_at = _spread(self.quotas)
-        self._turn_at = _turns(self._source_at, len(self.names))
+        self.names = sorted(weights or (name for name, count in rows.items() if count))
+        self._rows = np.array([rows[name] for name in self.names], dtype=np.int64)
+        pools = [[number] for number in range(len(self.names))] if weights else [list(range(len(self.names)))]
+        self._pool_names = ["+".join(self.names[number] for number in pool) for pool in pools]
+        self._first_source = np.array([pool[0] for pool in pools])
+        # Row r of a pool belongs to the first of its sources whose end lies past r. Ends are counted over all pools.
+        self._source_ends = np.cumsum(self._rows)
+        self._source_starts = self._source_ends - self._rows
+        self._pool_rows = np.array([self._rows[pool].sum() for pool in pools])
+        self.quotas = block_quotas(np.array([weights[name] for name in self.names] if weights else [1.0]))
+        self._pool_at = _spread(self.quotas)
+        self._turn_at = _turns(self._pool_at, len(pools))
+
+    @property
+    def rows_in_all(self) -> int:
+        """Rows of every source that takes part."""
+        return int(self._rows.sum())
 
     def describe(self) -> dict[str, Any]:
         """All that the order depends on, for fingerprints."""
         return {
             "seed": self.seed,
             "stage": self.stage,
-            "rows": {name: int(count) for name, count in zip(self.names, self.rows, strict=True)},
-            "quotas": {name: int(quota) for name, quota in zip(self.names, self.quotas, strict=True)},
+            "rows": {name: int(count) for name, count in zip(self.names, self._rows, strict=True)},
+            "quotas": {name: int(quota) for name, quota in zip(self._pool_names, self.quotas, strict=True)},
         }
 
     def locate(self, start: int, stop: int) -> tuple[Array, Array]:
         """For samples [start, stop): the number of each one's source in ``names``, and its row in that source."""
-        index = np.arange(start, stop, dtype=np.int64)
-        block, place = np.divmod(index, BLOCK)
-        source = self._source_at[place]
-        turn = block * self.quotas[source] + self._turn_at[place]
-        epoch, position = np.divmod(turn, self.rows[source])
-        rows = np.empty_like(position)
-        for number in np.unique(source):
-            of_source = source == number
-            for one_epoch in np.unique(epoch[of_source]):
-                mine = of_source & (epoch == one_epoch)
-                rows[mine] = permute(position[mine], int(self.rows[number]), self._keys(int(number), int(one_epoch)))
-        return source, rows
+        block, place = np.divmod(np.arange(start, stop, dtype=np.int64), BLOCK)
+        pool = self._pool_at[place]
+        turn = block * self.quotas[pool] + self._turn_at[place]
+        epoch, position = np.divmod(turn, self._pool_rows[pool])
+        row = np.empty_like(position)
+        for number in np.unique(pool):
+            for one_epoch in np.unique(epoch[pool == number]):
+                mine = (pool == number) & (epoch == one_epoch)
+                row[mine] = permute(position[mine], int(self._pool_rows[number]), self._keys(number, one_epoch))
+        row += self._source_starts[self._first_source[pool]]
+        source = np.searchsorted(self._source_ends, row, side="right")
+        return source, row - self._source_starts[source]
 
     def epochs_at(self, sample: int) -> dict[str, float]:
         """How often each source has been gone through before this sample."""
         block, place = divmod(sample, BLOCK)
-        seen = np.bincount(self._source_at[:place], minlength=len(self.names)) + block * self.quotas
-        return {name: float(count / total) for name, count, total in zip(self.names, seen, self.rows, strict=True)}
+        seen = np.bincount(self._pool_at[:place], minlength=len(self.quotas)) + block * self.quotas
+        passes = seen / self._pool_rows
+        pool_of = np.searchsorted(self._first_source, np.arange(len(self.names)), side="right") - 1
+        return {name: float(passes[pool]) for name, pool in zip(self.names, pool_of, strict=True)}
 
-    def _keys(self, source: int, epoch: int) -> Array:
-        text = f"{self.seed}/{self.stage}/{self.names[source]}/{epoch}".encode()
+    def _keys(self, pool: int, epoch: int) -> Array:
+        text = f"{self.seed}/{self.stage}/{self._pool_names[pool]}/{epoch}".encode()
         return np.frombuffer(hashlib.blake2b(text, digest_size=8 * ROUNDS).digest(), dtype="<u8")
 
 
 def block_quotas(weights: Array) -> Array:
-    """Whole samples a block for each source: largest remainders, and at least one for every source."""
+    """Whole samples a block for each weight: largest remainders, and at least one for each."""
     exact = weights / weights.sum() * BLOCK
     quotas: Array = np.maximum(np.floor(exact), 1).astype(np.int64)
     short = BLOCK - int(quotas.sum())
     if short >= 0:
         quotas[np.argsort(quotas - exact, kind="stable")[:short]] += 1
-    else:  # tiny sources were lifted to one; the largest can spare it
+    else:  # tiny weights were lifted to one; the largest can spare it
         quotas[np.argmax(quotas)] += short
     return quotas
 
 
 def _spread(quotas: Array) -> Array:
-    """Lay each source evenly over the block: its k-th sample wants to stand at (k + 1/2) / quota."""
-    source = np.repeat(np.arange(len(quotas)), quotas)
+    """Lay each pool evenly over the block: its k-th sample wants to stand at (k + 1/2) / quota."""
+    pool = np.repeat(np.arange(len(quotas)), quotas)
     wanted = np.concatenate([(np.arange(quota) + 0.5) / quota for quota in quotas])
-    spread: Array = source[np.argsort(wanted, kind="stable")]
+    spread: Array = pool[np.argsort(wanted, kind="stable")]
     return spread
 
 
-def _turns(source_at: Array, sources: int) -> Array:
-    """For each place in the block, how many samples of the same source stand before it."""
-    turns = np.empty(len(source_at), dtype=np.int64)
-    for number in range(sources):
-        places = np.flatnonzero(source_at == number)
+def _turns(pool_at: Array, pools: int) -> Array:
+    """For each place in the block, how many samples of the same pool stand before it."""
+    turns = np.empty(len(pool_at), dtype=np.int64)
+    for number in range(pools):
+        places = np.flatnonzero(pool_at == number)
         turns[places] = np.arange(len(places))
     return turns
 

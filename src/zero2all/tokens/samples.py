@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from zero2all.io import fingerprint
-from zero2all.tokens.order import Array, SampleOrder
-from zero2all.tokens.store import Split, TokenShard, TokenStore
+from zero2all.tokens.order import SampleOrder
+from zero2all.tokens.store import Array, Split, TokenShard, TokenStore
 
 PACKING = "concat"
 
@@ -33,9 +32,9 @@ class SamplePart:
 class ConcatRows:
     """Concatenate and cut: row r of a shard is its tokens [r*S, r*S + S], the last one only as a target."""
 
-    def __init__(self, shards: list[TokenShard], seq_len: int) -> None:
+    def __init__(self, shards: list[TokenShard], shard_tokens: list[int], seq_len: int) -> None:
         self.shards, self.seq_len = shards, seq_len
-        counts = [max(0, (len(shard.tokens) - 1) // seq_len) for shard in shards]
+        counts = [max(0, (tokens - 1) // seq_len) for tokens in shard_tokens]
         self._firsts = np.cumsum([0, *counts])
 
     def __len__(self) -> int:
@@ -60,7 +59,9 @@ class Samples:
         mixture: Mapping[str, float] | None = None,
     ) -> None:
         self.store, self.seq_len = store, seq_len
-        self._rows = {name: ConcatRows(shards, seq_len) for name, shards in store.sources.items()}
+        self._rows = {
+            name: ConcatRows(shards, store.shard_tokens[name], seq_len) for name, shards in store.sources.items()
+        }
         self.order = SampleOrder({name: len(rows) for name, rows in self._rows.items()}, mixture, seed, stage)
         self.fingerprint = fingerprint([self.order.describe(), store.fingerprint, seq_len, PACKING])
 
@@ -79,7 +80,7 @@ class Samples:
     @property
     def per_epoch(self) -> int:
         """Samples in one pass over every source in the mixture."""
-        return int(self.order.rows.sum())
+        return self.order.rows_in_all
 
     def tokens(self, start: int, stop: int) -> Array:
         """int64 [stop - start, seq_len + 1]: inputs are all but the last column, targets all but the first."""
@@ -90,23 +91,23 @@ class Samples:
         return out
 
     def documents(self, start: int, stop: int) -> list[SamplePart]:
-        """Every document with an input token in samples [start, stop)."""
+        """Every document with a token in samples [start, stop), as input or as the last target."""
         return [
             part for n, (rows, row) in enumerate(self._located(start, stop), start) for part in _parts(n, rows, row)
         ]
 
     def _located(self, start: int, stop: int) -> list[tuple[ConcatRows, int]]:
         sources, rows = self.order.locate(start, stop)
-        names: list[Any] = [self._rows[name] for name in self.order.names]
-        return [(names[source], int(row)) for source, row in zip(sources, rows, strict=True)]
+        by_number = [self._rows[name] for name in self.order.names]
+        return [(by_number[source], int(row)) for source, row in zip(sources, rows, strict=True)]
 
 
 def _parts(sample: int, rows: ConcatRows, row: int) -> list[SamplePart]:
     shard, first, last = rows.place(row)
     parts = []
-    for number in shard.documents_between(first, last - 1):
+    for number in shard.documents_between(first, last):
         begins, ends = int(shard.document_starts[number]), int(shard.document_starts[number + 1])
-        start, stop = max(first, begins), min(last - 1, ends)
+        start, stop = max(first, begins), min(last, ends)
         name = shard.document_name(number)
         parts.append(
             SamplePart(

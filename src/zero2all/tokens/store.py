@@ -28,8 +28,10 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
 DOCS_SCHEMA = pa.schema(
     [("gid", pa.string()), ("data_src", pa.string()), ("title", pa.string()), ("bytes", pa.int64())]
 )
+HEADER = struct.Struct("<QBQQ")  # version, dtype code, sequences, document bounds
 KIND = "tokens"
 Split = Literal["train", "valid"]
+Array = np.ndarray[Any, Any]
 
 
 def dtype_code(vocab_size: int) -> int:
@@ -74,26 +76,40 @@ class ShardWriter:
         sizes = lengths.astype("<i8") * DTYPE_CODES[self.code].itemsize
         offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if len(sizes) else sizes
         with open(self.stem.with_suffix(".idx"), "wb") as index:
-            index.write(MAGIC + struct.pack("<QBQQ", 1, self.code, len(lengths), len(lengths) + 1))
+            index.write(MAGIC + HEADER.pack(1, self.code, len(lengths), len(lengths) + 1))
             for column in (lengths, offsets.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8")):
                 index.write(column.tobytes())
 
 
 class TokenShard:
-    """One shard, memory-mapped: opening it costs nothing, whatever its size."""
+    """One shard. Nothing is opened before it is asked for, and then it is memory-mapped."""
 
     def __init__(self, stem: Path) -> None:
         self.stem = stem
-        with open(stem.with_suffix(".idx"), "rb") as index:
-            header = index.read(len(MAGIC) + 25)
-        version, code, count, _ = struct.unpack("<QBQQ", header[len(MAGIC) :])
-        if not header.startswith(MAGIC) or version != 1 or code not in DTYPE_CODES:
-            raise Z2aError(f"{stem}.idx is not a token index that this version reads")
-        lengths = np.memmap(stem.with_suffix(".idx"), dtype="<i4", mode="r", offset=len(header), shape=(count,))
-        self.tokens: np.ndarray[Any, Any] = np.memmap(stem.with_suffix(".bin"), dtype=DTYPE_CODES[code], mode="r")
-        self.document_starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        if self.document_starts[-1] != len(self.tokens):
-            raise Z2aError(f"{stem}.bin and .idx do not belong together: build the tokens again")
+
+    @cached_property
+    def _header(self) -> tuple[np.dtype[Any], int]:
+        """The type of a token, and the number of documents."""
+        with open(self.stem.with_suffix(".idx"), "rb") as index:
+            magic, rest = index.read(len(MAGIC)), index.read(HEADER.size)
+        version, code, count, _ = HEADER.unpack(rest) if len(rest) == HEADER.size else (0, 0, 0, 0)
+        if magic != MAGIC or version != 1 or code not in DTYPE_CODES:
+            raise Z2aError(f"{self.stem}.idx is not a token index that this version reads")
+        return DTYPE_CODES[code], count
+
+    @cached_property
+    def tokens(self) -> Array:
+        return np.memmap(self.stem.with_suffix(".bin"), dtype=self._header[0], mode="r")
+
+    @cached_property
+    def document_starts(self) -> Array:
+        """Where each document begins in ``tokens``, and at last where the last one ends."""
+        start = len(MAGIC) + HEADER.size
+        lengths = np.fromfile(self.stem.with_suffix(".idx"), dtype="<i4", count=self._header[1], offset=start)
+        starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        if starts[-1] != len(self.tokens):
+            raise Z2aError(f"{self.stem}.bin and .idx do not belong together: build the tokens again")
+        return starts
 
     def documents_between(self, start: int, stop: int) -> range:
         """Numbers of the documents that own the tokens [start, stop)."""
@@ -111,7 +127,7 @@ class TokenShard:
         return pa.ipc.open_file(pa.memory_map(str(self.stem.with_suffix(".docs.arrow"))))
 
     @cached_property
-    def _batch_starts(self) -> np.ndarray[Any, Any]:
+    def _batch_starts(self) -> Array:
         sizes = [self._docs.get_batch(number).num_rows for number in range(self._docs.num_record_batches)]
         return np.cumsum([0, *sizes])
 
@@ -129,7 +145,4 @@ class TokenStore:
         self.sources = {
             name: [TokenShard(directory / split / shard) for shard in part["shards"]] for name, part in parts.items()
         }
-
-    @property
-    def total_tokens(self) -> int:
-        return sum(len(shard.tokens) for shards in self.sources.values() for shard in shards)
+        self.shard_tokens: dict[str, list[int]] = {name: part["shard_tokens"] for name, part in parts.items()}

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any
 
 from zero2all.console import warn
@@ -18,14 +19,13 @@ from zero2all.console import warn
 
 class Record:
     """
-    >>> record = Record(Path("runs/quickstart/run/record.jsonl"))
-    >>> record.step(0, loss=8.3, lr=1e-4)
+    >>> with Record(Path("runs/quickstart/run/record.jsonl")) as record:
+    ...     record.step(0, loss=8.3, lr=1e-4)
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._stream: IO[bytes] | None = None
-        self._failed = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._stream = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the record
@@ -34,16 +34,21 @@ class Record:
         except OSError as error:
             self._give_up(error)
 
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
     def step(self, step: int, **values: float) -> None:
         self._write({"step": step, "time": round(time.time(), 3), **values})
 
     def event(self, event: str, **details: Any) -> None:
         self._write({"event": event, "time": round(time.time(), 3), **details})
-
-    def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._stream is None:

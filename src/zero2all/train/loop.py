@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -17,11 +18,12 @@ from zero2all.console import say
 from zero2all.errors import Interrupted, UsageError, Z2aError
 from zero2all.model import Z2all
 from zero2all.recipe import Recipe, TrainRecipe
+from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import Samples
 from zero2all.track import Record
-from zero2all.train.optimizer import build_optimizer
-from zero2all.train.run import Run
-from zero2all.train.schedule import learning_rate
+from zero2all.train.optimizer import apply_settings, build_optimizers, set_learning_rate
+from zero2all.train.run import Run, model_config, training_samples
+from zero2all.train.schedule import share_of_peak
 from zero2all.units import show_count, show_seconds
 
 OnBatch = Callable[[int, Tensor], None]
@@ -34,45 +36,46 @@ def train(recipe: Recipe, on_batch: OnBatch | None = None) -> dict[str, Any]:
     """
     options = recipe.train
     device = pick_device(options)
-    run = Run.create(recipe, device)
-    tokenizer, samples = run.tokenizer(), run.samples()
+    run = Run(recipe, recipe.run_dir)
+    tokenizer, samples = Tokenizer(recipe.tokenizer_dir), training_samples(recipe)
     if samples.store.tokenizer_fingerprint != tokenizer.fingerprint:
         raise Z2aError(f"{recipe.tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
-    total = options.duration.in_steps(options.batch_tokens, samples.per_epoch * options.seq_len)
+    tokens_per_epoch = samples.per_epoch * options.seq_len
+    total = options.duration.in_steps(options.batch_tokens, tokens_per_epoch)
     if total < 1:
         raise UsageError(f"{options.duration} is less than one step of {options.batch_tokens} tokens")
-    warmup = options.schedule.warmup.in_steps(options.batch_tokens, samples.per_epoch * options.seq_len)
-    save_every = max(1, recipe.checkpoint.every.in_steps(options.batch_tokens, samples.per_epoch * options.seq_len))
+    warmup = options.schedule.warmup.in_steps(options.batch_tokens, tokens_per_epoch)
+    save_every = max(1, recipe.checkpoint.every.in_steps(options.batch_tokens, tokens_per_epoch))
 
     with torch.device(device):
-        model = Z2all(run.model_config(tokenizer)).init_weights(recipe.seed)
-    optimizer = build_optimizer(model, options.optimizer)
+        model = Z2all(model_config(recipe, tokenizer)).init_weights(recipe.seed)
+    optimizers = build_optimizers(model, options.optimizer)
     identity = {
         "samples": samples.fingerprint,
         "tokenizer": tokenizer.fingerprint,
         "model": model.config.model_dump(mode="json", exclude={"preset"}),
+        "optimizer": options.optimizer.name,
         "batch_samples": options.batch_samples,
     }
-    first = _resume(run, model, optimizer, identity)
+    first = _resume(run, model, optimizers, identity)
+    if first > total:
+        raise UsageError(f"the run in {run.directory} is at step {first} already, past the {total} asked for")
+    apply_settings(optimizers, options.optimizer)
+    run.write_down(identity, tokenizer, device)
     if options.compile:
         for layer in model.layers:
             layer.compile()
     _say_plan(recipe, model, samples, device, first, total)
-    record = Record(run.record_path)
-    record.event("resume" if first else "start", step=first, steps=total)
-
-    clock = Clock(first, total, options.batch_tokens)
-    loss = float("nan")
-    with stop_requested() as stopping:
+    clock = Clock(total, options.batch_tokens)
+    loss: float | None = None
+    with stop_requested() as stopping, Record(run.record_path) as record:
+        record.event("resume" if first else "start", step=first, steps=total)
         for step in range(first, total):
             batch = torch.from_numpy(samples.tokens(step * options.batch_samples, (step + 1) * options.batch_samples))
             if on_batch is not None:
                 on_batch(step, batch)
 
             # One step: the batch in micro-batches, each loss divided by the tokens of the whole batch.
-            lr = learning_rate(step, total, warmup, options.optimizer.lr, options.schedule.final)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
             targets_in_batch = batch[:, 1:].numel()
             loss_sum = torch.zeros((), device=device)
             for micro in torch.split(batch, options.micro_tokens // options.seq_len):
@@ -82,33 +85,37 @@ def train(recipe: Recipe, on_batch: OnBatch | None = None) -> dict[str, Any]:
                 micro_loss = losses.sum() / targets_in_batch
                 micro_loss.backward()
                 loss_sum += micro_loss.detach()
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.optimizer.clip)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            loss = loss_sum.item()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.optimizer.clip)
+            loss, grad_norm = loss_sum.item(), norm.item()
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                record.event("not finite", step=step, loss=str(loss), grad_norm=str(grad_norm))
+                raise Z2aError(_not_finite(run, step, loss, grad_norm))
+            share = share_of_peak(step, total, warmup, options.schedule.final)
+            set_learning_rate(optimizers, options.optimizer, share)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
 
             # Always: the record. Once in a while: a line, a checkpoint.
-            clock.tick(step)
-            record.step(step, loss=loss, lr=lr, grad_norm=grad_norm.item(), tokens_per_second=round(clock.rate, 1))
+            clock.tick()
+            lr = options.optimizer.lr * share
+            record.step(step, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_second=round(clock.rate, 1))
             done = step + 1
             if done % recipe.track.print_every == 0 or done == total or step == first:
-                say(
-                    f"{clock.line(step)}  loss {loss:.6f}  lr {lr:.2e}  grad {grad_norm.item():.3f}  {clock.pace(step)}"
-                )
-            if done % save_every == 0 or done == total or stopping.is_set():
-                run.checkpoints.save(done, model, optimizer, {"sample": done * options.batch_samples, **identity})
+                say(f"{clock.line(step)}  loss {loss:.6f}  lr {lr:.2e}  grad {grad_norm:.3f}  {clock.pace(step)}")
+            stop_now = stopping.is_set() and done < total
+            if done % save_every == 0 or done == total or stop_now:
+                run.checkpoints.save(done, model, optimizers, {"sample": done * options.batch_samples, **identity})
                 record.event("checkpoint", step=done)
-            if stopping.is_set() and done < total:
+            if stop_now:
                 record.event("stopped", step=done)
-                record.close()
                 raise Interrupted(f"stopped after step {done} of {total}; the same command goes on from there")
-    record.event("done", step=total)
-    record.close()
+        record.event("done", step=total)
     return {
         "run": str(run.directory),
         "steps": total,
         "resumed_at": first,
-        "loss": None if first == total else loss,
+        "loss": loss,
         "tokens": total * options.batch_tokens,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
@@ -128,7 +135,7 @@ def autocast(options: TrainRecipe, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
-def _resume(run: Run, model: Z2all, optimizer: torch.optim.Optimizer, identity: dict[str, Any]) -> int:
+def _resume(run: Run, model: Z2all, optimizers: list[torch.optim.Optimizer], identity: dict[str, Any]) -> int:
     """Load the newest whole checkpoint if there is one. A run that is not the same run is refused."""
     step = run.checkpoints.newest()
     if step is None:
@@ -140,8 +147,17 @@ def _resume(run: Run, model: Z2all, optimizer: torch.optim.Optimizer, identity: 
             f"the run in {run.directory} was trained with another {' and '.join(changed)}; "
             "give this one a new place (out=DIR), or remove that directory"
         )
-    run.checkpoints.load(step, model, optimizer)
+    run.checkpoints.load(step, model, optimizers)
     return step
+
+
+def _not_finite(run: Run, step: int, loss: float, grad_norm: float) -> str:
+    kept = run.checkpoints.steps()
+    last = f"; the newest checkpoint is of step {kept[-1]}" if kept else ""
+    return (
+        f"step {step}: loss {loss}, gradient norm {grad_norm}{last}. "
+        f"Try a lower learning rate or a longer warmup; 'z2a tokens trace {run.directory} --step {step}' shows its text"
+    )
 
 
 def _say_plan(recipe: Recipe, model: Z2all, samples: Samples, device: torch.device, first: int, total: int) -> None:
@@ -162,13 +178,13 @@ def _say_plan(recipe: Recipe, model: Z2all, samples: Samples, device: torch.devi
 class Clock:
     """Speed and time left, over the recent steps: one slow first step does not spoil the figure."""
 
-    def __init__(self, first: int, total: int, tokens_per_step: int) -> None:
+    def __init__(self, total: int, tokens_per_step: int) -> None:
         self.total, self.tokens_per_step = total, tokens_per_step
         self.seconds = 0.0
         self._last = time.perf_counter()
         self._ticks = 0
 
-    def tick(self, step: int) -> None:
+    def tick(self) -> None:
         now = time.perf_counter()
         took, self._last = now - self._last, now
         self._ticks += 1

@@ -1,4 +1,4 @@
-"""A run directory: recipe.yaml, environment.json, record.jsonl, checkpoints/. A run can be rebuilt from it."""
+"""A run directory, from which the run can be rebuilt: recipe, identity, environment, tokenizer, record, checkpoints."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import torch
 
 from zero2all import __version__
 from zero2all.errors import UsageError, Z2aError
-from zero2all.io import write_json, write_text
+from zero2all.io import read_json, write_json, write_text
 from zero2all.model import Z2all
 from zero2all.recipe import ModelConfig, Recipe, load_recipe, recipe_yaml
 from zero2all.resilience import Checkpoints
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import Samples, TokenStore
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
 
 class Run:
     """
-    >>> run = Run.open("runs/quickstart/run")
+    >>> run = Run.open("runs/quickstart")
     >>> model, tokenizer = run.load_model(), run.tokenizer()
     """
 
@@ -32,53 +34,81 @@ class Run:
         self.record_path = directory / "record.jsonl"
 
     @classmethod
-    def create(cls, recipe: Recipe, device: torch.device) -> Run:
-        """Make the directory, or take up the run that is in it."""
-        run = cls(recipe, recipe.run_dir)
-        run.directory.mkdir(parents=True, exist_ok=True)
-        write_text(run.directory / "recipe.yaml", recipe_yaml(recipe))
-        write_json(run.directory / "environment.json", environment(device))
-        return run
-
-    @classmethod
     def open(cls, directory: str | Path) -> Run:
-        """An existing run; ``DIR`` may also be the directory above it that holds every stage."""
-        directory = Path(directory)
-        for candidate in (directory, directory / "run"):
-            if (candidate / "environment.json").exists():
-                return cls(load_recipe(candidate / "recipe.yaml"), candidate)
+        """An existing run; ``directory`` may also be the one above it that holds every stage."""
+        for candidate in (Path(directory), Path(directory) / "run"):
+            if (candidate / "identity.json").exists():
+                recipe = load_recipe(candidate / "recipe.yaml")
+                # Where it is now, not where it was made: a run may be moved, or opened from elsewhere.
+                return cls(recipe.model_copy(update={"out": candidate.absolute().parent}), candidate)
         raise UsageError(f"no run in {directory}: it should hold what 'z2a train' writes")
 
+    def write_down(self, identity: dict[str, Any], tokenizer: Tokenizer, device: torch.device) -> None:
+        """All that is needed to rebuild the run, its tokenizer included: the one it came from may be trained anew."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_text(self.directory / "recipe.yaml", recipe_yaml(_with_absolute_paths(self.recipe)))
+        write_json(self.directory / "environment.json", environment(device))
+        (self.directory / "tokenizer").mkdir(exist_ok=True)
+        for name in TOKENIZER_FILES:
+            write_text(self.directory / "tokenizer" / name, (tokenizer.directory / name).read_text(encoding="utf-8"))
+        write_json(self.directory / "identity.json", identity)
+
+    def identity(self) -> dict[str, Any]:
+        """Fingerprints of what the run is made of: samples, tokenizer, model, batch."""
+        identity: dict[str, Any] = read_json(self.directory / "identity.json")
+        return identity
+
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer(self.recipe.tokenizer_dir)
+        """The run's own copy."""
+        return Tokenizer(self.directory / "tokenizer")
 
     def samples(self) -> Samples:
-        """The training samples in the order of this run."""
-        store = TokenStore(self.recipe.tokens_dir, "train")
-        return Samples(store, self.recipe.train.seq_len, seed=self.recipe.seed, mixture=self.recipe.train.mixture)
-
-    def model_config(self, tokenizer: Tokenizer) -> ModelConfig:
-        """The recipe's shape with the vocabulary that the tokenizer needs."""
-        config = self.recipe.model
-        if config.vocab_size is None:
-            return config.model_copy(update={"vocab_size": tokenizer.vocab_size})
-        if config.vocab_size < tokenizer.vocab_size:
-            raise UsageError(
-                f"model.vocab_size is {config.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens"
+        """The training samples in the order of this run, as long as the token store is the one it was trained on."""
+        samples = training_samples(self.recipe)
+        if samples.fingerprint != self.identity()["samples"]:
+            raise Z2aError(
+                f"{self.recipe.tokens_dir} has changed since this run: its batches cannot be rebuilt from it"
             )
-        return config
+        return samples
 
     def load_model(self, step: int | None = None) -> Z2all:
         """The weights of a checkpoint, by default the newest."""
         step = self.checkpoints.newest() if step is None else step
-        if step is None or step not in self.checkpoints.steps():
+        if step is None or not self.checkpoints.is_whole(step):
             there = ", ".join(map(str, self.checkpoints.steps())) or "none"
             raise Z2aError(f"no checkpoint {'' if step is None else step} in {self.directory}; steps there: {there}")
         with torch.device("meta"):
-            model = Z2all(self.model_config(self.tokenizer()))
+            model = Z2all(ModelConfig.model_validate(self.identity()["model"]))
         model = model.to_empty(device="cpu").init_weights(seed=0)
         self.checkpoints.load_model(step, model)
         return model.eval()
+
+
+def training_samples(recipe: Recipe) -> Samples:
+    store = TokenStore(recipe.tokens_dir, "train")
+    return Samples(store, recipe.train.seq_len, seed=recipe.seed, mixture=recipe.train.mixture)
+
+
+def model_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
+    """The recipe's shape with the vocabulary that the tokenizer needs."""
+    config = recipe.model
+    if config.vocab_size is None:
+        return config.model_copy(update={"vocab_size": tokenizer.vocab_size})
+    if config.vocab_size < tokenizer.vocab_size:
+        raise UsageError(
+            f"model.vocab_size is {config.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens"
+        )
+    return config
+
+
+def _with_absolute_paths(recipe: Recipe) -> Recipe:
+    """A section's own directory by its full path, so that the recipe means the same from anywhere."""
+    values = recipe.model_dump(mode="json")
+    values["out"] = str(recipe.out.absolute())
+    for section in ("corpus", "tokenizer", "tokens"):
+        if values[section]["dir"] is not None:
+            values[section]["dir"] = str(Path(values[section]["dir"]).absolute())
+    return Recipe.model_validate(values)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 
-def learning_rate(step: int, total: int, warmup: int, peak: float, final: float) -> float:
-    """Linear warmup over ``warmup`` steps, then a cosine that reaches ``final * peak`` at the last step."""
+def share_of_peak(step: int, total: int, warmup: int, final: float) -> float:
+    """Linear warmup over ``warmup`` steps, then a cosine that reaches ``final`` at the last step."""
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return (step + 1) / warmup
     done = (step - warmup) / max(1, total - 1 - warmup)
-    return peak * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
