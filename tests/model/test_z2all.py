@@ -97,8 +97,9 @@ def test_a_fresh_model_knows_nothing() -> None:
     assert loss.item() == pytest.approx(torch.tensor(320.0).log().item(), rel=0.02)
 
 
-def test_seed_decides_the_weights_and_meta_build_gives_the_same() -> None:
-    config = ModelConfig.model_validate(SMALL)
+@pytest.mark.parametrize("tied", [False, True])
+def test_seed_decides_the_weights_and_meta_build_gives_the_same(tied: bool) -> None:
+    config = ModelConfig.model_validate({**SMALL, "tied": tied})
     with torch.device("meta"):
         empty = Z2all(config)
     filled = empty.to_empty(device="cpu").init_weights(3)
@@ -106,6 +107,7 @@ def test_seed_decides_the_weights_and_meta_build_gives_the_same() -> None:
     for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, filled.state_dict()[name])
     assert torch.equal(plain.rotary_2SE, filled.rotary_2SE)
+    assert len(list(plain.parameters())) == len(list(filled.parameters()))
     assert not torch.equal(plain.lm_head.weight, other.lm_head.weight)
 
 

@@ -155,6 +155,8 @@ class Z2all(nn.Module):
 
         Works on a model that was built on the meta device too.
         """
+        if self.config.tied:
+            self.lm_head.weight = self.embed_tokens.weight  # to_empty() after a meta build makes two of it
         device = self.embed_tokens.weight.device
         generator = torch.Generator(device)
         self.rotary_2SE = rotary_table(self.config.context, self.config.head_size, self.config.rope_theta, device)
