@@ -159,3 +159,11 @@ def test_help_does_not_wait_for_torch() -> None:
 def test_a_missing_extra_is_one_line_that_says_what_to_install() -> None:
     with pytest.raises(Z2aError, match=r"pip install 'zero2all\[hf\]'"):
         need("a_module_that_is_not_there", "hf")
+
+
+@pytest.mark.slow
+def test_a_shortened_quickstart_is_far_below_a_unigram_model(tmp_path: Path) -> None:
+    """The whole quickstart runs 600 steps and ends 47 % below; 200 steps must do for the 25 % that it promises."""
+    done = z2a("quickstart", "train.steps=200", "--out", tmp_path / "out", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["below_unigram"] >= 0.25
