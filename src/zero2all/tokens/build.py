@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from zero2all.console import progress
+from zero2all.engine import Engine
 from zero2all.errors import Z2aError
 from zero2all.io import MANIFEST, fingerprint, read_json, read_manifest, sha256_file, write_json, write_manifest
 from zero2all.recipe import TokensRecipe
@@ -21,56 +23,87 @@ SUFFIXES = (".bin", ".idx", ".docs.arrow")
 BATCH_DOCUMENTS = 256
 
 
-def build_tokens(recipe: TokensRecipe, documents: Path, tokenizer_dir: Path, out: Path) -> dict[str, Any]:
+def build_tokens(
+    recipe: TokensRecipe, documents: Path, tokenizer_dir: Path, out: Path, engine: Engine | None = None
+) -> dict[str, Any]:
     """Encode both splits of ``documents`` into ``out``. A shard whose input and tokenizer are unchanged is kept."""
+    engine = engine or Engine()
     corpus = read_manifest(documents, "documents", "z2a corpus build RECIPE")
     tokenizer = Tokenizer(tokenizer_dir)
-    splits: dict[str, Any] = {}
-    reused = True
-    wanted: set[Path] = set()
+    shards = [
+        (split, source, shard)
+        for split, sources in corpus["splits"].items()
+        for source, part in sources.items()
+        for shard in part["shards"]
+    ]
+    stems = [out / split / Path(shard).stem for split, _, shard in shards]
+    keys = [
+        fingerprint([FORMAT, corpus["files"][f"{split}/{shard}"], tokenizer.fingerprint, recipe.verify])
+        for split, _, shard in shards
+    ]
+    for split in corpus["splits"]:
+        (out / split).mkdir(parents=True, exist_ok=True)
+    records: dict[int, dict[str, Any]] = {}
+    for number, (stem, key) in enumerate(zip(stems, keys, strict=True)):
+        if (record := _finished(stem, key)) is not None:
+            records[number] = record
+    todo = [number for number in range(len(shards)) if number not in records]
+    if todo:
+        # From here on the store is not what its manifest says, so it has none until all is done.
+        (out / MANIFEST).unlink(missing_ok=True)
     with progress(f"encoding {show_bytes(corpus['bytes'])}", corpus["bytes"]) as advance:
-        for split, sources in corpus["splits"].items():
-            (out / split).mkdir(parents=True, exist_ok=True)
-            splits[split] = {}
-            for source, part in sources.items():
-                records = []
-                for shard in part["shards"]:
-                    name = f"{split}/{shard}"
-                    key = fingerprint([FORMAT, corpus["files"][name], tokenizer.fingerprint, recipe.verify])
-                    stem = out / split / Path(shard).stem
-                    wanted |= {stem.with_suffix(suffix) for suffix in (*SUFFIXES, ".json")}
-                    record = _finished(stem, key)
-                    if record is None:
-                        reused = False
-                        # From here on the store is not what its manifest says, so it has none until all is done.
-                        (out / MANIFEST).unlink(missing_ok=True)
-                        record = _encode_shard(documents / name, stem, key, tokenizer, recipe.verify, advance)
-                    else:
-                        advance(record["bytes"])
-                    records.append(record)
-                splits[split][source] = {
-                    "documents": sum(record["documents"] for record in records),
-                    "tokens": sum(record["tokens"] for record in records),
-                    "bytes": sum(record["bytes"] for record in records),
-                    "shards": [record["shard"] for record in records],
-                    "shard_tokens": [record["tokens"] for record in records],
-                    "sha256": [record["files"][".bin"] for record in records],
-                }
-    body = {
+        advance(sum(record["bytes"] for record in records.values()))
+        tasks = [
+            (
+                documents / shards[number][0] / shards[number][2],
+                stems[number],
+                keys[number],
+                tokenizer_dir,
+                recipe.verify,
+            )
+            for number in todo
+        ]
+        if engine.in_process:
+            made = engine.run(partial(_encode_shard, advance=advance), tasks)
+        else:
+            made = engine.run(_encode_shard, tasks)
+    records |= dict(zip(todo, made, strict=True))
+
+    body = _manifest(corpus, tokenizer, [(split, source) for split, source, _ in shards], records)
+    wanted = {stem.with_suffix(suffix) for stem in stems for suffix in (*SUFFIXES, ".json")}
+    for split in corpus["splits"]:
+        for path in (out / split).iterdir():
+            if path not in wanted:  # of a source that is gone, or half-written by a killed process
+                path.unlink()
+    write_manifest(out, KIND, body)
+    return {"kind": KIND, **body, "reused": not todo}
+
+
+def _manifest(
+    corpus: dict[str, Any], tokenizer: Tokenizer, owners: list[tuple[str, str]], records: dict[int, dict[str, Any]]
+) -> dict[str, Any]:
+    splits: dict[str, Any] = {}
+    for split, sources in corpus["splits"].items():
+        splits[split] = {}
+        for source in sources:
+            mine = [records[number] for number, owner in enumerate(owners) if owner == (split, source)]
+            splits[split][source] = {
+                "documents": sum(record["documents"] for record in mine),
+                "tokens": sum(record["tokens"] for record in mine),
+                "bytes": sum(record["bytes"] for record in mine),
+                "shards": [record["shard"] for record in mine],
+                "shard_tokens": [record["tokens"] for record in mine],
+                "sha256": [record["files"][".bin"] for record in mine],
+            }
+    return {
         "format": FORMAT,
         "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "documents_key": corpus["key"],
         "splits": splits,
-        "tokens": sum(part["tokens"] for sources in splits.values() for part in sources.values()),
-        "bytes": sum(part["bytes"] for sources in splits.values() for part in sources.values()),
+        "tokens": sum(record["tokens"] for record in records.values()),
+        "bytes": sum(record["bytes"] for record in records.values()),
     }
-    for split in splits:
-        for path in (out / split).iterdir():
-            if path not in wanted:  # of a source that is gone, or half-written by a killed process
-                path.unlink()
-    write_manifest(out, KIND, body)
-    return {"kind": KIND, **body, "reused": reused}
 
 
 def _finished(stem: Path, key: str) -> dict[str, Any] | None:
@@ -88,9 +121,16 @@ def _finished(stem: Path, key: str) -> dict[str, Any] | None:
 
 
 def _encode_shard(
-    parquet: Path, stem: Path, key: str, tokenizer: Tokenizer, verify: float, advance: Callable[[float], None]
+    parquet: Path,
+    stem: Path,
+    key: str,
+    tokenizer_dir: Path,
+    verify: float,
+    advance: Callable[[float], None] = lambda size: None,
 ) -> dict[str, Any]:
-    partial = stem.with_name(f".{stem.name}-partial")
+    """One task: encode, check, publish."""
+    tokenizer = Tokenizer(tokenizer_dir)
+    unchecked = stem.with_name(f".{stem.name}-partial")
     record: dict[str, Any] = {
         "shard": stem.name,
         "key": key,
@@ -99,7 +139,7 @@ def _encode_shard(
         "bytes": 0,
         "verified": 0,
     }
-    with ShardWriter(partial, tokenizer.vocab_size) as writer, pq.ParquetFile(parquet) as table:
+    with ShardWriter(unchecked, tokenizer.vocab_size) as writer, pq.ParquetFile(parquet) as table:
         for batch in table.iter_batches(batch_size=BATCH_DOCUMENTS, columns=["gid", "data_src", "title", "content"]):
             rows = batch.to_pylist()
             encoded = tokenizer.encode_batch([row["content"] for row in rows])
@@ -117,7 +157,7 @@ def _encode_shard(
                 advance(size)
             writer.write(documents)
     for suffix in SUFFIXES:
-        partial.with_suffix(suffix).replace(stem.with_suffix(suffix))
+        unchecked.with_suffix(suffix).replace(stem.with_suffix(suffix))
     record["files"] = {suffix: sha256_file(stem.with_suffix(suffix)) for suffix in SUFFIXES}
     write_json(stem.with_suffix(".json"), record)
     return record

@@ -1,0 +1,109 @@
+"""Where tasks run: here, in local processes, or on a Ray cluster. The same functions, the same results.
+
+A task is a plain function over small data: paths, options, counts. Text never travels between processes, because a
+pool that ships text is slower than one process; a task reads its input and writes its output itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from zero2all.errors import Z2aError, need
+
+Result = TypeVar("Result")
+RETRIES = 8  # of a task whose Ray node is lost
+
+
+@dataclass(frozen=True)
+class Engine:
+    """
+    >>> Engine().run(len, [("abc",), ("de",)])
+    [3, 2]
+    """
+
+    kind: Literal["local", "ray"] = "local"
+    workers: int = 1
+    """Local processes; 1 runs everything in this one, which any script or notebook can do."""
+    ray_address: str | None = None
+
+    @property
+    def in_process(self) -> bool:
+        """Whether tasks may be closures over things of this process, such as a progress bar."""
+        return self.kind == "local" and self.workers == 1
+
+    def run(
+        self,
+        function: Callable[..., Result],
+        tasks: Sequence[tuple[Any, ...]],
+        done: Callable[[int], None] = lambda number: None,
+    ) -> list[Result]:
+        """Results in the order of the tasks; ``done(number)`` is called as each one ends, in any order."""
+        results: dict[int, Result] = {}
+        for number, result in self._unordered(function, tasks):
+            results[number] = result
+            done(number)
+        return [results[number] for number in range(len(tasks))]
+
+    def _unordered(
+        self, function: Callable[..., Result], tasks: Sequence[tuple[Any, ...]]
+    ) -> Iterator[tuple[int, Result]]:
+        if self.kind == "ray":
+            return _on_ray(function, tasks, self.ray_address)
+        if self.in_process or len(tasks) <= 1:
+            return ((number, function(*task)) for number, task in enumerate(tasks))
+        return _in_processes(function, tasks, min(self.workers, len(tasks)))
+
+
+def all_cores() -> int:
+    """Cores that this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _in_processes(
+    function: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], workers: int
+) -> Iterator[tuple[int, Result]]:
+    # Spawned, not forked: threads of tokenizers or Arrow do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_leave_ctrl_c_to_the_parent)
+    try:
+        futures = {pool.submit(function, *task): number for number, task in enumerate(tasks)}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BrokenProcessPool as error:
+        raise Z2aError(
+            "a worker process was killed, perhaps for want of memory: finished parts are kept, "
+            "so run the same command again, with fewer --workers if it repeats"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _leave_ctrl_c_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _on_ray(
+    function: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], address: str | None
+) -> Iterator[tuple[int, Result]]:
+    ray = need("ray", "ray")
+    if not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    remote = ray.remote(function).options(num_cpus=1, max_retries=RETRIES)
+    # One core stays free: a cluster whose every core waits for a task cannot start the next one.
+    at_once = max(1, int(ray.cluster_resources().get("CPU", 1)) - 1)
+    waiting = list(enumerate(tasks))[::-1]
+    running: dict[Any, int] = {}
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            number, task = waiting.pop()
+            running[remote.remote(*task)] = number
+        finished, _ = ray.wait(list(running), num_returns=1)
+        for reference in finished:
+            yield running.pop(reference), ray.get(reference)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from zero2all.engine import Engine
+from zero2all.errors import Z2aError
+
+
+def square(number: int) -> tuple[int, int]:
+    return number * number, os.getpid()
+
+
+def die(number: int) -> int:
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def fail(number: int) -> int:
+    if number == 2:
+        raise Z2aError("task 2 is wrong")
+    return number
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_results_come_in_the_order_of_the_tasks_and_each_is_told(workers: int) -> None:
+    told: list[int] = []
+    results = Engine(workers=workers).run(square, [(n,) for n in range(7)], told.append)
+    assert [value for value, _ in results] == [n * n for n in range(7)]
+    assert sorted(told) == list(range(7))
+    assert ({pid for _, pid in results} == {os.getpid()}) == (workers == 1)
+
+
+def test_a_worker_that_is_killed_is_an_error_a_person_can_act_on() -> None:
+    with pytest.raises(Z2aError, match="want of memory"):
+        Engine(workers=2).run(die, [(n,) for n in range(4)])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_error_of_a_task_is_not_swallowed(workers: int) -> None:
+    with pytest.raises(Z2aError, match="task 2 is wrong"):
+        Engine(workers=workers).run(fail, [(n,) for n in range(4)])
