@@ -21,7 +21,7 @@ CODE = "def f{n}(x):\n    # 第{n}个函数\n    return [x + {n} for x in range(
 TINY = """
 name: tiny
 seed: 11
-corpus: {holdout: 0.1}
+corpus: {holdout: 0.1, filters: []}
 tokenizer: {vocab_size: 512, min_frequency: 1}
 tokens: {verify: 1.0}
 model: {hidden_size: 32, intermediate_size: 64, n_layers: 2, n_heads: 4, n_kv_heads: 2, context: 64}

@@ -58,7 +58,7 @@ class Engine:
             return _on_ray(function, tasks, self.ray_address)
         if self.in_process or len(tasks) <= 1:
             return ((number, function(*task)) for number, task in enumerate(tasks))
-        return _in_processes(function, tasks, min(self.workers, len(tasks)))
+        return _in_processes(function, tasks, self.workers)
 
 
 def all_cores() -> int:
@@ -66,23 +66,30 @@ def all_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+_pools: dict[int, ProcessPoolExecutor] = {}  # kept between calls: a worker takes a second to start
+
+
 def _in_processes(
     function: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], workers: int
 ) -> Iterator[tuple[int, Result]]:
-    # Spawned, not forked: threads of tokenizers or Arrow do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_leave_ctrl_c_to_the_parent)
+    if workers not in _pools:
+        # Spawned, not forked: threads of tokenizers or Arrow do not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        _pools[workers] = ProcessPoolExecutor(workers, mp_context=context, initializer=_leave_ctrl_c_to_the_parent)
+    pool = _pools[workers]
     try:
         futures = {pool.submit(function, *task): number for number, task in enumerate(tasks)}
         for future in as_completed(futures):
             yield futures[future], future.result()
-    except BrokenProcessPool as error:
-        raise Z2aError(
-            "a worker process was killed, perhaps for want of memory: finished parts are kept, "
-            "so run the same command again, with fewer --workers if it repeats"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    except BaseException as error:
+        pool.shutdown(wait=True, cancel_futures=True)  # what is running ends, what waits is not begun
+        del _pools[workers]
+        if isinstance(error, BrokenProcessPool):
+            raise Z2aError(
+                "a worker process was killed, perhaps for want of memory: finished parts are kept, "
+                "so run the same command again, with fewer --workers if it repeats"
+            ) from error
+        raise
 
 
 def _leave_ctrl_c_to_the_parent() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from zero2all.console import heading, say, warn
 from zero2all.corpus import build_corpus
+from zero2all.engine import Engine, all_cores
 from zero2all.errors import UsageError
 from zero2all.evals import bits_per_byte
 from zero2all.io import write_text
@@ -51,7 +52,7 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
     seconds: dict[str, float] = {}
 
     with _stage("1/5 corpus: raw files to documents", "corpus", seconds):
-        documents = build_corpus(recipe.corpus, recipe.documents_dir)
+        documents = build_corpus(recipe.corpus, recipe.documents_dir, Engine(workers=all_cores()))
         _say_documents(documents)
     with _stage("2/5 tokenizer: documents to a vocabulary", "tokenizer", seconds):
         vocabulary = train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
@@ -195,8 +196,12 @@ def _say_documents(manifest: dict[str, Any]) -> None:
             f"held out {valid_part['documents']}, {show_bytes(valid_part['bytes'])}"
         )
         left_out = manifest["left_out"][source]
+        dropped = manifest["sources"][source]["dropped"]
         reasons = [(count, f"{count} records ({reason})") for reason, count in left_out["documents"].items()]
         reasons += [(part["count"], f"{part['count']} files ({reason})") for reason, part in left_out["files"].items()]
+        reasons += [
+            (part["documents"], f"{part['documents']} documents ({reason})") for reason, part in dropped.items()
+        ]
         reasons.sort(key=lambda counted: -counted[0])
         if reasons:
             more = ", and more in documents/manifest.json" if len(reasons) > REASONS_SHOWN else ""

@@ -23,7 +23,7 @@ Z2A = Path(sys.executable).with_name("z2a")
 # Steps of a second at most, for commands that train.
 SMALL = [
     "tokenizer.vocab_size=512", "model={hidden_size: 32, intermediate_size: 64, n_layers: 2, n_heads: 2}",
-    "train.steps=120", "train.seq_len=32", "train.batch_tokens=256", "corpus.holdout=0.1",
+    "train.steps=120", "train.seq_len=32", "train.batch_tokens=256", "corpus.holdout=0.1", "corpus.filters=[]",
 ]  # fmt: skip
 
 

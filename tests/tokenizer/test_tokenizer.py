@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.conftest import tiny_recipe
 from zero2all.corpus import build_corpus
-from zero2all.corpus.build import is_held_out
 from zero2all.corpus.document import make_gid
+from zero2all.corpus.finish import is_held_out
 from zero2all.errors import Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe, TokenizerRecipe
 from zero2all.tokenizer import Tokenizer, train_tokenizer
@@ -86,14 +86,18 @@ def test_held_out_text_is_not_trained_on(tmp_path: Path) -> None:
     lines = []
     for number in range(200):
         gid = make_gid("s", str(number), text := f"plain words {number} " * 5)
-        marked = "zyxwvu " * 50
+        marked = f"zyxwvu {number} " * 50
         # Find an id for which the marked text is held out, too.
         if is_held_out(gid, 0.5) and is_held_out(make_gid("s", str(number), marked), 0.5):
             text = marked
         lines.append(json.dumps({"id": number, "text": text}))
     assert sum("zyxwvu" in line for line in lines) > 20
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    corpus = CorpusRecipe(sources=[SourceRecipe(name="s", paths=[str(tmp_path / "a.jsonl")])], holdout=0.5)
+    corpus = CorpusRecipe(
+        sources=[SourceRecipe(name="s", paths=[str(tmp_path / "a.jsonl")])],
+        holdout=0.5,
+        filters=[],
+    )
     documents = build_corpus(corpus, tmp_path / "documents")
     manifest = train_tokenizer(TokenizerRecipe(vocab_size=320), tmp_path / "documents", tmp_path / "tokenizer")
     tokens = Tokenizer(tmp_path / "tokenizer").token_bytes

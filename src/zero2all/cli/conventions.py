@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any, Literal, ParamSpec
 
 import typer
 
@@ -26,6 +26,14 @@ Overrides = Annotated[
     typer.Argument(help="Changes to the recipe, such as train.steps=200", metavar="[KEY=VALUE]..."),
 ]
 RunPath = Annotated[Path, typer.Argument(help="A run directory, or the directory above it.", metavar="RUN")]
+
+EngineKind = Annotated[
+    Literal["local", "ray"], typer.Option("--engine", help="Processes of this machine, or tasks of a Ray cluster.")
+]
+Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Local processes; all cores if not given.")]
+RayAddress = Annotated[
+    str | None, typer.Option("--ray-address", help="A running cluster; a new one here if not given.")
+]
 
 Parameters = ParamSpec("Parameters")
 printed = False  # whether the one JSON object is out already

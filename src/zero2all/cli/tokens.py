@@ -6,24 +6,33 @@ from typing import Annotated
 
 import typer
 
-from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, RunPath, command
+from zero2all.cli.conventions import EngineKind, Json, Overrides, RayAddress, RecipePath, Result, RunPath, command
 
 app = typer.Typer(help="Documents to tokens, and back from a step to its documents.", no_args_is_help=True)
 
 
 @app.command()
 @command
-def build(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -> Result:
+def build(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    engine: EngineKind = "local",
+    workers: Annotated[int, typer.Option("--workers", min=1, help="One already uses all cores.")] = 1,
+    ray_address: RayAddress = None,
+    json: Json = False,
+) -> Result:
     """Encode the documents into a token store that Megatron reads too.
 
     Example: z2a tokens build my.yaml
     """
+    from zero2all.engine import Engine
     from zero2all.recipe import load_recipe
     from zero2all.tokens import build_tokens
     from zero2all.units import show_count
 
     loaded = load_recipe(recipe, overrides)
-    manifest = build_tokens(loaded.tokens, loaded.documents_dir, loaded.tokenizer_dir, loaded.tokens_dir)
+    where = Engine(engine, workers, ray_address)
+    manifest = build_tokens(loaded.tokens, loaded.documents_dir, loaded.tokenizer_dir, loaded.tokens_dir, where)
     text = f"{show_count(manifest['tokens'])} tokens in {loaded.tokens_dir}"
     return Result({"out": str(loaded.tokens_dir), **manifest}, text + (" (unchanged)" if manifest["reused"] else ""))
 

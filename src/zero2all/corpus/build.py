@@ -1,166 +1,190 @@
-"""``z2a corpus build``: every source to its own Parquet shards, split by the hash of the gid."""
+"""``z2a corpus build``: raw files to published documents.
+
+Three stages of tasks over paths, run by any engine: parts (read and clean, a file a task), duplicates (hash-partitioned
+shuffles through files), shards (split and publish). What is between them lies in ``<out>.work``, and a rerun does only
+what changed.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from zero2all.console import progress, warn
-from zero2all.corpus.document import SCHEMA, Document, to_document
-from zero2all.corpus.readers import BrokenRecord, RawFile, Unreadable, WholeFile, list_files, read_records
+from zero2all.corpus.drops import evaluation_files, find_drops, strip_shared_lines
+from zero2all.corpus.filters import DEFAULT_FILTERS, build_filters
+from zero2all.corpus.finish import group_parts, write_shards
+from zero2all.corpus.mapping import mapping_for
+from zero2all.corpus.parts import make_part
+from zero2all.corpus.readers import RawFile, list_files
+from zero2all.engine import Engine
 from zero2all.errors import UsageError, Z2aError
-from zero2all.io import atomic_dir, checksums, fingerprint, is_current, read_json, write_manifest
+from zero2all.io import atomic_dir, fingerprint, is_current, read_json, write_manifest
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 from zero2all.units import show_bytes
 
 KIND = "documents"
-FORMAT = 1
-ROW_GROUP_BYTES = 8_000_000
-NAMES_KEPT = 20  # of skipped files, per reason, in the manifest
+FORMAT = 2  # raised when the same inputs and options give other documents than before
+NAMES_KEPT = 20  # of files left out, per reason, in the manifest
+PLACES_KEPT = 100  # of broken records, per source, in the manifest
+SAMPLES_KEPT = 5  # of dropped documents, per source and reason, in the manifest
 
 
-def build_corpus(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
-    """Read every source of the recipe into ``out`` and return its manifest. Unchanged inputs are not read again."""
+def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) -> dict[str, Any]:
+    """Read, clean, deduplicate and split every source into ``out``; return its manifest."""
+    engine = engine or Engine()
     if not recipe.sources:
         raise UsageError("the recipe names no text: add corpus.sources, each with a name and paths")
-    files = {source.name: list_files(source) for source in recipe.sources}
-    key = _key(recipe, files)
+    specs = list(DEFAULT_FILTERS) if recipe.filters is None else recipe.filters
+    build_filters(specs)  # a wrong name should be known before hours of reading
+    for source in recipe.sources:
+        mapping_for(source)
+    files = [(source, file) for source in recipe.sources for file in list_files(source)]
+    keys = [_part_key(source, file, specs) for source, file in files]
+    evaluation = [file.fingerprint for path in recipe.decontaminate for file in evaluation_files(path)]
+    options = recipe.model_dump(mode="json", include={"dedup", "decontaminate", "holdout", "shard_size"})
+    key = fingerprint([keys, options, evaluation])
     if is_current(out, KIND, key):
-        manifest: dict[str, Any] = read_json(out / "manifest.json")
-        return {**manifest, "reused": True}
+        return {**read_json(out / "manifest.json"), "reused": True}
 
-    seen: set[bytes] = set()
-    body: dict[str, Any] = {
-        "key": key,
-        "format": FORMAT,
-        "splits": {"train": {}, "valid": {}},
-        "left_out": {},
-    }
-    total = sum(file.bytes for of_source in files.values() for file in of_source)
-    with atomic_dir(out, KIND) as partial, progress(f"reading {show_bytes(total)}", total) as advance:
-        for source in recipe.sources:
-            left_out = LeftOut()
-            with (
-                ShardWriter(partial / "train", source.name, recipe.shard_size) as train,
-                ShardWriter(partial / "valid", source.name, recipe.shard_size) as valid,
-            ):
-                for file in files[source.name]:
-                    for document in _documents(file, source, left_out):
-                        digest = bytes.fromhex(document.gid)
-                        if digest in seen:
-                            left_out.documents["the same record twice"] += 1
-                            continue
-                        seen.add(digest)
-                        (valid if is_held_out(document.gid, recipe.holdout) else train).write(document)
-                    advance(file.bytes)
-            body["splits"]["train"][source.name] = train.summary()
-            body["splits"]["valid"][source.name] = valid.summary()
-            body["left_out"][source.name] = left_out.summary()
-            if not train.documents:
-                warn(f"corpus source {source.name!r} gave no documents; see left_out in {out}/manifest.json")
-        body["documents"] = len(seen)
-        body["bytes"] = sum(part["bytes"] for split in body["splits"].values() for part in split.values())
-        if not seen:
-            raise Z2aError(f"no document found in {total} bytes: {body['left_out']}")
-        body["files"] = checksums(partial)
+    work = out.with_name(out.name + ".work")
+    stems = [work / "parts" / f"{source.name}-{part_key}" for (source, _), part_key in zip(files, keys, strict=True)]
+    parts = _make_parts(engine, files, specs, stems, keys)
+    _remove_strangers(work / "parts", stems)
+    full = [stem.with_suffix(".parquet") for stem, part in zip(stems, parts, strict=True) if part["documents"]]
+    if not full:
+        dropped = _count({why: n["documents"] for why, n in part["dropped"].items()} for part in parts)
+        raise Z2aError(
+            f"no document is left of {len(files)} files. Dropped: {dropped}; left out: {_left_out(recipe, parts)}"
+        )
+    lean = strip_shared_lines(engine, recipe, full, work)
+    drops = find_drops(engine, recipe, list(lean.values()), work)
+    with atomic_dir(out, KIND) as partial:
+        written = _write_shards(engine, recipe, parts, stems, lean, drops, partial)
+        splits = _splits(recipe, written)
+        body = {
+            "key": key,
+            "format": FORMAT,
+            "documents": sum(part["documents"] for split in splits.values() for part in split.values()),
+            "bytes": sum(part["bytes"] for split in splits.values() for part in split.values()),
+            "splits": splits,
+            "sources": {source.name: _account(source, parts, written) for source in recipe.sources},
+            "left_out": _left_out(recipe, parts),
+            "filters": specs,
+            "files": {name: digest for _, part in written for name, digest in part["files"].items()},
+        }
         write_manifest(partial, KIND, body)
+    for source in recipe.sources:
+        if not splits["train"][source.name]["documents"]:
+            warn(f"corpus source {source.name!r} gave no documents; see left_out in {out}/manifest.json")
     return {"kind": KIND, **body, "reused": False}
 
 
-def is_held_out(gid: str, share: float) -> bool:
-    """By the document itself, so that growing a corpus never moves a document across the split."""
-    return int(gid[:12], 16) < share * 2**48
+def _part_key(source: SourceRecipe, file: RawFile, specs: list[Any]) -> str:
+    """Everything that a part depends on: the file as it is, how it is read, and how it is cleaned."""
+    reading = source.model_dump(mode="json", include={"name", "category", "fields", "mapping"})
+    return fingerprint([FORMAT, reading, file.name, file.fingerprint, specs])
 
 
-def _key(recipe: CorpusRecipe, files: dict[str, list[RawFile]]) -> str:
-    stamps = {
-        name: [(file.name, file.bytes, file.modified_ns) for file in of_source] for name, of_source in files.items()
+def _make_parts(
+    engine: Engine, files: list[tuple[SourceRecipe, RawFile]], specs: list[Any], stems: list[Path], keys: list[str]
+) -> list[dict[str, Any]]:
+    total = sum(file.bytes for _, file in files)
+    # Large files first, so that the last task to end is a short one.
+    order = sorted(range(len(files)), key=lambda number: -files[number][1].bytes)
+    tasks = [(files[n][1], files[n][0], specs, stems[n], keys[n]) for n in order]
+    with progress(f"reading {show_bytes(total)}", total) as advance:
+        made = engine.run(make_part, tasks, lambda task: advance(tasks[task][0].bytes))
+    parts = dict(zip(order, made, strict=True))
+    return [parts[number] for number in range(len(files))]
+
+
+def _remove_strangers(directory: Path, stems: list[Path]) -> None:
+    """Parts of files that are gone or were read otherwise before."""
+    wanted = {stem.with_suffix(suffix) for stem in stems for suffix in (".parquet", ".json")}
+    for path in directory.iterdir():
+        if path not in wanted:
+            path.unlink()
+
+
+def _write_shards(
+    engine: Engine,
+    recipe: CorpusRecipe,
+    parts: list[dict[str, Any]],
+    stems: list[Path],
+    lean: dict[Path, Path],
+    drops: dict[Path, list[Path]],
+    out: Path,
+) -> list[tuple[str, dict[str, Any]]]:
+    """(source, what was written) for every group of parts."""
+    for split in ("train", "valid"):
+        (out / split).mkdir()
+    owners, tasks = [], []
+    for source in recipe.sources:
+        mine = [number for number, part in enumerate(parts) if part["source"] == source.name]
+        for turn, group in enumerate(group_parts([parts[number] for number in mine], recipe.shard_size)):
+            paths = [lean[stems[mine[number]].with_suffix(".parquet")] for number in group]
+            owners.append(source.name)
+            named = [(path, drops.get(path, [])) for path in paths]
+            tasks.append((f"{source.name}-{turn:05}", named, out, recipe.shard_size, recipe.holdout))
+    with progress("writing shards", len(tasks)) as advance:
+        return list(zip(owners, engine.run(write_shards, tasks, lambda task: advance(1)), strict=True))
+
+
+def _splits(recipe: CorpusRecipe, written: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    splits: dict[str, Any] = {"train": {}, "valid": {}}
+    for split, of_split in splits.items():
+        for source in recipe.sources:
+            mine = [part[split] for owner, part in written if owner == source.name]
+            of_split[source.name] = {
+                "documents": sum(part["documents"] for part in mine),
+                "bytes": sum(part["bytes"] for part in mine),
+                "shards": [shard for part in mine for shard in part["shards"]],
+            }
+    return splits
+
+
+def _account(
+    source: SourceRecipe, parts: list[dict[str, Any]], written: list[tuple[str, dict[str, Any]]]
+) -> dict[str, Any]:
+    """What became of a source, over all its files."""
+    mine = [part for part in parts if part["source"] == source.name]
+    dropped: dict[str, dict[str, Any]] = {}
+    for counted in [*mine, *(part for owner, part in written if owner == source.name)]:
+        for reason, part in counted["dropped"].items():
+            of_reason = dropped.setdefault(reason, {"documents": 0, "bytes": 0, "samples": []})
+            of_reason["documents"] += part["documents"]
+            of_reason["bytes"] += part["bytes"]
+            of_reason["samples"] = (of_reason["samples"] + part["samples"])[:SAMPLES_KEPT]
+    return {
+        "files": len(mine),
+        "read": {what: sum(part["read"][what] for part in mine) for what in ("documents", "bytes")},
+        "left_out": _count(part["left_out"] for part in mine),
+        "changed": _count(part["changed"] for part in mine),
+        "dropped": dropped,
+        "quarantine": [place for part in mine for place in part["quarantine"]][:PLACES_KEPT],
     }
-    return fingerprint([FORMAT, recipe.model_dump(mode="json", exclude={"dir"}), stamps])
 
 
-class LeftOut:
-    """What was not taken, and why."""
-
-    def __init__(self) -> None:
-        self.documents: Counter[str] = Counter()
-        self.files: dict[str, list[str]] = {}
-
-    def summary(self) -> dict[str, Any]:
-        counted = {reason: {"count": len(names), "first": names[:NAMES_KEPT]} for reason, names in self.files.items()}
-        return {"documents": dict(self.documents), "files": counted}
+def _count(counted: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for part in counted:
+        total.update(part)
+    return dict(total.most_common())
 
 
-def _documents(file: RawFile, source: SourceRecipe, left_out: LeftOut) -> Iterator[Document]:
-    try:
-        for number, record in enumerate(read_records(file)):
-            if isinstance(record, BrokenRecord):
-                left_out.documents["broken record"] += 1
-                continue
-            fields = None if isinstance(record, WholeFile) else source.fields
-            document = to_document(record, source.name, f"{file.name}#{number}", source.category, fields)
-            if document is None:
-                left_out.documents["no text in it"] += 1
-            else:
-                yield document
-    except Unreadable as reason:
-        left_out.files.setdefault(str(reason), []).append(file.name)
-
-
-class ShardWriter:
-    """Appends documents to Parquet shards of about ``shard_size`` text bytes, named <source>-00000.parquet."""
-
-    def __init__(self, directory: Path, source: str, shard_size: int) -> None:
-        self.directory, self.source, self.shard_size = directory, source, shard_size
-        self.documents = self.bytes = 0
-        self.shards: list[str] = []
-        self._rows: list[dict[str, str]] = []
-        self._row_bytes = self._shard_bytes = 0
-        self._writer: pq.ParquetWriter | None = None
-
-    def __enter__(self) -> ShardWriter:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close_shard()
-
-    def write(self, document: Document) -> None:
-        size = len(document.content.encode())
-        if self._shard_bytes and self._shard_bytes + size > self.shard_size:
-            self._close_shard()
-        self._rows.append(asdict(document))
-        self._row_bytes += size
-        self._shard_bytes += size
-        self.documents += 1
-        self.bytes += size
-        if self._row_bytes >= ROW_GROUP_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._rows:
-            return
-        if self._writer is None:
-            name = f"{self.source}-{len(self.shards):05}.parquet"
-            self.shards.append(name)
-            self._writer = pq.ParquetWriter(self.directory / name, SCHEMA, compression="zstd")
-        self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
-        self._rows, self._row_bytes = [], 0
-
-    def _close_shard(self) -> None:
-        self._flush()
-        if self._writer is not None:
-            self._writer.close()
-        self._writer, self._shard_bytes = None, 0
-
-    def summary(self) -> dict[str, Any]:
-        return {"documents": self.documents, "bytes": self.bytes, "shards": self.shards}
+def _left_out(recipe: CorpusRecipe, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """By source: records that gave no document, and files that could not be read, each with its reason."""
+    found: dict[str, Any] = {}
+    for source in recipe.sources:
+        mine = [part for part in parts if part["source"] == source.name]
+        files: dict[str, Any] = {}
+        for part in mine:
+            if part["unreadable"]:
+                of_reason = files.setdefault(part["unreadable"], {"count": 0, "first": []})
+                of_reason["count"] += 1
+                of_reason["first"] = [*of_reason["first"], part["file"]][:NAMES_KEPT]
+        found[source.name] = {"documents": _count(part["left_out"] for part in mine), "files": files}
+    return found

@@ -10,6 +10,7 @@ from zero2all.recipe.presets import PRESETS
 from zero2all.recipe.sections import (
     CheckpointRecipe,
     CorpusRecipe,
+    DedupRecipe,
     EvalsRecipe,
     ModelConfig,
     OptimizerRecipe,
@@ -27,6 +28,7 @@ __all__ = [
     "PRESETS",
     "CheckpointRecipe",
     "CorpusRecipe",
+    "DedupRecipe",
     "EvalsRecipe",
     "ModelConfig",
     "OptimizerRecipe",

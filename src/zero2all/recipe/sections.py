@@ -49,6 +49,8 @@ class SourceRecipe(Section):
     """Globs on the path below a given directory, such as ``test/*``."""
     fields: dict[str, str] = {}
     """For records: which of their fields becomes which of ours. What is not named is found by its usual names."""
+    mapping: str | None = None
+    """A ready mapping by its name, such as ``alpaca``; ``fields`` go over it. See ``z2a corpus sniff``."""
 
     @field_validator("fields")
     @classmethod
@@ -59,11 +61,30 @@ class SourceRecipe(Section):
         return fields
 
 
+class DedupRecipe(Section):
+    """Which documents count as the same; the copy of the source named first in the recipe is kept.
+
+    Documents that are equal but for case, width and white space (code: but for line ends) always do.
+    """
+
+    near: bool = False
+    """Alike by MinHash over n-grams."""
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Share of common n-grams (Jaccard) from which two documents are near-duplicates."""
+    boilerplate: bool = False
+    """Take out lines that stand in many documents of a source, such as footers."""
+
+
 class CorpusRecipe(Section):
     """Raw files to documents."""
 
     sources: list[SourceRecipe] = []
     """What to read."""
+    filters: list[str | dict[str, Any]] | None = None
+    """Cleaning steps in order, each a name or a mapping of name and options; a sane default if not given."""
+    dedup: DedupRecipe = DedupRecipe()
+    decontaminate: list[str] = []
+    """Files or directories of evaluation sets; documents that share long n-grams with them are dropped."""
     shard_size: Bytes = 200_000_000
     """Text bytes in one Parquet shard."""
     holdout: Fraction = 0.01

@@ -1,0 +1,131 @@
+"""Which documents hold text of evaluation sets: an index of their long n-grams that can be asked.
+
+English goes by 13 words, as GPT-3 did. Chinese goes by 20 characters: a Chinese word has some 1.6 characters, so both
+are the same length of speech. Case, punctuation and width do not count. An item shorter than that is not in the index,
+since short phrases stand in innocent documents too; ``Index.too_short`` says how many there were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zero2all.corpus.dedup.drops import write_drops
+from zero2all.corpus.dedup.shingles import UNSPACED, Hashes, Units, grams, mix, split_units
+from zero2all.corpus.dedup.shuffle import CHUNK_CHARACTERS, batches, load_rows, read_columns, save_rows
+from zero2all.errors import Z2aError
+from zero2all.io import read_json, write_json
+
+WORDS, CHARACTERS = 13, 20
+UNSPACED_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Index:
+    """``grams`` is sorted; ``owners`` says for each which of ``names`` it is from."""
+
+    names: tuple[str, ...]
+    too_short: tuple[int, ...]
+    grams: Hashes
+    owners: NDArray[np.uint16]
+
+
+def build_index(texts: Mapping[str, Iterable[str]], out: Path) -> Index:
+    """Index the texts of each evaluation set by name, into the directory ``out``."""
+    names, too_short, parts = sorted(texts), [], []
+    for number, name in enumerate(names):
+        hashes, short = _grams_of_set(list(texts[name]))
+        parts.append((hashes, np.full(len(hashes), number, dtype=np.uint16)))
+        too_short.append(short)
+    found = np.concatenate([np.zeros(0, dtype=np.uint64), *(hashes for hashes, _ in parts)])
+    owners = np.concatenate([np.zeros(0, dtype=np.uint16), *(owner for _, owner in parts)])
+    order = np.lexsort((owners, found))
+    save_rows(out / "grams.npy", found[order])
+    save_rows(out / "owners.npy", owners[order])
+    body = {"words": WORDS, "characters": CHARACTERS, "names": names, "too_short": too_short}
+    write_json(out / "index.json", body)
+    return load_index(out)
+
+
+def load_index(directory: Path) -> Index:
+    if not (directory / "index.json").exists():
+        raise Z2aError(f"no index of evaluation sets in {directory}: build it first")
+    body = read_json(directory / "index.json")
+    if (body["words"], body["characters"]) != (WORDS, CHARACTERS):
+        raise Z2aError(f"the index in {directory} has n-grams of another length: build it again")
+    return Index(
+        tuple(body["names"]),
+        tuple(body["too_short"]),
+        load_rows(directory / "grams.npy"),
+        load_rows(directory / "owners.npy"),
+    )
+
+
+def contaminated(text: str, index: Index, min_hits: int = 1) -> dict[str, int]:
+    """The evaluation sets that share at least ``min_hits`` different n-grams with the text, and how many."""
+    units = split_units([text], code=False)
+    wanted = np.unique(np.concatenate([_tagged(units, n)[0] for n in (WORDS, CHARACTERS)]))
+    first = np.searchsorted(index.grams, wanted, side="left")
+    counts = np.searchsorted(index.grams, wanted, side="right") - first
+    # The same n-gram may be in several sets: walk from the first of its entries to the last.
+    places = np.repeat(first, counts) + np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    hits = np.bincount(index.owners[places], minlength=len(index.names)).tolist()
+    return {name: count for name, count in zip(index.names, hits, strict=True) if count >= max(1, min_hits)}
+
+
+def contamination_drops(shard: Path, index_dir: Path, out: Path, min_hits: int = 1) -> dict[str, int]:
+    """Write which documents of a shard hold evaluation text, for ``apply_drops``. Returns how many, by set."""
+    index = load_index(index_dir)
+    gids, reasons = [], []
+    found = dict.fromkeys(index.names, 0)
+    for columns in read_columns(shard, ["gid", "content"]):
+        for place in _suspects(columns["content"], index):
+            sets = contaminated(columns["content"][place], index, min_hits)
+            if sets:
+                gids.append(columns["gid"][place])
+                reasons.append("evaluation text: " + ", ".join(sets))
+            for name in sets:
+                found[name] += 1
+    write_drops(out, gids, [""] * len(gids), reasons)
+    return found
+
+
+def _suspects(texts: list[str], index: Index) -> Iterator[int]:
+    """Documents with any n-gram of the index. Few are, so only they are asked one by one."""
+    for chunk in batches(texts, np.arange(len(texts)), CHUNK_CHARACTERS):
+        units = split_units([texts[place] for place in chunk], code=False)
+        suspect = np.zeros(len(chunk), dtype=bool)
+        for n in (WORDS, CHARACTERS):
+            hashes, counts = _tagged(units, n)
+            places = np.minimum(np.searchsorted(index.grams, hashes), len(index.grams) - 1)
+            hit = index.grams[places] == hashes if len(index.grams) else np.zeros(len(hashes), dtype=bool)
+            suspect[np.repeat(np.arange(len(chunk)), counts)[hit]] = True
+        yield from chunk[suspect].tolist()
+
+
+def _grams_of_set(texts: list[str]) -> tuple[Hashes, int]:
+    """Every different n-gram of a set, and how many of its texts are too short to have one."""
+    parts, short = [np.zeros(0, dtype=np.uint64)], 0
+    unspaced = np.array([_unspaced_share(text) > UNSPACED_SHARE for text in texts], dtype=bool)
+    for n, chosen in ((WORDS, ~unspaced), (CHARACTERS, unspaced)):
+        some = [texts[place] for place in np.flatnonzero(chosen)]
+        hashes, counts = _tagged(split_units(some, code=False), n)
+        parts.append(hashes)
+        short += int(np.count_nonzero(counts == 0))
+    return np.unique(np.concatenate(parts)), short
+
+
+def _tagged(units: Units, n: int) -> tuple[Hashes, NDArray[np.int64]]:
+    """n-grams that never equal those of another n."""
+    hashes, counts = grams(units, n)
+    return mix(hashes + np.uint64(n)), counts
+
+
+def _unspaced_share(text: str) -> float:
+    letters = [ord(char) for char in text if char.isalnum()]
+    unspaced = sum(any(first <= point <= last for first, last in UNSPACED) for point in letters)
+    return unspaced / max(1, len(letters))

@@ -1,0 +1,67 @@
+"""Which documents go, why, and for the sake of which other: one small Parquet file beside each shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from zero2all.corpus.dedup.shuffle import GID, Rows, gid_texts, load_rows, sorted_by
+from zero2all.corpus.document import SCHEMA
+from zero2all.io import atomic_path
+
+DROP = np.dtype([("shard", "<u4"), ("gid", GID), ("kept", GID), ("reason", "u1")])
+EXACT, NEAR = 0, 1
+REASONS = ("exact copy", "near copy")
+DROP_SCHEMA = pa.schema([("gid", pa.string()), ("kept", pa.string()), ("reason", pa.string())])
+
+
+def rows_of_shard(files: Sequence[Path], number: int) -> Rows:
+    """The drops of one shard. The files are sorted by shard, so that only its part of each is read."""
+    parts = [np.zeros(0, dtype=DROP)]
+    for path in files:
+        rows = load_rows(path)
+        start, stop = np.searchsorted(rows["shard"], np.array([number, number + 1], dtype=np.uint32))
+        parts.append(np.array(rows[start:stop]))
+    return np.concatenate(parts)
+
+
+def shard_drops(files: Sequence[Path], number: int, out: Path) -> dict[str, int]:
+    """Collect a shard's drops from all partitions into one file, sorted by gid.
+
+    The copy that an exact copy was dropped for may itself be dropped as a near copy; its own row says of what.
+    """
+    rows = rows_of_shard(files, number)
+    rows = rows[sorted_by(rows, "gid")]
+    reasons = [REASONS[reason] for reason in rows["reason"].tolist()]
+    write_drops(out, gid_texts(rows["gid"]), gid_texts(rows["kept"]), reasons)
+    return {reason: reasons.count(reason) for reason in REASONS}
+
+
+def write_drops(out: Path, gids: list[str], kept: list[str], reasons: list[str]) -> None:
+    table = pa.table([gids, kept, reasons], schema=DROP_SCHEMA)
+    with atomic_path(out) as partial:
+        pq.write_table(table, partial, compression="zstd")
+
+
+def apply_drops(shard_in: Path, drop_file: Path, shard_out: Path) -> dict[str, int]:
+    """Copy a shard without the documents that its drop file names."""
+    gone = pq.read_table(drop_file, columns=["gid"])["gid"].combine_chunks()
+    counts = {"documents_in": 0, "documents_out": 0, "bytes_in": 0, "bytes_out": 0}
+    with (
+        atomic_path(shard_out) as partial,
+        pq.ParquetFile(shard_in) as source,
+        pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer,
+    ):
+        for number in range(source.num_row_groups):
+            table = source.read_row_group(number)
+            left = table.filter(pc.invert(pc.is_in(table["gid"], value_set=gone)))
+            writer.write_table(left)
+            for part, name in ((table, "in"), (left, "out")):
+                counts[f"documents_{name}"] += part.num_rows
+                counts[f"bytes_{name}"] += pc.sum(pc.binary_length(part["content"])).as_py() or 0
+    return counts

@@ -1,0 +1,75 @@
+"""The steps of deduplication strung together. What runs the tasks, and where, is the caller's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero2all.corpus.dedup.drops import apply_drops, shard_drops
+from zero2all.corpus.dedup.exact import exact_keys, exact_partition
+from zero2all.corpus.dedup.near import connected_components, near_drops, near_partition, near_signatures
+from zero2all.corpus.dedup.params import DedupParams
+from zero2all.errors import UsageError
+
+RunTasks = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], list[Any]]
+
+
+def run_here(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """One task after the other, in this process."""
+    return [function(*one) for one in arguments]
+
+
+def deduplicate(
+    shards: Sequence[Path], work: Path, params: DedupParams | None = None, run_tasks: RunTasks = run_here
+) -> dict[str, Any]:
+    """Write every shard without its exact and near copies to ``work/documents`` and return what was counted."""
+    drops, counts = find_copies(shards, work, params or DedupParams(), run_tasks)
+    copied = run_tasks(apply_drops, [(shard, drop, work / "documents" / shard.name) for shard, drop in drops.items()])
+    return {**counts, **_sum(copied)}
+
+
+def find_copies(
+    shards: Sequence[Path], work: Path, params: DedupParams, run_tasks: RunTasks = run_here, near: bool = True
+) -> tuple[dict[Path, Path], dict[str, Any]]:
+    """For every shard a file below ``work/drops`` that says which documents go, and for the sake of which; and counts.
+
+    The result depends on the documents and the parameters alone: not on the order of shards, on partitions, or on who
+    runs the tasks.
+    """
+    shards = sorted(shards, key=lambda path: path.name)
+    if len({path.name for path in shards}) < len(shards):
+        raise UsageError("two shards have the same name; give each its own, since the output has them side by side")
+    numbered = list(enumerate(shards))
+    parts = range(params.partitions)
+
+    def files(step: str, suffix: str = ".npy") -> list[Path]:
+        return [work / step / f"{path.name}{suffix}" for path in shards]
+
+    def part_files(step: str) -> list[Path]:
+        return [work / step / f"{part:05}.npy" for part in parts]
+
+    keys, exact, bands = files("exact_keys"), part_files("exact"), files("bands")
+    edges, nodes, alike = part_files("edges"), part_files("nodes"), part_files("near")
+    labels, lists = work / "components.npy", files("drops", "")
+    compared = 0
+
+    run_tasks(exact_keys, [(shard, number, keys[number], params) for number, shard in numbered])
+    run_tasks(exact_partition, [(keys, part, params.partitions, exact[part]) for part in parts])
+    if near:
+        seen = run_tasks(near_signatures, [(shard, number, bands[number], params, exact) for number, shard in numbered])
+        compared = sum(counts["compared"] for counts in seen)
+        run_tasks(
+            near_partition, [(bands, part, params.partitions, edges[part], nodes[part], params) for part in parts]
+        )
+        run_tasks(connected_components, [(edges, labels)])
+        run_tasks(near_drops, [(nodes, labels, part, params.partitions, alike[part], params) for part in parts])
+    found = [*exact, *alike] if near else exact
+    dropped = run_tasks(shard_drops, [(found, number, lists[number]) for number, _ in numbered])
+    counts = {"shards": [path.name for path in shards], "compared": compared, "dropped": _sum(dropped)}
+    return dict(zip(shards, lists, strict=True)), counts
+
+
+def _sum(counted: Sequence[dict[str, int]]) -> dict[str, int]:
+    names = dict.fromkeys(name for counts in counted for name in counts)
+    return {name: sum(counts[name] for counts in counted) for name in names}

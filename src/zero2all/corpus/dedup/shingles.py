@@ -1,0 +1,147 @@
+"""Text to hashed n-grams, many documents at once, without a Python loop over characters or words.
+
+A unit of prose is a word, or one character in scripts written without spaces: five units are a word 5-gram in English
+and a character 5-gram in Chinese, and a text that mixes both needs no decision about which it is. A unit of code is a
+run of letters, digits and underscores, or any other single character that is not a space.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Hashes = NDArray[np.uint64]
+Counts = NDArray[np.int64]
+
+SEPARATOR, IN_WORD, ALONE = 0, 1, 2
+# Characters that are words to us: Thai and Lao, Myanmar, Khmer, kana, and Han (with its extensions beyond the BMP).
+UNSPACED = (
+    *((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF)),
+    *((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF)),
+)
+FIRST_HAN_EXTENSION, TABLE_SIZE = 0x20000, 0x40000
+
+# Odd, and 5 mod 8: powers of the base then keep all but a few of the 64 bits apart.
+BASE = 0x9E3779B97F4A7C15
+INVERSE = pow(BASE, -1, 2**64)
+GRAM_BASE = np.uint64(0xD1342543DE82EF95)
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of many documents, one after the other; ``ends[d]`` is where document ``d`` stops."""
+
+    hashes: Hashes
+    ends: Counts
+
+
+@dataclass(frozen=True)
+class Table:
+    """For every code point: the hash of what it is folded to, and whether it parts, joins or stands alone."""
+
+    hashes: Hashes
+    roles: NDArray[np.uint8]
+
+
+def mix(values: Hashes) -> Hashes:
+    """Spread every input bit over all 64 (the finaliser of splitmix64)."""
+    values = values ^ (values >> np.uint64(30))
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
+
+
+def split_units(texts: Sequence[str], code: bool) -> Units:
+    """Hash every unit of every text. Prose loses case, punctuation and width; code loses only its spaces."""
+    table = _code_table() if code else _prose_table()
+    points = np.frombuffer("\n".join([*texts, ""]).encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    places = points.astype(np.intp)
+    roles = table.roles.take(places, mode="clip")
+    before, after = np.zeros_like(roles), np.zeros_like(roles)
+    before[1:], after[:-1] = roles[:-1], roles[1:]
+    # A unit starts at what stands alone, and at what is in a word unless its neighbour is in one too.
+    starts = np.flatnonzero(roles > (before & IN_WORD))
+    stops = np.flatnonzero(roles > (after & IN_WORD)) + 1
+
+    # A polynomial over the characters so far; a unit's own hash is the difference between its ends, shifted back.
+    powers, inverse_powers = _powers(len(points))
+    sums = np.zeros(len(points) + 1, dtype=np.uint64)
+    np.cumsum(table.hashes.take(places, mode="clip") * powers, out=sums[1:])
+    hashes = (sums[stops] - sums[starts]) * inverse_powers[starts]
+    text_ends = np.cumsum([len(text) + 1 for text in texts], dtype=np.int64)
+    return Units(mix(hashes), np.searchsorted(starts, text_ends).astype(np.int64))
+
+
+def grams(units: Units, n: int) -> tuple[Hashes, Counts]:
+    """Hashes of every ``n`` units in a row within a document, and how many each document has."""
+    lengths = np.diff(units.ends, prepend=0)
+    counts = np.maximum(lengths - n + 1, 0)
+    total = len(units.hashes) - n + 1
+    if total <= 0:
+        return np.zeros(0, dtype=np.uint64), counts
+    hashes = units.hashes[:total].copy()
+    for step in range(1, n):
+        hashes *= GRAM_BASE
+        hashes += units.hashes[step : step + total]
+    return hashes[_inside(lengths, counts, total)], counts
+
+
+def _inside(lengths: Counts, counts: Counts, total: int) -> NDArray[np.bool_]:
+    """True where a gram starts and ends in the same document."""
+    pairs = np.stack([counts, lengths - counts], axis=1).ravel()
+    return np.repeat(np.tile([True, False], len(lengths)), pairs)[:total]
+
+
+@lru_cache(maxsize=1)
+def _all_powers(bits: int) -> tuple[Hashes, Hashes]:
+    def powers(base: int) -> Hashes:
+        out = np.full(2**bits, base, dtype=np.uint64)
+        out[0] = 1
+        return np.cumprod(out, dtype=np.uint64)
+
+    return powers(BASE), powers(INVERSE)
+
+
+def _powers(count: int) -> tuple[Hashes, Hashes]:
+    powers, inverse_powers = _all_powers(max(20, (count - 1).bit_length()))
+    return powers[:count], inverse_powers[:count]
+
+
+def _point_hashes(points: NDArray[np.uint32]) -> Hashes:
+    return mix(mix(points.astype(np.uint64) + np.uint64(1)))
+
+
+@lru_cache(maxsize=1)
+def _prose_table() -> Table:
+    folded = np.arange(TABLE_SIZE, dtype=np.uint32)
+    roles = np.full(TABLE_SIZE, SEPARATOR, dtype=np.uint8)
+    for point in range(FIRST_HAN_EXTENSION):
+        char = chr(point)
+        if char.isalnum() or unicodedata.category(char).startswith("M"):
+            roles[point] = IN_WORD
+            # What expands to several characters is known by its first: this is a hash, not a text to read.
+            folded[point] = ord((unicodedata.normalize("NFKC", char).casefold() or char)[0])
+    for first, last in UNSPACED:
+        part = roles[first : last + 1]
+        part[(part == IN_WORD) | (first >= FIRST_HAN_EXTENSION)] = ALONE
+    roles[-1] = SEPARATOR  # the last one stands for every code point beyond the table
+    return Table(_point_hashes(folded), roles)
+
+
+@lru_cache(maxsize=1)
+def _code_table() -> Table:
+    roles = np.full(TABLE_SIZE, IN_WORD, dtype=np.uint8)
+    for point in range(FIRST_HAN_EXTENSION):
+        char = chr(point)
+        if char.isspace() or unicodedata.category(char).startswith("C"):
+            roles[point] = SEPARATOR
+        elif not (char.isalnum() or char == "_"):
+            roles[point] = ALONE
+    return Table(_point_hashes(np.arange(TABLE_SIZE, dtype=np.uint32)), roles)

@@ -1,0 +1,101 @@
+"""A shuffle through files: each shard writes one file of rows sorted by hash, each partition reads its range of all.
+
+A partition is a range of hashes, so it is a slice of every file, found by bisection: there is one file for a shard and
+not one for each shard and partition, and the number of partitions is chosen by who reads, not by who writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from zero2all.corpus.dedup.params import DedupParams
+from zero2all.errors import Z2aError
+from zero2all.io import atomic_path
+
+Rows = NDArray[Any]  # a structured array; its fields are named where it is made
+
+# The 16 bytes of a gid, most significant first: they sort as the hexadecimal text does.
+GID = "S16"
+BATCH_ROWS = 1024
+CHUNK_CHARACTERS = 2**16  # split into units at once: the arrays then stay in the processor's cache
+
+
+def gids_of(texts: Sequence[str]) -> NDArray[np.bytes_]:
+    if any(len(text) != 32 for text in texts):
+        raise Z2aError("a gid is not 32 hexadecimal digits: build the documents again")
+    return np.frombuffer(bytes.fromhex("".join(texts)), dtype=GID)
+
+
+def gid_texts(gids: NDArray[np.bytes_]) -> list[str]:
+    data = np.ascontiguousarray(gids).tobytes().hex()  # tolist() would lose zero bytes at the end
+    return [data[start : start + 32] for start in range(0, len(data), 32)]
+
+
+def save_rows(target: Path, rows: Rows) -> None:
+    with atomic_path(target) as partial, open(partial, "wb") as stream:
+        np.save(stream, rows, allow_pickle=False)
+
+
+def load_rows(path: Path) -> Rows:
+    """A view of the file; what is not touched is not read."""
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+    except ValueError:  # an empty array cannot be mapped
+        return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
+
+
+def save_sorted(target: Path, rows: Rows, *fields: str) -> None:
+    save_rows(target, rows[sorted_by(rows, *fields)])
+
+
+def sorted_by(rows: Rows, *fields: str) -> NDArray[np.intp]:
+    """The order by the first field, then the second, and so on."""
+    return np.lexsort(tuple(rows[field] for field in reversed(fields)))
+
+
+def read_partition(files: Sequence[Path], partition: int, partitions: int) -> Rows:
+    """All rows of the files whose ``hash`` lies in the partition's range. The files are sorted by it."""
+    first = np.uint64(-(-(partition << 64) // partitions))
+    last = np.uint64(-(-((partition + 1) << 64) // partitions) - 1)
+    parts = []
+    for path in files:
+        rows = load_rows(path)
+        start = np.searchsorted(rows["hash"], first, side="left")
+        stop = np.searchsorted(rows["hash"], last, side="right")
+        parts.append(np.array(rows[start:stop]))
+    return np.concatenate(parts)
+
+
+def group_starts(values: NDArray[Any]) -> NDArray[np.intp]:
+    """Where each run of equal values begins."""
+    if len(values) == 0:
+        return np.zeros(0, dtype=np.intp)
+    return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+
+
+def read_columns(shard: Path, columns: Sequence[str]) -> Iterator[dict[str, list[str]]]:
+    """A shard's columns, some rows at a time."""
+    with pq.ParquetFile(shard) as file:
+        for batch in file.iter_batches(BATCH_ROWS, columns=list(columns)):
+            yield batch.to_pydict()
+
+
+def batches(texts: Sequence[str], chosen: NDArray[np.intp], characters: int) -> Iterator[NDArray[np.intp]]:
+    """The chosen texts by number, in groups of about so many characters."""
+    if len(chosen) == 0:
+        return
+    sizes = np.cumsum([len(texts[place]) for place in chosen])
+    yield from np.split(chosen, group_starts(sizes // characters)[1:])
+
+
+def labels_of(columns: dict[str, list[str]], params: DedupParams) -> tuple[list[int], list[bool]]:
+    """For each document how far down the list of preferred sources it stands, and whether it is code."""
+    ranks = [params.rank(source) for source in columns["data_src"]]
+    kinds = zip(columns["data_src"], columns["category"], columns["title"], strict=True)
+    return ranks, [params.is_code(*kind) for kind in kinds]

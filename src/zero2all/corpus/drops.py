@@ -1,0 +1,114 @@
+"""The middle stage: what goes because the corpus, or an evaluation set, has it already: lines and whole documents."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero2all.console import progress
+from zero2all.corpus.dedup import (
+    DedupParams,
+    LineParams,
+    boilerplate_partition,
+    build_index,
+    contamination_drops,
+    find_copies,
+    line_counts,
+    strip_boilerplate,
+)
+from zero2all.corpus.readers import BrokenRecord, RawFile, Unreadable, list_files, read_records
+from zero2all.engine import Engine
+from zero2all.io import fingerprint, read_json, write_json
+from zero2all.recipe import CorpusRecipe, SourceRecipe
+
+
+def find_drops(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, list[Path]]:
+    """For each part the files that name its documents to drop. Unchanged parts and options are not looked at again."""
+    drops = {part: [copies] for part, copies in _copies(engine, recipe, parts, work / "dedup").items()}
+    if recipe.decontaminate:
+        for part, contaminated in _contaminated(engine, recipe.decontaminate, parts, work / "decontaminate").items():
+            drops[part].append(contaminated)
+    return drops
+
+
+def strip_shared_lines(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, Path]:
+    """For each part the file to go on with: itself, or a copy without the lines that many documents share."""
+    if not recipe.dedup.boilerplate:
+        return {part: part for part in parts}
+    stripped = {part: work / "stripped" / part.name for part in parts}
+    key = fingerprint([part.name for part in parts])
+    done = work / "stripped" / "done.json"
+    if done.exists() and read_json(done)["key"] == key:
+        return stripped
+    done.unlink(missing_ok=True)
+    params, lines = DedupParams(), LineParams()
+    counted = [work / "lines" / f"{part.name}.npy" for part in parts]
+    shared = [work / "lines" / f"{number:05}.npy" for number in range(params.partitions)]
+    with progress("looking for lines that documents share", 2 * len(parts) + len(shared)) as advance:
+
+        def run_tasks(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
+            return engine.run(function, tasks, lambda task: advance(1))
+
+        documents: Counter[str] = Counter()
+        tasks = [(part, out, params, lines) for part, out in zip(parts, counted, strict=True)]
+        for of_part in run_tasks(line_counts, tasks):
+            documents.update(of_part)
+        run_tasks(
+            boilerplate_partition,
+            [(counted, n, params.partitions, dict(documents), out, lines) for n, out in enumerate(shared)],
+        )
+        counts = run_tasks(strip_boilerplate, [(part, shared, out, params, lines) for part, out in stripped.items()])
+    write_json(done, {"key": key, "lines": sum(of_part["lines"] for of_part in counts)})
+    return stripped
+
+
+def _copies(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, Path]:
+    order = tuple(source.name for source in recipe.sources)
+    key = fingerprint([[part.name for part in parts], order, recipe.dedup.model_dump(mode="json")])
+    done = work / "done.json"
+    if done.exists() and read_json(done)["key"] == key:
+        return {part: work / "drops" / part.name for part in parts}
+    done.unlink(missing_ok=True)
+    params = DedupParams(preference=order, threshold=recipe.dedup.threshold)
+    with progress("looking for copies") as advance:
+
+        def run_tasks(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
+            return engine.run(function, tasks, lambda task: advance(1))
+
+        drops, counts = find_copies(parts, work, params, run_tasks, near=recipe.dedup.near)
+    write_json(done, {"key": key, **counts})
+    return drops
+
+
+def _contaminated(engine: Engine, sets: list[str], parts: list[Path], work: Path) -> dict[Path, Path]:
+    build_index({Path(path).name: _texts(path) for path in sets}, work / "index")
+    drops = {part: work / "drops" / part.name for part in parts}
+    tasks = [(part, work / "index", out) for part, out in drops.items()]
+    with progress("looking for evaluation text", len(tasks)) as advance:
+        engine.run(contamination_drops, tasks, lambda task: advance(1))
+    return drops
+
+
+def evaluation_files(path: str) -> list[RawFile]:
+    return list_files(SourceRecipe(name="evaluation", paths=[path]))
+
+
+def _texts(path: str) -> Iterator[str]:
+    """Every string of every record of an evaluation set: questions, choices and answers alike."""
+    for file in evaluation_files(path):
+        try:
+            for record in read_records(file):
+                if not isinstance(record, BrokenRecord):
+                    yield from _strings(dict(record))
+        except Unreadable:
+            continue
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)

@@ -1,0 +1,74 @@
+"""Filters over one document: keep it, drop it with a reason, or change its content.
+
+``build_filters(DEFAULT_FILTERS)`` gives callables, ``apply(filters, document)`` puts a document through them. A new
+filter is a new file here: every module is imported below, and ``filter_`` puts what it finds into ``FILTERS``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+from zero2all.corpus.filters.base import (
+    FILTERS,
+    KEEP,
+    BoundFilter,
+    Change,
+    Drop,
+    FilterInfo,
+    Keep,
+    Outcome,
+    Verdict,
+    apply,
+    build_filters,
+    filter_,
+)
+from zero2all.corpus.filters.kinds import Kind, kind_of
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+# Meant for any mixture of Chinese, English and code: books, poems, manuals and statutes pass, so lengths and repeated
+# n-grams are wider than published for web pages. What mends text comes first, what looks at all of it last.
+DEFAULT_FILTERS: tuple[dict[str, Any], ...] = (
+    {"name": "normalize"},
+    {"name": "strip_gutenberg"},
+    {"name": "too_short"},
+    {"name": "too_long"},
+    {"name": "code_generated"},
+    {"name": "secrets"},
+    {
+        "name": "gopher_quality",
+        "min_words": 20,
+        "max_words": 0,
+        "max_word_length": 12,
+        "min_chars_zh": 10,
+        "max_chars_zh": 0,
+    },
+    {"name": "repeated_lines"},
+    {
+        "name": "gopher_repetition",
+        "dup_n_grams": ((5, 0.35), (10, 0.25)),
+        "dup_n_grams_zh": ((10, 0.45), (16, 0.3)),
+    },
+    {"name": "pii"},
+)
+
+__all__ = [
+    "DEFAULT_FILTERS",
+    "FILTERS",
+    "KEEP",
+    "BoundFilter",
+    "Change",
+    "Drop",
+    "FilterInfo",
+    "Keep",
+    "Kind",
+    "Outcome",
+    "Verdict",
+    "apply",
+    "build_filters",
+    "filter_",
+    "kind_of",
+]

@@ -1,0 +1,137 @@
+"""Source files that nobody wrote, or that may not be used."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from zero2all.corpus.document import Document
+from zero2all.corpus.filters.base import KEEP, Drop, Verdict, filter_
+from zero2all.corpus.filters.kinds import kind_of
+
+_HEAD_LINES = 12
+_COMMENT_MARK = re.compile(r"\s*(?:#|//|/\*|\*|--|;|%|<!--|\"\"\"|'''|\(\*)")
+_GENERATED = re.compile(
+    r"@generated\b|\bauto-?generated\b|\bautomatically generated\b"
+    r"|(?:\b(?:was|is|been|file|code)|#|//|\*|--|\"\"\"|<!--)\s*generated (?:by|from|with)\b"
+    r"|\bgenerated\b.{0,80}\bdo not (?:edit|modify)\b|\bdo not (?:edit|modify)\b.{0,80}\bgenerated\b"
+    r"|自动生成.{0,20}请勿(?:修改|编辑)|(?:文件|代码)由.{0,40}生成",
+    re.IGNORECASE,
+)
+_ALNUM = bytes(value for value in range(256) if value >= 128 or chr(value).isalnum())
+
+
+@filter_("code_generated")
+def code_generated(
+    document: Document,
+    *,
+    marker: bool = True,
+    max_mean_line: float = 100,
+    max_line: int = 1000,
+    min_alnum: float = 0.25,
+) -> Verdict:
+    """Drop code that a program wrote: it says so in a comment at its head, or it is minified or a table of data.
+
+    The limits on lines and on the share of letters and digits are those of StarCoder (mean 100, longest 1,000
+    characters, 25 %; https://arxiv.org/abs/2305.06161). A byte above ASCII counts as a letter.
+    """
+    if kind_of(document) != "code":
+        return KEEP
+    text = document.content
+    lines = text.splitlines()
+    if marker and any(_COMMENT_MARK.match(line) and _GENERATED.search(line) for line in lines[:_HEAD_LINES]):
+        return Drop("says that it is generated")
+    lengths = [len(line) for line in lines]
+    if not lengths or sum(lengths) > max_mean_line * len(lengths):
+        return Drop("long lines on average")
+    if max(lengths) > max_line:
+        return Drop("a very long line")
+    data = text.encode("utf-8", "replace")
+    solid = data.translate(None, b" \t\r\n")
+    if len(solid) - len(solid.translate(None, _ALNUM)) < min_alnum * len(data):
+        return Drop("few letters and digits")
+    return KEEP
+
+
+PERMISSIVE = (
+    *("0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "ISC", "MIT", "MIT-0", "NCSA"),
+    *("PSF-2.0", "Python-2.0", "Unlicense", "UPL-1.0", "WTFPL", "X11", "Zlib"),
+)
+_SPDX_LINE = re.compile(r"SPDX-License-Identifier:[ \t]*([A-Za-z0-9 .+()-]{2,80})")
+_LICENCE_FIELDS = ("license", "licence", "licenses", "spdx", "max_stars_repo_licenses", "detected_licenses")
+# What headers and package data say where they give no SPDX id; the first that matches counts.
+_LICENCE_PHRASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(phrase, re.IGNORECASE), spdx)
+    for phrase, spdx in (
+        (r"GNU Affero General Public License|\bAGPL", "AGPL-3.0"),
+        (r"GNU (?:Lesser|Library) General Public License|\bLGPL", "LGPL-2.1"),
+        (r"GNU General Public License|\bGPL(?:v?[23])\b", "GPL-2.0"),
+        (r"Mozilla Public License", "MPL-2.0"),
+        (r"Apache(?: Software)? License,?\s*(?:Version |v)?2(?:\.0)?|^Apache[ -]?2(?:\.0)?$", "Apache-2.0"),
+        (r"^(?:The )?MIT(?: License)?$|Permission is hereby granted, free of charge, to any person", "MIT"),
+        (r"\b(?:new|modified|3-clause) BSD|BSD[ -]3[ -]Clause|BSD-style license", "BSD-3-Clause"),
+        (r"\b(?:simplified|2-clause) BSD|BSD[ -]2[ -]Clause", "BSD-2-Clause"),
+        (
+            r"All rights reserved\.? (?:Proprietary|Confidential)|\bproprietary and confidential\b",
+            "LicenseRef-Proprietary",
+        ),
+    )
+)
+_HEADER_CHARS = 3000
+
+
+@filter_("code_licence")
+def code_licence(document: Document, *, allowed: tuple[str, ...] = PERMISSIVE, keep_unknown: bool = True) -> Verdict:
+    """Keep code whose licence is in ``allowed`` (SPDX ids, permissive ones if not given).
+
+    The licence is what the record says in ``others`` (a field such as ``license``), else an SPDX line or a known
+    phrase in the first 3,000 characters. Of ``A OR B`` one must be allowed, of ``A AND B`` both; several licences in
+    a list are taken as AND. Code that says nothing is kept unless ``keep_unknown`` is off.
+    """
+    if kind_of(document) != "code":
+        return KEEP
+    found = licence_of(document)
+    if not found:
+        return KEEP if keep_unknown else Drop("licence unknown")
+    names = {name.lower() for name in allowed}
+    return KEEP if is_allowed(found, names) else Drop("licence not allowed")
+
+
+def licence_of(document: Document) -> str:
+    """An SPDX expression, or nothing where the document does not say."""
+    stated = _stated_licence(document.others)
+    if stated:
+        return _known_phrase(stated) or stated
+    head = document.content[:_HEADER_CHARS]
+    line = _SPDX_LINE.search(head)
+    return line.group(1).strip() if line else _known_phrase(head)
+
+
+def _stated_licence(others: str) -> str:
+    if "icen" not in others and "spdx" not in others:
+        return ""
+    try:
+        record: Any = json.loads(others)
+    except (ValueError, RecursionError):
+        return ""
+    values = [record.get(name) for name in _LICENCE_FIELDS] if isinstance(record, dict) else []
+    for value in values:
+        if isinstance(value, str) and value.strip():
+            return value.strip()
+        if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+            return " AND ".join(value)
+    return ""
+
+
+def _known_phrase(text: str) -> str:
+    return next((spdx for phrase, spdx in _LICENCE_PHRASES if phrase.search(text)), "")
+
+
+def is_allowed(expression: str, names: set[str]) -> bool:
+    """``A OR B`` and ``A AND B`` without nesting; an exception after WITH only gives more rights."""
+    flat = re.sub(r"[()]", " ", expression).lower()
+    return any(
+        all(re.sub(r"\s+with\s+.*", "", part).strip() in names for part in re.split(r"\s+and\s+", choice))
+        for choice in re.split(r"\s+or\s+|/", flat)
+    )

@@ -1,0 +1,206 @@
+"""Clean and bound the text itself: Unicode, leftovers of formats, language, length."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from zero2all.corpus.document import Document
+from zero2all.corpus.filters.base import KEEP, Change, Drop, Verdict, filter_
+from zero2all.corpus.filters.kinds import kind_of
+from zero2all.corpus.filters.prose import FENCED, without_comments
+from zero2all.errors import need
+
+_LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x85\u2028\u2029]")
+# Controls but tab and newline; soft hyphen, zero-width space, marks of direction, word joiner, BOM, non-characters.
+_JUNK_RANGES = (
+    "\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff"
+    "\ufff9-\ufffb\ufffe\uffff"
+)
+_JUNK = re.compile(f"[{_JUNK_RANGES}]+")
+# Joiners shape Persian, Indic scripts and emoji; after Latin or Han they are only junk.
+_IDLE_JOINER = re.compile("(?<![^\x00-\u024f\u3000-\u9fff])[\u200c\u200d]+")
+_ODD = re.compile(f"[{_JUNK_RANGES}\r\x0b\x0c\x85\u2028\u2029\u200c\u200d]")
+_ODD_ASCII = bytes(value for value in (*range(32), 127) if value not in b"\t\n")
+_MANY_BLANK_LINES = re.compile(r"\n{5,}")
+
+
+@filter_("normalize")
+def normalize(document: Document) -> Verdict:
+    """One form for equal text, so that later filters and deduplication see it as equal.
+
+    Prose: Unicode NFC, line ends as ``\\n``, control and zero-width characters removed, spaces at line ends removed,
+    more than three blank lines made three. Full-width letters and punctuation stay: they are right in Chinese.
+
+    Code: ``\\r\\n`` becomes ``\\n`` (and ``\\r`` in a file that has no other line end), a BOM at the start and NUL go.
+    Everything else, tabs and spaces at line ends included, stays byte for byte.
+    """
+    before = document.content
+    after = _normal_code(before) if kind_of(document) == "code" else normal_prose(before)
+    return KEEP if after == before else Change(after, "normalized")
+
+
+def normal_prose(text: str) -> str:
+    text = text.replace("\r\n", "\n")
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text)
+    if _has_odd_characters(text):
+        text = _JUNK.sub("", _LINE_ENDS.sub("\n", text))
+        text = _IDLE_JOINER.sub("", text)
+        if not text.isascii():  # what was removed may have stood between a letter and its accent
+            text = unicodedata.normalize("NFC", text)
+    text = "\n".join([line.rstrip() for line in text.split("\n")])
+    return _MANY_BLANK_LINES.sub("\n\n\n\n", text) if "\n\n\n\n\n" in text else text
+
+
+def _has_odd_characters(text: str) -> bool:
+    if text.isascii():  # many times as fast as the pattern
+        return len(text.encode().translate(None, _ODD_ASCII)) < len(text)
+    return _ODD.search(text) is not None
+
+
+def _normal_code(text: str) -> str:
+    text = text.removeprefix("\ufeff").replace("\x00", "").replace("\r\n", "\n")
+    return text if "\n" in text else text.replace("\r", "\n")
+
+
+_GUTENBERG_START = re.compile(
+    r"^\*{3} ?START OF TH(?:E|IS) PROJECT GUTENBERG EBOOK[^\n]{0,300}(?:\n[^\n]{1,300})?\*{3}", re.M
+)
+_GUTENBERG_SMALL_PRINT = re.compile(r"^\*END\*? ?THE SMALL PRINT![^\n]*\*END\*", re.MULTILINE)
+_GUTENBERG_END = re.compile(
+    r"^(?:\*{3} ?END OF TH(?:E|IS) PROJECT GUTENBERG|End of (?:the |this )?Project Gutenberg)", re.MULTILINE
+)
+_GUTENBERG_CREDIT = re.compile(
+    r"\s*(?:\[?E-?text )?(?:Produced|prepared|Transcribed) (?:by|from) [^\n]+(?:\n[^\n]+)*", re.I
+)
+
+
+@filter_("strip_gutenberg")
+def strip_gutenberg(document: Document) -> Verdict:
+    """Take off the header, the licence and the credits that Project Gutenberg puts around a book."""
+    text = document.content
+    if "roject Gutenberg" not in text and "PROJECT GUTENBERG" not in text:
+        return KEEP
+    text = text.replace("\r\n", "\n")
+    start = _GUTENBERG_START.search(text) or _GUTENBERG_SMALL_PRINT.search(text)
+    begin = start.end() if start else 0
+    end = _GUTENBERG_END.search(text, begin)
+    if not start and not end:
+        return KEEP  # a text about the project, not a book from it
+    body = text[begin : end.start() if end else len(text)]
+    credit = _GUTENBERG_CREDIT.match(body) if start else None
+    return Change(body[credit.end() if credit else 0 :].strip("\n") + "\n", "Gutenberg header and footer")
+
+
+_HUGO = re.compile(r"\{\{[<%]([^{}]{0,500})[>%]\}\}")
+_HUGO_TEXT = re.compile(r"\btext=\"([^\"]*)\"")
+_MDN = re.compile(r"(?<!`)\{\{\s{0,3}([A-Za-z_]\w{0,60})\s{0,3}(?:\(([^{}]{0,500})\)\s{0,3})?\}\}(?!`)")
+_QUOTED = re.compile(r"\"([^\"]*)\"|'([^']*)'|[^\s,]+")
+# These stand in the middle of a sentence and show a name; all other macros draw boxes and menus.
+_MDN_NAMES = {
+    *("domxref", "jsxref", "cssxref", "htmlelement", "svgelement", "svgattr", "mathmlelement", "htmlattrxref"),
+    *("httpheader", "httpstatus", "httpmethod", "csp", "glossary", "rfc", "bug", "event"),
+}
+
+
+@filter_("html_comments")
+def html_comments(document: Document) -> Verdict:
+    """Remove ``<!-- -->`` from prose, outside fenced listings. Kubernetes keeps whole English originals in them."""
+    if "<!--" not in document.content or kind_of(document) == "code":
+        return KEEP
+    text = _outside_listings(document.content, without_comments)
+    return KEEP if text == document.content else Change(text, "HTML comments")
+
+
+@filter_("shortcodes")
+def shortcodes(document: Document) -> Verdict:
+    """Resolve Hugo ``{{< >}}`` and MDN ``{{macro("x")}}`` in prose to the text they show, or to nothing.
+
+    Fenced listings and inline code stay: there the braces are what is taught.
+    """
+    if "{{" not in document.content or kind_of(document) == "code":
+        return KEEP
+    text = _outside_listings(document.content, lambda prose: _MDN.sub(_mdn_text, _HUGO.sub(_hugo_text, prose)))
+    return KEEP if text == document.content else Change(text, "shortcodes")
+
+
+def _outside_listings(text: str, mend: Callable[[str], str]) -> str:
+    if "```" not in text and "~~~" not in text:
+        return mend(text)
+    pieces = FENCED.split(text)  # prose, listing, its fence, prose, ...
+    return "".join(piece if number % 3 == 1 else mend(piece) for number, piece in enumerate(pieces) if number % 3 != 2)
+
+
+def _hugo_text(found: re.Match[str]) -> str:
+    shown = _HUGO_TEXT.search(found.group(1))
+    return shown.group(1) if shown else ""
+
+
+def _mdn_text(found: re.Match[str]) -> str:
+    if found.group(1).lower() not in _MDN_NAMES or not found.group(2):
+        return ""
+    given = [quoted.group(1) or quoted.group(2) or quoted.group(0) for quoted in _QUOTED.finditer(found.group(2))]
+    shown = given[1] if len(given) > 1 and given[1].strip("\"'") else given[0] if given else ""
+    return shown.strip("\"'")
+
+
+@filter_("language")
+def language(
+    document: Document,
+    *,
+    keep: tuple[str, ...] = ("zh", "en"),
+    min_confidence: float = 0.5,
+    min_chars: int = 100,
+    sample_chars: int = 1000,
+) -> Verdict:
+    """Keep some languages (ISO 639-1), as py3langid tells them from a sample out of the middle.
+
+    Code is never judged, nor text under ``min_chars`` (a third of it for Chinese). A text that ``kind_of`` calls
+    Chinese is ``zh`` without asking: classical Chinese and dialects otherwise come out as Japanese or Wu. A guess
+    below ``min_confidence`` drops nothing: quotes and tables confuse the model.
+    """
+    kind = kind_of(document)
+    text = document.content
+    if kind == "code" or len(text) < (min_chars // 3 if kind == "zh" else min_chars):
+        return KEEP
+    if kind == "zh":
+        return KEEP if "zh" in keep else Drop("language zh")
+    begin = max(0, (len(text) - sample_chars) // 2)
+    found, confidence = _identifier().classify(text[begin : begin + sample_chars])
+    if found in keep or confidence < min_confidence:
+        return KEEP
+    return Drop(f"language {found}")
+
+
+@lru_cache(maxsize=1)
+def _identifier() -> Any:
+    langid = need("py3langid.langid", "corpus")
+    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
+
+
+@filter_("too_short")
+def too_short(document: Document, *, min_chars: int = 50, min_chars_zh: int = 12, min_chars_code: int = 20) -> Verdict:
+    """Drop what is too short to teach anything; white space does not count.
+
+    A Chinese character says about as much as three letters: a five-character quatrain has 20 and is a whole poem.
+    """
+    kind = kind_of(document)
+    limit = {"zh": min_chars_zh, "code": min_chars_code}.get(kind, min_chars)
+    # The head decides for nearly every document, without walking through a book.
+    is_enough = _solid_chars(document.content[: limit * 8]) >= limit or _solid_chars(document.content) >= limit
+    return KEEP if is_enough else Drop("too short")
+
+
+def _solid_chars(text: str) -> int:
+    return sum(map(len, text.split()))
+
+
+@filter_("too_long")
+def too_long(document: Document, *, max_chars: int = 10_000_000, max_chars_code: int = 1_000_000) -> Verdict:
+    """Drop what is longer than any book (or source file) should be: dumps, logs, data tables."""
+    limit = max_chars_code if kind_of(document) == "code" else max_chars
+    return KEEP if len(document.content) <= limit else Drop("too long")

@@ -1,0 +1,96 @@
+"""The last stage: cleaned parts of a source to its published shards, without the duplicates, split by gid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from zero2all.corpus.document import Document
+from zero2all.corpus.parts import DocumentWriter, count_drop
+from zero2all.io import sha256_file
+
+
+def is_held_out(gid: str, share: float) -> bool:
+    """By the document itself, so that growing a corpus never moves a document across the split."""
+    return int(gid[:12], 16) < share * 2**48
+
+
+def group_parts(records: list[dict[str, Any]], shard_size: int) -> list[list[int]]:
+    """Numbers of the parts, in their order, in groups of about one shard each: one task a group."""
+    groups: list[list[int]] = []
+    size = 0
+    for number, record in enumerate(records):
+        if not record["documents"]:
+            continue
+        if not groups or size + record["bytes"] > shard_size:
+            groups.append([])
+            size = 0
+        groups[-1].append(number)
+        size += record["bytes"]
+    return groups
+
+
+def write_shards(
+    name: str, parts: list[tuple[Path, list[Path]]], out: Path, shard_size: int, holdout: float
+) -> dict[str, Any]:
+    """Write the documents of some parts, each but those in its drop files, for both splits.
+
+    The shard is ``<name>.parquet``, and ``<name>-1`` … where there is more than fits in one.
+    """
+    writers = {split: ShardWriter(out / split, name, shard_size) for split in ("train", "valid")}
+    dropped: dict[str, dict[str, Any]] = {}
+    for part, drop_files in parts:
+        drops = _read_drops(drop_files)
+        with pq.ParquetFile(part) as table:
+            for batch in table.iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    document = Document(**row)
+                    if drops.get(document.gid):
+                        count_drop(dropped, document, drops[document.gid].pop())
+                    else:
+                        writers["valid" if is_held_out(document.gid, holdout) else "train"].write(document)
+    result: dict[str, Any] = {"dropped": dropped, "files": {}}
+    for split, writer in writers.items():
+        writer.close()
+        result[split] = {"documents": writer.documents, "bytes": writer.bytes, "shards": writer.shards}
+        result["files"] |= {f"{split}/{shard}": sha256_file(out / split / shard) for shard in writer.shards}
+    return result
+
+
+def _read_drops(files: list[Path]) -> dict[str, list[str]]:
+    """Reasons by gid, one for each copy that goes: the same record twice has one gid, and one of the two stays."""
+    drops: dict[str, list[str]] = {}
+    for path in files:
+        table = pq.read_table(path, columns=["gid", "reason"])
+        for gid, reason in zip(table["gid"].to_pylist(), table["reason"].to_pylist(), strict=True):
+            drops.setdefault(gid, []).append(reason)
+    return drops
+
+
+class ShardWriter:
+    """Appends documents to Parquet shards of about ``shard_size`` text bytes; no document, no shard."""
+
+    def __init__(self, directory: Path, name: str, shard_size: int) -> None:
+        self.directory, self.name, self.shard_size = directory, name, shard_size
+        self.documents = self.bytes = 0
+        self.shards: list[str] = []
+        self._writer: DocumentWriter | None = None
+
+    def write(self, document: Document) -> None:
+        size = len(document.content.encode())
+        if self._writer is not None and self._writer.bytes + size > self.shard_size:
+            self.close()
+        if self._writer is None:
+            shard = f"{self.name}-{len(self.shards)}.parquet" if self.shards else f"{self.name}.parquet"
+            self.shards.append(shard)
+            self._writer = DocumentWriter(self.directory / shard).__enter__()
+        self._writer.write(document)
+        self.documents += 1
+        self.bytes += size
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.__exit__()
+        self._writer = None

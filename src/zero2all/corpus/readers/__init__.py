@@ -1,0 +1,16 @@
+"""Files to records, one at a time, in bounded memory. What cannot be read is counted with its reason, never fatal."""
+
+from zero2all.corpus.readers.base import BrokenRecord, LeftOutMember, Limits, Unreadable, WholeFile
+from zero2all.corpus.readers.listing import RawFile, list_files
+from zero2all.corpus.readers.records import read_records
+
+__all__ = [
+    "BrokenRecord",
+    "LeftOutMember",
+    "Limits",
+    "RawFile",
+    "Unreadable",
+    "WholeFile",
+    "list_files",
+    "read_records",
+]

@@ -1,0 +1,76 @@
+"""What readers hand out, what they refuse, and how much they will swallow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from zero2all.errors import Z2aError, need
+
+RAW_KEPT = 300  # characters of a broken record, enough for a person to recognise it
+NOT_INSTALLED = "needs pip install 'zero2all[corpus]'"
+
+
+class Unreadable(Exception):
+    """This file is left out; the message is the reason it is counted under."""
+
+
+class BrokenRecord(dict[str, Any]):
+    """Stands for a record that could not be parsed, so that it can be counted and quarantined.
+
+    ``reason`` is short and the same for all of its kind; ``place`` says where in the file; ``raw`` is how it begins.
+    """
+
+    def __init__(self, reason: str = "broken record", place: str = "", raw: str = "") -> None:
+        super().__init__(reason=reason, place=place, raw=raw[:RAW_KEPT])
+
+    @property
+    def reason(self) -> str:
+        return str(self["reason"])
+
+    @property
+    def place(self) -> str:
+        return str(self["place"])
+
+    @property
+    def raw(self) -> str:
+        return str(self["raw"])
+
+
+class LeftOutMember(BrokenRecord):
+    """Stands for a whole member of an archive that was not read, or for the rest of the archive."""
+
+
+class WholeFile(dict[str, Any]):
+    """A record made of a file that is one text; a recipe's field names do not apply to it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a file may cost. Beyond it the file, the member or the record is left out and counted."""
+
+    record_bytes: int = 64 * 2**20
+    """One line, JSON value, page or article; read into memory whole."""
+    text_piece: int = 16 * 2**20
+    """Characters of plain text in one document; a longer file is cut at line ends."""
+    parquet_in_memory: int = 256 * 2**20
+    """Parquet inside an archive or a compressed file; it cannot be read from front to back."""
+    members: int = 500_000
+    """Files in one archive."""
+    member_bytes: int = 64 * 2**30
+    """One member of an archive, unpacked."""
+    total_bytes: int = 1024 * 2**30
+    """One archive or compressed file, unpacked."""
+    ratio: int = 250
+    """Bytes unpacked for one byte packed. Text and code stay below 30; only bombs and blanks go to 1000."""
+    ratio_after: int = 64 * 2**20
+    """Unpacked bytes before the ratio is looked at."""
+
+
+def optional(module: str) -> ModuleType:
+    """A package of the extra ``corpus``; a file that needs it is left out where it is not installed."""
+    try:
+        return need(module, "corpus")
+    except Z2aError as error:
+        raise Unreadable(NOT_INSTALLED) from error

@@ -1,0 +1,279 @@
+"""JSON in its shapes: one value a line, one array, one object, or an object that holds the list."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from zero2all.corpus.mapping import USUAL_NAMES
+from zero2all.corpus.readers.base import BrokenRecord, Limits, Unreadable, optional
+from zero2all.corpus.readers.encoding import as_utf8, decode, decoded
+from zero2all.corpus.readers.streams import Stream, lines
+
+SMALL = 16 << 20  # an object up to this size is read whole, and so needs no streaming parser
+_NEXT_OBJECT = re.compile(r"\n\s*\{|\}\s*,\s*\{|[\]\[]\s*\{")
+_BETWEEN = re.compile(r"[\s,]*")
+_SPACE = re.compile(r"\s*")
+
+
+def _fast_loads() -> Callable[[bytes], Any]:
+    """orjson where it is installed; json knows some values that it refuses."""
+    try:
+        fast: Callable[[bytes], Any] = importlib.import_module("orjson").loads
+    except ImportError:
+        return json.loads
+
+    def loads(data: bytes) -> Any:
+        try:
+            return fast(data)
+        except ValueError:
+            return json.loads(data)
+
+    return loads
+
+
+def json_lines(stream: Stream, limits: Limits) -> Iterator[dict[str, Any]]:
+    loads = _fast_loads()
+    for number, line in enumerate(lines(as_utf8(stream, mend=False), limits.record_bytes), 1):
+        place = f"line {number}"
+        if line is None:
+            yield BrokenRecord(f"line longer than {limits.record_bytes >> 20} MiB", place)
+        elif line.strip():
+            yield _record(line, loads, place)
+
+
+def _record(line: bytes, loads: Callable[[bytes], Any], place: str) -> dict[str, Any]:
+    try:
+        value = loads(line)
+    except UnicodeDecodeError:
+        return BrokenRecord("not UTF-8", place, line.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return BrokenRecord("broken JSON", place, line.decode("utf-8", "replace"))
+    return value if isinstance(value, dict) else _not_an_object(value, place)
+
+
+def _not_an_object(value: Any, place: str) -> BrokenRecord:
+    return BrokenRecord("not an object", place, repr(value)[:300])
+
+
+def json_array(stream: Stream, limits: Limits) -> Iterator[dict[str, Any]]:
+    """The elements of an array one by one, whatever its length; a broken one does not take the others with it."""
+    records = _elements(stream, limits)
+    first = next(records, None)
+    if first is None:
+        return
+    if isinstance(first, BrokenRecord) and first.reason == "broken JSON":
+        sound = next((record for record in records if not isinstance(record, BrokenRecord)), None)
+        if sound is None:
+            raise Unreadable("broken JSON")
+        yield first
+        yield sound
+    else:
+        yield first
+    yield from records
+
+
+def _elements(stream: Stream, limits: Limits) -> Iterator[dict[str, Any]]:
+    scanner = _Scanner(decoded(stream), limits.record_bytes)
+    scanner.skip(re.compile("\ufeff?\\s*\\[?"))
+    while scanner.skip(_BETWEEN):
+        if scanner.next_is("]") and not scanner.skip_closing():
+            return
+        place = f"character {scanner.offset}"
+        try:
+            value = scanner.value()
+        except ValueError as error:
+            yield BrokenRecord(str(error), place, scanner.shown())
+            if not scanner.resync():
+                return
+        else:
+            yield value if isinstance(value, dict) else _not_an_object(value, place)
+
+
+class _Scanner:
+    """JSON values out of a sliding piece of text, which grows only as far as the longest value."""
+
+    def __init__(self, blocks: Iterator[str], limit: int) -> None:
+        self._blocks, self._limit = blocks, limit
+        self._text, self._at, self._before, self._ended = "", 0, 0, False
+        self._decode = json.JSONDecoder().raw_decode
+
+    @property
+    def offset(self) -> int:
+        return self._before + self._at
+
+    def shown(self) -> str:
+        return self._text[self._at : self._at + 300]
+
+    def next_is(self, character: str) -> bool:
+        return self._text.startswith(character, self._at)
+
+    def _more(self) -> bool:
+        """Another block, and at least as much again as there is, so that a long value is not tried too often."""
+        if self._ended:
+            return False
+        self._before += self._at
+        pieces, wanted = [self._text[self._at :]], len(self._text) - self._at
+        self._at = 0
+        while wanted >= 0:
+            block = next(self._blocks, None)
+            if block is None:
+                self._ended = True
+                break
+            pieces.append(block)
+            wanted -= max(len(block), 1)
+        self._text = "".join(pieces)
+        return True
+
+    def skip(self, pattern: re.Pattern[str]) -> bool:
+        """Past what matches; False at the end of everything."""
+        while True:
+            found = pattern.match(self._text, self._at)
+            end = found.end() if found else self._at
+            if end < len(self._text):
+                self._at = end
+                return True
+            if not self._more():
+                self._at = len(self._text)
+                return False
+
+    def skip_closing(self) -> bool:
+        """Past the array's end; True if something follows, as in files that were put together by hand."""
+        self._at += 1
+        return self.skip(_SPACE)
+
+    def value(self) -> Any:
+        while True:
+            try:
+                value, end = self._decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                unfinished = error.pos >= len(self._text) - 16 or error.msg.startswith("Unterminated")
+                if not unfinished:
+                    raise ValueError("broken JSON") from None
+            except RecursionError:
+                raise ValueError("JSON nested too deep") from None
+            else:
+                if end < len(self._text) or self._ended:  # a number may go on in the next block
+                    self._at = end
+                    return value
+            if len(self._text) - self._at > self._limit:
+                raise ValueError(f"JSON value larger than {self._limit >> 20} MiB")
+            if not self._more():
+                raise ValueError("broken JSON")
+
+    def resync(self) -> bool:
+        """To the next place where an object seems to begin."""
+        self._at = min(self._at + 1, len(self._text))
+        while True:
+            found = _NEXT_OBJECT.search(self._text, self._at)
+            if found:
+                self._at = found.end() - 1
+                return True
+            self._at = max(self._at, len(self._text) - 64)
+            if not self._more():
+                return False
+
+
+def json_object(stream: Stream, limits: Limits) -> Iterator[dict[str, Any]]:
+    """A file that is one object: the record itself, or what holds the list of them."""
+    head = stream.peek(SMALL + 1)
+    if len(head) <= SMALL:
+        yield from _small_object(head, limits)
+        return
+    ijson = optional("ijson")
+    source = _Kept(as_utf8(stream))
+    key = _list_inside(ijson, source)
+    replay = source.from_start()
+    try:
+        if key is not None:
+            found: Iterator[Any] = ijson.items(replay, f"{key}.item", use_float=True)
+        else:
+            found = ijson.items(replay, "", multiple_values=True, use_float=True)
+        for number, value in enumerate(found):
+            yield value if isinstance(value, dict) else _not_an_object(value, f"element {number}")
+    except ijson.JSONError:
+        yield BrokenRecord("broken JSON from here on", f"byte {replay.bytes}")
+
+
+class _Kept:
+    """Keeps what the search for the list has read, so that a stream is read only once."""
+
+    LOOKED_AT = 64 << 20
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._kept, self.bytes = stream, [b""], 0
+
+    def read(self, size: int = 1 << 16, /) -> bytes:
+        if self.bytes > self.LOOKED_AT:
+            raise Unreadable(f"JSON value larger than {self.LOOKED_AT >> 20} MiB")
+        block = self._stream.read(size or 0) if size else b""
+        self._kept.append(block)
+        self.bytes += len(block)
+        return block
+
+    def from_start(self) -> _Replay:
+        return _Replay(b"".join(self._kept), self._stream)
+
+
+class _Replay:
+    def __init__(self, head: bytes, stream: Stream) -> None:
+        self._head, self._stream, self.bytes = head, stream, 0
+
+    def read(self, size: int = 1 << 16, /) -> bytes:
+        if self._head:
+            block, self._head = self._head[:size], self._head[size:]
+        else:
+            block = self._stream.read(size) if size else b""
+        self.bytes += len(block)
+        return block
+
+
+def _list_inside(ijson: Any, source: _Kept) -> str | None:
+    """The key of the first list of objects in the first object, or None if it ends without one."""
+    try:
+        for prefix, event, _ in ijson.parse(source, buf_size=1 << 16):
+            if event == "start_map" and prefix.endswith(".item") and prefix.count(".item") == 1:
+                return str(prefix.removesuffix(".item"))
+            if event == "end_map" and prefix == "":
+                return None
+    except ijson.JSONError:
+        return None
+    return None
+
+
+def _small_object(data: bytes, limits: Limits) -> Iterator[dict[str, Any]]:
+    text = decode(data).lstrip("\ufeff")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        yield from _several_objects(text, data, limits, error)
+        return
+    if not isinstance(value, dict):
+        yield _not_an_object(value, "")
+        return
+    lists: list[list[Any]] = [part for part in value.values() if isinstance(part, list)]
+    inside = [part for part in lists if any(isinstance(element, dict) for element in part)]
+    if inside and not any(isinstance(value.get(name), str) for name in USUAL_NAMES["content"]):
+        longest = max(inside, key=len)
+        for number, part in enumerate(longest):
+            yield part if isinstance(part, dict) else _not_an_object(part, f"element {number}")
+    else:
+        yield value
+
+
+def _several_objects(text: str, data: bytes, limits: Limits, error: Exception) -> Iterator[dict[str, Any]]:
+    """Objects one after the other, each over several lines; or lines after all, the first of them broken."""
+    as_lines = list(json_lines(Stream(io.BytesIO(data)), limits))
+    in_a_row = list(_elements(Stream(io.BytesIO(data)), limits))
+    best = max((as_lines, in_a_row), key=_sound)
+    if all(isinstance(record, BrokenRecord) for record in best):
+        raise Unreadable("broken JSON") from error
+    yield from best
+
+
+def _sound(records: list[dict[str, Any]]) -> int:
+    return sum(not isinstance(record, BrokenRecord) for record in records)

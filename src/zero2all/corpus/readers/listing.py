@@ -1,0 +1,135 @@
+"""Where the files of a source are: local paths, globs, and whatever fsspec can reach."""
+
+from __future__ import annotations
+
+import glob
+import os
+import posixpath
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from zero2all.errors import UsageError, need
+from zero2all.recipe import SourceRecipe
+
+NEVER_ENTERED = {"__pycache__", "node_modules", "site-packages", "dist-packages", "__MACOSX"}
+
+
+@dataclass(frozen=True)
+class RawFile:
+    """One file, as plain data: it can be sent to another process and opened there."""
+
+    path: str  # local, or a URL
+    name: str  # below the path that the recipe gives, with forward slashes on every system, as clean text
+    bytes: int
+    modified_ns: int = 0
+    etag: str = ""  # what a remote store says instead of a time
+
+    @classmethod
+    def at(cls, path: Path, top: Path | None = None) -> RawFile:
+        name = path.relative_to(top).as_posix() if top is not None and path != top else path.name
+        clean = os.fsencode(name).decode("utf-8", "replace")
+        try:
+            stat = path.stat()
+        except OSError:  # a dangling link, say: opening it fails later, and is counted then
+            return cls(os.fspath(path), clean, 0)
+        return cls(os.fspath(path), clean, stat.st_size, stat.st_mtime_ns)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the file does, without reading it."""
+        return f"{self.bytes}-{self.etag or self.modified_ns}"
+
+    def open(self) -> BinaryIO:
+        if not is_url(self.path):
+            # Python's open takes names that are not UTF-8.
+            return open(self.path, "rb")
+        filesystem, inner = need("fsspec", "corpus").core.url_to_fs(self.path)
+        stream: BinaryIO = filesystem.open(inner, "rb")
+        return stream
+
+
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+def is_hidden(name: str) -> bool:
+    """Caches, version control and the like, which nobody means by giving the directory above."""
+    parts = name.split("/")
+    return any((part.startswith(".") and part.strip(".")) or part in NEVER_ENTERED for part in parts)
+
+
+def list_files(source: SourceRecipe) -> list[RawFile]:
+    """Every file of a source in a fixed order."""
+    found: dict[str, RawFile] = {}
+    for pattern in source.paths:
+        files = list(_remote(pattern) if is_url(pattern) else _local(pattern))
+        if not files:
+            raise UsageError(f"corpus source {source.name!r}: nothing at {os.path.expanduser(pattern)}")
+        for file in files:
+            if not any(fnmatch(file.name, excluded) for excluded in source.exclude):
+                found.setdefault(file.path, file)
+    return list(found.values())
+
+
+def find_file(path: str) -> RawFile:
+    """One file by its path or URL; for a directory or a pattern, the first file it gives."""
+    files = _remote(path) if is_url(path) else _local(path)
+    file = next(iter(files), None)
+    if file is None or (not is_url(file.path) and not os.path.exists(file.path)):
+        raise UsageError(f"nothing at {path}")
+    return file
+
+
+def _local(pattern: str) -> Iterator[RawFile]:
+    pattern = os.path.expanduser(pattern)
+    tops = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    for top in map(Path, tops):
+        for path in sorted(_walk(top, set())) if top.is_dir() else [top]:
+            yield RawFile.at(path, top)
+
+
+def _walk(directory: Path, entered: set[Path]) -> Iterator[Path]:
+    """Every file below; links are followed once. A directory that may not be entered stands for itself."""
+    entered.add(directory.resolve())
+    try:
+        entries = list(directory.iterdir())
+    except OSError:
+        yield directory
+        return
+    for entry in entries:
+        if is_hidden(entry.name):
+            continue
+        if not entry.is_dir():
+            yield entry
+        elif entry.resolve() not in entered:
+            yield from _walk(entry, entered)
+
+
+def _remote(pattern: str) -> Iterator[RawFile]:
+    filesystem, inner = need("fsspec", "corpus").core.url_to_fs(pattern)
+    is_web = pattern.startswith(("http://", "https://"))
+    try:
+        if glob.has_magic(inner) and not is_web:  # a "?" in a web address is a query
+            entries = filesystem.glob(inner, detail=True)
+        elif is_web or not filesystem.isdir(inner):
+            entries = {inner: filesystem.info(inner)}
+        else:
+            entries = filesystem.find(inner, detail=True)
+    except FileNotFoundError:
+        return
+    top = posixpath.dirname(inner) if glob.has_magic(inner) or len(entries) == 1 else inner
+    for path, info in sorted(entries.items()):
+        name = posixpath.relpath(path, top) if path.startswith(top) else posixpath.basename(path)
+        if info.get("type") != "directory" and not is_hidden(name):
+            url = path if is_web else filesystem.unstrip_protocol(path)
+            yield RawFile(url, name, int(info.get("size") or 0), 0, _etag(info))
+
+
+def _etag(info: dict[str, Any]) -> str:
+    for key in ("ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "last_commit"):
+        if info.get(key):
+            return str(info[key]).strip('"')
+    return ""

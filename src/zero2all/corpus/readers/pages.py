@@ -1,0 +1,149 @@
+"""Web pages: HTML files, and the responses in WARC files."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from zero2all.corpus.readers.base import BrokenRecord, Limits, Unreadable, WholeFile, optional
+from zero2all.corpus.readers.encoding import guess
+from zero2all.corpus.readers.streams import Stream
+
+_CHARSET = re.compile(rb"""<meta[^>]+charset\s*=\s*["']?\s*([\w-]+)""", re.I)
+_TEMPLATE = re.compile(r"""<script[^>]+type=["']?text/[\w-]*(?:template|html)[^>]*>(.*?)</script>""", re.I | re.S)
+_HEADER_END = re.compile(rb"\r?\n\r?\n")
+HEADER_BYTES = 1 << 16
+
+
+def html_file(stream: Stream, name: str, limits: Limits) -> Iterator[dict[str, Any]]:
+    data = stream.read_whole(limits.record_bytes, "page")
+    yield WholeFile(id=name, **page(data, title=name))
+
+
+def page(data: bytes, title: str = "", charset: str = "") -> dict[str, Any]:
+    """Title and main text of a page; ``raw_bytes`` says how much was thrown away."""
+    tree_of = optional("resiliparse.parse.html").HTMLTree.parse
+    plain_text = optional("resiliparse.extract.html2text").extract_plain_text
+    html = _page_text(data, charset)
+    tree = tree_of(html)
+    text = plain_text(tree, main_content=True, alt_texts=False)
+    if not text.strip():  # a page that is all navigation by its looks, or filled in by a script from a template
+        tree = tree_of(_TEMPLATE.sub(r"\1", html))
+        text = plain_text(tree, main_content=False, alt_texts=False)
+    return {"title": (tree.title or "").strip() or title, "content": text.strip(), "raw_bytes": len(data)}
+
+
+def html_text(html: str) -> str:
+    """The text of a page or of a piece of one."""
+    text: str = optional("resiliparse.extract.html2text").extract_plain_text(html, main_content=False, alt_texts=False)
+    return text.strip()
+
+
+def _page_text(data: bytes, charset: str) -> str:
+    """What the page says of its encoding is tried first, and often wrong."""
+    said = _CHARSET.search(data[:4096])
+    for name in (charset, said[1].decode() if said else ""):
+        name = "gb18030" if name.lower() in ("gb2312", "gbk") else name
+        try:
+            return data.decode(name) if name else data.decode()
+        except (LookupError, UnicodeDecodeError):
+            continue
+    encoding = guess(data, ends=True)
+    return data.decode(encoding.name, "replace")
+
+
+def warc(stream: Stream, limits: Limits) -> Iterator[dict[str, Any]]:
+    """A record for every response that is HTML. Other records are passed over; a broken one ends the file."""
+    while True:
+        header = _warc_header(stream)
+        if header is None:
+            return
+        size = int(header.get("content-length", "-1")) if header.get("content-length", "").isdigit() else -1
+        if size < 0:
+            yield BrokenRecord("broken WARC record", header.get("warc-record-id", ""))
+            return
+        wanted = header.get("warc-type") == "response" and "http" in header.get("content-type", "")
+        body = _take(stream, size, keep=wanted and size <= limits.record_bytes)
+        if body is None:
+            yield BrokenRecord("WARC record cut short", header.get("warc-record-id", ""))
+            return
+        if wanted and size > limits.record_bytes:
+            yield BrokenRecord(f"page larger than {limits.record_bytes >> 20} MiB", header.get("warc-record-id", ""))
+        elif wanted:
+            yield from _response(header, body, limits)
+
+
+def _warc_header(stream: Stream) -> dict[str, str] | None:
+    while stream.peek(2)[:2] in (b"\r\n", b"\n\n") or stream.peek(1) == b"\n":
+        stream.read(2 if stream.peek(2) == b"\r\n" else 1)
+    head = stream.peek(HEADER_BYTES)
+    if not head:
+        return None
+    end = _HEADER_END.search(head)
+    if not head.startswith(b"WARC/") or end is None:
+        raise Unreadable("broken WARC")
+    _take(stream, end.end(), keep=False)
+    return _fields(head[: end.start()])
+
+
+def _fields(header: bytes) -> dict[str, str]:
+    pairs = (line.partition(":") for line in header.decode("utf-8", "replace").splitlines()[1:])
+    return {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+def _take(stream: Stream, size: int, keep: bool) -> bytes | None:
+    """The next ``size`` bytes, empty if they are not kept, None if they are not there."""
+    pieces = []
+    while size > 0:
+        block = stream.read(min(size, 1 << 20))
+        if not block:
+            return None
+        size -= len(block)
+        if keep:
+            pieces.append(block)
+    return b"".join(pieces)
+
+
+def _response(header: dict[str, str], body: bytes, limits: Limits) -> Iterator[dict[str, Any]]:
+    record_id = header.get("warc-record-id", "").strip("<>")
+    end = _HEADER_END.search(body)
+    if end is None:
+        yield BrokenRecord("broken HTTP response", record_id)
+        return
+    http = _fields(body[: end.start()])
+    kind, _, parameters = http.get("content-type", "").partition(";")
+    if kind.strip().lower() not in ("text/html", "application/xhtml+xml"):
+        return
+    try:
+        data = _plain_body(body[end.end() :], http, limits.record_bytes)
+    except (ValueError, zlib.error):
+        yield BrokenRecord("broken HTTP response", record_id)
+        return
+    charset = parameters.partition("charset=")[2].strip(" \"'")
+    kept = {"url": header.get("warc-target-uri", "").strip("<>"), "time": header.get("warc-date", "")}
+    yield WholeFile(id=record_id, **page(data, charset=charset), **kept)
+
+
+def _plain_body(body: bytes, http: dict[str, str], limit: int) -> bytes:
+    """Without transfer and content encoding. Some crawlers undo these and keep the header that names them."""
+    if "chunked" in http.get("transfer-encoding", "") and re.match(rb"[0-9A-Fa-f]+\s*(;[^\r\n]*)?\r?\n", body):
+        body = _joined_chunks(body)
+    if http.get("content-encoding") in ("gzip", "x-gzip") and body.startswith(b"\x1f\x8b"):
+        unpacker = zlib.decompressobj(wbits=31)
+        body = unpacker.decompress(body, limit)
+        if unpacker.unconsumed_tail:
+            raise ValueError("too large")
+    return body
+
+
+def _joined_chunks(body: bytes) -> bytes:
+    pieces, at = [], 0
+    while (line_end := body.find(b"\n", at)) >= 0:
+        size = int(body[at:line_end].partition(b";")[0], 16)
+        if size == 0:
+            break
+        pieces.append(body[line_end + 1 : line_end + 1 + size])
+        at = body.find(b"\n", line_end + 1 + size) + 1 or len(body)
+    return b"".join(pieces)

@@ -1,0 +1,414 @@
+"""Deduplication against brute force over sets of shingles, on planted copies and on real families of documents.
+
+Recall: of all pairs with Jaccard >= 0.8, the share in which at least one document was dropped.
+Precision: of all documents dropped as near copies, the share with Jaccard >= 0.7 to the very document kept for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+import re
+import tarfile
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from zero2all.corpus.dedup import (
+    DedupParams,
+    LineParams,
+    apply_drops,
+    boilerplate_partition,
+    build_index,
+    contaminated,
+    contamination_drops,
+    deduplicate,
+    line_counts,
+    load_index,
+    strip_boilerplate,
+)
+from zero2all.corpus.dedup.exact import nfkc
+from zero2all.corpus.dedup.near import components, shingle_hashes
+from zero2all.corpus.dedup.shingles import split_units
+from zero2all.corpus.dedup.sketch import compress, signatures, similarity
+from zero2all.corpus.document import SCHEMA, Document, make_gid
+from zero2all.errors import UsageError
+
+PARAMS = DedupParams(preference=("good", "en", "zh"), code_sources=("code",), partitions=4)
+PROSE = re.compile(r"[\u4e00-\u9fff]|[^\W_\u4e00-\u9fff]+")
+CODE = re.compile(r"\w+|[^\w\s]")
+
+
+def document(content: str, source: str = "en", own_id: str = "", title: str = "") -> Document:
+    return Document(make_gid(source, own_id, content), own_id, source, "", title, content, "", "")
+
+
+def write_shards(root: Path, documents: Sequence[Document], count: int) -> list[Path]:
+    root.mkdir(parents=True)
+    paths = []
+    for number in range(count):
+        part = [vars(one) for one in documents[number::count]]
+        paths.append(root / f"shard-{number:05}.parquet")
+        pq.write_table(pa.Table.from_pylist(part, schema=SCHEMA), paths[-1], row_group_size=100)
+    return paths
+
+
+def plain_shingles(text: str, code: bool) -> set[tuple[str, ...]]:
+    units = CODE.findall(text) if code else PROSE.findall(text.casefold())
+    return set(zip(*(units[start:] for start in range(5)), strict=False))
+
+
+def jaccard(one: set[Any], other: set[Any]) -> float:
+    return len(one & other) / max(1, len(one | other))
+
+
+def edit(rng: random.Random, units: list[str], share: float, words: Callable[[], str], block: bool) -> list[str]:
+    """Change a share of the units: scattered, or in one block as when a section is written anew."""
+    units = list(units)
+    count = max(1, round(share * len(units)))
+    if block:
+        start = rng.randrange(max(1, len(units) - count))
+        units[start : start + count] = [words() for _ in range(count)]
+        return units
+    for place in rng.sample(range(len(units)), count):
+        units[place] = rng.choice(["", words(), units[place] + " " + words()])
+    return units
+
+
+def generated(kind: str, rng: random.Random) -> tuple[Callable[[], str], str]:
+    """A source of units in the manner of a language, and what stands between them."""
+    if kind == "zh":
+        return lambda: chr(0x4E00 + int(rng.random() ** 3 * 3000)), ""
+    syllables = ["ba", "ko", "ri", "ten", "mu", "sa", "lo", "ve", "shi", "an"]
+    vocabulary = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(1500)]
+    marks = ["(", ")", "=", "\n    ", "+", ":", "[", "]", "."]
+    if kind == "code":
+        return lambda: rng.choice(vocabulary if rng.random() < 0.5 else marks), " "
+    return lambda: rng.choice(vocabulary), " "
+
+
+def plant(kind: str, texts: Sequence[str], rng: random.Random) -> Iterator[Document]:
+    """Every text, and for most of them a copy with 1-20 % of its units edited."""
+    words, between = generated(kind, rng)
+    split = re.compile(r"[\u4e00-\u9fff]|[^\u4e00-\u9fff]" if kind == "zh" else r"\s+|\S+")
+    for number, text in enumerate(texts):
+        yield document(text, kind, f"{number}")
+        if number % 5:
+            share = rng.choice([0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2])
+            changed = edit(rng, split.findall(text), share, lambda: between + words() + between, number % 2 == 0)
+            yield document("".join(changed), kind, f"{number} again")
+
+
+def measure(documents: Sequence[Document], work: Path) -> dict[str, float]:
+    """Run everything on the documents and compare with all pairs."""
+    unique = {one.gid: one for one in documents}
+    sets = {gid: plain_shingles(one.content, one.data_src == "code") for gid, one in unique.items()}
+    shards = write_shards(work / "in", list(unique.values()), 3)
+    deduplicate(shards, work / "out", PARAMS)
+    kept_for = {}
+    near = []
+    for path in sorted((work / "out" / "drops").iterdir()):
+        for row in pq.read_table(path).to_pylist():
+            kept_for[row["gid"]] = row["kept"]
+            near += [row["gid"]] if row["reason"] == "near copy" else []
+    alike = [pair for pair in itertools.combinations(sets, 2) if _may_be_alike(sets, *pair)]
+    found = [one in kept_for or other in kept_for for one, other in alike]
+    right = [jaccard(sets[gid], sets[kept_for[gid]]) >= 0.7 for gid in near]
+    assert not {kept_for[gid] for gid in near} & set(kept_for), "what a near copy was dropped for must stay"
+    return {
+        "pairs": len(alike),
+        "recall": sum(found) / max(1, len(found)),
+        "dropped": len(near),
+        "precision": sum(right) / max(1, len(right)),
+    }
+
+
+def _may_be_alike(sets: dict[str, set[Any]], one: str, other: str) -> bool:
+    small, large = sorted((len(sets[one]), len(sets[other])))
+    return small >= 5 and small >= 0.8 * large and jaccard(sets[one], sets[other]) >= 0.8
+
+
+def generated_texts(kind: str, count: int, seed: int = 3) -> list[str]:
+    rng = random.Random(seed)
+    words, between = generated(kind, rng)
+    return [between.join(words() for _ in range(int(40 + 800 * rng.random() ** 2))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["zh", "en", "code"])
+def test_planted_near_copies_are_found_and_nothing_else(kind: str, tmp_path: Path) -> None:
+    documents = list(plant(kind, generated_texts(kind, 300), random.Random(7)))
+    result = measure(documents, tmp_path)
+    assert result["pairs"] > 60
+    assert result["recall"] >= 0.95, result
+    assert result["precision"] >= 0.99, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zh", "en", "code"])
+def test_near_copies_planted_in_real_text(kind: str, shared_corpus: Path, tmp_path: Path) -> None:
+    if kind == "zh":
+        lines = (shared_corpus / "zh/wiki2019zh_style/wiki_zh_00.jsonl").read_text(encoding="utf-8").splitlines()
+        texts = [json.loads(line)["text"] for line in lines[:400]]
+    elif kind == "en":
+        table = pq.read_table(shared_corpus / "en/wiki_parquet/train-00000-of-00002.parquet")
+        texts = table["text"].to_pylist()[:400]
+    else:
+        with tarfile.open(shared_corpus / "code/cpython_stdlib_3.11.7.tar.gz") as archive:
+            members = [one for one in archive if one.name.endswith(".py") and 500 < one.size < 30000][:300]
+            texts = [_text(archive, one) for one in members]
+    result = measure(list(plant(kind, texts, random.Random(11))), tmp_path)
+    assert result["pairs"] > 80
+    assert result["recall"] >= 0.95, result
+    assert result["precision"] >= 0.99, result
+
+
+def _text(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+    stream = archive.extractfile(member)
+    assert stream is not None
+    return stream.read().decode("utf-8", "replace")
+
+
+@pytest.mark.slow
+def test_families_of_real_near_duplicates(shared_corpus: Path, tmp_path: Path) -> None:
+    folder = shared_corpus / "dirty/near_dup"
+    with tarfile.open(folder / "kafka_docs_versions_html.tar.gz") as archive:
+        pages = [re.sub(r"<[^>]*>", " ", _text(archive, one)) for one in archive if one.isfile()]
+    with pa.input_stream(str(folder / "frankenstein_editions.jsonl.zst"), compression="zstd") as stream:
+        editions = [json.loads(line)["text"] for line in stream.read().splitlines()]
+    documents = [document(text, "en", str(number)) for number, text in enumerate([*pages, *editions])]
+    result = measure(documents, tmp_path)
+    assert result["pairs"] > 100
+    assert result["recall"] >= 0.95, result
+    assert result["precision"] >= 0.99, result
+
+
+def test_shingles_are_the_plain_ones() -> None:
+    texts = [
+        "Ｔhe quick_brown 狐狸 jumps，over the懒狗 twice",
+        "",
+        "a b",
+        "春眠不觉晓，处处闻啼鸟。Café 42 times!",
+        "𠀀𠀁𠀂𠀃𠀄𠀅",
+    ]
+    for text, count in zip(texts, [7, 0, 0, 9, 2], strict=True):
+        hashes, counts = shingle_hashes([text], False, PARAMS)
+        assert len(set(hashes.tolist())) == counts[0] == count
+    together, counts = shingle_hashes(texts, False, PARAMS)
+    alone = [shingle_hashes([text], False, PARAMS)[0] for text in texts]
+    assert together.tolist() == np.concatenate(alone).tolist()
+    assert counts.tolist() == [len(one) for one in alone]
+
+    code = "def f(x):\n    return x_1 + 'é'  # 第一\n"
+    hashes, counts = shingle_hashes([code, code.replace("    ", "\t")], True, PARAMS)
+    assert counts[0] == len(CODE.findall(code)) - 4
+    assert hashes[: counts[0]].tolist() == hashes[counts[0] :].tolist()
+
+
+def test_width_case_and_punctuation_do_not_count_in_prose() -> None:
+    one = split_units(["Hello, World! 你好，世界 １２３"], code=False)
+    other = split_units(["hello world 你 好 世界 123"], code=False)
+    assert one.hashes.tolist() == other.hashes.tolist()
+    assert split_units(["on no"], code=False).hashes.tolist() != split_units(["no on"], code=False).hashes.tolist()
+
+
+@pytest.mark.parametrize("size", [8, 40, 300, 5000])
+@pytest.mark.parametrize("true", [0.3, 0.7, 0.9])
+def test_signatures_estimate_jaccard(size: int, true: float) -> None:
+    """Without bias, and not worse than classic MinHash, whose standard deviation is sqrt(J (1 - J) / slots)."""
+    rng = np.random.default_rng(size)
+    slots, tries = 112, 150
+    shared = round(2 * size * true / (1 + true))
+    exact = shared / (2 * size - shared)
+    sets = rng.integers(0, 2**64, size=(tries, 2 * size - shared), dtype=np.uint64)
+    pairs = np.concatenate([np.concatenate([row[:size], row[-size:]]) for row in sets])
+    rows = signatures(pairs, np.full(2 * tries, size), slots)
+    agree = (rows[::2] == rows[1::2]).mean(axis=1)
+    classic = (exact * (1 - exact) / slots) ** 0.5
+    assert abs(agree.mean() - exact) <= 4 * classic / tries**0.5
+    assert agree.std() <= 1.15 * classic
+    few = similarity(compress(rows[::2]), compress(rows[1::2]), slots)
+    assert abs(few - agree).max() < 0.15
+
+
+def test_signature_does_not_depend_on_the_batch() -> None:
+    texts = [*generated_texts("zh", 20), "春眠不觉晓处处闻啼鸟", "短"]
+    together = signatures(*shingle_hashes(texts, False, PARAMS), 112)
+    for row, text in zip(together, texts, strict=True):
+        assert row.tolist() == signatures(*shingle_hashes([text], False, PARAMS), 112)[0].tolist()
+
+
+def test_components() -> None:
+    chain = np.arange(999)
+    assert set(components(chain, chain + 1, 1000).tolist()) == {0}
+    rng = random.Random(1)
+    edges = [(rng.randrange(300), rng.randrange(300)) for _ in range(120)]
+    found = components(np.array([one for one, _ in edges]), np.array([other for _, other in edges]), 300)
+    expected = list(range(300))
+    for _ in range(300):
+        for one, other in edges:
+            expected[one] = expected[other] = min(expected[one], expected[other])
+    assert found.tolist() == expected
+
+
+def many_documents() -> list[Document]:
+    parts = [plant(kind, generated_texts(kind, 40), random.Random(2)) for kind in ("zh", "en", "code")]
+    documents = [one for part in parts for one in part]
+    copies = [document(one.content.upper(), "good", one.id) for one in documents[:60:7] if one.data_src != "code"]
+    return documents + copies
+
+
+def digest_of(directory: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+
+
+def in_processes(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(function, *zip(*arguments, strict=True)))
+
+
+def test_same_bytes_whatever_the_order_of_shards_and_the_partitions(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "in", many_documents(), 4)
+    first = deduplicate(shards, tmp_path / "a", PARAMS)
+    assert first["dropped"]["exact copy"] >= 5
+    assert first["dropped"]["near copy"] >= 20
+    second = deduplicate(shards[::-1], tmp_path / "b", DedupParams(**{**vars(PARAMS), "partitions": 7}))
+    assert first == second
+    for part in ("documents", "drops"):
+        assert digest_of(tmp_path / "a" / part) == digest_of(tmp_path / "b" / part)
+
+
+@pytest.mark.slow
+def test_same_bytes_from_other_processes(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "in", many_documents(), 2)
+    params = DedupParams(**{**vars(PARAMS), "partitions": 2})
+    assert deduplicate(shards, tmp_path / "a", params) == deduplicate(shards, tmp_path / "b", params, in_processes)
+    assert digest_of(tmp_path / "a" / "documents") == digest_of(tmp_path / "b" / "documents")
+
+
+def test_what_is_dropped_does_not_depend_on_how_documents_are_sharded(tmp_path: Path) -> None:
+    documents = many_documents()
+    left = []
+    for name, count in (("one", 1), ("five", 5)):
+        shards = write_shards(tmp_path / name / "in", documents, count)
+        deduplicate(shards, tmp_path / name / "out", PARAMS)
+        paths = (tmp_path / name / "out" / "documents").iterdir()
+        left.append(sorted(gid for path in paths for gid in pq.read_table(path)["gid"].to_pylist()))
+    assert left[0] == left[1]
+
+
+def test_exact_copies_go_by_preference_of_source(tmp_path: Path) -> None:
+    text = "Ｆirst 春眠不觉晓\r\n second"
+    documents = [
+        document(text, "zh", "1"),
+        document("first春眠 不觉晓second", "good", "2"),
+        document(text, "rest", "3"),
+    ]
+    code = [document("x = 1\r\ny = 2\n", "code", "4"), document("x = 1\ny = 2\n", "code", "5")]
+    other = document("x=1\ny=2\n", "code", "6")
+    shards = write_shards(tmp_path / "in", [*documents, *code, other], 2)
+    result = deduplicate(shards, tmp_path / "out", PARAMS)
+    assert result["documents_in"] == 6
+    assert result["documents_out"] == 3
+    rows = [row for path in (tmp_path / "out/drops").iterdir() for row in pq.read_table(path).to_pylist()]
+    kept = {row["gid"]: row["kept"] for row in rows}
+    stays, goes = sorted(one.gid for one in code)
+    assert kept == {documents[0].gid: documents[1].gid, documents[2].gid: documents[1].gid, goes: stays}
+    assert {row["reason"] for row in rows} == {"exact copy"}
+
+
+def test_fast_nfkc_is_nfkc() -> None:
+    rng = random.Random(4)
+    plain = ["e", "<", "，", "春", "Ａ", "～", "…", "\u3000", "·", "\u2011", "“", "\n"]
+    others = ["\u0301", "\u0338", "ﬁ", "\u1100", "\u1161", "か", "\u3099", "½", "豈", "𝒜", "ä"]
+    for number in range(4000):
+        text = "".join(rng.choices(plain if number % 2 else plain + others, k=rng.randint(0, 9)))
+        assert nfkc(text) == unicodedata.normalize("NFKC", text), ascii(text)
+
+
+def test_empty_and_tiny_documents_pass(tmp_path: Path) -> None:
+    documents = [document("a b c d", "en", "1"), document("a b c e", "en", "2"), document("。", "zh", "3")]
+    shards = [*write_shards(tmp_path / "in", documents, 1), *write_shards(tmp_path / "none", [], 1)]
+    shards[1] = shards[1].rename(shards[1].with_name("nothing.parquet"))
+    result = deduplicate(shards, tmp_path / "out", PARAMS)
+    assert (result["documents_out"], result["compared"]) == (3, 0)
+
+
+def test_shards_of_the_same_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="same name"):
+        deduplicate([tmp_path / "a" / "x.parquet", tmp_path / "b" / "x.parquet"], tmp_path / "out")
+    with pytest.raises(UsageError, match="at least 1"):
+        DedupParams(partitions=0)
+
+
+def test_boilerplate_lines_are_stripped_from_their_source_only(tmp_path: Path) -> None:
+    footer = "本文由 [译者团队](https://example.org/team) 原创编译，荣誉推出"
+    texts = generated_texts("zh", 60)
+    documents = [document(f"{text}\n\n  {footer}\n", "news", str(place)) for place, text in enumerate(texts)]
+    documents += [document(f"{text}\n{footer}", "wiki", str(place)) for place, text in enumerate(texts[:3])]
+    documents += [document(f"# {footer}\nx = {place}\n" * 2, "code", str(place)) for place in range(30)]
+    documents += [document(footer, "news", "nothing else")]
+    lines = LineParams()
+    shards = write_shards(tmp_path / "in", documents, 2)
+    counted = [line_counts(path, tmp_path / f"{path.name}.npy", PARAMS, lines) for path in shards]
+    totals = {source: sum(counts.get(source, 0) for counts in counted) for source in ("news", "wiki")}
+    assert totals == {"news": 61, "wiki": 3}
+    files = [tmp_path / f"{path.name}.npy" for path in shards]
+    found = [tmp_path / f"{part}.npy" for part in range(3)]
+    assert sum(boilerplate_partition(files, part, 3, totals, found[part], lines) for part in range(3)) == 1
+    left = {}
+    for path in shards:
+        counts = strip_boilerplate(path, found, tmp_path / "out" / path.name, PARAMS, lines)
+        assert counts["documents_changed"] >= 30
+        left.update({row["gid"]: row["content"] for row in pq.read_table(tmp_path / "out" / path.name).to_pylist()})
+    for one in documents[:-1]:
+        assert left[one.gid] == (one.content.replace(f"  {footer}\n", "") if one.data_src == "news" else one.content)
+    assert documents[-1].gid not in left
+
+
+def test_real_translation_footers_are_boilerplate(shared_corpus: Path, tmp_path: Path) -> None:
+    raw = (shared_corpus / "zh/news2016zh_style/news_zh_train.jsonl").read_text(encoding="utf-8").splitlines()
+    documents = [document(json.loads(line)["content"], "news", str(place)) for place, line in enumerate(raw)]
+    shard = write_shards(tmp_path / "in", documents, 1)[0]
+    totals = line_counts(shard, tmp_path / "lines.npy", PARAMS, LineParams())
+    boilerplate_partition([tmp_path / "lines.npy"], 0, 1, totals, tmp_path / "found.npy", LineParams())
+    counts = strip_boilerplate(shard, [tmp_path / "found.npy"], tmp_path / "out.parquet", PARAMS, LineParams())
+    assert counts["documents_changed"] > 0.5 * len(documents)
+    assert counts["documents_out"] == len(documents)
+    text = "\n".join(pq.read_table(tmp_path / "out.parquet")["content"].to_pylist())
+    before = "\n".join(one.content for one in documents)
+    assert text.count("荣誉推出") < 0.1 * before.count("荣誉推出")
+    assert len(text) > 0.93 * len(before)
+
+
+def test_planted_evaluation_text_is_found(tmp_path: Path) -> None:
+    english, chinese = generated_texts("en", 30), generated_texts("zh", 30)
+    questions = [" ".join(text.split()[:25]) for text in generated_texts("en", 20, seed=8)]
+    exam = [text[:40] for text in generated_texts("zh", 20, seed=9)]
+    build_index({"questions": [*questions, "too short"], "exam": exam, "both": exam[:1]}, tmp_path / "index")
+    index = load_index(tmp_path / "index")
+    assert index.names == ("both", "exam", "questions")
+    assert index.too_short == (0, 0, 1)
+    assert not any(contaminated(text, index) for text in english + chinese)
+    assert contaminated(english[0] + " " + questions[3].upper().replace(" ", ", ") + ".", index) == {"questions": 13}
+    assert contaminated(chinese[0] + "。" + exam[0] + "。" + chinese[1], index) == {"both": 21, "exam": 21}
+    assert contaminated(" ".join(questions[0].split()[:12]), index) == {}
+    assert contaminated(" ".join(questions[0].split()[:14]), index, min_hits=3) == {}
+
+    documents = [document(text, "en", str(place)) for place, text in enumerate(english)]
+    documents.append(document(f"{english[5]}\n{questions[7]}\n{english[6]}", "en", "planted"))
+    shard = write_shards(tmp_path / "in", documents, 1)[0]
+    found = contamination_drops(shard, tmp_path / "index", tmp_path / "drops.parquet")
+    assert found == {"both": 0, "exam": 0, "questions": 1}
+    counts = apply_drops(shard, tmp_path / "drops.parquet", tmp_path / "clean.parquet")
+    assert (counts["documents_in"], counts["documents_out"]) == (31, 30)
+    assert documents[-1].gid not in pq.read_table(tmp_path / "clean.parquet")["gid"].to_pylist()

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero2all.corpus.document import make_gid
+from zero2all.corpus.mapping import AUTOMATIC, OURS, READY, mapping_for, propose
+from zero2all.corpus.readers import RawFile, WholeFile, read_records
+from zero2all.errors import UsageError
+from zero2all.recipe import SourceRecipe
+
+
+def source(**options: Any) -> SourceRecipe:
+    return SourceRecipe(name="s", paths=["x"], **options)
+
+
+# One record of each kind in the names its publisher uses, and what must come of it.
+RECORDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "baike2018qa": (
+        {"qid": "q1", "category": "健康", "title": "问？", "desc": "", "answer": "答。"},
+        {"id": "q1", "category": "健康", "title": "问？", "content": "问？\n答。"},
+    ),
+    "new2016zh": (
+        {"news_id": "7", "keywords": "新闻", "title": "题", "desc": "述", "time": "03-21", "content": "文"},
+        {"id": "7", "category": "新闻", "title": "题", "desc": "述", "content": "文"},
+    ),
+    "webtext2019zh": (
+        {"qid": 1, "title": "问", "desc": "述", "topic": "题材", "star": 3, "content": "答", "answer_id": 9,
+         "answerer_tags": ""},
+        {"id": "9", "category": "题材", "title": "问", "desc": "述", "content": "问\n述\n答"},
+    ),
+    "wikipedia": (
+        {"id": "12", "url": "https://zh.wikipedia.org/wiki?curid=12", "title": "数学", "text": "数学是…"},
+        {"id": "12", "title": "数学", "content": "数学是…"},
+    ),
+    "zhihu-kol": (
+        {"INSTRUCTION": "怎么办？", "RESPONSE": "这样办。", "SOURCE": "Zhihu", "METADATA": "{}"},
+        {"category": "Zhihu", "title": "怎么办？", "content": "怎么办？\n这样办。"},
+    ),
+    "wudao": (
+        {"id": 5, "uniqueKey": "k5", "titleUkey": "t", "dataType": "百科", "title": "题", "content": "文"},
+        {"id": "k5", "category": "百科", "title": "题", "content": "文"},
+    ),
+    "github-python": (
+        {"repo_name": "a/b", "path": "c/d.py", "copies": "1", "size": "9", "content": "x = 1\n", "license": "mit"},
+        {"id": "a/b/c/d.py", "title": "c/d.py", "content": "x = 1\n"},
+    ),
+    "c4": (
+        {"text": "page", "timestamp": "2019-04-25T12:57:54Z", "url": "http://x/"},
+        {"id": "http://x/", "content": "page"},
+    ),
+    "fineweb": (
+        {"text": "page", "id": "<urn:uuid:1>", "dump": "CC-MAIN-2013-20", "url": "http://x/", "language": "en",
+         "language_score": 0.9, "token_count": 1},
+        {"id": "<urn:uuid:1>", "content": "page"},
+    ),
+    "alpaca": (
+        {"instruction": "Add.", "input": "1+1", "output": "2"},
+        {"title": "Add.", "content": "Add.\n1+1\n2"},
+    ),
+    "poetry": (
+        {"author": "李白", "paragraphs": ["床前明月光，", "疑是地上霜。"], "rhythmic": "静夜思"},
+        {"title": "静夜思", "content": "床前明月光，\n疑是地上霜。"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_ready_mappings_know_their_records(name: str) -> None:
+    record, expected = RECORDS[name]
+    assert propose(record) == name
+    document = mapping_for(source(mapping=name)).document(record, "s", "place")
+    assert document is not None
+    assert {ours: getattr(document, ours) for ours in OURS if ours in expected} == expected
+    others = json.loads(document.others) if document.others else {}
+    used = " ".join(expected.values())
+    for key, value in record.items():  # nothing that a record says is lost
+        shown = "\n".join(value) if isinstance(value, list) else str(value)
+        assert not shown or shown in used or others.get(key) == value, key
+
+
+def test_every_ready_mapping_is_tried_above() -> None:
+    assert set(READY) == {*RECORDS, "automatic"}
+
+
+def test_a_rule_is_a_name_a_path_or_a_template() -> None:
+    record = {"meta": {"title": "T", "lang": "en", "deep": {"id": 7}}, "q": "Q", "a": "", "n": 3, "a.b": "dotted"}
+    fields = {"title": "meta.title", "id": "meta.deep.id", "content": "问：{q}\n答：{a}\n{n} of {meta.lang}"}
+    document = AUTOMATIC.with_rules(fields).document(record, "s", "place", "c")
+    assert document is not None
+    assert (document.title, document.id, document.category) == ("T", "7", "c")
+    assert document.content == "问：Q\n3 of en"  # a line with nothing in it is dropped
+    assert json.loads(document.others) == {"meta": {"deep": {}}, "a.b": "dotted"}
+    dotted = AUTOMATIC.with_rules({"content": "a.b"}).document(record, "s", "place")
+    assert dotted is not None
+    assert dotted.content == "dotted"
+
+
+def test_a_template_cannot_reach_into_objects() -> None:
+    with pytest.raises(UsageError, match="not a template"):
+        mapping_for(source(fields={"content": "{text.__class__!r}"}))
+    assert AUTOMATIC.with_rules({"content": "{text.__class__}"}).document({"text": "x"}, "s", "p") is None
+
+
+def test_fields_go_over_a_ready_mapping_and_mistakes_are_named() -> None:
+    mapping = mapping_for(source(mapping="alpaca", fields={"title": "output"}))
+    document = mapping.document({"instruction": "I", "output": "O"}, "s", "place")
+    assert document is not None
+    assert (document.title, document.content) == ("O", "I\nO")
+    with pytest.raises(UsageError, match="no mapping 'alpacca'; there are automatic, baike2018qa"):
+        mapping_for(source(mapping="alpacca"))
+
+
+def test_a_whole_file_is_not_mapped() -> None:
+    record = WholeFile(id="a.txt", title="a.txt", content="text")
+    document = mapping_for(source(mapping="alpaca")).document(record, "s", "place", whole=True)
+    assert document is not None
+    assert document.content == "text"
+
+
+def test_what_holds_no_text_gives_no_document() -> None:
+    for record in (
+        {},
+        {"text": "  "},
+        {"text": 5},
+        {"text": None},
+        {"paragraphs": []},
+        {"paragraphs": [1]},
+        {"x": "y"},
+    ):
+        assert AUTOMATIC.document(record, "s", "place") is None
+
+
+def test_the_gid_is_of_source_own_id_and_content() -> None:
+    document = AUTOMATIC.document({"id": 5, "text": "x", "more": 1}, "s", "place")
+    assert document is not None
+    assert document.gid == make_gid("s", "5", "x")
+    unnamed = AUTOMATIC.document({"text": "x"}, "s", "place")
+    assert unnamed is not None
+    assert (unnamed.id, unnamed.gid) == ("place", make_gid("s", "", "x"))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("zh/baike2018qa_style/baike_qa_train.jsonl", "baike2018qa"),
+        ("zh/news2016zh_style/news_zh_train.jsonl", "new2016zh"),
+        ("zh/webtext2019zh_style/oi_wiki_train.jsonl", "webtext2019zh"),
+        ("zh/wiki2019zh_style/wiki_zh_00.jsonl", "wikipedia"),
+        ("zh/wikiextractor_raw/AA/wiki_60", "wikipedia"),
+        ("zh/poetry/chinese_poetry.json", "poetry"),
+        ("en/wiki_parquet/train-00000-of-00002.parquet", "wikipedia"),
+        ("code/pypi_science_tools.jsonl.zst", "github-python"),
+        ("sft/alpaca_en_5k.json", "alpaca"),
+    ],
+)
+def test_ready_mappings_fit_files_of_their_shape(shared_corpus: Path, path: str, name: str) -> None:
+    records = list(read_records(RawFile.at(shared_corpus / path)))
+    assert propose(set.intersection(*(set(record) for record in records))) == name
+    with_text = [record for record in records if record.get("text", "x").strip()]
+    documents = [READY[name].document(record, "s", str(number)) for number, record in enumerate(with_text)]
+    assert all(document is not None for document in documents)
