@@ -100,6 +100,7 @@ def _on_ray(
     function: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], address: str | None
 ) -> Iterator[tuple[int, Result]]:
     ray = need("ray", "ray")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing of a user's work is reported to anybody
     if not ray.is_initialized():
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     remote = ray.remote(function).options(num_cpus=1, max_retries=RETRIES)
