@@ -102,7 +102,8 @@ def _on_ray(
     ray = need("ray", "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing of a user's work is reported to anybody
     if not ray.is_initialized():
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+        # "local" starts a cluster of its own; None would join whatever ran here last.
+        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     remote = ray.remote(function).options(num_cpus=1, max_retries=RETRIES)
     # One core stays free: a cluster whose every core waits for a task cannot start the next one.
     at_once = max(1, int(ray.cluster_resources().get("CPU", 1)) - 1)
