@@ -13,7 +13,7 @@ import pytest
 
 from zero2all.corpus import SCHEMA, build_corpus
 from zero2all.engine import Engine
-from zero2all.errors import UsageError
+from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 
@@ -179,6 +179,13 @@ def test_excluded_and_hidden_files_are_not_read_and_fields_can_be_named(tmp_path
 def test_a_path_with_nothing_there_is_an_error_a_person_can_act_on(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing at"):
         build(tmp_path / "none", tmp_path / "out")
+
+
+def test_a_source_of_which_everything_is_excluded_is_an_error_a_person_can_act_on(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.txt").write_text("some text")
+    with pytest.raises(Z2aError, match="no document is left of 0 files"):
+        build(tmp_path / "raw", tmp_path / "out", source={"exclude": ["*"]})
 
 
 def test_shared_corpus_is_read_or_reported(shared_corpus: Path, tmp_path: Path) -> None:

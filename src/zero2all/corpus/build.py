@@ -104,7 +104,7 @@ def _make_parts(
 def _remove_strangers(directory: Path, stems: list[Path]) -> None:
     """Parts of files that are gone or were read otherwise before."""
     wanted = {stem.with_suffix(suffix) for stem in stems for suffix in (".parquet", ".json")}
-    for path in directory.iterdir():
+    for path in directory.glob("*"):
         if path not in wanted:
             path.unlink()
 

@@ -66,7 +66,8 @@ def build_tokens(
         if engine.in_process:
             made = engine.run(partial(_encode_shard, advance=advance), tasks)
         else:
-            made = engine.run(_encode_shard, tasks)
+            left = corpus["bytes"] - sum(record["bytes"] for record in records.values())
+            made = engine.run(_encode_shard, tasks, lambda task: advance(left / len(tasks)))
     records |= dict(zip(todo, made, strict=True))
 
     body = _manifest(corpus, tokenizer, [(split, source) for split, source, _ in shards], records)
