@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import tiny_recipe
+from zero2all.engine import Engine
 from zero2all.errors import Z2aError
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore, build_tokens
@@ -119,6 +120,16 @@ def test_a_wrong_encoding_is_never_published(world: Path, tmp_path: Path, monkey
         build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path)
     assert not list(tmp_path.rglob("[a-z]*.bin"))  # those of a killed or failed build begin with a dot
     assert not (tmp_path / "manifest.json").exists()
+
+
+def test_the_number_of_workers_changes_no_byte(world: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(world)
+    build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path, Engine(workers=2))
+    made, expected = (
+        {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        for root in (tmp_path, world / "tokens")
+    )
+    assert made == expected
 
 
 def test_manifest_counts_tokens_by_source(world: Path) -> None:
