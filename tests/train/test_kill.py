@@ -25,7 +25,7 @@ from zero2all.recipe import load_recipe
 from zero2all.train import train
 
 kill_at = int(sys.argv[2])
-train(load_recipe(sys.argv[1]), on_batch=lambda step, _: step == kill_at and os.kill(os.getpid(), signal.SIGKILL))
+train(load_recipe(sys.argv[1]), on_batch=lambda batch: batch.step == kill_at and os.kill(os.getpid(), signal.SIGKILL))
 """
 
 

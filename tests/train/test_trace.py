@@ -12,9 +12,10 @@ from zero2all.train import Run, trace_step, train
 
 
 def test_a_step_is_traced_to_the_documents_that_the_trainer_saw(world: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(world, f"out={tmp_path}")
+    stages = "[{name: first, steps: 5, mixture: {en: 1, zh: 2}}, {name: long, steps: 3, seq_len: 64}]"
+    recipe = tiny_recipe(world, f"out={tmp_path}", "train.steps=null", f"train.stages={stages}")
     batches: dict[int, torch.Tensor] = {}
-    train(recipe, on_batch=lambda step, batch: batches.update({step: batch.clone()}))
+    train(recipe, on_batch=lambda batch: batches.update({batch.step: torch.cat([batch.inputs, batch.targets[:, -1:]], 1)}))
     run = Run.open(tmp_path)
     tokenizer = run.tokenizer()
     # Straight from the Parquet files: the trace must hold against the text itself, not against the token store.
@@ -25,8 +26,7 @@ def test_a_step_is_traced_to_the_documents_that_the_trainer_saw(world: Path, tmp
     }
     for step, batch in batches.items():
         traced = trace_step(run, step)
-        size = recipe.train.batch_samples
-        assert traced["samples"] == [step * size, (step + 1) * size]
+        assert traced["samples"] == ([step * 8, step * 8 + 8] if step < 5 else [(step - 5) * 4, (step - 5) * 4 + 4])
         for row, sample in enumerate(range(*traced["samples"])):
             parts = [part for part in traced["documents"] if part["sample"] == sample]
             seen = batch[row].tolist()
@@ -41,7 +41,8 @@ def test_a_step_is_traced_to_the_documents_that_the_trainer_saw(world: Path, tmp
             assert at == len(seen)
 
 
-def test_a_step_before_the_first_is_refused(world: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_step_outside_the_run_is_refused(step: int, world: Path, tmp_path: Path) -> None:
     train(tiny_recipe(world, f"out={tmp_path}", "train.steps=1"))
-    with pytest.raises(UsageError, match="from 0"):
-        trace_step(Run.open(tmp_path), -1)
+    with pytest.raises(UsageError, match="steps 0 to 0"):
+        trace_step(Run.open(tmp_path), step)

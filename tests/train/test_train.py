@@ -5,7 +5,6 @@ import math
 import shutil
 import signal
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,11 @@ import torch
 from tests.conftest import tiny_recipe
 from zero2all.errors import Interrupted, UsageError, Z2aError
 from zero2all.model import Z2all
-from zero2all.recipe import ModelConfig, OptimizerRecipe, load_recipe
+from zero2all.recipe import load_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.track import read_steps
 from zero2all.train import Run, trace_step, train
-from zero2all.train.optimizer import build_optimizers
-from zero2all.train.schedule import share_of_peak
+from zero2all.train.batches import Batch
 
 
 def losses(run: Run) -> dict[int, str]:
@@ -63,8 +61,8 @@ def test_a_run_that_crashed_goes_on_bit_for_bit(crash_at: int, whole: Run, world
     class CrashError(Exception):
         pass
 
-    def crash(step: int, batch: torch.Tensor) -> None:
-        if step == crash_at:
+    def crash(batch: Batch) -> None:
+        if batch.step == crash_at:
             raise CrashError
 
     recipe = tiny_recipe(world, f"out={tmp_path}")
@@ -74,8 +72,8 @@ def test_a_run_that_crashed_goes_on_bit_for_bit(crash_at: int, whole: Run, world
     assert_same_run(whole, Run.open(tmp_path))
 
 
-def ctrl_c_at(when: int) -> Callable[[int, torch.Tensor], None]:
-    return lambda step, batch: signal.raise_signal(signal.SIGINT) if step == when else None
+def ctrl_c_at(when: int) -> Callable[[Batch], None]:
+    return lambda batch: signal.raise_signal(signal.SIGINT) if batch.step == when else None
 
 
 def test_ctrl_c_saves_the_step_in_hand(whole: Run, world: Path, tmp_path: Path) -> None:
@@ -133,10 +131,10 @@ def test_a_finished_run_is_left_alone_and_can_be_made_longer(whole: Run, world: 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("seed=12", "samples"),
-        ("train.seq_len=16", "samples"),
+        ("seed=12", "stages"),
+        ("train.seq_len=16", "stages"),
         ("model.n_layers=3", "model"),
-        ("train.batch_tokens=128", "batch_samples"),
+        ("train.batch_tokens=128", "stages"),
     ],
 )
 def test_a_run_that_is_not_the_same_run_is_refused(change: str, named: str, world: Path, tmp_path: Path) -> None:
@@ -150,30 +148,6 @@ def test_tokens_of_another_tokenizer_are_refused(world: Path, tmp_path: Path) ->
     train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
     with pytest.raises(Z2aError, match="another tokenizer"):
         train(recipe)
-
-
-def test_learning_rate_has_its_closed_form() -> None:
-    rates = [share_of_peak(step, total=101, warmup=10, final=0.1) for step in range(101)]
-    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
-    assert rates[10] == 1.0
-    assert rates[55] == pytest.approx((1.0 + 0.1) / 2)
-    assert rates[100] == pytest.approx(0.1)
-    assert all(a >= b for a, b in pairwise(rates[10:]))
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_only_matrices_decay_and_every_parameter_is_moved_once(name: str) -> None:
-    model = Z2all(ModelConfig(vocab_size=64, qkv_bias=True, qk_norm=True))
-    optimizers = build_optimizers(model, OptimizerRecipe(name=name, weight_decay=0.3))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    moved = [(names[id(p)], g["weight_decay"]) for o in optimizers for g in o.param_groups for p in g["params"]]
-    assert sorted(n for n, _ in moved) == sorted(names.values())
-    for parameter, decay in moved:
-        assert decay == (0.0 if parameter.endswith(("norm.weight", "bias")) else 0.3)
-    if name == "muon":
-        by_muon = [names[id(p)] for p in optimizers[1].param_groups[0]["params"]]
-        assert len(by_muon) == 7 * 7
-        assert all(n.startswith("layers.") and n.endswith("proj.weight") for n in by_muon)
 
 
 def test_muon_resumes_bit_for_bit_too(world: Path, tmp_path: Path) -> None:
@@ -207,8 +181,8 @@ def test_a_refused_run_leaves_the_earlier_one_as_it_was(world: Path, tmp_path: P
 
 
 def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights(world: Path, tmp_path: Path) -> None:
-    def poison(step: int, batch: torch.Tensor) -> None:
-        if step == 9:
+    def poison(batch: Batch) -> None:
+        if batch.step == 9:
             for module in torch_modules:
                 module.weight.data.fill_(float("inf"))
 

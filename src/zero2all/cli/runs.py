@@ -18,10 +18,11 @@ def train(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -
 
     Example: z2a train recipes/quickstart.yaml train.steps=200 model.n_layers=4
     """
+    from zero2all.evals import bits_per_byte
     from zero2all.recipe import load_recipe
     from zero2all.train import train
 
-    summary = train(load_recipe(recipe, overrides))
+    summary = train(load_recipe(recipe, overrides), evaluate=bits_per_byte)
     return Result(summary, f"{summary['steps']} steps done; the run is in {summary['run']}")
 
 

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from zero2all.console import progress
 from zero2all.errors import Z2aError
-from zero2all.model import Z2all
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore
 
+LossesOf = Callable[[Tensor, Tensor], Tensor]
 BATCH = 16
 UNIGRAM_TOKENS = 20_000_000  # of each shard; more would not move the figure
 
 
-@torch.inference_mode()
-def bits_per_byte(model: Z2all, tokenizer: Tokenizer, recipe: Recipe) -> dict[str, Any]:
+@torch.no_grad()
+def bits_per_byte(losses_of: LossesOf, tokenizer: Tokenizer, recipe: Recipe) -> dict[str, Any]:
     """The model's figure and a unigram model's on the same tokens, over all text and by source.
 
-    Text is cut into rows of ``train.seq_len``; end-of-text tokens are context, never scored, so the bytes are those of
-    the text alone. The unigram model gives each token its share of the training tokens, plus one.
+    ``losses_of(inputs, targets)`` gives the loss of each token: a model, or one that is spread over ranks. Text is cut
+    into rows of ``train.seq_len``; end-of-text tokens are context, never scored, so the bytes are those of the text
+    alone. The unigram model gives each token its share of the training tokens, plus one.
     """
     valid = TokenStore(recipe.tokens_dir, "valid")
     unigram = torch.from_numpy(_unigram_nats(TokenStore(recipe.tokens_dir, "train"), tokenizer.vocab_size))
@@ -32,7 +35,6 @@ def bits_per_byte(model: Z2all, tokenizer: Tokenizer, recipe: Recipe) -> dict[st
     seq_len = recipe.train.seq_len
     budget = {name: max(seq_len, recipe.evals.tokens // len(valid.sources)) for name in valid.sources}
     by_source: dict[str, dict[str, float]] = {}
-    device = next(model.parameters()).device
     with progress("measuring on held-out text", sum(budget.values())) as advance:
         for name, shards in valid.sources.items():
             rows = _rows(_first_tokens(shards, budget[name] + 1), seq_len)
@@ -42,7 +44,7 @@ def bits_per_byte(model: Z2all, tokenizer: Tokenizer, recipe: Recipe) -> dict[st
             for batch in torch.split(torch.from_numpy(rows), BATCH):
                 targets = batch[:, 1:]
                 sizes = text_bytes[targets]
-                losses = model(batch[:, :-1].to(device), targets_BS=targets.to(device)).cpu()
+                losses = losses_of(batch[:, :-1], targets).cpu()
                 sums["model_nats"] += float(losses[sizes > 0].double().sum())
                 sums["unigram_nats"] += float(unigram[targets][sizes > 0].sum())
                 sums["bytes"] += float(sizes.sum())

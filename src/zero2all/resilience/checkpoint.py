@@ -11,13 +11,14 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import FileSystemReader, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -49,13 +50,15 @@ class Checkpoints:
     def save(self, step: int, model: nn.Module, optimizers: list[Optimizer], state: dict[str, Any]) -> Path:
         """``state`` is what a person may read: plain JSON. Step is the number of steps done."""
         tensors = _tensors(model, optimizers)
-        with atomic_dir(self.path(step), KIND) as partial:
-            with _one_process():
-                state_dict_saver.save(tensors, checkpoint_id=partial, no_dist=True)
-            write_json(partial / STATE, {"step": step, "rng": sorted(tensors["rng"]), **state})
-            write_manifest(partial, KIND, {"key": str(step), "files": checksums(partial)})
-        for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self.path(old))
+        with _shared_dir(self.path(step)) as partial:
+            with _quiet_dcp():
+                state_dict_saver.save(tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())
+            if _rank() == 0:
+                write_json(partial / STATE, {"step": step, **state})
+                write_manifest(partial, KIND, {"key": str(step), "files": checksums(partial)})
+        if _rank() == 0:
+            for old in self.steps()[: -self.keep]:
+                shutil.rmtree(self.path(old))
         return self.path(step)
 
     def newest(self) -> int | None:
@@ -76,10 +79,11 @@ class Checkpoints:
     def load(self, step: int, model: nn.Module, optimizers: list[Optimizer]) -> None:
         """Model, optimizers and random generators as they were when ``step`` steps were done."""
         tensors = _tensors(model, optimizers)
-        # A run may move between machines with and without a GPU: only the generators that were there come back.
-        tensors["rng"] = {name: tensors["rng"][name] for name in self.state(step)["rng"] if name in tensors["rng"]}
-        with _one_process():
-            state_dict_loader.load(tensors, checkpoint_id=self.path(step), no_dist=True)
+        # A run may move to other machines and another number of them: only the generators that were there come back.
+        saved = FileSystemReader(self.path(step)).read_metadata().state_dict_metadata
+        tensors["rng"] = {name: value for name, value in tensors["rng"].items() if f"rng.{name}" in saved}
+        with _quiet_dcp():
+            state_dict_loader.load(tensors, checkpoint_id=self.path(step), no_dist=not dist.is_initialized())
         set_model_state_dict(model, tensors["model"])
         set_optimizer_state_dict(model, optimizers, tensors["optimizer"])
         _set_rng_state(tensors["rng"])
@@ -87,8 +91,8 @@ class Checkpoints:
     def load_model(self, step: int, model: nn.Module) -> None:
         """The weights alone."""
         tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
-        with _one_process():
-            state_dict_loader.load(tensors, checkpoint_id=self.path(step), no_dist=True)
+        with _quiet_dcp():
+            state_dict_loader.load(tensors, checkpoint_id=self.path(step), no_dist=not dist.is_initialized())
         set_model_state_dict(model, tensors["model"])
 
 
@@ -101,21 +105,46 @@ def _tensors(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
 
 
 @contextmanager
-def _one_process() -> Iterator[None]:
-    """DCP warns that there is no process group; here that is meant."""
+def _shared_dir(target: Path) -> Iterator[Path]:
+    """A directory that all ranks fill and rank 0 publishes, when every rank is done."""
+    if not dist.is_initialized():
+        with atomic_dir(target, KIND) as partial:
+            yield partial
+        return
+    place: list[Path | None] = [None]
+    with ExitStack() as stack:
+        if _rank() == 0:
+            place[0] = stack.enter_context(atomic_dir(target, KIND))
+        dist.broadcast_object_list(place)
+        assert place[0] is not None
+        yield place[0]
+        dist.barrier()
+    dist.barrier()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@contextmanager
+def _quiet_dcp() -> Iterator[None]:
+    """DCP warns where there is no process group; here that is meant."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
+    """Every rank has generators of its own."""
+    state = {f"cpu-{_rank()}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state[f"cuda-{_rank()}"] = torch.cuda.get_rng_state()
     return state
 
 
 def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+    for name, value in state.items():
+        if name.startswith("cuda"):
+            torch.cuda.set_rng_state(value)
+        else:
+            torch.set_rng_state(value)

@@ -82,24 +82,32 @@ class Samples:
         """Samples in one pass over every source in the mixture."""
         return self.order.rows_in_all
 
+    @property
+    def rows_of_sources(self) -> dict[str, int]:
+        return {name: len(rows) for name, rows in self._rows.items()}
+
     def tokens(self, start: int, stop: int) -> Array:
         """int64 [stop - start, seq_len + 1]: inputs are all but the last column, targets all but the first."""
+        return self.read(start, stop)[0]
+
+    def read(self, start: int, stop: int) -> tuple[Array, list[str]]:
+        """Tokens as in ``tokens``, and the source that each sample is from."""
         out = np.empty((stop - start, self.seq_len + 1), dtype=np.int64)
-        for line, (rows, row) in enumerate(self._located(start, stop)):
-            shard, first, last = rows.place(row)
+        sources, numbers = self.order.locate(start, stop)
+        names = [self.order.names[source] for source in sources]
+        for line, (name, row) in enumerate(zip(names, numbers, strict=True)):
+            shard, first, last = self._rows[name].place(int(row))
             out[line] = shard.tokens[first:last]
-        return out
+        return out, names
 
     def documents(self, start: int, stop: int) -> list[SamplePart]:
         """Every document with a token in samples [start, stop), as input or as the last target."""
+        sources, numbers = self.order.locate(start, stop)
         return [
-            part for n, (rows, row) in enumerate(self._located(start, stop), start) for part in _parts(n, rows, row)
+            part
+            for sample, source, row in zip(range(start, stop), sources, numbers, strict=True)
+            for part in _parts(sample, self._rows[self.order.names[source]], int(row))
         ]
-
-    def _located(self, start: int, stop: int) -> list[tuple[ConcatRows, int]]:
-        sources, rows = self.order.locate(start, stop)
-        by_number = [self._rows[name] for name in self.order.names]
-        return [(by_number[source], int(row)) for source, row in zip(sources, rows, strict=True)]
 
 
 def _parts(sample: int, rows: ConcatRows, row: int) -> list[SamplePart]:

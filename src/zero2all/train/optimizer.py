@@ -2,43 +2,84 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero2all.errors import need
 from zero2all.recipe import OptimizerRecipe
 
 
-def build_optimizers(model: nn.Module, recipe: OptimizerRecipe) -> list[torch.optim.Optimizer]:
-    """AdamW for all, or Muon for the matrices inside the blocks and AdamW for the rest.
+def build_optimizers(model: nn.Module, recipe: OptimizerRecipe) -> list[Optimizer]:
+    """One optimizer for all, or Muon for the matrices inside the blocks and AdamW for the rest.
 
     Decay pulls matrices towards zero; on a norm's scale or a bias it would only hurt.
     """
     named = list(model.named_parameters())
-    in_blocks = [parameter for name, parameter in named if name.startswith("layers.") and parameter.dim() == 2]
+    in_blocks = [parameter for name, parameter in named if "layers." in name and parameter.dim() == 2]
     by_muon = {id(parameter) for parameter in in_blocks} if recipe.name == "muon" else set()
     rest = [parameter for _, parameter in named if id(parameter) not in by_muon]
-    groups = [{"params": [p for p in rest if p.dim() >= 2]}, {"params": [p for p in rest if p.dim() < 2]}]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, fused=True)]
+    matrices, vectors = [p for p in rest if p.dim() >= 2], [p for p in rest if p.dim() < 2]
+    groups: list[dict[str, Any]] = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
+    optimizers = [_build(recipe.name, [group for group in groups if group["params"]])]
     if by_muon:
-        optimizers.append(torch.optim.Muon(in_blocks))
+        optimizers.append(torch.optim.Muon([{"params": in_blocks, "decays": True}]))
     apply_settings(optimizers, recipe)
     return optimizers
 
 
-def apply_settings(optimizers: list[torch.optim.Optimizer], recipe: OptimizerRecipe) -> None:
+def _build(name: str, groups: list[dict[str, Any]]) -> Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=1.0)
+    if name == "lion":
+        return Lion(groups)
+    if name == "adamw-8bit":
+        low_bit: Optimizer = need("torchao.optim", "quant").AdamW8bit(groups)
+        return low_bit
+    return torch.optim.AdamW(groups, fused=True)
+
+
+def apply_settings(optimizers: list[Optimizer], recipe: OptimizerRecipe) -> None:
     """Put the recipe's settings into every group: a checkpoint brings back those that it was saved with."""
     for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            if isinstance(optimizer, torch.optim.Muon):
-                group |= {"weight_decay": recipe.weight_decay, "momentum": recipe.muon_momentum}
-            else:
-                decay = recipe.weight_decay if number == 0 else 0.0
-                group |= {"betas": recipe.betas, "eps": recipe.eps, "weight_decay": decay}
+        for group in optimizer.param_groups:
+            group["weight_decay"] = recipe.weight_decay if group["decays"] else 0.0
+            for name in ("betas", "eps", "momentum"):
+                if name in optimizer.defaults and not (name == "eps" and isinstance(optimizer, torch.optim.Muon)):
+                    group[name] = getattr(recipe, name)
 
 
-def set_learning_rate(optimizers: list[torch.optim.Optimizer], recipe: OptimizerRecipe, share: float) -> None:
+def set_learning_rate(optimizers: list[Optimizer], recipe: OptimizerRecipe, share: float) -> None:
     """Every group at the same share of its own peak."""
     for optimizer in optimizers:
         peak = recipe.muon_lr if isinstance(optimizer, torch.optim.Muon) else recipe.lr
         for group in optimizer.param_groups:
-            group["lr"] = peak * share
+            # Low-bit optimizers keep the rate in a tensor, so that compiled code need not be compiled anew.
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(peak * share)
+            else:
+                group["lr"] = peak * share
+
+
+class Lion(Optimizer):
+    """The sign of an interpolated momentum (https://arxiv.org/abs/2302.06675): half of Adam's memory."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            fast, slow = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                momentum = state["momentum"]
+                direction = momentum.lerp(parameter.grad, 1 - fast).sign_()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+                momentum.lerp_(parameter.grad, 1 - slow)

@@ -17,7 +17,8 @@ from zero2all.model import Z2all
 from zero2all.recipe import ModelConfig, Recipe, load_recipe, recipe_yaml
 from zero2all.resilience import Checkpoints
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokens import Samples, TokenStore
+from zero2all.tokens import TokenStore
+from zero2all.train.plan import Plan
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -54,7 +55,7 @@ class Run:
         write_json(self.directory / "identity.json", identity)
 
     def identity(self) -> dict[str, Any]:
-        """Fingerprints of what the run is made of: samples, tokenizer, model, batch."""
+        """Fingerprints of what the run is made of: stages, tokenizer, model, optimizer."""
         identity: dict[str, Any] = read_json(self.directory / "identity.json")
         return identity
 
@@ -62,14 +63,14 @@ class Run:
         """The run's own copy."""
         return Tokenizer(self.directory / "tokenizer")
 
-    def samples(self) -> Samples:
-        """The training samples in the order of this run, as long as the token store is the one it was trained on."""
-        samples = training_samples(self.recipe)
-        if samples.fingerprint != self.identity()["samples"]:
+    def plan(self) -> Plan:
+        """What each step took, as long as the token store is the one it was trained on."""
+        plan = Plan(self.recipe, TokenStore(self.recipe.tokens_dir, "train"))
+        if plan.describe() != self.identity()["stages"]:
             raise Z2aError(
                 f"{self.recipe.tokens_dir} has changed since this run: its batches cannot be rebuilt from it"
             )
-        return samples
+        return plan
 
     def load_model(self, step: int | None = None) -> Z2all:
         """The weights of a checkpoint, by default the newest."""
@@ -82,11 +83,6 @@ class Run:
         model = model.to_empty(device="cpu").init_weights(seed=0)
         self.checkpoints.load_model(step, model)
         return model.eval()
-
-
-def training_samples(recipe: Recipe) -> Samples:
-    store = TokenStore(recipe.tokens_dir, "train")
-    return Samples(store, recipe.train.seq_len, seed=recipe.seed, mixture=recipe.train.mixture)
 
 
 def model_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:

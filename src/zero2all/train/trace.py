@@ -11,14 +11,15 @@ from zero2all.train.run import Run
 
 def trace_step(run: Run, step: int) -> dict[str, Any]:
     """Every document with a token in the batch of ``step`` (counted from 0, as in the record)."""
-    if step < 0:
-        raise UsageError("steps are counted from 0")
-    samples = run.samples()
-    size = run.recipe.train.batch_samples
-    parts = samples.documents(step * size, (step + 1) * size)
+    plan = run.plan()
+    if not 0 <= step < plan.total:
+        raise UsageError(f"the run has steps 0 to {plan.total - 1}")
+    stage = plan.at(step)
+    start, stop = stage.batch(step)
     return {
         "run": str(run.directory),
         "step": step,
-        "samples": [step * size, (step + 1) * size],
-        "documents": [asdict(part) for part in parts],
+        "stage": stage.name,
+        "samples": [start, stop],
+        "documents": [asdict(part) for part in stage.samples.documents(start, stop)],
     }

@@ -1,0 +1,107 @@
+"""The batch of every step, read ahead of time: each rank reads only its own rows of it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero2all.model import IGNORE
+from zero2all.train.plan import Plan, StagePlan
+
+AHEAD = 2  # one thread and two batches: worker processes only make it slower
+PADDING = ""  # the source of rows that fill up the last micro-batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank sees of a step. Rows of padding have no valid target, so they weigh nothing."""
+
+    step: int
+    stage: StagePlan
+    inputs: Tensor  # int64 [rows, seq_len], rows a multiple of the micro-batch
+    targets: Tensor  # the same shape
+    sources: list[str]  # of each row
+    samples: tuple[int, int]  # of the whole batch, over all ranks
+    targets_in_all: int  # over all ranks
+
+
+def read_batch(plan: Plan, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+    """Rank r of R reads rows [n*r/R, n*(r+1)/R) of the batch, so that any number of ranks may share any batch.
+
+    Every rank must run as many micro-batches as the others, so short ones are filled up with padding.
+    """
+    stage = plan.at(step)
+    start, stop = stage.batch(step)
+    count = stop - start
+    first, last = start + count * rank // ranks, start + count * (rank + 1) // ranks
+    most = -(-count // ranks)
+    micro = min(stage.micro_samples, most)
+    rows = -(-most // micro) * micro
+    tokens = np.zeros((rows, stage.stage.seq_len + 1), dtype=np.int64)
+    tokens[: last - first], sources = stage.samples.read(first, last)
+    whole = torch.from_numpy(tokens)
+    inputs, targets = whole[:, :-1], whole[:, 1:].clone()
+    targets[last - first :] = IGNORE
+    padding = [PADDING] * (rows - len(sources))
+    return Batch(
+        step, stage, inputs, targets, sources + padding, (start, stop), targets_in_all=count * stage.stage.seq_len
+    )
+
+
+class Loader:
+    """Batches from ``first`` on, read by one thread while the step before them is computed.
+
+    >>> with Loader(plan, first=0, rank=0, ranks=1) as loader:
+    ...     for batch in loader: ...
+    """
+
+    def __init__(self, plan: Plan, first: int, rank: int = 0, ranks: int = 1, pin: bool = False) -> None:
+        self.waited = 0.0  # seconds that the last batch was not ready
+        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(AHEAD)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(plan, first, rank, ranks, pin), daemon=True)
+
+    def __enter__(self) -> Loader:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        while self._thread.is_alive():  # it may be waiting for room
+            self._drain()
+            self._thread.join(0.01)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            begin = time.perf_counter()
+            batch = self._ready.get()
+            self.waited = time.perf_counter() - begin
+            if batch is None:
+                return
+            if isinstance(batch, BaseException):
+                raise batch
+            yield batch
+
+    def _read(self, plan: Plan, first: int, rank: int, ranks: int, pin: bool) -> None:
+        try:
+            for step in range(first, plan.total):
+                batch = read_batch(plan, step, rank, ranks)
+                if pin:
+                    batch = replace(batch, inputs=batch.inputs.pin_memory(), targets=batch.targets.pin_memory())
+                self._ready.put(batch)
+                if self._closed.is_set():
+                    return
+            self._ready.put(None)
+        except BaseException as error:  # raised again where the batch is asked for
+            self._ready.put(error)
+
+    def _drain(self) -> None:
+        while not self._ready.empty():
+            self._ready.get_nowait()

@@ -1,0 +1,133 @@
+"""Everything that a run needs before its first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zero2all.console import console, say
+from zero2all.errors import UsageError, Z2aError
+from zero2all.hardware import peak_flops
+from zero2all.parallel import Layout, Spread
+from zero2all.recipe import Recipe, TrainRecipe
+from zero2all.tokenizer import Tokenizer
+from zero2all.tokens import TokenStore
+from zero2all.train.channels import Channels
+from zero2all.train.clock import Clock
+from zero2all.train.optimizer import apply_settings, build_optimizers
+from zero2all.train.plan import Plan
+from zero2all.train.run import Run, model_config
+from zero2all.train.show_plan import say_plan
+from zero2all.units import show_count
+
+
+@dataclass
+class Job:
+    """A run, ready to go on from step ``first``."""
+
+    run: Run
+    tokenizer: Tokenizer
+    plan: Plan
+    spread: Spread
+    optimizers: list[Optimizer]
+    channels: Channels
+    clock: Clock
+    identity: dict[str, Any]
+    first: int
+
+    def save(self, done: int) -> None:
+        self.run.checkpoints.save(done, self.spread.model, self.optimizers, self.identity)
+
+
+def prepare(recipe: Recipe) -> Job:
+    """Lay out the model, build the optimizers, load the newest checkpoint, write down what the run is."""
+    options = recipe.train
+    torch.use_deterministic_algorithms(options.deterministic)
+    device = pick_device(options)
+    layout = Layout.start(recipe.parallel, device)
+    console.quiet = layout.rank != 0
+    run = Run(recipe, recipe.run_dir)
+    tokenizer, store = Tokenizer(recipe.tokenizer_dir), TokenStore(recipe.tokens_dir, "train")
+    if store.tokenizer_fingerprint != tokenizer.fingerprint:
+        raise Z2aError(f"{recipe.tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
+    plan = Plan(recipe, store)
+    bf16 = uses_bf16(options, device)
+    config = model_config(recipe, tokenizer)
+    spread = Spread(config, recipe.parallel, layout, seed=recipe.seed, bf16=bf16, compile=options.compile)
+    optimizers = build_optimizers(spread.model, options.optimizer)
+    identity = {
+        "stages": plan.describe(),
+        "tokenizer": tokenizer.fingerprint,
+        "model": config.model_dump(mode="json", exclude={"preset"}),
+        "optimizer": options.optimizer.name,
+    }
+    first = _resume(run, spread, optimizers, identity, plan)
+    apply_settings(optimizers, options.optimizer)
+    if layout.rank == 0:
+        run.write_down(identity, tokenizer, device)
+    peak = peak_flops(device, torch.bfloat16 if bf16 else torch.float32)
+    _say_job(recipe, plan, layout, bf16, peak.source, first, spread.parameters)
+    return Job(
+        run=run,
+        tokenizer=tokenizer,
+        plan=plan,
+        spread=spread,
+        optimizers=optimizers,
+        channels=Channels(plan.sources, tokenizer.text_bytes, device),
+        clock=Clock(plan, config, device, peak.flops * layout.sizes.world),
+        identity=identity,
+        first=first,
+    )
+
+
+def pick_device(options: TrainRecipe) -> torch.device:
+    """A GPU if there is one; of several, the one that the launcher gave this process."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("train.device is cuda, but torch sees no GPU here; use train.device=auto")
+    if options.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank())
+    return torch.device("cuda", local_rank())
+
+
+def uses_bf16(options: TrainRecipe, device: torch.device) -> bool:
+    """Where asked for, or where the device computes bf16 natively."""
+    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
+    return options.precision == "bf16" or (options.precision == "auto" and native)
+
+
+def _resume(run: Run, spread: Spread, optimizers: list[Optimizer], identity: dict[str, Any], plan: Plan) -> int:
+    """Load the newest whole checkpoint if there is one. A run that is not the same run is refused."""
+    step = run.checkpoints.newest()
+    if step is None:
+        return 0
+    saved = run.checkpoints.state(step)
+    # Stages that have not begun may be planned anew.
+    begun = {**identity, "stages": plan.describe(before=step)}
+    before = {**saved, "stages": [stage for stage in saved.get("stages", []) if stage["first_step"] < step]}
+    changed = [name for name, value in begun.items() if before.get(name) != value]
+    if changed:
+        raise UsageError(
+            f"the run in {run.directory} was trained with another {' and '.join(changed)}; "
+            "give this one a new place (out=DIR), or remove that directory"
+        )
+    if step > plan.total:
+        raise UsageError(f"the run in {run.directory} is at step {step} already, past the {plan.total} asked for")
+    run.checkpoints.load(step, spread.model, optimizers)
+    return step
+
+
+def _say_job(
+    recipe: Recipe, plan: Plan, layout: Layout, bf16: bool, peak: str, first: int, parameters: int
+) -> None:
+    precision = "bf16" if bf16 else "fp32"
+    say(
+        f"{show_count(parameters)} parameters on {layout.device.type} in {precision} ({layout.sizes}), "
+        f"{show_count(plan.tokens_before(plan.total))} tokens in {plan.total} steps; utilisation against {peak}"
+    )
+    say_plan(plan, recipe.train.optimizer.lr)
+    if first:
+        say(f"resuming after step {first}")

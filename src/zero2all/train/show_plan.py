@@ -1,0 +1,44 @@
+"""The plan of a run as a person reads it before the first step: stages, tokens, passes, learning rate."""
+
+from __future__ import annotations
+
+from zero2all.console import say, warn
+from zero2all.train.plan import MANY_PASSES, Plan, StagePlan
+from zero2all.units import show_count
+
+WIDTH, HEIGHT = 60, 8
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def say_plan(plan: Plan, peak_lr: float) -> None:
+    for stage in plan.stages:
+        say(stage_line(stage))
+    passes = plan.passes()
+    say("passes over each source: " + ", ".join(f"{name} {count:.2f}" for name, count in passes.items()))
+    for name, count in passes.items():
+        if count > MANY_PASSES:
+            warn(f"{name} is gone through {count:.1f} times; past {MANY_PASSES}, repeated text teaches little")
+    if plan.total > 1:
+        for line in rate_plot(plan, peak_lr):
+            say(line)
+
+
+def stage_line(stage: StagePlan) -> str:
+    recipe, tokens = stage.stage, stage.tokens_before(stage.end)
+    return (
+        f"stage {stage.name}: {stage.steps} steps of {show_count(recipe.batch_tokens)} tokens "
+        f"({stage.batch_samples} samples of {recipe.seq_len}), {show_count(tokens)} tokens in all"
+    )
+
+
+def rate_plot(plan: Plan, peak_lr: float) -> list[str]:
+    """Learning rate over the run in block characters."""
+    columns = min(WIDTH, plan.total)
+    steps = [round(column * (plan.total - 1) / max(1, columns - 1)) for column in range(columns)]
+    heights = [round(plan.at(step).share(step) * HEIGHT * 8) for step in steps]
+    lines = []
+    for row in reversed(range(HEIGHT)):
+        bars = "".join(EIGHTHS[min(8, max(0, height - 8 * row))] for height in heights)
+        label = f"{peak_lr * (row + 1) / HEIGHT:.1e}" if row in (HEIGHT - 1, HEIGHT // 2 - 1) else " " * 7
+        lines.append(f"lr {label} │{bars}".rstrip())
+    return [*lines, f"{'':11}└ step 0 to {plan.total}"]

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import tiny_recipe
+from zero2all.model import IGNORE
+from zero2all.tokens import TokenStore
+from zero2all.train.batches import PADDING, Loader, read_batch
+from zero2all.train.channels import Channels
+from zero2all.train.plan import Plan
+
+
+@pytest.fixture
+def plan(world: Path) -> Plan:
+    recipe = tiny_recipe(world, "train.batch_tokens=320", "train.micro_batch_tokens=64", "train.steps=5")
+    return Plan(recipe, TokenStore(recipe.tokens_dir, "train"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 16])
+def test_any_number_of_ranks_shares_a_batch_without_gap_or_overlap(ranks: int, plan: Plan) -> None:
+    for step in (0, 4):
+        whole = read_batch(plan, step)
+        parts = [read_batch(plan, step, rank, ranks) for rank in range(ranks)]
+        assert len({len(part.inputs) for part in parts}) == 1
+        rows = [row for part in parts for row, source in enumerate(part.sources) if source != PADDING]
+        assert len(rows) == 10
+        real = [[source != PADDING for source in part.sources] for part in parts]
+        inputs = torch.cat([part.inputs[keep] for part, keep in zip(parts, real, strict=True)])
+        targets = torch.cat([part.targets[keep] for part, keep in zip(parts, real, strict=True)])
+        assert torch.equal(inputs, whole.inputs)
+        assert torch.equal(targets, whole.targets)
+        valid = sum(int((part.targets != IGNORE).sum()) for part in parts)
+        assert valid == whole.targets_in_all == 320
+
+
+def test_targets_are_the_inputs_moved_by_one(plan: Plan) -> None:
+    batch = read_batch(plan, 1)
+    assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+    assert batch.samples == (10, 20)
+
+
+def test_the_loader_gives_every_step_in_order_and_can_be_left_early(plan: Plan) -> None:
+    with Loader(plan, first=1) as loader:
+        steps = [(batch.step, batch.inputs) for batch in loader]
+    assert [step for step, _ in steps] == [1, 2, 3, 4]
+    assert torch.equal(steps[2][1], read_batch(plan, 3).inputs)
+    with Loader(plan, first=0) as loader:
+        assert next(iter(loader)).step == 0
+    assert not loader._thread.is_alive()
+
+
+def test_an_error_while_reading_is_raised_where_the_batch_is_asked_for(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(start: int, stop: int) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(plan.stages[0].samples, "read", broken)
+    with Loader(plan, first=0) as loader, pytest.raises(OSError, match="the disk is gone"):
+        next(iter(loader))
+
+
+def test_channel_losses_add_up_to_the_loss() -> None:
+    torch.manual_seed(3)
+    losses = torch.rand(6, 8)
+    targets = torch.randint(0, 5, (6, 8))
+    targets[5] = IGNORE
+    losses[5] = 0
+    channels = Channels(["en", "zh"], text_bytes=[0, 1, 2, 3, 4], device=torch.device("cpu"))
+    sums = channels.sums(losses, targets, ["en", "zh", "zh", "en", "zh", PADDING])[:-1]
+    assert sums[:, 0].sum().item() / sums[:, 1].sum().item() == pytest.approx(losses.sum().item() / 40, abs=1e-6)
+    assert sums[:, 1].tolist() == [16, 24]
+    figures = channels.figures(sums.tolist())
+    zh = [1, 2, 4]
+    assert figures["loss/zh"] == pytest.approx(losses[zh].mean().item(), abs=1e-6)
+    text = targets[zh] > 0
+    expected = losses[zh][text].sum().item() / math.log(2) / targets[zh].sum().item()
+    assert figures["bpb/zh"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_source_that_is_not_in_the_batch_has_no_figure() -> None:
+    channels = Channels(["en", "zh"], text_bytes=[1, 1], device=torch.device("cpu"))
+    sums = channels.sums(torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int64), ["en"], stop=True)
+    assert sums[-1, 0] == 1
+    figures = channels.figures(sums[:-1].tolist())
+    assert set(figures) == {"loss/en", "bpb/en"}
