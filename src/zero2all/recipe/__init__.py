@@ -6,13 +6,13 @@
 """
 
 from zero2all.recipe.load import load_recipe, parse_recipe, recipe_schema, recipe_yaml
+from zero2all.recipe.model import ModelConfig, MoeConfig, OpsRecipe, RopeScaling
 from zero2all.recipe.presets import PRESETS
 from zero2all.recipe.sections import (
     CheckpointRecipe,
     CorpusRecipe,
     DedupRecipe,
     EvalsRecipe,
-    ModelConfig,
     OptimizerRecipe,
     ParallelRecipe,
     Recipe,
@@ -31,9 +31,12 @@ __all__ = [
     "DedupRecipe",
     "EvalsRecipe",
     "ModelConfig",
+    "MoeConfig",
+    "OpsRecipe",
     "OptimizerRecipe",
     "ParallelRecipe",
     "Recipe",
+    "RopeScaling",
     "ScheduleRecipe",
     "SourceRecipe",
     "TokenizerRecipe",
