@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero2all.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -60,6 +62,30 @@ def known_gpu(device_name: str) -> Gpu | None:
     words = device_name.replace("-", " ").split()
     fitting = [gpu for gpu in GPUS.values() if all(word in words for word in gpu.name.split())]
     return max(fitting, key=lambda gpu: len(gpu.name), default=None)
+
+
+def pick_gpu(name: str = "") -> Gpu:
+    """By name; without one the GPU of this machine, or where there is none that is known, A100."""
+    if name:
+        for gpu in GPUS.values():
+            if gpu.name.lower() == name.lower():
+                return gpu
+        raise UsageError(f"no data sheet of {name!r}; there are {', '.join(GPUS)}")
+    here = known_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return here or GPUS["A100"]
+
+
+def device_title(device: torch.device) -> str:
+    """For the head of a table."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"CPU with {torch.get_num_threads()} threads"
+
+
+def wants_bf16(precision: str, device: torch.device) -> bool:
+    """Whether a recipe's ``train.precision`` means bf16 here; auto does where the device computes it natively."""
+    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
+    return precision == "bf16" or (precision == "auto" and native)
 
 
 @functools.cache

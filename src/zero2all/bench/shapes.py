@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from zero2all.console import progress
-from zero2all.hardware import synchronize
+from zero2all.hardware import device_title, synchronize, wants_bf16
+from zero2all.recipe import Recipe
+from zero2all.train.loop import pick_device
 
 NEARBY = 0.06  # how far from 8/3 of the hidden size is looked
 SAME = 0.02  # two speeds that differ by less are the same, and the nearer size wins
@@ -26,37 +28,55 @@ class Timing:
     parameters: int
 
 
-def bench_shapes(
-    hidden: int, tokens: int, device: torch.device, dtype: torch.dtype, rounds: int = 9, step: int = 0
-) -> dict[str, Any]:
-    """Time every candidate in turn, ``rounds`` times over; the fastest counts, since a busy moment only adds time.
-
-    >>> bench_shapes(512, 2048, torch.device("cpu"), torch.bfloat16)["best"]
-    1408
-    """
-    centre = 8 * hidden / 3
+def bench_shapes(recipe: Recipe, rounds: int = 9, step: int = 0) -> dict[str, Any]:
+    """Time every candidate in turn, ``rounds`` times over; the fastest counts, since a busy moment only adds time."""
+    hidden, tokens = recipe.model.hidden_size, recipe.train.micro_tokens
+    device = pick_device(recipe.train)
+    dtype = torch.bfloat16 if wants_bf16(recipe.train.precision, device) else torch.float32
     sizes = candidates(hidden, step)
-    best: dict[int, float] = dict.fromkeys(sizes, math.inf)
+    fastest = dict.fromkeys(sizes, math.inf)
     with progress("matrix products", rounds * len(sizes)) as advance:
         for number in range(rounds):
             for size in sizes if number % 2 else sizes[::-1]:
-                taken = layer_seconds(hidden, size, tokens, device, dtype)
-                best[size] = min(best[size], taken)
+                fastest[size] = min(fastest[size], layer_seconds(hidden, size, tokens, device, dtype))
                 advance(1)
     timings = [
-        Timing(size, taken, 18 * tokens * hidden * size / taken, 3 * hidden * size) for size, taken in best.items()
+        Timing(size, seconds, 18 * tokens * hidden * size / seconds, 3 * hidden * size)
+        for size, seconds in fastest.items()
     ]
-    fastest = max(timing.flops for timing in timings)
-    good = [timing.intermediate_size for timing in timings if timing.flops >= (1 - SAME) * fastest]
     return {
+        "device": device_title(device),
+        "dtype": str(dtype).removeprefix("torch."),
         "hidden_size": hidden,
         "tokens": tokens,
-        "device": device.type,
-        "dtype": str(dtype).removeprefix("torch."),
-        "centre": round(centre),
-        "best": min(good, key=lambda size: abs(size - centre)),
+        "rounds": rounds,
+        "centre": round(8 * hidden / 3),
+        "best": best_size(timings, 8 * hidden / 3),
         "sizes": [asdict(timing) for timing in timings],
     }
+
+
+def best_size(timings: list[Timing], centre: float) -> int:
+    """The nearest to the centre of those that are as good as the fastest."""
+    top = max(timing.flops for timing in timings)
+    good = [timing.intermediate_size for timing in timings if timing.flops >= (1 - SAME) * top]
+    return min(good, key=lambda size: abs(size - centre))
+
+
+def shapes_markdown(report: dict[str, Any]) -> str:
+    lines = [
+        f"hidden {report['hidden_size']}, {report['tokens']} tokens, {report['dtype']}, on {report['device']}; "
+        f"fastest of {report['rounds']} turns.",
+        f"Best near 8/3 x {report['hidden_size']} = {report['centre']}: **model.intermediate_size={report['best']}**",
+        "",
+        "| intermediate size | GFLOP/s | ms | parameters of the layer |",
+        "|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {row['intermediate_size']} | {row['flops'] / 1e9:,.0f} | {1000 * row['seconds']:.1f} | {row['parameters']:,} |"
+        for row in report["sizes"]
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def candidates(hidden: int, step: int = 0) -> list[int]:

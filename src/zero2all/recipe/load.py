@@ -50,7 +50,7 @@ def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "r
 
 
 def recipe_or_preset(target: str, overrides: list[str] | None = None) -> Recipe:
-    """A recipe file, or a preset by its name: the recipe that trains it on sequences of its full context."""
+    """A recipe file, or a preset by its name: the recipe that trains it on two sequences of its full context a step."""
     if target not in PRESETS:
         if not Path(target).exists():
             raise UsageError(f"{target} is no recipe and no preset; presets: {', '.join(PRESETS)}")
@@ -58,7 +58,7 @@ def recipe_or_preset(target: str, overrides: list[str] | None = None) -> Recipe:
     context = PRESETS[target]["context"]
     values = {
         "model": {"preset": target},
-        "train": {"epochs": 1, "seq_len": context, "batch_tokens": 8 * context},
+        "train": {"epochs": 1, "seq_len": context, "batch_tokens": 2 * context},
     }
     return parse_recipe(yaml.safe_dump(values), overrides, origin=target)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zero2all.console import say
 from zero2all.errors import Interrupted, UsageError, Z2aError
+from zero2all.hardware import wants_bf16
 from zero2all.model import Z2all
 from zero2all.recipe import Recipe, TrainRecipe
 from zero2all.tokenizer import Tokenizer
@@ -130,9 +131,7 @@ def pick_device(options: TrainRecipe) -> torch.device:
 
 def autocast(options: TrainRecipe, device: torch.device) -> torch.autocast:
     """bf16 matrices over fp32 weights, where asked for or where the device computes bf16 natively."""
-    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
-    enabled = options.precision == "bf16" or (options.precision == "auto" and native)
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=wants_bf16(options.precision, device))
 
 
 def _resume(run: Run, model: Z2all, optimizers: list[torch.optim.Optimizer], identity: dict[str, Any]) -> int:
