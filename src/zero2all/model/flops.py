@@ -5,7 +5,7 @@ than a hundredth of them at any useful size.
 
 >>> flops = flops_per_token(ModelConfig(preset="z2all-1.1b"), seq_len=2048)
 >>> flops.forward, flops.model
-(2788163584, 8364490752)
+(2616459264, 7849377792)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Flops:
     causal_scores: int
     """``scores`` of the pairs that the causal mask lets through."""
     last_products: int
-    """The part of ``mlp`` that ends a dense block: recomputation stops before it, for no gradient needs it."""
+    """The part of ``mlp`` that ends a block: recomputation stops before it, for no gradient needs what it gives."""
 
     @property
     def forward(self) -> int:
@@ -66,28 +66,38 @@ class Flops:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int | None = None) -> Flops:
-    """``seq_len`` is the context of the model if not given."""
+    """In training, so with the block and the head that predict the token after next, where there are any.
+
+    ``seq_len`` is the context of the model if not given.
+    """
     length = seq_len or config.context
     hidden, heads = config.hidden_size, config.n_heads * config.head_size
     keys = 2 * config.n_kv_heads * config.head_size
-    layers = range(config.n_layers)
+    layers = list(range(config.n_layers))
+    if config.mtp_weight:
+        layers.append(config.n_layers - 1)  # its further block is made like the last one
     windows = [min(config.window(layer) or length, length) for layer in layers]
     # A window of w sees 1, 2, ... w keys at the first w positions, and w at each one after.
     seen = sum(window * (window + 1) / 2 + window * (length - window) for window in windows) / length
-    dense = sum(not config.has_experts(layer) for layer in layers)
-    down = 2 * hidden * config.intermediate_size
+    mlp, last = zip(*(_feed_forward(config, layer) for layer in layers), strict=True)
+    joining = 4 * hidden**2 if config.mtp_weight else 0
     return Flops(
-        projections=2 * config.n_layers * hidden * (heads + keys + heads),
+        projections=2 * len(layers) * hidden * (heads + keys + heads) + joining,
         scores=4 * heads * sum(windows),
-        mlp=dense * 3 * down + (config.n_layers - dense) * _experts(config),
-        head=2 * hidden * config.vocab_rows,
+        mlp=sum(mlp),
+        head=2 * hidden * config.vocab_rows * (2 if config.mtp_weight else 1),
         causal_scores=round(4 * heads * seen),
-        last_products=dense * down,
+        last_products=sum(last),
     )
 
 
-def _experts(config: ModelConfig) -> int:
-    if config.moe is None:
-        return 0
-    wide = (config.moe.top_k + config.moe.shared_experts) * config.moe.expert_intermediate
-    return 2 * config.hidden_size * (3 * wide + config.moe.experts)
+def _feed_forward(config: ModelConfig, layer: int) -> tuple[int, int]:
+    """All of a layer's feed-forward part, and its last product alone."""
+    moe = config.moe
+    if moe is None or not config.has_experts(layer):
+        matrix = 2 * config.hidden_size * config.intermediate_size
+        return 3 * matrix, matrix
+    # What experts give is weighed, so a gradient needs it; only the shared ones, if any, end with a product.
+    expert = 2 * config.hidden_size * moe.expert_intermediate
+    router = 2 * config.hidden_size * moe.experts
+    return 3 * expert * (moe.top_k + moe.shared_experts) + router, expert * moe.shared_experts
