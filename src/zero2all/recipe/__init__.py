@@ -5,14 +5,14 @@
 200
 """
 
-from zero2all.recipe.load import load_recipe, parse_recipe, recipe_schema, recipe_yaml
+from zero2all.recipe.load import load_recipe, parse_recipe, recipe_or_preset, recipe_schema, recipe_yaml
+from zero2all.recipe.model import ModelConfig, MoeConfig, OpsRecipe, RopeScaling
 from zero2all.recipe.presets import PRESETS
 from zero2all.recipe.sections import (
     CheckpointRecipe,
     CorpusRecipe,
     DedupRecipe,
     EvalsRecipe,
-    ModelConfig,
     OptimizerRecipe,
     ParallelRecipe,
     RampRecipe,
@@ -34,10 +34,13 @@ __all__ = [
     "DedupRecipe",
     "EvalsRecipe",
     "ModelConfig",
+    "MoeConfig",
+    "OpsRecipe",
     "OptimizerRecipe",
     "ParallelRecipe",
     "RampRecipe",
     "Recipe",
+    "RopeScaling",
     "ScheduleRecipe",
     "SourceRecipe",
     "Stage",
@@ -48,6 +51,7 @@ __all__ = [
     "TrainRecipe",
     "load_recipe",
     "parse_recipe",
+    "recipe_or_preset",
     "recipe_schema",
     "recipe_yaml",
 ]

@@ -49,6 +49,20 @@ def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "r
     return Recipe.model_validate(values)
 
 
+def recipe_or_preset(target: str, overrides: list[str] | None = None) -> Recipe:
+    """A recipe file, or a preset by its name: the recipe that trains it on two sequences of its full context a step."""
+    if target not in PRESETS:
+        if not Path(target).exists():
+            raise UsageError(f"{target} is no recipe and no preset; presets: {', '.join(PRESETS)}")
+        return load_recipe(target, overrides)
+    context = PRESETS[target]["context"]
+    values = {
+        "model": {"preset": target},
+        "train": {"epochs": 1, "seq_len": context, "batch_tokens": 2 * context},
+    }
+    return parse_recipe(yaml.safe_dump(values), overrides, origin=target)
+
+
 def recipe_yaml(recipe: Recipe) -> str:
     """The fully resolved recipe; loading it gives the same recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -66,6 +66,7 @@ def train(
             for optimizer in job.optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+            model.even_load()
 
             # Always: the record. Once in a while: a line, an evaluation, a checkpoint.
             job.clock.tick(step, loader.waited)
