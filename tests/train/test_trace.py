@@ -15,7 +15,9 @@ def test_a_step_is_traced_to_the_documents_that_the_trainer_saw(world: Path, tmp
     stages = "[{name: first, steps: 5, mixture: {en: 1, zh: 2}}, {name: long, steps: 3, seq_len: 64}]"
     recipe = tiny_recipe(world, f"out={tmp_path}", "train.steps=null", f"train.stages={stages}")
     batches: dict[int, torch.Tensor] = {}
-    train(recipe, on_batch=lambda batch: batches.update({batch.step: torch.cat([batch.inputs, batch.targets[:, -1:]], 1)}))
+    train(
+        recipe, on_batch=lambda batch: batches.update({batch.step: torch.cat([batch.inputs, batch.targets[:, -1:]], 1)})
+    )
     run = Run.open(tmp_path)
     tokenizer = run.tokenizer()
     # Straight from the Parquet files: the trace must hold against the text itself, not against the token store.

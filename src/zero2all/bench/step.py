@@ -70,7 +70,9 @@ class Step:
         return self._staying_bytes() + _peak_of_cpu_allocations(self)
 
     def _staying_bytes(self) -> int:
-        states = [value for optimizer in self.optimizers for state in optimizer.state.values() for value in state.values()]
+        states = [
+            value for optimizer in self.optimizers for state in optimizer.state.values() for value in state.values()
+        ]
         tensors = [*self.model.parameters(), *self.model.buffers(), *(s for s in states if isinstance(s, Tensor))]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(storages.values())

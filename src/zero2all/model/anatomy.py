@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zero2all.model.flops import Recompute
 from zero2all.model.z2all import Z2all
-from zero2all.recipe import ModelConfig, OptimizerRecipe
+from zero2all.recipe import ModelConfig
 
 # Where a parameter belongs, by a piece of its name; the first that fits wins.
 _PARTS = {

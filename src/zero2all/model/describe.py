@@ -58,7 +58,9 @@ def _parameters(shown: dict[str, Any]) -> list[str]:
     lines = [f"parameters  {counts['total']:,}"]
     if counts["active"] != counts["total"]:
         lines[0] += f", {counts['active']:,} of them active for a token"
-    return lines + [f"  {part:<12}{count:>16,}  {count / counts['total']:6.1%}" for part, count in counts["parts"].items()]
+    return lines + [
+        f"  {part:<12}{count:>16,}  {count / counts['total']:6.1%}" for part, count in counts["parts"].items()
+    ]
 
 
 def _flops(shown: dict[str, Any]) -> list[str]:

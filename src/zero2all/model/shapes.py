@@ -123,12 +123,18 @@ def _filling(recipe: Recipe, gpu: Gpu) -> Iterator[Advice]:
             busy = f"{filled(best):.0%} of {gpu.name}'s {gpu.sms} multiprocessors busy instead of {filled(wide):.0%}"
             yield Advice("model.intermediate_size", wide, best, f"gate and up would keep {busy}")
     narrow = min(
-        (product for product in products(config, tokens, gpu, tp) if product.name in ("gate_proj, up_proj", "down_proj")),
+        (
+            product
+            for product in products(config, tokens, gpu, tp)
+            if product.name in ("gate_proj, up_proj", "down_proj")
+        ),
         key=lambda product: product.waves,
     )
     if narrow.waves < 1:
         better = _up(int(tokens / narrow.waves), recipe.train.seq_len)
-        why = f"{narrow.name} has {narrow.tiles} output tiles for {gpu.sms} multiprocessors of {gpu.name}: the rest idle"
+        why = (
+            f"{narrow.name} has {narrow.tiles} output tiles for {gpu.sms} multiprocessors of {gpu.name}: the rest idle"
+        )
         yield Advice("train.micro_batch_tokens", tokens, better, why)
 
 

@@ -13,19 +13,14 @@ from zero2all.recipe.sections import (
     CorpusRecipe,
     DedupRecipe,
     EvalsRecipe,
-    OptimizerRecipe,
     ParallelRecipe,
-    RampRecipe,
     Recipe,
-    ScheduleRecipe,
     SourceRecipe,
-    Stage,
-    StageRecipe,
     TokenizerRecipe,
     TokensRecipe,
     TrackRecipe,
-    TrainRecipe,
 )
+from zero2all.recipe.training import OptimizerRecipe, RampRecipe, ScheduleRecipe, Stage, StageRecipe, TrainRecipe
 
 __all__ = [
     "PRESETS",

@@ -120,9 +120,7 @@ def _resume(run: Run, spread: Spread, optimizers: list[Optimizer], identity: dic
     return step
 
 
-def _say_job(
-    recipe: Recipe, plan: Plan, layout: Layout, bf16: bool, peak: str, first: int, parameters: int
-) -> None:
+def _say_job(recipe: Recipe, plan: Plan, layout: Layout, bf16: bool, peak: str, first: int, parameters: int) -> None:
     precision = "bf16" if bf16 else "fp32"
     say(
         f"{show_count(parameters)} parameters on {layout.device.type} in {precision} ({layout.sizes}), "
