@@ -6,6 +6,7 @@
 """
 
 from zero2all.recipe.load import load_recipe, parse_recipe, recipe_schema, recipe_yaml
+from zero2all.recipe.parallel import ParallelRecipe
 from zero2all.recipe.presets import PRESETS
 from zero2all.recipe.sections import (
     CheckpointRecipe,
@@ -14,7 +15,6 @@ from zero2all.recipe.sections import (
     EvalsRecipe,
     ModelConfig,
     OptimizerRecipe,
-    ParallelRecipe,
     Recipe,
     ScheduleRecipe,
     SourceRecipe,

@@ -5,35 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
+from zero2all.recipe.parallel import ParallelRecipe, layout_problems
 from zero2all.recipe.presets import PRESETS
-from zero2all.units import Duration, parse_bytes, parse_count
-
-_TEXT_OR_NUMBER = WithJsonSchema({"type": ["string", "integer", "number"]})
-Count = Annotated[int, BeforeValidator(parse_count), Field(ge=1), _TEXT_OR_NUMBER]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1), _TEXT_OR_NUMBER]
-Span = Annotated[Duration, PlainValidator(Duration.parse), PlainSerializer(str), _TEXT_OR_NUMBER]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
-
+from zero2all.recipe.types import Bytes, Count, Fraction, Positive, Section, Slug, Span
+from zero2all.units import Duration
 
 DOCUMENT_FIELDS = ("id", "category", "title", "content", "desc")
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
 
 
 class SourceRecipe(Section):
@@ -194,24 +173,6 @@ class ModelConfig(Section):
         return self.head_dim or self.hidden_size // self.n_heads
 
 
-class ParallelRecipe(Section):
-    """How a model is laid over devices. This version trains in one process, so every size is 1."""
-
-    dp_replicate: int = Field(1, ge=1)
-    dp_shard: int = Field(1, ge=1)
-    tp: int = Field(1, ge=1)
-    pp: int = Field(1, ge=1)
-    cp: int = Field(1, ge=1)
-    ep: int = Field(1, ge=1)
-
-    @field_validator("*")
-    @classmethod
-    def _one_process(cls, size: int) -> int:
-        if size > 1:
-            raise ValueError("this version trains in one process; leave it at 1")
-        return size
-
-
 class OptimizerRecipe(Section):
     """How weights are moved. Weight decay goes to matrices only, never to norms or biases."""
 
@@ -350,6 +311,8 @@ class Recipe(Section):
             raise ValueError(
                 f"train.mixture names {', '.join(unknown)}, but the sources are {', '.join(sorted(known))}"
             )
+        if problems := layout_problems(self):
+            raise ValueError("; ".join(problems))
         return self
 
     @property
