@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero2all.model import KVCache, Z2all, export_hf
-from zero2all.model.z2all import IGNORE
+from zero2all.model import IGNORE, KVCache, Z2all, export_hf
 from zero2all.recipe import PRESETS, ModelConfig
 
 SMALL = {

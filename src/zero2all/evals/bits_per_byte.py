@@ -10,7 +10,7 @@ import torch
 
 from zero2all.console import progress
 from zero2all.errors import Z2aError
-from zero2all.model import Z2all
+from zero2all.model import Z2all, document_starts
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore
@@ -42,7 +42,9 @@ def bits_per_byte(model: Z2all, tokenizer: Tokenizer, recipe: Recipe) -> dict[st
             for batch in torch.split(torch.from_numpy(rows), BATCH):
                 targets = batch[:, 1:]
                 sizes = text_bytes[targets]
-                losses = model(batch[:, :-1].to(device), targets_BS=targets.to(device)).cpu()
+                inputs = batch[:, :-1].to(device)
+                starts = document_starts(inputs, tokenizer.end_of_text) if recipe.train.document_mask else None
+                losses = model(inputs, targets_BS=targets.to(device), starts_BS=starts).cpu()
                 sums["model_nats"] += float(losses[sizes > 0].double().sum())
                 sums["unigram_nats"] += float(unigram[targets][sizes > 0].sum())
                 sums["bytes"] += float(sizes.sum())

@@ -1,115 +1,25 @@
-"""The Z2all decoder: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU. One device, one file.
+"""The Z2all decoder: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts. One device.
 
 It knows nothing of how it is spread over machines. Parameter names are those of Hugging Face Llama without the
-leading ``model.``, so that export is a renaming. Shapes: B batch, S sequence, D hidden, H heads, K KV heads, E head.
+leading ``model.``, so that export is a renaming. Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zero2all.model.blocks import Attention, FeedForward, Head, RMSNorm, WithOps
+from zero2all.model.cache import KVCache
+from zero2all.model.moe import MoE
+from zero2all.model.ops import Ops, choose
+from zero2all.model.ops.forms import IGNORE
+from zero2all.model.rope import depends_on_length, rotary_table
 from zero2all.recipe import ModelConfig
-
-IGNORE = -100  # a target that counts for nothing
-
-
-class KVCache:
-    """Keys and values of the positions seen so far, so that generation computes each position once."""
-
-    def __init__(self, config: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (config.n_layers, 2, batch, config.n_kv_heads, length, config.head_size)
-        self._store = torch.empty(shape, device=device, dtype=dtype)
-        self.used = 0
-
-    def extend(self, layer: int, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Add positions to a layer and return all of them; ``used`` moves on once every layer has been here."""
-        end = self.used + k_BKSE.shape[2]
-        keys, values = self._store[layer]
-        keys[:, :, self.used : end], values[:, :, self.used : end] = k_BKSE, v_BKSE
-        return keys[:, :, :end], values[:, :, :end]
-
-
-class RMSNorm(nn.Module):
-    """Scale to unit root-mean-square (https://arxiv.org/abs/1910.07467)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        # In the precision of the residual stream, then in that of the weights: the matrices after it expect theirs.
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
-
-
-def rotary_table(positions: int, head_size: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """cos and sin of every position's angles, [2, positions, head_size] (https://arxiv.org/abs/2104.09864)."""
-    exponents = torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size
-    angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), 1.0 / theta**exponents)
-    angles = torch.cat([angles, angles], dim=-1)
-    return torch.stack([angles.cos(), angles.sin()])
-
-
-def rotate(x_BHSE: Tensor, rotary_2SE: Tensor) -> Tensor:
-    """Turn each pair (i, i + E/2) by its position's angle, in fp32: far positions need the digits."""
-    cos, sin = rotary_2SE
-    x = x_BHSE.float()
-    low, high = x.chunk(2, dim=-1)
-    turned: Tensor = x * cos + torch.cat([-high, low], dim=-1) * sin
-    return turned.type_as(x_BHSE)
-
-
-class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.layer, self.head_size = layer, config.head_size
-        self.grouped = config.n_heads != config.n_kv_heads
-        queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
-
-    def forward(self, x_BSD: Tensor, rotary_2SE: Tensor, cache: KVCache | None) -> Tensor:
-        batch, length, _ = x_BSD.shape
-        q, k, v = (
-            projection(x_BSD).view(batch, length, -1, self.head_size).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
-        q, k = rotate(q, rotary_2SE), rotate(k, rotary_2SE)
-        mask = None
-        if cache is not None:
-            past = cache.used
-            k, v = cache.extend(self.layer, k, v)
-            if past and length > 1:  # new positions after old ones: is_causal would align them at the start
-                mask = torch.ones(length, past + length, dtype=torch.bool, device=q.device).tril(past)
-        causal = mask is None and length > 1
-        out_BHSE = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped)
-        out: Tensor = self.o_proj(out_BHSE.transpose(1, 2).reshape(batch, length, -1))
-        return out
-
-
-class SwiGLU(nn.Module):
-    """Gated feed-forward (https://arxiv.org/abs/2002.05202)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
 
 
 class Block(nn.Module):
@@ -118,15 +28,36 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp: nn.Module = (
+            MoE(config.moe, config.hidden_size)
+            if config.moe is not None and config.has_experts(layer)
+            else FeedForward(config.hidden_size, config.intermediate_size)
+        )
 
-    def forward(self, x_BSD: Tensor, rotary_2SE: Tensor, cache: KVCache | None = None) -> Tensor:
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary_2SE, cache).to(x_BSD.dtype)
+    def forward(self, x_BSD: Tensor, rotary: Tensor, plan: Any = None, cache: KVCache | None = None) -> Tensor:
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary, plan, cache).to(x_BSD.dtype)
         added: Tensor = self.mlp(self.post_attention_layernorm(x_BSD))
         return x_BSD + added.to(x_BSD.dtype)
 
 
-class Z2all(nn.Module):
+class AfterNext(nn.Module):
+    """Predicts the token after next from a position's state and the next token (https://arxiv.org/abs/2412.19437)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.state_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.token_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.block = Block(config, config.n_layers - 1)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, x_BSD: Tensor, next_BSD: Tensor, rotary: Tensor, plan: Any) -> Tensor:
+        both = torch.cat([self.state_norm(x_BSD), self.token_norm(next_BSD)], dim=-1)
+        out: Tensor = self.norm(self.block(self.proj(both).to(x_BSD.dtype), rotary, plan))
+        return out
+
+
+class Z2all(WithOps):
     """
     >>> model = Z2all(ModelConfig(preset="z2all-3m", vocab_size=4096)).init_weights(seed=0)
     >>> model(torch.zeros(1, 8, dtype=torch.int64)).shape  # logits
@@ -137,17 +68,22 @@ class Z2all(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if config.vocab_size is None:
-            raise ValueError("model.vocab_size is not set: take it from the tokenizer")
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_rows, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config)
         if config.tied:
             self.lm_head.weight = self.embed_tokens.weight
-        table = rotary_table(config.context, config.head_size, config.rope_theta)
-        self.register_buffer("rotary_2SE", table, persistent=False)
+        self.mtp = AfterNext(config) if config.mtp_weight else None
+        self.register_buffer("rotary_2SE", rotary_table(config, config.context), persistent=False)
+        self.use(choose(config, self.embed_tokens.weight.device))
+
+    def use(self, ops: Ops) -> None:
+        """Compute with these forms from here on."""
+        for module in self.modules():
+            if isinstance(module, WithOps):
+                module.ops = ops
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> Z2all:
@@ -158,8 +94,12 @@ class Z2all(nn.Module):
         if self.config.tied:
             self.lm_head.weight = self.embed_tokens.weight  # to_empty() after a meta build makes two of it
         device = self.embed_tokens.weight.device
-        generator = torch.Generator(device)
-        self.rotary_2SE = rotary_table(self.config.context, self.config.head_size, self.config.rope_theta, device)
+        self.use(choose(self.config, device))
+        self.rotary_2SE = rotary_table(self.config, self.config.context, device)
+        for module in self.modules():
+            if isinstance(module, MoE):
+                for buffer in module.buffers(recurse=False):
+                    buffer.zero_()
         # Each block adds twice to the residual stream; this keeps its variance from growing with depth.
         into_residual = self.config.init_std / math.sqrt(2 * self.config.n_layers)
         for name, parameter in self.named_parameters():
@@ -168,35 +108,98 @@ class Z2all(nn.Module):
             elif name.endswith("bias"):
                 parameter.zero_()
             else:
-                std = into_residual if name.endswith(("o_proj.weight", "down_proj.weight")) else self.config.init_std
-                own = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-                parameter.normal_(0.0, std, generator=generator.manual_seed(int.from_bytes(own)))
+                outward = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
+                std = into_residual if outward else self.config.init_std
+                # Experts one by one: a device may hold only some of them.
+                parts = (
+                    {name: parameter} if parameter.dim() < 3 else {f"{name}.{n}": p for n, p in enumerate(parameter)}
+                )
+                for part, values in parts.items():
+                    _fill(values, std, f"{seed}/{part}")
         return self
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        targets_BS: Tensor | None = None,
+        cache: KVCache | None = None,
+        starts_BS: Tensor | None = None,
+    ) -> Tensor:
         """Logits [B, S, V], or with targets the loss of each token [B, S] in fp32, zero where the target is IGNORE.
 
         Losses stay apart so that the caller divides by the tokens of the whole batch and can tell sources apart.
+        With ``starts_BS`` (``document_starts``) positions see only their own document. In training the gradient is
+        also that of the auxiliary losses, for each token its share of them; the values are cross-entropy alone.
         """
         start = cache.used if cache is not None else 0
         length = tokens_BS.shape[1]
         if start + length > self.config.context:
             raise ValueError(f"{start + length} positions are more than the model's context of {self.config.context}")
-        rotary = self.rotary_2SE[:, start : start + length]
+        rotary = self.rotary(start, length, starts_BS)
+        plans = self.plans(length, starts_BS) if cache is None else {}
         x_BSD = self._enter_residual(self.embed_tokens(tokens_BS))
         for layer in self.layers:
-            x_BSD = layer(x_BSD, rotary, cache)
+            x_BSD = layer(x_BSD, rotary, plans.get(layer.self_attn.window), cache)
         if cache is not None:
             cache.used += length
-        logits: Tensor = self.lm_head(self.norm(x_BSD))
         if targets_BS is None:
+            logits: Tensor = self.lm_head(self.norm(x_BSD))
             return logits
-        losses = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORE, reduction="none"
-        )
-        return losses.view_as(targets_BS)
+        losses: Tensor = self.lm_head(self.norm(x_BSD), targets_BS)
+        if not self.training or not (self.config.moe or self.mtp):
+            return losses
+        return losses + self._auxiliary(x_BSD, targets_BS, rotary, plans, starts_BS)
+
+    def plans(self, length: int, starts_BS: Tensor | None) -> dict[int | None, Any]:
+        """How to attend, by window: layers with the same one share a plan."""
+        windows = {self.config.window(layer) for layer in range(self.config.n_layers)}
+        device = self.rotary_2SE.device
+        return {window: self.ops.attention.plan(starts_BS, length, window, device) for window in windows}
+
+    def rotary(self, start: int, length: int, starts_BS: Tensor | None) -> Tensor:
+        """The table for positions [start, start + length), or [2, B, 1, S, E] with positions counted in documents."""
+        table = self.rotary_2SE
+        if depends_on_length(self.config):
+            table = rotary_table(self.config, start + length, table.device)
+        if starts_BS is None:
+            return table[:, start : start + length]
+        places = torch.arange(length, device=starts_BS.device) - starts_BS
+        return table[:, places, None].transpose(2, 3)
+
+    def even_load(self) -> None:
+        """Once a step, after the optimizer: experts that had too little to do become likelier, where a bias is used."""
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.move_bias()
+
+    def _auxiliary(
+        self, x_BSD: Tensor, targets_BS: Tensor, rotary: Tensor, plans: dict[int | None, Any], starts_BS: Tensor | None
+    ) -> Tensor:
+        """Zeros that carry the gradient of the balance losses and of the loss of the token after next."""
+        extra = torch.zeros(targets_BS.shape, device=x_BSD.device)
+        if self.mtp is not None:
+            next_BSD = self._enter_residual(self.embed_tokens(targets_BS.clamp(min=0)))
+            plan = plans[self.config.window(self.config.n_layers - 1)]
+            after_BS = targets_BS.roll(-1, dims=1)
+            after_BS[:, -1] = IGNORE
+            known = targets_BS != IGNORE
+            if starts_BS is not None:
+                known = known & (starts_BS == starts_BS.roll(-1, dims=1))
+            after_BS = torch.where(known, after_BS, IGNORE)
+            losses_BS = self.lm_head(self.mtp(x_BSD, next_BSD, rotary, plan), after_BS)
+            extra = extra + self.config.mtp_weight * losses_BS
+        for module in self.modules():
+            if isinstance(module, MoE) and module.balance_loss is not None:
+                extra = extra + module.config.aux_weight * module.balance_loss * (targets_BS != IGNORE)
+                module.balance_loss = None  # or the graph would live until the next pass
+        return extra - extra.detach()
 
     def _enter_residual(self, x: Tensor) -> Tensor:
         if self.config.residual_fp32:
             return x.float()
         return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
+
+
+def _fill(values: Tensor, std: float, name: str) -> None:
+    own = hashlib.blake2b(name.encode(), digest_size=7).digest()
+    values.normal_(0.0, std, generator=torch.Generator(values.device).manual_seed(int.from_bytes(own)))

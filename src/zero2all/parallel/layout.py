@@ -130,8 +130,14 @@ class Layout:
         return DeviceMesh._concatenate([self.mesh("dp_replicate"), shards])
 
     def experts_mesh(self, *dimensions: str) -> DeviceMesh:
+        """The same for the other way to see the ranks: dp_replicate, expert_shard and ep."""
         assert self._experts is not None, "parallel.ep is 1"
         return self._experts[dimensions]
+
+    def experts_shard_mesh(self) -> DeviceMesh:
+        """The ranks that hold the same experts."""
+        copies = ("dp_replicate",) if self.sizes.dp_replicate > 1 else ()
+        return self.experts_mesh(*copies, "expert_shard")
 
     def samples(self, batch_samples: int) -> tuple[int, int]:
         """The slice [first, last) of a batch's samples that this rank reads; tp, cp and pp ranks read the same."""

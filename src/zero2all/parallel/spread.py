@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero2all.errors import UsageError
 from zero2all.model import Z2all
-from zero2all.parallel.activations import apply_checkpointing
+from zero2all.model.moe import MoE
+from zero2all.parallel.context import Context
 from zero2all.parallel.initialize import WholeFill
+from zero2all.parallel.laid import Laid
 from zero2all.parallel.layout import Layout
-from zero2all.parallel.pipeline import Pipeline, Stage, cut, joined, layer_costs, split_layers, stage_numbers
-from zero2all.parallel.shards import apply_sharding
-from zero2all.parallel.tensor import apply_tensor_parallel
+from zero2all.parallel.pipeline import Pipeline, joined
+from zero2all.parallel.tensor import compute_on_shards
 from zero2all.recipe import ModelConfig, ParallelRecipe
 
 
@@ -27,15 +30,15 @@ class Spread:
     """
     >>> layout = Layout.start(recipe.parallel, torch.device("cpu"))
     >>> spread = Spread(config, recipe.parallel, layout, seed=0)
-    >>> optimizer = torch.optim.AdamW(spread.model.parameters())
-    >>> losses = spread.backward(tokens, divisor=targets_in_the_whole_batch)  # of this rank's samples
+    >>> optimizer = torch.optim.AdamW(spread.groups(spread.model.parameters()))
+    >>> losses = spread.backward(tokens, targets, divisor=targets_in_the_whole_batch)  # of this rank's samples
     >>> norm = spread.clip(1.0)
-    >>> optimizer.step(); optimizer.zero_grad()
+    >>> optimizer.step(); optimizer.zero_grad(); spread.even_load()
     >>> loss = spread.total(losses.sum()) / targets_in_the_whole_batch
     """
 
     model: Z2all
-    """What this rank holds, under the names of the whole model: for optimizers and DCP's ``get_state_dict``."""
+    """What this rank holds, under the names of the whole model: for optimizers and for DCP's ``get_state_dict``."""
 
     def __init__(
         self,
@@ -50,52 +53,108 @@ class Spread:
     ) -> None:
         """Build on the meta device, lay over the ranks, fill with the weights that the whole model would have.
 
-        ``micro_samples`` is how many samples a rank takes in one forward pass; all of its own if not given.
+        ``micro_samples`` is how many samples a rank takes in one forward pass: all of its own if not given, or in a
+        pipeline as many as make two rounds of it.
         """
-        self.config, self.recipe, self.layout, self.bf16, self.micro_samples = config, recipe, layout, bf16, micro_samples
-        self._pipeline: Pipeline | None = None
+        self.config, self.recipe, self.layout, self.bf16 = config, recipe, layout, bf16
+        self.micro_samples = micro_samples
+        self._context = Context(layout.mesh("cp"), recipe) if layout.sizes.cp > 1 else None
+        laid = Laid(config, recipe, layout, bf16)
+        for part in laid.parts:
+            self._fill(part, seed)
+        with torch.device("meta"):
+            self.model = joined(config, laid.parts)
+        if compile:
+            for block in self.model.layers.children():
+                block.compile()
+        self._pipeline = Pipeline(laid.stages, laid.numbers, recipe, layout) if laid.stages else None
+        self._sharded = laid.sharded
         self._ddp: DistributedDataParallel | None = None
-        with torch.device("meta"):
-            parts = self._parts()
-        for part in parts:
-            if layout.sizes.tp > 1:
-                apply_tensor_parallel(part, layout.mesh("tp"), recipe.sp, recipe.loss_parallel)
-            apply_checkpointing(part.layers, recipe)
-            if compile:
-                for block in part.layers.children():
-                    block.compile()
-        roots: list[nn.Module] = [Stage(part) for part in parts] if layout.sizes.pp > 1 else list(parts)
-        self._sharded = self._shard(roots, parts)
-        for part in parts:
-            part.to_empty(device=layout.device)
-            with WholeFill():
-                part.init_weights(seed)
-        with torch.device("meta"):
-            self.model = joined(config, parts)
-        if layout.sizes.pp > 1:
-            stages = [root for root in roots if isinstance(root, Stage)]
-            self._pipeline = Pipeline(stages, stage_numbers(recipe, layout.at("pp")), recipe, layout)
-        elif layout.sizes.dp > 1 and not self._sharded:
+        if layout.sizes.world > 1 and layout.sizes.dp_replicate == layout.sizes.world:
             self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
-    def backward(self, tokens_BT: Tensor, divisor: float) -> Tensor:
-        """Add the gradient of ``losses.sum() / divisor`` over all ranks, from this rank's samples [B, S + 1].
+    def backward(
+        self, tokens_BS: Tensor, targets_BS: Tensor, divisor: float, starts_BS: Tensor | None = None
+    ) -> Tensor:
+        """Add the gradient of ``losses.sum() / divisor``, summed over all ranks, from this rank's samples.
 
-        ``divisor`` is the number of targets in the whole batch. Returns this rank's losses [B, S], zero where another
-        rank has them (other pipeline stages, other parts of a sequence); see ``total``.
+        ``divisor`` is the number of targets in the whole batch; ``starts_BS`` (``document_starts``) keeps attention
+        inside documents. Returns this rank's losses [B, S], zero where another rank has them (a later pipeline stage,
+        another part of the sequence): see ``total``.
         """
-        tokens_BT = tokens_BT.to(self.layout.device, non_blocking=True)
-        inputs = {"tokens_BS": tokens_BT[:, :-1].contiguous(), "targets_BS": tokens_BT[:, 1:].contiguous()}
-        with self._contexts():
+        inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
+        if starts_BS is not None:
+            inputs["starts_BS"] = starts_BS
+        inputs = {name: tensor.to(self.layout.device, non_blocking=True) for name, tensor in inputs.items()}
+        length = tokens_BS.shape[1]
+        if self._context is not None:
+            own = self._context.own(length, self.layout.device)
+            inputs |= {name: inputs[name][:, own] for name in ("tokens_BS", "targets_BS")}
+        with torch.autocast(self.layout.device.type, torch.bfloat16, enabled=self.bf16 and not self._sharded):
             if self._pipeline is not None:
-                losses = self._backward_in_pipeline(self._pipeline, inputs, divisor)
+                losses = self._in_pipeline(self._pipeline, inputs, divisor)
             else:
-                losses = self._backward_in_turn(inputs, divisor)
+                losses = self._in_turn(inputs, divisor)
         self._finish_gradients()
-        return losses
+        if self._context is None:
+            return losses
+        return losses.new_zeros(len(losses), length).index_copy(1, own, losses)
 
-    def _backward_in_turn(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
-        samples = inputs["tokens_BS"].shape[0]
+    def clip(self, longest: float) -> Tensor:
+        """Scale the gradient so that its norm over all parameters of all ranks is at most ``longest``; the norm before.
+
+        A shard that several ranks hold counts once. One collective, whatever the layout.
+        """
+        found = [(parameter, _local(parameter.grad)) for parameter in self.model.parameters() if parameter.grad is not None]
+        norms = torch._foreach_norm([gradient for _, gradient in found])
+        holders = torch.tensor([self._holders(parameter) for parameter, _ in found], device=self.layout.device)
+        square = (torch.stack(norms).double().square() / holders).sum()
+        if self.layout.sizes.world > 1:
+            dist.all_reduce(square)
+        norm = square.sqrt().float()
+        torch._foreach_mul_([gradient for _, gradient in found], torch.clamp(longest / (norm + 1e-6), max=1.0))
+        return norm
+
+    def total(self, known: Tensor) -> Tensor:
+        """The sum over ranks of something computed from this rank's losses, so that each token counts once."""
+        known = known.clone() if self._speaks else torch.zeros_like(known)
+        if self.layout.sizes.world > 1:
+            dist.all_reduce(known)
+        return known
+
+    def even_load(self) -> None:
+        """Once a step, after the optimizer: move the biases of experts by their load over all ranks."""
+        mixtures = [module for module in self.model.modules() if isinstance(module, MoE)]
+        if mixtures and self.layout.sizes.dp * self.layout.sizes.cp > 1:
+            loads = torch.stack([mixture.load for mixture in mixtures])
+            for dimension in ("dp_replicate", "dp_shard", "cp"):
+                dist.all_reduce(loads, group=self.layout.mesh(dimension).get_group())
+            for mixture, load in zip(mixtures, loads, strict=True):
+                mixture.load.copy_(load)
+        self.model.even_load()
+
+    def groups(self, parameters: Iterable[Tensor], **settings: Any) -> list[dict[str, Any]]:
+        """Optimizer groups with the same settings, one for each mesh: experts have one of their own under ep."""
+        by_mesh: dict[Any, list[Tensor]] = {}
+        for parameter in parameters:
+            by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        return [{"params": members, **settings} for members in by_mesh.values()]
+
+    def close(self) -> None:
+        self.layout.close()
+
+    def _fill(self, part: Z2all, seed: int) -> None:
+        part.to_empty(device=self.layout.device)
+        with WholeFill():
+            part.init_weights(seed)
+        if self.layout.sizes.tp > 1:
+            compute_on_shards(part, self.layout.mesh("tp"), self.recipe)
+        if self._context is not None:
+            self._context.apply(part)
+
+    def _in_turn(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
+        """Micro-batches one after another."""
+        samples = len(inputs["tokens_BS"])
         size = self.micro_samples or samples
         run: nn.Module = self._ddp or self.model
         # DDP takes the mean over ranks of what is meant to be added up.
@@ -104,14 +163,14 @@ class Spread:
         for first in range(0, samples, size):
             piece = {name: tensor[first : first + size] for name, tensor in inputs.items()}
             with self._synchronised(first + size >= samples):
-                losses = _local(run(**piece))
+                losses = run(**piece)
                 (losses.sum() * scale).backward()
             found.append(losses.detach())
         return torch.cat(found)
 
-    def _backward_in_pipeline(self, pipeline: Pipeline, inputs: dict[str, Tensor], divisor: float) -> Tensor:
+    def _in_pipeline(self, pipeline: Pipeline, inputs: dict[str, Tensor], divisor: float) -> Tensor:
         samples, length = inputs["tokens_BS"].shape
-        size = self.micro_samples or _pieces(samples, 2 * pipeline.count)
+        size = self.micro_samples or _even_size(samples, 2 * pipeline.count)
         if samples % size:
             raise UsageError(
                 f"a rank's {samples} samples do not divide into micro-batches of {size}: change train.micro_batch_tokens"
@@ -120,69 +179,7 @@ class Spread:
         dtype = torch.bfloat16 if self.bf16 and not self.config.residual_fp32 else torch.float32
         stream = torch.empty(size, length // cuts, self.config.hidden_size, dtype=dtype, device="meta")
         losses = pipeline.backward(inputs, samples // size, divisor, stream)
-        return torch.zeros(samples, length, device=self.layout.device) if losses is None else _local(losses).detach()
-
-    def clip(self, longest: float) -> Tensor:
-        """Scale the gradient so that its norm over all parameters of all ranks is at most ``longest``; the norm before.
-
-        A shard that several ranks hold counts once. One collective, whatever the layout.
-        """
-        gradients = [(parameter, parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
-        square = torch.zeros((), dtype=torch.float64, device=self.layout.device)
-        for parameter, gradient in gradients:
-            square += torch.linalg.vector_norm(_local(gradient), dtype=torch.float64) ** 2 / self._holders(parameter)
-        if self.layout.sizes.world > 1:
-            dist.all_reduce(square)
-        norm = square.sqrt().float()
-        scale = torch.clamp(longest / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_([_local(gradient) for _, gradient in gradients], scale)
-        return norm
-
-    def total(self, known: Tensor) -> Tensor:
-        """The sum over ranks of something computed from this rank's ``losses``, each token counted once."""
-        known = known.clone() if self._speaks else torch.zeros_like(known)
-        if self.layout.sizes.world > 1:
-            dist.all_reduce(known)
-        return known
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether this rank's losses count: tp ranks repeat them, and early stages have none."""
-        return self.layout.at("tp") == 0 and (self._pipeline is None or self._pipeline.has_last)
-
-    def close(self) -> None:
-        self.layout.close()
-
-    def _parts(self) -> list[Z2all]:
-        """The model, or this rank's stages of it."""
-        sizes = self.layout.sizes
-        if sizes.pp == 1:
-            return [Z2all(self.config)]
-        split = split_layers(layer_costs(self.config), sizes.pp * self.recipe.stages_per_rank)
-        numbers = stage_numbers(self.recipe, self.layout.at("pp"))
-        return [cut(self.config, split[number], number == 0, number == len(split) - 1) for number in numbers]
-
-    def _shard(self, roots: list[nn.Module], parts: list[Z2all]) -> bool:
-        """FSDP2 wherever ranks share or must add up parameters; plain copies of a whole model are left to DDP."""
-        sizes = self.layout.sizes
-        only_copies = sizes.dp_replicate == sizes.world
-        if only_copies or sizes.dp * sizes.cp == 1:
-            return False
-        mesh = self.layout.shard_mesh()
-        for root, part in zip(roots, parts, strict=True):
-            apply_sharding(root, part.layers, mesh, self.recipe, self.bf16)
-        return True
-
-    def _contexts(self) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(
-            torch.autocast(self.layout.device.type, dtype=torch.bfloat16, enabled=self.bf16 and not self._sharded)
-        )
-        if self.layout.sizes.tp > 1 and self.recipe.loss_parallel:
-            from torch.distributed.tensor.parallel import loss_parallel
-
-            stack.enter_context(loss_parallel())
-        return stack
+        return torch.zeros(samples, length, device=self.layout.device) if losses is None else losses.detach()
 
     def _synchronised(self, last: bool) -> AbstractContextManager[None]:
         """Gradients travel once a step, with the last micro-batch."""
@@ -196,9 +193,13 @@ class Spread:
         """Gradients that tensor parallelism left as partial sums become whole."""
         for parameter in self.model.parameters():
             gradient = parameter.grad
-            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-                if gradient.placements != parameter.placements:
-                    parameter.grad = gradient.redistribute(placements=parameter.placements)
+            if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank's losses count: tp ranks repeat them, and early stages have none."""
+        return self.layout.at("tp") == 0 and (self._pipeline is None or self._pipeline.has_last)
 
     def _holders(self, parameter: Tensor) -> int:
         """How many ranks hold the same shard of a parameter."""
@@ -213,6 +214,6 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _pieces(samples: int, wanted: int) -> int:
+def _even_size(samples: int, wanted: int) -> int:
     """Samples in a micro-batch, so that there are ``wanted`` of them, or the next fewer that come out even."""
     return next(samples // count for count in range(min(wanted, samples), 0, -1) if samples % count == 0)

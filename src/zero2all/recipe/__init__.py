@@ -6,6 +6,7 @@
 """
 
 from zero2all.recipe.load import load_recipe, parse_recipe, recipe_schema, recipe_yaml
+from zero2all.recipe.model import ModelConfig, MoeConfig, OpsRecipe, RopeScaling
 from zero2all.recipe.parallel import ParallelRecipe
 from zero2all.recipe.presets import PRESETS
 from zero2all.recipe.sections import (
@@ -13,7 +14,6 @@ from zero2all.recipe.sections import (
     CorpusRecipe,
     DedupRecipe,
     EvalsRecipe,
-    ModelConfig,
     OptimizerRecipe,
     Recipe,
     ScheduleRecipe,
@@ -31,9 +31,12 @@ __all__ = [
     "DedupRecipe",
     "EvalsRecipe",
     "ModelConfig",
+    "MoeConfig",
+    "OpsRecipe",
     "OptimizerRecipe",
     "ParallelRecipe",
     "Recipe",
+    "RopeScaling",
     "ScheduleRecipe",
     "SourceRecipe",
     "TokenizerRecipe",

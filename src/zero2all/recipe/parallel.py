@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -63,52 +64,71 @@ class ParallelRecipe(Section):
 
 def layout_problems(recipe: Recipe) -> list[str]:
     """Everything about a layout that cannot be, whatever the number of ranks; each says what to change."""
+    return [message for wrong, message in _rules(recipe) if wrong]
+
+
+def _rules(recipe: Recipe) -> Iterator[tuple[bool, str]]:
+    """Pairs of what must not be and what to say if it is."""
     model, train, layout = recipe.model, recipe.train, recipe.parallel
+    for name in ("n_heads", "n_kv_heads", "intermediate_size"):
+        size = getattr(model, name)
+        yield size % layout.tp != 0, f"parallel.tp ({layout.tp}) must divide model.{name} ({size})"
+    rows = 0 if model.vocab_size is None else model.vocab_rows
+    yield rows % layout.tp != 0, f"parallel.tp ({layout.tp}) must divide the {rows} rows of the vocabulary"
+    pieces = 2 * layout.cp if layout.cp > 1 else 1
+    yield (
+        train.seq_len % pieces != 0,
+        f"train.seq_len ({train.seq_len}) must be a multiple of 2 x parallel.cp ({pieces})",
+    )
+    cuts = layout.cp * layout.tp if layout.sp else layout.cp
+    yield (
+        train.seq_len % cuts != 0,
+        f"train.seq_len ({train.seq_len}) must be a multiple of cp x tp ({cuts}); or set parallel.sp=false",
+    )
+    heads = layout.cp * layout.tp if layout.cp > 1 and layout.cp_attention == "ulysses" else 1
+    yield (
+        model.n_kv_heads % heads != 0,
+        f"ulysses cuts model.n_kv_heads ({model.n_kv_heads}) over cp x tp ({heads}) ranks: "
+        "set parallel.cp_attention=gather",
+    )
+    yield (
+        layout.activation_checkpointing == "budget" and not train.compile,
+        "the compiler keeps the activation budget: set train.compile=true, or "
+        "parallel.activation_checkpointing=selective",
+    )
+    yield (
+        model.mtp_weight > 0 and max(layout.tp, layout.pp, layout.cp) > 1,
+        "the block for the token after next is not cut: set model.mtp_weight=0, or use dp_shard instead of tp, pp, cp",
+    )
+    if layout.pp > 1:
+        yield from _pipeline_rules(recipe)
+    yield from _expert_rules(recipe)
+
+
+def _pipeline_rules(recipe: Recipe) -> Iterator[tuple[bool, str]]:
+    model, layout = recipe.model, recipe.parallel
     stages = layout.pp * layout.stages_per_rank
-    ulysses = layout.cp > 1 and layout.cp_attention == "ulysses"
-    cut_by_tp = {
-        "model.n_heads": model.n_heads,
-        "model.n_kv_heads": model.n_kv_heads,
-        "model.intermediate_size": model.intermediate_size,
-    }
-    if model.vocab_size is not None:
-        cut_by_tp["model.vocab_size"] = model.vocab_size
-    problems = [
-        f"parallel.tp ({layout.tp}) must divide {name} ({value})" for name, value in cut_by_tp.items() if value % layout.tp
-    ]
-    pieces = layout.cp * (layout.tp if layout.sp else 1)
-    rules = [
-        (
-            layout.cp > 1 and train.seq_len % (2 * layout.cp) != 0,
-            f"train.seq_len ({train.seq_len}) must be a multiple of 2 x parallel.cp ({2 * layout.cp})",
-        ),
-        (
-            train.seq_len % pieces != 0,
-            f"train.seq_len ({train.seq_len}) must be a multiple of {pieces} (cp x tp); or set parallel.sp=false",
-        ),
-        (
-            ulysses and model.n_kv_heads % (layout.cp * layout.tp) != 0,
-            f"ulysses cuts model.n_kv_heads ({model.n_kv_heads}) over cp x tp ({layout.cp * layout.tp}) ranks: "
-            "set parallel.cp_attention=gather",
-        ),
-        (
-            stages > model.n_layers,
-            f"{stages} pipeline stages need as many layers, and model.n_layers is {model.n_layers}: lower parallel.pp"
-            + (" or set parallel.schedule=1f1b" if layout.stages_per_rank > 1 else ""),
-        ),
-        (
-            layout.pp > 1 and model.tied,
-            "embedding and head are on different pipeline stages: set model.tied=false or parallel.pp=1",
-        ),
-        (
-            layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and train.compile,
-            f"schedule {layout.schedule} cannot split a compiled backward: set train.compile=false or "
-            "parallel.schedule=interleaved",
-        ),
-        (
-            layout.activation_checkpointing == "budget" and not train.compile,
-            "the compiler keeps the activation budget: set train.compile=true, or "
-            "parallel.activation_checkpointing=selective",
-        ),
-    ]
-    return problems + [message for wrong, message in rules if wrong]
+    yield (
+        stages > model.n_layers,
+        f"{stages} pipeline stages need as many layers, and model.n_layers is {model.n_layers}: lower parallel.pp"
+        + (" or set parallel.schedule=1f1b" if layout.stages_per_rank > 1 else ""),
+    )
+    yield model.tied, "embedding and head are on different pipeline stages: set model.tied=false or parallel.pp=1"
+    yield (
+        layout.schedule in SPLIT_BACKWARD and recipe.train.compile,
+        f"schedule {layout.schedule} cannot split a compiled backward: set train.compile=false or "
+        "parallel.schedule=interleaved",
+    )
+    yield (
+        model.moe is not None and model.moe.balance == "aux",
+        "the balance loss of early pipeline stages would be lost: set model.moe.balance=bias",
+    )
+
+
+def _expert_rules(recipe: Recipe) -> Iterator[tuple[bool, str]]:
+    moe, layout = recipe.model.moe, recipe.parallel
+    if moe is None:
+        yield layout.ep > 1, f"parallel.ep is {layout.ep}, but the model has no experts: set it to 1, or give model.moe"
+        return
+    yield moe.experts % layout.ep != 0, f"parallel.ep ({layout.ep}) must divide model.moe.experts ({moe.experts})"
+    yield layout.tp > 1, "experts are not cut by tp: set parallel.tp=1 and share them with parallel.ep"

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.parallel import ParallelRecipe, layout_problems
-from zero2all.recipe.presets import PRESETS
 from zero2all.recipe.types import Bytes, Count, Fraction, Positive, Section, Slug, Span
 from zero2all.units import Duration
 
@@ -114,65 +114,6 @@ class TokensRecipe(Section):
     """Where the token store is; ``<out>/tokens`` if not given."""
 
 
-class ModelConfig(Section):
-    """The shape of the decoder. Give a preset, single fields, or a preset with some fields changed."""
-
-    preset: str | None = None
-    """A named shape; any field given beside it wins."""
-    hidden_size: int = Field(192, ge=8)
-    intermediate_size: int = Field(512, ge=8)
-    n_layers: int = Field(7, ge=1)
-    n_heads: int = Field(3, ge=1)
-    n_kv_heads: int = Field(1, ge=1)
-    """Fewer than ``n_heads`` is grouped-query attention."""
-    head_dim: int | None = None
-    """Size of one head; ``hidden_size / n_heads`` if not given."""
-    context: int = Field(512, ge=8)
-    """Longest sequence."""
-    vocab_size: int | None = None
-    """Rows of the embedding; taken from the tokenizer if not given."""
-    rope_theta: Positive = 10000.0
-    norm_eps: Positive = 1e-5
-    qkv_bias: bool = False
-    """A bias on the query, key and value projections."""
-    qk_norm: bool = False
-    """RMSNorm over each head of queries and keys."""
-    tied: bool = False
-    """One matrix for embedding and output head."""
-    residual_fp32: bool = True
-    """Keep the residual stream in fp32 under bf16."""
-    init_std: Positive = 0.02
-    """Spread of the initial weights; those that write to the residual stream are scaled by depth."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, values: Any) -> Any:
-        if isinstance(values, dict) and isinstance(name := values.get("preset"), str):
-            return {**PRESETS.get(name, {}), **values}
-        return values
-
-    @field_validator("preset")
-    @classmethod
-    def _preset_exists(cls, name: str | None) -> str | None:
-        if name is not None and name not in PRESETS:
-            raise ValueError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
-        return name
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
-        if self.head_dim is None and self.hidden_size % self.n_heads:
-            raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of n_heads ({self.n_heads})")
-        if self.head_size % 2:
-            raise ValueError(f"head size ({self.head_size}) must be even for rotary positions")
-        return self
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.n_heads
-
-
 class OptimizerRecipe(Section):
     """How weights are moved. Weight decay goes to matrices only, never to norms or biases."""
 
@@ -217,6 +158,8 @@ class TrainRecipe(Section):
     """bf16 means fp32 weights under autocast. auto takes it where the device computes it natively."""
     compile: bool = False
     """Compile each block with torch.compile."""
+    document_mask: bool = False
+    """Tokens see only their own document, which begins at its end-of-text token, with positions counted from there."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
     schedule: ScheduleRecipe = ScheduleRecipe()
 

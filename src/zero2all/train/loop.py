@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zero2all.console import say
 from zero2all.errors import Interrupted, UsageError, Z2aError
-from zero2all.model import Z2all
+from zero2all.model import Z2all, document_starts
 from zero2all.recipe import Recipe, TrainRecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import Samples
@@ -53,7 +53,7 @@ def train(recipe: Recipe, on_batch: OnBatch | None = None) -> dict[str, Any]:
     identity = {
         "samples": samples.fingerprint,
         "tokenizer": tokenizer.fingerprint,
-        "model": model.config.model_dump(mode="json", exclude={"preset"}),
+        "model": model.config.model_dump(mode="json", exclude={"preset", "ops"}),
         "optimizer": options.optimizer.name,
         "batch_samples": options.batch_samples,
     }
@@ -81,7 +81,8 @@ def train(recipe: Recipe, on_batch: OnBatch | None = None) -> dict[str, Any]:
             for micro in torch.split(batch, options.micro_tokens // options.seq_len):
                 micro = micro.to(device, non_blocking=True)
                 with autocast(options, device):
-                    losses = model(micro[:, :-1], targets_BS=micro[:, 1:])
+                    starts = document_starts(micro[:, :-1], tokenizer.end_of_text) if options.document_mask else None
+                    losses = model(micro[:, :-1], targets_BS=micro[:, 1:], starts_BS=starts)
                 micro_loss = losses.sum() / targets_in_batch
                 micro_loss.backward()
                 loss_sum += micro_loss.detach()
@@ -95,6 +96,7 @@ def train(recipe: Recipe, on_batch: OnBatch | None = None) -> dict[str, Any]:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+            model.even_load()
 
             # Always: the record. Once in a while: a line, a checkpoint.
             clock.tick()
@@ -171,6 +173,7 @@ def _say_plan(recipe: Recipe, model: Z2all, samples: Samples, device: torch.devi
     )
     passes = samples.order.epochs_at(total * options.batch_samples)
     say("passes over each source: " + ", ".join(f"{name} {count:.2f}" for name, count in passes.items()))
+    say("ops: " + ", ".join(f"{choice.op} {choice.form}" for choice in model.ops.table))
     if first:
         say(f"resuming after step {first}")
 

@@ -1,0 +1,96 @@
+"""A mixture of experts: each token goes to the few that its router scores highest, and none is dropped.
+
+Shapes: N tokens, D hidden, E experts, T experts of a token, I width of an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zero2all.model.blocks import FeedForward, WithOps, matrix_dtype
+from zero2all.recipe import MoeConfig
+
+
+class Experts(WithOps):
+    """The weights of all experts, applied to tokens that are sorted by expert.
+
+    It knows nothing of routing, so that whoever spreads experts over devices only has to bring the tokens.
+    """
+
+    def __init__(self, config: MoeConfig, hidden: int) -> None:
+        super().__init__()
+        count, width = config.experts, config.expert_intermediate
+        self.gate_proj = nn.Parameter(torch.empty(count, width, hidden))
+        self.up_proj = nn.Parameter(torch.empty(count, width, hidden))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden, width))
+
+    def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+        gate, up, down = (weight.to(x_ND.dtype) for weight in (self.gate_proj, self.up_proj, self.down_proj))
+        return self.ops.experts(x_ND, counts_E, gate, up, down, self.ops.swiglu)
+
+
+class MoE(nn.Module):
+    """
+    After a forward pass in training, ``balance_loss`` is 1 where every expert had the same load, else more, and
+    ``load`` counts the tokens of each expert since the last call of ``move_bias``.
+    """
+
+    bias: Tensor
+    load: Tensor
+
+    def __init__(self, config: MoeConfig, hidden: int) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = nn.Linear(hidden, config.experts, bias=False)
+        self.experts = Experts(config, hidden)
+        shared = config.shared_experts * config.expert_intermediate
+        self.shared_experts = FeedForward(hidden, shared) if shared else None
+        if config.balance == "bias":
+            self.register_buffer("bias", torch.zeros(config.experts))
+        self.register_buffer("load", torch.zeros(config.experts), persistent=False)
+        self.balance_loss: Tensor | None = None
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x_ND = x_BSD.flatten(0, 1)
+        weights_NT, experts_NT = self._route(x_ND)
+        flat = experts_NT.flatten()
+        order = flat.argsort(stable=True)
+        counts_E = torch.bincount(flat, minlength=self.config.experts)
+        out = self.experts(x_ND[order // self.config.top_k].to(matrix_dtype(self.gate.weight)), counts_E)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        out_NTD = out[back].view(*weights_NT.shape, -1)
+        out_ND = torch.einsum("ntd,nt->nd", out_NTD, weights_NT.to(out.dtype))
+        if self.shared_experts is not None:
+            out_ND = out_ND + self.shared_experts(x_ND)
+        return out_ND.view_as(x_BSD)
+
+    def _route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of each token's experts; in fp32, as a near tie must not turn on rounding."""
+        with torch.autocast(x_ND.device.type, enabled=False):
+            logits_NE = F.linear(x_ND.float(), self.gate.weight.float())
+        scores_NE = logits_NE.softmax(-1) if self.config.router == "softmax" else logits_NE.sigmoid()
+        wanted_NE = scores_NE + self.bias if self.config.balance == "bias" else scores_NE
+        experts_NT = wanted_NE.topk(self.config.top_k, dim=-1).indices
+        weights_NT = scores_NE.gather(-1, experts_NT)
+        if self.config.norm_topk_prob:
+            weights_NT = weights_NT / weights_NT.sum(-1, keepdim=True)
+        if self.training:
+            self._watch_load(scores_NE, experts_NT)
+        return weights_NT, experts_NT
+
+    def _watch_load(self, scores_NE: Tensor, experts_NT: Tensor) -> None:
+        counts_E = torch.bincount(experts_NT.flatten(), minlength=self.config.experts).float()
+        self.load += counts_E
+        if self.config.balance == "aux":
+            # https://arxiv.org/abs/2101.03961: share of tokens times mean score, by expert.
+            mean_E = (scores_NE / scores_NE.sum(-1, keepdim=True)).mean(0)
+            self.balance_loss = self.config.experts * (counts_E / experts_NT.numel() * mean_E).sum()
+
+    @torch.no_grad()
+    def move_bias(self) -> None:
+        """Once a step: experts with less than their share become a little likelier (https://arxiv.org/abs/2408.15664)."""
+        if self.config.balance == "bias":
+            self.bias += self.config.bias_rate * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()

@@ -1,0 +1,113 @@
+"""Cross-entropy over a few rows at a time, its gradient computed along with it.
+
+In training every loss weighs the same: the caller sums them and divides. So the gradient is computed in the same
+pass, while a chunk's logits are there, for a weight of one, and scaled when the weight is known. A caller that
+weighs tokens differently is recognised by the layout of its gradient (a sum's is one number, repeated) and pays
+with a second pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero2all.model.ops.forms import IGNORE
+
+CHUNK_BYTES = 64 * 2**20  # of fp32 logits at a time
+
+
+def _rows_at_a_time(weight: Tensor) -> int:
+    return max(16, CHUNK_BYTES // (4 * weight.shape[0]))
+
+
+def _pass(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, and with a scale for each row the gradients of x and weight, else empty ones."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
+    grad_x = torch.empty_like(x) if scale is not None else x.new_empty(0)
+    grad_weight = torch.zeros_like(weight) if scale is not None else weight.new_empty(0)
+    narrow = weight.to(x.dtype)
+    step = _rows_at_a_time(weight)
+    for begin in range(0, len(x), step):
+        part = slice(begin, begin + step)
+        counts = targets[part] != IGNORE
+        at = torch.where(counts, targets[part], 0)[:, None]
+        logits = x[part] @ narrow.T
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits[:, vocab:] = float("-inf")
+        chosen = logits.gather(1, at).float()
+        logs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        losses[part] = torch.where(counts, -logs.gather(1, at)[:, 0], 0.0)
+        if scale is None:
+            continue
+        weigh = torch.where(counts, scale[part], 0.0)[:, None]
+        pull = 1.0 + 2.0 * z_loss * (chosen - logs.gather(1, at))  # the z-loss pulls with the log of the sum
+        grad = logs.exp_().mul_(weigh * pull)
+        grad.scatter_add_(1, at, -weigh)
+        if softcap:
+            grad *= 1.0 - (logits.float() / softcap).nan_to_num_(neginf=0.0).square_()
+        grad_narrow = grad.to(x.dtype)
+        grad_x[part] = grad_narrow @ narrow
+        grad_weight += grad_narrow.T @ x[part]
+    return losses, grad_x, grad_weight
+
+
+@torch.library.custom_op("zero2all::chunked_loss", mutates_args=())
+def _forward(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    ones = torch.ones(len(x), device=x.device) if with_gradient else None
+    return _pass(x, weight, targets, vocab, softcap, z_loss, ones)
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    losses = x.new_empty(targets.shape, dtype=torch.float32)
+    if not with_gradient:
+        return losses, x.new_empty(0), weight.new_empty(0)
+    return losses, torch.empty_like(x), torch.empty_like(weight)
+
+
+@torch.library.custom_op("zero2all::chunked_loss_backward", mutates_args=())
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    return _pass(x, weight, targets, vocab, softcap, z_loss, grad)[1:]
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, targets, *ctx.settings, _ = inputs
+    ctx.save_for_backward(x, weight, targets, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _gradient(ctx: Any, grad: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, targets, grad_x, grad_weight = ctx.saved_tensors
+    if grad.stride() == (0,):  # every loss weighs the same
+        grad_x, grad_weight = grad_x * grad[0].to(grad_x.dtype), grad_weight * grad[0]
+    else:
+        grad_x, grad_weight = _backward(grad.contiguous(), x, weight, targets, *ctx.settings)
+    return grad_x, grad_weight, None, None, None, None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_keep)
+
+
+def chunked_loss(x_ND: Tensor, weight: Tensor, targets_N: Tensor, vocab: int, softcap: float, z_loss: float) -> Tensor:
+    """Losses [N] in fp32. The products are in the precision of x, their sum in that of the weight."""
+    with_gradient = torch.is_grad_enabled() and (x_ND.requires_grad or weight.requires_grad)
+    losses: Tensor = _forward(x_ND, weight, targets_N, vocab, softcap, z_loss, with_gradient)[0]
+    return losses

@@ -1,0 +1,36 @@
+"""The gate of the feed-forward part: silu(gate) * up (https://arxiv.org/abs/2002.05202)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zero2all.model.ops.forms import Form, needs_cuda, plain
+
+SwiGLU = Callable[[Tensor, Tensor], Tensor]  # gate, up
+
+
+def reference(gate: Tensor, up: Tensor) -> Tensor:
+    wide = gate.float()
+    return (wide * torch.sigmoid(wide)).to(gate.dtype) * up
+
+
+def fused(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _liger() -> SwiGLU:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    function: SwiGLU = LigerSiLUMulFunction.apply
+    return function
+
+
+FORMS = {
+    "liger": Form(_liger, needs_cuda("liger_kernel")),
+    "torch": plain(fused),
+    "reference": plain(reference),
+}
