@@ -138,8 +138,8 @@ class Z2all(WithOps):
         rotary = self.rotary(start, length, starts_BS)
         plans = self.plans(length, starts_BS) if cache is None else {}
         x_BSD = self._enter_residual(self.embed_tokens(tokens_BS))
-        for number, layer in enumerate(self.layers):
-            x_BSD = layer(x_BSD, rotary, plans.get(self.config.window(number)), cache)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, rotary, plans.get(layer.self_attn.window), cache)
         if cache is not None:
             cache.used += length
         if targets_BS is None:

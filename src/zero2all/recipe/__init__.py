@@ -7,13 +7,13 @@
 
 from zero2all.recipe.load import load_recipe, parse_recipe, recipe_or_preset, recipe_schema, recipe_yaml
 from zero2all.recipe.model import ModelConfig, MoeConfig, OpsRecipe, RopeScaling
+from zero2all.recipe.parallel import ParallelRecipe
 from zero2all.recipe.presets import PRESETS
 from zero2all.recipe.sections import (
     CheckpointRecipe,
     CorpusRecipe,
     DedupRecipe,
     EvalsRecipe,
-    ParallelRecipe,
     Recipe,
     SourceRecipe,
     TokenizerRecipe,

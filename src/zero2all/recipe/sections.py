@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from zero2all.recipe.model import ModelConfig
+from zero2all.recipe.parallel import ParallelRecipe, layout_problems
 from zero2all.recipe.training import TrainRecipe
 from zero2all.recipe.types import Bytes, Count, Fraction, Section, Slug, Span
 from zero2all.units import Duration
@@ -114,24 +115,6 @@ class TokensRecipe(Section):
     """Where the token store is; ``<out>/tokens`` if not given."""
 
 
-class ParallelRecipe(Section):
-    """How a model is laid over devices. This version trains in one process, so every size is 1."""
-
-    dp_replicate: int = Field(1, ge=1)
-    dp_shard: int = Field(1, ge=1)
-    tp: int = Field(1, ge=1)
-    pp: int = Field(1, ge=1)
-    cp: int = Field(1, ge=1)
-    ep: int = Field(1, ge=1)
-
-    @field_validator("*")
-    @classmethod
-    def _one_process(cls, size: int) -> int:
-        if size > 1:
-            raise ValueError("this version trains in one process; leave it at 1")
-        return size
-
-
 class CheckpointRecipe(Section):
     """When the state of a run is kept."""
 
@@ -192,6 +175,8 @@ class Recipe(Section):
             raise ValueError(
                 f"train.mixture names {', '.join(unknown)}, but the sources are {', '.join(sorted(known))}"
             )
+        if problems := layout_problems(self):
+            raise ValueError("; ".join(problems))
         return self
 
     @property

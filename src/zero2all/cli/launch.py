@@ -1,0 +1,46 @@
+"""z2a launch"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from zero2all.cli.conventions import Json, Result, command
+
+
+@command
+def launch(
+    words: Annotated[list[str], typer.Argument(help="What every rank runs, as after z2a.", metavar="-- COMMAND...")],
+    procs: Annotated[int, typer.Option("--procs", min=1, help="Ranks on each node, one for each GPU.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", min=1)] = 1,
+    rendezvous: Annotated[
+        str | None, typer.Option("--rendezvous", help="HOST:PORT where several nodes meet; the same on every node.")
+    ] = None,
+    restarts: Annotated[int, typer.Option("--restarts", min=0, help="Starts after a failure, at most.")] = 0,
+    emit: Annotated[
+        Literal["slurm", "k8s", "pytorchjob"] | None,
+        typer.Option("--emit", help="Print a file for sbatch or kubectl instead of running."),
+    ] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="Where --emit writes; stdout if not given.")] = None,
+    image: Annotated[str, typer.Option("--image", help="Container image for Kubernetes.")] = "zero2all:latest",
+    gpus: Annotated[int, typer.Option("--gpus", min=0, help="GPUs of each node, for --emit.")] = 0,
+    json: Json = False,
+) -> Result:
+    """Run a command on several ranks; nodes each run the same line.
+
+    Example: z2a launch --procs 2 -- train recipes/quickstart.yaml
+    """
+    from zero2all.parallel.launch import Job
+
+    job = Job(words, procs, nodes, rendezvous, restarts)
+    if emit is None:
+        status = job.run()
+        if status:
+            raise typer.Exit(status if status > 0 else 1)
+        return Result({"ranks": procs * nodes, "command": words}, f"{procs} ranks ended well")
+    text = {"slurm": job.slurm, "k8s": lambda gpus: job.train_job(image, gpus), "pytorchjob": lambda gpus: job.pytorch_job(image, gpus)}[emit](gpus)
+    if to is not None:
+        to.write_text(text, encoding="utf-8")
+    return Result({"emit": emit, "to": to and str(to), "text": text}, text if to is None else f"written to {to}")

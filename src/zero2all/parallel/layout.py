@@ -1,0 +1,155 @@
+"""Which rank does what: the sizes of a layout, the device mesh, and the samples that a rank reads."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zero2all.errors import UsageError
+from zero2all.recipe import ParallelRecipe
+
+TIMEOUT = timedelta(minutes=10)  # of a collective; longer means that a rank is lost
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """
+    >>> Sizes.of(ParallelRecipe(tp=2), world=8)
+    Sizes(pp=1, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=1)
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def of(cls, recipe: ParallelRecipe, world: int) -> Sizes:
+        """The recipe's sizes for so many ranks, ``auto`` filled in."""
+        wanted = {"pp": recipe.pp, "cp": recipe.cp, "tp": recipe.tp}
+        wanted |= {
+            name: size
+            for name, size in (("dp_replicate", recipe.dp_replicate), ("dp_shard", recipe.dp_shard))
+            if size != "auto"
+        }
+        product = math.prod(wanted.values())
+        spelled = " x ".join(f"{name} {size}" for name, size in wanted.items() if size > 1) or "1"
+        left = {name: world // product for name in ("dp_replicate", "dp_shard") if name not in wanted}
+        if world % product or (not left and world != product):
+            raise UsageError(
+                f"parallel: {spelled} = {product} ranks, but there are {world}: start {product} with "
+                f"'z2a launch --procs {product}', or change the sizes"
+            )
+        sizes = cls(**wanted, **left, ep=recipe.ep)
+        if (sizes.dp_shard * sizes.cp) % sizes.ep:
+            raise UsageError(
+                f"parallel.ep ({sizes.ep}) must divide dp_shard x cp ({sizes.dp_shard * sizes.cp}), "
+                "whose ranks share the experts"
+            )
+        return sizes
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in asdict(self).items() if size > 1) or "one process"
+
+
+class Layout:
+    """The ranks of a run on a mesh with the dimensions pp, dp_replicate, dp_shard, cp and tp; tp ranks are neighbours.
+
+    >>> layout = Layout.start(ParallelRecipe(tp=2), torch.device("cpu"))  # on each rank that 'z2a launch' started
+    >>> first, last = layout.samples(batch_samples=16)
+    """
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        """Every rank of a process group makes the same one; one process needs no group."""
+        self.sizes, self.device = sizes, device
+        self._mesh: DeviceMesh | None = None
+        self._experts: DeviceMesh | None = None
+        if sizes.world > 1:
+            names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+            shape = tuple(getattr(sizes, name) for name in names)
+            self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        if sizes.ep > 1:
+            # The same ranks seen another way: those of dp_shard and cp hold different experts, or shards of the same.
+            shards = sizes.dp_shard * sizes.cp // sizes.ep
+            self._experts = init_device_mesh(
+                device.type,
+                (sizes.pp, sizes.dp_replicate, shards, sizes.ep, sizes.tp),
+                mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep", "tp"),
+            )
+
+    @classmethod
+    def start(cls, recipe: ParallelRecipe, device: torch.device) -> Layout:
+        """Join the process group that the launcher describes in the environment, or be alone."""
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        sizes = Sizes.of(recipe, world)
+        if world > 1 and not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=TIMEOUT)
+        return cls(sizes, device)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if self._mesh is not None else 0
+
+    @property
+    def dp_rank(self) -> int:
+        """Which slice of every batch is this rank's."""
+        return self.at("dp_replicate") * self.sizes.dp_shard + self.at("dp_shard")
+
+    def at(self, dimension: str) -> int:
+        """This rank's coordinate."""
+        return 0 if self._mesh is None else self._mesh.get_local_rank(dimension)
+
+    def mesh(self, *dimensions: str) -> DeviceMesh:
+        """The part of the mesh that this rank shares along some dimensions."""
+        assert self._mesh is not None, "one process has no mesh"
+        return self._mesh[dimensions]
+
+    def shard_mesh(self) -> DeviceMesh:
+        """The ranks whose gradients are added up: copies if there are any, then shards. Ranks of cp are shards too."""
+        shards = self.mesh("dp_shard", "cp")._flatten("shards")
+        if self.sizes.dp_replicate == 1:
+            return shards
+        return DeviceMesh._concatenate([self.mesh("dp_replicate"), shards])
+
+    def experts_mesh(self, *dimensions: str) -> DeviceMesh:
+        """The same for the other way to see the ranks: dp_replicate, expert_shard and ep."""
+        assert self._experts is not None, "parallel.ep is 1"
+        return self._experts[dimensions]
+
+    def experts_shard_mesh(self) -> DeviceMesh:
+        """The ranks that hold the same experts."""
+        copies = ("dp_replicate",) if self.sizes.dp_replicate > 1 else ()
+        return self.experts_mesh(*copies, "expert_shard")
+
+    def samples(self, batch_samples: int) -> tuple[int, int]:
+        """The slice [first, last) of a batch's samples that this rank reads; tp, cp and pp ranks read the same."""
+        if batch_samples % self.sizes.dp:
+            raise UsageError(
+                f"{batch_samples} samples in a batch cannot be shared evenly by {self.sizes.dp} data-parallel ranks "
+                f"({self.sizes}): make train.batch_tokens a multiple of {self.sizes.dp} x train.seq_len"
+            )
+        each = batch_samples // self.sizes.dp
+        return self.dp_rank * each, (self.dp_rank + 1) * each
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

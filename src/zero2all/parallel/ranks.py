@@ -1,0 +1,84 @@
+"""Start ranks as processes of this machine and collect what each returns: for tests and for the parity table."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from zero2all.errors import Z2aError
+
+
+def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[Any]:
+    """``function(*args)`` in each of so many processes that share a gloo group; their results in the order of ranks.
+
+    The first rank to fail ends all of them, and its traceback is in the error; so does the time limit.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        processes, pipes = [], []
+        for rank in range(ranks):
+            receive, send = context.Pipe(duplex=False)
+            job = (rank, ranks, directory, seconds, send, function, args)
+            processes.append(context.Process(target=_rank, args=job, daemon=True))
+            processes[-1].start()
+            send.close()
+            pipes.append(receive)
+        try:
+            return _collect(pipes, time.monotonic() + seconds)
+        finally:
+            for process in processes:
+                process.join(timeout=2)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            missing = [rank for rank in range(len(pipes)) if rank not in results]
+            raise Z2aError(f"ranks {missing} of {len(pipes)} did not end in time")
+        for pipe in ready:
+            rank = next(number for number, other in enumerate(pipes) if other is pipe)
+            try:
+                right, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                raise Z2aError(f"rank {rank} of {len(pipes)} died without a word") from None
+            if not right:
+                raise Z2aError(f"rank {rank} of {len(pipes)} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank(
+    rank: int, ranks: int, directory: str, seconds: float, send: Connection, function: Callable[..., Any], args: Any
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing leaves this machine
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    try:
+        store = dist.FileStore(str(Path(directory) / "store"), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds))
+        result = (True, function(*args))
+    except BaseException:
+        result = (False, traceback.format_exc())
+    # Pickled here: multiprocessing would send tensors as handles that end with this process.
+    send.send_bytes(pickle.dumps(result))
+    send.close()
+    if result[0]:
+        dist.barrier()  # a rank that leaves early would look like a failure to the others
+        dist.destroy_process_group()
