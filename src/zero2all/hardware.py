@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from dataclasses import dataclass
 
@@ -80,6 +81,17 @@ def device_title(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"CPU with {torch.get_num_threads()} threads"
+
+
+def pick_device(wanted: str) -> torch.device:
+    """``train.device`` of a recipe: auto is a GPU if there is one, of several the one that the launcher gave us."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UsageError("train.device is cuda, but torch sees no GPU here; use train.device=auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def wants_bf16(precision: str, device: torch.device) -> bool:

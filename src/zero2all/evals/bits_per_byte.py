@@ -12,11 +12,12 @@ from torch import Tensor
 
 from zero2all.console import progress
 from zero2all.errors import Z2aError
+from zero2all.model import document_starts
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore
 
-LossesOf = Callable[[Tensor, Tensor], Tensor]
+LossesOf = Callable[..., Tensor]
 BATCH = 16
 UNIGRAM_TOKENS = 20_000_000  # of each shard; more would not move the figure
 
@@ -25,7 +26,7 @@ UNIGRAM_TOKENS = 20_000_000  # of each shard; more would not move the figure
 def bits_per_byte(losses_of: LossesOf, tokenizer: Tokenizer, recipe: Recipe) -> dict[str, Any]:
     """The model's figure and a unigram model's on the same tokens, over all text and by source.
 
-    ``losses_of(inputs, targets)`` gives the loss of each token: a model, or one that is spread over ranks. Text is cut
+    ``losses_of(inputs, targets_BS, starts_BS)`` gives the loss of each token: a model, or one spread over ranks. Text is cut
     into rows of ``train.seq_len``; end-of-text tokens are context, never scored, so the bytes are those of the text
     alone. The unigram model gives each token its share of the training tokens, plus one.
     """
@@ -44,7 +45,9 @@ def bits_per_byte(losses_of: LossesOf, tokenizer: Tokenizer, recipe: Recipe) -> 
             for batch in torch.split(torch.from_numpy(rows), BATCH):
                 targets = batch[:, 1:]
                 sizes = text_bytes[targets]
-                losses = losses_of(batch[:, :-1], targets).cpu()
+                inputs = batch[:, :-1]
+                starts = document_starts(inputs, tokenizer.end_of_text) if recipe.train.document_mask else None
+                losses = losses_of(inputs, targets_BS=targets, starts_BS=starts).cpu()
                 sums["model_nats"] += float(losses[sizes > 0].double().sum())
                 sums["unigram_nats"] += float(unigram[targets][sizes > 0].sum())
                 sums["bytes"] += float(sizes.sum())

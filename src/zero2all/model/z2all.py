@@ -19,7 +19,7 @@ from zero2all.model.moe import MoE
 from zero2all.model.ops import Ops, choose
 from zero2all.model.ops.forms import IGNORE
 from zero2all.model.rope import depends_on_length, rotary_table
-from zero2all.recipe import ModelConfig
+from zero2all.recipe import ModelConfig, RopeScaling
 
 
 class Block(nn.Module):
@@ -165,6 +165,11 @@ class Z2all(WithOps):
             return table[:, start : start + length]
         places = torch.arange(length, device=starts_BS.device) - starts_BS
         return table[:, places, None].transpose(2, 3)
+
+    def set_rope(self, theta: float, scaling: RopeScaling | None) -> None:
+        """Turn positions by other angles from here on: a stage of longer text changes them."""
+        self.config = self.config.model_copy(update={"rope_theta": theta, "rope_scaling": scaling})
+        self.rotary_2SE = rotary_table(self.config, self.config.context, self.rotary_2SE.device)
 
     def even_load(self) -> None:
         """Once a step, after the optimizer: experts that had too little to do become likelier, where a bias is used."""

@@ -144,19 +144,21 @@ class Pipeline:
         self.divisor = 1.0
         self._schedules: dict[tuple[Any, ...], Any] = {}
 
-    def backward(self, inputs: dict[str, Tensor], micros: int, divisor: float, stream: Tensor) -> Tensor | None:
-        """Forward and backward of a batch in ``micros`` pieces; the losses, on the rank that has the last stage.
+    def run(self, inputs: dict[str, Tensor], micros: int, divisor: float | None, stream: Tensor) -> Tensor | None:
+        """Forward, and with a divisor backward, of a batch in ``micros`` pieces; the losses, where the last stage is.
 
         ``stream`` has the shape and type of what passes between stages for one piece; its content is not read.
         """
-        self.divisor = divisor
+        self.divisor = divisor or 1.0
         tokens_BS, targets_BS = inputs["tokens_BS"], inputs["targets_BS"]
         key = (micros, stream.shape, stream.dtype, targets_BS.shape)
         if key not in self._schedules:
             self._schedules[key] = self._schedule(micros, stream, targets_BS)
         given = (tokens_BS,) if 0 in self.numbers else ()
         target = targets_BS if self.has_last else None
-        losses: Tensor | None = self._schedules[key].step(*given, target=target, **inputs)
+        schedule = self._schedules[key]
+        run = schedule.eval if divisor is None else schedule.step
+        losses: Tensor | None = run(*given, target=target, **inputs)
         return losses
 
     def _schedule(self, micros: int, stream: Tensor, targets_BS: Tensor) -> Any:

@@ -23,7 +23,7 @@ from zero2all.parallel.laid import Laid
 from zero2all.parallel.layout import Layout
 from zero2all.parallel.pipeline import Pipeline, joined
 from zero2all.parallel.tensor import compute_on_shards
-from zero2all.recipe import ModelConfig, ParallelRecipe
+from zero2all.recipe import ModelConfig, ParallelRecipe, RopeScaling
 
 
 class Spread:
@@ -60,6 +60,7 @@ class Spread:
         self.micro_samples = micro_samples
         self._context = Context(layout.mesh("cp"), recipe) if layout.sizes.cp > 1 else None
         laid = Laid(config, recipe, layout, bf16)
+        self._parts = laid.parts
         for part in laid.parts:
             self._fill(part, seed)
         with torch.device("meta"):
@@ -82,6 +83,31 @@ class Spread:
         inside documents. Returns this rank's losses [B, S], zero where another rank has them (a later pipeline stage,
         another part of the sequence): see ``total``.
         """
+        losses = self._run(tokens_BS, targets_BS, starts_BS, divisor)
+        self._finish_gradients()
+        return losses
+
+    @torch.no_grad()
+    def losses(self, tokens_BS: Tensor, targets_BS: Tensor, starts_BS: Tensor | None = None) -> Tensor:
+        """The losses [B, S] of samples that every rank gives alike, whole on every rank. No gradient."""
+        self._train(False)
+        try:
+            losses = self._run(tokens_BS, targets_BS, starts_BS, divisor=None)
+        finally:
+            self._train(True)
+        return self.total(losses if self.layout.dp_rank == 0 else torch.zeros_like(losses))
+
+    def set_rope(self, theta: float, scaling: RopeScaling | None) -> None:
+        """Turn positions by other angles from here on."""
+        for part in self._parts:
+            part.set_rope(theta, scaling)
+
+    def _train(self, mode: bool) -> None:
+        for part in self._parts:
+            part.train(mode)
+
+    def _run(self, tokens_BS: Tensor, targets_BS: Tensor, starts_BS: Tensor | None, divisor: float | None) -> Tensor:
+        """Forward, and with a divisor backward, of this rank's part of some samples."""
         inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
         if starts_BS is not None:
             inputs["starts_BS"] = starts_BS
@@ -95,7 +121,6 @@ class Spread:
                 losses = self._in_pipeline(self._pipeline, inputs, divisor)
             else:
                 losses = self._in_turn(inputs, divisor)
-        self._finish_gradients()
         if self._context is None:
             return losses
         return losses.new_zeros(len(losses), length).index_copy(1, own, losses)
@@ -105,7 +130,9 @@ class Spread:
 
         A shard that several ranks hold counts once. One collective, whatever the layout.
         """
-        found = [(parameter, _local(parameter.grad)) for parameter in self.model.parameters() if parameter.grad is not None]
+        found = [
+            (parameter, _local(parameter.grad)) for parameter in self.model.parameters() if parameter.grad is not None
+        ]
         norms = torch._foreach_norm([gradient for _, gradient in found])
         holders = torch.tensor([self._holders(parameter) for parameter, _ in found], device=self.layout.device)
         square = (torch.stack(norms).double().square() / holders).sum()
@@ -152,23 +179,24 @@ class Spread:
         if self._context is not None:
             self._context.apply(part)
 
-    def _in_turn(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
+    def _in_turn(self, inputs: dict[str, Tensor], divisor: float | None) -> Tensor:
         """Micro-batches one after another."""
         samples = len(inputs["tokens_BS"])
         size = self.micro_samples or samples
         run: nn.Module = self._ddp or self.model
         # DDP takes the mean over ranks of what is meant to be added up.
-        scale = (self.layout.sizes.dp if self._ddp is not None else 1) / divisor
+        scale = (self.layout.sizes.dp if self._ddp is not None else 1) / (divisor or 1)
         found: list[Tensor] = []
         for first in range(0, samples, size):
             piece = {name: tensor[first : first + size] for name, tensor in inputs.items()}
             with self._synchronised(first + size >= samples):
                 losses = run(**piece)
-                (losses.sum() * scale).backward()
+                if divisor is not None:
+                    (losses.sum() * scale).backward()
             found.append(losses.detach())
         return torch.cat(found)
 
-    def _in_pipeline(self, pipeline: Pipeline, inputs: dict[str, Tensor], divisor: float) -> Tensor:
+    def _in_pipeline(self, pipeline: Pipeline, inputs: dict[str, Tensor], divisor: float | None) -> Tensor:
         samples, length = inputs["tokens_BS"].shape
         size = self.micro_samples or _even_size(samples, 2 * pipeline.count)
         if samples % size:
@@ -178,7 +206,7 @@ class Spread:
         cuts = self.layout.sizes.tp if self.recipe.sp else 1
         dtype = torch.bfloat16 if self.bf16 and not self.config.residual_fp32 else torch.float32
         stream = torch.empty(size, length // cuts, self.config.hidden_size, dtype=dtype, device="meta")
-        losses = pipeline.backward(inputs, samples // size, divisor, stream)
+        losses = pipeline.run(inputs, samples // size, divisor, stream)
         return torch.zeros(samples, length, device=self.layout.device) if losses is None else losses.detach()
 
     def _synchronised(self, last: bool) -> AbstractContextManager[None]:

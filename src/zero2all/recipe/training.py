@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from zero2all.recipe.model import RopeScaling
 from zero2all.recipe.types import Count, Fraction, Positive, Section, Slug, Span
 from zero2all.units import Duration
 
@@ -15,7 +16,7 @@ class OptimizerRecipe(Section):
     """How weights are moved. Weight decay goes to matrices only, never to norms or biases."""
 
     name: Literal["adamw", "adamw-8bit", "muon", "lion", "sgd"] = "adamw"
-    """muon: orthogonalised momentum for the matrices inside the blocks, AdamW for the rest. adamw-8bit needs torchao."""
+    """muon: orthogonalised momentum for the matrices inside the blocks, AdamW for the rest. 8bit needs torchao."""
     lr: Positive = 3e-3
     """Peak learning rate; with muon that of AdamW."""
     muon_lr: Positive = 0.02
@@ -86,7 +87,9 @@ class StageRecipe(Length):
     schedule: ScheduleRecipe | None = None
     """If not given: in the first stage that of ``train``, later the rate at which the stage before it ended."""
     rope_theta: Positive | None = None
-    """Base of the rotary angles from this stage on: a larger one for longer sequences."""
+    """As in ``model``, from this stage on: a larger one for longer sequences."""
+    rope_scaling: RopeScaling | None = None
+    """As in ``model``, from this stage on."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -103,12 +106,13 @@ class Stage:
     duration: Duration
     seq_len: int
     batch_tokens: int
-    micro_batch_tokens: int
+    micro_batch_tokens: int | None
     batch_ramp: RampRecipe | None
     mixture: dict[str, float]
     max_epochs: float | None
     schedule: ScheduleRecipe
     rope_theta: float | None
+    rope_scaling: RopeScaling | None
 
 
 class TrainRecipe(Length):
@@ -159,7 +163,7 @@ class TrainRecipe(Length):
             where = f"stage {stage.name}: " if self.stages else ""
             for field, tokens in (
                 ("batch_tokens", stage.batch_tokens),
-                ("micro_batch_tokens", stage.micro_batch_tokens),
+                ("micro_batch_tokens", stage.micro_batch_tokens or 0),
                 ("batch_ramp.start", stage.batch_ramp.start if stage.batch_ramp else 0),
             ):
                 if tokens % stage.seq_len:
@@ -167,6 +171,14 @@ class TrainRecipe(Length):
             if stage.batch_ramp and stage.batch_ramp.start > stage.batch_tokens:
                 raise ValueError(f"{where}batch_ramp.start is more than batch_tokens ({stage.batch_tokens})")
         return self
+
+    @property
+    def micro_tokens(self) -> int:
+        return self.micro_batch_tokens or self.batch_tokens
+
+    @property
+    def batch_samples(self) -> int:
+        return self.batch_tokens // self.seq_len
 
     def resolved_stages(self) -> list[Stage]:
         """The stages with every field filled in; a run without a list of them is one stage called main."""
@@ -184,10 +196,11 @@ class TrainRecipe(Length):
             duration=stage.duration,
             seq_len=stage.seq_len or self.seq_len,
             batch_tokens=batch_tokens,
-            micro_batch_tokens=micro or batch_tokens,
+            micro_batch_tokens=micro,
             batch_ramp=stage.batch_ramp,
             mixture=self.mixture if stage.mixture is None else stage.mixture,
             max_epochs=stage.max_epochs or self.max_epochs,
             schedule=stage.schedule or (self.schedule if first else later),
             rope_theta=stage.rope_theta,
+            rope_scaling=stage.rope_scaling,
         )

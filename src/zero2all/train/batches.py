@@ -28,6 +28,7 @@ class Batch:
     inputs: Tensor  # int64 [rows, seq_len], rows a multiple of the micro-batch
     targets: Tensor  # the same shape
     sources: list[str]  # of each row
+    micro_samples: int | None  # rows of one forward pass, if the recipe says so
     samples: tuple[int, int]  # of the whole batch, over all ranks
     targets_in_all: int  # over all ranks
 
@@ -42,7 +43,7 @@ def read_batch(plan: Plan, step: int, rank: int = 0, ranks: int = 1) -> Batch:
     count = stop - start
     first, last = start + count * rank // ranks, start + count * (rank + 1) // ranks
     most = -(-count // ranks)
-    micro = min(stage.micro_samples, most)
+    micro = min(stage.micro_samples or most, most)
     rows = -(-most // micro) * micro
     tokens = np.zeros((rows, stage.stage.seq_len + 1), dtype=np.int64)
     tokens[: last - first], sources = stage.samples.read(first, last)
@@ -51,7 +52,14 @@ def read_batch(plan: Plan, step: int, rank: int = 0, ranks: int = 1) -> Batch:
     targets[last - first :] = IGNORE
     padding = [PADDING] * (rows - len(sources))
     return Batch(
-        step, stage, inputs, targets, sources + padding, (start, stop), targets_in_all=count * stage.stage.seq_len
+        step=step,
+        stage=stage,
+        inputs=inputs,
+        targets=targets,
+        sources=sources + padding,
+        micro_samples=stage.micro_samples and micro,
+        samples=(start, stop),
+        targets_in_all=count * stage.stage.seq_len,
     )
 
 

@@ -6,19 +6,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zero2all.console import console, say
 from zero2all.errors import UsageError, Z2aError
-from zero2all.hardware import peak_flops
+from zero2all.hardware import peak_flops, pick_device, wants_bf16
+from zero2all.model import document_starts
+from zero2all.model.anatomy import count_parameters
 from zero2all.parallel import Layout, Spread
-from zero2all.recipe import Recipe, TrainRecipe
+from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.train.channels import Channels
 from zero2all.train.clock import Clock
 from zero2all.train.optimizer import apply_settings, build_optimizers
-from zero2all.train.plan import Plan
+from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.run import Run, model_config
 from zero2all.train.show_plan import say_plan
 from zero2all.units import show_count
@@ -38,15 +41,27 @@ class Job:
     identity: dict[str, Any]
     first: int
 
+    def enter(self, stage: StagePlan) -> None:
+        """What a stage changes beside its samples and its rate. What it does not name is as in the stage before."""
+        theta, scaling = self.plan.rope(stage)
+        if (theta, scaling) != (self.spread.model.config.rope_theta, self.spread.model.config.rope_scaling):
+            self.spread.set_rope(theta, scaling)
+
+    def starts(self, inputs: Tensor) -> Tensor | None:
+        """Where the document of each token begins, if documents are kept apart."""
+        masked = self.run.recipe.train.document_mask
+        return document_starts(inputs, self.tokenizer.end_of_text) if masked else None
+
     def save(self, done: int) -> None:
-        self.run.checkpoints.save(done, self.spread.model, self.optimizers, self.identity)
+        rope = self.spread.model.config.model_dump(mode="json", include={"rope_theta", "rope_scaling"})
+        self.run.checkpoints.save(done, self.spread.model, self.optimizers, {**self.identity, "rope": rope})
 
 
 def prepare(recipe: Recipe) -> Job:
     """Lay out the model, build the optimizers, load the newest checkpoint, write down what the run is."""
     options = recipe.train
     torch.use_deterministic_algorithms(options.deterministic)
-    device = pick_device(options)
+    device = pick_device(options.device)
     layout = Layout.start(recipe.parallel, device)
     console.quiet = layout.rank != 0
     run = Run(recipe, recipe.run_dir)
@@ -54,14 +69,14 @@ def prepare(recipe: Recipe) -> Job:
     if store.tokenizer_fingerprint != tokenizer.fingerprint:
         raise Z2aError(f"{recipe.tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
     plan = Plan(recipe, store)
-    bf16 = uses_bf16(options, device)
+    bf16 = wants_bf16(options.precision, device)
     config = model_config(recipe, tokenizer)
     spread = Spread(config, recipe.parallel, layout, seed=recipe.seed, bf16=bf16, compile=options.compile)
-    optimizers = build_optimizers(spread.model, options.optimizer)
+    optimizers = build_optimizers(spread.model, options.optimizer, spread.groups)
     identity = {
         "stages": plan.describe(),
         "tokenizer": tokenizer.fingerprint,
-        "model": config.model_dump(mode="json", exclude={"preset"}),
+        "model": config.model_dump(mode="json", exclude={"preset", "ops"}),
         "optimizer": options.optimizer.name,
     }
     first = _resume(run, spread, optimizers, identity, plan)
@@ -69,7 +84,7 @@ def prepare(recipe: Recipe) -> Job:
     if layout.rank == 0:
         run.write_down(identity, tokenizer, device)
     peak = peak_flops(device, torch.bfloat16 if bf16 else torch.float32)
-    _say_job(recipe, plan, layout, bf16, peak.source, first, spread.parameters)
+    _say_job(recipe, plan, spread, peak.source, first)
     return Job(
         run=run,
         tokenizer=tokenizer,
@@ -81,22 +96,6 @@ def prepare(recipe: Recipe) -> Job:
         identity=identity,
         first=first,
     )
-
-
-def pick_device(options: TrainRecipe) -> torch.device:
-    """A GPU if there is one; of several, the one that the launcher gave this process."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("train.device is cuda, but torch sees no GPU here; use train.device=auto")
-    if options.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(local_rank())
-    return torch.device("cuda", local_rank())
-
-
-def uses_bf16(options: TrainRecipe, device: torch.device) -> bool:
-    """Where asked for, or where the device computes bf16 natively."""
-    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
-    return options.precision == "bf16" or (options.precision == "auto" and native)
 
 
 def _resume(run: Run, spread: Spread, optimizers: list[Optimizer], identity: dict[str, Any], plan: Plan) -> int:
@@ -120,12 +119,14 @@ def _resume(run: Run, spread: Spread, optimizers: list[Optimizer], identity: dic
     return step
 
 
-def _say_job(recipe: Recipe, plan: Plan, layout: Layout, bf16: bool, peak: str, first: int, parameters: int) -> None:
-    precision = "bf16" if bf16 else "fp32"
+def _say_job(recipe: Recipe, plan: Plan, spread: Spread, peak: str, first: int) -> None:
+    layout, parameters = spread.layout, count_parameters(spread.config).total
+    precision = "bf16" if spread.bf16 else "fp32"
     say(
         f"{show_count(parameters)} parameters on {layout.device.type} in {precision} ({layout.sizes}), "
         f"{show_count(plan.tokens_before(plan.total))} tokens in {plan.total} steps; utilisation against {peak}"
     )
+    say("ops: " + ", ".join(f"{choice.op} {choice.form}" for choice in spread.model.ops.table))
     say_plan(plan, recipe.train.optimizer.lr)
     if first:
         say(f"resuming after step {first}")

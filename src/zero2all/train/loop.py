@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zero2all.console import say
 from zero2all.errors import Interrupted, Z2aError
+from zero2all.model.anatomy import count_parameters
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.track import Record
@@ -22,7 +23,8 @@ from zero2all.train.optimizer import set_learning_rate
 from zero2all.train.run import Run
 from zero2all.train.signals import stop_requested
 
-Evaluate = Callable[[Callable[[Tensor, Tensor], Tensor], Tokenizer, Recipe], dict[str, Any]]
+LossesOf = Callable[..., Tensor]
+Evaluate = Callable[[LossesOf, Tokenizer, Recipe], dict[str, Any]]
 COLLECT_EVERY = 100  # steps
 
 
@@ -50,11 +52,12 @@ def train(
                 on_batch(batch)
             if step in (stage.first_step, job.first):
                 record.event("stage", step=step, name=stage.name)
-                spread.set_rope_theta(stage.stage.rope_theta)
+                job.enter(stage)
 
             # One step: forward and backward, each loss divided by the targets of the whole batch over all ranks;
             # then all that people look at is added up over ranks and comes off the device at once.
-            losses = spread.backward(batch.inputs, batch.targets, stage.micro_samples, divisor=batch.targets_in_all)
+            spread.micro_samples = batch.micro_samples
+            losses = spread.backward(batch.inputs, batch.targets, batch.targets_in_all, job.starts(batch.inputs))
             norm = spread.clip(options.clip)
             sums = job.channels.sums(losses, batch.targets, batch.sources, stopping.is_set())
             *by_source, stop_wishes = spread.total(sums).tolist()
@@ -66,7 +69,7 @@ def train(
             for optimizer in job.optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            model.even_load()
+            spread.even_load()
 
             # Always: the record. Once in a while: a line, an evaluation, a checkpoint.
             job.clock.tick(step, loader.waited)
@@ -96,7 +99,7 @@ def train(
         "resumed_at": job.first,
         "loss": loss,
         "tokens": plan.tokens_before(plan.total),
-        "parameters": spread.parameters,
+        "parameters": count_parameters(spread.config).total,
     }
 
 

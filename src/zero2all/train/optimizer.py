@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,21 +12,27 @@ from torch.optim import Optimizer
 from zero2all.errors import need
 from zero2all.recipe import OptimizerRecipe
 
+GroupsOf = Callable[..., list[dict[str, Any]]]
 
-def build_optimizers(model: nn.Module, recipe: OptimizerRecipe) -> list[Optimizer]:
+
+def one_group(parameters: Sequence[Tensor], **settings: Any) -> list[dict[str, Any]]:
+    return [{"params": parameters, **settings}] if parameters else []
+
+
+def build_optimizers(model: nn.Module, recipe: OptimizerRecipe, groups_of: GroupsOf = one_group) -> list[Optimizer]:
     """One optimizer for all, or Muon for the matrices inside the blocks and AdamW for the rest.
 
-    Decay pulls matrices towards zero; on a norm's scale or a bias it would only hurt.
+    Decay pulls matrices towards zero; on a norm's scale or a bias it would only hurt. ``groups_of`` makes groups of
+    parameters with the same settings: a layout may need several.
     """
     named = list(model.named_parameters())
     in_blocks = [parameter for name, parameter in named if "layers." in name and parameter.dim() == 2]
     by_muon = {id(parameter) for parameter in in_blocks} if recipe.name == "muon" else set()
     rest = [parameter for _, parameter in named if id(parameter) not in by_muon]
     matrices, vectors = [p for p in rest if p.dim() >= 2], [p for p in rest if p.dim() < 2]
-    groups: list[dict[str, Any]] = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
-    optimizers = [_build(recipe.name, [group for group in groups if group["params"]])]
+    optimizers = [_build(recipe.name, [*groups_of(matrices, decays=True), *groups_of(vectors, decays=False)])]
     if by_muon:
-        optimizers.append(torch.optim.Muon([{"params": in_blocks, "decays": True}]))
+        optimizers.append(torch.optim.Muon(groups_of(in_blocks, decays=True)))
     apply_settings(optimizers, recipe)
     return optimizers
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from zero2all.errors import UsageError
-from zero2all.recipe import Recipe, Stage
+from zero2all.recipe import Recipe, RopeScaling, Stage
 from zero2all.tokens import Samples, TokenStore
 from zero2all.train.schedule import Schedule
 from zero2all.units import Duration
@@ -45,8 +45,9 @@ class StagePlan:
         return self.stage.batch_tokens // self.stage.seq_len
 
     @property
-    def micro_samples(self) -> int:
-        return self.stage.micro_batch_tokens // self.stage.seq_len
+    def micro_samples(self) -> int | None:
+        """Samples in one forward pass of a rank; None leaves it to the layout."""
+        return self.stage.micro_batch_tokens and self.stage.micro_batch_tokens // self.stage.seq_len
 
     def share(self, step: int) -> float:
         """Share of the optimizer's learning rate."""
@@ -73,12 +74,17 @@ class StagePlan:
         return self.samples.order.epochs_at(self.batch(self.end - 1)[1])
 
     def describe(self) -> dict[str, Any]:
-        """All that decides which samples a step takes."""
+        """All that decides which samples a step takes, and how their positions are turned."""
+        scaling = self.stage.rope_scaling
         return {
             "name": self.name,
             "first_step": self.first_step,
             "samples": self.samples.fingerprint,
             "batch": [self.batch_samples, *map(int, self._ramp[:2]), self.ramp_steps],
+            "rope": [
+                self.stage.rope_theta,
+                self.stage.rope_scaling and self.stage.rope_scaling.model_dump(mode="json"),
+            ],
         }
 
 
@@ -90,6 +96,7 @@ class Plan:
     """
 
     def __init__(self, recipe: Recipe, store: TokenStore) -> None:
+        self.model = recipe.model
         self.stages: list[StagePlan] = []
         first, previous = 0, 1.0
         for stage in recipe.train.resolved_stages():
@@ -105,6 +112,14 @@ class Plan:
     @property
     def sources(self) -> list[str]:
         return sorted({name for stage in self.stages for name in stage.samples.order.names})
+
+    def rope(self, stage: StagePlan) -> tuple[float, RopeScaling | None]:
+        """Base and scaling of rotary positions: the model's, until a stage says otherwise."""
+        theta, scaling = self.model.rope_theta, self.model.rope_scaling
+        for earlier in self.stages[: self.stages.index(stage) + 1]:
+            theta = earlier.stage.rope_theta or theta
+            scaling = earlier.stage.rope_scaling or scaling
+        return theta, scaling
 
     def tokens_before(self, step: int) -> int:
         return sum(stage.tokens_before(step) for stage in self.stages)

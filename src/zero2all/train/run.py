@@ -78,8 +78,10 @@ class Run:
         if step is None or not self.checkpoints.is_whole(step):
             there = ", ".join(map(str, self.checkpoints.steps())) or "none"
             raise Z2aError(f"no checkpoint {'' if step is None else step} in {self.directory}; steps there: {there}")
+        # A stage may have changed the rotary positions since the run began.
+        config = {**self.identity()["model"], **self.checkpoints.state(step)["rope"]}
         with torch.device("meta"):
-            model = Z2all(ModelConfig.model_validate(self.identity()["model"]))
+            model = Z2all(ModelConfig.model_validate(config))
         model = model.to_empty(device="cpu").init_weights(seed=0)
         self.checkpoints.load_model(step, model)
         return model.eval()
