@@ -75,6 +75,13 @@ def pick_gpu(name: str = "") -> Gpu:
     return here or GPUS["A100"]
 
 
+def pick_device(name: str) -> torch.device:
+    """What a recipe's ``train.device`` means here; auto is a GPU if there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("train.device is cuda, but torch sees no GPU here; use train.device=auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
 def device_title(device: torch.device) -> str:
     """For the head of a table."""
     if device.type == "cuda":

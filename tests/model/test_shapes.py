@@ -71,9 +71,7 @@ def test_one_tile_too_many_costs_a_wave_and_is_told() -> None:
 
 
 def test_too_small_a_micro_batch_leaves_multiprocessors_idle() -> None:
-    small = Recipe.model_validate(
-        {"model": GOOD, "train": {"steps": 1, "seq_len": 128, "batch_tokens": 256}}
-    )
+    small = Recipe.model_validate({"model": GOOD, "train": {"steps": 1, "seq_len": 128, "batch_tokens": 256}})
     advice = about(advise(small, H100))
     assert advice["train.micro_batch_tokens"] > 1024
     assert advice["train.micro_batch_tokens"] % 128 == 0
