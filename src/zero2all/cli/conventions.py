@@ -25,6 +25,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Changes to the recipe, such as train.steps=200", metavar="[KEY=VALUE]..."),
 ]
+Target = Annotated[str, typer.Argument(help="A preset by name, or a recipe in YAML.", metavar="PRESET|RECIPE")]
 RunPath = Annotated[Path, typer.Argument(help="A run directory, or the directory above it.", metavar="RUN")]
 
 EngineKind = Annotated[

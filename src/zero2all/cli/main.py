@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from zero2all import __version__
-from zero2all.cli import corpus, recipe, runs, tokenizer, tokens
+from zero2all.cli import bench, corpus, model, recipe, runs, tokenizer, tokens
 from zero2all.cli import quickstart as quickstart_command
 from zero2all.cli.conventions import print_json
 
@@ -26,10 +26,12 @@ app.add_typer(recipe.app, name="recipe")
 app.add_typer(corpus.app, name="corpus")
 app.add_typer(tokenizer.app, name="tokenizer")
 app.add_typer(tokens.app, name="tokens")
+app.add_typer(model.app, name="model")
 app.command("train")(runs.train)
 app.command("eval")(runs.evaluate)
 app.command("generate")(runs.generate)
 app.command("export")(runs.export)
+app.add_typer(bench.app, name="bench")
 
 
 def _version(asked: bool) -> None:

@@ -85,12 +85,8 @@ class Z2all(WithOps):
             if isinstance(module, WithOps):
                 module.ops = ops
 
-    @torch.no_grad()
-    def init_weights(self, seed: int) -> Z2all:
-        """Fill every parameter, each from (seed, its name), so that a part of the model gets what the whole would.
-
-        Works on a model that was built on the meta device too.
-        """
+    def prepare(self) -> Z2all:
+        """Set what is not a weight, on the device where the weights are. For a model built on the meta device."""
         if self.config.tied:
             self.lm_head.weight = self.embed_tokens.weight  # to_empty() after a meta build makes two of it
         device = self.embed_tokens.weight.device
@@ -100,6 +96,15 @@ class Z2all(WithOps):
             if isinstance(module, MoE):
                 for buffer in module.buffers(recurse=False):
                     buffer.zero_()
+        return self
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> Z2all:
+        """Fill every parameter, each from (seed, its name), so that a part of the model gets what the whole would.
+
+        Works on a model that was built on the meta device too.
+        """
+        self.prepare()
         # Each block adds twice to the residual stream; this keeps its variance from growing with depth.
         into_residual = self.config.init_std / math.sqrt(2 * self.config.n_layers)
         for name, parameter in self.named_parameters():

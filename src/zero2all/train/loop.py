@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero2all.console import say
+from zero2all.console import say, warn
 from zero2all.errors import Interrupted, UsageError, Z2aError
-from zero2all.model import Z2all, document_starts
+from zero2all.model import Z2all, document_starts, why_not_hf
 from zero2all.recipe import Recipe, TrainRecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import Samples
@@ -173,6 +173,8 @@ def _say_plan(recipe: Recipe, model: Z2all, samples: Samples, device: torch.devi
     )
     passes = samples.order.epochs_at(total * options.batch_samples)
     say("passes over each source: " + ", ".join(f"{name} {count:.2f}" for name, count in passes.items()))
+    if (reason := why_not_hf(model.config)) is not None:
+        warn(f"this model cannot be exported to a standard architecture: {reason}")
     say("ops: " + ", ".join(f"{choice.op} {choice.form}" for choice in model.ops.table))
     if first:
         say(f"resuming after step {first}")

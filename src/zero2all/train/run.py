@@ -79,7 +79,7 @@ class Run:
             raise Z2aError(f"no checkpoint {'' if step is None else step} in {self.directory}; steps there: {there}")
         with torch.device("meta"):
             model = Z2all(ModelConfig.model_validate(self.identity()["model"]))
-        model = model.to_empty(device="cpu").init_weights(seed=0)
+        model = model.to_empty(device="cpu").prepare()
         self.checkpoints.load_model(step, model)
         return model.eval()
 

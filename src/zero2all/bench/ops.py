@@ -1,0 +1,159 @@
+"""``z2a bench ops``: what each fused operation is worth in a training step, on the machine at hand.
+
+Rows: everything by its plain reference, everything fused, everything fused but one. Each row runs in a process of its
+own, all rows take turns, and a row's time is that of its fastest turn: other work on the machine only ever adds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from zero2all.bench.step import measure_in_process
+from zero2all.console import say
+from zero2all.errors import Z2aError
+from zero2all.hardware import Peak, device_title, peak_flops, pick_device, wants_bf16
+from zero2all.model.flops import flops_per_token
+from zero2all.model.ops import choose
+from zero2all.recipe import Recipe
+from zero2all.units import show_bytes
+
+PLAIN = "reference"
+ADAMW = "all but adamw"
+
+
+@dataclass
+class Row:
+    """One configuration, and the best that was measured of it."""
+
+    name: str
+    compile: bool
+    plain_adamw: bool
+    recipe: Recipe
+    seconds: float = math.inf
+    peak_bytes: int = 0
+    loss: float = math.nan
+    turns: list[float] = field(default_factory=list)
+    failed: str = ""
+
+
+def bench_ops(
+    recipe: Recipe, rounds: int = 3, steps: int = 5, compiled: bool = True, timeout: float = 600.0
+) -> dict[str, Any]:
+    """Measure every row ``rounds`` times, in turn. Returns the table as data; ``ops_markdown`` prints it."""
+    device = pick_device(recipe.train.device)
+    dtype = torch.bfloat16 if wants_bf16(recipe.train.precision, device) else torch.float32
+    rows = list(_rows(recipe, device, compiled))
+    peak = peak_flops(device, dtype)
+    for number in range(rounds):
+        for row in rows if number % 2 == 0 else rows[::-1]:
+            _take_turn(row, steps, timeout)
+        peak_flops.cache_clear()  # a machine that was busy at first has a higher peak than it seemed
+        peak = max(peak, peak_flops(device, dtype), key=lambda found: found.flops)
+        say(f"round {number + 1} of {rounds} done")
+    return _report(recipe, device, dtype, rows, peak, rounds, steps)
+
+
+def _rows(recipe: Recipe, device: torch.device, compiled: bool) -> Iterator[Row]:
+    """Forms are named in full, so that a row means the same in every process."""
+    fused = {choice.op: choice.form for choice in choose(recipe.model, device).table}
+    fast = [op for op, form in fused.items() if form != PLAIN and (op != "experts" or recipe.model.moe)]
+    tables = {"naive": dict.fromkeys(fused, PLAIN), "all fused": fused}
+    tables |= {f"all but {op}": {**fused, op: PLAIN} for op in fast} | {ADAMW: fused}
+    for compile in (False, True) if compiled else (False,):
+        for name, forms in tables.items():
+            model = recipe.model.model_copy(update={"ops": recipe.model.ops.model_copy(update=forms)})
+            train = recipe.train.model_copy(update={"compile": compile})
+            yield Row(
+                name, compile, name in ("naive", ADAMW), recipe.model_copy(update={"model": model, "train": train})
+            )
+
+
+def _take_turn(row: Row, steps: int, timeout: float) -> None:
+    if row.failed:
+        return
+    try:
+        measured = measure_in_process(row.recipe, steps, row.plain_adamw, timeout)
+    except Z2aError as error:
+        row.failed = str(error)
+        say(f"{row.name}{' (compiled)' if row.compile else ''}: {row.failed}")
+        return
+    row.turns.append(statistics.median(measured["seconds"]))
+    row.seconds = min(row.turns)
+    row.peak_bytes = max(row.peak_bytes, measured["peak_bytes"])
+    row.loss = measured["loss"]
+
+
+def _report(
+    recipe: Recipe, device: torch.device, dtype: torch.dtype, rows: list[Row], peak: Peak, rounds: int, steps: int
+) -> dict[str, Any]:
+    options = recipe.train
+    flops = flops_per_token(recipe.model, options.seq_len)
+
+    def measures(row: Row) -> dict[str, Any]:
+        named = {
+            "name": row.name,
+            "compile": row.compile,
+            "ops": row.recipe.model.ops.model_dump(),
+            "plain_adamw": row.plain_adamw,
+        }
+        if row.failed:
+            return {**named, "failed": row.failed}
+        rate = options.batch_tokens / row.seconds
+        return {
+            **named,
+            "seconds_per_step": row.seconds,
+            "turns": row.turns,
+            "tokens_per_second": rate,
+            "mfu": rate * flops.model / peak.flops,
+            "peak_bytes": row.peak_bytes,
+            "loss": row.loss,
+        }
+
+    return {
+        "device": device_title(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "model": recipe.model.model_dump(mode="json", exclude={"ops"}),
+        "batch_tokens": options.batch_tokens,
+        "micro_batch_tokens": options.micro_tokens,
+        "seq_len": options.seq_len,
+        "flops_per_token": flops.model,
+        "peak": asdict(peak),
+        "rounds": rounds,
+        "steps": steps,
+        "rows": [measures(row) for row in rows],
+    }
+
+
+def ops_markdown(report: dict[str, Any]) -> str:
+    """The report as Markdown tables, eager and compiled."""
+    shape = report["model"]
+    lines = [
+        f"{shape['preset'] or 'custom shape'}: hidden {shape['hidden_size']}, {shape['n_layers']} layers, "
+        f"{report['batch_tokens']} tokens a step in sequences of {report['seq_len']}, {report['dtype']}, "
+        f"on {report['device']}, torch {report['torch']}.",
+        f"MFU is against {report['peak']['flops'] / 1e12:,.2f} TFLOP/s ({report['peak']['source']}); "
+        f"fastest of {report['rounds']} turns, each the median of {report['steps']} steps.",
+    ]
+    for compile in (False, True):
+        rows = [row for row in report["rows"] if row["compile"] is compile]
+        if rows:
+            lines += ["", f"**{'torch.compile, block by block' if compile else 'eager'}**", ""]
+            lines += ["| ops | s/step | MFU | tokens/s | peak memory |", "|---|---:|---:|---:|---:|"]
+            lines += map(_markdown_row, rows)
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"| {row['name']} | failed: {row['failed']} | | | |"
+    return (
+        f"| {row['name']} | {row['seconds_per_step']:.3f} | {row['mfu']:.1%} "
+        f"| {row['tokens_per_second']:,.0f} | {show_bytes(row['peak_bytes'])} |"
+    )

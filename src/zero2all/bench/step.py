@@ -1,0 +1,139 @@
+"""One configuration of a training step in a process of its own, so that nothing of another is in its memory or caches.
+
+``python -m zero2all.bench.step`` reads ``{"recipe": YAML, "steps": N, "plain_adamw": false}`` on stdin and prints what it measured.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero2all.errors import Z2aError
+from zero2all.hardware import pick_device, synchronize, wants_bf16
+from zero2all.model import Z2all
+from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
+from zero2all.train.optimizer import build_optimizers
+
+
+class Step:
+    """A model, its optimizers and one batch of made-up tokens. ``run()`` is what the training loop does each step."""
+
+    def __init__(self, recipe: Recipe, plain_adamw: bool = False) -> None:
+        self.recipe, self.device = recipe, pick_device(recipe.train.device)
+        with torch.device(self.device):
+            self.model = Z2all(recipe.model).init_weights(recipe.seed)
+        self.optimizers = build_optimizers(self.model, recipe.train.optimizer)
+        if plain_adamw:
+            _one_parameter_at_a_time(self.optimizers)
+        options = recipe.train
+        shape = (options.batch_samples, options.seq_len + 1)
+        generator = torch.Generator().manual_seed(recipe.seed)
+        batch = torch.randint(0, recipe.model.vocab_size or 1, shape, generator=generator).to(self.device)
+        self.micros: tuple[Tensor, ...] = torch.split(batch, options.micro_tokens // options.seq_len)
+        if options.compile:
+            for layer in self.model.layers:
+                layer.compile()
+
+    def run(self) -> float:
+        options = self.recipe.train
+        total = torch.zeros((), device=self.device)
+        bf16 = wants_bf16(options.precision, self.device)
+        for micro in self.micros:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16):
+                losses = self.model(micro[:, :-1], targets_BS=micro[:, 1:])
+            loss = losses.sum() / options.batch_tokens
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.optimizer.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return total.item()
+
+    def timed(self) -> float:
+        synchronize(self.device)
+        start = time.perf_counter()
+        self.run()
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+    def peak_bytes(self) -> int:
+        """The most that tensors take at any moment of a step: what stays between steps, and what comes and goes."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.run()
+            return torch.cuda.max_memory_allocated(self.device)
+        return self._staying_bytes() + _peak_of_cpu_allocations(self)
+
+    def _staying_bytes(self) -> int:
+        states = [
+            value for optimizer in self.optimizers for state in optimizer.state.values() for value in state.values()
+        ]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *(s for s in states if isinstance(s, Tensor))]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(storages.values())
+
+
+def _one_parameter_at_a_time(optimizers: list[torch.optim.Optimizer]) -> None:
+    """AdamW's reference form, which no recipe would ask for: a Python loop over parameters."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.AdamW):
+            for group in optimizer.param_groups:
+                group |= {"fused": False, "foreach": False}
+
+
+def _peak_of_cpu_allocations(step: Step) -> int:
+    """CPU has no allocator statistics; the profiler's events, added up in order of time, are the same thing."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step.run()
+    results: Any = profiler.profiler.kineto_results
+    changes = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
+    held = peak = 0
+    for _, change in changes:
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+def measure_step(recipe: Recipe, steps: int, plain_adamw: bool = False) -> dict[str, Any]:
+    """``{"seconds": [each step], "first_seconds": with warming up, "peak_bytes": ..., "loss": ...}``"""
+    step = Step(recipe, plain_adamw)
+    first = step.timed()
+    loss = step.run()
+    return {
+        "first_seconds": first,
+        "seconds": [step.timed() for _ in range(steps)],
+        "peak_bytes": step.peak_bytes(),
+        "loss": loss,
+    }
+
+
+def measure_in_process(recipe: Recipe, steps: int, plain_adamw: bool, timeout: float) -> dict[str, Any]:
+    """``measure_step`` in a fresh process."""
+    order = json.dumps({"recipe": recipe_yaml(recipe), "steps": steps, "plain_adamw": plain_adamw})
+    command = [sys.executable, "-m", "zero2all.bench.step"]
+    try:
+        done = subprocess.run(command, input=order, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise Z2aError(f"no answer in {timeout:.0f} s: give a smaller shape or batch, or more time") from None
+    if done.returncode:
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+        raise Z2aError(last)
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def main() -> None:
+    order = json.load(sys.stdin)
+    measured = measure_step(parse_recipe(order["recipe"]), order["steps"], order["plain_adamw"])
+    sys.stdout.write(json.dumps(measured) + "\n")
+
+
+if __name__ == "__main__":
+    main()

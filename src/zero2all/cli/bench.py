@@ -1,0 +1,63 @@
+"""z2a bench ops | shapes"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zero2all.cli.conventions import Json, Overrides, Result, Target, command
+
+app = typer.Typer(help="Measure the machine at hand.", no_args_is_help=True)
+
+Out = Annotated[Path | None, typer.Option("--out", help="A directory for the tables as Markdown and JSON.")]
+
+
+@app.command()
+@command
+def ops(
+    target: Target = "z2all-3m",
+    overrides: Overrides = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of every row; the fastest counts.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps in a turn; their median counts.")] = 5,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure torch.compile too.")] = True,
+    out: Out = None,
+    json: Json = False,
+) -> Result:
+    """Time a training step with every op plain, every op fused, and every op fused but one.
+
+    Example: z2a bench ops z2all-10m train.batch_tokens=4096 --out bench
+    """
+    from zero2all.bench import bench_ops, ops_markdown, write_report
+    from zero2all.recipe import recipe_or_preset
+
+    report = bench_ops(recipe_or_preset(target, overrides), rounds, steps, compiled)
+    markdown = ops_markdown(report)
+    if out is not None:
+        write_report(out, "bench-ops", report, markdown)
+    return Result(report, markdown)
+
+
+@app.command()
+@command
+def shapes(
+    target: Target = "z2all-25m",
+    overrides: Overrides = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of every size; the fastest counts.")] = 9,
+    step: Annotated[int, typer.Option("--step", min=0, help="Distance between sizes; 0 chooses.")] = 0,
+    out: Out = None,
+    json: Json = False,
+) -> Result:
+    """Time the feed-forward matrix products around 8/3 of the hidden size and name the best size nearby.
+
+    Example: z2a bench shapes z2all-25m model.hidden_size=640 model.n_heads=10
+    """
+    from zero2all.bench import bench_shapes, shapes_markdown, write_report
+    from zero2all.recipe import recipe_or_preset
+
+    report = bench_shapes(recipe_or_preset(target, overrides), rounds, step)
+    markdown = shapes_markdown(report)
+    if out is not None:
+        write_report(out, "bench-shapes", report, markdown)
+    return Result(report, markdown)

@@ -1,0 +1,134 @@
+"""What a device can do at best: data sheets of known GPUs, and a matrix product timed on anything else."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero2all.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Dense bf16 figures of a data sheet, without sparsity."""
+
+    name: str
+    """How it is called in ``torch.cuda.get_device_name()``; of two that fit, the longer wins."""
+    flops: float
+    """Floating-point operations a second in bf16 with fp32 accumulation."""
+    sms: int
+    """Streaming multiprocessors: how many output tiles are computed at once."""
+    align: int
+    """Elements of 16 bits that a dimension should be a multiple of for full speed: 16 bytes on Volta and Turing,
+    128 bytes from A100 on (NVIDIA, Matrix Multiplication Background User's Guide)."""
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("V100", 125e12, 80, 8),  # fp16: it has no bf16
+        Gpu("T4", 65e12, 40, 8),  # fp16: it has no bf16
+        Gpu("A10", 125e12, 72, 64),
+        Gpu("A100", 312e12, 108, 64),
+        Gpu("A800", 312e12, 108, 64),
+        Gpu("L40S", 362e12, 142, 64),
+        Gpu("H20", 148e12, 78, 64),
+        Gpu("H100", 989e12, 132, 64),
+        Gpu("H100 PCIe", 756e12, 114, 64),
+        Gpu("H800", 989e12, 132, 64),
+        Gpu("H200", 989e12, 132, 64),
+        Gpu("B200", 2250e12, 148, 64),
+    )
+}
+
+
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Operations a second that a utilisation is measured against, and where the figure is from."""
+
+    flops: float
+    source: str
+
+
+def known_gpu(device_name: str) -> Gpu | None:
+    """``"NVIDIA A100-SXM4-80GB"`` -> the A100. A name is compared word by word: an A1000 is no A100."""
+    words = device_name.replace("-", " ").split()
+    fitting = [gpu for gpu in GPUS.values() if all(word in words for word in gpu.name.split())]
+    return max(fitting, key=lambda gpu: len(gpu.name), default=None)
+
+
+def pick_gpu(name: str = "") -> Gpu:
+    """By name; without one the GPU of this machine, or where there is none that is known, A100."""
+    if name:
+        for gpu in GPUS.values():
+            if gpu.name.lower() == name.lower():
+                return gpu
+        raise UsageError(f"no data sheet of {name!r}; there are {', '.join(GPUS)}")
+    here = known_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return here or GPUS["A100"]
+
+
+def pick_device(name: str) -> torch.device:
+    """What a recipe's ``train.device`` means here; auto is a GPU if there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("train.device is cuda, but torch sees no GPU here; use train.device=auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def device_title(device: torch.device) -> str:
+    """For the head of a table."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"CPU with {torch.get_num_threads()} threads"
+
+
+def wants_bf16(precision: str, device: torch.device) -> bool:
+    """Whether a recipe's ``train.precision`` means bf16 here; auto does where the device computes it natively."""
+    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
+    return precision == "bf16" or (precision == "auto" and native)
+
+
+@functools.cache
+def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Peak:
+    """The data sheet in bf16 on a known GPU; otherwise the fastest of some large matrix products, right here.
+
+    >>> peak_flops(torch.device("cpu")).source
+    'bf16 matrix products of 2048 measured here'
+    """
+    if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(torch.cuda.get_device_name(device))):
+        return Peak(gpu.flops, f"data sheet of {gpu.name}")
+    size = 8192 if device.type == "cuda" else 2048
+    return Peak(measured_flops(device, dtype, size), f"{_SHORT[dtype]} matrix products of {size} measured here")
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype, size: int, seconds: float = 0.7) -> float:
+    """The fastest square matrix product of at least three, as operations a second."""
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    out = torch.empty_like(left)
+    timed_product(left, right, out)  # the first one sets up threads and kernels
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < seconds:
+        times.append(timed_product(left, right, out))
+    return 2 * size**3 / min(times)
+
+
+def timed_product(left: Tensor, right: Tensor, out: Tensor) -> float:
+    """Seconds of one matrix product, finished when they are read."""
+    synchronize(left.device)
+    start = time.perf_counter()
+    torch.mm(left, right, out=out)
+    synchronize(left.device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

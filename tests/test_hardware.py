@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero2all.errors import UsageError
+from zero2all.hardware import known_gpu, measured_flops, peak_flops, pick_gpu, wants_bf16
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device_name", "sheet"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A800-SXM4-80GB", "A800"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H200", "H200"),
+        ("Tesla V100-SXM2-32GB", "V100"),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_gpu_is_known_by_the_words_of_its_name(device_name: str, sheet: str | None) -> None:
+    gpu = known_gpu(device_name)
+    assert (gpu.name if gpu else None) == sheet
+
+
+def test_a_gpu_can_be_asked_for_that_is_not_here() -> None:
+    assert pick_gpu("h100").sms == 132
+    with pytest.raises(UsageError, match="no data sheet of 'RTX 4090'; there are V100"):
+        pick_gpu("RTX 4090")
+
+
+def test_on_cpu_the_peak_is_measured_once_and_says_so() -> None:
+    peak = peak_flops(CPU, torch.float32)
+    assert peak.source == "fp32 matrix products of 2048 measured here"
+    assert peak.flops > 1e8
+    assert peak_flops(CPU, torch.float32) is peak
+
+
+def test_a_known_gpu_has_the_peak_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A800-SXM4-80GB")
+    peak = peak_flops.__wrapped__(torch.device("cuda"), torch.bfloat16)
+    assert (peak.flops, peak.source) == (312e12, "data sheet of A800")
+
+
+def test_measured_flops_count_a_multiply_and_an_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero2all.hardware.timed_product", lambda left, right, out: 0.5)
+    assert measured_flops(CPU, torch.float32, 64, seconds=0.0) == 2 * 64**3 / 0.5
+
+
+def test_bf16_where_it_is_asked_for_or_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    for native in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda native=native: native)
+        assert wants_bf16("bf16", CPU)
+        assert not wants_bf16("fp32", CPU)
+        assert wants_bf16("auto", CPU) is native
