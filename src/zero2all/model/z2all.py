@@ -25,6 +25,7 @@ from zero2all.recipe import ModelConfig
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.window = config.window(layer)
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -144,7 +145,7 @@ class Z2all(WithOps):
         plans = self.plans(length, starts_BS) if cache is None else {}
         x_BSD = self._enter_residual(self.embed_tokens(tokens_BS))
         for layer in self.layers:
-            x_BSD = layer(x_BSD, rotary, plans.get(layer.self_attn.window), cache)
+            x_BSD = layer(x_BSD, rotary, plans.get(layer.window), cache)  # type: ignore[arg-type]
         if cache is not None:
             cache.used += length
         if targets_BS is None:

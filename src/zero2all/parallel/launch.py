@@ -42,7 +42,9 @@ class Job:
     def run(self) -> int:
         """Start the ranks of this node and wait for them; their exit status."""
         if self.nodes > 1 and self.rendezvous is None:
-            raise UsageError(f"{self.nodes} nodes need a place to meet: --rendezvous HOST:{PORT}, the same on every node")
+            raise UsageError(
+                f"{self.nodes} nodes need a place to meet: --rendezvous HOST:{PORT}, the same on every node"
+            )
         process = subprocess.Popen(self.torchrun(), env=self.environment())
         while True:
             try:

@@ -105,7 +105,9 @@ class Spread:
 
         A shard that several ranks hold counts once. One collective, whatever the layout.
         """
-        found = [(parameter, _local(parameter.grad)) for parameter in self.model.parameters() if parameter.grad is not None]
+        found = [
+            (parameter, _local(parameter.grad)) for parameter in self.model.parameters() if parameter.grad is not None
+        ]
         norms = torch._foreach_norm([gradient for _, gradient in found])
         holders = torch.tensor([self._holders(parameter) for parameter, _ in found], device=self.layout.device)
         square = (torch.stack(norms).double().square() / holders).sum()
@@ -173,7 +175,8 @@ class Spread:
         size = self.micro_samples or _even_size(samples, 2 * pipeline.count)
         if samples % size:
             raise UsageError(
-                f"a rank's {samples} samples do not divide into micro-batches of {size}: change train.micro_batch_tokens"
+                f"a rank's {samples} samples do not divide into micro-batches of {size}: "
+                "change train.micro_batch_tokens"
             )
         cuts = self.layout.sizes.tp if self.recipe.sp else 1
         dtype = torch.bfloat16 if self.bf16 and not self.config.residual_fp32 else torch.float32
