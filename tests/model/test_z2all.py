@@ -1,22 +1,12 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from zero2all.model import IGNORE, KVCache, Z2all, export_hf
+from tests.model.helpers import EXPERTS, SMALL, make, some_tokens
+from zero2all.model import IGNORE, KVCache, Z2all
 from zero2all.recipe import PRESETS, ModelConfig
 
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "n_layers": 3,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "context": 64,
-    "vocab_size": 320,
-}
 VARIANTS = {
     "gqa": {},
     "mha": {"n_kv_heads": 4},
@@ -26,35 +16,10 @@ VARIANTS = {
     "qk-norm": {"qk_norm": True},
     "qk-norm, bias, tied": {"qk_norm": True, "qkv_bias": True, "tied": True},
     "wide heads": {"head_dim": 32},
-    "other theta": {"rope_theta": 500.0, "norm_eps": 1e-3},
+    "window": {"sliding_window": 7, "global_every": 2},
+    "experts": {"moe": EXPERTS},
+    "soft-cap": {"logit_softcap": 5.0},
 }
-
-
-def make(seed: int = 0, **changes: object) -> Z2all:
-    model = Z2all(ModelConfig.model_validate({**SMALL, **changes})).init_weights(seed)
-    # Wide weights and real biases and norms, so that a mistake in any of them shows in the logits.
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model.eval()
-
-
-def some_tokens(rows: int = 2, length: int = 40, seed: int = 1) -> torch.Tensor:
-    return torch.randint(0, 320, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_exported_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = make(**VARIANTS[variant])
-    export_hf(model, tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert type(theirs).__name__ == ("Qwen3ForCausalLM" if model.config.qk_norm else "LlamaForCausalLM")
-    tokens = some_tokens()
-    with torch.inference_mode():
-        assert (model(tokens) - theirs(tokens).logits).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

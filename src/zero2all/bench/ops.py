@@ -17,14 +17,14 @@ import torch
 from zero2all.bench.step import measure_in_process
 from zero2all.console import say
 from zero2all.errors import Z2aError
-from zero2all.hardware import Peak, device_title, peak_flops, wants_bf16
+from zero2all.hardware import Peak, device_title, peak_flops, pick_device, wants_bf16
 from zero2all.model.flops import flops_per_token
 from zero2all.model.ops import choose
 from zero2all.recipe import Recipe
-from zero2all.train.loop import pick_device
-from zero2all.units import show_bytes, show_count
+from zero2all.units import show_bytes
 
 PLAIN = "reference"
+ADAMW = "all but adamw"
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Row:
 
     name: str
     compile: bool
+    plain_adamw: bool
     recipe: Recipe
     seconds: float = math.inf
     peak_bytes: int = 0
@@ -45,7 +46,7 @@ def bench_ops(
     recipe: Recipe, rounds: int = 3, steps: int = 5, compiled: bool = True, timeout: float = 600.0
 ) -> dict[str, Any]:
     """Measure every row ``rounds`` times, in turn. Returns the table as data; ``ops_markdown`` prints it."""
-    device = pick_device(recipe.train)
+    device = pick_device(recipe.train.device)
     dtype = torch.bfloat16 if wants_bf16(recipe.train.precision, device) else torch.float32
     rows = list(_rows(recipe, device, compiled))
     peak = peak_flops(device, dtype)
@@ -63,19 +64,21 @@ def _rows(recipe: Recipe, device: torch.device, compiled: bool) -> Iterator[Row]
     fused = {choice.op: choice.form for choice in choose(recipe.model, device).table}
     fast = [op for op, form in fused.items() if form != PLAIN and (op != "experts" or recipe.model.moe)]
     tables = {"naive": dict.fromkeys(fused, PLAIN), "all fused": fused}
-    tables |= {f"all but {op}": {**fused, op: PLAIN} for op in fast}
+    tables |= {f"all but {op}": {**fused, op: PLAIN} for op in fast} | {ADAMW: fused}
     for compile in (False, True) if compiled else (False,):
         for name, forms in tables.items():
             model = recipe.model.model_copy(update={"ops": recipe.model.ops.model_copy(update=forms)})
             train = recipe.train.model_copy(update={"compile": compile})
-            yield Row(name, compile, recipe.model_copy(update={"model": model, "train": train}))
+            yield Row(
+                name, compile, name in ("naive", ADAMW), recipe.model_copy(update={"model": model, "train": train})
+            )
 
 
 def _take_turn(row: Row, steps: int, timeout: float) -> None:
     if row.failed:
         return
     try:
-        measured = measure_in_process(row.recipe, steps, timeout)
+        measured = measure_in_process(row.recipe, steps, row.plain_adamw, timeout)
     except Z2aError as error:
         row.failed = str(error)
         say(f"{row.name}{' (compiled)' if row.compile else ''}: {row.failed}")
@@ -93,7 +96,12 @@ def _report(
     flops = flops_per_token(recipe.model, options.seq_len)
 
     def measures(row: Row) -> dict[str, Any]:
-        named = {"name": row.name, "compile": row.compile, "ops": row.recipe.model.ops.model_dump()}
+        named = {
+            "name": row.name,
+            "compile": row.compile,
+            "ops": row.recipe.model.ops.model_dump(),
+            "plain_adamw": row.plain_adamw,
+        }
         if row.failed:
             return {**named, "failed": row.failed}
         rate = options.batch_tokens / row.seconds
@@ -130,7 +138,7 @@ def ops_markdown(report: dict[str, Any]) -> str:
         f"{shape['preset'] or 'custom shape'}: hidden {shape['hidden_size']}, {shape['n_layers']} layers, "
         f"{report['batch_tokens']} tokens a step in sequences of {report['seq_len']}, {report['dtype']}, "
         f"on {report['device']}, torch {report['torch']}.",
-        f"MFU is against {show_count(report['peak']['flops'])}FLOP/s ({report['peak']['source']}); "
+        f"MFU is against {report['peak']['flops'] / 1e12:,.2f} TFLOP/s ({report['peak']['source']}); "
         f"fastest of {report['rounds']} turns, each the median of {report['steps']} steps.",
     ]
     for compile in (False, True):

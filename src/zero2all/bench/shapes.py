@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from zero2all.console import progress
-from zero2all.hardware import device_title, synchronize, wants_bf16
+from zero2all.hardware import device_title, pick_device, synchronize, wants_bf16
 from zero2all.recipe import Recipe
-from zero2all.train.loop import pick_device
 
 NEARBY = 0.06  # how far from 8/3 of the hidden size is looked
 SAME = 0.02  # two speeds that differ by less are the same, and the nearer size wins
@@ -31,7 +30,7 @@ class Timing:
 def bench_shapes(recipe: Recipe, rounds: int = 9, step: int = 0) -> dict[str, Any]:
     """Time every candidate in turn, ``rounds`` times over; the fastest counts, since a busy moment only adds time."""
     hidden, tokens = recipe.model.hidden_size, recipe.train.micro_tokens
-    device = pick_device(recipe.train)
+    device = pick_device(recipe.train.device)
     dtype = torch.bfloat16 if wants_bf16(recipe.train.precision, device) else torch.float32
     sizes = candidates(hidden, step)
     fastest = dict.fromkeys(sizes, math.inf)
@@ -73,7 +72,8 @@ def shapes_markdown(report: dict[str, Any]) -> str:
         "|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {row['intermediate_size']} | {row['flops'] / 1e9:,.0f} | {1000 * row['seconds']:.1f} | {row['parameters']:,} |"
+        f"| {row['intermediate_size']} | {row['flops'] / 1e9:,.0f} | {1000 * row['seconds']:.1f} "
+        f"| {row['parameters']:,} |"
         for row in report["sizes"]
     ]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """One configuration of a training step in a process of its own, so that nothing of another is in its memory or caches.
 
-``python -m zero2all.bench.step`` reads ``{"recipe": YAML, "steps": N}`` on stdin and prints what it measured.
+``python -m zero2all.bench.step`` reads ``{"recipe": YAML, "steps": N, "plain_adamw": false}`` on stdin and prints what it measured.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ import torch
 from torch import Tensor
 
 from zero2all.errors import Z2aError
-from zero2all.hardware import synchronize
+from zero2all.hardware import pick_device, synchronize, wants_bf16
 from zero2all.model import Z2all
 from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
-from zero2all.train.loop import autocast, pick_device
 from zero2all.train.optimizer import build_optimizers
 
 
 class Step:
     """A model, its optimizers and one batch of made-up tokens. ``run()`` is what the training loop does each step."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.device = recipe, pick_device(recipe.train)
+    def __init__(self, recipe: Recipe, plain_adamw: bool = False) -> None:
+        self.recipe, self.device = recipe, pick_device(recipe.train.device)
         with torch.device(self.device):
             self.model = Z2all(recipe.model).init_weights(recipe.seed)
         self.optimizers = build_optimizers(self.model, recipe.train.optimizer)
+        if plain_adamw:
+            _one_parameter_at_a_time(self.optimizers)
         options = recipe.train
         shape = (options.batch_samples, options.seq_len + 1)
         generator = torch.Generator().manual_seed(recipe.seed)
@@ -42,8 +43,9 @@ class Step:
     def run(self) -> float:
         options = self.recipe.train
         total = torch.zeros((), device=self.device)
+        bf16 = wants_bf16(options.precision, self.device)
         for micro in self.micros:
-            with autocast(options, self.device):
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16):
                 losses = self.model(micro[:, :-1], targets_BS=micro[:, 1:])
             loss = losses.sum() / options.batch_tokens
             loss.backward()
@@ -78,11 +80,19 @@ class Step:
         return sum(storages.values())
 
 
+def _one_parameter_at_a_time(optimizers: list[torch.optim.Optimizer]) -> None:
+    """AdamW's reference form, which no recipe would ask for: a Python loop over parameters."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.AdamW):
+            for group in optimizer.param_groups:
+                group |= {"fused": False, "foreach": False}
+
+
 def _peak_of_cpu_allocations(step: Step) -> int:
     """CPU has no allocator statistics; the profiler's events, added up in order of time, are the same thing."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step.run()
-    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results: Any = profiler.profiler.kineto_results
     changes = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
     held = peak = 0
     for _, change in changes:
@@ -91,9 +101,9 @@ def _peak_of_cpu_allocations(step: Step) -> int:
     return peak
 
 
-def measure_step(recipe: Recipe, steps: int) -> dict[str, Any]:
+def measure_step(recipe: Recipe, steps: int, plain_adamw: bool = False) -> dict[str, Any]:
     """``{"seconds": [each step], "first_seconds": with warming up, "peak_bytes": ..., "loss": ...}``"""
-    step = Step(recipe)
+    step = Step(recipe, plain_adamw)
     first = step.timed()
     loss = step.run()
     return {
@@ -104,9 +114,9 @@ def measure_step(recipe: Recipe, steps: int) -> dict[str, Any]:
     }
 
 
-def measure_in_process(recipe: Recipe, steps: int, timeout: float) -> dict[str, Any]:
+def measure_in_process(recipe: Recipe, steps: int, plain_adamw: bool, timeout: float) -> dict[str, Any]:
     """``measure_step`` in a fresh process."""
-    order = json.dumps({"recipe": recipe_yaml(recipe), "steps": steps})
+    order = json.dumps({"recipe": recipe_yaml(recipe), "steps": steps, "plain_adamw": plain_adamw})
     command = [sys.executable, "-m", "zero2all.bench.step"]
     try:
         done = subprocess.run(command, input=order, capture_output=True, text=True, timeout=timeout)
@@ -121,7 +131,7 @@ def measure_in_process(recipe: Recipe, steps: int, timeout: float) -> dict[str, 
 
 def main() -> None:
     order = json.load(sys.stdin)
-    measured = measure_step(parse_recipe(order["recipe"]), order["steps"])
+    measured = measure_step(parse_recipe(order["recipe"]), order["steps"], order["plain_adamw"])
     sys.stdout.write(json.dumps(measured) + "\n")
 
 

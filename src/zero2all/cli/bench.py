@@ -1,4 +1,4 @@
-"""z2a bench ops | shapes"""
+"""z2a bench ops | shapes | parity"""
 
 from __future__ import annotations
 
@@ -60,4 +60,32 @@ def shapes(
     markdown = shapes_markdown(report)
     if out is not None:
         write_report(out, "bench-shapes", report, markdown)
+    return Result(report, markdown)
+
+
+@app.command()
+@command
+def parity(
+    steps: Annotated[int, typer.Option("--steps", min=1)] = 20,
+    only: Annotated[str | None, typer.Option("--only", help="Layouts whose name holds this, such as 'PP 2'.")] = None,
+    out: Out = None,
+    json: Json = False,
+) -> Result:
+    """Train a small model in every layout on this machine's CPU and compare each step with one process.
+
+    Example: z2a bench parity --only FSDP
+    """
+    from zero2all.bench import write_report
+    from zero2all.errors import UsageError, Z2aError
+    from zero2all.parallel.parity import as_data, cases, measure, table
+
+    chosen = [case for case in cases() if only is None or only in case.name]
+    if not chosen:
+        raise UsageError(f"no layout is called {only!r}; there are {', '.join(case.name for case in cases())}")
+    outcomes = measure(chosen, steps)
+    report, markdown = {"steps": steps, "outcomes": as_data(outcomes)}, table(outcomes)
+    if out is not None:
+        write_report(out, "bench-parity", report, markdown)
+    if not all(outcome.equal for outcome in outcomes):
+        raise Z2aError(f"not every layout is equal to one process\n{markdown}")
     return Result(report, markdown)

@@ -40,11 +40,10 @@ def launch(
         if status:
             raise typer.Exit(status if status > 0 else 1)
         return Result({"ranks": procs * nodes, "command": words}, f"{procs} ranks ended well")
-    text = {
-        "slurm": job.slurm,
-        "k8s": lambda gpus: job.train_job(image, gpus),
-        "pytorchjob": lambda gpus: job.pytorch_job(image, gpus),
-    }[emit](gpus)
+    if emit == "slurm":
+        text = job.slurm(gpus)
+    else:
+        text = job.train_job(image, gpus) if emit == "k8s" else job.pytorch_job(image, gpus)
     if to is not None:
         to.write_text(text, encoding="utf-8")
     return Result({"emit": emit, "to": to and str(to), "text": text}, text if to is None else f"written to {to}")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from zero2all import __version__
-from zero2all.cli import bench, corpus, model, recipe, runs, tokenizer, tokens
+from zero2all.cli import bench, corpus, launch, model, parallel, recipe, runs, tokenizer, tokens
 from zero2all.cli import quickstart as quickstart_command
 from zero2all.cli.conventions import print_json
 
@@ -28,6 +28,8 @@ app.add_typer(tokenizer.app, name="tokenizer")
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(model.app, name="model")
 app.command("train")(runs.train)
+app.command("launch")(launch.launch)
+app.add_typer(parallel.app, name="parallel")
 app.command("eval")(runs.evaluate)
 app.command("generate")(runs.generate)
 app.command("export")(runs.export)

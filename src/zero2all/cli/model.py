@@ -23,11 +23,10 @@ def show(
 
     Example: z2a model show z2all-1.1b train.seq_len=2048 --gpu H100
     """
-    from zero2all.hardware import pick_gpu
+    from zero2all.hardware import pick_device, pick_gpu
     from zero2all.model.describe import describe_model, model_text
     from zero2all.recipe import recipe_or_preset
-    from zero2all.train.loop import pick_device
 
     recipe = recipe_or_preset(target, overrides)
-    shown = describe_model(recipe, pick_device(recipe.train), pick_gpu(gpu))
+    shown = describe_model(recipe, pick_device(recipe.train.device), pick_gpu(gpu))
     return Result(shown, model_text(shown))

@@ -26,7 +26,7 @@ UNIGRAM_TOKENS = 20_000_000  # of each shard; more would not move the figure
 def bits_per_byte(losses_of: LossesOf, tokenizer: Tokenizer, recipe: Recipe) -> dict[str, Any]:
     """The model's figure and a unigram model's on the same tokens, over all text and by source.
 
-    ``losses_of(inputs, targets_BS, starts_BS)`` gives the loss of each token: a model, or one spread over ranks. Text is cut
+    ``losses_of`` gives the loss of each token, as a model does, or one that is spread over ranks. Text is cut
     into rows of ``train.seq_len``; end-of-text tokens are context, never scored, so the bytes are those of the text
     alone. The unigram model gives each token its share of the training tokens, plus one.
     """

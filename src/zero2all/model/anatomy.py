@@ -6,17 +6,22 @@ from dataclasses import dataclass
 
 import torch
 
+from zero2all.hardware import wants_bf16
+from zero2all.model.flops import Recompute
 from zero2all.model.z2all import Z2all
-from zero2all.recipe import ModelConfig
+from zero2all.recipe import ModelConfig, OpsRecipe, OptimizerRecipe, Recipe
 
 # Where a parameter belongs, by a piece of its name; the first that fits wins.
 _PARTS = {
     "embed_tokens": "embedding",
     "lm_head": "head",
+    "mtp.": "token after next",
     "norm": "norms",
     "self_attn": "attention",
+    ".gate.": "router",
     ".experts.": "experts",
-    "mlp": "mlp",
+    ".shared_experts.": "shared experts",
+    "mlp": "feed-forward",
 }
 
 
@@ -27,7 +32,7 @@ class Parameters:
     active: int
     """Those that a token goes through: of the experts, only its own."""
     in_products: int
-    """Active ones that are matrices multiplied with the token: without the look-up of the embedding. 6N counts these."""
+    """Active ones that a token is multiplied with: not the embedding, which is looked up. The N of 6N."""
 
 
 def count_parameters(config: ModelConfig) -> Parameters:
@@ -35,16 +40,17 @@ def count_parameters(config: ModelConfig) -> Parameters:
     >>> count_parameters(ModelConfig(preset="z2all-1.1b")).total
     1255499776
     """
+    # Which forms compute it changes no parameter, and those that the recipe names may not run here.
     with torch.device("meta"):
-        named = list(Z2all(config).named_parameters())
+        named = list(Z2all(config.model_copy(update={"ops": OpsRecipe()})).named_parameters())
     parts: dict[str, int] = {}
-    for name, parameter in named:
-        part = next((part for piece, part in _PARTS.items() if piece in name), "other")
-        parts[part] = parts.get(part, 0) + parameter.numel()
-    total = sum(parts.values())
     idle = 0
-    if config.moe is not None:
-        idle = parts["experts"] * (config.moe.experts - config.moe.top_k) // config.moe.experts
+    for name, parameter in named:
+        part = next(part for piece, part in _PARTS.items() if piece in name)
+        parts[part] = parts.get(part, 0) + parameter.numel()
+        if config.moe is not None and ".experts." in name:
+            idle += parameter.numel() * (config.moe.experts - config.moe.top_k) // config.moe.experts
+    total = sum(parts.values())
     looked_up = 0 if config.tied else parts["embedding"]
     return Parameters(parts, total, total - idle, total - idle - looked_up)
 
@@ -52,3 +58,78 @@ def count_parameters(config: ModelConfig) -> Parameters:
 def cache_bytes_per_token(config: ModelConfig, element: int = 2) -> int:
     """Keys and values of one position in all layers, in bf16 by default."""
     return config.n_layers * 2 * config.n_kv_heads * config.head_size * element
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes on one device that holds the whole model. The first four are exact; the others are estimates.
+
+    Activations and gradients are not at their largest at the same time, so the sum is more than the peak.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    bf16_weights: int
+    """The copies that autocast makes of the matrices."""
+    activations: int
+    """Kept for the backward pass, by the fused forms, without torch.compile (which keeps less)."""
+    activations_recomputing: int
+    """With activation checkpointing: the input of each block, and one block in full."""
+    logits: int
+    """Of the loss, where all are kept; the chunked forms keep almost none."""
+
+
+def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
+    config, tokens = recipe.model, recipe.train.micro_tokens
+    parameters = count_parameters(config)
+    bf16 = wants_bf16(recipe.train.precision, device)
+    matrices = parameters.total - parameters.parts["norms"] - (0 if config.tied else parameters.parts["embedding"])
+    return TrainingMemory(
+        weights=4 * parameters.total,
+        gradients=4 * parameters.total,
+        optimizer=_optimizer_bytes(parameters, recipe.train.optimizer),
+        bf16_weights=2 * matrices if bf16 else 0,
+        activations=activation_bytes(config, tokens, bf16),
+        activations_recomputing=activation_bytes(config, tokens, bf16, "full"),
+        logits=3 * 4 * tokens * config.vocab_rows,  # fp32: themselves, their log-softmax, their gradient
+    )
+
+
+def _optimizer_bytes(parameters: Parameters, optimizer: OptimizerRecipe) -> int:
+    """AdamW has two fp32 moments; Muon has one, for the matrices inside blocks."""
+    inside = sum(parameters.parts.get(part, 0) for part in ("attention", "feed-forward", "router", "shared experts"))
+    return 8 * parameters.total - (4 * inside if optimizer.name == "muon" else 0)
+
+
+def activation_bytes(config: ModelConfig, tokens: int, bf16: bool, recompute: Recompute = "none") -> int:
+    """What blocks keep of ``tokens`` tokens until the backward pass, as on CPU; some GPU kernels keep less."""
+    element = 2 if bf16 else 4
+    blocks = [_block_bytes(config, layer, element) for layer in range(config.n_layers)]
+    if config.mtp_weight:
+        blocks.append(blocks[-1])
+    end = _norm_bytes(config.hidden_size, element)
+    if recompute == "full":
+        stream = 4 if config.residual_fp32 else element
+        return tokens * (stream * config.hidden_size * len(blocks) + max(blocks) + end)
+    return tokens * (sum(blocks) + end)
+
+
+def _norm_bytes(size: int, element: int) -> int:
+    """fp32 before and after scaling, and the copy that the matrices after it read."""
+    return size * (4 + 4 + element)
+
+
+def _block_bytes(config: ModelConfig, layer: int, element: int) -> int:
+    hidden, moe = config.hidden_size, config.moe
+    queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
+    kept = 2 * _norm_bytes(hidden, element)
+    kept += element * (3 * queries + 2 * keys)  # q, k, v, and what comes out, by heads and by tokens
+    if config.qk_norm:
+        kept += 8 * (queries + keys)
+    wide = config.intermediate_size
+    if moe is not None and config.has_experts(layer):
+        wide = (moe.top_k + moe.shared_experts) * moe.expert_intermediate
+        kept += 4 * hidden  # the router reads fp32
+        kept += 2 * element * moe.top_k * hidden  # tokens brought to their experts, and back
+    return kept + 4 * element * wide  # gate, up, silu(gate) and their product

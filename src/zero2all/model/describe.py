@@ -7,20 +7,18 @@ from typing import Any
 
 import torch
 
-from zero2all.hardware import Gpu
+from zero2all.errors import UsageError
+from zero2all.hardware import Gpu, wants_bf16
 from zero2all.model.anatomy import cache_bytes_per_token, count_parameters, training_memory
 from zero2all.model.flops import flops_per_token
 from zero2all.model.ops import choose
 from zero2all.model.shapes import advise, products
-from zero2all.recipe import Recipe
+from zero2all.recipe import ModelConfig, Recipe
 from zero2all.units import show_bytes, show_count
 
 
 def describe_model(recipe: Recipe, device: torch.device, gpu: Gpu) -> dict[str, Any]:
     """Ops as they would be chosen on ``device``; shape advice for ``gpu``, which need not be there."""
-    if recipe.model.vocab_size is None:
-        sized = recipe.model.model_copy(update={"vocab_size": recipe.tokenizer.vocab_size})
-        recipe = recipe.model_copy(update={"model": sized})
     config, options = recipe.model, recipe.train
     parameters = count_parameters(config)
     flops = flops_per_token(config, options.seq_len)
@@ -39,12 +37,24 @@ def describe_model(recipe: Recipe, device: torch.device, gpu: Gpu) -> dict[str, 
             "6N": 6 * parameters.in_products,
         },
         "cache": {"context": config.context, "bytes_per_token": per_token, "bytes": per_token * config.context},
-        "training_memory": training_memory(recipe, device),
-        "ops": [asdict(choice) for choice in choose(config, device).table],
+        "training_memory": {
+            "micro_batch_tokens": options.micro_tokens,
+            "precision": "bf16" if wants_bf16(options.precision, device) else "fp32",
+            **asdict(training_memory(recipe, device)),
+        },
+        "ops": _chosen_ops(config, device),
         "gpu": gpu.name,
         "products": [asdict(product) for product in products(config, options.micro_tokens, gpu, recipe.parallel.tp)],
         "advice": [asdict(advice) for advice in advise(recipe, gpu)],
     }
+
+
+def _chosen_ops(config: ModelConfig, device: torch.device) -> list[dict[str, Any]]:
+    """The table of ``device``; a form that the recipe names may need another one, which is said in its place."""
+    try:
+        return [asdict(choice) for choice in choose(config, device).table if config.moe or choice.op != "experts"]
+    except UsageError as error:
+        return [{"op": "not on this machine", "form": "", "others": {"why": str(error)}}]
 
 
 def model_text(shown: dict[str, Any]) -> str:
@@ -81,12 +91,22 @@ def _flops(shown: dict[str, Any]) -> list[str]:
 
 def _memory(shown: dict[str, Any]) -> list[str]:
     cache, memory = shown["cache"], shown["training_memory"]
-    lines = [
-        f"KV cache    {show_bytes(cache['bytes_per_token'])} a token in bf16, "
+    parts = {
+        "weights": "",
+        "gradients": "",
+        "optimizer": "",
+        "bf16_weights": "copies of the matrices under autocast",
+        "activations": "estimate: kept for the backward by the fused forms, eager",
+        "activations_recomputing": "estimate: in their place with activation checkpointing",
+        "logits": "estimate: only where the loss keeps all logits, as its reference does",
+    }
+    return [
+        f"KV cache  {show_bytes(cache['bytes_per_token'])} a token in bf16, "
         f"{show_bytes(cache['bytes'])} for one sequence of {cache['context']}",
-        f"training memory, one device, micro-batches of {memory['micro_batch_tokens']} tokens in {memory['precision']}",
+        "",
+        f"training memory on one device, {memory['micro_batch_tokens']} tokens at a time in {memory['precision']}",
+        *(f"  {name.replace('_', ' '):<24}{show_bytes(memory[name]):>9}  {note}" for name, note in parts.items()),
     ]
-    return lines + [f"  {part:<22}{show_bytes(size):>9}" for part, size in memory["parts"].items()]
 
 
 def _ops(shown: dict[str, Any]) -> list[str]:

@@ -45,7 +45,7 @@ class Flops:
 
     @property
     def model(self) -> int:
-        """Forward and backward as the mathematics needs them: each product has two in the backward. MFU counts these."""
+        """Forward and backward as the mathematics needs them: a product has two in the backward. MFU counts these."""
         return 3 * self.forward
 
     @property

@@ -1,75 +1,128 @@
-"""Export to a Hugging Face directory of a standard architecture, so that no consumer needs our code."""
+"""To and from Hugging Face directories of standard architectures, so that no consumer needs our code.
+
+Llama; Qwen2 where queries, keys and values have a bias; Qwen3 where queries and keys are normed; Qwen3-MoE where
+there are experts besides. The names of the weights are ours behind ``model.``; one mapping serves both ways.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from zero2all.io import write_json
+from zero2all.errors import UsageError, Z2aError
+from zero2all.io import read_json, write_json
+from zero2all.model.hf_config import from_hf_config, hf_config
 from zero2all.model.z2all import Z2all
-from zero2all.recipe import ModelConfig
 
-
-def hf_config(config: ModelConfig, end_of_text: int | None = None, dtype: str = "float32") -> dict[str, Any]:
-    """Llama, or Qwen3 where queries and keys are normed: the shape says which."""
-    architecture = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
-    if config.qk_norm:
-        architecture = {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "use_sliding_window": False,
-        }
-    return {
-        **architecture,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.head_size,
-        "max_position_embeddings": config.context,
-        "rope_theta": config.rope_theta,  # read by older consumers
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": config.rope_theta,
-        },  # read by transformers 5
-        "rms_norm_eps": config.norm_eps,
-        "attention_bias": config.qkv_bias,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "initializer_range": config.init_std,
-        "tie_word_embeddings": config.tied,
-        "bos_token_id": None,
-        "eos_token_id": end_of_text,
-        "dtype": dtype,
-        "use_cache": True,
-    }
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 2 * 2**30
 
 
 def hf_weights(model: Z2all) -> dict[str, Tensor]:
-    """Our weights under their Hugging Face names."""
-    weights = {}
+    """Our weights under their Hugging Face names: views, so that writing to them writes to the model."""
+    config, weights = model.config, {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight":
-            if not model.config.tied:  # a tied head is the embedding, and is stored once
-                weights[name] = tensor
-        else:
+            if not config.tied:  # a tied head is the embedding, and is stored once
+                weights[name] = tensor[: config.vocab_size]
+        elif name == "embed_tokens.weight":
+            weights[f"model.{name}"] = tensor[: config.vocab_size]
+        elif ".experts." in name:
+            prefix, _, matrix = name.rpartition(".")
+            for number, expert in enumerate(tensor):
+                weights[f"model.{prefix}.{number}.{matrix}.weight"] = expert
+        elif not name.startswith("mtp."):
             weights[f"model.{name}"] = tensor
-    if model.config.qkv_bias:
-        # These architectures switch the biases of q, k, v and o together; ours has none on o, which is a zero one.
-        for layer in range(model.config.n_layers):
-            weights[f"model.layers.{layer}.self_attn.o_proj.bias"] = torch.zeros(model.config.hidden_size)
+    if config.qkv_bias and config.qk_norm:
+        # Qwen3 switches the biases of q, k, v and o together; ours has none on o, which is a zero one.
+        for layer in range(config.n_layers):
+            weights[f"model.layers.{layer}.self_attn.o_proj.bias"] = torch.zeros(config.hidden_size)
     return weights
 
 
-def export_hf(model: Z2all, out: Path, end_of_text: int | None = None, dtype: torch.dtype = torch.float32) -> None:
-    """Write ``config.json``, ``generation_config.json`` and ``model.safetensors`` to an existing directory."""
-    weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in hf_weights(model).items()}
-    save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
+def export_hf(
+    model: Z2all,
+    out: Path,
+    end_of_text: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write config and weights to an existing directory. Beside the model only one shard is in memory at a time."""
+    from safetensors.torch import save_file
+
     write_json(out / "config.json", hf_config(model.config, end_of_text, str(dtype).removeprefix("torch.")))
     write_json(out / "generation_config.json", {"eos_token_id": end_of_text, "do_sample": False})
+    weights = hf_weights(model)
+    shards = list(_shards(weights, dtype.itemsize, shard_bytes))
+    files: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        part = {name: weights[name].detach().to("cpu", dtype).contiguous() for name in names}
+        save_file(part, str(out / file), metadata={"format": "pt"})
+        files |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        size = sum(weight.numel() for weight in weights.values()) * dtype.itemsize
+        write_json(out / INDEX, {"metadata": {"total_size": size}, "weight_map": files})
+
+
+def _shards(weights: dict[str, Tensor], itemsize: int, limit: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, weight in weights.items():
+        mine = weight.numel() * itemsize
+        if names and size + mine > limit:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += mine
+    yield names
+
+
+@torch.no_grad()
+def load_hf(directory: Path, device: str = "cpu") -> Z2all:
+    """A model in fp32 from a directory of one of the architectures above, one tensor in memory beside it.
+
+    >>> model = load_hf(Path("Qwen3-0.6B"))
+    """
+    from safetensors import safe_open
+
+    if not (directory / "config.json").exists():
+        raise UsageError(f"no Hugging Face model in {directory}: it should hold config.json and *.safetensors")
+    with torch.device("meta"):
+        model = Z2all(from_hf_config(read_json(directory / "config.json")))
+    model = model.to_empty(device=device).prepare()
+    for table in (model.embed_tokens.weight, model.lm_head.weight):
+        table[model.config.vocab_size :] = 0.0
+    wanted = hf_weights(model)
+    missing = set(wanted)
+    for path in _weight_files(directory):
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                if name not in wanted:
+                    if name == "lm_head.weight" and model.config.tied:
+                        continue  # a second copy of the embedding
+                    raise Z2aError(f"{path} holds {name}, which config.json says nothing of")
+                _copy(name, file.get_tensor(name), wanted[name])
+                missing.discard(name)
+    if missing:
+        raise Z2aError(f"{directory} lacks {len(missing)} weights, such as {min(missing)}")
+    return model.eval()
+
+
+def _copy(name: str, tensor: Tensor, into: Tensor) -> None:
+    if tensor.shape != into.shape:
+        raise Z2aError(f"{name} has shape {list(tensor.shape)}; config.json asks for {list(into.shape)}")
+    if name.endswith("o_proj.bias") and tensor.any():
+        raise Z2aError(f"{name} is not zero, and the Z2all decoder has no such bias")
+    into.copy_(tensor)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / INDEX).exists():
+        names = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        return [directory / name for name in sorted(set(names))]
+    return sorted(directory.glob("*.safetensors"))

@@ -48,16 +48,25 @@ class Product:
 def products(config: ModelConfig, tokens: int, gpu: Gpu, tp: int = 1) -> list[Product]:
     """The large products of one micro-batch on one GPU, with each matrix cut over ``tp`` of them."""
     hidden, heads = config.hidden_size, config.n_heads * config.head_size // tp
-    wide, keys = config.intermediate_size // tp, config.n_kv_heads * config.head_size // tp
+    keys = config.n_kv_heads * config.head_size // tp
+    _, wide, rows = _feed_forward(config, tokens)
     shapes = {
-        "q_proj": (hidden, heads),
-        "k_proj, v_proj": (hidden, keys),
-        "o_proj": (heads, hidden),
-        "gate_proj, up_proj": (hidden, wide),
-        "down_proj": (wide, hidden),
-        "lm_head": (hidden, (config.vocab_size or 0) // tp),
+        "q_proj": (tokens, hidden, heads),
+        "k_proj, v_proj": (tokens, hidden, keys),
+        "o_proj": (tokens, heads, hidden),
+        "gate_proj, up_proj": (rows, hidden, wide // tp),
+        "down_proj": (rows, wide // tp, hidden),
+        "lm_head": (tokens, hidden, config.vocab_rows // tp),
     }
-    return [_product(name, tokens, inner, columns, gpu) for name, (inner, columns) in shapes.items() if columns]
+    return [_product(name, *shape, gpu) for name, shape in shapes.items()]
+
+
+def _feed_forward(config: ModelConfig, tokens: int) -> tuple[str, int, int]:
+    """The field that sets its width, the width, and the rows of its products: an expert sees its share of tokens."""
+    if config.moe is None:
+        return "model.intermediate_size", config.intermediate_size, tokens
+    share = tokens * config.moe.top_k // config.moe.experts
+    return "model.moe.expert_intermediate", config.moe.expert_intermediate, share
 
 
 def _product(name: str, rows: int, inner: int, columns: int, gpu: Gpu) -> Product:
@@ -86,17 +95,17 @@ def _alignment(recipe: Recipe, gpu: Gpu) -> Iterator[Advice]:
     config, tp = recipe.model, recipe.parallel.tp
     each = f" on each of {tp} GPUs" if tp > 1 else ""
     why = f"not a multiple of {gpu.align} elements{each}, so {gpu.name} does not use its tensor cores fully"
+    wide_field, wide, _ = _feed_forward(config, recipe.train.micro_tokens)
     for field, value, parts in (
         ("model.hidden_size", config.hidden_size, 1),
-        ("model.intermediate_size", config.intermediate_size, tp),
+        (wide_field, wide, tp),
         ("train.micro_batch_tokens", recipe.train.micro_tokens, 1),
     ):
         if value % (gpu.align * parts):
             yield Advice(field, value, _up(value, gpu.align * parts), why)
-    rows = 64 * tp  # the head is the widest product, and a padded vocabulary costs nothing but memory
-    if config.vocab_size is not None and config.vocab_size % rows:
-        better = _up(config.vocab_size, rows)
-        yield Advice("model.vocab_size", config.vocab_size, better, f"not a multiple of {rows}: pad it, the loss masks")
+    if config.vocab_rows % (64 * tp):  # one device's rows are padded to 64 already
+        better = _up(config.vocab_rows, 64 * tp)
+        yield Advice("model.vocab_size", config.vocab_rows, better, f"not a multiple of 64 rows{each}")
     if config.head_size not in (64, 128):
         better = min((64, 128), key=lambda size: abs(size - config.head_size))
         why = "attention kernels are written for heads of 64 and 128; fewer, larger heads cost less for the same width"
@@ -110,10 +119,11 @@ def _alignment(recipe: Recipe, gpu: Gpu) -> Iterator[Advice]:
 
 def _filling(recipe: Recipe, gpu: Gpu) -> Iterator[Advice]:
     config, tokens, tp = recipe.model, recipe.train.micro_tokens, recipe.parallel.tp
-    wide, step = config.intermediate_size, max(64, gpu.align) * tp
+    field, wide, rows = _feed_forward(config, tokens)
+    step = max(64, gpu.align) * tp
 
     def filled(size: int) -> float:
-        return _product("", tokens, config.hidden_size, size // tp, gpu).filled
+        return _product("", rows, config.hidden_size, size // tp, gpu).filled
 
     if wide % step == 0 and filled(wide) < POOR:
         reach = int(wide * NEARBY) // step * step
@@ -121,7 +131,7 @@ def _filling(recipe: Recipe, gpu: Gpu) -> Iterator[Advice]:
         best = max(nearby, key=lambda size: (round(filled(size), 2), -abs(size - wide)))
         if filled(best) > filled(wide) + 0.03:
             busy = f"{filled(best):.0%} of {gpu.name}'s {gpu.sms} multiprocessors busy instead of {filled(wide):.0%}"
-            yield Advice("model.intermediate_size", wide, best, f"gate and up would keep {busy}")
+            yield Advice(field, wide, best, f"gate and up would keep {busy}")
     narrow = min(
         (
             product

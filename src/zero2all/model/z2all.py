@@ -25,6 +25,7 @@ from zero2all.recipe import ModelConfig, RopeScaling
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.window = config.window(layer)
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -85,12 +86,8 @@ class Z2all(WithOps):
             if isinstance(module, WithOps):
                 module.ops = ops
 
-    @torch.no_grad()
-    def init_weights(self, seed: int) -> Z2all:
-        """Fill every parameter, each from (seed, its name), so that a part of the model gets what the whole would.
-
-        Works on a model that was built on the meta device too.
-        """
+    def prepare(self) -> Z2all:
+        """Set what is not a weight, on the device where the weights are. For a model built on the meta device."""
         if self.config.tied:
             self.lm_head.weight = self.embed_tokens.weight  # to_empty() after a meta build makes two of it
         device = self.embed_tokens.weight.device
@@ -100,6 +97,15 @@ class Z2all(WithOps):
             if isinstance(module, MoE):
                 for buffer in module.buffers(recurse=False):
                     buffer.zero_()
+        return self
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> Z2all:
+        """Fill every parameter, each from (seed, its name), so that a part of the model gets what the whole would.
+
+        Works on a model that was built on the meta device too.
+        """
+        self.prepare()
         # Each block adds twice to the residual stream; this keeps its variance from growing with depth.
         into_residual = self.config.init_std / math.sqrt(2 * self.config.n_layers)
         for name, parameter in self.named_parameters():
@@ -139,7 +145,7 @@ class Z2all(WithOps):
         plans = self.plans(length, starts_BS) if cache is None else {}
         x_BSD = self._enter_residual(self.embed_tokens(tokens_BS))
         for layer in self.layers:
-            x_BSD = layer(x_BSD, rotary, plans.get(layer.self_attn.window), cache)
+            x_BSD = layer(x_BSD, rotary, plans.get(layer.window), cache)  # type: ignore[arg-type]
         if cache is not None:
             cache.used += length
         if targets_BS is None:

@@ -37,7 +37,7 @@ def apply_checkpointing(blocks: nn.Module, recipe: ParallelRecipe) -> None:
         for block in blocks.children():
             # No block draws random numbers, so there is no state of generators to bring back.
             again = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **more)
-            block.forward = again  # type: ignore[method-assign]
+            block.forward = again
 
 
 def _keep_the_dear(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -64,7 +64,7 @@ class Context:
             return seen[:, :, self.own(whole, device)][..., gathered]
 
         def attend_gathered(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-            k, v = (collectives.all_gather_tensor_autograd(x.contiguous(), 2, self.group) for x in (k, v))
+            k, v = (collectives.all_gather_single_autograd(x.contiguous(), 2, self.group) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
 
         def plan_exchanged(starts_BS: Tensor | None, length: int, window: int | None, device: torch.device) -> Any:

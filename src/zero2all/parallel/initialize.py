@@ -39,7 +39,7 @@ class WholeFill(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         self._keep()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _whole(self, parameter: DTensor) -> Tensor:
         """A whole tensor to be filled; the rank's shard of it is kept when the next one is asked for."""

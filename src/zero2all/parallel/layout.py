@@ -96,8 +96,8 @@ class Layout:
 
     @classmethod
     def start(cls, recipe: ParallelRecipe, device: torch.device) -> Layout:
-        """Join the process group that the launcher describes in the environment, or be alone."""
-        world = int(os.environ.get("WORLD_SIZE", "1"))
+        """Join the process group that the launcher describes in the environment, if it is not joined, or be alone."""
+        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         sizes = Sizes.of(recipe, world)
         if world > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

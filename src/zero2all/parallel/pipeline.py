@@ -6,6 +6,7 @@ A stage is the whole model with the other stages' parts taken out; it runs the m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class Stage(nn.Module):
 
 
 def layer_costs(config: ModelConfig) -> list[int]:
-    """Multiplications for one token in each layer; the first also looks up the embedding, the last also has the head."""
+    """Multiplications for one token in each layer; the first also looks up the embedding, the last has the head."""
     with torch.device("meta"):
         model = Z2all(config)
     costs = [sum(parameter.numel() for parameter in block.parameters()) for block in model.layers]
@@ -96,11 +97,11 @@ def split_layers(costs: Sequence[int], stages: int) -> list[range]:
     ends = [len(costs)]
     for count in range(stages, 0, -1):
         ends.append(best[ends[-1], count][1])
-    return [range(begin, end) for end, begin in zip(ends, ends[1:], strict=False)][::-1]
+    return [range(begin, end) for end, begin in pairwise(ends)][::-1]
 
 
 def stage_numbers(recipe: ParallelRecipe, at: int) -> list[int]:
-    """The stages of a pipeline rank: every pp-th, or for zbv there and back, so that it holds the first and the last."""
+    """The stages of a pipeline rank: every pp-th, or for zbv there and back, so that the first has the last too."""
     if recipe.schedule == "zbv":
         return [at, 2 * recipe.pp - 1 - at]
     return [at + turn * recipe.pp for turn in range(recipe.stages_per_rank)]
@@ -187,7 +188,7 @@ class Pipeline:
             )
         except ValueError as error:
             raise UsageError(
-                f"schedule {self.recipe.schedule} cannot run {micros} micro-batches over {self.count} stages ({error}): "
+                f"schedule {self.recipe.schedule} cannot run {micros} micro-batches in {self.count} stages ({error}): "
                 "change train.micro_batch_tokens or parallel.schedule"
             ) from error
 

@@ -17,17 +17,20 @@ from typing import Any
 from zero2all.errors import Z2aError
 
 
-def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[Any]:
+def run_ranks(
+    ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 120, detail: bool = False
+) -> list[Any]:
     """``function(*args)`` in each of so many processes that share a gloo group; their results in the order of ranks.
 
-    The first rank to fail ends all of them, and its traceback is in the error; so does the time limit.
+    The first rank to fail ends all of them, and its traceback is in the error; so does the time limit. With ``detail``
+    torch checks that all ranks call the same collective with the same shapes: gloo adds up others without a word.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         processes, pipes = [], []
         for rank in range(ranks):
             receive, send = context.Pipe(duplex=False)
-            job = (rank, ranks, directory, seconds, send, function, args)
+            job = (rank, ranks, directory, seconds, detail, send, function, args)
             processes.append(context.Process(target=_rank, args=job, daemon=True))
             processes[-1].start()
             send.close()
@@ -63,15 +66,25 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
 
 
 def _rank(
-    rank: int, ranks: int, directory: str, seconds: float, send: Connection, function: Callable[..., Any], args: Any
+    rank: int,
+    ranks: int,
+    directory: str,
+    seconds: float,
+    detail: bool,
+    send: Connection,
+    function: Callable[..., Any],
+    args: Any,
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing leaves this machine
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import DebugLevel, FileStore, set_debug_level
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    if detail:
+        set_debug_level(DebugLevel.DETAIL)
     try:
-        store = dist.FileStore(str(Path(directory) / "store"), ranks)
+        store = FileStore(str(Path(directory) / "store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds))
         result = (True, function(*args))
     except BaseException:

@@ -201,7 +201,8 @@ class Spread:
         size = self.micro_samples or _even_size(samples, 2 * pipeline.count)
         if samples % size:
             raise UsageError(
-                f"a rank's {samples} samples do not divide into micro-batches of {size}: change train.micro_batch_tokens"
+                f"a rank's {samples} samples do not divide into micro-batches of {size}: "
+                "change train.micro_batch_tokens"
             )
         cuts = self.layout.sizes.tp if self.recipe.sp else 1
         dtype = torch.bfloat16 if self.bf16 and not self.config.residual_fp32 else torch.float32

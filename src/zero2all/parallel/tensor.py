@@ -29,7 +29,7 @@ def cut_matrices(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None
     for module in model.modules():
         if isinstance(module, RMSNorm):  # whole everywhere, but a DTensor: optimizers want one kind of tensor
             _distribute(module, mesh, Replicate())
-    for block in model.layers:
+    for block in model.layers.children():
         parallelize_module(
             block,
             mesh,
@@ -41,8 +41,8 @@ def cut_matrices(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None
             },
         )
         if recipe.sp:
-            for part in (block.self_attn, block.mlp):
-                part.register_forward_pre_hook(_whole_input(mesh, stream))
+            for name in ("self_attn", "mlp"):
+                block.get_submodule(name).register_forward_pre_hook(_whole_input(mesh, stream))
     if isinstance(model.embed_tokens, nn.Embedding):
         lookup = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
         parallelize_module(model, mesh, {"embed_tokens": lookup})
@@ -122,10 +122,10 @@ def _parallel_loss(mesh: DeviceMesh) -> CrossEntropy:
         # The largest logit over all ranks, so that no exponential overflows; rows of padding alone have none.
         peak = logits.detach().amax(-1)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-        total = _Sum.apply((logits - peak[:, None]).exp().sum(-1), group).log() + peak
+        total = _sum((logits - peak[:, None]).exp().sum(-1), group).log() + peak
         mine = (targets_N >= first) & (targets_N < first + own.shape[0])
         place = torch.where(mine, targets_N - first, 0)
-        right = _Sum.apply(torch.where(mine, logits.gather(-1, place[:, None])[:, 0], 0.0), group)
+        right = _sum(torch.where(mine, logits.gather(-1, place[:, None])[:, 0], 0.0), group)
         losses = total - right
         if head.z_loss:
             extra = head.z_loss * total.square()
@@ -139,11 +139,16 @@ class _Sum(torch.autograd.Function):
     """Add up over ranks. All of them go on with the same sum, so its gradient is that of every summand."""
 
     @staticmethod
-    def forward(context: object, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+    def forward(context: object, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = part.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(context: object, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(context: object, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+def _sum(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total: Tensor = _Sum.apply(part, group)  # type: ignore[no-untyped-call]
+    return total

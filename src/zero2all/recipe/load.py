@@ -50,17 +50,20 @@ def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "r
 
 
 def recipe_or_preset(target: str, overrides: list[str] | None = None) -> Recipe:
-    """A recipe file, or a preset by its name: the recipe that trains it on two sequences of its full context a step."""
-    if target not in PRESETS:
-        if not Path(target).exists():
-            raise UsageError(f"{target} is no recipe and no preset; presets: {', '.join(PRESETS)}")
-        return load_recipe(target, overrides)
-    context = PRESETS[target]["context"]
-    values = {
-        "model": {"preset": target},
-        "train": {"epochs": 1, "seq_len": context, "batch_tokens": 2 * context},
-    }
-    return parse_recipe(yaml.safe_dump(values), overrides, origin=target)
+    """A recipe file, or a preset by its name: the recipe that trains it on two sequences of its full context a step.
+
+    The vocabulary has its size already, so that the model can be looked at and measured without a tokenizer.
+    """
+    if target in PRESETS:
+        context = PRESETS[target]["context"]
+        train = {"epochs": 1, "seq_len": context, "batch_tokens": 2 * context}
+        recipe = parse_recipe(yaml.safe_dump({"model": {"preset": target}, "train": train}), overrides, origin=target)
+    elif Path(target).exists():
+        recipe = load_recipe(target, overrides)
+    else:
+        raise UsageError(f"{target} is no recipe and no preset; presets: {', '.join(PRESETS)}")
+    size = recipe.model.vocab_size or recipe.tokenizer.vocab_size
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": size})})
 
 
 def recipe_yaml(recipe: Recipe) -> str:

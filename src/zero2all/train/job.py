@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero2all.console import console, say
+from zero2all.console import console, say, warn
 from zero2all.errors import UsageError, Z2aError
 from zero2all.hardware import peak_flops, pick_device, wants_bf16
-from zero2all.model import document_starts
+from zero2all.model import document_starts, why_not_hf
 from zero2all.model.anatomy import count_parameters
 from zero2all.parallel import Layout, Spread
 from zero2all.recipe import Recipe
@@ -127,6 +127,8 @@ def _say_job(recipe: Recipe, plan: Plan, spread: Spread, peak: str, first: int) 
         f"{show_count(plan.tokens_before(plan.total))} tokens in {plan.total} steps; utilisation against {peak}"
     )
     say("ops: " + ", ".join(f"{choice.op} {choice.form}" for choice in spread.model.ops.table))
+    if (reason := why_not_hf(spread.config)) is not None:
+        warn(f"this model cannot be exported to a standard architecture: {reason}")
     say_plan(plan, recipe.train.optimizer.lr)
     if first:
         say(f"resuming after step {first}")

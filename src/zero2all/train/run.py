@@ -82,7 +82,7 @@ class Run:
         config = {**self.identity()["model"], **self.checkpoints.state(step)["rope"]}
         with torch.device("meta"):
             model = Z2all(ModelConfig.model_validate(config))
-        model = model.to_empty(device="cpu").init_weights(seed=0)
+        model = model.to_empty(device="cpu").prepare()
         self.checkpoints.load_model(step, model)
         return model.eval()
 

@@ -1,0 +1,188 @@
+"""The same logits in transformers, both ways, and the same bytes after there and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.model.helpers import EXPERTS, SMALL, make, some_tokens
+from zero2all.errors import UsageError, Z2aError
+from zero2all.model import Z2all, export_hf, load_hf, why_not_hf
+from zero2all.model.hf_config import from_hf_config, hf_config
+from zero2all.recipe import ModelConfig
+
+YARN = {"type": "yarn", "factor": 4.0, "original_context": 16}
+MOE = {"qk_norm": True, "moe": EXPERTS}
+VARIANTS = {
+    "gqa": {},
+    "mha": {"n_kv_heads": 4},
+    "mqa": {"n_kv_heads": 1},
+    "tied": {"tied": True},
+    "bias": {"qkv_bias": True},
+    "bias, window": {"qkv_bias": True, "sliding_window": 7, "global_every": 2},
+    "qk-norm": {"qk_norm": True},
+    "qk-norm, bias, tied": {"qk_norm": True, "qkv_bias": True, "tied": True},
+    "qk-norm, window": {"qk_norm": True, "sliding_window": 7},
+    "wide heads": {"head_dim": 32},
+    "odd vocabulary": {"vocab_size": 301, "tied": True},
+    "other theta": {"rope_theta": 500.0, "norm_eps": 1e-3},
+    "linear rope": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "dynamic rope": {"rope_scaling": {"type": "dynamic", "factor": 4.0, "original_context": 16}},
+    "yarn": {"rope_scaling": YARN},
+    "yarn, set": {"rope_scaling": {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.3}},
+    "llama3 rope": {"rope_scaling": {"type": "llama3", "factor": 8.0, "original_context": 16}},
+    "experts": MOE,
+    "experts, one dense layer": {"qk_norm": True, "moe": {**EXPERTS, "first_dense": 1, "norm_topk_prob": False}},
+    "experts, window, yarn": {**MOE, "sliding_window": 7, "rope_scaling": YARN},
+}
+
+
+def named(variant: str) -> str:
+    config = VARIANTS[variant]
+    if "moe" in config:
+        return "Qwen3MoeForCausalLM"
+    if "qk_norm" in config:
+        return "Qwen3ForCausalLM"
+    return "Qwen2ForCausalLM" if "qkv_bias" in config else "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_there_and_back(variant: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ours, tokens = make(**VARIANTS[variant]), some_tokens(below=301)
+    export_hf(ours, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert type(theirs).__name__ == named(variant)
+    back = load_hf(tmp_path)
+    assert back.config == ours.config
+    for name, tensor in ours.state_dict().items():
+        if name in ("embed_tokens.weight", "lm_head.weight"):
+            tensor = tensor.clone()
+            tensor[ours.config.vocab_size :] = 0.0  # padding is not stored
+        assert torch.equal(tensor, back.state_dict()[name]), name
+    with torch.inference_mode():
+        logits = ours(tokens)
+        assert (logits - theirs(tokens).logits).abs().max() <= 1e-4
+        assert torch.equal(logits, back(tokens))
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama tied", "qwen2", "qwen3", "qwen3_moe"])
+def test_import_of_what_transformers_wrote(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {
+        "vocab_size": 301,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": kind == "llama tied",
+    }
+    if kind.startswith("qwen3"):
+        shape["head_dim"] = 32
+    if kind == "qwen3_moe":
+        shape |= {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "mlp_only_layers": [0]}
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.split()[0], **shape), dtype=torch.float32)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    theirs.eval().save_pretrained(tmp_path, max_shard_size="60KB")
+    ours, tokens = load_hf(tmp_path), some_tokens(below=301)
+    with torch.inference_mode():
+        assert (ours(tokens) - theirs(tokens).logits).abs().max() <= 1e-4
+
+
+def test_in_shards_it_is_the_same_and_bf16_survives(tmp_path: Path) -> None:
+    model = make(**MOE).bfloat16().float()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "many").mkdir()
+    export_hf(model, tmp_path / "one", dtype=torch.bfloat16)
+    export_hf(model, tmp_path / "many", dtype=torch.bfloat16, shard_bytes=100_000)
+    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 3
+    assert all((tmp_path / "many" / name).stat().st_size < 120_000 for name in files)
+    for name in ("one", "many"):
+        back = load_hf(tmp_path / name)
+        assert all(torch.equal(tensor, back.state_dict()[key]) for key, tensor in model.state_dict().items())
+
+
+def test_what_no_standard_architecture_computes_is_refused_with_what_to_change() -> None:
+    for changes, named in [
+        ({"logit_softcap": 30.0}, "logit_softcap"),
+        ({"sliding_window": 8}, "qk_norm"),
+        ({"moe": EXPERTS}, "qk_norm"),
+        ({"qk_norm": True, "moe": {**EXPERTS, "router": "sigmoid"}}, "softmax"),
+        ({"qk_norm": True, "moe": {**EXPERTS, "shared_experts": 1}}, "shared"),
+        ({"qk_norm": True, "moe": EXPERTS, "sliding_window": 8, "global_every": 2}, "global_every"),
+    ]:
+        config = ModelConfig.model_validate({**SMALL, **changes})
+        assert named in str(why_not_hf(config))
+        with pytest.raises(UsageError, match=named):
+            hf_config(config)
+
+
+def test_what_we_do_not_compute_is_refused_by_name() -> None:
+    plain = hf_config(ModelConfig.model_validate(SMALL))
+    for changes, named in [
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "partial"),
+    ]:
+        with pytest.raises(UsageError, match=named):
+            from_hf_config({**plain, **changes})
+
+
+def test_config_of_older_transformers_is_read() -> None:
+    old = hf_config(ModelConfig.model_validate({**SMALL, "rope_theta": 5e5, "rope_scaling": YARN}))
+    del old["rope_parameters"]
+    old["rope_scaling"] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    config = from_hf_config(old)
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.model_dump() == {**config.rope_scaling.model_dump(), **YARN}
+
+
+def test_wrong_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"config\.json"):
+        load_hf(tmp_path)
+    export_hf(make(), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for wrong, message in [
+        ({key: value for key, value in weights.items() if key != name}, "lacks 1 weights, such as " + name),
+        ({**weights, name: weights[name][:-1].clone()}, "has shape"),
+        ({**weights, "model.extra": torch.zeros(1)}, r"holds model\.extra"),
+    ]:
+        save_file(wrong, tmp_path / "model.safetensors")
+        with pytest.raises(Z2aError, match=message):
+            load_hf(tmp_path)
+
+
+def test_a_bias_on_the_output_projection_is_refused_unless_zero(tmp_path: Path) -> None:
+    export_hf(make(qk_norm=True, qkv_bias=True), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.bias"
+    assert not weights[name].any()
+    weights[name][3] = 0.5
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(Z2aError, match="no such bias"):
+        load_hf(tmp_path)
+
+
+def test_the_further_block_stays_at_home(tmp_path: Path) -> None:
+    model = make(mtp_weight=0.3)
+    export_hf(model, tmp_path)
+    back = load_hf(tmp_path)
+    assert isinstance(back, Z2all)
+    assert back.mtp is None
+    assert torch.equal(back(some_tokens()), model(some_tokens()))
+    assert "mtp" not in json.dumps(sorted(load_file(tmp_path / "model.safetensors")))

@@ -1,0 +1,103 @@
+"""The same recipe on one process and on several: the same batches, the same losses, and checkpoints that fit all."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import tiny_recipe
+from zero2all.errors import Interrupted
+from zero2all.evals import bits_per_byte
+from zero2all.parallel.ranks import run_ranks
+from zero2all.recipe import Recipe
+from zero2all.track import read_steps
+from zero2all.train import Run, train
+from zero2all.train.batches import PADDING, Batch
+
+ALIKE = 5e-6  # of losses, in fp32
+
+
+def losses(directory: Path) -> list[float]:
+    return [values["loss"] for values in read_steps(directory / "run" / "record.jsonl").values()]
+
+
+def trained(recipe: Recipe, stop_at: int | None = None) -> dict[int, list[str]]:
+    """On one rank: train, and give back a hash of every row that it read, by step."""
+    import signal
+
+    rows: dict[int, list[str]] = {}
+
+    def look(batch: Batch) -> None:
+        real = [row for row, source in zip(batch.inputs, batch.sources, strict=True) if source != PADDING]
+        rows[batch.step] = [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in real]
+        if batch.step == stop_at:
+            signal.raise_signal(signal.SIGTERM)
+
+    try:
+        train(recipe, on_batch=look, evaluate=bits_per_byte)
+    except Interrupted:
+        assert stop_at is not None
+    return rows
+
+
+@pytest.fixture(scope="module")
+def alone(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[str]]]:
+    out = tmp_path_factory.mktemp("alone")
+    return out, trained(recipe_for(world, out))
+
+
+def recipe_for(world: Path, out: Path, *overrides: str) -> Recipe:
+    stages = (
+        "[{name: first, steps: 5, mixture: {en: 2, zh: 1}}, {name: long, steps: 4, seq_len: 64, rope_theta: 50000}]"
+    )
+    return tiny_recipe(
+        world, f"out={out}", "train.steps=null", f"train.stages={stages}", "model.n_kv_heads=4", "model.n_layers=4",
+        "train.batch_tokens=384", "evals.every=4 steps", "checkpoint.every=3 steps", *overrides,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, "{dp_replicate: 2}"),
+        (3, "{}"),  # 12 samples over 3 ranks, and 6 of the longer ones
+        (4, "{dp_shard: 2, tp: 2}"),
+        (4, "{pp: 2, dp_shard: 2}"),
+    ],
+    ids=["ddp", "fsdp", "fsdp-tp", "fsdp-pp"],
+)
+def test_several_ranks_train_as_one(
+    ranks: int, layout: str, alone: tuple[Path, dict[int, list[str]]], world: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_for(world, tmp_path, f"parallel={layout}")
+    seen: list[dict[int, list[str]]] = run_ranks(ranks, trained, recipe)
+    assert losses(tmp_path) == pytest.approx(losses(alone[0]), abs=ALIKE)
+    assert_same_batches(seen, alone[1], copies=ranks // (2 if "2, " in layout or "pp" in layout else ranks))
+    # What several ranks saved, one process reads.
+    one, other = (
+        bits_per_byte(Run.open(out).load_model(), Run.open(out).tokenizer(), recipe) for out in (alone[0], tmp_path)
+    )
+    assert one["bits_per_byte"] == pytest.approx(other["bits_per_byte"], abs=1e-3)
+
+
+def assert_same_batches(seen: list[dict[int, list[str]]], whole: dict[int, list[str]], copies: int) -> None:
+    """The union over ranks is the global batch: no gap, no overlap but between ranks that share their samples."""
+    for step, rows in whole.items():
+        read = sorted(row for rank in seen for row in rank[step])
+        assert read == sorted(rows * copies)
+
+
+@pytest.mark.slow
+def test_the_number_of_ranks_may_change_on_the_way(
+    alone: tuple[Path, dict[int, list[str]]], world: Path, tmp_path: Path
+) -> None:
+    run_ranks(4, trained, recipe_for(world, tmp_path, "parallel={dp_shard: 4}"), 2)
+    run_ranks(2, trained, recipe_for(world, tmp_path, "parallel={tp: 2}"), 5)
+    trained(recipe_for(world, tmp_path))
+    assert losses(tmp_path) == pytest.approx(losses(alone[0]), abs=1e-5)
+    states: list[Any] = [Run.open(tmp_path).checkpoints.steps()]
+    assert states == [[8, 9]] or states == [[6, 9]]
