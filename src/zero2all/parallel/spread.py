@@ -90,11 +90,18 @@ class Spread:
     @torch.no_grad()
     def losses(self, tokens_BS: Tensor, targets_BS: Tensor, starts_BS: Tensor | None = None) -> Tensor:
         """The losses [B, S] of samples that every rank gives alike, whole on every rank. No gradient."""
+        samples, micro_samples = len(tokens_BS), self.micro_samples
+        # A pipeline wants its micro-batches in whole rounds; the rows that fill them up are thrown away.
+        rounds = 2 * self._pipeline.count if self._pipeline is not None else 1
+        rows = torch.arange(-(-samples // rounds) * rounds).clamp(max=samples - 1)
         self._train(False)
+        self.micro_samples = None
         try:
-            losses = self._run(tokens_BS, targets_BS, starts_BS, divisor=None)
+            starts_BS = None if starts_BS is None else starts_BS[rows]
+            losses = self._run(tokens_BS[rows], targets_BS[rows], starts_BS, divisor=None)[:samples]
         finally:
             self._train(True)
+            self.micro_samples = micro_samples
         return self.total(losses if self.layout.dp_rank == 0 else torch.zeros_like(losses))
 
     def set_rope(self, theta: float, scaling: RopeScaling | None) -> None:
