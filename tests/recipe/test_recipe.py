@@ -52,7 +52,7 @@ def test_sections_that_disagree_are_named_beside_single_mistakes() -> None:
     [
         ("train: {}", "train"),
         ("train: {steps: 1, tokens: 5}", "train"),
-        ("parallel: {tp: 2}", "parallel.tp"),
+        ("parallel: {tp: 2}", "recipe"),
         ("model: {preset: z2all-9t}", "model.preset"),
         ("corpus: {sources: [{name: a, paths: [x]}, {name: a, paths: [y]}]}", "corpus.sources"),
         ("corpus: {sources: [{name: ../a, paths: [x]}]}", "corpus.sources.0.name"),

@@ -145,7 +145,8 @@ class Z2all(WithOps):
         plans = self.plans(length, starts_BS) if cache is None else {}
         x_BSD = self._enter_residual(self.embed_tokens(tokens_BS))
         for layer in self.layers:
-            x_BSD = layer(x_BSD, rotary, plans.get(layer.window), cache)  # type: ignore[arg-type]
+            assert isinstance(layer, Block)
+            x_BSD = layer(x_BSD, rotary, plans.get(layer.window), cache)
         if cache is not None:
             cache.used += length
         if targets_BS is None:

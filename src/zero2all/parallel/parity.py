@@ -194,10 +194,7 @@ def _run(trial: Trial) -> _Run:
         recipe = recipe.model_copy(update={"activation_checkpointing": "full"})
     layout = Layout(Sizes.of(recipe, case.ranks), CPU)
     spread = Spread(_config(case), recipe, layout, seed=SEED, micro_samples=case.micro_samples)
-    groups = spread.groups(spread.model.parameters())
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=3e-3, fused=True)
-    if trial.optimizer == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+    optimizer = _optimizer(trial.optimizer, spread.groups(spread.model.parameters()))
     run = _Run([], [], {})
     first, last = layout.samples(SAMPLES)
     for step in range(trial.steps):
@@ -215,6 +212,12 @@ def _run(trial: Trial) -> _Run:
         spread.even_load()
         run.losses.append(spread.total(losses.sum(dtype=torch.float64)).item() / (SAMPLES * LENGTH))
     return run
+
+
+def _optimizer(name: OptimizerName, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=3e-3, fused=True)
 
 
 def _compare(trials: list[Trial], references: dict[Any, _Run]) -> list[Outcome]:

@@ -1,0 +1,109 @@
+"""Starting ranks: torchrun for real, Slurm for real where it is installed, Kubernetes as files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from zero2all.cli.main import app
+from zero2all.errors import UsageError
+from zero2all.parallel.launch import Job
+
+WORDS = ["train", "my recipe.yaml", "train.steps=5"]
+
+
+def launch(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "zero2all.cli", "launch", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.slow
+def test_every_rank_runs_the_command() -> None:
+    done = launch("--procs", "2", "--", "--version")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("zero2all ") == 2
+
+
+@pytest.mark.slow
+def test_a_command_that_fails_fails_the_launch() -> None:
+    done = launch("--procs", "1", "--", "recipe", "show", "no-such-file.yaml")
+    assert done.returncode != 0
+    assert "no recipe at no-such-file.yaml" in done.stderr
+
+
+def test_nodes_need_a_place_to_meet() -> None:
+    with pytest.raises(UsageError, match="--rendezvous HOST:29500"):
+        Job(WORDS, procs=8, nodes=2).run()
+    line = Job(WORDS, procs=8, nodes=2, rendezvous="head:29500").torchrun()
+    assert line[line.index("--rdzv-endpoint") + 1] == "head:29500"
+    assert line[-len(WORDS) :] == WORDS
+
+
+def test_a_train_job_for_kubernetes() -> None:
+    done = CliRunner().invoke(
+        app, ["launch", "--procs", "8", "--nodes", "4", "--gpus", "8", "--emit", "k8s", "--", *WORDS]
+    )
+    job = yaml.safe_load(done.stdout)
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    trainer = job["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)
+    assert trainer["command"] == ["torchrun", "--no-python", "z2a", *WORDS]
+
+
+def test_a_pytorch_job_for_kubernetes() -> None:
+    job = yaml.safe_load(Job(WORDS, procs=8, nodes=4).pytorch_job("image"))
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 3)
+    container = replicas["Worker"]["template"]["spec"]["containers"][0]
+    assert container["name"] == "pytorch", "the operator looks for this name"
+    assert container["command"][-3:] == WORDS
+
+
+def test_the_slurm_script_quotes_and_is_written(tmp_path: Path) -> None:
+    to = tmp_path / "job.sh"
+    words = ["launch", "--procs", "8", "--nodes", "2", "--emit", "slurm", "--to", str(to), "--json", "--", *WORDS]
+    done = CliRunner().invoke(app, words)
+    assert json.loads(done.stdout)["to"] == str(to)
+    script = to.read_text(encoding="utf-8")
+    assert "-- train 'my recipe.yaml' train.steps=5" in script
+    assert '--nodes 2 --rendezvous "$head:29500"' in script
+    assert subprocess.run(["bash", "-n", str(to)]).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("sbatch") is None or subprocess.run(["sinfo", "-h"], capture_output=True).returncode != 0,
+    reason="no Slurm that answers is here",
+)
+def test_slurm_runs_the_script(tmp_path: Path) -> None:
+    """On one node: two ranks, each of which prints the version."""
+    script = tmp_path / "job.sh"
+    script.write_text(Job(["--version"], procs=2).slurm(), encoding="utf-8")
+    tools = tmp_path / "bin"  # a z2a that is this checkout, wherever the tests run
+    tools.mkdir()
+    z2a = tools / "z2a"
+    z2a.write_text(f'#!/bin/sh\nexec {sys.executable} -m zero2all.cli "$@"\n', encoding="utf-8")
+    z2a.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["sbatch", "--parsable", "--chdir", str(tmp_path), str(script)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    log = tmp_path / f"z2a-{done.stdout.strip()}.log"
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline and not (log.exists() and log.read_text().count("zero2all ") == 2):
+        time.sleep(1)
+    assert log.read_text().count("zero2all ") == 2, log.read_text()

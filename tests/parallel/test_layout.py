@@ -1,0 +1,159 @@
+"""Sizes, rules and who reads what."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import tiny_recipe
+from tests.ranks import on_ranks
+from zero2all.errors import RecipeError, UsageError
+from zero2all.parallel import Layout, Sizes
+from zero2all.parallel.pipeline import layer_costs, split_layers, stage_numbers
+from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
+from zero2all.tokens import Samples
+
+BASE = """
+model: {hidden_size: 64, intermediate_size: 128, n_layers: 4, n_heads: 8, n_kv_heads: 4, context: 64, vocab_size: 8192}
+train: {steps: 1, seq_len: 64, batch_tokens: 1024}
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world", "sizes"),
+    [
+        ({}, 1, Sizes()),
+        ({}, 8, Sizes(dp_shard=8)),
+        ({"tp": 2}, 8, Sizes(dp_shard=4, tp=2)),
+        ({"dp_replicate": 2, "pp": 2}, 8, Sizes(pp=2, dp_replicate=2, dp_shard=2)),
+        ({"dp_replicate": "auto", "dp_shard": 1}, 4, Sizes(dp_replicate=4)),
+        ({"cp": 2, "ep": 4}, 4, Sizes(dp_shard=2, cp=2, ep=4)),
+    ],
+)
+def test_auto_takes_the_ranks_that_are_left(recipe: dict[str, int], world: int, sizes: Sizes) -> None:
+    assert Sizes.of(ParallelRecipe(**recipe), world) == sizes
+    assert sizes.world == world
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world", "message"),
+    [
+        ({"tp": 2}, 3, "tp 2 = 2 ranks, but there are 3: start 2 with 'z2a launch --procs 2'"),
+        ({"dp_shard": 2, "tp": 2}, 8, "= 4 ranks, but there are 8"),
+        ({"pp": 4}, 1, "pp 4 = 4 ranks, but there are 1"),
+        ({"ep": 3}, 4, "parallel.ep .3. must divide dp_shard x cp .4."),
+    ],
+)
+def test_sizes_that_do_not_fit_say_what_to_change(recipe: dict[str, int], world: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Sizes.of(ParallelRecipe(**recipe), world)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel.tp=3", "must divide model.n_heads"),
+        ("parallel.tp=8", "must divide model.n_kv_heads"),
+        ("parallel.pp=8", "8 pipeline stages need as many layers"),
+        ("parallel={pp: 4, schedule: zbv}", "set parallel.schedule=1f1b"),
+        ("parallel.cp=64", "multiple of 2 x parallel.cp"),
+        ("parallel={cp: 8, cp_attention: ulysses}", "set parallel.cp_attention=gather"),
+        ("parallel.ep=2", "the model has no experts"),
+        ("parallel.activation_checkpointing=budget", "set train.compile=true"),
+        ("parallel={dp_replicate: auto}", "only one of dp_replicate and dp_shard can be auto"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe(BASE, [override])
+
+
+def test_all_that_is_wrong_with_a_layout_is_said_at_once() -> None:
+    overrides = ["parallel={pp: 2, tp: 2, schedule: zbv}", "model.tied=true", "train.compile=true"]
+    moe = "model.moe={experts: 4, top_k: 2, expert_intermediate: 16}"
+    with pytest.raises(RecipeError) as error:
+        parse_recipe(BASE, [*overrides, moe])
+    for part in ("model.tied=false", "train.compile=false", "moe.balance=bias", "parallel.tp=1"):
+        assert part in str(error.value)
+
+
+def test_the_split_counts_the_head() -> None:
+    config = ModelConfig(hidden_size=64, intermediate_size=128, n_layers=8, n_heads=4, n_kv_heads=4, vocab_size=4096)
+    costs = layer_costs(config)
+    split = split_layers(costs, 2)
+    assert [number for part in split for number in part] == list(range(8))
+    dearest = max(sum(costs[number] for number in part) for part in split)
+    every = [max(sum(costs[:cut]), sum(costs[cut:])) for cut in range(1, 8)]
+    assert dearest == min(every)
+    assert len(split[0]) > len(split[1]), "the head weighs as much as several layers"
+
+
+def test_each_stage_is_on_one_rank() -> None:
+    for schedule in ("1f1b", "interleaved", "zero-bubble", "zbv"):
+        recipe = ParallelRecipe(pp=4, schedule=schedule)
+        held = [number for rank in range(4) for number in stage_numbers(recipe, rank)]
+        assert sorted(held) == list(range(4 * recipe.stages_per_rank))
+    assert stage_numbers(ParallelRecipe(pp=4, schedule="zbv"), 0) == [0, 7]
+
+
+def test_samples_that_do_not_divide_are_refused() -> None:
+    layout = Layout(Sizes(), torch.device("cpu"))
+    assert layout.samples(5) == (0, 5)
+    layout.sizes = Sizes(dp_shard=2)
+    layout._mesh = None
+    with pytest.raises(UsageError, match="5 samples in a batch cannot be shared evenly by 2"):
+        layout.samples(5)
+
+
+LAYOUTS = [
+    {"dp_replicate": "auto", "dp_shard": 1},
+    {},
+    {"dp_replicate": 2},
+    {"tp": 2},
+    {"tp": 4},
+    {"pp": 2},
+    {"pp": 2, "tp": 2},
+    {"cp": 2},
+    {"ep": 4},
+]
+
+
+def read(world: Path, steps: int) -> list[list[tuple[int, list[str]]]]:
+    """For every layout and step: the rank's slice and the hashes of its samples."""
+    recipe = tiny_recipe(world)
+    samples = Samples.open(recipe.tokens_dir, "train", recipe.train.seq_len, recipe.seed)
+    batch = recipe.train.batch_samples
+    found = []
+    for sizes in LAYOUTS:
+        layout = Layout(Sizes.of(ParallelRecipe(**sizes), 4), torch.device("cpu"))
+        first, last = layout.samples(batch)
+        found.append(
+            [(layout.dp_rank, hashes(samples, step * batch + first, step * batch + last)) for step in range(steps)]
+        )
+    return found
+
+
+def hashes(samples: Samples, first: int, last: int) -> list[str]:
+    return [hashlib.sha256(row.tobytes()).hexdigest() for row in samples.tokens(first, last)]
+
+
+@pytest.mark.slow
+def test_ranks_together_read_the_global_order_and_nothing_twice(world: Path) -> None:
+    steps = 3
+    recipe = tiny_recipe(world)
+    samples = Samples.open(recipe.tokens_dir, "train", recipe.train.seq_len, recipe.seed)
+    batch = recipe.train.batch_samples
+    by_rank = on_ranks(4, read, world, steps)
+    for number, sizes in enumerate(LAYOUTS):
+        readers = Sizes.of(ParallelRecipe(**sizes), 4).dp
+        for step in range(steps):
+            slices: dict[int, list[str]] = {}
+            for rank in by_rank:
+                slot, rows = rank[number][step]
+                assert slices.setdefault(slot, rows) == rows, f"{sizes}: ranks of slice {slot} read different samples"
+            assert sorted(slices) == list(range(readers))
+            union = [row for slot in sorted(slices) for row in slices[slot]]
+            assert union == hashes(samples, step * batch, (step + 1) * batch), sizes
