@@ -122,6 +122,8 @@ def test_text_in_any_script_comes_out_on_any_console(tmp_path: Path, world: Path
         (["quickstart", "--corpus", "nowhere", "--out", "x"], 2, "nothing at nowhere"),
         (["quickstart", "train.mixture={nope: 1}", "--out", "x"], 2, "train.mixture names nope"),
         (["quickstart", "out=y", "--out", "x"], 2, "--out"),
+        (["model", "show", "z2all-2m"], 2, "z2all-2m is no recipe and no preset"),
+        (["model", "show", "z2all-3m", "--gpu", "GTX"], 2, "no data sheet of 'GTX'"),
         (["train"], 2, "Missing argument"),
         (["train", "good.yaml", "--fast"], 2, "No such option"),
         (["fly"], 2, "No such command"),
@@ -149,6 +151,17 @@ def test_recipe_show_prints_what_loads_again(tmp_path: Path, world: Path) -> Non
     (tmp_path / "b.yaml").write_text(shown.stdout)
     assert json.loads(z2a("recipe", "show", tmp_path / "b.yaml", "--json").stdout)["model"]["n_layers"] == 4
     assert json.loads(z2a("recipe", "schema").stdout)["title"] == "Recipe"
+
+
+def test_model_show_tells_the_same_to_people_and_programs() -> None:
+    shown = json.loads(z2a("model", "show", "z2all-1.1b", "--gpu", "H100", "--json").stdout)
+    assert shown["parameters"]["total"] == 1_255_499_776
+    assert shown["flops_per_token"]["6N"] == 6 * (1_255_499_776 - 64320 * 2048)
+    assert shown["cache"]["bytes"] == 22 * 2 * 8 * 64 * 2 * 2048
+    assert shown["advice"] == []
+    text = z2a("model", "show", "z2all-1.1b", "model.intermediate_size=5461", "--gpu", "H100").stdout
+    assert "1,255,499,776" not in text  # the override counts
+    assert "model.intermediate_size=5461 -> 5504: not a multiple of 64 elements" in text
 
 
 def test_help_does_not_wait_for_torch() -> None:

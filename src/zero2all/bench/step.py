@@ -1,6 +1,7 @@
 """One configuration of a training step in a process of its own, so that nothing of another is in its memory or caches.
 
-``python -m zero2all.bench.step`` reads ``{"recipe": YAML, "steps": N, "plain_adamw": false}`` on stdin and prints what it measured.
+``python -m zero2all.bench.step`` reads ``{"recipe": YAML, "steps": N, "plain_adamw": false}`` on stdin and prints
+what it measured.
 """
 
 from __future__ import annotations

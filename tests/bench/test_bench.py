@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zero2all.bench import bench_ops, bench_shapes, ops_markdown, shapes_markdown, write_report
+from zero2all.bench.shapes import Timing, best_size, candidates
+from zero2all.bench.step import Step
+from zero2all.errors import UsageError, Z2aError
+from zero2all.recipe import Recipe, recipe_or_preset
+
+TINY = [
+    "model={hidden_size: 32, intermediate_size: 64, n_layers: 2, n_heads: 2, context: 32, vocab_size: 512}",
+    "tokenizer.vocab_size=512", "train.seq_len=32", "train.batch_tokens=128", "train.micro_batch_tokens=64",
+    "train.device=cpu", "train.precision=fp32",
+]  # fmt: skip
+
+
+def tiny(*overrides: str) -> Recipe:
+    return recipe_or_preset("z2all-3m", [*TINY, *overrides])
+
+
+def test_a_preset_or_a_recipe_file_gives_a_model_that_can_be_built(tmp_path: Path) -> None:
+    preset = recipe_or_preset("z2all-25m")
+    assert (preset.train.seq_len, preset.train.batch_tokens, preset.model.vocab_size) == (1024, 2048, 8192)
+    (tmp_path / "a.yaml").write_text("{tokenizer: {vocab_size: 640}, train: {steps: 3}}")
+    assert recipe_or_preset(str(tmp_path / "a.yaml"), ["model.n_layers=2"]).model.vocab_size == 640
+    with pytest.raises(UsageError, match="z2all-9000 is no recipe and no preset; presets: z2all-3m"):
+        recipe_or_preset("z2all-9000")
+
+
+def test_candidates_are_around_eight_thirds() -> None:
+    sizes = candidates(512)
+    assert 1365 in sizes
+    assert all(size % 16 == 0 for size in sizes if size != 1365)
+    assert 1365 * 0.94 <= min(sizes) <= max(sizes) <= 1365 * 1.06
+    assert candidates(4096, step=128) == [10368, 10496, 10624, 10752, 10880, 10923, 11008, 11136, 11264, 11392, 11520]
+
+
+def test_the_nearest_of_those_as_good_as_the_fastest_is_best() -> None:
+    def timing(size: int, speed: float) -> Timing:
+        return Timing(size, 1.0, speed, 0)
+
+    assert best_size([timing(1300, 100.0), timing(1360, 99.0), timing(1400, 90.0)], 1365) == 1360
+    assert best_size([timing(1300, 100.0), timing(1360, 90.0), timing(1400, 90.0)], 1365) == 1300
+
+
+def test_shapes_are_timed_and_the_best_is_named(tmp_path: Path) -> None:
+    report = bench_shapes(tiny(), rounds=1)
+    assert report["centre"] == 85
+    assert report["best"] in [row["intermediate_size"] for row in report["sizes"]]
+    for row in report["sizes"]:
+        assert row["flops"] == pytest.approx(18 * 64 * 32 * row["intermediate_size"] / row["seconds"])
+    markdown = shapes_markdown(report)
+    assert f"**model.intermediate_size={report['best']}**" in markdown
+    write_report(tmp_path, "bench-shapes", report, markdown)
+    assert json.loads((tmp_path / "bench-shapes.json").read_text()) == report
+    assert (tmp_path / "bench-shapes.md").read_text() == markdown
+
+
+def test_every_row_of_the_table_computes_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which is quicker; the loss after a step tells whether forms agree."""
+
+    def here(recipe: Recipe, steps: int, plain_adamw: bool, timeout: float) -> dict[str, Any]:
+        step = Step(
+            recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": False})}), plain_adamw
+        )
+        step.run()
+        return {"seconds": [step.timed()], "peak_bytes": step.peak_bytes(), "loss": step.run()}
+
+    monkeypatch.setattr("zero2all.bench.ops.measure_in_process", here)
+    report = bench_ops(tiny(), rounds=1, steps=1)
+    names = [row["name"] for row in report["rows"]]
+    assert names[:2] == ["naive", "all fused"]
+    assert {"all but attention", "all but norm", "all but cross_entropy", "all but adamw"} <= set(names)
+    assert len(names) == 2 * len(set(names))  # eager and compiled
+    assert [row["plain_adamw"] for row in report["rows"][:2]] == [True, False]
+    assert report["rows"][0]["ops"] == dict.fromkeys(report["rows"][0]["ops"], "reference")
+    losses = [row["loss"] for row in report["rows"]]
+    assert max(losses) - min(losses) < 1e-4
+    for row in report["rows"]:
+        assert row["tokens_per_second"] == pytest.approx(128 / row["seconds_per_step"])
+        assert row["mfu"] == pytest.approx(
+            row["tokens_per_second"] * report["flops_per_token"] / report["peak"]["flops"]
+        )
+    markdown = ops_markdown(report)
+    assert "**eager**" in markdown
+    assert "**torch.compile, block by block**" in markdown
+    assert "(fp32 matrix products of 2048 measured here)" in markdown
+
+
+def test_a_row_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def sometimes(recipe: Recipe, steps: int, plain_adamw: bool, timeout: float) -> dict[str, Any]:
+        calls.append(recipe.model.ops.attention)
+        if recipe.model.ops.attention == "reference":
+            raise Z2aError("out of memory")
+        return {"seconds": [2.0, 1.0, 9.0], "peak_bytes": 10, "loss": 1.0}
+
+    monkeypatch.setattr("zero2all.bench.ops.measure_in_process", sometimes)
+    report = bench_ops(tiny(), rounds=2, steps=3, compiled=False)
+    by_name = {row["name"]: row for row in report["rows"]}
+    assert by_name["naive"]["failed"] == "out of memory"
+    assert by_name["all fused"]["seconds_per_step"] == 2.0
+    assert by_name["all fused"]["turns"] == [2.0, 2.0]
+    assert calls.count("reference") == 2  # naive and "all but attention", tried once each
+    assert "| naive | failed: out of memory |" in ops_markdown(report)
+
+
+@pytest.mark.slow
+def test_a_row_runs_in_a_process_of_its_own() -> None:
+    from zero2all.bench.step import measure_in_process
+
+    measured = measure_in_process(tiny(), steps=2, plain_adamw=True, timeout=120)
+    assert len(measured["seconds"]) == 2
+    assert measured["peak_bytes"] > 0
+    broken = tiny().model_copy(update={"train": tiny().train.model_copy(update={"device": "cuda"})})
+    if not torch.cuda.is_available():
+        with pytest.raises(Z2aError, match="torch sees no GPU here"):
+            measure_in_process(broken, steps=1, plain_adamw=False, timeout=120)
+
+
+def test_peak_memory_holds_weights_states_gradients_and_activations() -> None:
+    step = Step(tiny())
+    step.run()
+    weights = sum(parameter.numel() for parameter in step.model.parameters())
+    small = step.peak_bytes()
+    assert small > 4 * 4 * weights
+    large = Step(tiny("train.batch_tokens=8192", "train.micro_batch_tokens=8192"))
+    large.run()
+    assert large.peak_bytes() > 5 * small

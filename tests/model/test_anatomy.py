@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zero2all.model import Z2all
+from zero2all.model.anatomy import activation_bytes, cache_bytes_per_token, count_parameters, training_memory
+from zero2all.model.cache import KVCache
+from zero2all.recipe import ModelConfig, Recipe
+
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "context": 128,
+    "vocab_size": 512,
+}
+MOE = {"experts": 4, "top_k": 2, "expert_intermediate": 96}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied, mha": {"tied": True, "n_kv_heads": 4},
+    "qk-norm": {"qk_norm": True},
+    "bf16 residual": {"residual_fp32": False},
+    "moe": {"moe": MOE},
+    "moe, shared, first dense": {"moe": {**MOE, "shared_experts": 2, "first_dense": 1}},
+}
+CPU = torch.device("cpu")
+
+
+def config_of(variant: str, **changes: Any) -> ModelConfig:
+    return ModelConfig.model_validate({**SHAPE, **VARIANTS[variant], **changes})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parts_add_up_to_the_model(variant: str) -> None:
+    config = config_of(variant)
+    counted = count_parameters(config)
+    assert counted.total == sum(parameter.numel() for parameter in Z2all(config).parameters())
+    assert counted.total == sum(counted.parts.values())
+    assert ("head" in counted.parts) is not config.tied
+    if config.moe is None:
+        assert counted.active == counted.total
+    else:
+        assert counted.total - counted.active == counted.parts["experts"] // 2  # two experts of four
+
+
+def test_a_form_that_does_not_run_here_can_be_counted() -> None:
+    """A laptop looks at the recipe of a GPU."""
+    assert count_parameters(config_of("dense", ops={"attention": "flash"})).total > 0
+
+
+def test_cache_bytes_are_those_of_the_cache() -> None:
+    config = config_of("dense")
+    cache = KVCache(config, batch=1, length=10, device=CPU, dtype=torch.bfloat16)
+    held = sum(tensor.untyped_storage().nbytes() for tensor in vars(cache).values() if isinstance(tensor, torch.Tensor))
+    assert cache_bytes_per_token(config) * 10 == held
+
+
+def kept_for_backward(config: ModelConfig, tokens: int, bf16: bool) -> int:
+    """Bytes that autograd holds after a forward pass, but for weights and their bf16 copies."""
+    model = Z2all(config).init_weights(0)
+    weights = {parameter.shape for parameter in model.parameters()}
+    weights |= {shape[:-2] + shape[-2:][::-1] for shape in weights}
+    held: dict[int, tuple[int, torch.UntypedStorage]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.shape not in weights:
+            held[storage.data_ptr()] = (storage.nbytes(), storage)
+        return tensor
+
+    batch = torch.randint(0, 512, (tokens // 64, 65), generator=torch.Generator().manual_seed(0))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            losses = model(batch[:, :-1], targets_BS=batch[:, 1:])
+        del losses
+    rotary = model.rotary_2SE.untyped_storage().data_ptr()
+    return sum(size for place, (size, _) in held.items() if place != rotary)
+
+
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_activation_estimate_is_close_to_what_autograd_keeps(variant: str, bf16: bool) -> None:
+    """Of two depths, so that what is kept once (of the loss) drops out."""
+    deep, flat = config_of(variant, n_layers=5), config_of(variant, n_layers=3)
+    tokens = 320  # no weight has that many rows
+    kept = kept_for_backward(deep, tokens, bf16) - kept_for_backward(flat, tokens, bf16)
+    estimate = activation_bytes(deep, tokens, bf16) - activation_bytes(flat, tokens, bf16)
+    assert estimate == pytest.approx(kept, rel=0.08)
+
+
+def test_recomputing_keeps_the_input_of_each_block() -> None:
+    config = config_of("dense")
+    whole, less = (activation_bytes(config, 64, False, recompute) for recompute in ("none", "full"))
+    one_block = activation_bytes(config_of("dense", n_layers=1), 64, False)
+    assert less == one_block + 3 * 64 * 128 * 4
+    assert less < whole
+
+
+def test_optimizer_states_are_counted_by_kind() -> None:
+    def states(name: str) -> int:
+        train = {"steps": 1, "seq_len": 64, "batch_tokens": 64, "optimizer": {"name": name}}
+        recipe = Recipe.model_validate({"model": SHAPE, "train": train, "tokenizer": {"vocab_size": 512}})
+        return training_memory(recipe, CPU).optimizer
+
+    counted = count_parameters(config_of("dense"))
+    in_blocks = counted.parts["attention"] + counted.parts["feed-forward"]
+    assert states("adamw") == 8 * counted.total
+    assert states("adamw") - states("muon") == 4 * in_blocks
