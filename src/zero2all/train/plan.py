@@ -82,10 +82,6 @@ class StagePlan:
             "samples": self.samples.fingerprint,
             "batch": [self.batch_samples, *map(int, self._ramp[:2]), self.ramp_steps],
             "rope": [self.stage.rope_theta, scaling and scaling.model_dump(mode="json")],
-            "rope": [
-                self.stage.rope_theta,
-                self.stage.rope_scaling and self.stage.rope_scaling.model_dump(mode="json"),
-            ],
         }
 
 
