@@ -20,7 +20,7 @@ from zero2all.model import Z2all
 from zero2all.recipe import Recipe, TrainRecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import Samples
-from zero2all.track import Record
+from zero2all.track import Record, open_sinks
 from zero2all.train.optimizer import apply_settings, build_optimizers, set_learning_rate
 from zero2all.train.run import Run, model_config, training_samples
 from zero2all.train.schedule import share_of_peak
@@ -68,7 +68,11 @@ def train(recipe: Recipe, on_batch: OnBatch | None = None) -> dict[str, Any]:
     _say_plan(recipe, model, samples, device, first, total)
     clock = Clock(total, options.batch_tokens)
     loss: float | None = None
-    with stop_requested() as stopping, Record(run.record_path) as record:
+    sinks = open_sinks(recipe.track.sinks, run.directory)
+    with (
+        stop_requested() as stopping,
+        Record(run.record_path, sinks=sinks, system_every=recipe.track.system_every) as record,
+    ):
         record.event("resume" if first else "start", step=first, steps=total)
         for step in range(first, total):
             batch = torch.from_numpy(samples.tokens(step * options.batch_samples, (step + 1) * options.batch_samples))
@@ -105,6 +109,7 @@ def train(recipe: Recipe, on_batch: OnBatch | None = None) -> dict[str, Any]:
                 say(f"{clock.line(step)}  loss {loss:.6f}  lr {lr:.2e}  grad {grad_norm:.3f}  {clock.pace(step)}")
             stop_now = stopping.is_set() and done < total
             if done % save_every == 0 or done == total or stop_now:
+                record.flush()  # a resume begins after this step: what comes before must be on disk
                 run.checkpoints.save(done, model, optimizers, {"sample": done * options.batch_samples, **identity})
                 record.event("checkpoint", step=done)
             if stop_now:
