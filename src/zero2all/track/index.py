@@ -88,7 +88,6 @@ class Indexer:
         self.covered = at
         self._summary = Summary()
         self._others: list[dict[str, Any]] = []
-        self._names: list[str] | None = None
 
     def add(self, line: dict[str, Any], first: int, after: int) -> dict[str, Any] | None:
         """``line`` lies at bytes [first, after)."""
@@ -105,9 +104,6 @@ class Indexer:
         entry = {"at": [self.covered, after], **self._summary.as_entry()}
         if self._others:
             entry["others"] = self._others
-        if "names" in entry and entry["names"] == self._names:
-            del entry["names"]
-        self._names = entry.get("names", self._names)
         self.covered, self._summary, self._others = after, Summary(), []
         return entry
 

@@ -2,8 +2,8 @@
 
 A line is ``{"step": 12, "time": …, "loss": …}``, ``{"event": "resume", "step": 10}``, ``{"sample": "zh", "step": 10,
 "text": …}`` or ``{"histogram": "grad", "step": 10, "counts": […], "edges": […]}``. Several lines of one step are one
-step. A start or resume at step k says that the steps from k on are written again, and only the later lines count. A torn
-last line is skipped. Rank r > 0 writes a record of its own beside it, ``record.rank<r>.jsonl``.
+step. A start or resume at step k says that the steps from k on are written again, and only the later lines count. A
+torn last line is skipped. Rank r > 0 writes a record of its own beside it, ``record.rank<r>.jsonl``.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ class RecordFile:
         self._file: AppendFile | None = None
         self._index: AppendFile | None = None
         self._indexer = Indexer()
+        self._names: list[str] = []
         self._taken = False  # whether the lines of the failed call before are in the buffers
 
     def write(self, lines: list[dict[str, Any]]) -> None:
@@ -110,7 +111,7 @@ class RecordFile:
             self._file, self._index = self._open()
         if not self._taken:
             for line in lines:
-                encoded = json.dumps(line, ensure_ascii=False, separators=(",", ":"), default=_plain).encode() + b"\n"
+                encoded = _encode(line)
                 first = self._file.put(encoded)
                 self._add_to_index(self._index, line, first, first + len(encoded))
             self._taken = True
@@ -142,8 +143,12 @@ class RecordFile:
 
     def _add_to_index(self, index: AppendFile, line: dict[str, Any], first: int, after: int) -> None:
         entry = self._indexer.add(line, first, after)
-        if entry is not None:
-            index.put(json.dumps(entry, ensure_ascii=False, separators=(",", ":"), default=_plain).encode() + b"\n")
+        if entry is None:
+            return
+        if entry.get("names") == self._names:
+            del entry["names"]
+        self._names = entry.get("names", self._names)
+        index.put(_encode(entry))
 
 
 class AppendFile:
@@ -200,6 +205,10 @@ def _lines_from(path: Path, start: int) -> Iterator[tuple[int, int, bytes]]:
             for first, after, line in whole_lines(rest, start):
                 yield first, after, line
             rest, start = rest[after - start :], after
+
+
+def _encode(line: dict[str, Any]) -> bytes:
+    return json.dumps(line, ensure_ascii=False, separators=(",", ":"), default=_plain).encode() + b"\n"
 
 
 def _plain(value: Any) -> Any:
