@@ -104,35 +104,34 @@ def slows(rows: list[dict[str, float]]) -> None:
     ],
 )
 def test_each_rule_sees_its_own_fault_and_no_other(tmp_path: Path, change: Change, rule: str, step: int | None) -> None:
-    found = [verdict for verdict in judge(make_run(tmp_path, change)) if verdict.level != "good"]
+    found = [verdict for verdict in judge(make_run(tmp_path, change), tmp_path) if verdict.level != "good"]
     assert [verdict.rule for verdict in found] == [rule]
     assert step is None or found[0].step == step
     assert found[0].text_zh != found[0].text
 
 
 def test_a_usual_run_is_said_to_be_so(tmp_path: Path) -> None:
-    verdicts = judge(make_run(tmp_path, as_it_is))
+    verdicts = judge(make_run(tmp_path, as_it_is), tmp_path)
     assert [(verdict.rule, verdict.level) for verdict in verdicts] == [("initial loss", "good")]
 
 
 def test_against_a_reference_curve(tmp_path: Path) -> None:
     good = make_run(tmp_path / "good", as_it_is)
-    reference = tmp_path / "reference.json"
-    reference.write_text(json.dumps(reference_curve(good)))
+    (tmp_path / "quickstart.json").write_text(json.dumps(reference_curve(good)))
 
     def worse(rows: list[dict[str, float]]) -> None:
         for row in rows[1:]:
             row["loss"] = 8.3 - 0.85 * (8.3 - row["loss"])
 
-    assert "good" in {verdict.level for verdict in judge(good, reference) if verdict.rule == "reference"}
-    bad = [verdict for verdict in judge(make_run(tmp_path / "bad", worse), reference) if verdict.rule == "reference"]
+    assert "good" in {verdict.level for verdict in judge(good, tmp_path) if verdict.rule == "reference"}
+    bad = [verdict for verdict in judge(make_run(tmp_path / "bad", worse), tmp_path) if verdict.rule == "reference"]
     assert [verdict.level for verdict in bad] == ["bad"]
     assert "above the reference" in bad[0].text
 
 
 def test_a_run_that_fell_silent(tmp_path: Path) -> None:
     run = make_run(tmp_path, as_it_is, begun=time.time() - 3600)
-    assert [verdict.rule for verdict in judge(run) if verdict.level == "bad"] == ["silence"]
+    assert [verdict.rule for verdict in judge(run, tmp_path) if verdict.level == "bad"] == ["silence"]
 
 
 def test_every_rule_is_explained() -> None:

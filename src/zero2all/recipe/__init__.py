@@ -5,7 +5,7 @@
 200
 """
 
-from zero2all.recipe.load import load_recipe, parse_recipe, recipe_schema, recipe_yaml
+from zero2all.recipe.load import builtin, load_recipe, parse_recipe, recipe_schema, recipe_yaml
 from zero2all.recipe.presets import PRESETS
 from zero2all.recipe.sections import (
     CheckpointRecipe,
@@ -40,6 +40,7 @@ __all__ = [
     "TokensRecipe",
     "TrackRecipe",
     "TrainRecipe",
+    "builtin",
     "load_recipe",
     "parse_recipe",
     "recipe_schema",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from zero2all.recipe import builtin
 from zero2all.track.stream import Array
 from zero2all.track.watched import WatchedRun
 from zero2all.units import show_count, show_seconds
@@ -51,12 +53,14 @@ class Course:
     reference: Path | None
 
 
-def judge(run: WatchedRun, reference: Path | None = None) -> list[Verdict]:
-    """Every rule that has something to say. ``reference`` is a curve of the same recipe, see ``reference_curve``."""
+def judge(run: WatchedRun, references: Path | None = None) -> list[Verdict]:
+    """Every rule that has something to say. ``references`` holds curves by the name of the recipe."""
     table = run.table(["loss"], points=POINTS)
     loss = table.mean["loss"]
     there = np.isfinite(loss)
     high = (table.high or table.mean)["loss"]
+    named = re.fullmatch(r"[A-Za-z0-9_-]+", run.facts.name)  # a name that is a path is none of ours
+    reference = (references or builtin("reference")) / f"{run.facts.name}.json" if named else None
     course = Course(run, table.steps[there], loss[there], high[there], reference)
     return [verdict for rule in RULES for verdict in rule(course)]
 
