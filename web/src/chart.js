@@ -48,7 +48,11 @@ export class Chart {
     const asked = (this.asked = {});
     const answers = await Promise.all(this.shown.map(async (run) => {
       const names = this.group.names.filter((name) => run.names.includes(name));
-      return [run.id, await getSeries(run.id, names, state.from, state.to, points)];
+      try {
+        return [run.id, await getSeries(run.id, names, state.from, state.to, points)];
+      } catch {  // a remote run that cannot be read just now keeps what is drawn
+        return [run.id, this.blocks.get(run.id) ?? []];
+      }
     }));
     if (asked !== this.asked) return;  // a later request overtook this one
     this.blocks = new Map(answers);
@@ -102,6 +106,7 @@ export class Chart {
       width: this.canvas.clientWidth,
       height: HEIGHT,
       series, bands,
+      padding: [10, 10, 0, 0],
       scales: { x: { time: false, distr: state.logx ? 3 : 1 }, y: { distr: state.logy ? 3 : 1 } },
       axes: [
         { ...axis, size: 28, values: (_, splits) => splits.map((value) => (value == null ? "" : shown(value))) },
@@ -159,13 +164,13 @@ export class Chart {
   }
 
   readOut(plot) {
-    const idx = plot.cursor.idx ?? plot.data[0].length - 1;
+    const over = plot.cursor.idx != null, idx = plot.cursor.idx ?? plot.data[0].length - 1;
     const items = plot.series.map((series, column) => [series.line, plot.data[column]]).filter(([line]) => line)
       .map(([line, values]) => element("span", {},
-        element("i", { style: `background:${line.colour}` }), line.label, " ", element("b", {}, number(near(values, idx)))));
+        element("i", { style: `background:${line.colour}` }), line.label, " ", element("b", {}, number(near(values, idx, over ? 200 : Infinity)))));
     const where = { step: (x) => `${say("step")} ${Math.round(x)}`, tokens: compact, time: duration }[state.x];
     const x = plot.data[0][idx];
-    const event = plot.cursor.idx == null ? null : this.eventNear(plot, plot.cursor.left);
+    const event = !over ? null : this.eventNear(plot, plot.cursor.left);
     if (event) items.push(element("span", { class: "event" }, `${say(event.event)} ${event.step ?? ""}`));
     this.legend.replaceChildren(element("span", { class: "where" }, x == null ? "" : where(x)), ...items);
   }
@@ -222,8 +227,8 @@ export class Chart {
 const shortened = (name) => (name.includes("/") ? name.slice(name.indexOf("/") + 1) : name);
 
 // The value at a row, or the last one before it: columns of several runs have gaps.
-function near(values, idx) {
-  for (let row = Math.min(idx, values.length - 1); row >= 0 && row > idx - 200; row--)
+function near(values, idx, reach) {
+  for (let row = Math.min(idx, values.length - 1); row >= 0 && row > idx - reach; row--)
     if (values[row] != null) return values[row];
   return null;
 }

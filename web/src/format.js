@@ -9,7 +9,7 @@ export function compact(value) {
   const size = Math.abs(value);
   for (const [suffix, factor] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["K", 1e3]])
     if (size >= factor) return +(value / factor).toPrecision(3) + suffix;
-  return size && size < 1e-3 ? value.toExponential(1) : String(+value.toPrecision(3));
+  return size && size < 1e-3 ? value.toExponential(1).replace(".0e", "e") : String(+value.toPrecision(3));
 }
 
 export function duration(seconds) {

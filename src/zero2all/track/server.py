@@ -30,6 +30,7 @@ from starlette.routing import Route
 from zero2all.errors import Z2aError
 from zero2all.track.index import is_restart
 from zero2all.track.places import LocalPlace
+from zero2all.track.ssh import Unreachable
 from zero2all.track.stream import Table
 from zero2all.track.verdicts import Verdict, judge
 from zero2all.track.watched import WatchedRun
@@ -190,9 +191,13 @@ def build_app(runs: list[WatchedRun], key: str, documents: Documents | None = No
         Route("/api/runs/{run:int}/documents", pages.documents),
         Route("/api/stream", pages.stream),
     ]
-    app = Starlette(routes=routes, lifespan=following)
+    app = Starlette(routes=routes, lifespan=following, exception_handlers={Unreachable: _unreachable})
     app.add_middleware(GZipMiddleware, minimum_size=10_000)
     return app
+
+
+def _unreachable(request: Request, error: Exception) -> Response:
+    return Response(str(error), status_code=503, headers=HEADERS)
 
 
 def serve(app: Starlette, host: str, port: int, ready: Callable[[int], None]) -> None:

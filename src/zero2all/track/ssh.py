@@ -95,6 +95,8 @@ class Connection:
     def _ask(self, script: str, length: int | None) -> bytes:
         """Run a line of shell at the other end: ``length`` bytes of answer, or up to a mark."""
         with self._lock:
+            if time.monotonic() < self._not_before:
+                raise Unreachable(f"{self.host}: {self._last_words or 'waiting to connect again'}")
             try:
                 self._connect()
                 mark = f"z2a-{secrets.token_hex(8)}\n".encode()
@@ -112,8 +114,6 @@ class Connection:
         if self._process is not None and self._process.poll() is None:
             return
         self._end()
-        if time.monotonic() < self._not_before:
-            raise Unreachable(self._last_words or "waiting to connect again")
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         try:
             self._process = subprocess.Popen(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from itertools import zip_longest
 
 import numpy as np
-from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from zero2all.track.stream import Array
@@ -63,12 +64,17 @@ def _panel(run: WatchedRun, verdicts: list[Verdict], width: int) -> Panel:
         head.append(f"  left {show_seconds(status['seconds_left'])}")
     if status["trouble"]:
         head.append(f"  {status['trouble']}", style="red")
-    plots = []
-    for name in (name for name in SHOWN if name in run.streams[0].names):
-        table = run.table([name], points=2 * max(20, width // 2 - 8))
-        plots.append(_titled(name, table.mean[name], max(20, width // 2 - 8)))
+    half = max(20, (width - 8) // 2)
+    plots = [
+        _titled(name, run.table([name], points=2 * half).mean[name], half)
+        for name in SHOWN
+        if name in run.streams[0].names
+    ]
+    grid = Table.grid(padding=(0, 2))
+    for left, right in zip_longest(plots[::2], plots[1::2], fillvalue=Group()):
+        grid.add_row(left, right)
     said = [Text(f"● {one.rule}: {one.text}", style=COLOURS[one.level]) for one in verdicts]
-    return Panel(Group(head, Columns(plots), *said), title=escape(run.name))
+    return Panel(Group(head, grid, *said), title=escape(run.name))
 
 
 def _titled(name: str, values: Array, width: int) -> Group:
@@ -78,7 +84,7 @@ def _titled(name: str, values: Array, width: int) -> Group:
     low, high = float(there.min()), float(there.max())
     return Group(
         Text(f"{name}  {show_count(float(there[-1]))}  ({show_count(low)} to {show_count(high)})", style="bold"),
-        Text(braille(values, width, 8)),
+        Text(braille(values, width, 6)),
     )
 
 
@@ -90,8 +96,10 @@ def braille(values: Array, width: int, height: int) -> str:
     low, high = float(there.min()), float(there.max())
     cells = np.zeros((height, width), dtype=int)
     columns = np.interp(np.arange(2 * width), np.linspace(0, 2 * width - 1, len(there)), there)
-    for column, value in enumerate(columns):
-        share = 0.5 if high == low else (float(value) - low) / (high - low)
-        row = round((1 - share) * (4 * height - 1))
-        cells[row // 4, column // 2] |= DOTS[row % 4][column % 2]
+    shares = np.full(2 * width, 0.5) if high == low else (columns - low) / (high - low)
+    rows = np.round((1 - shares) * (4 * height - 1)).astype(int)
+    for column, row in enumerate(rows):
+        before = rows[max(0, column - 1)]
+        for between in range(min(row, before + 1), max(row, before - 1) + 1):  # no gap where it is steep
+            cells[between // 4, column // 2] |= DOTS[between % 4][column % 2]
     return "\n".join("".join(chr(0x2800 + int(cell)) for cell in line) for line in cells)
