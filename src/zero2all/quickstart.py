@@ -18,7 +18,7 @@ from zero2all.engine import Engine, all_cores
 from zero2all.errors import UsageError
 from zero2all.evals import bits_per_byte
 from zero2all.io import write_text
-from zero2all.recipe import Recipe, load_recipe, recipe_yaml
+from zero2all.recipe import Recipe, builtin, load_recipe, recipe_yaml
 from zero2all.serve import generate
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokens import TokenStore, build_tokens
@@ -103,7 +103,7 @@ def quickstart_recipe(out: Path, corpus: list[Path], overrides: list[str]) -> Re
     sources = _sources(corpus) if corpus else [library]
     # As JSON, which is YAML whatever the paths are called.
     places = [f"out={json.dumps(str(out.absolute()))}", f"corpus.sources={json.dumps(sources)}"]
-    return load_recipe(builtin_recipe("quickstart"), [*overrides, *places])
+    return load_recipe(builtin("quickstart.yaml"), [*overrides, *places])
 
 
 def _refuse_other_text(recipe: Recipe, path: Path) -> None:
@@ -119,13 +119,6 @@ def _refuse_other_text(recipe: Recipe, path: Path) -> None:
             f"{path.parent} holds a quickstart with another {' and '.join(changed)}; "
             "choose another --out, or remove that directory"
         )
-
-
-def builtin_recipe(name: str) -> Path:
-    """A recipe that ships with the package: inside it when installed, at the top of a source checkout."""
-    here = Path(__file__).parent
-    places = [here / "recipes" / f"{name}.yaml", here.parents[1] / "recipes" / f"{name}.yaml"]
-    return next((place for place in places if place.exists()), places[0])
 
 
 def held_out_openings(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from zero2all import __version__
-from zero2all.cli import bench, corpus, launch, model, parallel, recipe, runs, tokenizer, tokens
+from zero2all.cli import bench, corpus, launch, model, parallel, recipe, runs, tokenizer, tokens, watch
 from zero2all.cli import quickstart as quickstart_command
 from zero2all.cli.conventions import print_json
 
@@ -34,6 +34,9 @@ app.command("eval")(runs.evaluate)
 app.command("generate")(runs.generate)
 app.command("export")(runs.export)
 app.add_typer(bench.app, name="bench")
+app.command("watch")(watch.watch)
+app.command("report")(watch.report)
+app.command("blame")(watch.blame)
 
 
 def _version(asked: bool) -> None:

@@ -5,7 +5,7 @@
 200
 """
 
-from zero2all.recipe.load import load_recipe, parse_recipe, recipe_or_preset, recipe_schema, recipe_yaml
+from zero2all.recipe.load import builtin, load_recipe, parse_recipe, recipe_or_preset, recipe_schema, recipe_yaml
 from zero2all.recipe.model import ModelConfig, MoeConfig, OpsRecipe, RopeScaling
 from zero2all.recipe.parallel import ParallelRecipe
 from zero2all.recipe.presets import PRESETS
@@ -44,6 +44,7 @@ __all__ = [
     "TokensRecipe",
     "TrackRecipe",
     "TrainRecipe",
+    "builtin",
     "load_recipe",
     "parse_recipe",
     "recipe_or_preset",

@@ -188,6 +188,13 @@ def _line_numbers(node: yaml.Node | None, place: Place = ()) -> dict[Place, int]
     return found
 
 
+def builtin(name: str) -> Path:
+    """A file of ``recipes/``, which ships with the package: inside it when installed, else at the top of a checkout."""
+    package = Path(__file__).parents[1]
+    places = [package / "recipes" / name, package.parents[1] / "recipes" / name]
+    return next((place for place in places if place.exists()), places[0])
+
+
 def _neighbours(path: Path) -> str:
     folder = path.parent
     names = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []

@@ -128,6 +128,10 @@ class TrackRecipe(Section):
 
     print_every: int = Field(10, ge=1)
     """Steps between two lines on the terminal; the record holds every step."""
+    sinks: list[str] = []
+    """Other trackers to write to as well: tensorboard, wandb, or package.module:Class."""
+    system_every: Positive = 10.0
+    """Seconds between two readings of CPU, memory and GPU."""
 
 
 class EvalsRecipe(Section):

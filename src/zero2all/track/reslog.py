@@ -1,38 +1,52 @@
 """An append-only record, one JSON object a line, readable while it is written and after any crash.
 
-A line is ``{"step": 12, "loss": ...}`` or ``{"event": "resume", "step": 10}``. A start or resume at step k says that
-the steps from k on are written again, and only the later lines count. A torn last line is skipped.
+A line is ``{"step": 12, "time": …, "loss": …}``, ``{"event": "resume", "step": 10}``, ``{"sample": "zh", "step": 10,
+"text": …}`` or ``{"histogram": "grad", "step": 10, "counts": […], "edges": […]}``. Several lines of one step are one
+step. A start or resume at step k says that the steps from k on are written again, and only the later lines count. A
+torn last line is skipped. Rank r > 0 writes a record of its own beside it, ``record.rank<r>.jsonl``.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
-from zero2all.console import warn
+from zero2all.track.index import Indexer, index_path, is_restart, is_step, parse_line, whole_lines
+from zero2all.track.pump import Pump
+from zero2all.track.sinks import Sink, hand_over
+from zero2all.track.system import System
+
+SYSTEM_EVERY = 10.0
+BLOCK = 16 * 2**20
 
 
 class Record:
     """
     >>> with Record(Path("runs/quickstart/run/record.jsonl")) as record:
     ...     record.step(0, loss=8.3, lr=1e-4)
+    ...     record.sample(0, "zh", "床前明月光")
+
+    Nothing here waits for a disk or raises: a thread writes. ``flush`` says whether all of it is written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._stream: IO[bytes] | None = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the record
-            if path.stat().st_size and _last_byte(path) != b"\n":
-                self._stream.write(b"\n")  # close a line that a crash tore, so that ours starts whole
-        except OSError as error:
-            self._give_up(error)
+    def __init__(
+        self, path: Path, rank: int = 0, sinks: Sequence[Sink] = (), system_every: float | None = SYSTEM_EVERY
+    ) -> None:
+        self.path = path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+        file = RecordFile(self.path)
+        self._pumps = [Pump(f"the run record {self.path}", file.write, file.close, retry=True)]
+        for sink in sinks:
+            self._pumps.append(Pump(f"the sink {type(sink).__name__}", hand_over(sink), sink.close))
+        self._last_step = 0
+        self._closed = threading.Event()
+        if system_every is not None:
+            threading.Thread(target=self._watch_system, args=(system_every,), name="z2a-system", daemon=True).start()
 
     def __enter__(self) -> Record:
         return self
@@ -40,53 +54,185 @@ class Record:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        self.close()
 
-    def step(self, step: int, **values: float) -> None:
-        self._write({"step": step, "time": round(time.time(), 3), **values})
+    def step(self, step: int, /, **values: float) -> None:
+        """Values of a step. A name such as ``loss/zh`` is the channel zh of the loss."""
+        self._last_step = step
+        self._put({"step": step, "time": round(time.time(), 3), **values})
 
-    def event(self, event: str, **details: Any) -> None:
-        self._write({"event": event, "time": round(time.time(), 3), **details})
+    def event(self, event: str, /, **details: Any) -> None:
+        """Something that happened: a start or resume, a checkpoint, a spike, a change of stage."""
+        self._put({"event": event, "time": round(time.time(), 3), **details})
 
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._stream is None:
+    def sample(self, step: int, name: str, text: str) -> None:
+        self._put({"sample": name, "step": step, "time": round(time.time(), 3), "text": text})
+
+    def histogram(self, step: int, name: str, counts: Sequence[float], edges: Sequence[float]) -> None:
+        """``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``, as numpy and torch give them."""
+        line = {"histogram": name, "step": step, "time": round(time.time(), 3)}
+        self._put({**line, "counts": list(counts), "edges": list(edges)})
+
+    def flush(self, timeout: float = 1.0) -> bool:
+        """Whether all so far is handed to the operating system, where a killed process cannot lose it."""
+        return self._pumps[0].flush(timeout)
+
+    def close(self) -> None:
+        if not self._closed.is_set():
+            self._closed.set()
+            for pump in self._pumps:
+                pump.close()
+
+    def _put(self, line: dict[str, Any]) -> None:
+        if not self._closed.is_set():
+            for pump in self._pumps:
+                pump.put(line)
+
+    def _watch_system(self, every: float) -> None:
+        system = System()
+        while not self._closed.wait(every):
+            figures = system.read()
+            self._put({"step": self._last_step, "time": round(time.time(), 3), **figures})
+
+
+class RecordFile:
+    """The writing end, on the record's own thread. What a full disk did not take stays in the buffers."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: AppendFile | None = None
+        self._index: AppendFile | None = None
+        self._indexer = Indexer()
+        self._names: list[str] = []
+        self._taken = False  # whether the lines of the failed call before are in the buffers
+
+    def write(self, lines: list[dict[str, Any]]) -> None:
+        if self._file is None or self._index is None:
+            self._file, self._index = self._open()
+        if not self._taken:
+            for line in lines:
+                encoded = _encode(line)
+                first = self._file.put(encoded)
+                self._add_to_index(self._index, line, first, first + len(encoded))
+            self._taken = True
+        self._file.write()
+        self._index.write()
+        self._taken = False
+        if any("event" in line for line in lines):
+            self._file.sync()
+
+    def close(self) -> None:
+        for file in (self._file, self._index):
+            if file is not None:
+                file.close()
+
+    def _open(self) -> tuple[AppendFile, AppendFile]:
+        """Both files, and what the record holds beyond its index taken into that."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file, index = AppendFile(self._path), AppendFile(index_path(self._path))
+        covered = _covered(index_path(self._path))
+        if covered > file.size:
+            index.truncate()
+            covered = 0
+        self._indexer = Indexer(covered)
+        for first, after, raw in _lines_from(self._path, covered):
+            line = parse_line(raw)
+            if line is not None:
+                self._add_to_index(index, line, first, after)
+        return file, index
+
+    def _add_to_index(self, index: AppendFile, line: dict[str, Any], first: int, after: int) -> None:
+        entry = self._indexer.add(line, first, after)
+        if entry is None:
             return
-        try:
-            self._stream.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-        except OSError as error:
-            self._give_up(error)
+        if entry.get("names") == self._names:
+            del entry["names"]
+        self._names = entry.get("names", self._names)
+        index.put(_encode(entry))
 
-    def _give_up(self, error: OSError) -> None:
-        """Say it once and go on: a full disk must not cost the run."""
-        warn(f"the run record {self.path} cannot be written ({error}); training goes on without it")
-        self._stream = None
+
+class AppendFile:
+    """Bytes are put, then written as far as the disk takes them; the rest waits."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self.size = os.fstat(self._descriptor).st_size
+        self.waiting = bytearray()
+        if self.size and os.pread(self._descriptor, 1, self.size - 1) != b"\n":
+            self.put(b"\n")  # close a line that a crash tore, so that ours starts whole
+
+    def put(self, data: bytes) -> int:
+        """The place of its first byte."""
+        first = self.size
+        self.waiting += data
+        self.size += len(data)
+        return first
+
+    def write(self) -> None:
+        while self.waiting:
+            written = os.write(self._descriptor, self.waiting)
+            del self.waiting[:written]
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def truncate(self) -> None:
+        os.ftruncate(self._descriptor, 0)
+        self.size = 0
+        self.waiting.clear()
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _covered(index: Path) -> int:
+    """How many bytes of the record the whole lines of its index cover."""
+    covered = 0
+    for _, _, raw in _lines_from(index, max(0, index.stat().st_size - BLOCK)):
+        entry = parse_line(raw)
+        if entry is not None and "at" in entry:
+            covered = entry["at"][1]
+    return covered
+
+
+def _lines_from(path: Path, start: int) -> Iterator[tuple[int, int, bytes]]:
+    with open(path, "rb") as stream:
+        stream.seek(start)
+        rest = b""
+        while block := stream.read(BLOCK):
+            rest += block
+            after = start
+            for first, after, line in whole_lines(rest, start):
+                yield first, after, line
+            rest, start = rest[after - start :], after
+
+
+def _encode(line: dict[str, Any]) -> bytes:
+    return json.dumps(line, ensure_ascii=False, separators=(",", ":"), default=_plain).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch as numbers; anything else as what it prints."""
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):
+        return str(value)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with open(path, "rb") as stream:
-        for line in stream:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield value
+        for raw in stream:
+            line = parse_line(raw)
+            if line is not None:
+                yield line
 
 
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:
     """The surviving history: for each step the values that count, in order of steps."""
     steps: dict[int, dict[str, Any]] = {}
     for line in read_lines(path):
-        if line.get("event") in ("start", "resume"):
+        if is_restart(line):
             steps = {step: values for step, values in steps.items() if step < line["step"]}
-        elif "step" in line and "event" not in line:
-            steps[line["step"]] = line
+        elif is_step(line):
+            steps[line["step"]] = {**steps.get(line["step"], {}), **line}
     return dict(sorted(steps.items()))
-
-
-def _last_byte(path: Path) -> bytes:
-    with open(path, "rb") as stream:
-        stream.seek(-1, os.SEEK_END)
-        return stream.read(1)

@@ -4,9 +4,10 @@
 >>> summary = train(load_recipe("recipes/quickstart.yaml"))
 """
 
+from zero2all.train.blame import blame_step
 from zero2all.train.export import export_run
 from zero2all.train.loop import train
 from zero2all.train.run import Run
 from zero2all.train.trace import trace_step
 
-__all__ = ["Run", "export_run", "trace_step", "train"]
+__all__ = ["Run", "blame_step", "export_run", "trace_step", "train"]

@@ -18,6 +18,7 @@ from zero2all.parallel import Layout, Spread
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
+from zero2all.track import Record, open_sinks
 from zero2all.train.channels import Channels
 from zero2all.train.clock import Clock
 from zero2all.train.optimizer import apply_settings, build_optimizers
@@ -40,6 +41,12 @@ class Job:
     clock: Clock
     identity: dict[str, Any]
     first: int
+
+    def open_record(self) -> Record:
+        """Every rank writes its own; the other trackers of the recipe see the first."""
+        options, rank = self.run.recipe.track, self.spread.layout.rank
+        sinks = open_sinks(options.sinks, self.run.directory) if rank == 0 else []
+        return Record(self.run.record_path, rank, sinks, options.system_every)
 
     def enter(self, stage: StagePlan) -> None:
         """What a stage changes beside its samples and its rate. What it does not name is as in the stage before."""

@@ -15,7 +15,6 @@ from zero2all.errors import Interrupted, Z2aError
 from zero2all.model.anatomy import count_parameters
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
-from zero2all.track import Record
 from zero2all.train.batches import Batch, Loader
 from zero2all.train.channels import LOSS
 from zero2all.train.job import prepare
@@ -41,7 +40,7 @@ def train(
     loss: float | None = None
     with (
         stop_requested() as stopping,
-        Record(job.run.record_path) as record,
+        job.open_record() as record,
         Loader(plan, job.first, layout.dp_rank, layout.sizes.dp, pin=layout.device.type == "cuda") as loader,
         collected_at_set_steps(),
     ):
@@ -86,6 +85,7 @@ def train(
                 say(f"held out after step {done}: {quality['bits_per_byte']:.4f} bits per byte")
             stop_now = any(stop_wishes) and done < plan.total
             if plan.is_due(recipe.checkpoint.every, done) or done == plan.total or stop_now:
+                record.flush()  # a resume begins after this step: what comes before must be on disk
                 job.save(done)
                 record.event("checkpoint", step=done)
             if stop_now:

@@ -1,0 +1,150 @@
+"""What the page's server gives, and what it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from zero2all.errors import Z2aError
+from zero2all.track import Record
+from zero2all.track.places import LocalPlace
+from zero2all.track.report import report_html
+from zero2all.track.server import PAGE, Followed, _news_of, build_app
+from zero2all.track.watched import WatchedRun
+
+KEY = "the-key"
+NASTY = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
+
+
+def make_run(directory: Path, steps: int = 30) -> WatchedRun:
+    with Record(directory / "record.jsonl", system_every=None) as record:
+        record.event("start", step=0, steps=steps)
+        for step in range(steps):
+            record.step(step, **{"loss": 8.0 - step / 10, "loss/zh": 1.0 if step != 3 else float("nan")})
+        record.sample(steps, "zh", NASTY)
+        record.event("spike", step=5, documents=[{"gid": "a", "loss": 9.0, "text": NASTY}])
+    (directory / "recipe.yaml").write_text("name: x\ntrain: {batch_tokens: 100}\n")
+    run = WatchedRun(LocalPlace(directory))
+    run.refresh()
+    return run
+
+
+def documents(directory: Path, step: int, losses: bool) -> dict[str, Any]:
+    if step > 1000:
+        raise Z2aError("no such step")
+    return {"documents": [{"gid": str(step), "loss": 1.0 if losses else None}]}
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[TestClient]:
+    (tmp_path / "secret.txt").write_text("private")
+    app = build_app([make_run(tmp_path / "run")], KEY, documents)
+    with TestClient(app) as opened:
+        opened.params = {"key": KEY}
+        yield opened
+
+
+def test_runs_and_series(client: TestClient) -> None:
+    [run] = client.get("/api/runs").json()
+    assert run["names"] == ["loss", "loss/zh"]
+    assert run["status"]["step"] == 29
+    assert run["samples"] == {"zh": [30]}
+    [block] = client.get("/api/runs/0/series", params={"name": ["loss", "loss/zh"], "from": 2, "to": 4}).json()
+    assert block["steps"] == [2, 3, 4]
+    assert block["tokens"] == [300, 400, 500]
+    assert block["mean"]["loss/zh"] == [1.0, None, 1.0]
+    assert client.get("/api/runs/0/series", params={"name": "nothing"}).json() == []
+
+
+def test_the_documents_of_a_step(client: TestClient) -> None:
+    def of(step: int, losses: int) -> dict[str, Any]:
+        found: dict[str, Any] = client.get("/api/runs/0/documents", params={"step": step, "losses": losses}).json()
+        return found
+
+    assert of(5, 0)["documents"][0]["loss"] == 9.0, "what the record holds"
+    assert of(6, 0)["documents"] == [{"gid": "6", "loss": None}]
+    assert of(6, 1)["documents"] == [{"gid": "6", "loss": 1.0}]
+    assert of(2000, 0) == {"error": "no such step"}
+
+
+@pytest.mark.parametrize("path", ["/api/runs", "/api/runs/0/series", "/api/runs/0/facts", "/api/stream"])
+@pytest.mark.parametrize("key", ["", "the-kez", "the-key2"])
+def test_without_the_key_nothing_is_given(client: TestClient, path: str, key: str) -> None:
+    assert client.get(path, params={"key": key}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/assets/../server.py",
+        "/assets/..%2fserver.py",
+        "/assets/%2e%2e%2f%2e%2e%2fpyproject.toml",
+        "/assets/....//server.py",
+        "/assets//etc/passwd",
+        "/secret.txt",
+        "/../secret.txt",
+        "/%2e%2e/secret.txt",
+        "/api/runs/../../secret.txt",
+        "/api/runs/1/series",
+        "/api/runs/-1/series",
+        "/api/runs/0%2f..%2f..%2fsecret.txt/series",
+        "/api/runs/0/text?kind=sample&name=..%2f..%2fsecret.txt&step=0",
+        "/api/runs/0/text?kind=..%2fsecret&name=zh&step=30",
+    ],
+)
+def test_no_address_leads_outside_the_runs(client: TestClient, path: str) -> None:
+    client.params = {}  # they would replace those of the path
+    answer = client.get(f"{path}{'&' if '?' in path else '?'}key={KEY}")
+    assert answer.status_code == 404
+    assert "private" not in answer.text
+
+
+def test_numbers_that_are_none_are_refused(client: TestClient) -> None:
+    assert client.get("/api/runs/0/series", params={"name": "loss", "from": "x"}).status_code == 400
+    assert client.get("/api/runs/0/documents", params={"step": "1; rm"}).status_code == 400
+
+
+def test_news_are_the_lines_since_and_a_resume_asks_for_everything_again(tmp_path: Path) -> None:
+    followed = Followed(make_run(tmp_path, steps=10))
+    sequence, version = followed.run.streams[0].sequence, followed.version
+    with Record(tmp_path / "record.jsonl", system_every=None) as record:
+        record.step(10, loss=7.0)
+    followed.refresh()
+    assert followed.version > version
+    news, sequence = _news_of(followed, sequence)
+    assert [line["step"] for line in news["lines"]] == [10]
+    assert not news["reload"]
+    with Record(tmp_path / "record.jsonl", system_every=None) as record:
+        record.event("resume", step=8)
+    followed.refresh()
+    assert _news_of(followed, sequence)[0]["reload"]
+
+
+def test_the_page_forbids_foreign_scripts(client: TestClient) -> None:
+    page = client.get("/")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert "http" not in page.text
+
+
+def test_a_report_stands_alone_and_text_stays_text(tmp_path: Path) -> None:
+    page = report_html([make_run(tmp_path)])
+    assert "assets/" not in page
+    assert NASTY not in page
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])  # type: ignore[index]
+    assert data["texts"][0]["line"]["text"] == NASTY
+    assert data["series"][0][0]["mean"]["loss"][0] == 8.0
+
+
+def test_the_built_page_is_of_the_sources_beside_it() -> None:
+    sources = Path(__file__).parents[2] / "web" / "src"
+    if not sources.exists():
+        pytest.skip("not a source checkout")
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources.iterdir()))).hexdigest()
+    assert digest in (PAGE / "app.js").read_text(encoding="utf-8")[:300], "run 'npm ci && npm run build' in web/"

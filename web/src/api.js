@@ -1,0 +1,59 @@
+// Data from the server, or, in a report that stands alone, from the page itself.
+const embedded = document.getElementById("data");
+const report = embedded ? JSON.parse(embedded.textContent) : null;
+const key = new URLSearchParams(location.search).get("key") ?? "";
+
+export const isReport = report !== null;
+
+async function get(path, parameters = []) {
+  const response = await fetch(`api/${path}?${new URLSearchParams([...parameters, ["key", key]])}`);
+  if (!response.ok) throw new Error(`${response.status}: ${await response.text()}`);
+  return response.json();
+}
+
+export async function listRuns() {
+  return report ? report.runs : get("runs");
+}
+
+export async function getSeries(run, names, from, to, points) {
+  if (report) return report.series[run].map((block) => cut(block, names, from, to)).filter((block) => block !== null);
+  const range = [["from", from], ["to", to]].filter(([, value]) => value !== "");
+  return get(`runs/${run}/series`, [...names.map((name) => ["name", name]), ...range, ["points", points]]);
+}
+
+export async function getText(run, kind, name, step) {
+  if (report) return report.texts.find((t) => t.run === run && t.kind === kind && t.name === name && t.step === step).line;
+  return get(`runs/${run}/text`, [["kind", kind], ["name", name], ["step", step]]);
+}
+
+export async function getFacts(run) {
+  return report ? report.facts[run] : get(`runs/${run}/facts`);
+}
+
+export async function getDocuments(run, step, losses) {
+  if (!report) return get(`runs/${run}/documents`, [["step", step], ["losses", losses ? "1" : "0"]]);
+  const event = report.runs[run].events.findLast((one) => one.step === step && one.documents);
+  return event ? { documents: event.documents } : { elsewhere: `z2a blame RUN --step ${step}` };
+}
+
+// news(value) for each message; state(true or false) when the server comes and goes. The browser connects again itself.
+export function follow(news, state) {
+  if (report) return;
+  const source = new EventSource(`api/stream?${new URLSearchParams([["key", key]])}`);
+  source.onmessage = (message) => news(JSON.parse(message.data));
+  source.onopen = () => state(true);
+  source.onerror = () => state(false);
+}
+
+function cut(block, names, from, to) {
+  const own = names.filter((name) => name in block.mean);
+  if (!own.length) return null;
+  const rows = block.steps.map((_, row) => row)
+    .filter((row) => (from === "" || block.steps[row] >= from) && (to === "" || block.steps[row] <= to));
+  const take = (column) => column && rows.map((row) => column[row]);
+  const pick = (columns) => columns && Object.fromEntries(own.map((name) => [name, take(columns[name])]));
+  return {
+    steps: take(block.steps), times: take(block.times), tokens: take(block.tokens),
+    mean: pick(block.mean), low: pick(block.low), high: pick(block.high),
+  };
+}

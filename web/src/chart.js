@@ -1,0 +1,234 @@
+import uPlot from "uplot";
+import { getSeries } from "./api.js";
+import { append, placeOf, plotted, stepAt, xOf } from "./columns.js";
+import { element } from "./element.js";
+import { compact, duration, number } from "./format.js";
+import { change, hiddenRuns, state } from "./state.js";
+import { say } from "./words.js";
+
+export const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#ec4899", "#14b8a6", "#a16207",
+  "#64748b", "#84cc16"];
+const DASHES = [undefined, [6, 4], [2, 3], [10, 3, 2, 3]];
+const EVENT_COLOURS = { checkpoint: "#94a3b8", resume: "#3b82f6", start: "#3b82f6", spike: "#ef4444",
+  rollback: "#ef4444", failure: "#ef4444", "not finite": "#ef4444", stage: "#10b981", done: "#10b981" };
+const RELOAD_AFTER = 3000;  // rows added one by one before the chart is asked for anew, in fewer points
+const HEIGHT = 240;
+const sync = uPlot.sync("charts");
+
+export class Chart {
+  constructor(group, runs, onStep) {
+    this.group = group;
+    this.runs = runs;
+    this.onStep = onStep;
+    this.blocks = new Map();  // run -> blocks
+    this.plot = null;
+    this.visible = false;
+    this.legend = element("div", { class: "legend" });
+    this.canvas = element("div", { class: "canvas" });
+    this.root = element("section", { class: "chart", "data-chart": group.id },
+      element("h2", {}, say(group.title)), this.legend, this.canvas);
+    this.resized = new ResizeObserver(() => this.plot?.setSize({ width: this.canvas.clientWidth, height: HEIGHT }));
+    this.resized.observe(this.canvas);
+  }
+
+  get shown() {
+    const hidden = hiddenRuns();
+    return this.runs.filter((run) => !hidden.has(run.id) && run.names.some((name) => this.group.names.includes(name)));
+  }
+
+  async show() {
+    if (this.visible) return;
+    this.visible = true;
+    await this.reload();
+  }
+
+  async reload() {
+    if (!this.visible) return;
+    const points = Math.max(300, Math.min(1500, Math.round(this.canvas.clientWidth * 1.5)));
+    const asked = (this.asked = {});
+    const answers = await Promise.all(this.shown.map(async (run) => {
+      const names = this.group.names.filter((name) => run.names.includes(name));
+      try {
+        return [run.id, await getSeries(run.id, names, state.from, state.to, points)];
+      } catch {  // a remote run that cannot be read just now keeps what is drawn
+        return [run.id, this.blocks.get(run.id) ?? []];
+      }
+    }));
+    if (asked !== this.asked) return;  // a later request overtook this one
+    this.blocks = new Map(answers);
+    this.added = 0;
+    this.draw();
+  }
+
+  // Rows that a run has just written.
+  add(run, rows) {
+    const block = this.blocks.get(run.id)?.find((one) => Object.keys(one.mean).some((name) => !name.includes("@")));
+    if (!this.visible || !block || state.to !== "") return;
+    for (const row of rows) append(block, row, row.tokens ?? (row.step + 1) * (run.batch_tokens ?? 0));
+    this.added += rows.length;
+    if (this.added > RELOAD_AFTER) this.reload();
+    else this.update();
+  }
+
+  lines() {
+    const shown = this.shown, byRun = this.group.names.length === 1 || shown.length === 0;
+    return shown.flatMap((run) => (this.blocks.get(run.id) ?? []).flatMap((block) =>
+      Object.keys(block.mean).map((name) => ({
+        run, name, block,
+        begun: run.begun,
+        label: [shown.length > 1 ? run.status.name : null, byRun ? null : shortened(name)].filter(Boolean).join(" · "),
+        colour: COLOURS[(byRun ? run.id : this.group.names.indexOf(name)) % COLOURS.length],
+        dash: byRun ? undefined : DASHES[run.id % DASHES.length],
+      }))));
+  }
+
+  options() {
+    return { axis: state.x, smooth: Number(state.smooth), logx: Boolean(state.logx), logy: Boolean(state.logy) };
+  }
+
+  update() {
+    if (!this.plot) return this.draw();
+    const { data, series } = plotted(this.lines(), this.options());
+    if (series.length !== this.plot.series.length) return this.draw();
+    this.plot.setData(data);
+    this.readOut(this.plot);
+  }
+
+  draw() {
+    this.plot?.destroy();
+    const lines = this.lines(), { data, series, bands } = plotted(lines, this.options());
+    this.root.classList.toggle("empty", data[0].length === 0);
+    const style = getComputedStyle(document.documentElement);
+    const ink = style.getPropertyValue("--ink-soft").trim(), grid = style.getPropertyValue("--grid").trim();
+    const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui" };
+    const shown = { step: compact, tokens: compact, time: duration }[state.x];
+    this.plot = new uPlot({
+      width: this.canvas.clientWidth,
+      height: HEIGHT,
+      series, bands,
+      padding: [10, 10, 0, 0],
+      scales: { x: { time: false, distr: state.logx ? 3 : 1 }, y: { distr: state.logy ? 3 : 1 } },
+      axes: [
+        { ...axis, size: 28, values: (_, splits) => splits.map((value) => (value == null ? "" : shown(value))) },
+        { ...axis, size: 52, values: (_, splits) => splits.map((value) => (value == null ? "" : compact(value))) },
+      ],
+      legend: { show: false },
+      cursor: {
+        sync: { key: sync.key, scales: ["x", null] },
+        drag: { x: true, y: false, setScale: false },
+        points: { size: 6 },
+        focus: { prox: 24 },
+      },
+      hooks: {
+        setSelect: [(plot) => this.zoom(plot)],
+        setCursor: [(plot) => this.readOut(plot)],
+        drawClear: [(plot) => this.drawEvents(plot)],
+        ready: [(plot) => this.listen(plot)],
+      },
+    }, data, this.canvas);
+    this.readOut(this.plot);
+  }
+
+  listen(plot) {
+    let moved = false, downAt = 0;
+    plot.over.addEventListener("mousedown", (event) => { downAt = event.clientX; });
+    plot.over.addEventListener("mouseup", (event) => { moved = Math.abs(event.clientX - downAt) > 3; });
+    plot.over.addEventListener("click", () => { if (!moved) this.open(plot); });
+    plot.over.addEventListener("dblclick", () => change({ from: "", to: "" }));
+  }
+
+  zoom(plot) {
+    if (plot.select.width < 4) return;
+    const first = plot.posToVal(plot.select.left, "x"), last = plot.posToVal(plot.select.left + plot.select.width, "x");
+    plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+    const [line] = this.lines();
+    if (!line) return;
+    const x = xOf(line.block, state.x, line.begun);
+    const from = stepAt(first, line.block, x), to = stepAt(last, line.block, x);
+    if (to > from) change({ from: String(from), to: String(to) });
+  }
+
+  // The step under the pointer; where rows were put together, the one among them with the largest value.
+  async open(plot) {
+    const { idx, left } = plot.cursor;
+    const [line] = this.lines();
+    if (idx == null || !line) return;
+    const x = xOf(line.block, state.x, line.begun);
+    const step = stepAt(plot.posToVal(left, "x"), line.block, x);
+    if (!line.block.low) return this.onStep(line.run, step);
+    const row = line.block.steps.findIndex((one) => one >= step);
+    const around = [line.block.steps[Math.max(0, row - 1)], line.block.steps[Math.min(x.length - 1, row + 1)]];
+    const [raw] = await getSeries(line.run.id, [line.name], Math.floor(around[0]), Math.ceil(around[1]), 20000);
+    const values = raw.mean[line.name].map((value) => value ?? -Infinity);
+    this.onStep(line.run, raw.steps[values.indexOf(Math.max(...values))], true);
+  }
+
+  readOut(plot) {
+    const over = plot.cursor.idx != null, idx = plot.cursor.idx ?? plot.data[0].length - 1;
+    const items = plot.series.map((series, column) => [series.line, plot.data[column]]).filter(([line]) => line)
+      .map(([line, values]) => element("span", {},
+        element("i", { style: `background:${line.colour}` }), line.label, " ", element("b", {}, number(near(values, idx, over ? 200 : Infinity)))));
+    const where = { step: (x) => `${say("step")} ${Math.round(x)}`, tokens: compact, time: duration }[state.x];
+    const x = plot.data[0][idx];
+    const event = !over ? null : this.eventNear(plot, plot.cursor.left);
+    if (event) items.push(element("span", { class: "event" }, `${say(event.event)} ${event.step ?? ""}`));
+    this.legend.replaceChildren(element("span", { class: "where" }, x == null ? "" : where(x)), ...items);
+  }
+
+  // [event, place on the axis] of the runs that are shown.
+  marks() {
+    return this.shown.flatMap((run) => {
+      const block = this.blocks.get(run.id)?.[0];
+      if (!block || !block.steps.length) return [];
+      const x = xOf(block, state.x, run.begun);
+      const place = (event) => (state.x === "time" && event.time ? event.time - run.begun : placeOf(event.step, block, x));
+      return run.events.filter((event) => event.step != null && event.step >= block.steps[0] - 1)
+        .map((event) => [event, place(event)]);
+    });
+  }
+
+  eventNear(plot, left) {
+    return this.marks().find(([, place]) => Math.abs(plot.valToPos(place, "x") - left) < 5)?.[0];
+  }
+
+  drawEvents(plot) {
+    const { ctx, bbox } = plot, ratio = devicePixelRatio;
+    ctx.save();
+    for (const [event, place] of this.marks()) {
+      const at = Math.round(plot.valToPos(place, "x", true));
+      if (!(at >= bbox.left && at <= bbox.left + bbox.width)) continue;
+      ctx.strokeStyle = ctx.fillStyle = EVENT_COLOURS[event.event] ?? "#a855f7";
+      ctx.lineWidth = ratio;
+      if (event.event === "checkpoint") {  // there are many of them: a tick at the foot
+        ctx.fillRect(at - ratio, bbox.top + bbox.height - 6 * ratio, 2 * ratio, 6 * ratio);
+        continue;
+      }
+      ctx.globalAlpha = 0.55;
+      ctx.setLineDash([4 * ratio, 3 * ratio]);
+      ctx.beginPath();
+      ctx.moveTo(at, bbox.top);
+      ctx.lineTo(at, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.globalAlpha = 1;
+      ctx.beginPath();
+      ctx.arc(at, bbox.top + 4 * ratio, 3 * ratio, 0, 7);
+      ctx.fill();
+    }
+    ctx.restore();
+  }
+
+  remove() {
+    this.resized.disconnect();
+    this.plot?.destroy();
+    this.root.remove();
+  }
+}
+
+const shortened = (name) => (name.includes("/") ? name.slice(name.indexOf("/") + 1) : name);
+
+// The value at a row, or the last one before it: columns of several runs have gaps.
+function near(values, idx, reach) {
+  for (let row = Math.min(idx, values.length - 1); row >= 0 && row > idx - reach; row--)
+    if (values[row] != null) return values[row];
+  return null;
+}

@@ -1,0 +1,38 @@
+// Which names share a chart, in which order the charts come, and what they are called.
+const TITLES = {
+  loss: "loss", "loss/*": "loss by channel", bits_per_byte: "bits per byte",
+  "bits_per_byte/*": "bits per byte by channel", lr: "learning rate", grad_norm: "gradient norm",
+  tokens_per_second: "tokens per second", mfu: "MFU", goodput: "goodput", "time/*": "time of a step by part (s)",
+  "system/cpu_cores": "CPU cores in use", "system/memory_gib": "memory of the process (GiB)",
+  "system/machine_memory_gib": "memory of the machine (GiB)", "system/load": "load",
+};
+const FIRST = ["loss", "loss/*", "bits_per_byte", "bits_per_byte/*", "valid/*", "lr", "grad_norm", "tokens_per_second",
+  "mfu", "goodput", "time/*", "memory"];
+const LAST = /^(system|gpu)/;
+const AXES = new Set(["tokens"]);
+
+// [{ id, title, names }], each name in one chart.
+export function groupNames(names) {
+  const groups = new Map();
+  for (const name of names) {
+    const base = name.replace(/@\d+$/, "");
+    if (AXES.has(base)) continue;
+    const id = chartOf(base);
+    if (!groups.has(id)) groups.set(id, []);
+    groups.get(id).push(name);
+  }
+  return [...groups].map(([id, members]) => ({ id, title: TITLES[id] ?? id, names: members }))
+    .sort((a, b) => rank(a.id) - rank(b.id) || a.id.localeCompare(b.id));
+}
+
+function chartOf(name) {
+  if (/^gpu\d+\//.test(name)) return name.replace(/^gpu\d+/, "gpu*");  // the same figure of every GPU
+  if (name.startsWith("system/") || !name.includes("/")) return name;  // figures in units of their own
+  return name.slice(0, name.indexOf("/")) + "/*";
+}
+
+function rank(id) {
+  const known = FIRST.indexOf(id);
+  if (known >= 0) return known;
+  return LAST.test(id) ? FIRST.length + 1 : FIRST.length;
+}

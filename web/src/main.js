@@ -1,0 +1,161 @@
+import "uplot/dist/uPlot.min.css";
+import "./style.css";
+import { follow, isReport, listRuns } from "./api.js";
+import { Chart } from "./chart.js";
+import { element } from "./element.js";
+import { groupNames } from "./groups.js";
+import { factsPanel, histogramBars, openDocuments, runCard, sampleText, textPanel } from "./panels.js";
+import { change, hiddenRuns, onChange, readAddress, state } from "./state.js";
+import { language, say } from "./words.js";
+
+let runs = [];
+let charts = [];
+let connected = true;
+const page = document.getElementById("page");
+const cards = element("div", { class: "cards" });
+const grid = element("main", { class: "grid" });
+const below = element("div", { class: "below" });
+const light = element("span", { class: "light" });
+
+const seen = new IntersectionObserver((entries) => {
+  for (const entry of entries) if (entry.isIntersecting) charts.find((chart) => chart.root === entry.target)?.show();
+}, { rootMargin: "200px" });
+
+async function begin() {
+  readAddress();
+  dress();
+  runs = (await listRuns()).map(prepared);
+  build();
+  follow(take, (there) => {
+    if (there && !connected) reloadRuns();
+    connected = there;
+    showLight();
+  });
+  if (state.step) {
+    const [run, step] = state.step.split(":").map(Number);
+    openDocuments(runs[run], step);
+  }
+}
+
+function prepared(run, id) {
+  return { ...run, id, begun: run.events.find((event) => event.event === "start")?.time ?? run.events[0]?.time ?? 0 };
+}
+
+async function reloadRuns() {
+  runs = (await listRuns()).map(prepared);
+  build();
+}
+
+function dress() {
+  document.documentElement.lang = language() === "zh" ? "zh-CN" : "en";
+  document.documentElement.dataset.theme = state.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+}
+
+function build() {
+  dress();
+  page.replaceChildren(header(), cards, grid, below);
+  drawCards();
+  buildCharts();
+  buildBelow();
+}
+
+function buildBelow() {
+  below.replaceChildren(...[textPanel(visible(), "sample", sampleText), textPanel(visible(), "histogram", histogramBars),
+    factsPanel(visible())].filter(Boolean));
+}
+
+const visible = () => runs.filter((run) => !hiddenRuns().has(run.id));
+
+function header() {
+  const choose = (name, options) => element("select", { "aria-label": say("x axis"), onchange: (event) => change({ [name]: event.target.value }) },
+    ...options.map(([value, label]) => element("option", { value, selected: state[name] === value }, say(label))));
+  const tick = (name) => element("label", {}, element("input", { type: "checkbox", checked: Boolean(state[name]),
+    onchange: (event) => change({ [name]: event.target.checked ? "1" : "" }) }), say(name === "logx" ? "log x" : "log y"));
+  const smooth = element("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: state.smooth,
+    oninput: (event) => change({ smooth: event.target.value }) });
+  return element("header", { class: "top" },
+    element("h1", {}, "zero2all", isReport ? null : light),
+    element("div", { class: "controls" },
+      choose("x", [["step", "steps"], ["tokens", "tokens"], ["time", "time"]]), tick("logx"), tick("logy"),
+      element("label", {}, say("smoothing"), smooth),
+      element("span", { class: "buttons" },
+        element("button", { onclick: () => change({ from: "", to: "" }) }, say("everything")),
+        element("button", { onclick: () => lastShare(0.5) }, say("last half")),
+        element("button", { onclick: () => lastShare(0.1) }, say("last tenth"))),
+      element("input", { type: "search", placeholder: say("find a chart"), value: state.find,
+        oninput: (event) => change({ find: event.target.value }) }),
+      element("span", { class: "buttons" },
+        element("button", { title: say("light or dark"), "aria-label": say("light or dark"),
+          onclick: () => change({ theme: document.documentElement.dataset.theme === "dark" ? "light" : "dark" }) }, "◐"),
+        element("button", { onclick: () => change({ lang: language() === "zh" ? "en" : "zh" }) }, language() === "zh" ? "EN" : "中文"))),
+    element("p", { class: "hint" }, say(state.from || state.to ? "zoomed; double-click shows everything"
+      : "click a step to see its documents; drag to zoom")));
+}
+
+function lastShare(share) {
+  const last = Math.max(...visible().map((run) => run.status.step ?? 0));
+  change({ from: String(Math.floor(last * (1 - share))), to: "" });
+}
+
+function drawCards() {
+  cards.replaceChildren(...runs.map(runCard));
+  showLight();
+}
+
+function showLight() {
+  light.className = "light" + (connected ? "" : " off");
+  light.title = say(connected ? "connected" : "not connected");
+}
+
+function buildCharts() {
+  for (const chart of charts) {
+    seen.unobserve(chart.root);
+    chart.remove();
+  }
+  const names = new Set(visible().flatMap((run) => run.names));
+  const wanted = state.find.toLowerCase();
+  const groups = groupNames([...names])
+    .filter((group) => !wanted || [group.id, say(group.title), ...group.names].join(" ").toLowerCase().includes(wanted));
+  charts = groups.map((group) => new Chart(group, runs, openDocuments));
+  grid.replaceChildren(...charts.map((chart) => chart.root));
+  for (const chart of charts) seen.observe(chart.root);
+}
+
+// News of a run: lines that were just written.
+function take(news) {
+  const run = runs[news.id];
+  const newNames = news.names.some((name) => !run.names.includes(name));
+  Object.assign(run, { names: news.names, status: news.status, verdicts: news.verdicts });
+  if (news.reload) return reloadRuns();
+  const rows = news.lines.filter((line) => "step" in line && !("event" in line || "sample" in line || "histogram" in line));
+  run.events.push(...news.lines.filter((line) => "event" in line));
+  let texts = false;
+  for (const line of news.lines)
+    for (const kind of ["sample", "histogram"])
+      if (kind in line) {
+        const steps = (run[kind + "s"][line[kind]] ??= []);
+        if (!steps.includes(line.step)) steps.push(line.step);
+        texts = true;
+      }
+  drawCards();
+  if (texts) buildBelow();
+  if (newNames) buildCharts();
+  else for (const chart of charts) chart.add(run, rows);
+}
+
+onChange((names) => {
+  if (names.every((name) => name === "step")) return;
+  if (names.includes("smooth") && names.length === 1) {
+    for (const chart of charts) if (chart.visible) chart.update();
+  } else if (names.includes("find")) {
+    buildCharts();
+  } else if (names.includes("from")) {
+    page.querySelector("header.top").replaceWith(header());
+    for (const chart of charts) chart.reload();
+  } else {
+    build();
+  }
+});
+addEventListener("hashchange", () => { readAddress(); build(); });
+
+begin();

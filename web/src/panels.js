@@ -1,0 +1,115 @@
+// Everything on the page but the charts.
+import { getDocuments, getFacts, getText } from "./api.js";
+import { COLOURS } from "./chart.js";
+import { element } from "./element.js";
+import { compact, duration, number } from "./format.js";
+import { change, hiddenRuns, state } from "./state.js";
+import { language, say } from "./words.js";
+
+export function runCard(run) {
+  const { status } = run, hidden = hiddenRuns();
+  const { loss, tokens_per_second: speed, mfu } = status.latest;
+  const toggle = () => {
+    hidden.has(run.id) ? hidden.delete(run.id) : hidden.add(run.id);
+    change({ hide: [...hidden].join(".") });
+  };
+  const share = status.steps ? Math.min(1, (status.step + 1) / status.steps) : null;
+  return element("article", { class: "run" + (hidden.has(run.id) ? " hidden" : "") },
+    element("button", { class: "name", onclick: toggle, title: run.directory ?? "" },
+      element("i", { style: `background:${COLOURS[run.id % COLOURS.length]}` }), status.name),
+    element("div", { class: "figures" },
+      figure(say("step"), status.step == null ? "–" : status.step + 1 + (status.steps ? ` / ${status.steps}` : "")),
+      figure(say("loss"), number(loss)),
+      speed == null ? null : figure("tok/s", compact(speed)),
+      mfu == null ? null : figure("MFU", `${(100 * mfu).toFixed(1)} %`),
+      status.goodput == null ? null : figure(say("goodput"), `${(100 * status.goodput).toFixed(0)} %`),
+      status.ended ? figure(say("ended"), say(status.ended)) : figure(say("left"), duration(status.seconds_left))),
+    share == null ? null : element("div", { class: "bar" }, element("div", { style: `width:${100 * share}%` })),
+    status.trouble ? element("p", { class: "trouble" }, `${say("cannot be read just now")}: ${status.trouble}`) : null,
+    element("ul", { class: "verdicts" }, ...run.verdicts.map((verdict) => element("li", { class: verdict.level },
+      element("b", {}, say(verdict.rule)), " ", language() === "zh" ? verdict.text_zh : verdict.text))));
+}
+
+const figure = (label, value) => element("div", {}, element("small", {}, label), element("strong", {}, value));
+
+// Samples and histograms: a name, a step, and what was there.
+export function textPanel(runs, kind, show) {
+  const entries = runs.flatMap((run) => Object.entries(run[kind + "s"]).map(([name, steps]) => ({ run, name, steps })));
+  if (!entries.length) return null;
+  return element("section", { class: "texts" }, element("h2", {}, say(kind + "s")), ...entries.map(({ run, name, steps }) => {
+    const body = element("div", { class: "body" }), label = element("small");
+    const slider = element("input", { type: "range", min: 0, max: steps.length - 1, "aria-label": say("step") });
+    slider.value = steps.length - 1;
+    const open = async () => {
+      const step = steps[slider.value];
+      label.textContent = `${say("step")} ${step}`;
+      body.replaceChildren(show(await getText(run.id, kind, name, step)));
+    };
+    slider.addEventListener("input", open);
+    open();
+    const title = runs.length > 1 ? `${run.status.name} · ${name}` : name;
+    return element("article", {}, element("header", {}, element("b", {}, title), slider, label), body);
+  }));
+}
+
+export const sampleText = (line) => element("pre", {}, line.text);
+
+export function histogramBars({ counts, edges }) {
+  const most = Math.max(...counts, 1);
+  return element("div", {}, element("div", { class: "bars" }, ...counts.map((count, bin) =>
+    element("div", { style: `height:${(100 * count) / most}%`, title: `${number(edges[bin])} … ${number(edges[bin + 1])}: ${count}` }))),
+    element("div", { class: "ends" }, element("small", {}, number(edges[0])), element("small", {}, number(edges.at(-1)))));
+}
+
+export function factsPanel(runs) {
+  return element("section", { class: "facts" }, element("h2", {}, say("what it is")), ...runs.map((run) => {
+    const body = element("div");
+    const open = async () => {
+      const facts = await getFacts(run.id);
+      body.replaceChildren(
+        element("h3", {}, say("recipe")), element("pre", {}, facts.recipe),
+        element("h3", {}, say("environment")), element("pre", {}, JSON.stringify(facts.environment, null, 2)),
+        element("h3", {}, say("events")), element("pre", {}, run.events.slice(-200).map((event) =>
+          `${new Date(1000 * event.time).toLocaleString()}  ${event.event}  ${event.step ?? ""}`).join("\n")));
+    };
+    return element("details", { ontoggle: open }, element("summary", {}, run.status.name), body);
+  }));
+}
+
+// The documents of a batch, worst first where their losses are known.
+export async function openDocuments(run, step, highest) {
+  document.querySelector("dialog")?.remove();
+  const body = element("div", {}, say("looking them up…"));
+  const dialog = element("dialog", { onclose: () => { change({ step: "" }); dialog.remove(); } },
+    element("header", {}, element("b", {}, `${say("documents of step")} ${step}`),
+      highest ? element("small", {}, say("the highest between two points")) : null,
+      element("button", { onclick: () => dialog.close() }, say("close"))),
+    body);
+  document.body.append(dialog);
+  dialog.showModal();
+  change({ step: `${run.id}:${step}` });
+  const load = async (losses) => {
+    body.replaceChildren(losses ? say("computing…") : say("looking them up…"));
+    try {
+      body.replaceChildren(documentTable(await getDocuments(run.id, step, losses), load));
+    } catch (error) {
+      body.replaceChildren(String(error));
+    }
+  };
+  await load(false);
+}
+
+function documentTable(found, load) {
+  if (found.error) return element("p", {}, found.error);
+  if (found.elsewhere)
+    return element("p", {}, say("they are on the machine of the run; there: "), element("code", {}, found.elsewhere));
+  const known = found.documents.some((one) => one.loss != null);
+  const rows = [...found.documents].sort((a, b) => (b.loss ?? 0) - (a.loss ?? 0));
+  return element("div", {},
+    known ? null : element("button", { onclick: () => load(true) }, say("compute the loss of each")),
+    rows.length ? element("table", {}, element("tr", {}, ...["loss", "source", "document", "tokens", "part of the document"]
+      .map((name) => element("th", {}, say(name)))), ...rows.map((one) => element("tr", {},
+      element("td", {}, number(one.loss)), element("td", {}, one.source ?? ""),
+      element("td", {}, one.title || one.gid || ""), element("td", {}, String(one.tokens ?? "")),
+      element("td", { class: "text" }, one.text ?? "")))) : say("no documents"));
+}
