@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.parallel import ParallelRecipe, layout_problems
 from zero2all.recipe.training import TrainRecipe
-from zero2all.recipe.types import Bytes, Count, Fraction, Section, Slug, Span
+from zero2all.recipe.types import Bytes, Count, Fraction, Positive, Section, Slug, Span
 from zero2all.units import Duration
 
 DOCUMENT_FIELDS = ("id", "category", "title", "content", "desc")
