@@ -1,0 +1,212 @@
+"""Our trainer beside a bare hand-written loop, and beside Hugging Face's Trainer: tokens a second, turn by turn.
+
+    python benchmarks/trainer.py RUN --layout ddp --rounds 3       # against a bare loop on 2 ranks: ddp or fsdp
+    python benchmarks/trainer.py RUN --peers --rounds 3            # one process, against transformers.Trainer
+
+RUN is a directory with a tokenizer and tokens, such as a quickstart leaves; only its token store is read. The shape is
+the 25M preset, bf16 where the machine has it. Each contender runs alone in a process (or two ranks) of its own, the
+bare loop with its data in memory; a figure is the median over rounds of the median step. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero2all.hardware import wants_bf16
+from zero2all.model import Z2all
+from zero2all.recipe import Recipe, load_recipe
+from zero2all.tokenizer import Tokenizer
+from zero2all.train import Run, train
+from zero2all.train.run import model_config
+
+WARM = 3  # steps that are not counted
+PEERS = ("ours", "transformers")
+
+
+def recipe_of(run: str, steps: int, layout: str, out: Path) -> Recipe:
+    parallel = {"one": "{}", "ddp": "{dp_replicate: 2, dp_shard: 1}", "fsdp": "{dp_shard: 2}"}[layout]
+    stages = Run.open(run).recipe
+    places = [f"tokenizer.dir={stages.tokenizer_dir}", f"tokens.dir={stages.tokens_dir}"]
+    shape = ["model={preset: z2all-25m}", "train={}", f"train.steps={steps}", "train.seq_len=512"]
+    batch = ["train.batch_tokens=4096", "train.micro_batch_tokens=2048", "train.schedule.warmup=0"]
+    rest = [f"parallel={parallel}", "checkpoint.every=100000 steps", f"out={out}"]
+    return load_recipe(Run.open(run).directory / "recipe.yaml", [*places, *shape, *batch, *rest])
+
+
+class Watch:
+    """Seconds of every step, from the moment its batch is there to the next one."""
+
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+
+    def tick(self, *_: object) -> None:
+        self.moments.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        return [after - before for before, after in zip(self.moments, self.moments[1:], strict=False)][WARM:]
+
+
+def ours(recipe: Recipe, watch: Watch) -> dict[str, Any]:
+    train(recipe, on_batch=watch.tick)
+    if int(os.environ.get("RANK", "0")):
+        return {}
+    lines = [json.loads(line) for line in (recipe.run_dir / "record.jsonl").read_text().splitlines()]
+    return {"data_wait": median(line["data_wait"] for line in lines if "data_wait" in line)}
+
+
+def bare(recipe: Recipe, watch: Watch, layout: str) -> dict[str, Any]:
+    """What one writes by hand for one layout: no plan, no record, no channels, data in memory."""
+    options = recipe.train
+    config = model_config(recipe, Tokenizer(recipe.tokenizer_dir))
+    model: nn.Module = Z2all(config).init_weights(0)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    if layout == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    elif layout == "fsdp":
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    rows = options.batch_samples // ranks
+    data = torch.randint(0, config.vocab_size or 0, (rows, options.seq_len + 1))
+    pieces = torch.split(data, options.micro_tokens // options.seq_len)
+    bf16 = wants_bf16(options.precision, torch.device("cpu")) and layout != "fsdp"
+    for _ in range(options.steps or 0):
+        watch.tick()
+        for number, piece in enumerate(pieces):
+            last = number == len(pieces) - 1
+            if layout == "fsdp":
+                model.set_requires_gradient_sync(last)  # type: ignore[operator]
+            if layout == "ddp":
+                model.require_backward_grad_sync = last  # type: ignore[assignment]
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss: Tensor = model(piece[:, :-1], targets_BS=piece[:, 1:]).sum() / (rows * options.seq_len)
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+    if ranks > 1:
+        dist.destroy_process_group()
+    return {}
+
+
+def transformers(recipe: Recipe, watch: Watch) -> dict[str, Any]:
+    """Hugging Face's Trainer on a Llama of the same shape, its data in memory."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    from zero2all.model.hf_config import hf_config
+
+    options = recipe.train
+    config = model_config(recipe, Tokenizer(recipe.tokenizer_dir))
+    model = LlamaForCausalLM(LlamaConfig(**{**hf_config(config), "use_cache": False, "attn_implementation": "sdpa"}))
+    row = torch.randint(0, config.vocab_size or 0, (options.seq_len,))
+    data = [{"input_ids": row, "labels": row}] * (options.batch_samples * (options.steps or 0))
+    micro = options.micro_tokens // options.seq_len
+
+    class Ticks(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            watch.tick()
+
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=options.batch_samples // micro,
+        max_steps=options.steps or 0,
+        bf16=wants_bf16(options.precision, torch.device("cpu")),
+        optim="adamw_torch_fused",
+        max_grad_norm=1.0,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Ticks()]).train()
+    return {}
+
+
+def contend(options: argparse.Namespace) -> None:
+    """In a process of its own: one contender, its figures as the last line of stdout."""
+    with tempfile.TemporaryDirectory() as out:
+        recipe, watch = recipe_of(options.run, options.steps, options.layout, Path(out)), Watch()
+        if options.contender == "bare":
+            found = bare(recipe, watch, options.layout)
+        else:
+            found = {"ours": ours, "transformers": transformers}[options.contender](recipe, watch)
+    if not int(os.environ.get("RANK", "0")):
+        rate = recipe.train.batch_tokens / median(watch.seconds())
+        print(json.dumps({"tokens_per_second": rate, **found}))  # noqa: T201
+
+
+def measured(options: argparse.Namespace, contender: str) -> dict[str, Any]:
+    ranks = 1 if options.layout == "one" else 2
+    runner = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    runner += [] if ranks == 1 else [f"--nproc-per-node={ranks}"]
+    words = [*runner, __file__, options.run, "--layout", options.layout, "--steps", str(options.steps)]
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    done = subprocess.run(
+        [*words, "--contender", contender],
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run")
+    parser.add_argument("--layout", choices=["one", "ddp", "fsdp"], default="one")
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--contender", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contender:
+        contend(options)
+        return
+    contenders = PEERS if options.peers else ("ours", "bare")
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    for _ in range(options.rounds):
+        for name in contenders:
+            found[name].append(measured(options, name))
+    rates = {name: median(one["tokens_per_second"] for one in turns) for name, turns in found.items()}
+    other = contenders[1]
+    waits = [one["data_wait"] for one in found["ours"]]
+    print(  # noqa: T201
+        json.dumps(
+            {
+                "layout": options.layout,
+                "tokens_per_second": rates,
+                "ours_to_" + other: rates["ours"] / rates[other],
+                "data_wait": median(waits),
+                "torch": torch.__version__,
+                "cores": os.cpu_count(),
+            },
+            indent=2,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
