@@ -70,3 +70,36 @@ def test_lion_comes_back_from_its_state() -> None:
     optimizer.step()
     other.step()
     assert torch.equal(weight, again)
+
+
+def logits_moved(width: int, base: int | None, steps: int = 4) -> float:
+    """How far a few steps of AdamW at one learning rate move the logits, on average."""
+    config = ModelConfig(
+        hidden_size=width, intermediate_size=2 * width, n_layers=2, n_heads=width // 16, n_kv_heads=width // 16,
+        context=32, vocab_size=128, mup_base=base, init_std=0.05,
+    )  # fmt: skip
+    model = Z2all(config).init_weights(seed=1)
+    recipe = OptimizerRecipe(lr=3e-3, weight_decay=0.0)
+    optimizers = build_optimizers(model, recipe, narrower=config.narrower)
+    set_learning_rate(optimizers, recipe, share=1.0)
+    tokens = torch.randint(0, 128, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = model(tokens[:, :-1])
+    for _ in range(steps):
+        model(tokens[:, :-1], targets_BS=tokens[:, 1:]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        return (model(tokens[:, :-1]) - before).abs().mean().item()
+
+
+def test_with_width_transfer_the_logits_move_as_far_at_every_width() -> None:
+    """The coordinate check of https://arxiv.org/abs/2203.03466: without the transfer they grow with the width."""
+    widths = (64, 128, 256, 512)
+    plain = [logits_moved(width, base=None) for width in widths]
+    transferred = [logits_moved(width, base=64) for width in widths]
+    assert plain == sorted(plain)
+    assert plain[-1] / plain[0] > 3
+    assert max(transferred) / min(transferred) < 1.7
+    assert transferred[0] == plain[0]

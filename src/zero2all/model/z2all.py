@@ -106,16 +106,13 @@ class Z2all(WithOps):
         Works on a model that was built on the meta device too.
         """
         self.prepare()
-        # Each block adds twice to the residual stream; this keeps its variance from growing with depth.
-        into_residual = self.config.init_std / math.sqrt(2 * self.config.n_layers)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
             elif name.endswith("bias"):
                 parameter.zero_()
             else:
-                outward = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
-                std = into_residual if outward else self.config.init_std
+                std = self._initial_std(name)
                 # Experts one by one: a device may hold only some of them.
                 parts = (
                     {name: parameter} if parameter.dim() < 3 else {f"{name}.{n}": p for n, p in enumerate(parameter)}
@@ -123,6 +120,16 @@ class Z2all(WithOps):
                 for part, values in parts.items():
                     _fill(values, std, f"{seed}/{part}")
         return self
+
+    def _initial_std(self, name: str) -> float:
+        std = self.config.init_std
+        if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
+            # Each block adds twice to the residual stream; this keeps its variance from growing with depth.
+            std /= math.sqrt(2 * self.config.n_layers)
+        # Width transfer (https://arxiv.org/abs/2203.03466): hidden matrices by the root of the width, the head by it.
+        if name.startswith("lm_head"):
+            return std * self.config.narrower
+        return std if name.startswith("embed_tokens") else std * math.sqrt(self.config.narrower)
 
     def forward(
         self,

@@ -125,6 +125,9 @@ class ModelConfig(Section):
     """A mixture of experts in place of the feed-forward part."""
     init_std: Positive = 0.02
     """Spread of the initial weights; those that write to the residual stream are scaled by depth."""
+    mup_base: int | None = Field(None, ge=8)
+    """Width transfer (muP): the hidden_size at which the learning rate was tuned; initial weights and rates of the
+    matrices are scaled so that it fits this width too. For AdamW, with untied embeddings."""
     ops: OpsRecipe = OpsRecipe()
 
     @model_validator(mode="before")
@@ -160,6 +163,17 @@ class ModelConfig(Section):
                 f"moe.first_dense ({self.moe.first_dense}) leaves none of {self.n_layers} layers to experts"
             )
         return self
+
+    @model_validator(mode="after")
+    def _width_transfer_is_untied(self) -> Self:
+        if self.mup_base is not None and self.tied:
+            raise ValueError("mup_base scales the head and not the embedding: set tied=false")
+        return self
+
+    @property
+    def narrower(self) -> float:
+        """How much narrower the model was on which the learning rate was tuned; 1 without width transfer."""
+        return 1.0 if self.mup_base is None else self.mup_base / self.hidden_size
 
     @property
     def head_size(self) -> int:

@@ -24,7 +24,7 @@ from zero2all.train.clock import Clock
 from zero2all.train.optimizer import apply_settings, build_optimizers
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.run import Run, model_config
-from zero2all.train.show_plan import say_plan
+from zero2all.train.show_plan import say_advice, say_plan
 from zero2all.units import show_count
 
 
@@ -79,7 +79,7 @@ def prepare(recipe: Recipe) -> Job:
     bf16 = wants_bf16(options.precision, device)
     config = model_config(recipe, tokenizer)
     spread = Spread(config, recipe.parallel, layout, seed=recipe.seed, bf16=bf16, compile=options.compile)
-    optimizers = build_optimizers(spread.model, options.optimizer, spread.groups)
+    optimizers = build_optimizers(spread.model, options.optimizer, spread.groups, config.narrower)
     identity = {
         "stages": plan.describe(),
         "tokenizer": tokenizer.fingerprint,
@@ -137,5 +137,6 @@ def _say_job(recipe: Recipe, plan: Plan, spread: Spread, peak: str, first: int) 
     if (reason := why_not_hf(spread.config)) is not None:
         warn(f"this model cannot be exported to a standard architecture: {reason}")
     say_plan(plan, recipe.train.optimizer.lr)
+    say_advice(plan, spread.config)
     if first:
         say(f"resuming after step {first}")

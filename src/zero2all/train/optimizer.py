@@ -19,20 +19,30 @@ def one_group(parameters: Sequence[Tensor], **settings: Any) -> list[dict[str, A
     return [{"params": parameters, **settings}] if parameters else []
 
 
-def build_optimizers(model: nn.Module, recipe: OptimizerRecipe, groups_of: GroupsOf = one_group) -> list[Optimizer]:
+def build_optimizers(
+    model: nn.Module, recipe: OptimizerRecipe, groups_of: GroupsOf = one_group, narrower: float = 1.0
+) -> list[Optimizer]:
     """One optimizer for all, or Muon for the matrices inside the blocks and AdamW for the rest.
 
     Decay pulls matrices towards zero; on a norm's scale or a bias it would only hurt. ``groups_of`` makes groups of
-    parameters with the same settings: a layout may need several.
+    parameters with the same settings: a layout may need several. ``narrower`` (``ModelConfig.narrower``) scales the
+    rate of every matrix but the embedding, for width transfer; Muon's updates fit any width as they are.
     """
     named = list(model.named_parameters())
     in_blocks = [parameter for name, parameter in named if "layers." in name and parameter.dim() == 2]
     by_muon = {id(parameter) for parameter in in_blocks} if recipe.name == "muon" else set()
-    rest = [parameter for _, parameter in named if id(parameter) not in by_muon]
-    matrices, vectors = [p for p in rest if p.dim() >= 2], [p for p in rest if p.dim() < 2]
-    optimizers = [_build(recipe.name, [*groups_of(matrices, decays=True), *groups_of(vectors, decays=False)])]
+    rest = [(name, parameter) for name, parameter in named if id(parameter) not in by_muon]
+    embedding = [p for name, p in rest if "embed_tokens" in name]
+    matrices = [p for name, p in rest if p.dim() >= 2 and "embed_tokens" not in name]
+    vectors = [p for _, p in rest if p.dim() < 2]
+    groups = [
+        *groups_of(embedding, decays=True, rate=1.0),
+        *groups_of(matrices, decays=True, rate=narrower),
+        *groups_of(vectors, decays=False, rate=1.0),
+    ]
+    optimizers = [_build(recipe.name, groups)]
     if by_muon:
-        optimizers.append(torch.optim.Muon(groups_of(in_blocks, decays=True)))
+        optimizers.append(torch.optim.Muon(groups_of(in_blocks, decays=True, rate=1.0)))
     apply_settings(optimizers, recipe)
     return optimizers
 
@@ -63,11 +73,12 @@ def set_learning_rate(optimizers: list[Optimizer], recipe: OptimizerRecipe, shar
     for optimizer in optimizers:
         peak = recipe.muon_lr if isinstance(optimizer, torch.optim.Muon) else recipe.lr
         for group in optimizer.param_groups:
+            lr = peak * share * group["rate"]
             # Low-bit optimizers keep the rate in a tensor, so that compiled code need not be compiled anew.
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(peak * share)
+                group["lr"].fill_(lr)
             else:
-                group["lr"] = peak * share
+                group["lr"] = lr
 
 
 class Lion(Optimizer):

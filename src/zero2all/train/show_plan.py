@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from zero2all.console import say, warn
+from zero2all.model.anatomy import count_parameters
+from zero2all.model.flops import flops_per_token
+from zero2all.recipe import ModelConfig
 from zero2all.train.plan import MANY_PASSES, Plan, StagePlan
 from zero2all.units import show_count
 
@@ -21,6 +24,22 @@ def say_plan(plan: Plan, peak_lr: float) -> None:
     if plan.total > 1:
         for line in rate_plot(plan, peak_lr):
             say(line)
+
+
+def say_advice(plan: Plan, config: ModelConfig) -> None:
+    """What published scaling laws would choose for so much compute; said, not imposed.
+
+    Learning rate and batch of AdamW from https://arxiv.org/abs/2401.02954, tokens from https://arxiv.org/abs/2203.15556.
+    """
+    parameters, tokens = count_parameters(config), plan.tokens_before(plan.total)
+    compute = sum(
+        flops_per_token(config, stage.stage.seq_len).model * stage.tokens_before(stage.end) for stage in plan.stages
+    )
+    say(
+        f"scaling laws for {compute:.1e} operations: lr {0.3118 * compute**-0.125:.1e}, batch of "
+        f"{show_count(round(0.292 * compute**0.3271))} tokens; 20 tokens a parameter would be "
+        f"{show_count(20 * parameters.active)} (here {show_count(tokens)})"
+    )
 
 
 def stage_line(stage: StagePlan) -> str:
