@@ -16,13 +16,13 @@ from zero2all.corpus import build_corpus
 pytest.importorskip("ray")
 DRIVER = """
 import json, sys
-from pathlib import Path
 from zero2all.corpus import build_corpus
 from zero2all.engine import Engine
+from zero2all.paths import to_path
 from zero2all.recipe import CorpusRecipe
 
 recipe = CorpusRecipe.model_validate(json.loads(sys.argv[1]))
-build_corpus(recipe, Path(sys.argv[2]), Engine(kind="ray", ray_address=sys.argv[3] or None))
+build_corpus(recipe, to_path(sys.argv[2]), Engine(kind="ray", ray_address=sys.argv[3] or None))
 """
 
 
