@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedIOBase
+from io import BufferedReader, RawIOBase
 from pathlib import Path, PosixPath
 from typing import Any, NoReturn
 
 from zero2all.errors import Z2aError, need
 
-BLOCK = 8 << 20  # read ahead of a remote file
+BLOCK = 8 << 20  # asked of a store at once
+BUFFER = 1 << 18  # between that and small reads
+CLIENTS = {"botocore", "aiobotocore", "aiohttp"}  # packages whose errors are a store's or the network's
 
 
 def is_url(path: str) -> bool:
@@ -39,22 +41,63 @@ def store_of(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def plain_errors(url: str) -> Iterator[None]:
-    """Refused keys and a store that does not answer become one line that says what to set, without what was set."""
+    """A store that refuses, fails or does not answer becomes one line that says what to do, without what was set."""
     try:
         yield
+    except FileNotFoundError:
+        raise
     except PermissionError as error:
         raise Z2aError(
             f"the store refuses access to {url}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to keys that may read "
             "and write there, and AWS_ENDPOINT_URL where it is not Amazon's"
         ) from error
     except Exception as error:
-        # Of botocore, which has its own errors for these and is not imported before a store is used.
-        match type(error).__name__:
-            case "NoCredentialsError" | "PartialCredentialsError":
-                raise Z2aError(f"no keys for {url}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from error
-            case "EndpointConnectionError" | "ConnectTimeoutError" | "ConnectionClosedError":
-                raise Z2aError(f"no store answers for {url}: is AWS_ENDPOINT_URL right?") from error
+        kind = type(error).__name__
+        if kind in ("NoCredentialsError", "PartialCredentialsError"):
+            raise Z2aError(f"no keys for {url}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from error
+        if kind == "EndpointConnectionError":
+            raise Z2aError(f"no store answers for {url}: is AWS_ENDPOINT_URL right?") from error
+        if isinstance(error, OSError) or type(error).__module__.split(".")[0] in CLIENTS:
+            raise Z2aError(
+                f"the store failed at {url} ({kind}: {error}): what is finished is kept, so run the same command again"
+            ) from error
         raise
+
+
+class StoreFile(RawIOBase):
+    """A remote file to read. That its store fails is never taken for a file that is broken inside."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        with plain_errors(url):
+            store, name = store_of(url)
+            self._inner = store.open(name, "rb", block_size=BLOCK, cache_type="readahead")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._inner.seekable())
+
+    def readinto(self, buffer: Any) -> int:
+        with plain_errors(self.url):
+            block = self._inner.read(len(buffer))
+        buffer[: len(block)] = block
+        return len(block)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return int(self._inner.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._inner.tell())
+
+    def close(self) -> None:
+        self._inner.close()
+        super().close()
+
+
+def open_url(url: str) -> BufferedReader:
+    return BufferedReader(StoreFile(url), BUFFER)
 
 
 class RemotePath(PosixPath):
@@ -103,11 +146,6 @@ class RemotePath(PosixPath):
         with self._store() as (store, name):
             return [RemotePath(store.unstrip_protocol(inner)) for inner in store.find(name)]
 
-    def open_bytes(self) -> BufferedIOBase:
-        with self._store() as (store, name):
-            stream: BufferedIOBase = store.open(name, "rb", block_size=BLOCK, cache_type="readahead")
-            return stream
-
     def put(self, local: Path) -> None:
         """Make this object a copy of a local file: all of it, or nothing."""
         with self._store() as (store, name):
@@ -119,11 +157,11 @@ class RemotePath(PosixPath):
             yield store_of(str(self))
 
 
-def open_bytes(path: Path) -> BufferedIOBase:
+def open_bytes(path: Path) -> BufferedReader:
     """A file to read, wherever it is."""
-    return path.open_bytes() if isinstance(path, RemotePath) else open(path, "rb")
+    return open_url(str(path)) if isinstance(path, RemotePath) else open(path, "rb")
 
 
-def arrow_source(path: Path) -> Path | BufferedIOBase:
+def arrow_source(path: Path) -> Path | BufferedReader:
     """What Arrow reads a file from: its path, or a stream where Arrow cannot reach it by itself."""
-    return path.open_bytes() if isinstance(path, RemotePath) else path
+    return open_url(str(path)) if isinstance(path, RemotePath) else path

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -18,6 +19,7 @@ from tests.conftest import TINY, write_raw
 from tests.corpus.test_resume import BUILDER, contents, recipe_for
 from tests.seaweed import SECRET_KEY
 from zero2all.corpus import build_corpus
+from zero2all.corpus.dedup.shuffle import rows_between, save_rows
 from zero2all.corpus.report import corpus_report
 from zero2all.engine import Engine
 from zero2all.errors import UsageError, Z2aError
@@ -168,3 +170,19 @@ def test_wrong_keys_are_refused_in_one_line_that_tells_no_secret(
     assert SECRET_KEY not in done.stdout + done.stderr
     assert time.monotonic() - begun < 30
     assert not all_files(to_path(f"{s3}/documents"))
+
+
+def test_a_range_of_a_remote_file_is_what_it_is_of_a_local_one(s3: str, tmp_path: Path) -> None:
+    """Rows of 12 bytes do not fall on the ends of blocks."""
+    rows = np.zeros(200_000, dtype=[("hash", "<u8"), ("n", "<u4")])
+    rows["hash"] = np.sort(np.random.default_rng(5).integers(0, 2**64, len(rows), dtype=np.uint64))
+    rows["n"] = np.arange(len(rows))
+    local, remote = tmp_path / "rows.npy", to_path(f"{s3}/rows.npy")
+    save_rows(local, rows)
+    save_rows(remote, rows)
+    first = int(rows["hash"][0])
+    for start, stop in [(0, 2**64 - 1), (2**60, 2**63), (2**63, 2**63 + 2**48), (0, first), (first, first), (5, 4)]:
+        assert np.array_equal(rows_between(remote, "hash", start, stop), rows_between(local, "hash", start, stop))
+    assert len(rows_between(remote, "hash", 0, 2**64 - 1)) == len(rows)
+    save_rows(remote, rows[:0])
+    assert len(rows_between(remote, "hash", 0, 2**64 - 1)) == 0

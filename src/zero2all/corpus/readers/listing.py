@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from zero2all.errors import UsageError
-from zero2all.paths import is_url, plain_errors, store_of
+from zero2all.paths import is_url, open_url, plain_errors, store_of
 from zero2all.recipe import SourceRecipe
 
 NEVER_ENTERED = {"__pycache__", "node_modules", "site-packages", "dist-packages", "__MACOSX"}
@@ -47,10 +47,7 @@ class RawFile:
         if not is_url(self.path):
             # Python's open takes names that are not UTF-8.
             return open(self.path, "rb")
-        with plain_errors(self.path):
-            filesystem, inner = store_of(self.path)
-            stream: BinaryIO = filesystem.open(inner, "rb")
-            return stream
+        return open_url(self.path)
 
 
 def is_hidden(name: str) -> bool:
@@ -113,8 +110,6 @@ def _remote(pattern: str) -> Iterator[RawFile]:
         with plain_errors(pattern):
             if glob.has_magic(inner) and not is_web:  # a "?" in a web address is a query
                 entries = filesystem.glob(inner, detail=True)
-                if not entries:
-                    filesystem.ls(_above_magic(inner))  # a glob takes a refusal for an empty place; this does not
             elif is_web or not filesystem.isdir(inner):
                 entries = {inner: filesystem.info(inner)}
             else:
@@ -127,11 +122,6 @@ def _remote(pattern: str) -> Iterator[RawFile]:
         if info.get("type") != "directory" and not is_hidden(name):
             url = path if is_web else filesystem.unstrip_protocol(path)
             yield RawFile(url, name, int(info.get("size") or 0), 0, _etag(info))
-
-
-def _above_magic(pattern: str) -> str:
-    parts = pattern.split("/")
-    return "/".join(parts[: next(n for n, part in enumerate(parts) if glob.has_magic(part))])
 
 
 def _etag(info: dict[str, Any]) -> str:
