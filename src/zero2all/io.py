@@ -7,19 +7,22 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from zero2all import __version__
 from zero2all.errors import UsageError, Z2aError
+from zero2all.paths import RemotePath, open_bytes
 
 MANIFEST = "manifest.json"
 
 
 def sha256_file(path: Path) -> str:
-    with open(path, "rb") as stream:
+    with open_bytes(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -31,7 +34,12 @@ def fingerprint(value: Any) -> str:
 
 @contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
-    """Give a path beside ``target`` to write a file to; it takes the target's name only on success."""
+    """Give a local path to write a file to; it becomes ``target`` only on success, and then all of it at once."""
+    if isinstance(target, RemotePath):
+        with _staging() as directory:
+            yield directory / target.name
+            target.put(directory / target.name)
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
@@ -44,14 +52,30 @@ def atomic_path(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def _staging() -> Iterator[Path]:
+    """A local directory for what is on its way to an object store."""
+    _remove_staging_of_the_dead()
+    with tempfile.TemporaryDirectory(prefix=".z2a.staging-", suffix=f"-{os.getpid()}") as directory:
+        yield Path(directory)
+
+
+@cache
+def _remove_staging_of_the_dead() -> None:
+    _remove_leftovers(Path(tempfile.gettempdir()) / "z2a")
+
+
+@contextmanager
 def atomic_dir(target: Path, kind: str) -> Iterator[Path]:
     """Give a directory to fill; it replaces ``target`` whole on success and vanishes on failure.
 
     Only what an earlier call made is ever replaced: a directory with other things in it is refused.
     """
+    if isinstance(target, RemotePath):
+        _empty(target, kind)
+        yield target
+        return
     target = target.absolute()
-    if target.exists() and _kind_of(target) != kind and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} holds something else than {kind}; choose another directory, or empty it")
+    refuse_strangers(target, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
@@ -67,6 +91,27 @@ def atomic_dir(target: Path, kind: str) -> Iterator[Path]:
             partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def refuse_strangers(target: Path, kind: str) -> None:
+    """An error if ``target`` holds anything that ``atomic_dir`` did not make, since it would be replaced."""
+    if _kind_of(target) == kind:
+        return
+    if isinstance(target, RemotePath):
+        taken = bool(target.objects())
+    else:
+        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if taken:
+        raise UsageError(f"{target} holds something else than {kind}; choose another directory, or empty it")
+
+
+def _empty(target: RemotePath, kind: str) -> None:
+    """Make room for what comes. An object store renames nothing, so what is whole is what has its final manifest."""
+    refuse_strangers(target, kind)
+    write_json(target / MANIFEST, {"kind": kind, "unfinished": True})
+    for path in target.objects():
+        if path != target / MANIFEST:
+            path.unlink(missing_ok=True)
 
 
 def _remove_leftovers(target: Path) -> None:
@@ -124,6 +169,8 @@ def read_manifest(directory: Path, kind: str, made_by: str) -> dict[str, Any]:
     manifest: dict[str, Any] = read_json(path)
     if manifest.get("kind") != kind:
         raise Z2aError(f"{directory} holds {manifest.get('kind')}, not {kind}: make them with '{made_by}'")
+    if manifest.get("unfinished"):
+        raise Z2aError(f"the {kind} in {directory} are not finished: run '{made_by}' again")
     return manifest
 
 
@@ -142,5 +189,12 @@ def is_current(directory: Path, kind: str, key: str) -> bool:
 
 def checksums(directory: Path) -> dict[str, str]:
     """sha256 of every file below ``directory``, by relative path, the manifest itself left out."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
+    files = [path for path in all_files(directory) if path.name != MANIFEST]
     return {path.relative_to(directory).as_posix(): sha256_file(path) for path in files}
+
+
+def all_files(directory: Path) -> list[Path]:
+    """Every file below ``directory``, in a fixed order."""
+    if isinstance(directory, RemotePath):
+        return sorted(directory.objects())
+    return sorted(path for path in directory.rglob("*") if path.is_file())

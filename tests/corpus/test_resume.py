@@ -22,14 +22,14 @@ from zero2all.recipe import CorpusRecipe, DedupRecipe, SourceRecipe
 KILLS = int(os.environ.get("Z2A_TEST_KILLS", "3"))
 BUILDER = """
 import json, sys
-from pathlib import Path
 from zero2all.corpus import build_corpus
 from zero2all.engine import Engine
+from zero2all.paths import to_path
 from zero2all.recipe import CorpusRecipe
 
 if __name__ == "__main__":
     recipe = CorpusRecipe.model_validate(json.loads(sys.argv[1]))
-    build_corpus(recipe, Path(sys.argv[2]), Engine(workers=int(sys.argv[3])))
+    build_corpus(recipe, to_path(sys.argv[2]), Engine(workers=int(sys.argv[3])))
 """
 
 

@@ -17,6 +17,7 @@ from zero2all.cli.conventions import (
     Workers,
     command,
 )
+from zero2all.paths import to_path
 
 FilePath = Annotated[str, typer.Argument(help="A file, a directory or a URL.", metavar="PATH")]
 
@@ -105,7 +106,9 @@ def sniff(path: FilePath, json: Json = False) -> Result:
 @app.command()
 @command
 def report(
-    documents: Annotated[Path, typer.Argument(help="A directory made by 'z2a corpus build'.", metavar="DOCUMENTS")],
+    documents: Annotated[
+        Path, typer.Argument(help="A directory made by 'z2a corpus build'.", metavar="DOCUMENTS", parser=to_path)
+    ],
     html: Annotated[Path | None, typer.Option("--html", help="The page; DOCUMENTS.html if not given.")] = None,
     json: Json = False,
 ) -> Result:

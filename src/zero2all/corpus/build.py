@@ -21,7 +21,7 @@ from zero2all.corpus.parts import make_part
 from zero2all.corpus.readers import RawFile, list_files
 from zero2all.engine import Engine
 from zero2all.errors import UsageError, Z2aError
-from zero2all.io import atomic_dir, fingerprint, is_current, read_json, write_manifest
+from zero2all.io import all_files, atomic_dir, fingerprint, is_current, read_json, refuse_strangers, write_manifest
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 from zero2all.units import show_bytes
 
@@ -49,6 +49,7 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
     if is_current(out, KIND, key):
         return {**read_json(out / "manifest.json"), "reused": True}
 
+    refuse_strangers(out, KIND)  # like the filters: not after hours of reading
     work = out.with_name(out.name + ".work")
     stems = [work / "parts" / f"{source.name}-{part_key}" for (source, _), part_key in zip(files, keys, strict=True)]
     parts = _make_parts(engine, files, specs, stems, keys)
@@ -104,7 +105,7 @@ def _make_parts(
 def _remove_strangers(directory: Path, stems: list[Path]) -> None:
     """Parts of files that are gone or were read otherwise before."""
     wanted = {stem.with_suffix(suffix) for stem in stems for suffix in (".parquet", ".json")}
-    for path in directory.glob("*"):
+    for path in all_files(directory):
         if path not in wanted:
             path.unlink()
 

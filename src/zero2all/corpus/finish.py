@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pyarrow.parquet as pq
 
 from zero2all.corpus.document import Document
 from zero2all.corpus.parts import DocumentWriter, count_drop
-from zero2all.io import sha256_file
+from zero2all.io import atomic_path, sha256_file
+from zero2all.paths import arrow_source
 
 
 def is_held_out(gid: str, share: float) -> bool:
@@ -43,7 +45,7 @@ def write_shards(
     dropped: dict[str, dict[str, Any]] = {}
     for part, drop_files in parts:
         drops = _read_drops(drop_files)
-        with pq.ParquetFile(part) as table:
+        with pq.ParquetFile(arrow_source(part)) as table:
             for batch in table.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     document = Document(**row)
@@ -63,7 +65,7 @@ def _read_drops(files: list[Path]) -> dict[str, list[str]]:
     """Reasons by gid, one for each copy that goes: the same record twice has one gid, and one of the two stays."""
     drops: dict[str, list[str]] = {}
     for path in files:
-        table = pq.read_table(path, columns=["gid", "reason"])
+        table = pq.read_table(arrow_source(path), columns=["gid", "reason"])
         for gid, reason in zip(table["gid"].to_pylist(), table["reason"].to_pylist(), strict=True):
             drops.setdefault(gid, []).append(reason)
     return drops
@@ -76,6 +78,7 @@ class ShardWriter:
         self.directory, self.name, self.shard_size = directory, name, shard_size
         self.documents = self.bytes = 0
         self.shards: list[str] = []
+        self._open = ExitStack()
         self._writer: DocumentWriter | None = None
 
     def write(self, document: Document) -> None:
@@ -85,12 +88,12 @@ class ShardWriter:
         if self._writer is None:
             shard = f"{self.name}-{len(self.shards)}.parquet" if self.shards else f"{self.name}.parquet"
             self.shards.append(shard)
-            self._writer = DocumentWriter(self.directory / shard).__enter__()
+            partial = self._open.enter_context(atomic_path(self.directory / shard))
+            self._writer = self._open.enter_context(DocumentWriter(partial))
         self._writer.write(document)
         self.documents += 1
         self.bytes += size
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.__exit__()
+        self._open.close()
         self._writer = None

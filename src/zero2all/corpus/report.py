@@ -17,6 +17,7 @@ from zero2all.console import progress
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters import kind_of
 from zero2all.io import read_manifest
+from zero2all.paths import arrow_source
 
 DOCUMENTS_LOOKED_AT = 20_000  # of each source; enough for every statistic here
 EXCERPT = 300
@@ -47,7 +48,7 @@ def corpus_report(directory: Path) -> dict[str, Any]:
 def _documents(shards: list[Path]) -> Iterator[Document]:
     taken = 0
     for shard in shards:
-        with pq.ParquetFile(shard) as table:
+        with pq.ParquetFile(arrow_source(shard)) as table:
             for batch in table.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     if taken == DOCUMENTS_LOOKED_AT:

@@ -14,9 +14,10 @@ from zero2all.corpus.mapping import OURS, READY, propose
 from zero2all.corpus.readers.base import BrokenRecord, Limits, Unreadable, WholeFile
 from zero2all.corpus.readers.encoding import guess
 from zero2all.corpus.readers.kinds import inner_name
-from zero2all.corpus.readers.listing import RawFile, find_file, is_url
+from zero2all.corpus.readers.listing import RawFile, find_file
 from zero2all.corpus.readers.records import look, read_records
 from zero2all.corpus.readers.streams import HEAD, Stream
+from zero2all.paths import is_url
 
 RECORDS = 20  # looked at
 SHOWN = 200  # characters of a value

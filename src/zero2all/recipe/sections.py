@@ -5,14 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from zero2all.paths import RemotePath, is_url, to_path
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.parallel import ParallelRecipe, layout_problems
 from zero2all.recipe.training import TrainRecipe
 from zero2all.recipe.types import Bytes, Count, Fraction, Positive, Section, Slug, Span
 from zero2all.units import Duration
 
+
+def _local(path: Any) -> Any:
+    if isinstance(path, str) and is_url(path):
+        raise ValueError("must be a local directory; in an object store there can be sources and corpus.dir")
+    return path
+
+
+def _anywhere(path: Any) -> Any:
+    found = to_path(path) if isinstance(path, str) else path
+    if isinstance(found, RemotePath) and len(found.parts) < 3:
+        raise ValueError(f"needs a name below the bucket, such as {found}/documents")
+    return found
+
+
+LocalDir = Annotated[Path, BeforeValidator(_local)]
+AnyDir = Annotated[Path, BeforeValidator(_anywhere)]
 DOCUMENT_FIELDS = ("id", "category", "title", "content", "desc")
 
 
@@ -69,8 +86,9 @@ class CorpusRecipe(Section):
     """Text bytes in one Parquet shard."""
     holdout: Fraction = 0.01
     """Share of documents kept for validation, chosen by a hash of their gid."""
-    dir: Path | None = None
-    """Where the documents are; ``<out>/documents`` if not given."""
+    dir: AnyDir | None = None
+    """Where the documents are: a directory, or a place in an object store such as ``s3://bucket/documents``;
+    ``<out>/documents`` if not given."""
 
     @field_validator("sources")
     @classmethod
@@ -93,7 +111,7 @@ class TokenizerRecipe(Section):
     """A pair seen less often is never merged."""
     sample: Bytes = 32_000_000
     """Train on about this much text, drawn evenly from the documents of every source."""
-    dir: Path | None = None
+    dir: LocalDir | None = None
     """Where the tokenizer is; ``<out>/tokenizer`` if not given."""
 
     @field_validator("vocab_size")
@@ -111,7 +129,7 @@ class TokensRecipe(Section):
 
     verify: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of documents encoded a second time, one by one, before a shard is published."""
-    dir: Path | None = None
+    dir: LocalDir | None = None
     """Where the token store is; ``<out>/tokens`` if not given."""
 
 
@@ -150,7 +168,7 @@ class Recipe(Section):
 
     name: Slug = "run"
     seed: int = Field(1234, ge=0, lt=2**63)
-    out: Path = Path("runs/run")
+    out: LocalDir = Path("runs/run")
     """Where every stage puts its directory, unless its section names another."""
     corpus: CorpusRecipe = CorpusRecipe()
     tokenizer: TokenizerRecipe = TokenizerRecipe()

@@ -22,6 +22,7 @@ from zero2all.io import (
     write_json,
     write_manifest,
 )
+from zero2all.paths import arrow_source
 from zero2all.recipe import TokenizerRecipe
 from zero2all.tokenizer.tokenizer import END_OF_TEXT, PAD, PATTERNS, SPECIAL_TOKENS
 from zero2all.units import show_bytes
@@ -100,7 +101,7 @@ class Sample:
     def __iter__(self) -> Iterator[str]:
         for part in self.corpus["splits"]["train"].values():
             for shard in part["shards"]:
-                with pq.ParquetFile(self.documents / "train" / shard) as table:
+                with pq.ParquetFile(arrow_source(self.documents / "train" / shard)) as table:
                     for batch in table.iter_batches(batch_size=256, columns=["gid", "content"]):
                         for row in batch.to_pylist():
                             # Other digits than those that decide the held-out split.

@@ -13,6 +13,7 @@ from zero2all.console import progress
 from zero2all.engine import Engine
 from zero2all.errors import Z2aError
 from zero2all.io import MANIFEST, fingerprint, read_json, read_manifest, sha256_file, write_json, write_manifest
+from zero2all.paths import arrow_source
 from zero2all.recipe import TokensRecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens.store import KIND, DocumentName, ShardWriter
@@ -140,7 +141,7 @@ def _encode_shard(
         "bytes": 0,
         "verified": 0,
     }
-    with ShardWriter(unchecked, tokenizer.vocab_size) as writer, pq.ParquetFile(parquet) as table:
+    with ShardWriter(unchecked, tokenizer.vocab_size) as writer, pq.ParquetFile(arrow_source(parquet)) as table:
         for batch in table.iter_batches(batch_size=BATCH_DOCUMENTS, columns=["gid", "data_src", "title", "content"]):
             rows = batch.to_pylist()
             encoded = tokenizer.encode_batch([row["content"] for row in rows])

@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from zero2all.corpus.dedup.shuffle import GID, Rows, gid_texts, load_rows, sorted_by
+from zero2all.corpus.dedup.shuffle import GID, Rows, gid_texts, rows_between, sorted_by
 from zero2all.corpus.document import SCHEMA
 from zero2all.io import atomic_path
+from zero2all.paths import arrow_source
 
 DROP = np.dtype([("shard", "<u4"), ("gid", GID), ("kept", GID), ("reason", "u1")])
 EXACT, NEAR = 0, 1
@@ -24,9 +25,7 @@ def rows_of_shard(files: Sequence[Path], number: int) -> Rows:
     """The drops of one shard. The files are sorted by shard, so that only its part of each is read."""
     parts = [np.zeros(0, dtype=DROP)]
     for path in files:
-        rows = load_rows(path)
-        start, stop = np.searchsorted(rows["shard"], np.array([number, number + 1], dtype=np.uint32))
-        parts.append(np.array(rows[start:stop]))
+        parts.append(rows_between(path, "shard", number, number))
     return np.concatenate(parts)
 
 
@@ -50,11 +49,11 @@ def write_drops(out: Path, gids: list[str], kept: list[str], reasons: list[str])
 
 def apply_drops(shard_in: Path, drop_file: Path, shard_out: Path) -> dict[str, int]:
     """Copy a shard without the documents that its drop file names."""
-    gone = pq.read_table(drop_file, columns=["gid"])["gid"].combine_chunks()
+    gone = pq.read_table(arrow_source(drop_file), columns=["gid"])["gid"].combine_chunks()
     counts = {"documents_in": 0, "documents_out": 0, "bytes_in": 0, "bytes_out": 0}
     with (
         atomic_path(shard_out) as partial,
-        pq.ParquetFile(shard_in) as source,
+        pq.ParquetFile(arrow_source(shard_in)) as source,
         pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer,
     ):
         for number in range(source.num_row_groups):

@@ -17,6 +17,7 @@ from zero2all.corpus.dedup.shuffle import group_starts, load_rows, read_columns,
 from zero2all.corpus.document import SCHEMA
 from zero2all.errors import UsageError
 from zero2all.io import atomic_path
+from zero2all.paths import arrow_source
 
 LINE = np.dtype([("hash", "<u8"), ("source", "<u8"), ("documents", "<u4")])
 
@@ -81,7 +82,7 @@ def strip_boilerplate(
     counts = {"documents_in": 0, "documents_out": 0, "documents_changed": 0, "lines": 0, "characters": 0}
     with (
         atomic_path(shard_out) as partial,
-        pq.ParquetFile(shard_in) as source_file,
+        pq.ParquetFile(arrow_source(shard_in)) as source_file,
         pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer,
     ):
         for number in range(source_file.num_row_groups):

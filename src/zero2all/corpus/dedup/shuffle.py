@@ -6,7 +6,10 @@ not one for each shard and partition, and the number of partitions is chosen by 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,14 @@ from numpy.typing import NDArray
 from zero2all.corpus.dedup.params import DedupParams
 from zero2all.errors import Z2aError
 from zero2all.io import atomic_path
+from zero2all.paths import RemotePath, arrow_source
 
 Rows = NDArray[Any]  # a structured array; its fields are named where it is made
 
 # The 16 bytes of a gid, most significant first: they sort as the hexadecimal text does.
 GID = "S16"
 BATCH_ROWS = 1024
+REMOTE_BLOCK = 1 << 20  # read of a remote file at once
 CHUNK_CHARACTERS = 2**16  # split into units at once: the arrays then stay in the processor's cache
 
 
@@ -43,7 +48,9 @@ def save_rows(target: Path, rows: Rows) -> None:
 
 
 def load_rows(path: Path) -> Rows:
-    """A view of the file; what is not touched is not read."""
+    """A view of the file; of one on a local disk, what is not touched is not read."""
+    if isinstance(path, RemotePath):
+        return np.load(BytesIO(path.read_bytes()), allow_pickle=False)  # type: ignore[no-any-return]
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
     except ValueError:  # an empty array cannot be mapped
@@ -61,15 +68,45 @@ def sorted_by(rows: Rows, *fields: str) -> NDArray[np.intp]:
 
 def read_partition(files: Sequence[Path], partition: int, partitions: int) -> Rows:
     """All rows of the files whose ``hash`` lies in the partition's range. The files are sorted by it."""
-    first = np.uint64(-(-(partition << 64) // partitions))
-    last = np.uint64(-(-((partition + 1) << 64) // partitions) - 1)
-    parts = []
-    for path in files:
-        rows = load_rows(path)
-        start = np.searchsorted(rows["hash"], first, side="left")
-        stop = np.searchsorted(rows["hash"], last, side="right")
-        parts.append(np.array(rows[start:stop]))
-    return np.concatenate(parts)
+    first = -(-(partition << 64) // partitions)
+    last = -(-((partition + 1) << 64) // partitions) - 1
+    return np.concatenate([rows_between(path, "hash", first, last) for path in files])
+
+
+def rows_between(path: Path, field: str, first: int, last: int) -> Rows:
+    """The rows whose ``field`` is from first to last. The file is sorted by it, so only they are read."""
+    if isinstance(path, RemotePath):
+        return _remote_rows_between(path, field, first, last)
+    rows = load_rows(path)
+    kind = rows.dtype[field].type
+    start = np.searchsorted(rows[field], kind(first), side="left")
+    stop = np.searchsorted(rows[field], kind(last), side="right")
+    return np.array(rows[start:stop])
+
+
+def _remote_rows_between(path: RemotePath, field: str, first: int, last: int) -> Rows:
+    """The same by bisection over blocks: a small file is one request, a large one some ten."""
+
+    @cache
+    def block(number: int) -> bytes:
+        return path.read_range(number * REMOTE_BLOCK, (number + 1) * REMOTE_BLOCK)
+
+    def rows(start: int, stop: int) -> Rows:
+        begin, end = top + start * kind.itemsize, top + stop * kind.itemsize
+        one = begin // REMOTE_BLOCK
+        data = b"".join(block(number) for number in range(one, -(-end // REMOTE_BLOCK)))
+        return np.frombuffer(data, kind, stop - start, begin - one * REMOTE_BLOCK) if stop > start else none
+
+    def value(number: int) -> int:
+        return int(rows(number, number + 1)[field][0])
+
+    head = BytesIO(block(0))
+    np.lib.format.read_magic(head)
+    (count,), _, kind = np.lib.format.read_array_header_1_0(head)
+    top, none = head.tell(), np.zeros(0, kind)
+    start = bisect_left(range(count), first, key=value)
+    stop = bisect_right(range(count), last, lo=start, key=value)
+    return rows(start, stop).copy()
 
 
 def group_starts(values: NDArray[Any]) -> NDArray[np.intp]:
@@ -81,7 +118,7 @@ def group_starts(values: NDArray[Any]) -> NDArray[np.intp]:
 
 def read_columns(shard: Path, columns: Sequence[str]) -> Iterator[dict[str, list[str]]]:
     """A shard's columns, some rows at a time."""
-    with pq.ParquetFile(shard) as file:
+    with pq.ParquetFile(arrow_source(shard)) as file:
         for batch in file.iter_batches(BATCH_ROWS, columns=list(columns)):
             yield batch.to_pydict()
 

@@ -11,7 +11,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zero2all.errors import UsageError, need
+from zero2all.errors import UsageError
+from zero2all.paths import is_url, open_url, plain_errors, store_of
 from zero2all.recipe import SourceRecipe
 
 NEVER_ENTERED = {"__pycache__", "node_modules", "site-packages", "dist-packages", "__MACOSX"}
@@ -46,13 +47,7 @@ class RawFile:
         if not is_url(self.path):
             # Python's open takes names that are not UTF-8.
             return open(self.path, "rb")
-        filesystem, inner = need("fsspec", "corpus").core.url_to_fs(self.path)
-        stream: BinaryIO = filesystem.open(inner, "rb")
-        return stream
-
-
-def is_url(path: str) -> bool:
-    return "://" in path
+        return open_url(self.path)
 
 
 def is_hidden(name: str) -> bool:
@@ -109,15 +104,16 @@ def _walk(directory: Path, entered: set[Path]) -> Iterator[Path]:
 
 
 def _remote(pattern: str) -> Iterator[RawFile]:
-    filesystem, inner = need("fsspec", "corpus").core.url_to_fs(pattern)
+    filesystem, inner = store_of(pattern)
     is_web = pattern.startswith(("http://", "https://"))
     try:
-        if glob.has_magic(inner) and not is_web:  # a "?" in a web address is a query
-            entries = filesystem.glob(inner, detail=True)
-        elif is_web or not filesystem.isdir(inner):
-            entries = {inner: filesystem.info(inner)}
-        else:
-            entries = filesystem.find(inner, detail=True)
+        with plain_errors(pattern):
+            if glob.has_magic(inner) and not is_web:  # a "?" in a web address is a query
+                entries = filesystem.glob(inner, detail=True)
+            elif is_web or not filesystem.isdir(inner):
+                entries = {inner: filesystem.info(inner)}
+            else:
+                entries = filesystem.find(inner, detail=True)
     except FileNotFoundError:
         return
     top = posixpath.dirname(inner) if glob.has_magic(inner) or len(entries) == 1 else inner

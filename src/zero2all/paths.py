@@ -1,0 +1,167 @@
+"""Paths that are on this machine's disks, or in an object store such as S3.
+
+``to_path("s3://bucket/documents")`` gives a path with the words of ``pathlib`` that our stages use; every other text
+gives a plain ``Path``. Keys and endpoint come from where every S3 tool takes them: ``AWS_ACCESS_KEY_ID``,
+``AWS_SECRET_ACCESS_KEY``, ``AWS_ENDPOINT_URL``, ``~/.aws``, or the role of the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader, RawIOBase
+from pathlib import Path, PosixPath
+from typing import Any, NoReturn
+
+from zero2all.errors import Z2aError, need
+
+BLOCK = 8 << 20  # asked of a store at once
+BUFFER = 1 << 18  # between that and small reads
+CLIENTS = {"botocore", "aiobotocore", "aiohttp"}  # packages whose errors are a store's or the network's
+
+
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+def to_path(text: str | Path) -> Path:
+    """
+    >>> to_path("s3://bucket/documents") / "manifest.json"
+    RemotePath('s3://bucket/documents/manifest.json')
+    """
+    return RemotePath(text) if isinstance(text, str) and is_url(text) else Path(text)
+
+
+def store_of(url: str) -> tuple[Any, str]:
+    """The fsspec file system that a URL is in, and the URL's name there."""
+    # Listings are never remembered: other processes write to the same place.
+    found: tuple[Any, str] = need("fsspec", "corpus").core.url_to_fs(url, use_listings_cache=False)
+    return found
+
+
+@contextmanager
+def plain_errors(url: str) -> Iterator[None]:
+    """A store that refuses, fails or does not answer becomes one line that says what to do, without what was set."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except PermissionError as error:
+        raise Z2aError(
+            f"the store refuses access to {url}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to keys that may read "
+            "and write there, and AWS_ENDPOINT_URL where it is not Amazon's"
+        ) from error
+    except Exception as error:
+        kind = type(error).__name__
+        if kind in ("NoCredentialsError", "PartialCredentialsError"):
+            raise Z2aError(f"no keys for {url}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from error
+        if kind == "EndpointConnectionError":
+            raise Z2aError(f"no store answers for {url}: is AWS_ENDPOINT_URL right?") from error
+        if isinstance(error, OSError) or type(error).__module__.split(".")[0] in CLIENTS:
+            raise Z2aError(
+                f"the store failed at {url} ({kind}: {error}): what is finished is kept, so run the same command again"
+            ) from error
+        raise
+
+
+class StoreFile(RawIOBase):
+    """A remote file to read. That its store fails is never taken for a file that is broken inside."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        with plain_errors(url):
+            store, name = store_of(url)
+            self._inner = store.open(name, "rb", block_size=BLOCK, cache_type="readahead")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._inner.seekable())
+
+    def readinto(self, buffer: Any) -> int:
+        with plain_errors(self.url):
+            block = self._inner.read(len(buffer))
+        buffer[: len(block)] = block
+        return len(block)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return int(self._inner.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._inner.tell())
+
+    def close(self) -> None:
+        self._inner.close()
+        super().close()
+
+
+def open_url(url: str) -> BufferedReader:
+    return BufferedReader(StoreFile(url), BUFFER)
+
+
+class RemotePath(PosixPath):
+    """A path in an object store. It does only what is written here: anything else would look at the local disk."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def __fspath__(self) -> NoReturn:
+        raise TypeError(f"{self} is not on this machine; use zero2all.paths and zero2all.io")
+
+    def absolute(self) -> RemotePath:
+        return self
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        with self._store() as (store, name):
+            return bool(store.exists(name))
+
+    def read_bytes(self) -> bytes:
+        return self.read_range(None, None)
+
+    def read_range(self, start: int | None, stop: int | None) -> bytes:
+        """The bytes from start to stop, or as many as there are, in one request."""
+        with self._store() as (store, name):
+            data: bytes = store.cat_file(name, start=start, end=stop)
+            return data
+
+    def read_text(self, encoding: str | None = "utf-8", errors: str | None = None) -> str:
+        return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        with self._store() as (store, name):
+            if missing_ok or store.exists(name):
+                store.rm_file(name)
+            else:
+                raise FileNotFoundError(str(self))
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """An object store has no directories: a name is there when something is put below it."""
+
+    def objects(self) -> list[RemotePath]:
+        """All objects below, at any depth."""
+        with self._store() as (store, name):
+            return [RemotePath(store.unstrip_protocol(inner)) for inner in store.find(name)]
+
+    def put(self, local: Path) -> None:
+        """Make this object a copy of a local file: all of it, or nothing."""
+        with self._store() as (store, name):
+            store.put_file(str(local), name)
+
+    @contextmanager
+    def _store(self) -> Iterator[tuple[Any, str]]:
+        with plain_errors(str(self)):
+            yield store_of(str(self))
+
+
+def open_bytes(path: Path) -> BufferedReader:
+    """A file to read, wherever it is."""
+    return open_url(str(path)) if isinstance(path, RemotePath) else open(path, "rb")
+
+
+def arrow_source(path: Path) -> Path | BufferedReader:
+    """What Arrow reads a file from: its path, or a stream where Arrow cannot reach it by itself."""
+    return open_url(str(path)) if isinstance(path, RemotePath) else path
