@@ -78,7 +78,7 @@ def contaminated(text: str, index: Index, min_hits: int = 1) -> dict[str, int]:
 
 
 def contamination_drops(shard: Path, index_dir: Path, out: Path, min_hits: int = 1) -> dict[str, int]:
-    """Write which documents of a shard hold evaluation text, for ``apply_drops``. Returns how many, by set."""
+    """Write which documents of a shard hold evaluation text. Returns how many, by set."""
     index = load_index(index_dir)
     gids, reasons = [], []
     found = dict.fromkeys(index.names, 0)

@@ -6,20 +6,13 @@ import re
 from functools import lru_cache
 from typing import Literal
 
+from zero2all.corpus.code import is_filed_as_code
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters.prose import prose_of
 
 Kind = Literal["zh", "en", "code", "other"]
 
 _SAMPLE_CHARS = 2400
-_ENDINGS = (
-    "py pyi pyx c h cc cpp cxx hpp cu java kt scala go rs rb php pl lua swift m mm cs fs r jl hs ml clj ex exs erl "
-    "js jsx ts tsx mjs cjs vue css scss sql sh bash zsh ps1 bat cmake mk gradle proto thrift asm s f90 v sv vhd "
-    "json yaml yml toml ini cfg xml ipynb tf dockerfile makefile"
-).replace(" ", "|")
-_PATH_OF_CODE = re.compile(rf"(?:^|[/\\])[^/\\]*\.(?:{_ENDINGS})$|(?:^|[/\\])(?:Makefile|Dockerfile|CMakeLists\.txt)$")
-_PATH_FIELD = re.compile(r'"(?:path|file|file_path|filename|file_name|max_stars_repo_path)": "([^"]{1,1000})"')
-_PROGRAM_NAMED_LIKE_FILE = re.compile(r"^[\w.-]+\.(?:js|vue|go|net)$", re.IGNORECASE)  # Node.js is an article
 
 # Han of all planes in use; kana and hangul tell Japanese and Korean from Chinese.
 HAN = "\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"
@@ -65,7 +58,7 @@ def kind_of(document: Document) -> Kind:
     Japanese and Korean, and scripts that are neither Han nor Latin, are ``other``.
     """
     sample = _sample(document.content)
-    if _is_filed_as_code(document, sample):
+    if is_filed_as_code(document.category, document.title, document.others):
         return "code"
     han, latin = han_count(sample), _latin_count(sample)
     if han and han * 3 < latin:  # Chinese with listings, links or originals in comments?
@@ -86,17 +79,6 @@ def _sample(text: str) -> str:
         return text
     part, middle = _SAMPLE_CHARS // 3, len(text) // 2
     return f"{text[:part]}\n{text[middle : middle + part]}\n{text[-part:]}"
-
-
-def _is_filed_as_code(document: Document, sample: str) -> bool:
-    category = document.category.lower()
-    if category == "code" or category.startswith(("code/", "source code")):
-        return True
-    title = document.title
-    if _PATH_OF_CODE.search(title):
-        return not _PROGRAM_NAMED_LIKE_FILE.match(title) or _looks_like_code(sample)
-    path = _PATH_FIELD.search(document.others) if document.others else None
-    return bool(path and _PATH_OF_CODE.search(path.group(1)))
 
 
 def _looks_like_code(sample: str) -> bool:
