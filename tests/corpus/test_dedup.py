@@ -409,3 +409,22 @@ def test_planted_evaluation_text_is_found(tmp_path: Path) -> None:
     found = contamination_drops(shard, tmp_path / "index", tmp_path / "drops.parquet")
     assert found == {"both": 0, "exam": 0, "questions": 1}
     assert pq.read_table(tmp_path / "drops.parquet")["gid"].to_pylist() == [documents[-1].gid]
+
+
+@pytest.mark.parametrize("kind", ["en", "zh"])
+def test_one_shared_n_gram_drops_a_note_and_not_a_book(tmp_path: Path, kind: str) -> None:
+    between = " " if kind == "en" else ""
+    question = (
+        generated_texts(kind, 1, seed=8)[0].split() if kind == "en" else list(generated_texts(kind, 1, seed=8)[0])
+    )
+    n = 13 if kind == "en" else 20
+    build_index({"exam": [between.join(question[:60])]}, tmp_path / "index")
+    index = load_index(tmp_path / "index")
+    book = between.join(generated_texts(kind, 40))
+    note = generated_texts(kind, 1)[0][:300]
+    quote, whole = between.join(question[:n]), between.join(question[:60])
+    limits = {"min_hits": 8, "min_share": 0.01}
+    assert contaminated(f"{book}\n{quote}", index) == {"exam": 1}
+    assert contaminated(f"{book}\n{quote}", index, **limits) == {}
+    assert contaminated(f"{note}\n{quote}", index, **limits) == {"exam": 1}
+    assert contaminated(f"{book}\n{whole}", index, **limits) == {"exam": 60 - n + 1}

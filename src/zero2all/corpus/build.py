@@ -44,7 +44,9 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
     files = [(source, piece) for source in recipe.sources for file in list_files(source) for piece in in_pieces(file)]
     keys = [_part_key(source, file, specs) for source, file in files]
     evaluation = [file.fingerprint for path in recipe.decontaminate for file in evaluation_files(path)]
-    options = recipe.model_dump(mode="json", include={"dedup", "decontaminate", "holdout", "shard_size"})
+    options = recipe.model_dump(
+        mode="json", include={"dedup", "decontaminate", "contamination", "holdout", "shard_size"}
+    )
     key = fingerprint([keys, options, evaluation])
     if is_current(out, KIND, key):
         return {**read_json(out / "manifest.json"), "reused": True}

@@ -28,7 +28,7 @@ def find_drops(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Pa
     """For each part the files that name its documents to drop. Unchanged parts and options are not looked at again."""
     drops = {part: [copies] for part, copies in _copies(engine, recipe, parts, work / "dedup").items()}
     if recipe.decontaminate:
-        for part, contaminated in _contaminated(engine, recipe.decontaminate, parts, work / "decontaminate").items():
+        for part, contaminated in _contaminated(engine, recipe, parts, work / "decontaminate").items():
             drops[part].append(contaminated)
     return drops
 
@@ -82,10 +82,11 @@ def _copies(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path)
     return drops
 
 
-def _contaminated(engine: Engine, sets: list[str], parts: list[Path], work: Path) -> dict[Path, Path]:
-    build_index({Path(path).name: _texts(path) for path in sets}, work / "index")
+def _contaminated(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, Path]:
+    build_index({Path(path).name: _texts(path) for path in recipe.decontaminate}, work / "index")
+    limits = (recipe.contamination.min_hits, recipe.contamination.min_share)
     drops = {part: work / "drops" / part.name for part in parts}
-    tasks = [(part, work / "index", out) for part, out in drops.items()]
+    tasks = [(part, work / "index", out, *limits) for part, out in drops.items()]
     with progress("looking for evaluation text", len(tasks)) as advance:
         engine.run(contamination_drops, tasks, lambda task: advance(1))
     return drops
