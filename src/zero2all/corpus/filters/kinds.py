@@ -41,9 +41,13 @@ def han_count(text: str) -> int:
     return 0 if text.isascii() else len(_NOT_HAN.sub("", _beyond_ascii(text)))
 
 
-def _latin_count(text: str) -> int:
+def _scripts(text: str) -> tuple[int, int, str]:
+    """Han characters, Latin letters, and all that is not ASCII."""
     plain = len(text.encode("ascii", "ignore").translate(None, _ASCII_NOT_LETTERS))
-    return plain if text.isascii() else plain + len(_NOT_LATIN.sub("", _beyond_ascii(text)))
+    if text.isascii():
+        return 0, plain, ""
+    beyond = _beyond_ascii(text)
+    return len(_NOT_HAN.sub("", beyond)), plain + len(_NOT_LATIN.sub("", beyond)), beyond
 
 
 def _beyond_ascii(text: str) -> str:
@@ -60,17 +64,16 @@ def kind_of(document: Document) -> Kind:
     sample = _sample(document.content)
     if is_filed_as_code(document.category, document.title, document.others):
         return "code"
-    han, latin = han_count(sample), _latin_count(sample)
+    han, latin, beyond = _scripts(sample)
     if han and han * 3 < latin:  # Chinese with listings, links or originals in comments?
         sample = _sample(prose_of(document.content))
-        han, latin = han_count(sample), _latin_count(sample)
+        han, latin, beyond = _scripts(sample)
     # One Han character says about as much as three Latin letters.
     if han and han * 3 >= latin:
-        return "other" if len(_NOT_KANA_OR_HANGUL.sub("", _beyond_ascii(sample))) > han * 0.1 else "zh"
+        return "other" if len(_NOT_KANA_OR_HANGUL.sub("", beyond)) > han * 0.1 else "zh"
     if _looks_like_code(sample):
         return "code"
-    beyond = "" if sample.isascii() else _NOT_LETTER.sub("", _beyond_ascii(sample))
-    return "en" if latin and latin >= len(beyond) else "other"
+    return "en" if latin and latin >= len(_NOT_LETTER.sub("", beyond)) else "other"
 
 
 def _sample(text: str) -> str:
