@@ -401,7 +401,7 @@ def test_planted_evaluation_text_is_found(tmp_path: Path) -> None:
     assert contaminated(english[0] + " " + questions[3].upper().replace(" ", ", ") + ".", index) == {"questions": 13}
     assert contaminated(chinese[0] + "。" + exam[0] + "。" + chinese[1], index) == {"both": 21, "exam": 21}
     assert contaminated(" ".join(questions[0].split()[:12]), index) == {}
-    assert contaminated(" ".join(questions[0].split()[:14]), index, min_hits=3) == {}
+    assert contaminated(english[0] + " ".join(questions[0].split()[:14]), index, min_hits=3) == {}
 
     documents = [document(text, "en", str(place)) for place, text in enumerate(english)]
     documents.append(document(f"{english[5]}\n{questions[7]}\n{english[6]}", "en", "planted"))

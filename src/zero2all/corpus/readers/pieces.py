@@ -24,8 +24,9 @@ PIECE_BYTES = 256_000_000
 LOOK = 1 << 16  # bytes read at a time in search of the end of a line
 
 
-def in_pieces(file: RawFile, size: int = PIECE_BYTES) -> list[RawFile]:
+def in_pieces(file: RawFile, size: int | None = None) -> list[RawFile]:
     """The file itself, or what it is cut into if it is large and can be cut."""
+    size = size or PIECE_BYTES
     if file.bytes < 2 * size:
         return [file]
     try:
