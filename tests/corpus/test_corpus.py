@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import subprocess
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +177,59 @@ def test_excluded_and_hidden_files_are_not_read_and_fields_can_be_named(tmp_path
     source = {"exclude": ["test/*"], "fields": {"content": "story"}}
     _, rows = build(raw, tmp_path / "out", holdout=0, source=source)
     assert sorted(row["content"] for row in rows) == ["keep/a.py", "yes"]
+
+
+def test_excluded_members_of_archives_are_not_read(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    with zipfile.ZipFile(raw / "all.zip", "w") as archive, tarfile.open(raw / "all.tar", "w") as tar:
+        for name in ("pkg/a.py", "test/b.py"):
+            archive.writestr(name, f"zip {name}")
+            info = tarfile.TarInfo(name)
+            info.size = len(name)
+            tar.addfile(info, io.BytesIO(name.encode()))
+    _, rows = build(raw, tmp_path / "out", holdout=0, source={"exclude": ["test/*"]})
+    assert sorted(row["content"] for row in rows) == ["pkg/a.py", "zip pkg/a.py"]
+    _, rows = build(raw, tmp_path / "out", holdout=0)  # other globs, other parts
+    assert len(rows) == 4
+
+
+def test_boilerplate_lines_leave_the_published_documents(tmp_path: Path) -> None:
+    footer = "This article was first published in the weekly letter of the society."
+    (tmp_path / "raw").mkdir()
+    lines = [json.dumps({"id": n, "text": f"Text number {n} is its own.\n{footer}"}) for n in range(40)]
+    lines.append(json.dumps({"id": 40, "text": footer}))
+    lines.append(json.dumps({"id": 41, "category": "code", "text": f"# {footer}\nx = 1\n{footer}"}))
+    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(lines))
+    kept = {}
+    for name, boilerplate in (("as it is", False), ("stripped", True)):
+        _, rows = build(tmp_path / "raw", tmp_path / name, holdout=0, dedup={"boilerplate": boilerplate})
+        kept[name] = {int(row["id"]): (row["gid"], row["content"]) for row in rows}
+    assert all(footer in content for _, content in kept["as it is"].values())
+    assert set(kept["as it is"]) - set(kept["stripped"]) == {40}  # there was nothing else in it
+    for number in range(40):
+        gid, content = kept["stripped"][number]
+        assert (gid, content) == (kept["as it is"][number][0], f"Text number {number} is its own.")
+    assert kept["stripped"][41] == kept["as it is"][41]
+
+
+def test_evaluation_text_goes_by_the_limits_of_the_recipe(tmp_path: Path) -> None:
+    question = " ".join(f"word{n}" for n in range(40))
+    book = " ".join(f"own{n}" for n in range(5000))
+    quote = " ".join(question.split()[:13])
+    (tmp_path / "raw").mkdir()
+    texts = {"note": f"A note: {quote}", "book": f"{book} {quote} {book}", "leak": f"{book} {question}"}
+    rows = [json.dumps({"id": name, "text": text}) for name, text in texts.items()]
+    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(rows))
+    (tmp_path / "exam.jsonl").write_text(json.dumps({"question": question}))
+    for limits, left in (({}, {"book"}), ({"min_hits": 1}, set()), ({"min_hits": 99, "min_share": 0.5}, set(texts))):
+        options = {"decontaminate": [str(tmp_path / "exam.jsonl")], "contamination": limits, "holdout": 0}
+        if left:
+            _, rows_left = build(tmp_path / "raw", tmp_path / "out", **options)
+            assert {row["id"] for row in rows_left} == left
+        else:
+            manifest, _ = build(tmp_path / "raw", tmp_path / "out", **options)
+            assert manifest["documents"] == 0
 
 
 def test_a_path_with_nothing_there_is_an_error_a_person_can_act_on(tmp_path: Path) -> None:

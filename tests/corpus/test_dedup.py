@@ -27,12 +27,11 @@ import pytest
 from zero2all.corpus.dedup import (
     DedupParams,
     LineParams,
-    apply_drops,
     boilerplate_partition,
     build_index,
     contaminated,
     contamination_drops,
-    deduplicate,
+    find_copies,
     line_counts,
     load_index,
     strip_boilerplate,
@@ -44,13 +43,14 @@ from zero2all.corpus.dedup.sketch import compress, signatures, similarity
 from zero2all.corpus.document import SCHEMA, Document, make_gid
 from zero2all.errors import UsageError
 
-PARAMS = DedupParams(preference=("good", "en", "zh"), code_sources=("code",), partitions=4)
+PARAMS = DedupParams(preference=("good", "en", "zh"), partitions=4)
 PROSE = re.compile(r"[\u4e00-\u9fff]|[^\W_\u4e00-\u9fff]+")
 CODE = re.compile(r"\w+|[^\w\s]")
 
 
 def document(content: str, source: str = "en", own_id: str = "", title: str = "") -> Document:
-    return Document(make_gid(source, own_id, content), own_id, source, "", title, content, "", "")
+    category = "code" if source == "code" else ""
+    return Document(make_gid(source, own_id, content), own_id, source, category, title, content, "", "")
 
 
 def write_shards(root: Path, documents: Sequence[Document], count: int) -> list[Path]:
@@ -114,7 +114,7 @@ def measure(documents: Sequence[Document], work: Path) -> dict[str, float]:
     unique = {one.gid: one for one in documents}
     sets = {gid: plain_shingles(one.content, one.data_src == "code") for gid, one in unique.items()}
     shards = write_shards(work / "in", list(unique.values()), 3)
-    deduplicate(shards, work / "out", PARAMS)
+    find_copies(shards, work / "out", PARAMS)
     kept_for = {}
     near = []
     for path in sorted((work / "out" / "drops").iterdir()):
@@ -278,32 +278,33 @@ def in_processes(function: Callable[..., Any], arguments: Sequence[tuple[Any, ..
 
 def test_same_bytes_whatever_the_order_of_shards_and_the_partitions(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", many_documents(), 4)
-    first = deduplicate(shards, tmp_path / "a", PARAMS)
+    _, first = find_copies(shards, tmp_path / "a", PARAMS)
     assert first["dropped"]["exact copy"] >= 5
     assert first["dropped"]["near copy"] >= 20
-    second = deduplicate(shards[::-1], tmp_path / "b", DedupParams(**{**vars(PARAMS), "partitions": 7}))
+    _, second = find_copies(shards[::-1], tmp_path / "b", DedupParams(**{**vars(PARAMS), "partitions": 7}))
     assert first == second
-    for part in ("documents", "drops"):
-        assert digest_of(tmp_path / "a" / part) == digest_of(tmp_path / "b" / part)
+    assert digest_of(tmp_path / "a" / "drops") == digest_of(tmp_path / "b" / "drops")
 
 
 @pytest.mark.slow
 def test_same_bytes_from_other_processes(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", many_documents(), 2)
     params = DedupParams(**{**vars(PARAMS), "partitions": 2})
-    assert deduplicate(shards, tmp_path / "a", params) == deduplicate(shards, tmp_path / "b", params, in_processes)
-    assert digest_of(tmp_path / "a" / "documents") == digest_of(tmp_path / "b" / "documents")
+    _, here = find_copies(shards, tmp_path / "a", params)
+    _, there = find_copies(shards, tmp_path / "b", params, in_processes)
+    assert here == there
+    assert digest_of(tmp_path / "a" / "drops") == digest_of(tmp_path / "b" / "drops")
 
 
 def test_what_is_dropped_does_not_depend_on_how_documents_are_sharded(tmp_path: Path) -> None:
     documents = many_documents()
-    left = []
+    gone = []
     for name, count in (("one", 1), ("five", 5)):
         shards = write_shards(tmp_path / name / "in", documents, count)
-        deduplicate(shards, tmp_path / name / "out", PARAMS)
-        paths = (tmp_path / name / "out" / "documents").iterdir()
-        left.append(sorted(gid for path in paths for gid in pq.read_table(path)["gid"].to_pylist()))
-    assert left[0] == left[1]
+        drops, _ = find_copies(shards, tmp_path / name / "out", PARAMS)
+        gone.append(sorted(tuple(row.values()) for path in drops.values() for row in pq.read_table(path).to_pylist()))
+    assert gone[0] == gone[1]
+    assert len(gone[0]) >= 25
 
 
 def test_exact_copies_go_by_preference_of_source(tmp_path: Path) -> None:
@@ -316,10 +317,8 @@ def test_exact_copies_go_by_preference_of_source(tmp_path: Path) -> None:
     code = [document("x = 1\r\ny = 2\n", "code", "4"), document("x = 1\ny = 2\n", "code", "5")]
     other = document("x=1\ny=2\n", "code", "6")
     shards = write_shards(tmp_path / "in", [*documents, *code, other], 2)
-    result = deduplicate(shards, tmp_path / "out", PARAMS)
-    assert result["documents_in"] == 6
-    assert result["documents_out"] == 3
-    rows = [row for path in (tmp_path / "out/drops").iterdir() for row in pq.read_table(path).to_pylist()]
+    drops, _ = find_copies(shards, tmp_path / "out", PARAMS)
+    rows = [row for path in drops.values() for row in pq.read_table(path).to_pylist()]
     kept = {row["gid"]: row["kept"] for row in rows}
     stays, goes = sorted(one.gid for one in code)
     assert kept == {documents[0].gid: documents[1].gid, documents[2].gid: documents[1].gid, goes: stays}
@@ -339,13 +338,13 @@ def test_empty_and_tiny_documents_pass(tmp_path: Path) -> None:
     documents = [document("a b c d", "en", "1"), document("a b c e", "en", "2"), document("。", "zh", "3")]
     shards = [*write_shards(tmp_path / "in", documents, 1), *write_shards(tmp_path / "none", [], 1)]
     shards[1] = shards[1].rename(shards[1].with_name("nothing.parquet"))
-    result = deduplicate(shards, tmp_path / "out", PARAMS)
-    assert (result["documents_out"], result["compared"]) == (3, 0)
+    _, counts = find_copies(shards, tmp_path / "out", PARAMS)
+    assert (counts["dropped"], counts["compared"]) == ({"exact copy": 0, "near copy": 0}, 0)
 
 
 def test_shards_of_the_same_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="same name"):
-        deduplicate([tmp_path / "a" / "x.parquet", tmp_path / "b" / "x.parquet"], tmp_path / "out")
+        find_copies([tmp_path / "a" / "x.parquet", tmp_path / "b" / "x.parquet"], tmp_path / "out", PARAMS)
     with pytest.raises(UsageError, match="at least 1"):
         DedupParams(partitions=0)
 
@@ -359,7 +358,7 @@ def test_boilerplate_lines_are_stripped_from_their_source_only(tmp_path: Path) -
     documents += [document(footer, "news", "nothing else")]
     lines = LineParams()
     shards = write_shards(tmp_path / "in", documents, 2)
-    counted = [line_counts(path, tmp_path / f"{path.name}.npy", PARAMS, lines) for path in shards]
+    counted = [line_counts(path, tmp_path / f"{path.name}.npy", lines) for path in shards]
     totals = {source: sum(counts.get(source, 0) for counts in counted) for source in ("news", "wiki")}
     assert totals == {"news": 61, "wiki": 3}
     files = [tmp_path / f"{path.name}.npy" for path in shards]
@@ -367,7 +366,7 @@ def test_boilerplate_lines_are_stripped_from_their_source_only(tmp_path: Path) -
     assert sum(boilerplate_partition(files, part, 3, totals, found[part], lines) for part in range(3)) == 1
     left = {}
     for path in shards:
-        counts = strip_boilerplate(path, found, tmp_path / "out" / path.name, PARAMS, lines)
+        counts = strip_boilerplate(path, found, tmp_path / "out" / path.name, lines)
         assert counts["documents_changed"] >= 30
         left.update({row["gid"]: row["content"] for row in pq.read_table(tmp_path / "out" / path.name).to_pylist()})
     for one in documents[:-1]:
@@ -379,9 +378,9 @@ def test_real_translation_footers_are_boilerplate(shared_corpus: Path, tmp_path:
     raw = (shared_corpus / "zh/news2016zh_style/news_zh_train.jsonl").read_text(encoding="utf-8").splitlines()
     documents = [document(json.loads(line)["content"], "news", str(place)) for place, line in enumerate(raw)]
     shard = write_shards(tmp_path / "in", documents, 1)[0]
-    totals = line_counts(shard, tmp_path / "lines.npy", PARAMS, LineParams())
+    totals = line_counts(shard, tmp_path / "lines.npy", LineParams())
     boilerplate_partition([tmp_path / "lines.npy"], 0, 1, totals, tmp_path / "found.npy", LineParams())
-    counts = strip_boilerplate(shard, [tmp_path / "found.npy"], tmp_path / "out.parquet", PARAMS, LineParams())
+    counts = strip_boilerplate(shard, [tmp_path / "found.npy"], tmp_path / "out.parquet", LineParams())
     assert counts["documents_changed"] > 0.5 * len(documents)
     assert counts["documents_out"] == len(documents)
     text = "\n".join(pq.read_table(tmp_path / "out.parquet")["content"].to_pylist())
@@ -402,13 +401,30 @@ def test_planted_evaluation_text_is_found(tmp_path: Path) -> None:
     assert contaminated(english[0] + " " + questions[3].upper().replace(" ", ", ") + ".", index) == {"questions": 13}
     assert contaminated(chinese[0] + "。" + exam[0] + "。" + chinese[1], index) == {"both": 21, "exam": 21}
     assert contaminated(" ".join(questions[0].split()[:12]), index) == {}
-    assert contaminated(" ".join(questions[0].split()[:14]), index, min_hits=3) == {}
+    assert contaminated(english[0] + " ".join(questions[0].split()[:14]), index, min_hits=3) == {}
 
     documents = [document(text, "en", str(place)) for place, text in enumerate(english)]
     documents.append(document(f"{english[5]}\n{questions[7]}\n{english[6]}", "en", "planted"))
     shard = write_shards(tmp_path / "in", documents, 1)[0]
     found = contamination_drops(shard, tmp_path / "index", tmp_path / "drops.parquet")
     assert found == {"both": 0, "exam": 0, "questions": 1}
-    counts = apply_drops(shard, tmp_path / "drops.parquet", tmp_path / "clean.parquet")
-    assert (counts["documents_in"], counts["documents_out"]) == (31, 30)
-    assert documents[-1].gid not in pq.read_table(tmp_path / "clean.parquet")["gid"].to_pylist()
+    assert pq.read_table(tmp_path / "drops.parquet")["gid"].to_pylist() == [documents[-1].gid]
+
+
+@pytest.mark.parametrize("kind", ["en", "zh"])
+def test_one_shared_n_gram_drops_a_note_and_not_a_book(tmp_path: Path, kind: str) -> None:
+    between = " " if kind == "en" else ""
+    question = (
+        generated_texts(kind, 1, seed=8)[0].split() if kind == "en" else list(generated_texts(kind, 1, seed=8)[0])
+    )
+    n = 13 if kind == "en" else 20
+    build_index({"exam": [between.join(question[:60])]}, tmp_path / "index")
+    index = load_index(tmp_path / "index")
+    book = between.join(generated_texts(kind, 40))
+    note = generated_texts(kind, 1)[0][:300]
+    quote, whole = between.join(question[:n]), between.join(question[:60])
+    limits = {"min_hits": 8, "min_share": 0.01}
+    assert contaminated(f"{book}\n{quote}", index) == {"exam": 1}
+    assert contaminated(f"{book}\n{quote}", index, **limits) == {}
+    assert contaminated(f"{note}\n{quote}", index, **limits) == {"exam": 1}
+    assert contaminated(f"{book}\n{whole}", index, **limits) == {"exam": 60 - n + 1}

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from zero2all.corpus.document import make_gid
-from zero2all.corpus.mapping import AUTOMATIC, OURS, READY, mapping_for, propose
+from zero2all.corpus.account import Account
+from zero2all.corpus.document import Document, make_gid
+from zero2all.corpus.ingest import to_batch
+from zero2all.corpus.mapping import AUTOMATIC, OURS, READY, FieldMapping, mapping_for, propose
 from zero2all.corpus.readers import RawFile, WholeFile, read_records
 from zero2all.errors import UsageError
 from zero2all.recipe import SourceRecipe
@@ -15,6 +17,11 @@ from zero2all.recipe import SourceRecipe
 
 def source(**options: Any) -> SourceRecipe:
     return SourceRecipe(name="s", paths=["x"], **options)
+
+
+def map_one(mapping: FieldMapping, record: dict[str, Any], category: str = "") -> Document | None:
+    batch = to_batch([record], mapping, source(category=category), "place", 0, Account())
+    return Document(**batch.to_pylist()[0]) if len(batch) else None
 
 
 # One record of each kind in the names its publisher uses, and what must come of it.
@@ -72,7 +79,7 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 def test_ready_mappings_know_their_records(name: str) -> None:
     record, expected = RECORDS[name]
     assert propose(record) == name
-    document = mapping_for(source(mapping=name)).document(record, "s", "place")
+    document = map_one(mapping_for(source(mapping=name)), record)
     assert document is not None
     assert {ours: getattr(document, ours) for ours in OURS if ours in expected} == expected
     others = json.loads(document.others) if document.others else {}
@@ -89,12 +96,12 @@ def test_every_ready_mapping_is_tried_above() -> None:
 def test_a_rule_is_a_name_a_path_or_a_template() -> None:
     record = {"meta": {"title": "T", "lang": "en", "deep": {"id": 7}}, "q": "Q", "a": "", "n": 3, "a.b": "dotted"}
     fields = {"title": "meta.title", "id": "meta.deep.id", "content": "问：{q}\n答：{a}\n{n} of {meta.lang}"}
-    document = AUTOMATIC.with_rules(fields).document(record, "s", "place", "c")
+    document = map_one(AUTOMATIC.with_rules(fields), record, "c")
     assert document is not None
     assert (document.title, document.id, document.category) == ("T", "7", "c")
     assert document.content == "问：Q\n3 of en"  # a line with nothing in it is dropped
     assert json.loads(document.others) == {"meta": {"deep": {}}, "a.b": "dotted"}
-    dotted = AUTOMATIC.with_rules({"content": "a.b"}).document(record, "s", "place")
+    dotted = map_one(AUTOMATIC.with_rules({"content": "a.b"}), record)
     assert dotted is not None
     assert dotted.content == "dotted"
 
@@ -102,12 +109,12 @@ def test_a_rule_is_a_name_a_path_or_a_template() -> None:
 def test_a_template_cannot_reach_into_objects() -> None:
     with pytest.raises(UsageError, match="not a template"):
         mapping_for(source(fields={"content": "{text.__class__!r}"}))
-    assert AUTOMATIC.with_rules({"content": "{text.__class__}"}).document({"text": "x"}, "s", "p") is None
+    assert map_one(AUTOMATIC.with_rules({"content": "{text.__class__}"}), {"text": "x"}) is None
 
 
 def test_fields_go_over_a_ready_mapping_and_mistakes_are_named() -> None:
     mapping = mapping_for(source(mapping="alpaca", fields={"title": "output"}))
-    document = mapping.document({"instruction": "I", "output": "O"}, "s", "place")
+    document = map_one(mapping, {"instruction": "I", "output": "O"})
     assert document is not None
     assert (document.title, document.content) == ("O", "I\nO")
     with pytest.raises(UsageError, match="no mapping 'alpacca'; there are automatic, baike2018qa"):
@@ -116,7 +123,7 @@ def test_fields_go_over_a_ready_mapping_and_mistakes_are_named() -> None:
 
 def test_a_whole_file_is_not_mapped() -> None:
     record = WholeFile(id="a.txt", title="a.txt", content="text")
-    document = mapping_for(source(mapping="alpaca")).document(record, "s", "place", whole=True)
+    document = map_one(mapping_for(source(mapping="alpaca")), record)
     assert document is not None
     assert document.content == "text"
 
@@ -131,16 +138,16 @@ def test_what_holds_no_text_gives_no_document() -> None:
         {"paragraphs": [1]},
         {"x": "y"},
     ):
-        assert AUTOMATIC.document(record, "s", "place") is None
+        assert map_one(AUTOMATIC, record) is None
 
 
 def test_the_gid_is_of_source_own_id_and_content() -> None:
-    document = AUTOMATIC.document({"id": 5, "text": "x", "more": 1}, "s", "place")
+    document = map_one(AUTOMATIC, {"id": 5, "text": "x", "more": 1})
     assert document is not None
     assert document.gid == make_gid("s", "5", "x")
-    unnamed = AUTOMATIC.document({"text": "x"}, "s", "place")
+    unnamed = map_one(AUTOMATIC, {"text": "x"})
     assert unnamed is not None
-    assert (unnamed.id, unnamed.gid) == ("place", make_gid("s", "", "x"))
+    assert (unnamed.id, unnamed.gid) == ("place0", make_gid("s", "", "x"))
 
 
 @pytest.mark.parametrize(
@@ -161,5 +168,25 @@ def test_ready_mappings_fit_files_of_their_shape(shared_corpus: Path, path: str,
     records = list(read_records(RawFile.at(shared_corpus / path)))
     assert propose(set.intersection(*(set(record) for record in records))) == name
     with_text = [record for record in records if record.get("text", "x").strip()]
-    documents = [READY[name].document(record, "s", str(number)) for number, record in enumerate(with_text)]
-    assert all(document is not None for document in documents)
+    assert all(READY[name].row(record) for record in with_text)
+
+
+def test_html_in_a_field_becomes_text_where_the_mapping_says_so() -> None:
+    pytest.importorskip("resiliparse")
+    record = {"title": "T", "body": "<p>one &amp; <b>two</b></p><script>x = 1</script>", "n": 1}
+    plain = map_one(AUTOMATIC, record)
+    assert plain is not None
+    assert plain.content == record["body"]
+    for rule, expected in (("body|html", "one & two"), ("{title}: {body|html}", "T: one & two")):
+        document = map_one(mapping_for(source(fields={"content": rule})), record)
+        assert document is not None
+        assert document.content == expected
+        assert json.loads(document.others) == {"n": 1}
+
+
+def test_others_are_what_json_says_of_the_rest() -> None:
+    record = {"text": "x", "z": 'a"\n\u4e2d', "b": [1, {"d": 2, "c": None}], "e": "", "n": None, "f": 1.5, "t": True}
+    document = map_one(AUTOMATIC, record)
+    assert document is not None
+    rest = {key: record[key] for key in ("z", "b", "f", "t")}
+    assert document.others == json.dumps(rest, ensure_ascii=False, sort_keys=True)

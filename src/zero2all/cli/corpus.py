@@ -46,7 +46,7 @@ def quality_train(
     Example: z2a corpus quality train --good books/ --bad crawl.jsonl --out quality
     """
     from zero2all.corpus.filters.quality import train_quality
-    from zero2all.corpus.parts import document_texts
+    from zero2all.corpus.ingest import document_texts
 
     learned = train_quality(document_texts(good), document_texts(bad), out)
     return Result({"out": str(out), **learned}, f"written to {out}.npz: {learned}")

@@ -18,7 +18,7 @@ from zero2all.corpus.filters import DEFAULT_FILTERS, build_filters
 from zero2all.corpus.finish import group_parts, write_shards
 from zero2all.corpus.mapping import mapping_for
 from zero2all.corpus.parts import make_part
-from zero2all.corpus.readers import RawFile, list_files
+from zero2all.corpus.readers import RawFile, in_pieces, list_files
 from zero2all.engine import Engine
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import all_files, atomic_dir, fingerprint, is_current, read_json, refuse_strangers, write_manifest
@@ -26,7 +26,7 @@ from zero2all.recipe import CorpusRecipe, SourceRecipe
 from zero2all.units import show_bytes
 
 KIND = "documents"
-FORMAT = 2  # raised when the same inputs and options give other documents than before
+FORMAT = 3  # raised when the same inputs and options give other documents than before
 NAMES_KEPT = 20  # of files left out, per reason, in the manifest
 PLACES_KEPT = 100  # of broken records, per source, in the manifest
 SAMPLES_KEPT = 5  # of dropped documents, per source and reason, in the manifest
@@ -41,10 +41,12 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
     build_filters(specs)  # a wrong name should be known before hours of reading
     for source in recipe.sources:
         mapping_for(source)
-    files = [(source, file) for source in recipe.sources for file in list_files(source)]
+    files = [(source, piece) for source in recipe.sources for file in list_files(source) for piece in in_pieces(file)]
     keys = [_part_key(source, file, specs) for source, file in files]
     evaluation = [file.fingerprint for path in recipe.decontaminate for file in evaluation_files(path)]
-    options = recipe.model_dump(mode="json", include={"dedup", "decontaminate", "holdout", "shard_size"})
+    options = recipe.model_dump(
+        mode="json", include={"dedup", "decontaminate", "contamination", "holdout", "shard_size"}
+    )
     key = fingerprint([keys, options, evaluation])
     if is_current(out, KIND, key):
         return {**read_json(out / "manifest.json"), "reused": True}
@@ -85,7 +87,7 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
 
 def _part_key(source: SourceRecipe, file: RawFile, specs: list[Any]) -> str:
     """Everything that a part depends on: the file as it is, how it is read, and how it is cleaned."""
-    reading = source.model_dump(mode="json", include={"name", "category", "fields", "mapping"})
+    reading = source.model_dump(mode="json", include={"name", "category", "fields", "mapping", "exclude"})
     return fingerprint([FORMAT, reading, file.name, file.fingerprint, specs])
 
 

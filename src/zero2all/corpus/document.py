@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -38,11 +39,21 @@ def make_gid(data_src: str, own_id: str, content: str) -> str:
 
     64 bits would meet by chance at some 10^10 documents; 128 do not.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (data_src, own_id, content):
-        data = part.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()
+    return gid_maker(data_src)(own_id.encode(), content.encode())
+
+
+def gid_maker(data_src: str) -> Callable[[bytes, bytes | memoryview], str]:
+    """``make_gid`` for many documents of one source, given what is hashed as it already lies in memory."""
+    source = data_src.encode()
+    begun = hashlib.blake2b(len(source).to_bytes(8, "little") + source, digest_size=16)
+
+    def gid(own_id: bytes, content: bytes | memoryview) -> str:
+        digest = begun.copy()
+        digest.update(len(own_id).to_bytes(8, "little") + own_id + len(content).to_bytes(8, "little"))
+        digest.update(content)
+        return digest.hexdigest()
+
+    return gid
 
 
 def clean(text: str) -> str:

@@ -28,7 +28,7 @@ def find_drops(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Pa
     """For each part the files that name its documents to drop. Unchanged parts and options are not looked at again."""
     drops = {part: [copies] for part, copies in _copies(engine, recipe, parts, work / "dedup").items()}
     if recipe.decontaminate:
-        for part, contaminated in _contaminated(engine, recipe.decontaminate, parts, work / "decontaminate").items():
+        for part, contaminated in _contaminated(engine, recipe, parts, work / "decontaminate").items():
             drops[part].append(contaminated)
     return drops
 
@@ -43,23 +43,23 @@ def strip_shared_lines(engine: Engine, recipe: CorpusRecipe, parts: list[Path], 
     if done.exists() and read_json(done)["key"] == key:
         return stripped
     done.unlink(missing_ok=True)
-    params, lines = DedupParams(), LineParams()
+    lines, partitions = LineParams(), DedupParams().partitions
     counted = [work / "lines" / f"{part.name}.npy" for part in parts]
-    shared = [work / "lines" / f"{number:05}.npy" for number in range(params.partitions)]
+    shared = [work / "lines" / f"{number:05}.npy" for number in range(partitions)]
     with progress("looking for lines that documents share", 2 * len(parts) + len(shared)) as advance:
 
         def run_tasks(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
             return engine.run(function, tasks, lambda task: advance(1))
 
         documents: Counter[str] = Counter()
-        tasks = [(part, out, params, lines) for part, out in zip(parts, counted, strict=True)]
+        tasks = [(part, out, lines) for part, out in zip(parts, counted, strict=True)]
         for of_part in run_tasks(line_counts, tasks):
             documents.update(of_part)
         run_tasks(
             boilerplate_partition,
-            [(counted, n, params.partitions, dict(documents), out, lines) for n, out in enumerate(shared)],
+            [(counted, n, partitions, dict(documents), out, lines) for n, out in enumerate(shared)],
         )
-        counts = run_tasks(strip_boilerplate, [(part, shared, out, params, lines) for part, out in stripped.items()])
+        counts = run_tasks(strip_boilerplate, [(part, shared, out, lines) for part, out in stripped.items()])
     write_json(done, {"key": key, "lines": sum(of_part["lines"] for of_part in counts)})
     return stripped
 
@@ -82,10 +82,11 @@ def _copies(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path)
     return drops
 
 
-def _contaminated(engine: Engine, sets: list[str], parts: list[Path], work: Path) -> dict[Path, Path]:
-    build_index({Path(path).name: _texts(path) for path in sets}, work / "index")
+def _contaminated(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, Path]:
+    build_index({Path(path).name: _texts(path) for path in recipe.decontaminate}, work / "index")
+    limits = (recipe.contamination.min_hits, recipe.contamination.min_share)
     drops = {part: work / "drops" / part.name for part in parts}
-    tasks = [(part, work / "index", out) for part, out in drops.items()]
+    tasks = [(part, work / "index", out, *limits) for part, out in drops.items()]
     with progress("looking for evaluation text", len(tasks)) as advance:
         engine.run(contamination_drops, tasks, lambda task: advance(1))
     return drops

@@ -6,10 +6,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from zero2all.corpus.account import count_drop
 from zero2all.corpus.document import Document
-from zero2all.corpus.parts import DocumentWriter, count_drop
+from zero2all.corpus.parts import DocumentWriter
 from zero2all.io import atomic_path, sha256_file
 from zero2all.paths import arrow_source
 
@@ -47,12 +50,15 @@ def write_shards(
         drops = _read_drops(drop_files)
         with pq.ParquetFile(arrow_source(part)) as table:
             for batch in table.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    document = Document(**row)
-                    if drops.get(document.gid):
-                        count_drop(dropped, document, drops[document.gid].pop())
+                chosen: dict[str, list[int]] = {"train": [], "valid": []}
+                for place, gid in enumerate(batch["gid"].to_pylist()):
+                    if drops.get(gid):
+                        document = Document(**batch.slice(place, 1).to_pylist()[0])
+                        count_drop(dropped, document, drops[gid].pop())
                     else:
-                        writers["valid" if is_held_out(document.gid, holdout) else "train"].write(document)
+                        chosen["valid" if is_held_out(gid, holdout) else "train"].append(place)
+                for split, places in chosen.items():
+                    writers[split].write(batch.take(pa.array(places, pa.int64())))
     result: dict[str, Any] = {"dropped": dropped, "files": {}}
     for split, writer in writers.items():
         writer.close()
@@ -80,20 +86,32 @@ class ShardWriter:
         self.shards: list[str] = []
         self._open = ExitStack()
         self._writer: DocumentWriter | None = None
+        self._used = 0  # bytes of the shard that is being written
 
-    def write(self, document: Document) -> None:
-        size = len(document.content.encode())
-        if self._writer is not None and self._writer.bytes + size > self.shard_size:
-            self.close()
+    def write(self, batch: pa.RecordBatch) -> None:
+        sizes = pc.binary_length(batch["content"]).to_pylist()
+        start = 0
+        for place, size in enumerate(sizes):
+            if self._used and self._used + size > self.shard_size:
+                self._append(batch.slice(start, place - start))
+                self.close()
+                start = place
+            self._used += size
+        self._append(batch.slice(start))
+
+    def _append(self, batch: pa.RecordBatch) -> None:
+        if not len(batch):
+            return
         if self._writer is None:
             shard = f"{self.name}-{len(self.shards)}.parquet" if self.shards else f"{self.name}.parquet"
             self.shards.append(shard)
             partial = self._open.enter_context(atomic_path(self.directory / shard))
             self._writer = self._open.enter_context(DocumentWriter(partial))
-        self._writer.write(document)
-        self.documents += 1
-        self.bytes += size
+        self._writer.write(batch)
 
     def close(self) -> None:
         self._open.close()
-        self._writer = None
+        if self._writer is not None:
+            self.documents += self._writer.documents
+            self.bytes += self._writer.bytes
+        self._writer, self._used = None, 0

@@ -1,4 +1,4 @@
-"""The first stage: one raw file to one part, read, mapped to the schema and cleaned.
+"""The first stage: one raw file, or a piece of a large one, to one part: read, mapped to the schema and cleaned.
 
 A part is ``<name>.parquet`` with its record ``<name>.json`` beside it, written last. The record holds the key of all
 that the part depends on, so a rerun makes only parts whose file, mapping or filters changed, on any number of workers.
@@ -6,25 +6,23 @@ that the part depends on, so a rerun makes only parts whose file, mapping or fil
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from zero2all.corpus.account import Account, count_drop
 from zero2all.corpus.document import SCHEMA, Document
-from zero2all.corpus.filters import apply, build_filters
-from zero2all.corpus.mapping import mapping_for
-from zero2all.corpus.readers import BrokenRecord, RawFile, Unreadable, WholeFile, list_files, read_records
+from zero2all.corpus.filters import BoundFilter, apply, build_filters
+from zero2all.corpus.ingest import read_documents
+from zero2all.corpus.readers import RawFile
 from zero2all.io import atomic_path, read_json, sha256_file, write_json
 from zero2all.recipe import SourceRecipe
 
 ROW_GROUP_BYTES = 8_000_000
-SAMPLES_KEPT = 3  # of dropped documents, per reason and part, for the report
-SAMPLE_CHARACTERS = 400
-PLACES_KEPT = 100  # of broken records, per part
 
 
 def finished_part(stem: Path, key: str) -> dict[str, Any] | None:
@@ -46,14 +44,8 @@ def make_part(
     account = Account()
     filters = build_filters(specs)
     with atomic_path(stem.with_suffix(".parquet")) as partial, DocumentWriter(partial) as writer:
-        for document in _documents(file, source, account):
-            account.read(document)
-            outcome = apply(filters, document)
-            account.changed.update(outcome.changed_by)
-            if outcome.document is None:
-                count_drop(account.dropped, document, f"{outcome.dropped_by}: {outcome.reason}")
-            else:
-                writer.write(outcome.document)
+        for batch in read_documents(file, source, account):
+            writer.write(cleaned(batch, filters, account) if filters else batch)
     record = {
         "key": key,
         "source": source.name,
@@ -67,80 +59,35 @@ def make_part(
     return record
 
 
-def _documents(file: RawFile, source: SourceRecipe, account: Account) -> Iterator[Document]:
-    mapping = mapping_for(source)
-    try:
-        for number, record in enumerate(read_records(file)):
-            if isinstance(record, BrokenRecord):
-                account.broken(record, f"{file.name}#{number}")
-                continue
-            place = f"{file.name}#{number}"
-            document = mapping.document(
-                record, source.name, place, source.category, whole=isinstance(record, WholeFile)
-            )
-            if document is None:
-                account.left_out["no text in it"] += 1
-            else:
-                yield document
-    except Unreadable as reason:
-        account.unreadable = str(reason)
-
-
-def document_texts(paths: list[str]) -> Iterator[str]:
-    """The text of every document in some files, mapped by the usual names."""
-    source = SourceRecipe(name="text", paths=paths)
-    for file in list_files(source):
-        yield from (document.content for document in _documents(file, source, Account()))
-
-
-class Account:
-    """What became of the documents of one file."""
-
-    def __init__(self) -> None:
-        self.read_documents = self.read_bytes = 0
-        self.left_out: Counter[str] = Counter()
-        self.changed: Counter[str] = Counter()
-        self.unreadable: str | None = None
-        self._places: list[str] = []
-        self.dropped: dict[str, dict[str, Any]] = {}
-
-    def read(self, document: Document) -> None:
-        self.read_documents += 1
-        self.read_bytes += len(document.content.encode())
-
-    def broken(self, record: BrokenRecord, place: str) -> None:
-        self.left_out[record.reason] += 1
-        if len(self._places) < PLACES_KEPT:
-            self._places.append(f"{record.place or place}: {record.reason}")
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "read": {"documents": self.read_documents, "bytes": self.read_bytes},
-            "left_out": dict(self.left_out),
-            "quarantine": self._places,
-            "unreadable": self.unreadable,
-            "changed": dict(self.changed),
-            "dropped": self.dropped,
-        }
-
-
-def count_drop(dropped: dict[str, dict[str, Any]], document: Document, reason: str) -> None:
-    """Add a document to the account of a reason; the first few are kept to be looked at."""
-    of_reason = dropped.setdefault(reason, {"documents": 0, "bytes": 0, "samples": []})
-    of_reason["documents"] += 1
-    of_reason["bytes"] += len(document.content.encode())
-    if len(of_reason["samples"]) < SAMPLES_KEPT:
-        text = document.content[:SAMPLE_CHARACTERS]
-        of_reason["samples"].append({"gid": document.gid, "title": document.title, "text": text})
+def cleaned(batch: pa.RecordBatch, filters: Sequence[BoundFilter], account: Account) -> pa.RecordBatch:
+    """The documents that pass the filters, as these leave them."""
+    kept, contents = [], []
+    is_changed = False
+    for number, row in enumerate(batch.to_pylist()):
+        document = Document(**row)
+        outcome = apply(filters, document)
+        account.changed.update(outcome.changed_by)
+        if outcome.document is None:
+            count_drop(account.dropped, document, f"{outcome.dropped_by}: {outcome.reason}")
+        else:
+            kept.append(number)
+            contents.append(outcome.document.content)
+            is_changed |= bool(outcome.changed_by)
+    if len(kept) < len(batch):
+        batch = batch.take(pa.array(kept, pa.int64()))
+    if is_changed:
+        place = SCHEMA.get_field_index("content")
+        batch = batch.set_column(place, SCHEMA.field(place), pa.array(contents, pa.string()))
+    return batch
 
 
 class DocumentWriter:
-    """Documents to one Parquet file, a row group at a time."""
+    """Batches of documents to one Parquet file, a row group at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.documents = self.bytes = 0
-        self._rows: list[dict[str, str]] = []
+        self._batches: list[pa.RecordBatch] = []
         self._pending = 0
 
     def __enter__(self) -> DocumentWriter:
@@ -151,16 +98,16 @@ class DocumentWriter:
         self._flush()
         self._writer.close()
 
-    def write(self, document: Document) -> None:
-        size = len(document.content.encode())
-        self._rows.append(vars(document))
-        self.documents += 1
+    def write(self, batch: pa.RecordBatch) -> None:
+        size = pc.sum(pc.binary_length(batch["content"])).as_py() or 0
+        self._batches.append(batch)
+        self.documents += len(batch)
         self.bytes += size
         self._pending += size
         if self._pending >= ROW_GROUP_BYTES:
             self._flush()
 
     def _flush(self) -> None:
-        if self._rows:
-            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
-        self._rows, self._pending = [], 0
+        if self._batches:
+            self._writer.write_table(pa.Table.from_batches(self._batches, SCHEMA))
+        self._batches, self._pending = [], 0

@@ -41,12 +41,12 @@ def sniff(path: str | os.PathLike[str]) -> dict[str, Any]:
     found |= {"records_seen": len(records), "broken": broken, "fields": _fields(records)}
     choice = _choice(records)
     mapping = READY[choice.get("mapping", "automatic")].with_rules(choice.get("fields", {}))
-    preview = mapping.find(records[0]) if records else {}
+    preview = (mapping.row(records[0]) if records else None) or {}
     return {
         **found,
         "mapping": choice.get("mapping"),
         "mapping_fields": choice.get("fields", {}),
-        "preview": {ours: preview[ours].text[:SHOWN] for ours in OURS if ours in preview},
+        "preview": {ours: preview[ours][:SHOWN] for ours in OURS if ours in preview},
         "source": _yaml(given, file, choice),
     }
 
@@ -95,7 +95,7 @@ def _choice(records: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
     names = set.intersection(*(set(record) for record in records)) or set(records[0])
     name = propose(names)
-    if any("content" in READY[name].find(record) for record in records):
+    if any(READY[name].row(record) for record in records):
         return {} if name == "automatic" else {"mapping": name}
     lengths: dict[str, int] = {}
     for record in records:

@@ -72,6 +72,15 @@ class DedupRecipe(Section):
     """Take out lines that stand in many documents of a source, such as footers."""
 
 
+class ContaminationRecipe(Section):
+    """How much text of an evaluation set a document may hold. An n-gram is 13 words, or 20 Chinese characters."""
+
+    min_hits: int = Field(8, ge=1)
+    """A document that shares so many different n-grams with a set is dropped, however long it is,"""
+    min_share: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """and so is one of whose own n-grams this share is in a set: a short text that quotes one question."""
+
+
 class CorpusRecipe(Section):
     """Raw files to documents."""
 
@@ -82,6 +91,7 @@ class CorpusRecipe(Section):
     dedup: DedupRecipe = DedupRecipe()
     decontaminate: list[str] = []
     """Files or directories of evaluation sets; documents that share long n-grams with them are dropped."""
+    contamination: ContaminationRecipe = ContaminationRecipe()
     shard_size: Bytes = 200_000_000
     """Text bytes in one Parquet shard."""
     holdout: Fraction = 0.01

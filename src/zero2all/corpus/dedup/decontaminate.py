@@ -65,26 +65,34 @@ def load_index(directory: Path) -> Index:
     )
 
 
-def contaminated(text: str, index: Index, min_hits: int = 1) -> dict[str, int]:
-    """The evaluation sets that share at least ``min_hits`` different n-grams with the text, and how many."""
+def contaminated(text: str, index: Index, min_hits: int = 1, min_share: float = 1.0) -> dict[str, int]:
+    """The evaluation sets that the text holds too much of, and how many different n-grams of each.
+
+    Too much is ``min_hits`` n-grams, or ``min_share`` of those that the text has: one that it shares by chance, or by
+    quoting the same proverb, tells against a note of two lines and not against a book.
+    """
     units = split_units([text], code=False)
-    wanted = np.unique(np.concatenate([_tagged(units, n)[0] for n in (WORDS, CHARACTERS)]))
+    by_length = [np.unique(_tagged(units, n)[0]) for n in (WORDS, CHARACTERS)]
+    wanted = np.concatenate(by_length)
     first = np.searchsorted(index.grams, wanted, side="left")
     counts = np.searchsorted(index.grams, wanted, side="right") - first
     # The same n-gram may be in several sets: walk from the first of its entries to the last.
     places = np.repeat(first, counts) + np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     hits = np.bincount(index.owners[places], minlength=len(index.names)).tolist()
-    return {name: count for name, count in zip(index.names, hits, strict=True) if count >= max(1, min_hits)}
+    enough = max(1, min(min_hits, min_share * max(map(len, by_length))))
+    return {name: count for name, count in zip(index.names, hits, strict=True) if count >= enough}
 
 
-def contamination_drops(shard: Path, index_dir: Path, out: Path, min_hits: int = 1) -> dict[str, int]:
-    """Write which documents of a shard hold evaluation text, for ``apply_drops``. Returns how many, by set."""
+def contamination_drops(
+    shard: Path, index_dir: Path, out: Path, min_hits: int = 1, min_share: float = 1.0
+) -> dict[str, int]:
+    """Write which documents of a shard hold evaluation text. Returns how many, by set."""
     index = load_index(index_dir)
     gids, reasons = [], []
     found = dict.fromkeys(index.names, 0)
     for columns in read_columns(shard, ["gid", "content"]):
         for place in _suspects(columns["content"], index):
-            sets = contaminated(columns["content"][place], index, min_hits)
+            sets = contaminated(columns["content"][place], index, min_hits, min_share)
             if sets:
                 gids.append(columns["gid"][place])
                 reasons.append("evaluation text: " + ", ".join(sets))

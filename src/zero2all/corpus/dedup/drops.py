@@ -7,13 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from zero2all.corpus.dedup.shuffle import GID, Rows, gid_texts, rows_between, sorted_by
-from zero2all.corpus.document import SCHEMA
 from zero2all.io import atomic_path
-from zero2all.paths import arrow_source
 
 DROP = np.dtype([("shard", "<u4"), ("gid", GID), ("kept", GID), ("reason", "u1")])
 EXACT, NEAR = 0, 1
@@ -45,22 +42,3 @@ def write_drops(out: Path, gids: list[str], kept: list[str], reasons: list[str])
     table = pa.table([gids, kept, reasons], schema=DROP_SCHEMA)
     with atomic_path(out) as partial:
         pq.write_table(table, partial, compression="zstd")
-
-
-def apply_drops(shard_in: Path, drop_file: Path, shard_out: Path) -> dict[str, int]:
-    """Copy a shard without the documents that its drop file names."""
-    gone = pq.read_table(arrow_source(drop_file), columns=["gid"])["gid"].combine_chunks()
-    counts = {"documents_in": 0, "documents_out": 0, "bytes_in": 0, "bytes_out": 0}
-    with (
-        atomic_path(shard_out) as partial,
-        pq.ParquetFile(arrow_source(shard_in)) as source,
-        pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer,
-    ):
-        for number in range(source.num_row_groups):
-            table = source.read_row_group(number)
-            left = table.filter(pc.invert(pc.is_in(table["gid"], value_set=gone)))
-            writer.write_table(left)
-            for part, name in ((table, "in"), (left, "out")):
-                counts[f"documents_{name}"] += part.num_rows
-                counts[f"bytes_{name}"] += pc.sum(pc.binary_length(part["content"])).as_py() or 0
-    return counts

@@ -14,6 +14,7 @@ from zero2all.corpus.dedup.drops import DROP, EXACT
 from zero2all.corpus.dedup.params import DedupParams
 from zero2all.corpus.dedup.shuffle import (
     GID,
+    LABELS,
     gids_of,
     group_starts,
     labels_of,
@@ -54,7 +55,7 @@ def normalised(text: str, code: bool) -> str:
 def exact_keys(shard: Path, number: int, out: Path, params: DedupParams) -> int:
     """Write a row for each document of the shard, sorted by hash. ``number`` tells later steps where it came from."""
     parts = []
-    for columns in read_columns(shard, ["gid", "data_src", "category", "title", "content"]):
+    for columns in read_columns(shard, [*LABELS, "content"]):
         rows = np.zeros(len(columns["gid"]), dtype=KEY)
         ranks, codes = labels_of(columns, params)
         digests = b"".join(map(_digest, columns["content"], codes))

@@ -19,6 +19,7 @@ from zero2all.corpus.dedup.shingles import Counts, Hashes, grams, split_units
 from zero2all.corpus.dedup.shuffle import (
     CHUNK_CHARACTERS,
     GID,
+    LABELS,
     Rows,
     batches,
     gids_of,
@@ -60,7 +61,7 @@ def near_signatures(
     gone = rows_of_shard(dropped, number)["gid"]
     parts = [np.zeros(0, dtype=band_type(params))]
     documents = compared = 0
-    for columns in read_columns(shard, ["gid", "data_src", "category", "title", "content"]):
+    for columns in read_columns(shard, [*LABELS, "content"]):
         gids = gids_of(columns["gid"])
         ranks, codes = labels_of(columns, params)
         documents += len(gids)

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zero2all.corpus.dedup.params import DedupParams
+from zero2all.corpus.code import is_filed_as_code
 from zero2all.corpus.dedup.shuffle import group_starts, load_rows, read_columns, read_partition, save_sorted, sorted_by
 from zero2all.corpus.document import SCHEMA
 from zero2all.errors import UsageError
@@ -36,13 +36,13 @@ class LineParams:
             raise UsageError("boilerplate lines need min_characters and min_documents >= 1 and 0 <= min_share < 1")
 
 
-def line_counts(shard: Path, out: Path, params: DedupParams, lines: LineParams) -> dict[str, int]:
+def line_counts(shard: Path, out: Path, lines: LineParams) -> dict[str, int]:
     """Write in how many documents each line stands, by source. Returns the number of prose documents of each source."""
     seen: Counter[tuple[bytes, bytes]] = Counter()
     documents: Counter[str] = Counter()
-    for columns in read_columns(shard, ["data_src", "category", "title", "content"]):
-        for source, category, title, content in zip(*columns.values(), strict=True):
-            if params.is_code(source, category, title):
+    for columns in read_columns(shard, ["data_src", "category", "title", "others", "content"]):
+        for source, category, title, others, content in zip(*columns.values(), strict=True):
+            if is_filed_as_code(category, title, others):
                 continue
             documents[source] += 1
             owner = _hash(source)
@@ -72,7 +72,7 @@ def boilerplate_partition(
 
 
 def strip_boilerplate(
-    shard_in: Path, boilerplate: Sequence[Path], shard_out: Path, params: DedupParams, lines: LineParams
+    shard_in: Path, boilerplate: Sequence[Path], shard_out: Path, lines: LineParams
 ) -> dict[str, int]:
     """Copy a shard without the boilerplate lines of its sources; a document with nothing else in it goes whole.
 
@@ -89,7 +89,7 @@ def strip_boilerplate(
             left = []
             for row in source_file.read_row_group(number).to_pylist():
                 counts["documents_in"] += 1
-                if not params.is_code(row["data_src"], row["category"], row["title"]):
+                if not is_filed_as_code(row["category"], row["title"], row["others"]):
                     row["content"] = _strip(row["content"], _hash(row["data_src"]), known, lines, counts)
                 if row["content"].strip():
                     left.append(row)

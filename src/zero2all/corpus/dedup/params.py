@@ -6,18 +6,11 @@ from dataclasses import dataclass
 
 from zero2all.errors import UsageError
 
-CODE_SUFFIXES = (
-    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".js", ".jsx", ".ts"),
-    *(".tsx", ".rb", ".php", ".cs", ".swift", ".scala", ".sh", ".sql", ".lua"),
-)
-
 
 @dataclass(frozen=True)
 class DedupParams:
     preference: tuple[str, ...] = ()
     """Sources, best first: of equal documents the one from the best source stays. Unnamed sources come last."""
-    code_sources: tuple[str, ...] = ()
-    """Sources that hold code; a document whose category is ``code`` or whose title ends in .py and the like also is."""
     partitions: int = 16
     """Parts that a shuffle is split into. One part must fit into the memory of one worker."""
     bands: int = 14
@@ -44,8 +37,3 @@ class DedupParams:
 
     def rank(self, data_src: str) -> int:
         return self.preference.index(data_src) if data_src in self.preference else len(self.preference)
-
-    def is_code(self, data_src: str, category: str, title: str) -> bool:
-        dot = title.rfind(".")
-        suffix = title[dot:].lower() if dot >= 0 else ""
-        return category == "code" or data_src in self.code_sources or suffix in CODE_SUFFIXES

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero2all.corpus.dedup.drops import apply_drops, shard_drops
+from zero2all.corpus.dedup.drops import shard_drops
 from zero2all.corpus.dedup.exact import exact_keys, exact_partition
 from zero2all.corpus.dedup.near import connected_components, near_drops, near_partition, near_signatures
 from zero2all.corpus.dedup.params import DedupParams
@@ -18,15 +18,6 @@ RunTasks = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], list[Any]]
 def run_here(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
     """One task after the other, in this process."""
     return [function(*one) for one in arguments]
-
-
-def deduplicate(
-    shards: Sequence[Path], work: Path, params: DedupParams | None = None, run_tasks: RunTasks = run_here
-) -> dict[str, Any]:
-    """Write every shard without its exact and near copies to ``work/documents`` and return what was counted."""
-    drops, counts = find_copies(shards, work, params or DedupParams(), run_tasks)
-    copied = run_tasks(apply_drops, [(shard, drop, work / "documents" / shard.name) for shard, drop in drops.items()])
-    return {**counts, **_sum(copied)}
 
 
 def find_copies(

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from zero2all.corpus.code import is_filed_as_code
 from zero2all.corpus.dedup.params import DedupParams
 from zero2all.errors import Z2aError
 from zero2all.io import atomic_path
@@ -131,8 +132,10 @@ def batches(texts: Sequence[str], chosen: NDArray[np.intp], characters: int) -> 
     yield from np.split(chosen, group_starts(sizes // characters)[1:])
 
 
+LABELS = ("gid", "data_src", "category", "title", "others")
+
+
 def labels_of(columns: dict[str, list[str]], params: DedupParams) -> tuple[list[int], list[bool]]:
     """For each document how far down the list of preferred sources it stands, and whether it is code."""
     ranks = [params.rank(source) for source in columns["data_src"]]
-    kinds = zip(columns["data_src"], columns["category"], columns["title"], strict=True)
-    return ranks, [params.is_code(*kind) for kind in kinds]
+    return ranks, list(map(is_filed_as_code, columns["category"], columns["title"], columns["others"]))

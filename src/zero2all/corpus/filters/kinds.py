@@ -6,20 +6,13 @@ import re
 from functools import lru_cache
 from typing import Literal
 
+from zero2all.corpus.code import is_filed_as_code
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters.prose import prose_of
 
 Kind = Literal["zh", "en", "code", "other"]
 
 _SAMPLE_CHARS = 2400
-_ENDINGS = (
-    "py pyi pyx c h cc cpp cxx hpp cu java kt scala go rs rb php pl lua swift m mm cs fs r jl hs ml clj ex exs erl "
-    "js jsx ts tsx mjs cjs vue css scss sql sh bash zsh ps1 bat cmake mk gradle proto thrift asm s f90 v sv vhd "
-    "json yaml yml toml ini cfg xml ipynb tf dockerfile makefile"
-).replace(" ", "|")
-_PATH_OF_CODE = re.compile(rf"(?:^|[/\\])[^/\\]*\.(?:{_ENDINGS})$|(?:^|[/\\])(?:Makefile|Dockerfile|CMakeLists\.txt)$")
-_PATH_FIELD = re.compile(r'"(?:path|file|file_path|filename|file_name|max_stars_repo_path)": "([^"]{1,1000})"')
-_PROGRAM_NAMED_LIKE_FILE = re.compile(r"^[\w.-]+\.(?:js|vue|go|net)$", re.IGNORECASE)  # Node.js is an article
 
 # Han of all planes in use; kana and hangul tell Japanese and Korean from Chinese.
 HAN = "\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"
@@ -48,9 +41,13 @@ def han_count(text: str) -> int:
     return 0 if text.isascii() else len(_NOT_HAN.sub("", _beyond_ascii(text)))
 
 
-def _latin_count(text: str) -> int:
+def _scripts(text: str) -> tuple[int, int, str]:
+    """Han characters, Latin letters, and all that is not ASCII."""
     plain = len(text.encode("ascii", "ignore").translate(None, _ASCII_NOT_LETTERS))
-    return plain if text.isascii() else plain + len(_NOT_LATIN.sub("", _beyond_ascii(text)))
+    if text.isascii():
+        return 0, plain, ""
+    beyond = _beyond_ascii(text)
+    return len(_NOT_HAN.sub("", beyond)), plain + len(_NOT_LATIN.sub("", beyond)), beyond
 
 
 def _beyond_ascii(text: str) -> str:
@@ -65,19 +62,18 @@ def kind_of(document: Document) -> Kind:
     Japanese and Korean, and scripts that are neither Han nor Latin, are ``other``.
     """
     sample = _sample(document.content)
-    if _is_filed_as_code(document, sample):
+    if is_filed_as_code(document.category, document.title, document.others):
         return "code"
-    han, latin = han_count(sample), _latin_count(sample)
+    han, latin, beyond = _scripts(sample)
     if han and han * 3 < latin:  # Chinese with listings, links or originals in comments?
         sample = _sample(prose_of(document.content))
-        han, latin = han_count(sample), _latin_count(sample)
+        han, latin, beyond = _scripts(sample)
     # One Han character says about as much as three Latin letters.
     if han and han * 3 >= latin:
-        return "other" if len(_NOT_KANA_OR_HANGUL.sub("", _beyond_ascii(sample))) > han * 0.1 else "zh"
+        return "other" if len(_NOT_KANA_OR_HANGUL.sub("", beyond)) > han * 0.1 else "zh"
     if _looks_like_code(sample):
         return "code"
-    beyond = "" if sample.isascii() else _NOT_LETTER.sub("", _beyond_ascii(sample))
-    return "en" if latin and latin >= len(beyond) else "other"
+    return "en" if latin and latin >= len(_NOT_LETTER.sub("", beyond)) else "other"
 
 
 def _sample(text: str) -> str:
@@ -86,17 +82,6 @@ def _sample(text: str) -> str:
         return text
     part, middle = _SAMPLE_CHARS // 3, len(text) // 2
     return f"{text[:part]}\n{text[middle : middle + part]}\n{text[-part:]}"
-
-
-def _is_filed_as_code(document: Document, sample: str) -> bool:
-    category = document.category.lower()
-    if category == "code" or category.startswith(("code/", "source code")):
-        return True
-    title = document.title
-    if _PATH_OF_CODE.search(title):
-        return not _PROGRAM_NAMED_LIKE_FILE.match(title) or _looks_like_code(sample)
-    path = _PATH_FIELD.search(document.others) if document.others else None
-    return bool(path and _PATH_OF_CODE.search(path.group(1)))
 
 
 def _looks_like_code(sample: str) -> bool:

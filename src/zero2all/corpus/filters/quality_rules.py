@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import islice
+from itertools import filterfalse, islice
 
 import numpy as np
 
@@ -75,8 +75,8 @@ def gopher_quality(
 def _length_of_english(
     words: list[str], min_words: int, max_words: int, min_length: float, max_length: float, min_alpha: float
 ) -> str:
-    odd = [word for word in words if not word.isalpha()]
-    signs = [word for word in odd if not _WORD_CHAR.search(word)]
+    odd = list(filterfalse(str.isalpha, words))
+    signs = [word for word in odd if not (word[0].isalnum() or _WORD_CHAR.search(word))]
     count = len(words) - len(signs)
     if count < max(1, min_words):
         return "too few words"
@@ -85,7 +85,7 @@ def _length_of_english(
     mean = (sum(map(len, words)) - sum(map(len, signs))) / count
     if mean < min_length or (max_length and mean > max_length):
         return "word length"
-    without_letter = sum(not _LETTER.search(word) for word in odd) - len(signs)
+    without_letter = sum(not (word[0].isalpha() or _LETTER.search(word)) for word in odd) - len(signs)
     return "too few words with letters" if count - without_letter < min_alpha * count else ""
 
 
@@ -138,6 +138,7 @@ _POLICY = re.compile(
     r"|使用条款|服务条款|隐私政策|隐私权政策|隱私權政策|版权所有|cookie ?政策|使用 ?cookie",
     re.IGNORECASE,
 )
+_SIGNS_OF_WEB_TALK = ("javascript", "cookie", "terms of use", "privacy policy", "条款", "政策", "版权所有")
 
 
 @filter_("c4_quality")
@@ -169,11 +170,13 @@ def c4_quality(
     if kind not in ("zh", "en"):
         return KEEP
     text, is_zh = document.content, kind == "zh"
-    if "lorem ipsum" in text.lower():
+    lowered = text.lower()
+    if "lorem ipsum" in lowered:
         return Drop("lorem ipsum")
     if curly_brackets and "{" in text:
         return Drop("curly bracket")
     ends = _END_OF_LINE_ZH if is_zh else _END_OF_LINE
+    may_be_web_talk = any(sign in lowered for sign in _SIGNS_OF_WEB_TALK)  # few pages make it worth asking each line
     kept: list[str] = []
     for line in map(str.strip, text.split("\n")):
         if remove_citations and "[" in line:
@@ -181,7 +184,9 @@ def c4_quality(
         if end_punctuation and (not line.endswith(ends) or line.endswith("...")):
             continue
         is_short = len(line) < min_chars_per_line_zh if is_zh else len(line.split()) < min_words_per_line
-        if not is_short and not _has_web_talk(line) and not _has_long_word(line, max_word_length):
+        if may_be_web_talk and _has_web_talk(line):
+            continue
+        if not is_short and not _has_long_word(line, max_word_length):
             kept.append(line)
     body = "\n".join(kept)
     sentences = len((_SENTENCE_END_ZH if is_zh else _SENTENCE_END).findall(body))

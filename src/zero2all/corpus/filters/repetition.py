@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ _LETTER = re.compile(r"[^\W_]")
 _FENCES = ("```", "~~~")
 _LISTED = ("    ", "\t", "|", "+-")
 _SHORT = 200  # units
-_MIX = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = tuple(np.uint64(pow(0x9E3779B97F4A7C15, power, 2**64)) for power in range(1, 33))
 
 Shares = tuple[tuple[int, float], ...]
 UInts = npt.NDArray[np.uint64]
@@ -97,7 +97,9 @@ class Units:
 
     @cached_property
     def ends(self) -> Ints:
-        return np.concatenate((np.zeros(1, np.int64), np.cumsum(self.lengths)))
+        ends = np.zeros(len(self.lengths) + 1, np.int64)
+        self.lengths.cumsum(out=ends[1:])
+        return ends
 
     @property
     def chars(self) -> int:
@@ -110,11 +112,15 @@ class Units:
     def hashes(self, n: int) -> UInts:
         """64-bit hashes of all n-grams. Two shorter n-grams that overlap make a longer one, so it takes log n steps."""
         width, hashes = 1, self.ids
-        while width < n:
+        for (
+            factor
+        ) in _FACTORS:  # another one at each step, or n-grams of the same parts in another order would be equal
+            if width >= n:
+                break
             step = min(width, n - width)
-            hashes = (hashes[:-step] * _MIX) ^ (hashes[step:] + _MIX)  # wrapping around is what mixing is for
-            hashes ^= hashes >> np.uint64(29)
-            width += step
+            joined = hashes[:-step] * factor  # wrapping around is what mixing is for
+            joined += hashes[step:]
+            width, hashes = width + step, joined
         return hashes
 
 
@@ -126,14 +132,15 @@ def _word_units(text: str) -> Units:
 
 
 def _char_units(text: str) -> Units:
-    points = code_points(_ASCII_WORD.sub(_as_one_char, text))
+    points = code_points(_ASCII_WORD.sub(lambda word: _as_one_char(word[0]), text))
     ids = points[are_letters(points)].astype(np.uint64)
     return Units(ids, np.ones(len(ids), np.int64))
 
 
-def _as_one_char(word: re.Match[str]) -> str:
+@lru_cache(maxsize=1 << 14)
+def _as_one_char(word: str) -> str:
     # In a plane where nothing is assigned; are_letters takes it for a letter.
-    return chr(0x40000 + zlib.crc32(word[0].encode()) % 0xFFF0)
+    return chr(0x40000 + zlib.crc32(word.encode()) % 0xFFF0)
 
 
 def _has_no_repeats(units: Units, n: int) -> bool:
@@ -164,10 +171,13 @@ def _top_n_gram(units: Units, shares: Shares, min_repeats: int) -> str:
 
 def _most_repeats(hashes: UInts) -> int:
     ordered = np.sort(hashes)
-    changes = np.flatnonzero(ordered[1:] != ordered[:-1])
+    changes = (ordered[1:] != ordered[:-1]).nonzero()[0]
     if len(changes) == len(ordered) - 1:
         return 1
-    return int(np.diff(changes, prepend=-1, append=len(ordered) - 1).max())
+    if not len(changes):
+        return len(ordered)
+    longest = int((changes[1:] - changes[:-1]).max()) if len(changes) > 1 else 0  # np.diff is slow on short arrays
+    return max(longest, int(changes[0]) + 1, len(ordered) - 1 - int(changes[-1]))
 
 
 def _duplicate_n_grams(units: Units, shares: Shares) -> str:

@@ -2,7 +2,8 @@
 
 from zero2all.corpus.readers.base import BrokenRecord, LeftOutMember, Limits, Unreadable, WholeFile
 from zero2all.corpus.readers.listing import RawFile, list_files
-from zero2all.corpus.readers.records import read_records
+from zero2all.corpus.readers.pieces import in_pieces
+from zero2all.corpus.readers.records import read_batches, read_records
 
 __all__ = [
     "BrokenRecord",
@@ -11,6 +12,8 @@ __all__ = [
     "RawFile",
     "Unreadable",
     "WholeFile",
+    "in_pieces",
     "list_files",
+    "read_batches",
     "read_records",
 ]

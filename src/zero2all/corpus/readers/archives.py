@@ -6,18 +6,16 @@ import stat
 import struct
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
-from zero2all.corpus.readers.base import Limits, Unreadable
+from zero2all.corpus.readers.base import BROKEN, Limits, Unreadable
 from zero2all.corpus.readers.listing import is_hidden
 from zero2all.corpus.readers.streams import Guarded, Stream
 
 TAR_HEADER = 1 << 20  # a long name or attribute is read whole; an honest one is far below
-BROKEN = (OSError, EOFError, ValueError, zipfile.BadZipFile, tarfile.TarError, zlib.error, NotImplementedError)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import lzma
+import tarfile
+import zipfile
+import zlib
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import pyarrow as pa
+
 from zero2all.errors import Z2aError, need
 
 RAW_KEPT = 300  # characters of a broken record, enough for a person to recognise it
+# What libraries raise on damaged files.
+BROKEN = (
+    *(OSError, EOFError, ValueError, NotImplementedError, zlib.error, lzma.LZMAError),
+    *(zipfile.BadZipFile, tarfile.TarError, pa.ArrowException),
+)
 NOT_INSTALLED = "needs pip install 'zero2all[corpus]'"
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
-from zero2all.corpus.mapping import USUAL_NAMES
+import orjson
+
+from zero2all.corpus.mapping import HTML, USUAL_NAMES
 from zero2all.corpus.readers.base import BrokenRecord, Limits, Unreadable, optional
 from zero2all.corpus.readers.encoding import as_utf8, decode, decoded
-from zero2all.corpus.readers.streams import Stream, lines
+from zero2all.corpus.readers.streams import Stream, line_batches
 
 SMALL = 16 << 20  # an object up to this size is read whole, and so needs no streaming parser
 _NEXT_OBJECT = re.compile(r"\n\s*\{|\}\s*,\s*\{|[\]\[]\s*\{")
@@ -20,40 +22,50 @@ _BETWEEN = re.compile(r"[\s,]*")
 _SPACE = re.compile(r"\s*")
 
 
-def _fast_loads() -> Callable[[bytes], Any]:
-    """orjson where it is installed; json knows some values that it refuses."""
+def json_lines(stream: Stream, limits: Limits) -> Iterator[list[dict[str, Any]]]:
+    """One value a line, in batches."""
+    return parsed_lines(as_utf8(stream, mend=False), limits)
+
+
+def parsed_lines(stream: Stream, limits: Limits, where: str = "") -> Iterator[list[dict[str, Any]]]:
+    """Lines that are UTF-8. ``where`` says of which part of a file they are the lines."""
+    number = 1
+    for batch in line_batches(stream, limits.record_bytes):
+        yield _objects(batch) or [
+            _record(line, f"{where}line {place}", limits)
+            for place, line in enumerate(batch, number)
+            if line is None or line.strip()
+        ]
+        number += len(batch)
+
+
+def _objects(batch: list[bytes | None]) -> list[dict[str, Any]]:
+    """All lines at once, or nothing if one of them needs a closer look."""
     try:
-        fast: Callable[[bytes], Any] = importlib.import_module("orjson").loads
-    except ImportError:
-        return json.loads
-
-    def loads(data: bytes) -> Any:
-        try:
-            return fast(data)
-        except ValueError:
-            return json.loads(data)
-
-    return loads
+        values = list(map(orjson.loads, batch))  # type: ignore[arg-type]
+    except ValueError:
+        return []
+    return values if {*map(type, values)} == {dict} else []
 
 
-def json_lines(stream: Stream, limits: Limits) -> Iterator[dict[str, Any]]:
-    loads = _fast_loads()
-    for number, line in enumerate(lines(as_utf8(stream, mend=False), limits.record_bytes), 1):
-        place = f"line {number}"
-        if line is None:
-            yield BrokenRecord(f"line longer than {limits.record_bytes >> 20} MiB", place)
-        elif line.strip():
-            yield _record(line, loads, place)
-
-
-def _record(line: bytes, loads: Callable[[bytes], Any], place: str) -> dict[str, Any]:
+def _record(line: bytes | None, place: str, limits: Limits) -> dict[str, Any]:
+    if line is None:
+        return BrokenRecord(f"line longer than {limits.record_bytes >> 20} MiB", place)
     try:
-        value = loads(line)
+        value = _loads(line)
     except UnicodeDecodeError:
         return BrokenRecord("not UTF-8", place, line.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return BrokenRecord("broken JSON", place, line.decode("utf-8", "replace"))
     return value if isinstance(value, dict) else _not_an_object(value, place)
+
+
+def _loads(data: bytes) -> Any:
+    """json knows some values that orjson refuses: NaN, and halves of surrogate pairs."""
+    try:
+        return orjson.loads(data)
+    except ValueError:
+        return json.loads(data)
 
 
 def _not_an_object(value: Any, place: str) -> BrokenRecord:
@@ -256,8 +268,9 @@ def _small_object(data: bytes, limits: Limits) -> Iterator[dict[str, Any]]:
         yield _not_an_object(value, "")
         return
     lists: list[list[Any]] = [part for part in value.values() if isinstance(part, list)]
+    content = [name.removesuffix(HTML) for name in USUAL_NAMES["content"]]
     inside = [part for part in lists if any(isinstance(element, dict) for element in part)]
-    if inside and not any(isinstance(value.get(name), str) for name in USUAL_NAMES["content"]):
+    if inside and not any(isinstance(value.get(name), str) for name in content):
         longest = max(inside, key=len)
         for number, part in enumerate(longest):
             yield part if isinstance(part, dict) else _not_an_object(part, f"element {number}")
@@ -267,7 +280,7 @@ def _small_object(data: bytes, limits: Limits) -> Iterator[dict[str, Any]]:
 
 def _several_objects(text: str, data: bytes, limits: Limits, error: Exception) -> Iterator[dict[str, Any]]:
     """Objects one after the other, each over several lines; or lines after all, the first of them broken."""
-    as_lines = list(json_lines(Stream(io.BytesIO(data)), limits))
+    as_lines = list(chain.from_iterable(json_lines(Stream(io.BytesIO(data)), limits)))
     in_a_row = list(_elements(Stream(io.BytesIO(data)), limits))
     best = max((as_lines, in_a_row), key=_sound)
     if all(isinstance(record, BrokenRecord) for record in best):

@@ -7,6 +7,7 @@ import re
 from pathlib import PurePosixPath
 from typing import Literal
 
+from zero2all.corpus.code import PROGRAMS
 from zero2all.corpus.readers.base import Unreadable
 from zero2all.corpus.readers.encoding import guess, looks_binary
 from zero2all.corpus.readers.streams import COMPRESSED, HEAD
@@ -18,11 +19,6 @@ Kind = Literal[
 
 PROSE = {".txt", ".text", ".tex", ".org", ".adoc"}
 MARKUP = {".md", ".markdown", ".rst"}
-CODE = {
-    ".py", ".pyi", ".pyx", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt", ".scala",
-    ".js", ".ts", ".tsx", ".jsx", ".rb", ".php", ".cs", ".swift", ".sh", ".sql", ".lua", ".jl", ".r", ".hs", ".ml",
-    ".proto", ".m", ".mm", ".dart", ".ex", ".erl", ".clj", ".f90", ".zig",
-}  # fmt: skip
 BY_ENDING: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -39,7 +35,7 @@ BY_ENDING: dict[str, Kind] = {
     ".tar": "tar",
     **dict.fromkeys(PROSE, "text"),
     **dict.fromkeys(MARKUP, "markdown"),
-    **dict.fromkeys(CODE, "code"),
+    **dict.fromkeys(PROGRAMS, "code"),
 }
 SHORT_TAR = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
 PLAIN_NAMES = {"license", "licence", "copying", "notice", "authors", "readme", "changelog", "changes", "contributors"}

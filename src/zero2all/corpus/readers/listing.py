@@ -9,13 +9,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from zero2all.errors import UsageError
 from zero2all.paths import is_url, open_url, plain_errors, store_of
 from zero2all.recipe import SourceRecipe
 
 NEVER_ENTERED = {"__pycache__", "node_modules", "site-packages", "dist-packages", "__MACOSX"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a large file that can be read alone: a range of bytes of JSONL, or of row groups of Parquet."""
+
+    kind: Literal["jsonl", "parquet"]
+    start: int
+    stop: int
+    first_row: int = 0  # of a Parquet file
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,7 @@ class RawFile:
     bytes: int
     modified_ns: int = 0
     etag: str = ""  # what a remote store says instead of a time
+    piece: Piece | None = None  # of a file that several tasks read; ``bytes`` is then its share of the file
 
     @classmethod
     def at(cls, path: Path, top: Path | None = None) -> RawFile:
@@ -41,7 +52,8 @@ class RawFile:
     @property
     def fingerprint(self) -> str:
         """Changes when the file does, without reading it."""
-        return f"{self.bytes}-{self.etag or self.modified_ns}"
+        of_piece = f"-{self.piece.start}-{self.piece.stop}" if self.piece else ""
+        return f"{self.bytes}-{self.etag or self.modified_ns}{of_piece}"
 
     def open(self) -> BinaryIO:
         if not is_url(self.path):

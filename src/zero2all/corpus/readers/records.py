@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import lzma
-from collections.abc import Iterator
-from pathlib import PurePosixPath
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from itertools import chain
 from typing import IO, Any
 
 import pyarrow as pa
 
+from zero2all.corpus.code import PATH_FIELDS, is_code_path
 from zero2all.corpus.readers import archives, json_records, pages, tables, texts
-from zero2all.corpus.readers.base import NOT_INSTALLED, BrokenRecord, LeftOutMember, Limits, Unreadable, WholeFile
-from zero2all.corpus.readers.encoding import mend_mojibake
-from zero2all.corpus.readers.kinds import CODE, Kind, inner_name, kind_of
+from zero2all.corpus.readers.base import (
+    BROKEN,
+    NOT_INSTALLED,
+    BrokenRecord,
+    LeftOutMember,
+    Limits,
+    Unreadable,
+    WholeFile,
+)
+from zero2all.corpus.readers.encoding import may_be_mojibake, mend_mojibake
+from zero2all.corpus.readers.kinds import Kind, inner_name, kind_of
 from zero2all.corpus.readers.listing import RawFile
+from zero2all.corpus.readers.pieces import read_piece
 from zero2all.corpus.readers.streams import HEAD, Stream, compression_of, unpacked
 
-BROKEN = (*archives.BROKEN, lzma.LZMAError, pa.ArrowException)
-PATH_FIELDS = ("path", "file", "filename", "file_path", "max_stars_repo_path")
+BATCH_RECORDS, BATCH_CHARACTERS = 1000, 1 << 20
+
+_PATH_FIELDS = frozenset(PATH_FIELDS)
+
+Records = list[dict[str, Any]]
 
 
 def read_records(file: RawFile, limits: Limits | None = None) -> Iterator[dict[str, Any]]:
@@ -25,27 +38,35 @@ def read_records(file: RawFile, limits: Limits | None = None) -> Iterator[dict[s
 
     Raises Unreadable, also after some records, when the file as a whole cannot be read (on).
     """
+    return chain.from_iterable(read_batches(file, limits))
+
+
+def read_batches(file: RawFile, limits: Limits | None = None, exclude: Sequence[str] = ()) -> Iterator[Records]:
+    """The same, some at a time. Members of archives that match one of ``exclude`` are passed over."""
     limits = limits or Limits()
     try:
         with file.open() as raw:
-            yield from _records(raw, file.name, limits)
+            if file.piece:
+                yield from map(_mended, read_piece(raw, file.piece, limits))
+            else:
+                yield from _batches(raw, file.name, limits, exclude)
     except BROKEN as error:
         raise Unreadable(f"broken file ({type(error).__name__})") from error
 
 
-def _records(raw: IO[bytes], name: str, limits: Limits) -> Iterator[dict[str, Any]]:
+def _batches(raw: IO[bytes], name: str, limits: Limits, exclude: Sequence[str]) -> Iterator[Records]:
     stream, compression, kind = look(Stream(raw), name, limits)
     if kind == "zip" and not compression:
-        yield from _members(archives.zip_members(raw, limits), name, limits)
+        yield from _members(archives.zip_members(raw, limits), name, limits, exclude)
     elif kind == "tar":
-        yield from _members(archives.tar_members(stream, limits), name, limits)
+        yield from _members(archives.tar_members(stream, limits), name, limits, exclude)
     elif kind == "parquet" and not compression:
         raw.seek(0)
-        yield from _mended(tables.parquet(raw), is_code=False)
+        yield from map(_mended, tables.parquet(raw))
     elif kind == "zip":
         raise Unreadable("zip inside another compression")
     else:
-        yield from _mended(_of_kind(stream, kind, name, limits), is_code=kind == "code")
+        yield from _of_kind(stream, kind, name, limits)
 
 
 def look(stream: Stream, name: str, limits: Limits) -> tuple[Stream, str | None, Kind]:
@@ -65,32 +86,54 @@ def look(stream: Stream, name: str, limits: Limits) -> tuple[Stream, str | None,
     return stream, None, kind
 
 
-def _of_kind(stream: Stream, kind: Kind, name: str, limits: Limits) -> Iterator[dict[str, Any]]:
+def _of_kind(stream: Stream, kind: Kind, name: str, limits: Limits) -> Iterator[Records]:
     match kind:
         case "jsonl":
-            return json_records.json_lines(stream, limits)
+            batches = json_records.json_lines(stream, limits)
         case "json array":
-            return json_records.json_array(stream, limits)
+            batches = _grouped(json_records.json_array(stream, limits))
         case "json object":
-            return json_records.json_object(stream, limits)
+            batches = _grouped(json_records.json_object(stream, limits))
         case "csv":
-            return tables.table_text(stream, limits)
+            batches = _grouped(tables.table_text(stream, limits))
         case "parquet":
             data = stream.read_whole(limits.parquet_in_memory, "Parquet inside something else")
-            return tables.parquet(pa.BufferReader(data))
+            batches = tables.parquet(pa.BufferReader(data))
         case "wikiextractor":
-            return texts.wikiextractor(stream, limits)
+            batches = _grouped(texts.wikiextractor(stream, limits))
         case "html":
-            return pages.html_file(stream, name, limits)
+            batches = _grouped(pages.html_file(stream, name, limits))
         case "warc":
-            return pages.warc(stream, limits)
+            batches = _grouped(pages.warc(stream, limits))
         case "zip" | "tar":
             raise Unreadable("archive inside an archive")
         case _:
-            return texts.whole_text(stream, name, limits)
+            batches = _grouped(texts.whole_text(stream, name, limits))
+    return batches if kind == "code" else map(_mended, batches)
 
 
-def _members(members: Iterator[archives.Member], archive: str, limits: Limits) -> Iterator[dict[str, Any]]:
+def _grouped(records: Iterator[dict[str, Any]]) -> Iterator[Records]:
+    """Records that come one by one, in batches of bounded size. What came before a file breaks off is not lost."""
+    batch: Records = []
+    size = 0
+    try:
+        for record in records:
+            batch.append(record)
+            size += sum(len(value) for value in record.values() if isinstance(value, str))
+            if size >= BATCH_CHARACTERS or len(batch) >= BATCH_RECORDS:
+                yield batch
+                batch, size = [], 0
+    except (Unreadable, *BROKEN):
+        if batch:
+            yield batch
+        raise
+    if batch:
+        yield batch
+
+
+def _members(
+    members: Iterator[archives.Member], archive: str, limits: Limits, exclude: Sequence[str]
+) -> Iterator[Records]:
     """Every member by the same rules as a file. What goes wrong in one does not touch the next."""
     begun = False
     while True:
@@ -99,46 +142,51 @@ def _members(members: Iterator[archives.Member], archive: str, limits: Limits) -
         except Unreadable as reason:
             if not begun:
                 raise
-            yield LeftOutMember(str(reason), archive)
+            yield [LeftOutMember(str(reason), archive)]
             return
         if member is None:
             return
         begun = True
+        if any(fnmatch(member.name, pattern) for pattern in exclude):
+            continue
         name = f"{archive}!{member.name}" if member.name else archive
         if member.stream is None:
-            yield LeftOutMember(member.refused, name)
+            yield [LeftOutMember(member.refused, name)]
             continue
         try:
             stream, _, kind = look(member.stream, member.name, limits)
-            records = _of_kind(stream, kind, name, limits)
-            for record in _mended(records, is_code=kind == "code"):
-                if isinstance(record, BrokenRecord):
-                    record["place"] = f"{name} {record.place}".rstrip()
-                yield record
+            for batch in _of_kind(stream, kind, name, limits):
+                for record in batch:
+                    if isinstance(record, BrokenRecord):
+                        record["place"] = f"{name} {record.place}".rstrip()
+                yield batch
         except Unreadable as reason:
-            yield LeftOutMember(str(reason), name)
+            yield [LeftOutMember(str(reason), name)]
         except BROKEN as error:
-            yield LeftOutMember(f"broken file ({type(error).__name__})", name)
+            yield [LeftOutMember(f"broken file ({type(error).__name__})", name)]
 
 
-def _mended(records: Iterator[dict[str, Any]], is_code: bool) -> Iterator[dict[str, Any]]:
+def _mended(batch: Records) -> Records:
     """With its mojibake read rightly, except in code, where odd strings may be meant."""
-    for record in records:
-        if is_code or isinstance(record, BrokenRecord) or _is_code(record):
-            yield record
-            continue
+    places = [
+        (number, key, value)
+        for number, record in enumerate(batch)
+        if not isinstance(record, BrokenRecord) and not _is_code(record)
+        for key, value in record.items()
+        if isinstance(value, str) and not value.isascii()
+    ]
+    for suspect in may_be_mojibake([value for _, _, value in places]) if places else ():
+        number, key, value = places[suspect]
         try:
-            for key, value in record.items():
-                if isinstance(value, str) and not value.isascii():
-                    record[key] = mend_mojibake(value)
+            batch[number][key] = mend_mojibake(value)
         except Unreadable:  # only now, and only for text that looks bad, is ftfy needed
-            yield BrokenRecord(NOT_INSTALLED)
-        else:
-            yield record
+            batch[number] = BrokenRecord(NOT_INSTALLED)
+    return batch
 
 
 def _is_code(record: dict[str, Any]) -> bool:
     if isinstance(record, WholeFile):
         return False
-    paths = [record[name] for name in PATH_FIELDS if isinstance(record.get(name), str)]
-    return "code" in record or any(PurePosixPath(path).suffix.lower() in CODE for path in paths)
+    if "code" in record or _PATH_FIELDS.isdisjoint(record):
+        return "code" in record
+    return any(isinstance(record.get(name), str) and is_code_path(record[name]) for name in PATH_FIELDS)

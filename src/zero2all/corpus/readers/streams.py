@@ -6,6 +6,7 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -157,21 +158,29 @@ class _Gzip:
 
 def lines(stream: Stream, limit: int) -> Iterator[bytes | None]:
     """Lines with their ends. None stands for one longer than ``limit``, which is passed over."""
+    return chain.from_iterable(line_batches(stream, limit))
+
+
+def line_batches(stream: Stream, limit: int) -> Iterator[list[bytes | None]]:
+    """The same, as many at a time as a block has."""
     pieces: list[bytes] = []  # of the line that is not finished yet; joined once, however long it is
-    size, skipping = 0, False
+    size = 0
     for block in stream.blocks():
-        first, *rest = block.splitlines(keepends=True) if b"\r" not in block else _split(block)
-        for piece in (first, *rest):
-            size += len(piece)
-            if size > limit:
-                skipping, pieces = True, []
-            if not skipping:
-                pieces.append(piece)
-            if piece.endswith(b"\n"):
-                yield None if skipping else b"".join(pieces)
-                pieces, size, skipping = [], 0, False
-    if skipping or pieces:
-        yield None if skipping else b"".join(pieces)
+        batch: list[bytes | None] = list(block.splitlines(keepends=True) if b"\r" not in block else _split(block))
+        last = None if block.endswith(b"\n") else batch.pop()
+        if batch and size:
+            size += len(batch[0] or b"")
+            batch[0] = b"".join([*pieces, batch[0] or b""]) if size <= limit else None
+            pieces, size = [], 0
+        if limit < len(block):
+            batch = [line if line is not None and len(line) <= limit else None for line in batch]
+        if batch:
+            yield batch
+        if last:
+            size += len(last)
+            pieces = [*pieces, last] if size <= limit else []
+    if size:
+        yield [b"".join(pieces) if size <= limit else None]
 
 
 def _split(block: bytes) -> list[bytes]:

@@ -13,29 +13,36 @@ from zero2all.corpus.readers.base import BrokenRecord, Limits, Unreadable
 from zero2all.corpus.readers.encoding import as_utf8
 from zero2all.corpus.readers.streams import Stream, lines
 
-ROWS = 64  # at a time; rows of a megabyte exist
+ROWS, BATCH_BYTES = 1000, 1 << 20  # at a time; rows of a megabyte exist
 SEPARATORS = "\t,;|"
 
 
-def parquet(file: IO[bytes] | pa.BufferReader) -> Iterator[dict[str, Any]]:
-    """Rows in small batches. Arrow is told to read on as it goes: whole column chunks may be gigabytes."""
+def parquet(
+    file: IO[bytes] | pa.BufferReader, first_group: int = 0, last_group: int | None = None
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows of some row groups in small batches. Arrow is told to read on as it goes: column chunks may be gigabytes."""
     with pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
-        number = 0
-        for batch in table.iter_batches(batch_size=ROWS, use_threads=False):
-            yield from _rows(_without_times(batch), number)
-            number += len(batch)
+        groups = [table.metadata.row_group(group) for group in range(table.num_row_groups)]
+        number = sum(group.num_rows for group in groups[:first_group])
+        for group in range(first_group, len(groups) if last_group is None else last_group):
+            average = groups[group].total_byte_size // max(groups[group].num_rows, 1) + 1
+            size = min(max(BATCH_BYTES // average, 1), ROWS)
+            for batch in table.iter_batches(batch_size=size, row_groups=[group], use_threads=False):
+                yield _rows(_without_times(batch), number)
+                number += len(batch)
 
 
-def _rows(batch: pa.RecordBatch, number: int) -> Iterator[dict[str, Any]]:
+def _rows(batch: pa.RecordBatch, number: int) -> list[dict[str, Any]]:
     try:
-        rows = batch.to_pylist()
+        rows: list[dict[str, Any]] = batch.to_pylist()
     except UnicodeDecodeError:
         rows = [_row_or_broken(batch, index, number + index) for index in range(len(batch))]
-    for row in rows:
-        for name, value in row.items():
-            if isinstance(value, bytes):
-                row[name] = _text_or_nothing(value)
-        yield row
+    for name, kind in zip(batch.schema.names, batch.schema.types, strict=True):
+        if "binary" in str(kind):
+            for row in rows:
+                if isinstance(row.get(name), bytes):
+                    row[name] = _text_or_nothing(row[name])
+    return rows
 
 
 def _row_or_broken(batch: pa.RecordBatch, index: int, number: int) -> dict[str, Any]:

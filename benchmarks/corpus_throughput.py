@@ -1,0 +1,282 @@
+"""Where the time of a corpus build goes: reading by shape, every filter, and the stages on two workers.
+
+    python benchmarks/corpus_throughput.py --corpus shared/corpus --work /tmp/throughput > throughput.md
+
+Ingest is reading, parsing, mapping to the schema and naming by gid, into Arrow batches, without cleaning and without
+writing. It is measured against the barest way to get at the same text (orjson a line, orjson for a whole array, pyarrow
+for Parquet, bytes decoded for a text file), turn by turn in one process, in CPU seconds. MB are 10^6 bytes of the file
+for ingest, and of text in UTF-8 everywhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tokenizers
+
+from zero2all.corpus import build_corpus
+from zero2all.corpus.account import Account
+from zero2all.corpus.document import Document
+from zero2all.corpus.filters import DEFAULT_FILTERS, Change, Drop, build_filters, kind_of
+from zero2all.corpus.ingest import read_documents
+from zero2all.corpus.parts import DocumentWriter
+from zero2all.corpus.readers import RawFile, list_files
+from zero2all.engine import Engine
+from zero2all.recipe import CorpusRecipe, SourceRecipe, TokenizerRecipe, TokensRecipe
+from zero2all.tokenizer import train_tokenizer
+from zero2all.tokens.build import build_tokens
+
+KINDS = ("zh", "en", "code")
+STAGES = {
+    "make_part": "read, clean, write parts",
+    "exact_keys": "exact copies",
+    "exact_partition": "exact copies",
+    "near_signatures": "near copies",
+    "near_partition": "near copies",
+    "connected_components": "near copies",
+    "near_drops": "near copies",
+    "shard_drops": "exact copies",
+    "write_shards": "split and write shards",
+    "_encode_shard": "tokenize",
+}
+
+
+def say(text: str = "") -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    say(f"| {' | '.join(head)} |")
+    say(f"|{'---|' * len(head)}")
+    for row in rows:
+        say(f"| {' | '.join(str(cell) for cell in row)} |")
+    say()
+
+
+def cpu_seconds(function: Callable[[], object]) -> float:
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def in_turns(rounds: int, *functions: Callable[[], object]) -> list[float]:
+    """Median CPU seconds of each, all measured in every round."""
+    times = [[cpu_seconds(function) for function in functions] for _ in range(rounds)]
+    return [median(of_one) for of_one in zip(*times, strict=True)]
+
+
+def make_files(corpus: Path, work: Path, megabytes: float) -> dict[str, Path]:
+    """The same articles as JSONL, JSON array and Parquet, in Chinese and English, and books as plain text."""
+    chinese = [orjson.loads(line) for line in (corpus / "zh/wiki2019zh_style/wiki_zh_00.jsonl").open("rb")]
+    english = pq.read_table(corpus / "en/wiki_parquet").select(["id", "url", "title", "text"]).to_pylist()
+    files = {}
+    for kind, records in (("zh", chinese), ("en", english)):
+        lines = [orjson.dumps(record) for record in records]
+        lines = lines * max(1, round(megabytes * 1e6 / sum(map(len, lines))))
+        files[f"JSONL {kind}"] = work / f"{kind}.jsonl"
+        files[f"JSONL {kind}"].write_bytes(b"\n".join(lines) + b"\n")
+        files[f"JSON array {kind}"] = work / f"{kind}.json"
+        files[f"JSON array {kind}"].write_bytes(b"[" + b",\n".join(lines) + b"]")
+        files[f"Parquet {kind}"] = work / f"{kind}.parquet"
+        rows = pa.Table.from_pylist(records * (len(lines) // len(records)))
+        pq.write_table(rows, files[f"Parquet {kind}"], compression="zstd", row_group_size=10_000)
+    for kind, book in (("zh", "zh/txt/三国演义.txt"), ("en", "en/books/Moby-Dick--Or-The-Whale_2701.txt")):
+        files[f"text {kind}"] = work / f"{kind}.txt"
+        text = (corpus / book).read_bytes()
+        files[f"text {kind}"].write_bytes(text * max(1, round(megabytes * 1e6 / len(text))))
+    return files
+
+
+def bare(path: Path) -> None:
+    if path.suffix == ".jsonl":
+        with open(path, "rb") as stream:
+            for line in stream:
+                orjson.loads(line)
+    elif path.suffix == ".json":
+        orjson.loads(path.read_bytes())
+    elif path.suffix == ".parquet":
+        with pq.ParquetFile(path) as file:
+            for _ in file.iter_batches(1000, use_threads=False):
+                pass
+    else:
+        path.read_text(encoding="utf-8")
+
+
+def batches(path: Path) -> Iterator[pa.RecordBatch]:
+    return read_documents(RawFile.at(path), SourceRecipe(name="s", paths=[str(path)]), Account())
+
+
+def write(made: list[pa.RecordBatch], path: Path) -> None:
+    with DocumentWriter(path) as writer:
+        for batch in made:
+            writer.write(batch)
+
+
+def measure_ingest(files: dict[str, Path], rounds: int, work: Path) -> None:
+    rows = []
+    for shape, path in files.items():
+
+        def ingest(path: Path = path) -> None:
+            for _ in batches(path):
+                pass
+
+        made = list(batches(path))
+        texts = [text.encode() for batch in made for text in batch["content"].to_pylist()]
+
+        def hashes(texts: list[bytes] = texts) -> None:
+            for text in texts:
+                hashlib.blake2b(text, digest_size=16)
+
+        def written(made: list[pa.RecordBatch] = made) -> None:
+            write(made, work / "written.parquet")
+
+        plain, ours, hashed, stored = in_turns(rounds, lambda path=path: bare(path), ingest, hashes, written)  # type: ignore[misc]
+        size, text = path.stat().st_size / 1e6, sum(map(len, texts)) / 1e6
+        shares = f"{size / plain:.0f}", f"{size / ours:.0f}", f"{plain / ours:.2f}", f"{hashed / ours:.0%}"
+        rows.append((shape, f"{size:.0f}", *shares, f"{text / stored:.0f}"))
+    say("Ingest, one process, MB of the file per CPU-second:\n")
+    table(("shape", "MB", "bare", "ingest", "ratio", "of it the hash of the gid", "writing Parquet (zstd)"), rows)
+
+
+def measure_filters(corpus: Path) -> None:
+    filters = build_filters(DEFAULT_FILTERS)
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    sizes: dict[tuple[str, str], int] = defaultdict(int)
+    seen: dict[tuple[str, str], int] = defaultdict(int)
+    dropped: dict[tuple[str, str], int] = defaultdict(int)
+    for kind in KINDS:
+        source = SourceRecipe(name=kind, paths=[str(corpus / kind)])
+        for file in list_files(source):
+            for batch in read_documents(file, source, Account()):
+                for row in batch.to_pylist():
+                    document = Document(**row)
+                    for one in filters:
+                        key = one.name, kind
+                        sizes[key] += len(document.content.encode())
+                        seen[key] += 1
+                        start = time.perf_counter()
+                        kind_of(document)  # which the first filter to ask pays for, for all after it
+                        asked = time.perf_counter()
+                        verdict = one(document)
+                        seconds[key] += time.perf_counter() - asked
+                        seconds["kind_of", kind] += asked - start
+                        if isinstance(verdict, Drop):
+                            dropped[key] += 1
+                            break
+                        if isinstance(verdict, Change):
+                            document = replace(document, content=verdict.content)
+    say("Filters of the default list, one process, MB of text per second, and documents dropped:\n")
+    names = ["kind_of", *(one.name for one in filters)]
+    for kind in KINDS:
+        sizes["kind_of", kind], seen["kind_of", kind] = sizes["normalize", kind], seen["normalize", kind]
+    rows = []
+    for name in names:
+        cells = []
+        for kind in KINDS:
+            key = name, kind
+            cells += [f"{sizes[key] / 1e6 / seconds[key]:.0f}", f"{dropped[key] / seen[key]:.2%}"]
+        rows.append((f"`{name}`", *cells))
+    cells = []
+    for kind in KINDS:
+        cells += [f"{sizes['normalize', kind] / 1e6 / sum(seconds[name, kind] for name in names):.0f}", ""]
+    rows.append(("all together", *cells))
+    table(("filter", *(part for kind in KINDS for part in (kind, "dropped"))), rows)
+
+
+@dataclass(frozen=True)
+class TimedEngine(Engine):
+    """Wall seconds by function."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def run(self, function: Callable[..., Any], tasks: Any, done: Any = lambda number: None) -> list[Any]:
+        start = time.perf_counter()
+        result = super().run(function, tasks, done)
+        name = getattr(function, "__name__", None) or function.func.__name__  # type: ignore[attr-defined]
+        self.seconds[STAGES[name]] += time.perf_counter() - start
+        return result
+
+
+def measure_build(corpus: Path, work: Path, workers: int) -> tuple[Path, Path]:
+    engine = TimedEngine(workers=workers)
+    sources = [SourceRecipe(name=kind, paths=[str(corpus / kind)]) for kind in KINDS]
+    recipe = CorpusRecipe(sources=sources, dedup={"near": True}, holdout=0)  # type: ignore[arg-type]
+    start = time.perf_counter()
+    manifest = build_corpus(recipe, work / "documents", engine)
+    built = time.perf_counter() - start
+    read = sum(account["read"]["bytes"] for account in manifest["sources"].values()) / 1e6
+    kept = manifest["bytes"] / 1e6
+    train_tokenizer(TokenizerRecipe(vocab_size=8192), work / "documents", work / "tokenizer")
+    start = time.perf_counter()
+    build_tokens(TokensRecipe(), work / "documents", work / "tokenizer", work / "tokens", engine)
+    encoded = time.perf_counter() - start
+    say(f"Stages, local engine, {workers} workers, wall seconds; {read:.0f} MB of text read, {kept:.0f} MB kept:\n")
+    rows = [(stage, f"{taken:.1f}", f"{read / taken:.0f}") for stage, taken in engine.seconds.items()]
+    rows.append(("all, with what lies between", f"{built + encoded:.1f}", f"{read / (built + encoded):.1f}"))
+    table(("stage", "seconds", "MB/s"), rows)
+    return work / "documents", work / "tokenizer"
+
+
+def measure_tokens(documents: Path, tokenizer: Path, work: Path, rounds: int) -> None:
+    shards = sorted((documents / "train").glob("*.parquet"))
+    texts = [text for shard in shards for text in pq.read_table(shard)["content"].to_pylist()]
+    size = sum(len(text.encode()) for text in texts) / 1e6
+    engine = tokenizers.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+
+    def plain() -> None:
+        for start in range(0, len(texts), 256):
+            engine.encode_batch_fast(texts[start : start + 256], add_special_tokens=False)
+
+    def ours() -> None:
+        shutil.rmtree(work / "tokens")
+        build_tokens(TokensRecipe(), documents, tokenizer, work / "tokens")
+
+    times = []
+    for _ in range(rounds):
+        for function in (plain, ours):
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
+    bare_seconds, our_seconds = median(times[::2]), median(times[1::2])
+    say("Tokenizing, one process with the threads of the engine, wall MB/s:\n")
+    row = f"{size / bare_seconds:.1f}", f"{size / our_seconds:.1f}", f"{bare_seconds / our_seconds:.2f}"
+    table(("bare `encode_batch_fast`", "`z2a tokens build`", "ratio"), [row])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, required=True, help="the shared test corpus")
+    parser.add_argument("--work", type=Path, required=True, help="a directory that is emptied")
+    parser.add_argument("--megabytes", type=float, default=40, help="of each file for ingest")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--parts", nargs="+", default=["ingest", "filters", "build"], help="what to measure")
+    options = parser.parse_args()
+    shutil.rmtree(options.work, ignore_errors=True)
+    options.work.mkdir(parents=True)
+    if "ingest" in options.parts:
+        measure_ingest(make_files(options.corpus, options.work, options.megabytes), options.rounds, options.work)
+    if "filters" in options.parts:
+        measure_filters(options.corpus)
+    if "build" in options.parts:
+        documents, tokenizer = measure_build(options.corpus, options.work, options.workers)
+        measure_tokens(documents, tokenizer, options.work, options.rounds)
+    shutil.rmtree(options.work)
+
+
+if __name__ == "__main__":
+    main()

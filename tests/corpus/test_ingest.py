@@ -1,0 +1,152 @@
+"""Batches of documents: the same ones as reading record by record gave, in pieces as in one go."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from zero2all.corpus import build_corpus
+from zero2all.corpus.account import Account
+from zero2all.corpus.ingest import read_documents
+from zero2all.corpus.readers import RawFile, in_pieces, list_files, pieces
+from zero2all.corpus.readers.encoding import _SIDE_BY_SIDE, may_be_mojibake
+from zero2all.engine import Engine
+from zero2all.recipe import CorpusRecipe, SourceRecipe
+
+# Of the documents that each file gave when every record was mapped alone, before there were batches.
+DIGESTS = {
+    "zh/wiki2019zh_style/wiki_zh_00.jsonl": "a72251bc6f2cc912",
+    "zh/wiki2019zh_style/wiki_zh_01.jsonl.zst": "13293cd83f6beb8f",
+    "zh/news2016zh_style/news_zh_train_extra.jsonl.gz": "738d0f1422f43233",
+    "zh/poetry/chinese_poetry.json": "b3e171b4ba36a165",
+    "zh/wikiextractor_raw/AA/wiki_60": "792c45ade76fb8c2",
+    "zh/txt/三国演义.txt": "cd76e1910237431b",
+    "en/wiki_parquet/train-00000-of-00002.parquet": "66d85d208637285c",
+    "en/speeches/us_presidential.jsonl": "7af37fa534004f0e",
+    "code/pypi_web_packages.zip": "72085fd97c7143aa",
+    "code/cpython_stdlib_3.11.7.tar.gz": "64e02504f63189e4",
+    "dirty/encoding/medical_qa_head.gb18030.csv": "3ee479beb279e5b3",
+    "dirty/encoding/dracula_345-8.latin1.txt": "06d89eb8702541b8",
+    "dirty/malformed/alpaca_zh_unfinished.broken.json": "e63aef3fc1c6de90",
+    "dirty/web/creativecommons.warc.gz": "873cfb65795baac8",
+    "dirty/html_pages/en_servicecomb__Apache-ServiceComb-Meetup-2018-Shanghai.html": "86d5f92a963be3b5",
+    "dirty/mojibake/ftfy_in_the_wild.json": "bc549ffd347c84c7",
+    "eval/cmrc2018_trial.json": "e3b0c44298fc1c14",
+    "sft/alpaca_zh_3k.json": "fbfffa1d71e7aa32",
+    "zh/laws_json_dir/0001.json": "80091bf577923470",
+}
+
+
+def documents(file: RawFile, **options: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    source = SourceRecipe(**{"name": "s", "paths": ["x"], **options})
+    account = Account()
+    rows = [row for batch in read_documents(file, source, account) for row in batch.to_pylist()]
+    return rows, account.summary()
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_every_shape_gives_the_documents_it_gave_record_by_record(shared_corpus: Path, name: str) -> None:
+    top, _, below = name.partition("/")
+    source = SourceRecipe(name=top, paths=[str(shared_corpus / top)])
+    (file,) = (file for file in list_files(source) if file.name == below)
+    rows, _ = documents(file, name=top)
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr(row).encode())
+    assert digest.hexdigest()[:16] == DIGESTS[name]
+
+
+def lines_of(count: int, rng: random.Random) -> list[bytes]:
+    """Records with and without ids, broken ones, blank lines, and some longer than a piece."""
+    lines = []
+    for number in range(count):
+        record = {"text": f"第{number}行 " + "长" * rng.choice([1, 30, 300]), "n": number}
+        line = json.dumps(record | ({"id": f"own {number}"} if number % 3 else {}), ensure_ascii=False).encode()
+        lines.append(rng.choices([line, b"", line[:-3], line + b"\r"], [20, 1, 1, 1])[0])
+    return lines
+
+
+@pytest.mark.parametrize("size", [1000, 1234, 9000])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_pieces_of_jsonl_hold_every_line_once(tmp_path: Path, size: int, mark: bytes) -> None:
+    lines = lines_of(400, random.Random(size))
+    (tmp_path / "a.jsonl").write_bytes(mark + b"\n".join(lines))
+    file = RawFile.at(tmp_path / "a.jsonl")
+    parts = in_pieces(file, size)
+    assert len(parts) > 3
+    assert sum(part.bytes for part in parts) == file.bytes
+    assert len({part.fingerprint for part in parts}) == len(parts)
+    whole, account = documents(file)
+    read = [documents(part) for part in parts]
+    together = [row for rows, _ in read for row in rows]
+    named = [row | {"id": ""} if row["id"].startswith("a.jsonl#") else row for row in whole]
+    assert [row | {"id": ""} if row["id"].startswith("a.jsonl#") else row for row in together] == named
+    assert len({row["id"] for row in together}) == len(together)
+    assert sum(one["left_out"].get("broken JSON", 0) for _, one in read) == account["left_out"]["broken JSON"] > 3
+    places = [place for _, one in read for place in one["quarantine"]]
+    assert len(set(places)) == len(places)
+
+
+def test_pieces_of_parquet_are_row_groups_and_keep_every_name(tmp_path: Path) -> None:
+    texts = [f"text {number} " * 50 for number in range(1000)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=90, compression="none")
+    file = RawFile.at(tmp_path / "a.parquet")
+    parts = in_pieces(file, file.bytes // 4)
+    assert 3 <= len(parts) <= 5
+    assert [row for part in parts for row in documents(part)[0]] == documents(file)[0]
+
+
+def test_what_cannot_be_cut_stays_whole(tmp_path: Path) -> None:
+    rows = [{"text": f"text {number}"} for number in range(500)]
+    contents = {
+        "array.json": json.dumps(rows).encode(),
+        "gb.jsonl": "".join(json.dumps({"text": "春眠不觉晓"}, ensure_ascii=False) + "\n" for _ in rows).encode(
+            "gb18030"
+        ),
+        "text.txt": b"word " * 2000,
+        "broken.parquet": b"PAR1" + b"x" * 9000,
+        "odd.bin": b"\0" * 9000,
+    }
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+        file = RawFile.at(tmp_path / name)
+        assert in_pieces(file, 1000) == [file], name
+    gone = replace(RawFile.at(tmp_path / "text.txt"), path=str(tmp_path / "gone.jsonl"))
+    assert in_pieces(gone, 1000) == [gone]
+
+
+@pytest.mark.slow
+def test_a_large_file_gives_the_same_bytes_on_any_number_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.jsonl").write_bytes(b"\n".join(lines_of(400, random.Random(1))))
+    recipe = CorpusRecipe(sources=[SourceRecipe(name="s", paths=[str(tmp_path / "raw")])], filters=[], holdout=0)
+    whole = build_corpus(recipe, tmp_path / "whole")
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 20_000)
+    built = [build_corpus(recipe, tmp_path / str(workers), Engine(workers=workers)) for workers in (1, 2)]
+    assert built[0]["sources"]["s"]["files"] > 3
+    assert built[0]["files"] == built[1]["files"]
+    assert built[0]["documents"] == whole["documents"]
+
+
+def test_suspects_of_mojibake_are_all_that_the_pattern_finds() -> None:
+    rng = random.Random(1)
+    edges = "\x85\x9f\xa0\u052f\u0530\u200f\u2010\u202f\u2030\u25ff\u2600\ufffd\uffff\ud83d\udc00"
+    pool = f"ab \n中文，“”—…·éÃ©Âœﬁﬂ😀𠀀Жж{edges}"
+    found = 0
+    for _ in range(3000):
+        texts = ["".join(rng.choices(pool, k=rng.randint(1, 6))) for _ in range(rng.randint(1, 5))]
+        expected = {number for number, text in enumerate(texts) if _SIDE_BY_SIDE.search(text)}
+        assert expected <= set(may_be_mojibake(texts)), texts
+        found += len(may_be_mojibake(texts)) - len(expected)
+    assert may_be_mojibake(["春眠不觉晓，“处处”——闻啼鸟……", "Ａ·Ｂ", "café"]) == []
+    assert found < 600  # a few too many are only asked again
