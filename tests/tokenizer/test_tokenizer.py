@@ -14,7 +14,7 @@ from zero2all.corpus.finish import is_held_out
 from zero2all.errors import Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe, TokenizerRecipe
 from zero2all.tokenizer import Tokenizer, train_tokenizer
-from zero2all.tokenizer.tokenizer import SPECIAL_TOKENS, byte_alphabet
+from zero2all.tokenizer.vocabulary import SPECIAL_TOKENS, byte_alphabet
 
 
 @pytest.fixture(scope="session")

@@ -107,7 +107,7 @@ class TokenizerRecipe(Section):
 
     vocab_size: Count = 8192
     """Rows of the vocabulary, special tokens and padding included; a multiple of 64."""
-    pattern: Literal["zh-en-code", "gpt2"] = "zh-en-code"
+    pattern: Literal["zh-en-code", "qwen2", "gpt2"] = "zh-en-code"
     """How text is cut before merges are learned."""
     min_frequency: int = Field(2, ge=1)
     """A pair seen less often is never merged."""

@@ -16,27 +16,7 @@ import tokenizers
 
 from zero2all.errors import Z2aError
 from zero2all.io import read_json, sha256_file
-
-END_OF_TEXT = "<|endoftext|>"
-PAD = "<|pad|>"
-SPECIAL_TOKENS = (END_OF_TEXT, PAD, "<|im_start|>", "<|im_end|>")
-
-# Ways to cut text before merging. Nothing is lost: every character falls into some piece.
-PATTERNS = {
-    # Digits in groups of up to three, contractions, one leading space or mark with a word, runs of newlines apart.
-    "zh-en-code": (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-}
-
-
-def byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies write a byte as a visible character: itself if printable, else from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
+from zero2all.tokenizer.vocabulary import END_OF_TEXT, byte_alphabet
 
 
 class Tokenizer:

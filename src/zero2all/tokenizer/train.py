@@ -21,9 +21,19 @@ from zero2all.io import (
     read_manifest,
     write_json,
     write_manifest,
+    write_text,
 )
 from zero2all.recipe import TokenizerRecipe
-from zero2all.tokenizer.tokenizer import END_OF_TEXT, PAD, PATTERNS, SPECIAL_TOKENS
+from zero2all.tokenizer.vocabulary import (
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    NAMED_TOKENS,
+    PAD,
+    PATTERNS,
+    SPECIAL_TOKENS,
+    START_OF_TEXT,
+    reserved_tokens,
+)
 from zero2all.units import show_bytes
 
 KIND = "tokenizer"
@@ -61,27 +71,27 @@ def train_tokenizer(recipe: TokenizerRecipe, documents: Path, out: Path) -> dict
 
     learned = tokenizer.get_vocab_size()
     # The size is a promise to the model, so a text too small to fill it leaves reserved names for later use.
-    reserved = [f"<|reserved_{n}|>" for n in range(merges_wanted - learned)]
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL_TOKENS, *reserved)]
-    )
+    special = NAMED_TOKENS + reserved_tokens(recipe.vocab_size - learned - len(NAMED_TOKENS))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     with atomic_dir(out, KIND) as partial:
         tokenizer.save(str(partial / "tokenizer.json"))
         write_json(
             partial / "tokenizer_config.json",
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": START_OF_TEXT,
                 "eos_token": END_OF_TEXT,
                 "pad_token": PAD,
                 "clean_up_tokenization_spaces": False,
                 "model_max_length": 10**9,
             },
         )
+        write_text(partial / "chat_template.jinja", CHAT_TEMPLATE)
         body = {
             "key": key,
             "vocab_size": tokenizer.get_vocab_size(with_added_tokens=True),
             "learned": learned,
-            "special_tokens": list(SPECIAL_TOKENS),
+            "special_tokens": list(special),
             "pattern": recipe.pattern,
             "trained_on_bytes": sample.bytes,
             "files": checksums(partial),
