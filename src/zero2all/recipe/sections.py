@@ -129,8 +129,8 @@ class TokenizerRecipe(Section):
 class TokensRecipe(Section):
     """Documents to a token store."""
 
-    verify: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of documents encoded a second time, one by one, before a shard is published."""
+    verify: Annotated[float, Field(ge=0, le=1)] = 0.001
+    """Share of documents encoded again by the reference encoder, and decoded, before a shard is published."""
     dir: Path | None = None
     """Where the token store is; ``<out>/tokens`` if not given."""
 

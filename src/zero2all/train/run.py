@@ -19,7 +19,7 @@ from zero2all.resilience import Checkpoints
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import Samples, TokenStore
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class Run:
