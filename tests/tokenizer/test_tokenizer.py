@@ -17,11 +17,6 @@ from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokenizer.vocabulary import SPECIAL_TOKENS, byte_alphabet
 
 
-@pytest.fixture(scope="session")
-def tokenizer(world: Path) -> Tokenizer:
-    return Tokenizer(world / "tokenizer")
-
-
 def test_any_text_comes_back(tokenizer: Tokenizer) -> None:
     @settings(max_examples=300, deadline=None, derandomize=True)
     @given(st.text())

@@ -82,8 +82,9 @@ class Tiktoken:
 
     name = "tiktoken"
 
-    def __init__(self, vocabulary: TextVocabulary) -> None:
+    def __init__(self, vocabulary: TextVocabulary, reference: HuggingFace) -> None:
         tiktoken = need("tiktoken", "fast")
+        self._reference = reference
         if vocabulary.definition["normalizer"] is not None:
             raise Z2aError("this tokenizer changes text before it cuts it, which tiktoken cannot")
         self._encoding = tiktoken.Encoding(
@@ -95,7 +96,12 @@ class Tiktoken:
         return list(self._threads.map(self._encode_one, texts))
 
     def _encode_one(self, text: str) -> Ids:
-        ids: Ids = self._encoding.encode_to_numpy(text, disallowed_special=())
+        try:
+            ids: Ids = self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeError:
+            raise
+        except ValueError:  # its regular expressions give up on a million blanks in a row
+            return self._reference.encode([text])[0]
         return ids
 
 
@@ -105,7 +111,7 @@ class Gigatoken:
     name = "gigatoken"
     RENEW_AFTER = 50_000_000  # tokens, some 200 MB of text: Chinese then has filled its memory with about 600 MB
 
-    def __init__(self, vocabulary: TextVocabulary) -> None:
+    def __init__(self, vocabulary: TextVocabulary, reference: HuggingFace) -> None:
         self._new: Callable[[], Any] = lambda: need("gigatoken", "fast").Tokenizer.from_json(vocabulary.json)
         self._tokenizer = self._new()
         self._encoded = 0
@@ -121,7 +127,8 @@ class Gigatoken:
         return [ids[start:stop] for start, stop in pairwise(bounds)]
 
 
-FASTER: dict[str, Callable[[TextVocabulary], Engine]] = {"gigatoken": Gigatoken, "tiktoken": Tiktoken}  # fastest first
+# The fastest first.
+FASTER: dict[str, Callable[[TextVocabulary, HuggingFace], Engine]] = {"gigatoken": Gigatoken, "tiktoken": Tiktoken}
 
 
 def choose_engine(wanted: EngineName, vocabulary: TextVocabulary, reference: HuggingFace) -> Engine:
@@ -130,7 +137,7 @@ def choose_engine(wanted: EngineName, vocabulary: TextVocabulary, reference: Hug
         raise UsageError(f"there is no engine {wanted!r}: use auto, hf, {', '.join(FASTER)}")
     for name in FASTER if wanted == "auto" else {wanted} & set(FASTER):
         try:
-            engine = FASTER[name](vocabulary)
+            engine = FASTER[name](vocabulary, reference)
             difference = first_difference(engine, reference, check_texts(vocabulary))
         except Exception as error:  # not installed, or not made for this vocabulary: each library has its own errors
             if wanted == name:
