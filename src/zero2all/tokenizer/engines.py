@@ -59,7 +59,7 @@ class TextVocabulary:
         raise Z2aError("this tokenizer cuts text in a way that only Hugging Face tokenizers can")
 
 
-class Engine(Protocol):
+class Encoder(Protocol):
     name: str
 
     def encode(self, texts: list[str]) -> list[Ids]:
@@ -131,10 +131,10 @@ class Gigatoken:
 
 
 # The fastest first.
-FASTER: dict[str, Callable[[TextVocabulary, HuggingFace], Engine]] = {"gigatoken": Gigatoken, "tiktoken": Tiktoken}
+FASTER: dict[str, Callable[[TextVocabulary, HuggingFace], Encoder]] = {"gigatoken": Gigatoken, "tiktoken": Tiktoken}
 
 
-def choose_engine(wanted: EngineName, vocabulary: TextVocabulary, reference: HuggingFace) -> Engine:
+def choose_engine(wanted: EngineName, vocabulary: TextVocabulary, reference: HuggingFace) -> Encoder:
     """The engine of that name, or the fastest one that is installed; in either case one that passed the check."""
     if wanted not in ("auto", "hf", *FASTER):
         raise UsageError(f"there is no engine {wanted!r}: use auto, hf, {', '.join(FASTER)}")
@@ -155,7 +155,7 @@ def choose_engine(wanted: EngineName, vocabulary: TextVocabulary, reference: Hug
     return reference
 
 
-def first_difference(engine: Engine, reference: Engine, texts: Sequence[str]) -> str | None:
+def first_difference(engine: Encoder, reference: Encoder, texts: Sequence[str]) -> str | None:
     """The first text that two engines do not encode alike, or none."""
     pairs = zip(texts, engine.encode(list(texts)), reference.encode(list(texts)), strict=True)
     return next((text for text, ours, theirs in pairs if not np.array_equal(ours, theirs)), None)

@@ -20,7 +20,7 @@ import numpy as np
 from zero2all.errors import Z2aError
 from zero2all.io import read_json
 from zero2all.tokenizer.chat import Message, chat_pieces
-from zero2all.tokenizer.engines import Engine, EngineName, HuggingFace, Ids, TextVocabulary, choose_engine
+from zero2all.tokenizer.engines import Encoder, EngineName, HuggingFace, Ids, TextVocabulary, choose_engine
 from zero2all.tokenizer.special import AllowSpecial, allowed_names, split_special
 from zero2all.tokenizer.vocabulary import END_OF_TEXT
 
@@ -45,15 +45,15 @@ class Tokenizer:
 
     def __getstate__(self) -> tuple[Any, ...]:
         """All that makes a tokenizer, so that a copy, also in another process, is built and safe in the same way."""
-        return (self.directory, self._wanted_engine, self._file, self.chat_template, self._named)
+        return (self.directory, self._wanted_engine, self.file, self.chat_template, self._named)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.directory: Path = state[0]
         self._wanted_engine: EngineName = state[1]
-        self._file: bytes = state[2]
+        self.file: bytes = state[2]
         self.chat_template: str | None = state[3]
         self._named: dict[str, str] = state[4]
-        definition = json.loads(self._file)
+        definition = json.loads(self.file)
         self.special_ids: dict[str, int] = {token["content"]: token["id"] for token in definition["added_tokens"]}
         vocabulary = definition["model"]["vocab"]
         text = {token: id for token, id in vocabulary.items() if token not in self.special_ids}
@@ -61,7 +61,7 @@ class Tokenizer:
             {**definition, "added_tokens": [], "model": {**definition["model"], "vocab": text}}
         )
         self.vocab_size = 1 + max(*text.values(), *self.special_ids.values())
-        self.fingerprint = sha256(self._file).hexdigest()
+        self.fingerprint = sha256(self.file).hexdigest()
 
     @property
     def end_of_text(self) -> int:
@@ -73,7 +73,7 @@ class Tokenizer:
         return HuggingFace(self.vocabulary)
 
     @cached_property
-    def engine(self) -> Engine:
+    def engine(self) -> Encoder:
         """The encoder of batches: the one asked for, or the fastest installed, after its check on this vocabulary."""
         return choose_engine(self._wanted_engine, self.vocabulary, self.reference)
 
@@ -90,7 +90,7 @@ class Tokenizer:
         """The same ids as ``encode`` on every text, as arrays, on all cores, by the fastest engine."""
         return self._encoded(self.engine, list(texts), allow_special)
 
-    def _encoded(self, engine: Engine, texts: list[str], allow_special: AllowSpecial) -> list[Ids]:
+    def _encoded(self, engine: Encoder, texts: list[str], allow_special: AllowSpecial) -> list[Ids]:
         names = allowed_names(allow_special, self.special_ids, texts)
         if not names:
             return _encode_any(engine, texts)
@@ -162,7 +162,7 @@ class Tokenizer:
         return [0 if id in special else len(data) for id, data in enumerate(self.token_bytes)]
 
 
-def _encode_any(engine: Engine, texts: list[str]) -> list[Ids]:
+def _encode_any(engine: Encoder, texts: list[str]) -> list[Ids]:
     """Encode text that may hold surrogates. They are rare, so they are looked for only when an engine stumbles."""
     try:
         return engine.encode(texts)
