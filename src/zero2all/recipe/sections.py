@@ -111,8 +111,15 @@ class TokenizerRecipe(Section):
     """How text is cut before merges are learned."""
     min_frequency: int = Field(2, ge=1)
     """A pair seen less often is never merged."""
-    sample: Bytes = 32_000_000
+    sample: Bytes = 10_000_000_000
     """Train on about this much text, drawn evenly from the documents of every source."""
+    chop: int = Field(8, ge=0)
+    """While training, cut runs of Han characters after this many, because whole clauses are hardly ever seen twice.
+    Encoding does not cut them. 0 is off."""
+    max_memory: Bytes = 2 * 2**30
+    """Memory of all processes together. Words that do not fit are sampled without bias."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Decides which rare words stay where not all fit."""
     dir: Path | None = None
     """Where the tokenizer is; ``<out>/tokenizer`` if not given."""
 
