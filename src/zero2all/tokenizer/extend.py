@@ -97,10 +97,9 @@ def _words_of(old: Tokenizer, path: Path) -> Words:
     with pa.OSFile(str(path)) as stream:
         table = pa.ipc.open_file(stream).read_all()
     encoded = old.encode_batch([word.decode() for word in table["word"].to_pylist()])
-    lengths = np.array([len(ids) for ids in encoded], dtype=np.int32)
+    lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
     symbols = np.concatenate([np.empty(0, np.int32), *encoded]).astype(np.int32)
-    starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    return Words(symbols, starts, lengths, table["count"].to_numpy().copy())
+    return Words(symbols, np.stack([np.cumsum(lengths) - lengths, lengths, table["count"].to_numpy()], axis=1))
 
 
 def _extended(old: Tokenizer, tokens: list[bytes], merges: list[tuple[int, int]]) -> dict[str, Any]:
