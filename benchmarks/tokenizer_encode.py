@@ -112,21 +112,20 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def new_words(texts: list[str], limit: float) -> Iterator[list[str]]:
-    """The text again and again, each time with 8 % of its Han characters exchanged for others of the text."""
-    flat = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32)
-    bounds = [0, *itertools.accumulate(map(len, texts))]
-    han = np.flatnonzero((flat >= 0x4E00) & (flat <= 0x9FFF))
-    done, size = 0.0, megabytes(texts)
-    for number in itertools.count():
-        rng = np.random.default_rng(number)
-        changed = flat.copy()
-        places = han[rng.random(len(han)) < 0.08] if number else han[:0]
-        changed[places] = flat[rng.choice(han, len(places))]
+    """The text again and again, each time with 8 % of its Han characters exchanged for others of the same batch."""
+    done = 0.0
+    for turn in itertools.count():
         for first in range(0, len(texts), BATCH):
-            edges = bounds[first : first + BATCH + 1]
-            part = changed[edges[0] : edges[-1]].tobytes().decode("utf-32-le")
-            yield [part[start - edges[0] : stop - edges[0]] for start, stop in itertools.pairwise(edges)]
-            done += size * (edges[-1] - edges[0]) / bounds[-1]
+            batch = texts[first : first + BATCH]
+            flat = np.frombuffer("".join(batch).encode("utf-32-le"), np.uint32).copy()
+            han = np.flatnonzero((flat >= 0x4E00) & (flat <= 0x9FFF))
+            if turn and len(han):
+                rng = np.random.default_rng([turn, first])
+                places = han[rng.random(len(han)) < 0.08]
+                flat[places] = flat[rng.choice(han, len(places))]
+            text, bounds = flat.tobytes().decode("utf-32-le"), [0, *itertools.accumulate(map(len, batch))]
+            yield (changed := [text[start:stop] for start, stop in itertools.pairwise(bounds)])
+            done += megabytes(changed)
             if done >= limit:
                 return
 

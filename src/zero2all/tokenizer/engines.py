@@ -112,7 +112,7 @@ class Gigatoken:
     """Seven to fifty times the reference: it remembers every word it has cut, which is why it must be renewed."""
 
     name = "gigatoken"
-    RENEW_AFTER = 50_000_000  # tokens, some 200 MB of text: Chinese then has filled its memory with about 600 MB
+    RENEW_AFTER = 75_000_000  # tokens, some 300 MB of text: Chinese has then filled about 600 MB
 
     def __init__(self, vocabulary: TextVocabulary, reference: HuggingFace) -> None:
         self._new: Callable[[], Any] = lambda: need("gigatoken", "fast").Tokenizer.from_json(vocabulary.json)
