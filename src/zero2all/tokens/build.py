@@ -133,7 +133,7 @@ def _encode_shard(
     advance: Callable[[float], None] = lambda size: None,
 ) -> dict[str, Any]:
     """One task: encode, check, publish."""
-    tokenizer = _loaded(tokenizer_dir, sha256_file(tokenizer_dir / "tokenizer.json"))
+    tokenizer = loaded_tokenizer(tokenizer_dir, sha256_file(tokenizer_dir / "tokenizer.json"))
     unchecked = stem.with_name(f".{stem.name}-partial")
     record: dict[str, Any] = {
         "shard": stem.name,
@@ -164,7 +164,7 @@ def _encode_shard(
 
 
 @lru_cache(maxsize=1)
-def _loaded(directory: Path, digest: str) -> Tokenizer:
+def loaded_tokenizer(directory: Path, digest: str) -> Tokenizer:
     """Kept between the shards of a process: loading takes longer than a small shard, and engines grow faster."""
     return Tokenizer(directory)
 
