@@ -123,6 +123,13 @@ class TokenizerRecipe(Section):
     dir: Path | None = None
     """Where the tokenizer is; ``<out>/tokenizer`` if not given."""
 
+    @field_validator("max_memory")
+    @classmethod
+    def _room_for_python(cls, size: int) -> int:
+        if size < 2**30:
+            raise ValueError("must be at least 1GiB: Python and its libraries take a part of that")
+        return size
+
     @field_validator("vocab_size")
     @classmethod
     def _tensor_core_shape(cls, size: int) -> int:

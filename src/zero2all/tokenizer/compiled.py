@@ -15,3 +15,8 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 def compiled(function: Function) -> Function:
     return numba.njit(cache=True)(function)  # type: ignore[return-value]
+
+
+def inlined(function: Function) -> Function:
+    """For the innermost functions that take tables: handing over their arrays costs more than the work inside."""
+    return numba.njit(cache=True, inline="always")(function)  # type: ignore[return-value]

@@ -103,16 +103,16 @@ class RunWriter:
     """Counts texts into a table of fixed size, and writes it to a new run whenever it is full."""
 
     def __init__(self, stem: Path, cutting: Cutting, classes: NDArray[np.uint8], memory: int) -> None:
-        from zero2all.tokenizer.word_table import table_within
+        from zero2all.tokenizer.word_table import small_table
 
-        self.stem, self.cutting, self.classes = stem, cutting, classes
-        self.table = table_within(memory)
+        self.stem, self.cutting, self.classes, self.memory = stem, cutting, classes, memory
+        self.table = small_table()
         self.rows = 0
         self.paths: list[Path] = []
 
     def count(self, texts: pa.Array, taken: NDArray[np.bool_]) -> None:
         from zero2all.tokenizer.cut import RULES
-        from zero2all.tokenizer.word_table import count_texts, grown
+        from zero2all.tokenizer.word_table import count_texts, grown, memory_of
 
         data, bounds = _flat(texts)
         rules = (*RULES[self.cutting.pattern], self.cutting.chop)
@@ -121,10 +121,11 @@ class RunWriter:
             number, at = count_texts(self.table, data, bounds, taken, self.classes, *rules, number, at)
             if number == len(texts):
                 return
-            if self.table.rows[0]:
+            # While a table grows, and while it is written, half as much again is in use. A word must fit in any case.
+            if memory_of(self.table) * 3 <= self.memory or not self.table.size[0]:
+                self.table = grown(self.table, int(bounds[number + 1] - at) if not self.table.size[0] else 0)
+            else:
                 self.spill()
-            else:  # one word is longer than the table
-                self.table = grown(self.table, int(bounds[number + 1] - at))
 
     def spill(self) -> None:
         from zero2all.tokenizer.word_table import clear
@@ -132,16 +133,17 @@ class RunWriter:
         path = self.stem.with_name(f"{self.stem.name}-{len(self.paths)}.arrow")
         _write_run(self.table, path)
         self.paths.append(path)
-        self.rows += int(self.table.rows[0])
+        self.rows += int(self.table.size[0])
         clear(self.table)
 
 
 def _write_run(table: Table, path: Path) -> None:
-    rows = int(table.rows[0])
-    part_of = (table.hashes[:rows] >> np.uint64(56)).astype(np.uint8)
+    from zero2all.tokenizer.word_table import word_hashes
+
+    part_of = (word_hashes(table) >> np.uint64(56)).astype(np.uint8)
     order = np.argsort(part_of, kind="stable")
     ends = np.cumsum(np.bincount(part_of, minlength=PARTS))
-    words, counts = table.words(), table.counts[:rows]
+    words, counts = table.words(), table.counts()
     with atomic_path(path) as partial, pa.ipc.new_file(str(partial), COUNTED, options=COMPRESSED) as file:
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             mine = order[start:end]
@@ -184,18 +186,18 @@ def collect(
 
 def _totals(runs: Sequence[Path], rows: int, seed: int, memory: int) -> Iterator[Part]:
     """All words with their totals, each once, a part of the hashes at a time."""
-    from zero2all.tokenizer.word_table import ROW_BYTES, chances, clear, table_within
+    from zero2all.tokenizer.word_table import ROW_BYTES, chances, clear, small_table, word_hashes
 
-    table = table_within(min(memory, 2 * ROW_BYTES * rows // PARTS))
+    table = small_table()
     passes = -(-2 * ROW_BYTES * rows // (PARTS * memory))
     for part in range(PARTS):
         for turn in range(passes):
             clear(table)
             for run in runs:
                 table = _add_part(table, run, part, passes, turn)
-            count = int(table.rows[0])
-            order = np.argsort(table.hashes[:count])
-            yield table.words().take(pa.array(order)), table.counts[order], chances(table.hashes[order], seed)
+            hashes = word_hashes(table)
+            order = np.argsort(hashes)
+            yield table.words().take(pa.array(order)), table.counts()[order], chances(hashes[order], seed)
 
 
 def _add_part(table: Table, run: Path, part: int, passes: int, turn: int) -> Table:

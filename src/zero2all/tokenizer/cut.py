@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zero2all.tokenizer.compiled import compiled
+from zero2all.tokenizer.compiled import compiled, inlined
 
 LETTER, NUMBER, BLANK, NEWLINE, HAN = 1, 2, 4, 8, 16
 PLANES = 0x40000  # letters, numbers and blanks are all below; what is above is a mark to every pattern
 GPT2, QWEN = 0, 1
 
-QUOTE, SPACE, LONG_S = 0x27, 0x20, 0x17F  # the long s is an s to a pattern that ignores case
+QUOTE, SPACE, CR, LF = 0x27, 0x20, 0x0D, 0x0A
+LONG_S = 0x17F  # an s to a pattern that ignores case
 
 
 def character_classes() -> NDArray[np.uint8]:
@@ -38,7 +39,7 @@ def character_classes() -> NDArray[np.uint8]:
     return classes
 
 
-@compiled
+@inlined
 def character(data: NDArray[np.uint8], at: int, end: int) -> tuple[int, int]:
     """The code point at a place and where the next one begins. A broken byte is a character of its own."""
     first = int(data[at])
@@ -53,12 +54,12 @@ def character(data: NDArray[np.uint8], at: int, end: int) -> tuple[int, int]:
     return code, at + size
 
 
-@compiled
+@inlined
 def class_of(code: int, classes: NDArray[np.uint8]) -> int:
     return int(classes[code]) if code < PLANES else 0
 
 
-@compiled
+@inlined
 def run_end(data: NDArray[np.uint8], at: int, end: int, classes: NDArray[np.uint8], flag: int, most: int) -> int:
     """Where a run of characters of one class (0: of none) ends, after ``most`` of them at the latest."""
     while at < end and most > 0:
@@ -105,7 +106,7 @@ def blanks_end(data: NDArray[np.uint8], at: int, end: int, classes: NDArray[np.u
     return here if here == end or last == at else last
 
 
-@compiled
+@inlined
 def word_end(data: NDArray[np.uint8], at: int, end: int, classes: NDArray[np.uint8], family: int, digits: int) -> int:
     """Where the word that begins at ``at`` ends."""
     code, after = character(data, at, end)
@@ -114,24 +115,27 @@ def word_end(data: NDArray[np.uint8], at: int, end: int, classes: NDArray[np.uin
         contracted = contraction_end(data, at, end, family == QWEN)
         if contracted > at:
             return contracted
-    if kind & LETTER:
-        return run_end(data, after, end, classes, LETTER, end)
-    if kind & NUMBER:
-        return run_end(data, after, end, classes, NUMBER, digits - 1)
-    following = 0
-    if after < end:
-        following = class_of(character(data, after, end)[0], classes)
-    if (code == SPACE if family == GPT2 else kind & NEWLINE == 0) and following & LETTER:
-        return run_end(data, after, end, classes, LETTER, end)
-    if family == GPT2 and code == SPACE and following & NUMBER:
-        return run_end(data, after, end, classes, NUMBER, digits)
-    if kind == 0 or (code == SPACE and after < end and following & (LETTER | NUMBER | BLANK) == 0):
-        marks = run_end(data, after, end, classes, 0, end)
-        return marks if family == GPT2 else run_end(data, marks, end, classes, NEWLINE, end)
-    return blanks_end(data, at, end, classes, family == QWEN)
+    following = class_of(character(data, after, end)[0], classes) if after < end else 0
+    joins = code == SPACE if family == GPT2 else kind & (NUMBER | NEWLINE) == 0
+    most = end
+    if kind & LETTER or (joins and following & LETTER):
+        run = LETTER
+    elif kind & NUMBER:
+        run, most = NUMBER, digits - 1
+    elif family == GPT2 and code == SPACE and following & NUMBER:
+        run = NUMBER
+    elif kind == 0 or (code == SPACE and after < end and following & (LETTER | NUMBER | BLANK) == 0):
+        run = 0
+    else:
+        return blanks_end(data, at, end, classes, family == QWEN)
+    at = run_end(data, after, end, classes, run, most)
+    if run == 0 and family == QWEN:
+        while at < end and (data[at] == CR or data[at] == LF):
+            at += 1
+    return at
 
 
-@compiled
+@inlined
 def chop_end(data: NDArray[np.uint8], at: int, end: int, classes: NDArray[np.uint8], chop: int) -> int:
     """Where a word is cut when Han runs may have only ``chop`` characters; ``end`` if it is not."""
     han = 0

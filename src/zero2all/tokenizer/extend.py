@@ -19,6 +19,7 @@ import pyarrow as pa
 from zero2all.console import progress
 from zero2all.errors import UsageError
 from zero2all.io import atomic_dir, checksums, fingerprint, write_json, write_manifest
+from zero2all.recipe import TokenizerRecipe
 from zero2all.tokenizer.count import Cutting, RunWriter, collect
 from zero2all.tokenizer.merge import learn_merges, merge_memory
 from zero2all.tokenizer.tokenizer import Tokenizer
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from zero2all.tokenizer.pair_index import Words
 
 SIZE_MULTIPLE = 64  # rows of a model's matrices that fast kernels like
-CHOP = 16  # Han characters; see TokenizerRecipe.chop
 BATCH = 256
 KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
@@ -76,7 +76,7 @@ def _count(old: Tokenizer, texts: Iterable[str], work: Path, max_memory: int) ->
     if pattern is None:
         raise UsageError(f"only a tokenizer that cuts text by one of {', '.join(PATTERNS)} can be extended")
     work.mkdir(parents=True, exist_ok=True)
-    runs = RunWriter(work / "new", Cutting(pattern, CHOP, 1.0), character_classes(), max_memory // 4)
+    runs = RunWriter(work / "new", Cutting(pattern, TokenizerRecipe().chop, 1.0), character_classes(), max_memory // 4)
     size, rest = 0, iter(texts)
     with progress("counting words") as advance:
         while batch := list(itertools.islice(rest, BATCH)):

@@ -112,7 +112,7 @@ class PairIndex:
         self.most_new = 2 * size  # pairs of one merge: either neighbour may be any token
         self.changes = pair_index.new_changes(size)
         nodes = max(MOST_PAIRS, words.symbols.size // 2) + 2 * int(words.rows[:, pair_index.LENGTH].max(initial=0))
-        self.nodes = pair_index.Nodes(np.empty(nodes, np.int32), np.empty(nodes, np.int32))
+        self.nodes = np.empty((nodes, 2), np.int32)
         self.sizes = np.zeros(5, np.int64)
         self._make()
 
@@ -143,7 +143,7 @@ class PairIndex:
         counts, places = self.pairs.counts, self.pairs.lists
         order = np.argsort(-counts, kind="stable")
         needed = np.cumsum(places[order], dtype=np.int64)
-        fitting = int(np.searchsorted(needed, self.nodes.words.size * 3 // 4, "right"))
+        fitting = int(np.searchsorted(needed, len(self.nodes) * 3 // 4, "right"))
         if fitting == counts.size:
             return 1
         floor = min(int(counts[order[fitting]]) + 1, int(counts[order[0]]))
@@ -163,8 +163,8 @@ class PairIndex:
         c, sizes = self._compiled, self.sizes
         while (node := c.merge_words(self.words, self.nodes, sizes, self.changes, left, right, new, node)) != c.NOTHING:
             c.prune(self.words, self.nodes, self.heap, sizes)
-            if sizes[c.FREED] * 8 < self.nodes.words.size:
-                self._grow_nodes(self.nodes.words.size * 5 // 4)
+            if sizes[c.FREED] * 8 < len(self.nodes):
+                self._grow_nodes(len(self.nodes) * 5 // 4)
         if (sizes[c.PAIRS] + self.most_new) * 4 > self.pairs.keys.size * 3:
             live = int(np.count_nonzero(self.pairs.counts >= self.floor))
             self._copy_pairs(_power_of_two(2 * (live + self.most_new)), self.floor)
@@ -181,8 +181,8 @@ class PairIndex:
         self.pairs = copy
 
     def _grow_nodes(self, size: int) -> None:
-        if size > self.nodes.words.size:
-            self.nodes = self._compiled.Nodes(*(np.resize(array, size) for array in self.nodes))
+        if size > len(self.nodes):
+            self.nodes = np.resize(self.nodes, (size, 2))
 
 
 def _power_of_two(number: int) -> int:

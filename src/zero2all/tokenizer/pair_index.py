@@ -13,13 +13,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zero2all.tokenizer.compiled import compiled
+from zero2all.tokenizer.compiled import compiled, inlined
 
 EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
 NOTHING = -1
 PAIRS, NODES, FREE, FREED, WAITING = range(5)  # places in ``sizes``
 START, LENGTH, COUNT = range(3)  # columns of ``Words.rows``
-LEFT, RIGHT = 0, 1  # the side on which a merged pair has a neighbour
+WORD, NEXT = range(2)  # columns of nodes: a list of words is a chain of them
+LEFT, RIGHT = range(2)  # the side on which a merged pair has a neighbour
+GAINED, LOST, LIST = range(3)  # columns of ``Changes.cells``
+
+Nodes = NDArray[np.int32]
 
 
 class Words(NamedTuple):
@@ -35,11 +39,6 @@ class Pairs(NamedTuple):
     """While the index is made: in how many places a pair stands, then its list. After that lists are in the heap."""
 
 
-class Nodes(NamedTuple):
-    words: NDArray[np.int32]
-    nexts: NDArray[np.int32]
-
-
 class Heap(NamedTuple):
     counts: NDArray[np.int64]
     lefts: NDArray[np.int32]
@@ -48,14 +47,12 @@ class Heap(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What one merge does to the pairs around it, by side and neighbour: ``gained[LEFT, x]`` is of the pair (x, new),
-    ``lost[LEFT, x]`` of (x, left). The ids are those that are not 0, ``sizes`` how many."""
+    """What one merge does to the pairs around it, by side and neighbour x: GAINED of the pair (x, new), with the LIST
+    of its words, and LOST of (x, left)."""
 
-    gained: NDArray[np.int64]
-    gained_ids: NDArray[np.int32]
-    lists: NDArray[np.int32]
-    lost: NDArray[np.int64]
-    lost_ids: NDArray[np.int32]
+    cells: NDArray[np.int64]
+    ids: NDArray[np.int32]
+    """The neighbours with a change, and how many in ``sizes``: by GAINED or LOST, and side."""
     sizes: NDArray[np.int64]
 
 
@@ -64,29 +61,23 @@ def new_pairs(slots: int) -> Pairs:
 
 
 def new_changes(vocabulary: int) -> Changes:
-    shape = (2, vocabulary)
-    return Changes(
-        np.zeros(shape, np.int64),
-        np.empty(shape, np.int32),
-        np.full(shape, NOTHING, np.int32),
-        np.zeros(shape, np.int64),
-        np.empty(shape, np.int32),
-        np.zeros((2, 2), np.int64),
-    )
+    cells = np.zeros((2, vocabulary, 4), np.int64)
+    cells[:, :, LIST] = NOTHING
+    return Changes(cells, np.empty((2, 2, vocabulary), np.int32), np.zeros((2, 2), np.int64))
 
 
-@compiled
+@inlined
 def key_of(left: int, right: int) -> np.uint64:
     return np.uint64(left) << np.uint64(32) | np.uint64(right)
 
 
-@compiled
+@inlined
 def place_of(key: np.uint64, places: int) -> np.uint64:
     mixed = key * np.uint64(0x9E3779B97F4A7C15)
     return (mixed ^ mixed >> np.uint64(29)) & np.uint64(places - 1)
 
 
-@compiled
+@inlined
 def slot_of(pairs: Pairs, key: np.uint64) -> int:
     """Where a pair is, or would be."""
     slot = place_of(key, pairs.keys.size)
@@ -95,7 +86,7 @@ def slot_of(pairs: Pairs, key: np.uint64) -> int:
     return int(slot)
 
 
-@compiled
+@inlined
 def slot_for(pairs: Pairs, sizes: NDArray[np.int64], key: np.uint64) -> int:
     """Where a pair is, now that it is there."""
     slot = slot_of(pairs, key)
@@ -143,25 +134,25 @@ def count_pairs(
     return word
 
 
-@compiled
+@inlined
 def take_node(nodes: Nodes, sizes: NDArray[np.int64], word: int, after: int) -> int:
     node = sizes[FREE]
     if node != NOTHING:
-        sizes[FREE] = nodes.nexts[node]
+        sizes[FREE] = nodes[node, NEXT]
         sizes[FREED] -= 1
     else:
         node = sizes[NODES]
         sizes[NODES] += 1
-    nodes.words[node] = word
-    nodes.nexts[node] = after
+    nodes[node, WORD] = word
+    nodes[node, NEXT] = after
     return int(node)
 
 
-@compiled
+@inlined
 def release(nodes: Nodes, sizes: NDArray[np.int64], node: int) -> int:
     """Give a node back; gives the one after it."""
-    after = int(nodes.nexts[node])
-    nodes.nexts[node] = sizes[FREE]
+    after = int(nodes[node, NEXT])
+    nodes[node, NEXT] = sizes[FREE]
     sizes[FREE] = node
     sizes[FREED] += 1
     return after
@@ -184,11 +175,11 @@ def list_words(words: Words, pairs: Pairs, nodes: Nodes, sizes: NDArray[np.int64
             slot = slot_of(pairs, key)
             if pairs.keys[slot] == key:
                 first = pairs.lists[slot]
-                if first == NOTHING or nodes.words[first] != word:
+                if first == NOTHING or nodes[first, WORD] != word:
                     pairs.lists[slot] = take_node(nodes, sizes, word, first)
 
 
-@compiled
+@inlined
 def before(heap: Heap, i: int, j: int) -> bool:
     """More often first; among equals the pair of the older tokens, as the Hugging Face trainer has it."""
     if heap.counts[i] != heap.counts[j]:
@@ -198,7 +189,7 @@ def before(heap: Heap, i: int, j: int) -> bool:
     return bool(heap.rights[i] < heap.rights[j])
 
 
-@compiled
+@inlined
 def swap(heap: Heap, i: int, j: int) -> None:
     heap.counts[i], heap.counts[j] = heap.counts[j], heap.counts[i]
     heap.lefts[i], heap.lefts[j] = heap.lefts[j], heap.lefts[i]
@@ -262,25 +253,27 @@ def pop(pairs: Pairs, nodes: Nodes, heap: Heap, sizes: NDArray[np.int64], floor:
     return 0, 0, 0, NOTHING
 
 
-@compiled
+@inlined
 def gain(
     changes: Changes, nodes: Nodes, sizes: NDArray[np.int64], side: int, neighbour: int, word: int, count: int
 ) -> None:
-    first = changes.lists[side, neighbour]
+    cells = changes.cells
+    first = cells[side, neighbour, LIST]
     if first == NOTHING:
-        changes.gained_ids[side, changes.sizes[0, side]] = neighbour
-        changes.sizes[0, side] += 1
-    if first == NOTHING or nodes.words[first] != word:
-        changes.lists[side, neighbour] = take_node(nodes, sizes, word, first)
-    changes.gained[side, neighbour] += count
+        changes.ids[GAINED, side, changes.sizes[GAINED, side]] = neighbour
+        changes.sizes[GAINED, side] += 1
+    if first == NOTHING or nodes[first, WORD] != word:
+        cells[side, neighbour, LIST] = take_node(nodes, sizes, word, first)
+    cells[side, neighbour, GAINED] += count
 
 
-@compiled
+@inlined
 def lose(changes: Changes, side: int, neighbour: int, count: int) -> None:
-    if changes.lost[side, neighbour] == 0:
-        changes.lost_ids[side, changes.sizes[1, side]] = neighbour
-        changes.sizes[1, side] += 1
-    changes.lost[side, neighbour] += count
+    cells = changes.cells
+    if cells[side, neighbour, LOST] == 0:
+        changes.ids[LOST, side, changes.sizes[LOST, side]] = neighbour
+        changes.sizes[LOST, side] += 1
+    cells[side, neighbour, LOST] += count
 
 
 @compiled
@@ -297,9 +290,9 @@ def merge_words(
     """Merge a pair in the words of its list, from the left; gives the node at which room for nodes ran out."""
     symbols = words.symbols
     while node != NOTHING:
-        word = nodes.words[node]
+        word = nodes[node, WORD]
         start, end = words.rows[word, START], words.rows[word, START] + words.rows[word, LENGTH]
-        if nodes.words.size - sizes[NODES] + sizes[FREED] < 2 * (end - start):
+        if len(nodes) - sizes[NODES] + sizes[FREED] < 2 * (end - start):
             return node
         count = words.rows[word, COUNT]
         write = read = start
@@ -310,8 +303,8 @@ def merge_words(
             else:
                 if write > start:
                     previous = symbols[write - 1]
-                    if previous == new and changes.lists[RIGHT, left] != NOTHING:
-                        changes.gained[RIGHT, left] -= count  # of "new left", made a moment ago
+                    if previous == new and changes.cells[RIGHT, left, LIST] != NOTHING:
+                        changes.cells[RIGHT, left, GAINED] -= count  # of "new left", made a moment ago
                     else:
                         lose(changes, LEFT, previous, count)
                     gain(changes, nodes, sizes, LEFT, previous, word, count)
@@ -342,27 +335,27 @@ def apply_changes(
 ) -> None:
     """Bring the index up to date after a merge; the caller has seen to it that pairs and heap have room."""
     for side in range(2):
-        for number in range(changes.sizes[1, side]):
-            other = changes.lost_ids[side, number]
+        for number in range(changes.sizes[LOST, side]):
+            other = changes.ids[LOST, side, number]
             slot = slot_of(pairs, key_of(other, left) if side == LEFT else key_of(right, other))
             if pairs.keys[slot] != EMPTY:
-                pairs.counts[slot] -= changes.lost[side, other]
-            changes.lost[side, other] = 0
+                pairs.counts[slot] -= changes.cells[side, other, LOST]
+            changes.cells[side, other, LOST] = 0
     for side in range(2):
-        for number in range(changes.sizes[0, side]):
-            other = changes.gained_ids[side, number]
+        for number in range(changes.sizes[GAINED, side]):
+            other = changes.ids[GAINED, side, number]
+            cell = changes.cells[side, other]
             key = key_of(other, new) if side == LEFT else key_of(new, other)
             slot = slot_of(pairs, key)
             known = pairs.counts[slot] if pairs.keys[slot] != EMPTY else 0
-            count = known + changes.gained[side, other]
+            count = known + cell[GAINED]
             if known or count >= floor:
                 pairs.counts[slot_for(pairs, sizes, key)] = count
             if count >= floor:
-                push(heap, sizes, count, key, changes.lists[side, other])
+                push(heap, sizes, count, key, cell[LIST])
             else:
-                release_all(nodes, sizes, changes.lists[side, other])
-            changes.gained[side, other] = 0
-            changes.lists[side, other] = NOTHING
+                release_all(nodes, sizes, cell[LIST])
+            cell[GAINED], cell[LIST] = 0, NOTHING
     changes.sizes.fill(0)
 
 
@@ -382,11 +375,11 @@ def prune(words: Words, nodes: Nodes, heap: Heap, sizes: NDArray[np.int64]) -> N
         node = heap.lists[i]
         last = NOTHING
         while node != NOTHING:
-            if has_pair(words, nodes.words[node], heap.lefts[i], heap.rights[i]):
-                last, node = node, nodes.nexts[node]
+            if has_pair(words, nodes[node, WORD], heap.lefts[i], heap.rights[i]):
+                last, node = node, nodes[node, NEXT]
             else:
                 node = release(nodes, sizes, node)
                 if last == NOTHING:
                     heap.lists[i] = node
                 else:
-                    nodes.nexts[last] = node
+                    nodes[last, NEXT] = node

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders as hf_decoders
@@ -28,7 +30,7 @@ from zero2all.io import (
     write_text,
 )
 from zero2all.recipe import TokenizerRecipe
-from zero2all.tokenizer.count import PARTS, Cutting, collect, count_shard, finished
+from zero2all.tokenizer.count import PARTS, Cutting, RunWriter, collect, count_shard, finished
 from zero2all.tokenizer.merge import byte_order, learn_merges, merge_memory, read_words
 from zero2all.tokenizer.vocabulary import (
     CHAT_TEMPLATE,
@@ -137,7 +139,9 @@ def _count(
 
     room = _table_memory(recipe.max_memory, engine)
     counts, classes = work / "counts", work / "classes.npy"
-    _write_classes(classes)
+    with progress("preparing (the first time on a machine takes a minute)"):
+        _write_classes(classes)
+        _compile(work / "compile", np.load(classes))
     stems = [counts / Path(shard).stem for shard in shards]
     records = {number: record for number, stem in enumerate(stems) if (record := finished(stem, keys[number]))}
     todo = [number for number in range(len(shards)) if number not in records]
@@ -179,6 +183,18 @@ def _write_classes(path: Path) -> None:
 
     with atomic_path(path) as unfinished, open(unfinished, "wb") as stream:
         np.save(stream, character_classes())
+
+
+def _compile(stem: Path, classes: NDArray[np.uint8]) -> None:
+    """Run every compiled function once here, so that workers find them on disk instead of all compiling them."""
+    runs = RunWriter(stem, Cutting("zh-en-code", 8, 1.0), classes, LEAST_TABLE)
+    runs.count(pa.array(["a text, a text"]), np.ones(1, bool))
+    runs.spill()
+    words = stem.with_suffix(".arrow")
+    collect(runs.paths, runs.rows, words, merge_memory, 1 << 40, 0, LEAST_TABLE)
+    learn_merges(read_words(words), [bytes([byte]) for byte in byte_order()], 260, 2)
+    for path in (*runs.paths, words):
+        path.unlink()
 
 
 def _table_memory(max_memory: int, engine: Engine) -> int:

@@ -8,58 +8,65 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from zero2all.tokenizer.compiled import compiled
+from zero2all.tokenizer.compiled import compiled, inlined
 from zero2all.tokenizer.cut import chop_end, word_end
 
 ROW_BYTES = 64  # of memory for a row and its word, at the average length that the table is made for
 WORD_BYTES = 16
+START, COUNT = range(2)  # columns of ``Table.rows``
 
 
 class Table(NamedTuple):
-    """Row r is the word ``letters[starts[r]:starts[r + 1]]``; ``rows[0]`` says how many there are."""
+    """Row r is the word ``letters[rows[r, START]:rows[r + 1, START]]``; ``size[0]`` says how many there are.
 
-    slots: NDArray[np.int32]
-    hashes: NDArray[np.uint64]
-    counts: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    letters: NDArray[np.uint8]
+    A slot holds the first half of a word's hash and its row + 1, so that most looks end there: memory is slow.
+    """
+
+    slots: NDArray[np.uint64]
     rows: NDArray[np.int64]
+    letters: NDArray[np.uint8]
+    size: NDArray[np.int64]
 
     def words(self) -> pa.Array:
-        """The words as an Arrow array over the table's own memory."""
-        rows = int(self.rows[0])
-        buffers = [None, pa.py_buffer(self.starts), pa.py_buffer(self.letters)]
-        return pa.LargeBinaryArray.from_buffers(pa.large_binary(), rows, buffers)
+        """The words as an Arrow array over the table's own letters."""
+        size = int(self.size[0])
+        starts = np.ascontiguousarray(self.rows[: size + 1, START])
+        buffers = [None, pa.py_buffer(starts), pa.py_buffer(self.letters)]
+        return pa.LargeBinaryArray.from_buffers(pa.large_binary(), size, buffers)
+
+    def counts(self) -> NDArray[np.int64]:
+        return np.ascontiguousarray(self.rows[: int(self.size[0]), COUNT])
 
 
 def new_table(rows: int, letters: int) -> Table:
     slots = 1 << (2 * rows - 1).bit_length()
     return Table(
-        np.full(slots, -1, np.int32),
-        np.empty(rows, np.uint64),
-        np.empty(rows, np.int64),
-        np.zeros(rows + 1, np.int64),
+        np.zeros(slots, np.uint64),
+        np.zeros((rows + 1, 2), np.int64),
         np.empty(letters, np.uint8),
         np.zeros(1, np.int64),
     )
 
 
-def table_within(memory: int) -> Table:
-    """A table that takes at most this much memory, and half as much again while it is written."""
-    rows = max(1 << 12, memory // ROW_BYTES)
-    rows = 1 << (rows.bit_length() - 1)  # the slots are a power of two, so other sizes would waste some
-    return new_table(rows, rows * WORD_BYTES)
+def small_table() -> Table:
+    """A small one is quick, because it stays in the caches; ``grown`` makes it larger."""
+    return new_table(1 << 14, WORD_BYTES << 14)
+
+
+def memory_of(table: Table) -> int:
+    return sum(array.nbytes for array in table)
 
 
 def clear(table: Table) -> None:
-    table.slots.fill(-1)
-    table.rows[0] = 0
+    table.slots.fill(0)
+    table.size[0] = 0
 
 
 def grown(table: Table, letters: int = 0) -> Table:
     """The same words in a table of twice the size, or with room for at least this many letters."""
-    larger = new_table(2 * table.hashes.size, max(2 * table.letters.size, letters))
-    add_rows(larger, table.letters, table.starts[: int(table.rows[0]) + 1], table.counts, 1, 0, 0)
+    larger = new_table(2 * (len(table.rows) - 1), max(2 * table.letters.size, letters))
+    size = int(table.size[0])
+    add_rows(larger, table.letters, table.rows[: size + 1, START].copy(), table.counts(), 1, 0, 0)
     return larger
 
 
@@ -80,38 +87,49 @@ def word_hash(data: NDArray[np.uint8], start: int, end: int) -> np.uint64:
     return mixed(value)
 
 
-@compiled
-def add_word(table: Table, data: NDArray[np.uint8], start: int, end: int, hashed: np.uint64, count: int) -> None:
+@inlined
+def add_word(table: Table, data: NDArray[np.uint8], start: int, end: int, count: int) -> None:
     """The caller has seen to it that there is room."""
+    hashed = word_hash(data, start, end)
+    half = np.uint64(32)
     last = np.uint64(table.slots.size - 1)
     slot = hashed & last
-    size = end - start
-    while table.slots[slot] >= 0:
-        row = table.slots[slot]
-        if table.hashes[row] == hashed and table.starts[row + 1] - table.starts[row] == size:
-            at = table.starts[row]
-            same = 0
-            while same < size and table.letters[at + same] == data[start + same]:
-                same += 1
-            if same == size:
-                table.counts[row] += count
-                return
+    length = end - start
+    while table.slots[slot] != 0:
+        found = table.slots[slot]
+        if found >> half == hashed >> half:
+            row = np.int64(found & np.uint64(0xFFFFFFFF)) - 1
+            at = table.rows[row, START]
+            if table.rows[row + 1, START] - at == length:
+                same = 0
+                while same < length and table.letters[at + same] == data[start + same]:
+                    same += 1
+                if same == length:
+                    table.rows[row, COUNT] += count
+                    return
         slot = (slot + np.uint64(1)) & last
-    row = table.rows[0]
-    table.slots[slot] = row
-    table.hashes[row] = hashed
-    table.counts[row] = count
-    at = table.starts[row]
-    for offset in range(size):
+    row = table.size[0]
+    table.slots[slot] = hashed >> half << half | np.uint64(row + 1)
+    at = table.rows[row, START]
+    for offset in range(length):
         table.letters[at + offset] = data[start + offset]
-    table.starts[row + 1] = at + size
-    table.rows[0] = row + 1
+    table.rows[row, COUNT] = count
+    table.rows[row + 1, START] = at + length
+    table.size[0] = row + 1
+
+
+@inlined
+def has_room(table: Table, words: int, letters: int) -> bool:
+    size = table.size[0]
+    return bool(size + words < len(table.rows) and table.rows[size, START] + letters <= table.letters.size)
 
 
 @compiled
-def has_room(table: Table, words: int, letters: int) -> bool:
-    rows = table.rows[0]
-    return bool(rows + words <= table.hashes.size and table.starts[rows] + letters <= table.letters.size)
+def word_hashes(table: Table) -> NDArray[np.uint64]:
+    hashes = np.empty(table.size[0], np.uint64)
+    for row in range(hashes.size):
+        hashes[row] = word_hash(table.letters, table.rows[row, START], table.rows[row + 1, START])
+    return hashes
 
 
 @compiled
@@ -138,7 +156,7 @@ def count_texts(
                 return number, at
             while at < stop:
                 piece = chop_end(data, at, stop, classes, chop) if chop else stop
-                add_word(table, data, at, piece, word_hash(data, at, piece), 1)
+                add_word(table, data, at, piece, 1)
                 at = piece
         number += 1
         at = 0
@@ -158,11 +176,10 @@ def add_rows(
     """Add words that were counted before, those whose turn it is; gives where the table became full."""
     while number < bounds.size - 1:
         start, end = bounds[number], bounds[number + 1]
-        hashed = word_hash(data, start, end)
-        if passes == 1 or (hashed >> np.uint64(32)) % np.uint64(passes) == np.uint64(turn):
+        if passes == 1 or (word_hash(data, start, end) >> np.uint64(32)) % np.uint64(passes) == np.uint64(turn):
             if not has_room(table, 1, end - start):
                 return number
-            add_word(table, data, start, end, hashed, counts[number])
+            add_word(table, data, start, end, counts[number])
         number += 1
     return number
 
