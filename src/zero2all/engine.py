@@ -69,6 +69,12 @@ def all_cores() -> int:
 _pools: dict[int, ProcessPoolExecutor] = {}  # kept between calls: a worker takes a second to start
 
 
+def end_workers() -> None:
+    """Let the local processes go, and their memory with them; the next run starts new ones."""
+    while _pools:
+        _pools.popitem()[1].shutdown()
+
+
 def _in_processes(
     function: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], workers: int
 ) -> Iterator[tuple[int, Result]]:

@@ -6,6 +6,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -14,7 +15,7 @@ from zero2all.engine import Engine
 from zero2all.errors import Z2aError
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore, build_tokens
-from zero2all.tokens.store import DocumentName, ShardWriter
+from zero2all.tokens.store import DOCS_SCHEMA, DocumentName, ShardWriter
 
 
 def read_megatron(prefix: Path) -> list[list[int]]:
@@ -51,12 +52,11 @@ def test_an_independent_megatron_reader_finds_every_document(world: Path) -> Non
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_600, "int32")])
 def test_ids_past_16_bits_are_stored_in_a_type_megatron_knows(tmp_path: Path, vocab_size: int, dtype: str) -> None:
-    name = DocumentName("g", "s", "t", 5)
-    ids = [[0, 1, vocab_size - 1], [7]]
+    names = pa.RecordBatch.from_pylist([vars(DocumentName("g", "s", "t", 5))] * 3, schema=DOCS_SCHEMA)
     with ShardWriter(tmp_path / "a", vocab_size) as writer:
-        writer.write([(name, document) for document in ids])
+        assert writer.write(names, [np.array([0, 1, vocab_size - 1]), np.array([7]), np.array([])], end=2) == 7
     assert TokenShard(tmp_path / "a").tokens.dtype == dtype
-    assert read_megatron(tmp_path / "a") == ids
+    assert read_megatron(tmp_path / "a") == [[0, 1, vocab_size - 1, 2], [7, 2], [2]]
 
 
 def test_provenance_names_the_document_of_every_token(world: Path) -> None:

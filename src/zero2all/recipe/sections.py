@@ -115,14 +115,28 @@ class TokenizerRecipe(Section):
 
     vocab_size: Count = 8192
     """Rows of the vocabulary, special tokens and padding included; a multiple of 64."""
-    pattern: Literal["zh-en-code", "gpt2"] = "zh-en-code"
+    pattern: Literal["zh-en-code", "qwen2", "gpt2"] = "zh-en-code"
     """How text is cut before merges are learned."""
     min_frequency: int = Field(2, ge=1)
     """A pair seen less often is never merged."""
-    sample: Bytes = 32_000_000
+    sample: Bytes = 10_000_000_000
     """Train on about this much text, drawn evenly from the documents of every source."""
+    chop: int = Field(8, ge=0)
+    """While training, cut runs of Han characters after this many, because whole clauses are hardly ever seen twice.
+    Encoding does not cut them. 0 is off."""
+    max_memory: Bytes = 2 * 2**30
+    """Memory of all processes together. Words that do not fit are sampled without bias."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Decides which rare words stay where not all fit."""
     dir: LocalDir | None = None
     """Where the tokenizer is; ``<out>/tokenizer`` if not given."""
+
+    @field_validator("max_memory")
+    @classmethod
+    def _room_for_python(cls, size: int) -> int:
+        if size < 2**30:
+            raise ValueError("must be at least 1GiB: Python and its libraries take a part of that")
+        return size
 
     @field_validator("vocab_size")
     @classmethod
@@ -137,8 +151,8 @@ class TokenizerRecipe(Section):
 class TokensRecipe(Section):
     """Documents to a token store."""
 
-    verify: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of documents encoded a second time, one by one, before a shard is published."""
+    verify: Annotated[float, Field(ge=0, le=1)] = 0.001
+    """Share of documents encoded again by the reference encoder, and decoded, before a shard is published."""
     dir: LocalDir | None = None
     """Where the token store is; ``<out>/tokens`` if not given."""
 

@@ -2,41 +2,29 @@
 
 The directory is a plain Hugging Face one, so ``AutoTokenizer.from_pretrained`` reads it. Loaded that way, the text
 ``<|endoftext|>`` inside a document becomes the special token, which lets any author of text end a document or
-forge a role. Here the encoder is built without the special tokens, so their text is only text.
+forge a role. Here the encoders are built without the special tokens, so their text is only text.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-import tokenizers
+import numpy as np
 
 from zero2all.errors import Z2aError
-from zero2all.io import read_json, sha256_file
+from zero2all.io import read_json
+from zero2all.tokenizer.chat import Message, chat_pieces
+from zero2all.tokenizer.engines import Encoder, EngineName, HuggingFace, Ids, TextVocabulary, choose_engine
+from zero2all.tokenizer.special import AllowSpecial, allowed_names, split_special
+from zero2all.tokenizer.vocabulary import END_OF_TEXT
 
-END_OF_TEXT = "<|endoftext|>"
-PAD = "<|pad|>"
-SPECIAL_TOKENS = (END_OF_TEXT, PAD, "<|im_start|>", "<|im_end|>")
-
-# Ways to cut text before merging. Nothing is lost: every character falls into some piece.
-PATTERNS = {
-    # Digits in groups of up to three, contractions, one leading space or mark with a word, runs of newlines apart.
-    "zh-en-code": (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-}
-
-
-def byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies write a byte as a visible character: itself if printable, else from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
+_NO_UTF8 = re.compile("[\udc80-\udcff]")  # what the error handler "surrogateescape" makes of bytes that are no text
 
 
 class Tokenizer:
@@ -44,48 +32,127 @@ class Tokenizer:
     >>> tokenizer = Tokenizer("runs/quickstart/tokenizer")
     >>> tokenizer.decode(tokenizer.encode("<|endoftext|> is only text here"))
     '<|endoftext|> is only text here'
+
+    A lone surrogate, which is no character, is encoded as U+FFFD, and a pair of them as the character it means, by
+    every engine; all other text and, with ``encode_bytes``, all bytes come back as they were.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        path = self.directory / "tokenizer.json"
+    def __init__(self, directory: str | Path, engine: EngineName = "auto") -> None:
+        path = Path(directory) / "tokenizer.json"
         if not path.exists():
             raise Z2aError(f"no tokenizer in {directory}: make one with 'z2a tokenizer train RECIPE'")
-        definition = read_json(path)
-        self.special_ids: dict[str, int] = {token["content"]: token["id"] for token in definition["added_tokens"]}
-        self._vocabulary: dict[str, int] = definition["model"]["vocab"]
-        self._encoder = tokenizers.Tokenizer.from_str(json.dumps({**definition, "added_tokens": []}))
-        self.fingerprint = sha256_file(path)
+        self.__setstate__((Path(directory), engine, path.read_bytes(), *_chat_settings(Path(directory))))
 
-    @property
-    def vocab_size(self) -> int:
-        return len(self._vocabulary) + len(self.special_ids)
+    def __getstate__(self) -> tuple[Any, ...]:
+        """All that makes a tokenizer, so that a copy, also in another process, is built and safe in the same way."""
+        return (self.directory, self._wanted_engine, self.file, self.chat_template, self._named)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.directory: Path = state[0]
+        self._wanted_engine: EngineName = state[1]
+        self.file: bytes = state[2]
+        self.chat_template: str | None = state[3]
+        self._named: dict[str, str] = state[4]
+        definition = json.loads(self.file)
+        self.special_ids: dict[str, int] = {token["content"]: token["id"] for token in definition["added_tokens"]}
+        vocabulary = definition["model"]["vocab"]
+        text = {token: id for token, id in vocabulary.items() if token not in self.special_ids}
+        self.vocabulary = TextVocabulary(
+            {**definition, "added_tokens": [], "model": {**definition["model"], "vocab": text}}
+        )
+        self.vocab_size = 1 + max(*text.values(), *self.special_ids.values())
+        self.fingerprint = sha256(self.file).hexdigest()
 
     @property
     def end_of_text(self) -> int:
         return self.special_ids[END_OF_TEXT]
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+    @cached_property
+    def reference(self) -> HuggingFace:
+        """The encoder that defines what is right."""
+        return HuggingFace(self.vocabulary)
+
+    @cached_property
+    def engine(self) -> Encoder:
+        """The encoder of batches: the one asked for, or the fastest installed, after its check on this vocabulary."""
+        return choose_engine(self._wanted_engine, self.vocabulary, self.reference)
+
+    def encode(self, text: str, allow_special: AllowSpecial = "none") -> list[int]:
+        """The ids of a text by the reference encoder.
+
+        >>> tokenizer.encode("a<|pad|>", allow_special={"<|pad|>"})[-1] == tokenizer.special_ids["<|pad|>"]
+        True
+        """
+        ids: list[int] = self._encoded(self.reference, [text], allow_special)[0].tolist()
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same ids as ``encode`` on every text, on all cores."""
-        return [encoding.ids for encoding in self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)]
+    def encode_batch(self, texts: Sequence[str], allow_special: AllowSpecial = "none") -> list[Ids]:
+        """The same ids as ``encode`` on every text, as arrays, on all cores, by the fastest engine."""
+        return self._encoded(self.engine, list(texts), allow_special)
+
+    def _encoded(self, engine: Encoder, texts: list[str], allow_special: AllowSpecial) -> list[Ids]:
+        names = allowed_names(allow_special, self.special_ids, texts)
+        if not names:
+            return _encode_any(engine, texts)
+        split = [split_special(text, names) for text in texts]
+        pieces = iter(_encode_any(engine, [text for row in split for text in row[::2]]))
+        rows = []
+        for row in split:
+            parts = [next(pieces)]
+            for name in row[1::2]:
+                parts += [np.array([self.special_ids[name]], dtype=np.uint32), next(pieces)]
+            rows.append(np.concatenate(parts))
+        return rows
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """The ids of a conversation by the chat template. Only the template's own markers are special tokens.
+
+        >>> tokenizer.render_chat([{"role": "user", "content": "hello"}], add_generation_prompt=True)
+        """
+        if self.chat_template is None:
+            raise Z2aError(f"the tokenizer in {self.directory} has no chat template")
+        variables = {**self._named, "add_generation_prompt": add_generation_prompt}
+        pieces = chat_pieces(self.chat_template, self.special_ids, messages, tools, variables)
+        texts = iter(_encode_any(self.reference, pieces[::2]))
+        ids: list[int] = next(texts).tolist()
+        for marker in pieces[1::2]:
+            ids += [self.special_ids[marker], *next(texts).tolist()]
+        return ids
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Ids that ``decode_bytes`` turns back into exactly these bytes: runs of UTF-8 as text, other bytes one by one.
+
+        >>> tokenizer.decode_bytes(tokenizer.encode_bytes(b"caf\\xe9"))
+        b'caf\\xe9'
+        """
+        text = data.decode("utf-8", "surrogateescape")
+        runs = iter(_encode_any(self.reference, _NO_UTF8.split(text)))
+        ids: list[int] = next(runs).tolist()
+        for byte in _NO_UTF8.findall(text):
+            ids += [self.vocabulary.ranks[bytes([ord(byte) - 0xDC00])], *next(runs).tolist()]
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The exact text, with U+FFFD for bytes that are no text (as when ids were cut inside a character)."""
-        return b"".join(self.token_bytes[int(id)] for id in ids).decode("utf-8", "replace")
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        table = self.token_bytes
+        return b"".join([table[id] for id in ids])
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes that each id stands for; a special token stands for its own name."""
-        alphabet = byte_alphabet()
         table = [b""] * self.vocab_size
-        for token, id in self._vocabulary.items():
-            table[id] = bytes(alphabet[character] for character in token)
-        for token, id in self.special_ids.items():
-            table[id] = token.encode()
+        for token, id in self.vocabulary.ranks.items():
+            table[id] = token
+        for name, id in self.special_ids.items():
+            table[id] = name.encode()
         return table
 
     @cached_property
@@ -93,3 +160,23 @@ class Tokenizer:
         """How many bytes of text each id stands for: none for the special ones."""
         special = set(self.special_ids.values())
         return [0 if id in special else len(data) for id, data in enumerate(self.token_bytes)]
+
+
+def _encode_any(engine: Encoder, texts: list[str]) -> list[Ids]:
+    """Encode text that may hold surrogates. They are rare, so they are looked for only when an engine stumbles."""
+    try:
+        return engine.encode(texts)
+    except (TypeError, UnicodeError):
+        mended = [text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") for text in texts]
+        if mended == texts:
+            raise
+        return engine.encode(mended)
+
+
+def _chat_settings(directory: Path) -> tuple[str | None, dict[str, str]]:
+    """The chat template, and the named tokens that it may write, from where Hugging Face keeps them."""
+    path = directory / "tokenizer_config.json"
+    config = read_json(path) if path.exists() else {}
+    template = directory / "chat_template.jinja"
+    named = {name: token for name, token in config.items() if name.endswith("_token") and isinstance(token, str)}
+    return template.read_text("utf-8") if template.exists() else config.get("chat_template"), named

@@ -1,19 +1,25 @@
-"""``z2a tokenizer train``: byte-level BPE over a sample of the training documents."""
+"""``z2a tokenizer train``: count the words of the training documents, then learn merges from the counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-from tokenizers import AddedToken, Regex, models, pre_tokenizers, trainers
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders as hf_decoders
 
 from zero2all.console import progress
+from zero2all.engine import Engine, all_cores, end_workers
+from zero2all.errors import UsageError
 from zero2all.io import (
     atomic_dir,
+    atomic_path,
     checksums,
     fingerprint,
     is_current,
@@ -21,92 +27,186 @@ from zero2all.io import (
     read_manifest,
     write_json,
     write_manifest,
+    write_text,
 )
 from zero2all.paths import arrow_source
 from zero2all.recipe import TokenizerRecipe
-from zero2all.tokenizer.tokenizer import END_OF_TEXT, PAD, PATTERNS, SPECIAL_TOKENS
-from zero2all.units import show_bytes
+from zero2all.tokenizer.count import PARTS, Cutting, RunWriter, collect, count_shard, finished
+from zero2all.tokenizer.merge import byte_order, learn_merges, merge_memory, read_words
+from zero2all.tokenizer.vocabulary import (
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    NAMED_TOKENS,
+    PAD,
+    PATTERNS,
+    SPECIAL_TOKENS,
+    START_OF_TEXT,
+    byte_alphabet,
+    reserved_tokens,
+)
+from zero2all.units import show_bytes, show_count
 
 KIND = "tokenizer"
+FORMAT = 2
+PROCESS_MEMORY = 300 << 20  # of a process before it counts anything: Python, Arrow, numba, one batch of documents
+LEAST_TABLE, MOST_TABLE = 32 << 20, 512 << 20
 
 
-def train_tokenizer(recipe: TokenizerRecipe, documents: Path, out: Path) -> dict[str, Any]:
-    """Learn a vocabulary from the training split in ``documents``; ``out`` becomes a Hugging Face directory."""
+def train_tokenizer(
+    recipe: TokenizerRecipe, documents: Path, out: Path, engine: Engine | None = None
+) -> dict[str, Any]:
+    """Learn a vocabulary from the training split in ``documents``; ``out`` becomes a Hugging Face directory.
+
+    What lies between the stages is in ``<out>.work``; stopped half-way, the same call goes on from there.
+    """
+    engine = engine or Engine()
     corpus = read_manifest(documents, "documents", "z2a corpus build RECIPE")
-    key = fingerprint([corpus["key"], recipe.model_dump(mode="json", exclude={"dir"})])
+    key = fingerprint([FORMAT, corpus["key"], recipe.model_dump(mode="json", exclude={"dir"})])
     if is_current(out, KIND, key):
         return {**read_json(out / "manifest.json"), "reused": True}
 
-    merges_wanted = recipe.vocab_size - len(SPECIAL_TOKENS)
-    tokenizer = HFTokenizer(models.BPE())
+    work = out.with_name(f"{out.name}.work")
+    table = _count(recipe, documents, corpus, work, engine)
+    tokens = [bytes([byte]) for byte in byte_order()]
+    wanted = recipe.vocab_size - len(SPECIAL_TOKENS)
+    with progress(f"learning {wanted} tokens from {show_count(table['kept_words'])} words", wanted - 256) as advance:
+        merges = learn_merges(read_words(work / "words.arrow"), tokens, wanted, recipe.min_frequency, advance)
+
+    # The size is a promise to the model, so a text too small to fill it leaves reserved names for later use.
+    special = NAMED_TOKENS + reserved_tokens(recipe.vocab_size - len(tokens) - len(NAMED_TOKENS))
+    with atomic_dir(out, KIND) as unfinished:
+        write_hf_directory(unfinished, recipe.pattern, tokens, merges, special)
+        body = {
+            "key": key,
+            "vocab_size": len(tokens) + len(special),
+            "learned": len(tokens),
+            "special_tokens": list(special),
+            "pattern": recipe.pattern,
+            "trained_on_bytes": table["bytes"],
+            "counted": {name: table[name] for name in ("words", "different_words", "kept_words", "threshold")},
+            "files": checksums(unfinished),
+        }
+        write_manifest(unfinished, KIND, body)
+    return {"kind": KIND, **body, "reused": False}
+
+
+def write_hf_directory(
+    directory: Path, pattern: str, tokens: list[bytes], merges: list[tuple[int, int]], special: tuple[str, ...]
+) -> None:
+    """What ``AutoTokenizer.from_pretrained`` reads."""
+    character = {byte: character for character, byte in byte_alphabet().items()}
+    names = ["".join(character[byte] for byte in token) for token in tokens]
+    vocabulary = {name: id for id, name in enumerate(names)}
+    tokenizer = HFTokenizer(
+        models.BPE(vocab=vocabulary, merges=[(names[left], names[right]) for left, right in merges])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PATTERNS[recipe.pattern]), "isolated"),
+            pre_tokenizers.Split(Regex(PATTERNS[pattern]), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = hf_decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=merges_wanted,
-        min_frequency=recipe.min_frequency,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes, so that nothing is unknown
-        show_progress=False,
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": START_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+            "pad_token": PAD,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 10**9,
+        },
     )
-    available = sum(part["bytes"] for part in corpus["splits"]["train"].values())
-    share = min(1.0, recipe.sample / available) if available else 0.0
-    with progress(
-        f"learning {recipe.vocab_size} tokens from {show_bytes(share * available)}", share * available
-    ) as advance:
-        sample = Sample(documents, corpus, share, advance)
-        tokenizer.train_from_iterator(sample, trainer)
+    write_text(directory / "chat_template.jinja", CHAT_TEMPLATE)
 
-    learned = tokenizer.get_vocab_size()
-    # The size is a promise to the model, so a text too small to fill it leaves reserved names for later use.
-    reserved = [f"<|reserved_{n}|>" for n in range(merges_wanted - learned)]
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL_TOKENS, *reserved)]
-    )
-    with atomic_dir(out, KIND) as partial:
-        tokenizer.save(str(partial / "tokenizer.json"))
-        write_json(
-            partial / "tokenizer_config.json",
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": END_OF_TEXT,
-                "pad_token": PAD,
-                "clean_up_tokenization_spaces": False,
-                "model_max_length": 10**9,
-            },
+
+def _count(
+    recipe: TokenizerRecipe, documents: Path, corpus: dict[str, Any], work: Path, engine: Engine
+) -> dict[str, Any]:
+    """Stage one: ``words.arrow`` in ``work``, and its record."""
+    sources = corpus["splits"]["train"].values()
+    available = sum(part["bytes"] for part in sources)
+    cutting = Cutting(recipe.pattern, recipe.chop, min(1.0, recipe.sample / available) if available else 0.0)
+    shards = [f"train/{shard}" for part in sources for shard in part["shards"]]
+    keys = [fingerprint([FORMAT, corpus["files"][shard], vars(cutting)]) for shard in shards]
+    key = fingerprint([keys, recipe.seed, recipe.max_memory])
+    done = work / "words.json"
+    if done.exists() and (before := read_json(done))["key"] == key:
+        return before  # type: ignore[no-any-return]
+    done.unlink(missing_ok=True)
+
+    room = _table_memory(recipe.max_memory, engine)
+    counts, classes = work / "counts", work / "classes.npy"
+    with progress("preparing (the first time on a machine takes a minute)"):
+        _write_classes(classes)
+        _compile(work / "compile", np.load(classes))
+    stems = [counts / Path(shard).stem for shard in shards]
+    records = {number: record for number, stem in enumerate(stems) if (record := finished(stem, keys[number]))}
+    todo = [number for number in range(len(shards)) if number not in records]
+    tasks = [(documents / shards[n], stems[n], keys[n], cutting, classes, room) for n in todo]
+    expected = cutting.share * available
+    with progress(f"counting the words of {show_bytes(expected)}", expected) as advance:
+        advance(sum(record["bytes"] for record in records.values()))
+        if engine.in_process:
+            made = engine.run(partial(count_shard, advance=advance), tasks)
+        else:
+            left = expected - sum(record["bytes"] for record in records.values())
+            made = engine.run(count_shard, tasks, lambda task: advance(left / len(tasks)))
+    records |= dict(zip(todo, made, strict=True))
+    end_workers()  # their memory is needed now
+
+    in_order = [records[number] for number in range(len(shards))]
+    runs = [counts / run for record in in_order for run in record["runs"]]
+    rows = sum(record["rows"] for record in in_order)
+    with progress(f"adding up {show_count(rows)} counts", PARTS) as advance:
+        table = collect(
+            runs,
+            rows,
+            work / "words.arrow",
+            merge_memory,
+            recipe.max_memory - PROCESS_MEMORY,
+            recipe.seed,
+            min(MOST_TABLE, (recipe.max_memory - PROCESS_MEMORY) // 4),
+            advance,
         )
-        body = {
-            "key": key,
-            "vocab_size": tokenizer.get_vocab_size(with_added_tokens=True),
-            "learned": learned,
-            "special_tokens": list(SPECIAL_TOKENS),
-            "pattern": recipe.pattern,
-            "trained_on_bytes": sample.bytes,
-            "files": checksums(partial),
-        }
-        write_manifest(partial, KIND, body)
-    return {"kind": KIND, **body, "reused": False}
+    record = {"key": key, "bytes": sum(record["bytes"] for record in in_order), **table}
+    write_json(done, record)
+    shutil.rmtree(counts)
+    return record
 
 
-class Sample:
-    """Training text, each document in or out by its gid, so that the sample does not depend on order."""
+def _write_classes(path: Path) -> None:
+    """Found out once, and read by every worker."""
+    from zero2all.tokenizer.cut import character_classes
 
-    def __init__(self, documents: Path, corpus: dict[str, Any], share: float, advance: Callable[[float], None]) -> None:
-        self.documents, self.corpus, self.share, self.advance = documents, corpus, share, advance
-        self.bytes = 0
+    with atomic_path(path) as unfinished, open(unfinished, "wb") as stream:
+        np.save(stream, character_classes())
 
-    def __iter__(self) -> Iterator[str]:
-        for part in self.corpus["splits"]["train"].values():
-            for shard in part["shards"]:
-                with pq.ParquetFile(arrow_source(self.documents / "train" / shard)) as table:
-                    for batch in table.iter_batches(batch_size=256, columns=["gid", "content"]):
-                        for row in batch.to_pylist():
-                            # Other digits than those that decide the held-out split.
-                            if int(row["gid"][-12:], 16) < self.share * 2**48:
-                                size = len(row["content"].encode())
-                                self.bytes += size
-                                self.advance(size)
-                                yield row["content"]
+
+def _compile(stem: Path, classes: NDArray[np.uint8]) -> None:
+    """Run every compiled function once here, so that workers find them on disk instead of all compiling them."""
+    runs = RunWriter(stem, Cutting("zh-en-code", 8, 1.0), classes, LEAST_TABLE)
+    runs.count(pa.array(["a text, a text"]), np.ones(1, bool))
+    runs.spill()
+    words = stem.with_suffix(".arrow")
+    collect(runs.paths, runs.rows, words, merge_memory, 1 << 40, 0, LEAST_TABLE)
+    learn_merges(read_words(words), [bytes([byte]) for byte in byte_order()], 260, 2)
+    for path in (*runs.paths, words):
+        path.unlink()
+
+
+def _table_memory(max_memory: int, engine: Engine) -> int:
+    """Memory for the table of one task, so that all processes together stay below the ceiling."""
+    workers = engine.workers if engine.kind == "local" else all_cores()
+    others = 0 if engine.in_process else PROCESS_MEMORY
+    room = (max_memory - others) // workers - PROCESS_MEMORY
+    if room < LEAST_TABLE:
+        least = others + workers * (PROCESS_MEMORY + LEAST_TABLE)
+        raise UsageError(
+            f"tokenizer.max_memory ({show_bytes(max_memory)}) is too little for {workers} workers: "
+            f"give at least {show_bytes(least)}, or fewer --workers"
+        )
+    return min(MOST_TABLE, room)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from zero2all.console import progress
@@ -15,8 +18,8 @@ from zero2all.errors import Z2aError
 from zero2all.io import MANIFEST, fingerprint, read_json, read_manifest, sha256_file, write_json, write_manifest
 from zero2all.paths import arrow_source
 from zero2all.recipe import TokensRecipe
-from zero2all.tokenizer import Tokenizer
-from zero2all.tokens.store import KIND, DocumentName, ShardWriter
+from zero2all.tokenizer import Ids, Tokenizer
+from zero2all.tokens.store import DOCS_SCHEMA, KIND, ShardWriter
 from zero2all.units import show_bytes
 
 FORMAT = 1
@@ -131,7 +134,7 @@ def _encode_shard(
     advance: Callable[[float], None] = lambda size: None,
 ) -> dict[str, Any]:
     """One task: encode, check, publish."""
-    tokenizer = Tokenizer(tokenizer_dir)
+    tokenizer = loaded_tokenizer(tokenizer_dir, sha256_file(tokenizer_dir / "tokenizer.json"))
     unchecked = stem.with_name(f".{stem.name}-partial")
     record: dict[str, Any] = {
         "shard": stem.name,
@@ -143,21 +146,17 @@ def _encode_shard(
     }
     with ShardWriter(unchecked, tokenizer.vocab_size) as writer, pq.ParquetFile(arrow_source(parquet)) as table:
         for batch in table.iter_batches(batch_size=BATCH_DOCUMENTS, columns=["gid", "data_src", "title", "content"]):
-            rows = batch.to_pylist()
-            encoded = tokenizer.encode_batch([row["content"] for row in rows])
-            documents = []
-            for row, ids in zip(rows, encoded, strict=True):
-                if record["documents"] == 0 or int(row["gid"][:6], 16) < verify * 2**24:
-                    _check(row["gid"], row["content"], ids, tokenizer)
-                    record["verified"] += 1
-                size = len(row["content"].encode())
-                name = DocumentName(row["gid"], row["data_src"], row["title"], size)
-                documents.append((name, [*ids, tokenizer.end_of_text]))
-                record["documents"] += 1
-                record["tokens"] += len(ids) + 1
-                record["bytes"] += size
-                advance(size)
-            writer.write(documents)
+            gids, texts = batch["gid"].to_pylist(), batch["content"].to_pylist()
+            encoded = tokenizer.encode_batch(texts)
+            record["verified"] += _check(gids, texts, encoded, tokenizer, verify, first=record["documents"] == 0)
+            sizes = pc.binary_length(batch["content"])
+            names = pa.RecordBatch.from_arrays(
+                [batch["gid"], batch["data_src"], batch["title"], sizes.cast(pa.int64())], schema=DOCS_SCHEMA
+            )
+            record["documents"] += len(texts)
+            record["tokens"] += writer.write(names, encoded, tokenizer.end_of_text)
+            record["bytes"] += (size := pc.sum(sizes).as_py())
+            advance(size)
     for suffix in SUFFIXES:
         unchecked.with_suffix(suffix).replace(stem.with_suffix(suffix))
     record["files"] = {suffix: sha256_file(stem.with_suffix(suffix)) for suffix in SUFFIXES}
@@ -165,9 +164,23 @@ def _encode_shard(
     return record
 
 
-def _check(gid: str, text: str, ids: list[int], tokenizer: Tokenizer) -> None:
-    """The batch path must give what the plain encoder gives, and the ids must give back the text."""
-    if ids != tokenizer.encode(text):
-        raise Z2aError(f"document {gid}: the batch encoder and the reference encoder disagree; nothing was published")
-    if tokenizer.decode(ids) != text:
-        raise Z2aError(f"document {gid}: decoding does not give back its text; nothing was published")
+@lru_cache(maxsize=1)
+def loaded_tokenizer(directory: Path, digest: str) -> Tokenizer:
+    """Kept between the shards of a process: loading takes longer than a small shard, and engines grow faster."""
+    return Tokenizer(directory)
+
+
+def _check(
+    gids: list[str], texts: list[str], encoded: list[Ids], tokenizer: Tokenizer, share: float, first: bool
+) -> int:
+    """Some documents, and the first of a shard, must have the ids of the reference, and these must give the text."""
+    chosen = [number for number, gid in enumerate(gids) if int(gid[:6], 16) < share * 2**24 or (first and not number)]
+    reference = tokenizer.reference.encode([texts[number] for number in chosen])
+    for number, ids in zip(chosen, reference, strict=True):
+        if not np.array_equal(ids, encoded[number]):
+            raise Z2aError(
+                f"document {gids[number]}: the batch encoder and the reference encoder disagree; nothing was published"
+            )
+        if tokenizer.decode(ids) != texts[number]:
+            raise Z2aError(f"document {gids[number]}: decoding does not give back its text; nothing was published")
+    return len(chosen)

@@ -9,7 +9,7 @@ Here a sequence is a document with its end-of-text token. ``.docs.arrow`` has on
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,19 +51,24 @@ class ShardWriter:
 
     def __init__(self, stem: Path, vocab_size: int) -> None:
         self.stem, self.code = stem, dtype_code(vocab_size)
-        self._lengths: list[int] = []
+        self._lengths: list[Array] = []
 
     def __enter__(self) -> ShardWriter:
         self._bin = open(self.stem.with_suffix(".bin"), "wb")
         self._docs = pa.ipc.new_file(str(self.stem.with_suffix(".docs.arrow")), DOCS_SCHEMA)
         return self
 
-    def write(self, documents: Iterable[tuple[DocumentName, list[int]]]) -> None:
-        batch = list(documents)
-        for _, ids in batch:
-            self._bin.write(np.asarray(ids, dtype=DTYPE_CODES[self.code]).tobytes())
-            self._lengths.append(len(ids))
-        self._docs.write(pa.RecordBatch.from_pylist([vars(name) for name, _ in batch], schema=DOCS_SCHEMA))
+    def write(self, names: pa.RecordBatch, documents: Sequence[Array], end: int) -> int:
+        """Some documents, each followed by the token ``end``; returns how many tokens that makes."""
+        lengths = np.array([len(ids) + 1 for ids in documents], dtype=np.int64)
+        tokens = np.full(lengths.sum(), end, dtype=DTYPE_CODES[self.code])
+        starts = np.cumsum(lengths) - lengths
+        for start, ids in zip(starts.tolist(), documents, strict=True):
+            tokens[start : start + len(ids)] = ids
+        self._bin.write(tokens.tobytes())
+        self._lengths.append(lengths)
+        self._docs.write(names)
+        return len(tokens)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -72,7 +77,7 @@ class ShardWriter:
         self._docs.close()
         if error is not None:
             return
-        lengths = np.asarray(self._lengths, dtype="<i4")
+        lengths = np.concatenate([np.empty(0), *self._lengths]).astype("<i4")
         sizes = lengths.astype("<i8") * DTYPE_CODES[self.code].itemsize
         offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if len(sizes) else sizes
         with open(self.stem.with_suffix(".idx"), "wb") as index:

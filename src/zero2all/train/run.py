@@ -20,7 +20,7 @@ from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.train.plan import Plan
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class Run:

@@ -1,0 +1,133 @@
+"""``z2a tokenizer extend``: more tokens from new text on top of a vocabulary. Every old id keeps its meaning.
+
+New merges come after all old ones, so a text is cut as before and then more is joined. New ids come after all old ones,
+those of special tokens too, so a model keeps its rows and gets some more (``zero2all.model.grow_embeddings``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from zero2all.console import progress
+from zero2all.errors import UsageError
+from zero2all.io import atomic_dir, checksums, fingerprint, write_json, write_manifest
+from zero2all.recipe import TokenizerRecipe
+from zero2all.tokenizer.count import Cutting, RunWriter, collect
+from zero2all.tokenizer.merge import learn_merges, merge_memory
+from zero2all.tokenizer.tokenizer import Tokenizer
+from zero2all.tokenizer.train import KIND
+from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet, reserved_tokens
+
+if TYPE_CHECKING:
+    from zero2all.tokenizer.pair_index import Words
+
+SIZE_MULTIPLE = 64  # rows of a model's matrices that fast kernels like
+BATCH = 256
+KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+def extend_tokenizer(
+    directory: Path, texts: Iterable[str], add: int, out: Path, min_frequency: int = 2, max_memory: int = 2 << 30
+) -> dict[str, Any]:
+    """Learn up to ``add`` tokens; ``out`` becomes a Hugging Face directory like the old one, with them in it."""
+    old = Tokenizer(directory)
+    work = out.with_name(f"{out.name}.work")
+    try:
+        table = _count(old, texts, work, max_memory)
+        words = _words_of(old, work / "words.arrow")
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    special = set(old.special_ids.values())
+    # No text has the byte 0xff, so no merge can make what stands here for a special token.
+    tokens = [b"\xff" + token if id in special else token for id, token in enumerate(old.token_bytes)]
+    with progress(f"learning {add} tokens", add) as advance:
+        merges = learn_merges(words, tokens, old.vocab_size + add, min_frequency, advance)
+    definition = _extended(old, tokens, merges)
+    with atomic_dir(out, KIND) as partial:
+        write_json(partial / "tokenizer.json", definition)
+        for name in KEPT_FILES:
+            if (directory / name).exists():
+                shutil.copy(directory / name, partial / name)
+        body = {
+            "key": fingerprint([old.fingerprint, definition["model"]["merges"][-len(merges) :] if merges else []]),
+            "extends": old.fingerprint,
+            "vocab_size": 1 + max(token["id"] for token in definition["added_tokens"]),
+            "learned": len(tokens) - old.vocab_size,
+            "trained_on_bytes": table["bytes"],
+            "files": checksums(partial),
+        }
+        write_manifest(partial, KIND, body)
+    return {"kind": KIND, **body}
+
+
+def _count(old: Tokenizer, texts: Iterable[str], work: Path, max_memory: int) -> dict[str, Any]:
+    """The words of the texts and how often each stands there, in ``words.arrow``."""
+    from zero2all.tokenizer.cut import character_classes
+
+    pattern = next((name for name, regex in PATTERNS.items() if regex == old.vocabulary.pattern), None)
+    if pattern is None:
+        raise UsageError(f"only a tokenizer that cuts text by one of {', '.join(PATTERNS)} can be extended")
+    work.mkdir(parents=True, exist_ok=True)
+    runs = RunWriter(work / "new", Cutting(pattern, TokenizerRecipe().chop, 1.0), character_classes(), max_memory // 4)
+    size, rest = 0, iter(texts)
+    with progress("counting words") as advance:
+        while batch := list(itertools.islice(rest, BATCH)):
+            array = pa.array(batch)
+            runs.count(array, np.ones(len(batch), bool))
+            size += sum(len(text.encode()) for text in batch)
+            advance(len(batch))
+    runs.spill()
+    room = max_memory // 2
+    record = collect(runs.paths, runs.rows, work / "words.arrow", merge_memory, room, 0, max_memory // 4)
+    return {**record, "bytes": size}
+
+
+def _words_of(old: Tokenizer, path: Path) -> Words:
+    """Counted words as the old tokenizer cuts them."""
+    from zero2all.tokenizer.pair_index import Words
+
+    with pa.OSFile(str(path)) as stream:
+        table = pa.ipc.open_file(stream).read_all()
+    encoded = old.encode_batch([word.decode() for word in table["word"].to_pylist()])
+    lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
+    symbols = np.concatenate([np.empty(0, np.int32), *encoded]).astype(np.int32)
+    return Words(symbols, np.stack([np.cumsum(lengths) - lengths, lengths, table["count"].to_numpy()], axis=1))
+
+
+def _extended(old: Tokenizer, tokens: list[bytes], merges: list[tuple[int, int]]) -> dict[str, Any]:
+    """The old ``tokenizer.json`` with new tokens and merges, and reserved names up to a round size."""
+    definition: dict[str, Any] = json.loads(old.file)
+    character = {byte: character for character, byte in byte_alphabet().items()}
+    names = {id: name for name, id in old.vocabulary.definition["model"]["vocab"].items()}
+    for id in range(old.vocab_size, len(tokens)):
+        names[id] = "".join(character[byte] for byte in tokens[id])
+    padding = [name for name in reserved_tokens(len(tokens) + SIZE_MULTIPLE) if name not in old.special_ids]
+    special = {**old.special_ids}
+    for id in range(len(tokens), len(tokens) + -len(tokens) % SIZE_MULTIPLE):
+        special[padding.pop(0)] = id
+    # Special tokens are listed as tokens of the model too: that is what makes readers keep ids in the middle.
+    definition["model"]["vocab"] = {name: id for id, name in names.items()} | special
+    before = [merge.split(" ") if isinstance(merge, str) else merge for merge in definition["model"]["merges"]]
+    definition["model"]["merges"] = before + [[names[left], names[right]] for left, right in merges]
+    like = definition["added_tokens"][-1]
+    definition["added_tokens"] += [
+        {**like, "id": id, "content": name} for name, id in special.items() if name not in old.special_ids
+    ]
+    return definition
+
+
+def token_pieces(old: Tokenizer, new: Tokenizer) -> list[list[int]]:
+    """For each id that only ``new`` has, the old ids that it was joined from; none for a reserved name."""
+    ids = new.vocabulary.definition["model"]["vocab"]
+    pieces: dict[int, list[int]] = {id: [id] for id in range(old.vocab_size)}
+    for left, right in new.vocabulary.definition["model"]["merges"]:
+        pieces.setdefault(ids[left + right], pieces[ids[left]] + pieces[ids[right]])
+    return [pieces.get(id, []) for id in range(old.vocab_size, new.vocab_size)]

@@ -1,0 +1,91 @@
+"""What every vocabulary shares: how text is cut, how bytes are written, the special tokens and the chat template.
+
+The ids of a vocabulary, from 0 on: the 256 bytes, the learned tokens, ``SPECIAL_TOKENS``, and reserved names up to the
+promised size.
+"""
+
+from __future__ import annotations
+
+END_OF_TEXT = "<|endoftext|>"  # ends a document
+START_OF_TEXT = "<|startoftext|>"
+PAD = "<|pad|>"
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"  # around a message, its role on the first line
+# Named as in Hermes and Qwen, so that servers with a parser for those find the calls of our models.
+TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+TOOL_RESPONSE, TOOL_RESPONSE_END = "<tool_response>", "</tool_response>"
+FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"  # fill in the middle
+FIM_PAD = "<|fim_pad|>"
+NAMED_TOKENS = (
+    END_OF_TEXT, START_OF_TEXT, PAD, IM_START, IM_END,
+    TOOL_CALL, TOOL_CALL_END, TOOL_RESPONSE, TOOL_RESPONSE_END,
+    FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, FIM_PAD,
+)  # fmt: skip
+
+
+def reserved_tokens(number: int) -> tuple[str, ...]:
+    """Names without a meaning yet: a model can learn one later without a new row."""
+    return tuple(f"<|reserved_{n}|>" for n in range(number))
+
+
+SPECIAL_TOKENS = NAMED_TOKENS + reserved_tokens(32 - len(NAMED_TOKENS))
+
+# Ways to cut text into words; merges are learned and applied inside a word. Nothing is lost: every character falls
+# into some word. Each is a pattern that fast encoders know, so none of them may be changed once a model uses it.
+PATTERNS = {
+    # Digits in groups of up to three, contractions, one leading space or mark with a word, marks with the newlines
+    # after them, runs of newlines together with the blanks before them, and indentation but for its last blank.
+    "zh-en-code": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    # The same with every digit alone, as Qwen 2 cuts it.
+    "qwen2": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    # Numbers of any length are words, only a space joins the word after it, newlines are blanks like others.
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+}
+
+# ChatML: <|im_start|>role, a newline, the text, <|im_end|>. Tools as JSON in the system message, calls and responses
+# as JSON between their tokens; responses that follow each other share one user turn.
+CHAT_TEMPLATE = """\
+{%- macro open(role) %}{{ '<|im_start|>' + role + '\\n' }}{% endmacro -%}
+{%- macro close() %}{{ '<|im_end|>\\n' }}{% endmacro -%}
+{%- set system = messages[0].content if messages and messages[0].role == 'system' else '' -%}
+{%- if tools or system -%}
+{{- open('system') + system -}}
+{%- if tools -%}
+{{- '\\n\\n' if system -}}
+{{- 'You may call these functions, one JSON object a line:\\n<tools>\\n' -}}
+{%- for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor -%}
+{{- '</tools>\\nTo call one, write\\n<tool_call>\\n{"name": <its name>, "arguments": <an object>}\\n</tool_call>' -}}
+{%- endif -%}
+{{- close() -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{{- open('user') if loop.first or loop.previtem.role != 'tool' else '\\n' -}}
+{{- '<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
+{{- close() if loop.last or loop.nextitem.role != 'tool' -}}
+{%- elif not (loop.first and message.role == 'system') -%}
+{{- open(message.role) + (message.content or '') -}}
+{%- for call in message.tool_calls or [] -%}
+{%- set call = call.function or call -%}
+{{- '\\n' if message.content or not loop.first -}}
+{{- '<tool_call>\\n{"name": ' + (call.name | tojson) + ', "arguments": ' -}}
+{{- call.arguments if call.arguments is string else call.arguments | tojson -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- close() -}}
+{%- endif -%}
+{%- endfor -%}
+{{- open('assistant') if add_generation_prompt -}}
+"""
+
+
+def byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies write a byte as a visible character: itself if printable, else from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zero2all.corpus import build_corpus
+from zero2all.recipe import CorpusRecipe, SourceRecipe, TokenizerRecipe
+from zero2all.tokenizer import Tokenizer, train_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(world: Path) -> Tokenizer:
+    return Tokenizer(world / "tokenizer")
+
+
+@pytest.fixture(scope="session")
+def real_texts(shared_corpus: Path) -> dict[str, list[str]]:
+    """Held-out documents of the shared corpus by domain."""
+    return {
+        name: [json.loads(line)["text"] for line in open(shared_corpus / "valid" / f"{name}_valid.jsonl", "rb")]
+        for name in ("zh", "en", "code")
+    }
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer(shared_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """4,096 tokens of real Chinese, English and code, so that words have long merges."""
+    root = tmp_path_factory.mktemp("real")
+    paths = [str(shared_corpus / "valid" / f"{name}_valid.jsonl") for name in ("zh", "en", "code")]
+    corpus = CorpusRecipe(sources=[SourceRecipe(name="s", paths=paths)], holdout=0, filters=[])
+    build_corpus(corpus, root / "documents")
+    train_tokenizer(TokenizerRecipe(vocab_size=4096), root / "documents", root / "tokenizer")
+    return Tokenizer(root / "tokenizer")

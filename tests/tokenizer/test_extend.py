@@ -1,0 +1,103 @@
+"""Tokenizers that grow, and models with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from zero2all.errors import UsageError
+from zero2all.io import write_json
+from zero2all.model import Z2all, grow_embeddings
+from zero2all.recipe import ModelConfig
+from zero2all.tokenizer import Tokenizer
+from zero2all.tokenizer.extend import extend_tokenizer, token_pieces
+
+
+@pytest.fixture(scope="module")
+def extended(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    texts = ["acetylsalicylic acid 乙酰水杨酸 thrombocytopenia 血小板减少症"] * 50 + ["the model reads"] * 5
+    out = tmp_path_factory.mktemp("extended") / "tokenizer"
+    made = extend_tokenizer(tokenizer.directory, texts, 100, out)
+    assert made["extends"] == tokenizer.fingerprint
+    assert not out.with_name("tokenizer.work").exists()
+    return Tokenizer(out)
+
+
+def test_an_extended_tokenizer_keeps_every_old_id(tokenizer: Tokenizer, extended: Tokenizer) -> None:
+    assert extended.token_bytes[: tokenizer.vocab_size] == tokenizer.token_bytes
+    assert {name: extended.special_ids[name] for name in tokenizer.special_ids} == tokenizer.special_ids
+    assert extended.vocab_size % 64 == 0
+    assert extended.vocab_size >= tokenizer.vocab_size + 50
+    before, after = ("thrombocytopenia 血小板减少症",) * 2
+    assert len(extended.encode(after)) < len(tokenizer.encode(before)) / 2
+    text = "夜来风雨声 def f(x): 42"
+    assert extended.decode(extended.encode(text)) == text
+
+
+def test_every_reader_agrees_on_an_extended_tokenizer(extended: Tokenizer) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(extended.directory)
+    assert len(theirs) == extended.vocab_size
+    assert {name: theirs.convert_tokens_to_ids(name) for name in extended.special_ids} == extended.special_ids
+    texts = ["acetylsalicylic acid <|im_end|> 乙酰水杨酸", "thrombocytopenia\n\n血小板 減少", "the model 123456"]
+    expected = [theirs(text, split_special_tokens=True)["input_ids"] for text in texts]
+    for name in ("hf", "tiktoken", "gigatoken"):
+        encoded = Tokenizer(extended.directory, engine=name).encode_batch(texts)  # type: ignore[arg-type]
+        assert [ids.tolist() for ids in encoded] == expected
+    chat = [{"role": "user", "content": "乙酰水杨酸?"}]
+    assert theirs.apply_chat_template(chat)["input_ids"] == extended.render_chat(chat)
+
+
+def test_the_pieces_of_new_tokens_spell_them(tokenizer: Tokenizer, extended: Tokenizer) -> None:
+    pieces = token_pieces(tokenizer, extended)
+    assert len(pieces) == extended.vocab_size - tokenizer.vocab_size
+    special = set(extended.special_ids.values())
+    for id, ids in enumerate(pieces, tokenizer.vocab_size):
+        if id in special:
+            assert ids == []
+        else:
+            assert len(ids) >= 2
+            assert max(ids) < tokenizer.vocab_size
+            assert tokenizer.decode_bytes(ids) == extended.token_bytes[id]
+
+
+def test_an_extended_tokenizer_can_be_extended(extended: Tokenizer, tmp_path: Path) -> None:
+    extend_tokenizer(extended.directory, ["электроэнцефалограмма"] * 9, 10, tmp_path / "again")
+    again = Tokenizer(tmp_path / "again")
+    assert again.token_bytes[: extended.vocab_size] == extended.token_bytes
+    assert len(again.special_ids) == len(set(again.special_ids.values()))
+    assert again.vocab_size == extended.vocab_size + 64
+
+
+def test_a_tokenizer_cut_in_another_way_is_not_extended(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    definition = json.loads(tokenizer.file)
+    definition["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\w+|\W+"
+    write_json(tmp_path / "tokenizer.json", definition)
+    with pytest.raises(UsageError, match="cuts text by one of"):
+        extend_tokenizer(tmp_path, ["a"], 1, tmp_path / "out")
+
+
+def test_a_grown_model_is_the_old_one_and_knows_new_tokens_by_their_pieces(
+    tokenizer: Tokenizer, extended: Tokenizer
+) -> None:
+    pieces = token_pieces(tokenizer, extended)
+    for tied in (True, False):
+        config = ModelConfig(
+            hidden_size=32, intermediate_size=64, n_layers=2, n_heads=4, n_kv_heads=2, context=64, tied=tied,
+            vocab_size=tokenizer.vocab_size,
+        )  # fmt: skip
+        model = Z2all(config).init_weights(seed=1)
+        grown = grow_embeddings(model, pieces)
+        ids = torch.tensor([tokenizer.encode("the model reads")])
+        assert torch.equal(grown(ids)[..., : tokenizer.vocab_size], model(ids))
+        assert grown.config.vocab_size == extended.vocab_size
+        for old, new in ((model.embed_tokens, grown.embed_tokens), (model.lm_head, grown.lm_head)):
+            for row, of in zip(new.weight[tokenizer.vocab_size :], pieces, strict=True):
+                wanted = (old.weight[of] if of else old.weight).mean(0)
+                np.testing.assert_allclose(row.detach(), wanted.detach(), atol=1e-7)
+        assert (grown.lm_head.weight is grown.embed_tokens.weight) == tied

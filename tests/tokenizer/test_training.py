@@ -1,0 +1,341 @@
+"""Counting and merging against what they must equal: the encoder's cutting, and the Hugging Face trainer."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HFTokenizer
+
+from zero2all.engine import Engine
+from zero2all.errors import UsageError
+from zero2all.recipe import TokenizerRecipe
+from zero2all.tokenizer import train, train_tokenizer
+from zero2all.tokenizer.count import COUNTED, Cutting, RunWriter, collect
+from zero2all.tokenizer.merge import PairIndex, byte_order, learn_merges, read_words
+from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet
+
+ODD_PIECES = [
+    *"aZ'sSſmdt1٣²½〇々汉字⺀，éﬁKｆกᄒ😀_-\u0301\u200d\u202e\x00\U000e0001\U0010ffff\ufeff",
+    *" \t\n\r\x0b\u0085\u00a0\u2028\u3000",
+    *("re", "RE", "ve", "ll", "LL", "...", "  ", "\r\n"),
+]
+
+
+@pytest.fixture(scope="module")
+def classes() -> Any:
+    from zero2all.tokenizer.cut import character_classes
+
+    return character_classes()
+
+
+def theirs(pattern: str, text: str) -> list[str]:
+    cutter = pre_tokenizers.Split(Regex(PATTERNS[pattern]), "isolated")
+    return [word for word, _ in cutter.pre_tokenize_str(text)] if text else []
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_odd_text_is_cut_as_the_encoder_cuts_it(pattern: str, classes: Any) -> None:
+    from zero2all.tokenizer.cut import cut
+
+    @settings(max_examples=1500, deadline=None, derandomize=True)
+    @given(st.lists(st.one_of(st.sampled_from(ODD_PIECES), st.characters(exclude_categories=["Cs"]))).map("".join))
+    def check(text: str) -> None:
+        assert cut(text, pattern, classes) == theirs(pattern, text)
+
+    check()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_real_text_is_cut_as_the_encoder_cuts_it(pattern: str, classes: Any, shared_corpus: Path) -> None:
+    from zero2all.tokenizer.cut import cut
+
+    for path in sorted((shared_corpus / "valid").glob("*")):
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")[:150_000]
+            assert cut(text, pattern, classes) == theirs(pattern, text), path
+
+
+def test_chopping_only_cuts_long_runs_of_han_characters(classes: Any) -> None:
+    from zero2all.tokenizer.cut import cut
+
+    assert cut("，" + "春" * 9 + "abc" + "眠" * 4, "zh-en-code", classes, chop=4) == [
+        "，春春春春", "春春春春", "春abc眠眠眠眠",
+    ]  # fmt: skip
+    assert cut("internationalisation", "zh-en-code", classes, chop=4) == ["internationalisation"]
+
+
+def test_bytes_that_are_no_text_are_read_within_bounds(classes: Any) -> None:
+    from zero2all.tokenizer.cut import RULES, word_end
+
+    rng = random.Random(3)
+    for _ in range(300):
+        data = np.frombuffer(rng.randbytes(rng.randint(1, 12)), np.uint8)
+        at = 0
+        while at < data.size:
+            end = word_end(data, at, data.size, classes, *RULES["zh-en-code"])
+            assert at < end <= data.size
+            at = end
+
+
+def counted(texts: list[str], work: Path, classes: Any, memory: int = 1 << 20, room: int = 1 << 40, **how: Any) -> Any:
+    """Words and counts as training has them, from texts."""
+    writer = RunWriter(
+        work / "run", Cutting(how.get("pattern", "zh-en-code"), how.get("chop", 0), 1.0), classes, memory
+    )
+    for start in range(0, len(texts), 7):
+        writer.count(pa.array(texts[start : start + 7]), np.ones(len(texts[start : start + 7]), bool))
+    writer.spill()
+    record = collect(writer.paths, writer.rows, work / "words.arrow", lambda w, n: w, room, how.get("seed", 0), 1 << 20)
+    with pa.OSFile(str(work / "words.arrow")) as stream:
+        table = pa.ipc.open_file(stream).read_all()
+    words = dict(zip(table["word"].to_pylist(), table["count"].to_pylist(), strict=True))
+    return words, {**record, "runs": len(writer.paths)}
+
+
+def sentences(number: int, seed: int = 1) -> list[str]:
+    rng = random.Random(seed)
+    han = [chr(0x4E00 + n) for n in range(300)]
+    return [
+        "".join(rng.choices(han, k=rng.randint(1, 12))) + "，word" + str(rng.randint(0, 3000)) + " and more\n"
+        for _ in range(number)
+    ]
+
+
+def test_counts_are_exact_however_often_the_table_is_full(tmp_path: Path, classes: Any) -> None:
+    texts = sentences(60_000)
+    words, record = counted(texts, tmp_path, classes)
+    assert record["runs"] > 2
+    truth = Counter(word.encode() for text in texts for word in theirs("zh-en-code", text))
+    assert words == truth
+    assert record["threshold"] == 1
+
+
+def test_a_word_larger_than_the_table_is_counted(tmp_path: Path, classes: Any) -> None:
+    long = "x" * 3_000_000
+    words, _ = counted(["a b", long, long + " b", ""], tmp_path, classes)
+    assert words == {b"a": 1, b" b": 2, long.encode(): 2}
+
+
+def test_sampling_keeps_the_ceiling_and_is_unbiased(tmp_path: Path, classes: Any) -> None:
+    texts = sentences(8_000)
+    truth, _ = counted(texts, tmp_path, classes)
+    room = len(truth) // 4
+    estimates = Counter[bytes]()
+    rounds = 30
+    for seed in range(rounds):
+        words, record = counted(texts, tmp_path, classes, room=room, seed=seed)
+        assert len(words) <= room
+        assert record["threshold"] > 1
+        assert all(count >= record["threshold"] for count in words.values())
+        assert all(words[word] == count for word, count in truth.items() if count >= record["threshold"])
+        estimates.update(words)
+    # Of the rare words together, whose sum has a relative deviation below 1 % over so many rounds.
+    rare = [word for word, count in truth.items() if count == 1]
+    assert sum(estimates[word] for word in rare) / rounds == pytest.approx(len(rare), rel=0.03)
+
+
+def hf_merges(words: Iterable[str], size: int, min_frequency: int, split: str | None = None) -> list[tuple[str, str]]:
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=min_frequency,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer = HFTokenizer(models.BPE())
+    cutter = [pre_tokenizers.Split(Regex(split), "isolated")] if split else [pre_tokenizers.WhitespaceSplit()]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cutter, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.train_from_iterator(words, trainer)
+    return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+
+def our_merges(counts: dict[bytes, int], size: int, min_frequency: int, work: Path) -> list[tuple[str, str]]:
+    path = work / "counted.arrow"
+    with pa.ipc.new_file(str(path), COUNTED) as file:
+        table = [pa.array(list(counts), pa.large_binary()), pa.array(list(counts.values()), pa.int64())]
+        file.write_batch(pa.record_batch(table, schema=COUNTED))
+    tokens = [bytes([byte]) for byte in byte_order()]
+    merges = learn_merges(read_words(path), tokens, size, min_frequency)
+    character = {byte: character for character, byte in byte_alphabet().items()}
+    names = ["".join(character[byte] for byte in token) for token in tokens]
+    return [(names[left], names[right]) for left, right in merges]
+
+
+def test_merges_of_odd_words_equal_those_of_the_hugging_face_trainer(tmp_path: Path) -> None:
+    """Few letters and many repetitions: ties, runs such as aaaa, and tokens that arise in two ways."""
+
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @given(st.lists(st.text("abc", min_size=1, max_size=14), min_size=1, max_size=60), st.integers(1, 3))
+    def check(words: list[str], least: int) -> None:
+        counts = Counter(word.encode() for word in words)
+        assert our_merges(counts, 330, least, tmp_path) == hf_merges(words, 330, least)
+
+    check()
+
+
+@pytest.mark.parametrize("most_pairs", [1 << 19, 64])
+def test_merges_of_real_text_equal_those_of_the_hugging_face_trainer(
+    most_pairs: int, tmp_path: Path, classes: Any, shared_corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the index holds few pairs at a time and has to be made again and again."""
+    monkeypatch.setattr("zero2all.tokenizer.merge.MOST_PAIRS", most_pairs)
+    made = []
+    make = PairIndex._make
+    monkeypatch.setattr(PairIndex, "_make", lambda index: (make(index), made.append(index.floor)))
+    texts = [path.read_text(encoding="utf-8")[:400_000] for path in sorted((shared_corpus / "valid").glob("*.*"))]
+    counts, _ = counted(texts, tmp_path, classes)
+    ours = our_merges(counts, 4000, 2, tmp_path)
+    assert len(ours) == 4000 - 256
+    assert ours == hf_merges(texts, 4000, 2, PATTERNS["zh-en-code"])
+    assert most_pairs > 64 or (len(made) > 3 and made == sorted(made, reverse=True))
+
+
+def test_counts_beyond_32_bits(tmp_path: Path) -> None:
+    merges = our_merges({b"ab": 2**40, b"bc": 2**33, b"cd": 2**33 + 1}, 258, 2, tmp_path)
+    assert merges == [("a", "b"), ("c", "d")]
+
+
+def test_memory_of_merging_is_as_foretold() -> None:
+    """Of random words, which have the most different pairs."""
+    script = """
+import resource, sys
+import numpy as np
+from zero2all.tokenizer.merge import byte_order, learn_merges, merge_memory
+from zero2all.tokenizer.pair_index import Words
+def learn(words):
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(4, 28, words)
+    rows = np.stack([np.cumsum(lengths) - lengths, lengths, rng.integers(1, 9, words)], axis=1)
+    symbols = rng.integers(0, 256, int(lengths.sum())).astype(np.int32)
+    learn_merges(Words(symbols, rows), [bytes([byte]) for byte in byte_order()], 2000, 2)
+    return merge_memory(words, symbols.size), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+_, before = learn(10)
+foretold, peak = learn(2_000_000)
+print(foretold, peak - before)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=250)
+    foretold, taken = map(int, ran.stdout.split())
+    assert taken <= foretold
+
+
+def shards(root: Path, number: int, seed: int = 0) -> Path:
+    """Documents as the corpus stage leaves them, made by hand."""
+    from zero2all.io import checksums, write_manifest
+
+    (root / "train").mkdir(parents=True)
+    names, size = [], 0
+    for shard in range(number):
+        texts = sentences(2500, seed=seed * 100 + shard)
+        size += sum(len(text.encode()) for text in texts)
+        gids = [f"{random.Random(text).getrandbits(128):032x}" for text in texts]
+        names.append(f"s-{shard:05}.parquet")
+        pq.write_table(pa.table({"gid": gids, "content": texts}), root / "train" / names[-1])
+    splits = {"train": {"s": {"shards": names, "bytes": size}}, "valid": {}}
+    write_manifest(root, "documents", {"key": "k", "splits": splits, "files": checksums(root)})
+    return root
+
+
+RECIPE = TokenizerRecipe(vocab_size=1024, sample=700_000)
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shards(tmp_path_factory.mktemp("shards") / "documents", 6)
+
+
+@pytest.fixture(autouse=True)
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that words are sampled, as they are when a corpus is large."""
+    monkeypatch.setattr("zero2all.tokenizer.train.merge_memory", heavy_words)
+
+
+def heavy_words(words: int, letters: int) -> int:
+    return words << 20
+
+
+@pytest.fixture(scope="module")
+def expected(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The vocabulary that one process makes in one go."""
+    out = tmp_path_factory.mktemp("one") / "tokenizer"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero2all.tokenizer.train.merge_memory", heavy_words)
+        manifest = train_tokenizer(RECIPE, documents, out)
+    assert manifest["counted"]["threshold"] > 1
+    assert 0 < manifest["trained_on_bytes"] < 1_000_000
+    return (out / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_number_of_workers_changes_no_byte(workers: int, documents: Path, expected: bytes, tmp_path: Path) -> None:
+    train_tokenizer(RECIPE, documents, tmp_path / "many", Engine(workers=workers))
+    assert (tmp_path / "many/tokenizer.json").read_bytes() == expected
+
+
+DYING = """
+import os, signal, sys
+from pathlib import Path
+from tests.tokenizer.test_training import RECIPE, heavy_words
+from zero2all.tokenizer import train
+train.merge_memory = heavy_words
+def dies_in(name, after):
+    real, calls = getattr(train, name), []
+    def dying(*args, **options):
+        calls.append(1)
+        if len(calls) > after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **options)
+    setattr(train, name, dying)
+dies_in(sys.argv[1], int(sys.argv[2]))
+train.train_tokenizer(RECIPE, Path(sys.argv[3]), Path(sys.argv[4]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "after"), [("count_shard", 3), ("collect", 0), ("learn_merges", 0)])
+def test_after_a_kill_the_same_call_goes_on_to_the_same_bytes(
+    where: str, after: int, documents: Path, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [where, str(after), str(documents), str(tmp_path / "killed")]
+    killed = subprocess.run([sys.executable, "-c", DYING, *arguments], timeout=200)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed").exists()
+    counted_again = []
+    real = train.count_shard
+    monkeypatch.setattr(
+        train, "count_shard", lambda *args, **options: counted_again.append(1) or real(*args, **options)
+    )
+    train_tokenizer(RECIPE, documents, tmp_path / "killed")
+    assert (tmp_path / "killed/tokenizer.json").read_bytes() == expected
+    assert len(counted_again) == (3 if where == "count_shard" else 0)
+
+
+def test_another_vocabulary_size_does_not_count_again(
+    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_tokenizer(RECIPE, documents, tmp_path / "out")
+    monkeypatch.delattr(train, "count_shard")
+    larger = RECIPE.model_copy(update={"vocab_size": 1088})
+    assert train_tokenizer(larger, documents, tmp_path / "out")["vocab_size"] == 1088
+
+
+def test_too_little_memory_for_the_workers_says_what_would_do(documents: Path, tmp_path: Path) -> None:
+    small = RECIPE.model_copy(update={"max_memory": 1 << 30})
+    with pytest.raises(UsageError, match="fewer --workers"):
+        train_tokenizer(small, documents, tmp_path / "out", Engine(workers=16))

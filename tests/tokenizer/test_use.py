@@ -1,0 +1,115 @@
+"""Measuring, showing and exporting tokenizers."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import models, pre_tokenizers, trainers
+
+from zero2all.errors import Z2aError
+from zero2all.io import read_json
+from zero2all.tokenizer import Tokenizer
+from zero2all.tokenizer.evaluate import evaluate_tokenizers
+from zero2all.tokenizer.evaluate_report import as_svg, as_table
+from zero2all.tokenizer.export import export_tiktoken
+from zero2all.tokenizer.pieces import as_html, as_terminal, cut
+
+SAID = "春眠不觉晓 <b>x & y</b>\n\tdef f(龘): return '<|pad|>' # \x1b[31m"
+
+
+@pytest.fixture(scope="module")
+def lossy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of another kind: words of a few letters, all else unknown."""
+    made = HFTokenizer(models.WordLevel(unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.train_from_iterator(["the model reads"], trainers.WordLevelTrainer(special_tokens=["[UNK]"]))
+    path = tmp_path_factory.mktemp("lossy") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+def test_tokenizers_are_measured_side_by_side(tokenizer: Tokenizer, real_tokenizer: Tokenizer, lossy: Path) -> None:
+    texts = {
+        "zh": ["春眠不觉晓，处处闻啼鸟。" * 20, "花落知多少"],
+        "en": ["the model reads a line of text <|pad|> " * 30],
+    }
+    paths = {"small": tokenizer.directory, "real": real_tokenizer.directory, "lossy": lossy}
+    found = evaluate_tokenizers(paths, texts)["tokenizers"]
+    for name, ours in (("small", tokenizer), ("real", real_tokenizer)):
+        part = found[name]["domains"]["en"]
+        assert part["tokens"] == len(ours.encode(texts["en"][0]))  # "<|pad|>" is text here too
+        assert part["bytes_per_token"] == round(part["bytes"] / part["tokens"], 4)
+        used = {id for documents in texts.values() for text in documents for id in ours.encode(text)}
+        assert found[name]["unused_tokens"] == ours.vocab_size - len(ours.special_ids) - len(used)
+        assert found[name]["random_bytes_back"] == part["documents_back"] == 1
+    assert found["lossy"]["random_bytes_back"] < 0.5
+    assert found["lossy"]["domains"]["zh"]["documents_back"] == 0
+    assert found["real"]["tokens_per_word"]["English names"] < found["small"]["tokens_per_word"]["English names"]
+
+    table = as_table({"tokenizers": found}).splitlines()
+    assert len({line.count("|") for line in table}) == 1
+    assert re.search(r"\|\s+small \|\s+real \|\s+lossy \|", table[0])
+    assert ElementTree.fromstring(as_svg({"tokenizers": found})).tag.endswith("svg")
+
+
+def test_a_tokenizer_or_text_that_is_not_there_says_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(Z2aError, match="no tokenizer in"):
+        evaluate_tokenizers({"x": tmp_path}, {"en": ["a"]})
+    with pytest.raises(Z2aError, match="no text in en"):
+        evaluate_tokenizers({"x": tokenizer.directory}, {"en": []})
+
+
+def test_pieces_are_the_text(real_tokenizer: Tokenizer) -> None:
+    pieces = cut(real_tokenizer, SAID)
+    assert b"".join(piece.data for piece in pieces).decode() == SAID
+    assert [piece.id for piece in pieces] == real_tokenizer.encode(SAID)
+    assert not any(piece.special for piece in pieces)
+    assert [piece.data for piece in cut(real_tokenizer, SAID, special=True) if piece.special] == [b"<|pad|>"]
+
+
+def test_the_page_holds_the_text_and_no_markup_of_it(real_tokenizer: Tokenizer) -> None:
+    tags: list[str] = []
+    said: list[str] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            tags.append(tag)
+
+        def handle_data(self, data: str) -> None:
+            said.append(data)
+
+    page = as_html(cut(real_tokenizer, SAID + "<script>alert(1)</script>"), "a <title>")
+    Reader().feed(page)
+    assert not {"script", "b"} & set(tags)
+    assert "<script>alert(1)</script>".replace(" ", "·") in "".join(said)
+    assert "http" not in page
+
+
+def test_a_terminal_gets_no_control_characters_of_the_text(real_tokenizer: Tokenizer) -> None:
+    plain = as_terminal(cut(real_tokenizer, SAID), colour=False)
+    assert "\x1b" not in plain
+    assert "\\x1b" in plain.replace("|", "")
+    coloured = as_terminal(cut(real_tokenizer, SAID), colour=True)
+    uncoloured = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
+    assert uncoloured.strip() == "".join(piece.shown for piece in cut(real_tokenizer, SAID))
+
+
+def test_tiktoken_reads_what_is_exported(
+    real_tokenizer: Tokenizer, real_texts: dict[str, list[str]], tmp_path: Path
+) -> None:
+    import tiktoken
+    from tiktoken.load import load_tiktoken_bpe
+
+    made = export_tiktoken(real_tokenizer, tmp_path / "mine.tiktoken")
+    settings = read_json(Path(made["settings"]))
+    encoding = tiktoken.Encoding("mine", mergeable_ranks=load_tiktoken_bpe(made["ranks"]), **settings)
+    assert encoding.n_vocab == real_tokenizer.vocab_size
+    for texts in real_texts.values():
+        for text in texts[:20]:
+            assert encoding.encode_ordinary(text) == real_tokenizer.encode(text)
+    assert encoding.encode("<|pad|>", allowed_special="all") == [real_tokenizer.special_ids["<|pad|>"]]
