@@ -17,7 +17,7 @@ Out = Annotated[Path | None, typer.Option("--out", help="A directory for the tab
 @app.command()
 @command
 def ops(
-    target: Target = "z2all-3m",
+    target: Target = "auto",
     overrides: Overrides = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of every row; the fastest counts.")] = 3,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps in a turn; their median counts.")] = 5,
@@ -27,12 +27,15 @@ def ops(
 ) -> Result:
     """Time a training step with every op plain, every op fused, and every op fused but one.
 
+    auto is a small preset on CPU and the reference shape on a GPU.
+
     Example: z2a bench ops z2all-10m train.batch_tokens=4096 --out bench
     """
-    from zero2all.bench import bench_ops, ops_markdown, write_report
+    from zero2all.bench import bench_ops, ops_markdown, shape_for_this_machine, write_report
     from zero2all.recipe import recipe_or_preset
 
-    report = bench_ops(recipe_or_preset(target, overrides), rounds, steps, compiled)
+    recipe = recipe_or_preset(shape_for_this_machine() if target == "auto" else target, overrides)
+    report = bench_ops(recipe, rounds, steps, compiled)
     markdown = ops_markdown(report)
     if out is not None:
         write_report(out, "bench-ops", report, markdown)
