@@ -181,6 +181,7 @@ class Spread:
         cuts = self.layout.sizes.tp if self.recipe.sp else 1
         dtype = torch.bfloat16 if self.bf16 and not self.config.residual_fp32 else torch.float32
         stream = torch.empty(size, length // cuts, self.config.hidden_size, dtype=dtype, device="meta")
+        inputs = {name: tensor.contiguous() for name, tensor in inputs.items()}  # stages check strides
         losses = pipeline.backward(inputs, samples // size, divisor, stream)
         return torch.zeros(samples, length, device=self.layout.device) if losses is None else losses.detach()
 
