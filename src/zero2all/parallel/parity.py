@@ -223,7 +223,7 @@ def _optimizer(name: OptimizerName, groups: list[dict[str, Any]]) -> torch.optim
 
 def _compare(trials: list[Trial], references: dict[Any, _Run]) -> list[Outcome]:
     """On every rank: each trial against what one process had."""
-    # Gathering a gradient for comparison takes two collectives where FSDP and TP cut the same dimension, and torch warns.
+    # Where FSDP and TP cut the same dimension, gathering a gradient takes two collectives, and torch warns of it.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     outcomes = []
     for trial in trials:

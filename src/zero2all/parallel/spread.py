@@ -85,7 +85,8 @@ class Spread:
         inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
         if starts_BS is not None:
             inputs["starts_BS"] = starts_BS
-        inputs = {name: tensor.to(self.layout.device, non_blocking=True) for name, tensor in inputs.items()}
+        device = self.layout.device  # contiguous, because pipeline stages check strides
+        inputs = {name: tensor.contiguous().to(device, non_blocking=True) for name, tensor in inputs.items()}
         length = tokens_BS.shape[1]
         if self._context is not None:
             own = self._context.own(length, self.layout.device)
@@ -181,7 +182,6 @@ class Spread:
         cuts = self.layout.sizes.tp if self.recipe.sp else 1
         dtype = torch.bfloat16 if self.bf16 and not self.config.residual_fp32 else torch.float32
         stream = torch.empty(size, length // cuts, self.config.hidden_size, dtype=dtype, device="meta")
-        inputs = {name: tensor.contiguous() for name, tensor in inputs.items()}  # stages check strides
         losses = pipeline.backward(inputs, samples // size, divisor, stream)
         return torch.zeros(samples, length, device=self.layout.device) if losses is None else losses.detach()
 
