@@ -118,7 +118,8 @@ class Spread:
         inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
         if starts_BS is not None:
             inputs["starts_BS"] = starts_BS
-        inputs = {name: tensor.to(self.layout.device, non_blocking=True) for name, tensor in inputs.items()}
+        device = self.layout.device  # contiguous, because pipeline stages check strides
+        inputs = {name: tensor.contiguous().to(device, non_blocking=True) for name, tensor in inputs.items()}
         length = tokens_BS.shape[1]
         if self._context is not None:
             own = self._context.own(length, self.layout.device)
