@@ -123,8 +123,8 @@ def write_client(home: Path, wire: Wire, known: str) -> None:
     (home / f"known_{known}").write_text(f"[127.0.0.1]:{wire.port} {kind} {key}\n")
     (home / f"client_{known}").write_text(
         f"Host there\n  HostName 127.0.0.1\n  Port {wire.port}\n  User {getpass.getuser()}\n"
-        f"  IdentityFile {home}/user\n  IdentitiesOnly yes\n  UserKnownHostsFile {home}/known_{known}\n  GlobalKnownHostsFile /dev/null\n"
-        "  StrictHostKeyChecking yes\n  BatchMode yes\n  LogLevel ERROR\n"
+        f"  IdentityFile {home}/user\n  IdentitiesOnly yes\n  UserKnownHostsFile {home}/known_{known}\n"
+        "  GlobalKnownHostsFile /dev/null\n  StrictHostKeyChecking yes\n  BatchMode yes\n  LogLevel ERROR\n"
     )
 
 

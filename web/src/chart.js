@@ -29,6 +29,7 @@ export class Chart {
       element("h2", {}, say(group.title)), this.legend, this.canvas);
     this.resized = new ResizeObserver(() => this.plot?.setSize({ width: this.canvas.clientWidth, height: HEIGHT }));
     this.resized.observe(this.canvas);
+    this.listen();
   }
 
   get shown() {
@@ -123,18 +124,25 @@ export class Chart {
         setSelect: [(plot) => this.zoom(plot)],
         setCursor: [(plot) => this.readOut(plot)],
         drawClear: [(plot) => this.drawEvents(plot)],
-        ready: [(plot) => this.listen(plot)],
       },
     }, data, this.canvas);
     this.readOut(this.plot);
+    performance.mark(`drawn ${this.group.id}`);  // for those who measure
   }
 
-  listen(plot) {
-    let moved = false, downAt = 0;
-    plot.over.addEventListener("mousedown", (event) => { downAt = event.clientX; });
-    plot.over.addEventListener("mouseup", (event) => { moved = Math.abs(event.clientX - downAt) > 3; });
-    plot.over.addEventListener("click", () => { if (!moved) this.open(plot); });
-    plot.over.addEventListener("dblclick", () => change({ from: "", to: "" }));
+  // On the element that stays while plots come and go.
+  listen() {
+    let downAt = 0, moved = false, waiting = 0;
+    this.canvas.addEventListener("mousedown", (event) => { downAt = event.clientX; });
+    this.canvas.addEventListener("mouseup", (event) => { moved = Math.abs(event.clientX - downAt) > 3; });
+    this.canvas.addEventListener("click", (event) => {
+      clearTimeout(waiting);
+      if (!moved) waiting = setTimeout(() => this.open(event.clientX), 300);  // unless it becomes a double click
+    });
+    this.canvas.addEventListener("dblclick", () => {
+      clearTimeout(waiting);
+      change({ from: "", to: "" });
+    });
   }
 
   zoom(plot) {
@@ -149,12 +157,12 @@ export class Chart {
   }
 
   // The step under the pointer; where rows were put together, the one among them with the largest value.
-  async open(plot) {
-    const { idx, left } = plot.cursor;
+  async open(clientX) {
     const [line] = this.lines();
-    if (idx == null || !line) return;
+    const { left, width } = this.plot.over.getBoundingClientRect();
+    if (!line || clientX < left || clientX > left + width) return;
     const x = xOf(line.block, state.x, line.begun);
-    const step = stepAt(plot.posToVal(left, "x"), line.block, x);
+    const step = stepAt(this.plot.posToVal(clientX - left, "x"), line.block, x);
     if (!line.block.low) return this.onStep(line.run, step);
     const row = line.block.steps.findIndex((one) => one >= step);
     const around = [line.block.steps[Math.max(0, row - 1)], line.block.steps[Math.min(x.length - 1, row + 1)]];

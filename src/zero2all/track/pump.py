@@ -18,7 +18,7 @@ CAPACITY = 20_000
 BATCH = 1_000
 PAUSE = 0.1  # seconds between two looks at the queue
 RETRY = 1.0
-LAST_WORDS = 5.0  # seconds that the end of a run may wait for a slow disk
+LAST_WORDS = 20.0  # seconds that the end of a run waits for a slow disk or service
 
 
 class Pump:

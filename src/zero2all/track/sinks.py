@@ -84,7 +84,7 @@ class Wandb:
         self._run.log(values, step=step)
 
     def event(self, name: str, details: dict[str, Any]) -> None:
-        self._run.log({f"events/{name}": str(details)})
+        self._run.log({f"events/{name}": str(details)}, commit=False)  # with the next step: it takes none of its own
 
     def sample(self, step: int, name: str, text: str) -> None:
         self._run.log({f"samples/{name}": text}, step=step)

@@ -1,0 +1,145 @@
+"""The page in a real browser. Z2A_SCREENSHOTS=DIR keeps pictures; Z2A_SCREENSHOT_RUN=RUN takes them of another run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import tiny_recipe
+from tests.track.browser import browser, watching
+from zero2all.track import Record
+from zero2all.track.places import LocalPlace
+from zero2all.track.report import report_html
+from zero2all.track.watched import WatchedRun
+from zero2all.train import train
+
+pytestmark = pytest.mark.slow
+NASTY = "<img src=x onerror=\"document.title='broken'\"> 床前明月光"
+INK = """
+const canvas = document.querySelector(`[data-chart="${arguments[0]}"] canvas`);
+if (!canvas) return 0;
+const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+let drawn = 0;
+for (let at = 3; at < data.length; at += 4) if (data[at] > 0) drawn++;
+return drawn;
+"""
+
+
+def until(page: Any, script: str, *words: object, seconds: float = 20.0) -> Any:
+    """The first true value of a script, or a failure that names it."""
+    end = time.monotonic() + seconds
+    while not (found := page.execute_script(script, *words)):
+        assert time.monotonic() < end, f"never true: {script} {words}"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("page")
+    train(tiny_recipe(world, f"out={out}", "train.steps=80"))
+    return out
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Any]:
+    with browser(tmp_path / "profile") as opened:
+        yield opened
+
+
+def no_complaints(page: Any) -> None:
+    assert [line for line in page.get_log("browser") if line["level"] == "SEVERE"] == []
+
+
+def test_it_follows_a_run_within_two_seconds_and_text_stays_text(page: Any, tmp_path: Path) -> None:
+    with Record(tmp_path / "run" / "record.jsonl", system_every=None) as record:
+        record.event("start", step=0, steps=100)
+        for step in range(50):
+            record.step(step, loss=8.0 - step / 20)
+        record.flush()
+        with watching(tmp_path / "run") as (url, _):
+            page.get(url)
+            until(page, INK, "loss")
+            record.sample(50, "zh", NASTY)
+            record.step(50, **{"loss": 5.5, "loss/zh": 6.5})
+            begun = time.monotonic()
+            until(page, "return document.querySelector('.figures').textContent.includes('51 / 100')")
+            taken = time.monotonic() - begun
+            assert taken < 6, "2 s on a machine that is not loaded"
+            until(page, INK, "loss/*")
+            text = until(page, "return document.querySelector('.texts pre')?.textContent")
+            assert text == NASTY
+            assert page.title == "zero2all"
+            record.event("resume", step=20)
+            record.step(20, loss=4.0)
+            until(page, "return document.querySelector('.figures').textContent.includes('21 / 100')")
+            no_complaints(page)
+
+
+def test_what_a_person_chooses_is_in_the_address_and_a_click_opens_the_documents(page: Any, trained: Path) -> None:
+    from selenium.webdriver import ActionChains
+
+    with watching(trained) as (url, _):
+        page.get(url + "#smooth=0.6&x=tokens&logy=1&lang=zh&theme=dark")
+        until(page, INK, "loss")
+        assert page.execute_script("return document.documentElement.dataset.theme") == "dark"
+        assert page.execute_script("return document.querySelector('[data-chart=loss] h2').textContent") == "损失"
+        assert page.execute_script("return document.querySelector('select').value") == "tokens"
+        over = page.find_element("css selector", "[data-chart=loss] .u-over")
+        page.execute_script("arguments[0].scrollIntoView({block: 'center'})", over)
+        drag = ActionChains(page).move_to_element_with_offset(over, -60, 0).click_and_hold().move_by_offset(90, 0)
+        drag.release().perform()
+        hash_ = until(page, "return location.hash.includes('from=') && location.hash")
+        assert "to=" in hash_
+        assert "smooth=0.6" in hash_
+        until(page, INK, "loss")
+        # As an event: two clicks of a driver on a loaded machine may lie too far apart to be a double click.
+        double = "new MouseEvent('dblclick', {bubbles: true})"
+        page.execute_script(f"document.querySelector('[data-chart=loss] .u-over').dispatchEvent({double})")
+        until(page, "return !location.hash.includes('from=')")
+        ActionChains(page).click(page.find_element("css selector", "[data-chart=loss] .u-over")).perform()
+        until(page, "return /step=0%3A(3[89]|4[01])/.test(location.hash)")  # the middle of 80 steps
+        rows = until(page, "return document.querySelectorAll('dialog tr').length", seconds=60)
+        assert rows > 2
+        page.execute_script("document.querySelector('dialog div button').click()")
+        loss = "return parseFloat(document.querySelector('dialog td')?.textContent)"
+        worst = until(page, loss, seconds=90)
+        assert worst > 0
+        no_complaints(page)
+
+
+def test_a_report_opens_without_a_server(page: Any, trained: Path, tmp_path: Path) -> None:
+    run = WatchedRun(LocalPlace(trained / "run"))
+    run.refresh()
+    (tmp_path / "report.html").write_text(report_html([run]), encoding="utf-8")
+    page.get((tmp_path / "report.html").as_uri())
+    until(page, INK, "loss")
+    assert "80 / 80" in page.execute_script("return document.querySelector('.figures').textContent")
+    no_complaints(page)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "height", "phone", "state"),
+    [
+        ("track-dark", 1400, 1000, False, "theme=dark&smooth=0.6"),
+        ("track-light", 1400, 1000, False, "theme=light"),
+        ("track-phone", 390, 844, True, "theme=dark"),
+        ("track-zh", 1400, 1000, False, "theme=light&lang=zh&x=tokens&smooth=0.8"),
+    ],
+)
+def test_pictures(name: str, width: int, height: int, phone: bool, state: str, trained: Path, tmp_path: Path) -> None:
+    run = Path(os.environ.get("Z2A_SCREENSHOT_RUN", trained))
+    pictures = Path(os.environ.get("Z2A_SCREENSHOTS", tmp_path))
+    with watching(run) as (url, _), browser(tmp_path / "profile", width, height, phone) as page:
+        page.get(f"{url}#{state}")
+        for chart in ("loss", "lr"):
+            until(page, INK, chart)
+        wide = page.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wide <= 0, "nothing sticks out"
+        assert page.save_screenshot(str(pictures / f"{name}.png"))
+        no_complaints(page)

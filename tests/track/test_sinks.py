@@ -1,0 +1,97 @@
+"""Each adapter against the real library, offline."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero2all.errors import UsageError, Z2aError
+from zero2all.track import Record, open_sinks, read_steps
+
+
+def write(directory: Path, *sinks: str) -> None:
+    opened = open_sinks(sinks, directory)
+    with Record(directory / "record.jsonl", sinks=opened, system_every=None) as record:
+        record.event("start", step=0)
+        for step in range(5):
+            record.step(step, **{"loss": 5.0 - step, "loss/zh": 1.0})
+        record.sample(5, "zh", "# 床前明月光\n<b>x</b>")
+        record.histogram(5, "grad", [1, 3], [0.0, 0.5, 1.0])
+        record.event("done", step=5)
+
+
+def test_tensorboard_reads_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path, "tensorboard")
+    found: Any = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(point.step, point.value) for point in found.Scalars("loss")] == [(step, 5.0 - step) for step in range(5)]
+    assert "loss/zh" in found.Tags()["scalars"]
+    [histogram] = found.Histograms("grad")
+    assert histogram.histogram_value.num == 4
+    [sample] = found.Tensors("samples/zh/text_summary")
+    assert "床前明月光" in sample.tensor_proto.string_val[0].decode()
+    assert "fails" not in capsys.readouterr().err
+    assert len(read_steps(tmp_path / "record.jsonl")) == 5
+
+
+@pytest.mark.slow
+def test_wandb_takes_it_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr("zero2all.track.pump.LAST_WORDS", 200.0)  # a loaded machine starts its service slowly
+    write(tmp_path, "wandb")
+    assert "the sink Wandb" not in capsys.readouterr().err
+    [file] = tmp_path.rglob("*.wandb")
+    wanted = [b"loss/zh", "床前明月光".encode(), b"grad", b"events/done"]
+    until = time.monotonic() + 60
+    while missing := [word for word in wanted if word not in file.read_bytes()]:  # its service writes behind us
+        assert time.monotonic() < until, missing
+        time.sleep(0.1)
+
+
+class Kept:
+    """A sink of somebody else's, as documented."""
+
+    calls: list[tuple[Any, ...]] = []  # noqa: RUF012 - the test reads it
+
+    def __init__(self, directory: Path) -> None:
+        self.calls.clear()
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        self.calls.append(("step", step, values))
+
+    def event(self, name: str, details: dict[str, Any]) -> None:
+        self.calls.append(("event", name, details["step"]))
+
+    def sample(self, step: int, name: str, text: str) -> None:
+        self.calls.append(("sample", step, name))
+
+    def histogram(self, step: int, name: str, counts: list[float], edges: list[float]) -> None:
+        self.calls.append(("histogram", step, name))
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+def test_a_sink_of_ones_own_by_its_name(tmp_path: Path) -> None:
+    write(tmp_path, "tests.track.test_sinks:Kept")
+    assert [call[0] for call in Kept.calls] == ["event", *["step"] * 5, "sample", "histogram", "event", "close"]
+    assert Kept.calls[1] == ("step", 0, {"loss": 5.0, "loss/zh": 1.0})
+
+
+def test_a_sink_that_is_not_there_is_named_before_training() -> None:
+    with pytest.raises(UsageError, match="tensorboard, wandb"):
+        open_sinks(["tensorbord"], Path())
+    with pytest.raises(Z2aError, match="cannot be loaded"):
+        open_sinks(["no.such:Sink"], Path())
