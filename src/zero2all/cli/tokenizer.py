@@ -73,7 +73,7 @@ def evaluate(
 
     Example: z2a tokenizer eval runs/mine/tokenizer qwen3/ --text zh=zh.jsonl --text en=en.txt --svg fit.svg
     """
-    from zero2all.corpus.parts import document_texts
+    from zero2all.corpus.ingest import document_texts
     from zero2all.errors import UsageError
     from zero2all.io import write_text
     from zero2all.tokenizer.evaluate import evaluate_tokenizers
@@ -136,7 +136,7 @@ def extend(
 
     Example: z2a tokenizer extend runs/mine/tokenizer --text medicine/ --add 4000 --out medical-tokenizer
     """
-    from zero2all.corpus.parts import document_texts
+    from zero2all.corpus.ingest import document_texts
     from zero2all.tokenizer.extend import extend_tokenizer
 
     made = extend_tokenizer(directory, document_texts(text), add, out, min_frequency)

@@ -27,6 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from zero2all.io import atomic_path, read_json, write_json
+from zero2all.paths import arrow_source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,7 +62,7 @@ def count_shard(
     """One task: the words of a shard as runs ``<stem>-0.arrow`` and so on; its record is written last."""
     runs = RunWriter(stem, cutting, np.load(classes), memory)
     size = 0
-    with pq.ParquetFile(parquet, buffer_size=1 << 20) as shard:
+    with pq.ParquetFile(arrow_source(parquet), buffer_size=1 << 20) as shard:
         for batch in shard.iter_batches(batch_size=BATCH_DOCUMENTS, columns=["gid", "content"]):
             texts, taken = batch.column("content"), in_sample(batch.column("gid"), cutting.share)
             runs.count(texts, taken)

@@ -29,7 +29,6 @@ from zero2all.io import (
     write_manifest,
     write_text,
 )
-from zero2all.paths import arrow_source
 from zero2all.recipe import TokenizerRecipe
 from zero2all.tokenizer.count import PARTS, Cutting, RunWriter, collect, count_shard, finished
 from zero2all.tokenizer.merge import byte_order, learn_merges, merge_memory, read_words
