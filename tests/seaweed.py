@@ -43,7 +43,11 @@ class Server:
 def seaweed(weed: str) -> Iterator[Server]:
     """Start a server on free ports with its files in a directory of its own, and stop it by its pid."""
     # Not below pytest's directories: the names of its sockets may have 107 bytes and no more.
-    directory = Path(tempfile.mkdtemp(prefix="z2a-s3-"))
+    with tempfile.TemporaryDirectory(prefix="z2a-s3-", ignore_cleanup_errors=True) as directory:
+        yield from _served(weed, Path(directory))
+
+
+def _served(weed: str, directory: Path) -> Iterator[Server]:
     identity = {"name": "tests", "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
     identity["credentials"] = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
     (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
@@ -64,7 +68,6 @@ def seaweed(weed: str) -> Iterator[Server]:
     finally:
         process.kill()
         process.wait()
-        shutil.rmtree(directory, ignore_errors=True)
         for name, port in zip(PORTS, ports[len(PORTS) :], strict=True):
             Path(f"/tmp/seaweedfs-{name.removesuffix('.port')}-grpc-{port}.sock").unlink(missing_ok=True)
 

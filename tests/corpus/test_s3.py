@@ -92,11 +92,14 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(s3: str, raw: Path
     build_corpus(remote_recipe(s3, raw), to_path(f"{s3}/whole"))
     undisturbed = remote_contents(to_path(f"{s3}/whole"))
     made = len(all_files(to_path(s3))) - before
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    environment = {**os.environ, "TMPDIR": str(staging)}
     rng = random.Random(7)
     words = [sys.executable, "-c", BUILDER, remote_recipe(s3, raw).model_dump_json(), f"{s3}/documents"]
     kills = 0
     for moment in [*sorted(rng.sample(range(1, made - len(undisturbed)), KILLS - 1)), made - 3]:
-        process = subprocess.Popen([*words, str(rng.choice([1, 2]))], start_new_session=True)
+        process = subprocess.Popen([*words, str(rng.choice([1, 2]))], start_new_session=True, env=environment)
         deadline = time.monotonic() + 90
         while process.poll() is None and len(all_files(to_path(s3))) < before + made + moment:
             assert time.monotonic() < deadline
@@ -105,7 +108,8 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(s3: str, raw: Path
             os.killpg(process.pid, signal.SIGKILL)
             kills += 1
         process.wait()
-    subprocess.run([*words, "2"], check=True, timeout=120)
+    subprocess.run([*words, "2"], check=True, timeout=120, env=environment)
+    assert not list(staging.iterdir())  # also not what the killed ones had there
     assert kills >= KILLS // 2
     assert remote_contents(to_path(f"{s3}/documents")) == undisturbed
     manifest = read_manifest(to_path(f"{s3}/documents"), "documents", "")
