@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from zero2all.corpus import build_corpus
 from zero2all.corpus.account import Account
 from zero2all.corpus.ingest import read_documents
 from zero2all.corpus.readers import RawFile, in_pieces, list_files, pieces
-from zero2all.corpus.readers.encoding import _SIDE_BY_SIDE, may_be_mojibake
+from zero2all.corpus.readers.encoding import _SIDE_BY_SIDE, _odd_places, mend_mojibake
 from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
@@ -138,15 +139,22 @@ def test_a_large_file_gives_the_same_bytes_on_any_number_of_workers(
     assert built[0]["documents"] == whole["documents"]
 
 
-def test_suspects_of_mojibake_are_all_that_the_pattern_finds() -> None:
+def test_odd_places_are_all_that_the_pattern_finds() -> None:
     rng = random.Random(1)
     edges = "\x85\x9f\xa0\u052f\u0530\u200f\u2010\u202f\u2030\u25ff\u2600\ufffd\uffff\ud83d\udc00"
     pool = f"ab \n中文，“”—…·éÃ©Âœﬁﬂ😀𠀀Жж{edges}"
-    found = 0
-    for _ in range(3000):
-        texts = ["".join(rng.choices(pool, k=rng.randint(1, 6))) for _ in range(rng.randint(1, 5))]
-        expected = {number for number, text in enumerate(texts) if _SIDE_BY_SIDE.search(text)}
-        assert expected <= set(may_be_mojibake(texts)), texts
-        found += len(may_be_mojibake(texts)) - len(expected)
-    assert may_be_mojibake(["春眠不觉晓，“处处”——闻啼鸟……", "Ａ·Ｂ", "café"]) == []
-    assert found < 600  # a few too many are only asked again
+    too_many = 0
+    for _ in range(5000):
+        text = "".join(rng.choices(pool, k=rng.randint(1, 8)))
+        expected = {found.start() for found in re.finditer(f"(?={_SIDE_BY_SIDE.pattern})", text)}
+        assert expected <= set(_odd_places(text).tolist()), ascii(text)
+        too_many += len(_odd_places(text)) - len(expected)
+    assert too_many < 1000  # these are only asked again
+    assert not len(_odd_places("春眠不觉晓，“处处”——闻啼鸟……\nＡ·Ｂ\ncafé"))
+
+
+def test_only_bad_lines_of_bad_texts_are_mended() -> None:
+    pytest.importorskip("ftfy")
+    bad = "naïve café".encode().decode("latin-1")
+    texts = [f"Шостакович\n{bad}\nend", "fine", bad, f"😀\n{bad}"]
+    assert mend_mojibake(texts) == {0: "Шостакович\nnaïve café\nend", 2: "naïve café", 3: "😀\nnaïve café"}

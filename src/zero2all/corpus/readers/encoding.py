@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zero2all.corpus.readers.base import Unreadable, optional
 from zero2all.corpus.readers.streams import Stream
@@ -152,20 +154,41 @@ _SIDE_BY_SIDE = re.compile(
 _PLAINLY_BAD = re.compile("Ã[\x80-\xbf]|Â[\xa0-\xbf]|â€|[\x80-\x9f]")  # enough to miss ftfy for
 
 
-def may_be_mojibake(texts: list[str]) -> list[int]:
-    """Numbers of the texts in which ``_SIDE_BY_SIDE`` finds something, and of hardly any others, but faster.
+def mend_mojibake(texts: Sequence[str]) -> dict[int, str | None]:
+    """UTF-8 that was read as another encoding, read rightly: the texts that change, by number.
+
+    None stands for one that is plainly bad where ftfy is not installed. Lines that do not look bad are not touched.
+    """
+    joined = "\n".join(texts)
+    ends = np.cumsum([len(text) + 1 for text in texts]).tolist()
+    changes: dict[int, list[tuple[int, int, str | None]]] = {}
+    line_end = -1
+    for place in _odd_places(joined).tolist():
+        if place < line_end:
+            continue
+        line_start, line_end = joined.rfind("\n", 0, place) + 1, joined.find("\n", place)
+        line_end = line_end if line_end >= 0 else len(joined)
+        line = joined[line_start:line_end]
+        better = _mended_line(line)
+        if better != line:
+            number = bisect_right(ends, line_start)
+            begin = ends[number - 1] if number else 0
+            changes.setdefault(number, []).append((line_start - begin, line_end - begin, better))
+    return {number: _with_lines(texts[number], lines) for number, lines in changes.items()}
+
+
+def _odd_places(text: str) -> NDArray[np.intp]:
+    """Where ``_SIDE_BY_SIDE`` may match, found many times as fast.
 
     That is two odd characters side by side that are not both punctuation, or one that is odd enough alone.
     """
-    joined = "\n".join(texts)
-    points = np.frombuffer(joined.encode("utf-16-le", "surrogatepass"), dtype="<u2")
-    if len(points) != len(joined):
-        points = points[points & 0xFC00 != 0xDC00]  # rare characters take two places: leave one
-    if len(points) != len(joined):  # halves of such pairs
-        return [number for number, text in enumerate(texts) if _SIDE_BY_SIDE.search(text)]
+    points = np.frombuffer(text.encode("utf-16-le", "surrogatepass"), dtype="<u2")
+    if len(points) != len(text):  # rare characters take two places there, and none of them is odd
+        wide = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+        points = np.where(wide > 0xFFFF, 0, wide).astype("<u2")
     odd = points - np.uint16(0x80) < 0x2600 - 0x80  # a wide net first: few characters of most texts are caught in it
     for char in "\ufb01\ufb02\ufffd":
-        if char in joined:
+        if char in text:
             odd |= points == ord(char)
     places = np.flatnonzero(odd)
     places = places[points[places] - np.uint16(0x530) >= 0x2010 - 0x530]
@@ -174,20 +197,27 @@ def may_be_mojibake(texts: list[str]) -> list[int]:
     is_mark = found - np.uint16(0x2010) < 0x20
     beside = np.diff(places, append=-2) == 1
     beside[:-1] &= ~(is_mark[:-1] & is_mark[1:])
-    ends = np.cumsum([len(text) + 1 for text in texts])
-    return np.unique(np.searchsorted(ends, places[alone | beside], side="right")).tolist()  # type: ignore[no-any-return]
+    suspects: NDArray[np.intp] = places[alone | beside]
+    return suspects
 
 
-def mend_mojibake(text: str) -> str:
-    """UTF-8 that was read as another encoding, read rightly. Lines that do not look bad are not touched."""
-    if text.isascii() or not _SIDE_BY_SIDE.search(text):
-        return text
+def _mended_line(line: str) -> str | None:
+    if not _SIDE_BY_SIDE.search(line):
+        return line
     try:
         ftfy = optional("ftfy")
     except Unreadable:
-        if _PLAINLY_BAD.search(text):
-            raise
-        return text
-    is_bad = ftfy.badness.is_bad
-    lines = text.split("\n")
-    return "\n".join(ftfy.fix_encoding(line) if _SIDE_BY_SIDE.search(line) and is_bad(line) else line for line in lines)
+        return None if _PLAINLY_BAD.search(line) else line
+    mended: str = ftfy.fix_encoding(line) if ftfy.badness.is_bad(line) else line
+    return mended
+
+
+def _with_lines(text: str, lines: list[tuple[int, int, str | None]]) -> str | None:
+    """The text with some of its lines replaced; None if one of them could not be mended."""
+    pieces, at = [], 0
+    for start, stop, line in lines:
+        if line is None:
+            return None
+        pieces += [text[at:start], line]
+        at = stop
+    return "".join([*pieces, text[at:]])

@@ -95,6 +95,9 @@ def _elements(stream: Stream, limits: Limits) -> Iterator[dict[str, Any]]:
     while scanner.skip(_BETWEEN):
         if scanner.next_is("]") and not scanner.skip_closing():
             return
+        yield from scanner.objects()
+        if not scanner.skip(_BETWEEN) or scanner.next_is("]"):
+            continue
         place = f"character {scanner.offset}"
         try:
             value = scanner.value()
@@ -112,6 +115,7 @@ class _Scanner:
     def __init__(self, blocks: Iterator[str], limit: int) -> None:
         self._blocks, self._limit = blocks, limit
         self._text, self._at, self._before, self._ended = "", 0, 0, False
+        self._tried = -1  # where the text ended when several objects were last tried at once
         self._decode = json.JSONDecoder().raw_decode
 
     @property
@@ -157,6 +161,24 @@ class _Scanner:
         """Past the array's end; True if something follows, as in files that were put together by hand."""
         self._at += 1
         return self.skip(_SPACE)
+
+    def objects(self) -> list[dict[str, Any]]:
+        """All objects up to the last place where one seems to end, at once; nothing if that is not one.
+
+        Between brackets they parse as one array only if it is, whatever stands in their strings.
+        """
+        if self._tried == self._before + len(self._text):
+            return []
+        self._tried = self._before + len(self._text)  # once for each piece of text
+        end = self._text.rfind("},", self._at) + 1
+        try:
+            values: list[Any] = orjson.loads(f"[{self._text[self._at : end]}]") if end else []
+        except ValueError:
+            return []
+        if {*map(type, values)} != {dict}:
+            return []
+        self._at = end
+        return values
 
     def value(self) -> Any:
         while True:

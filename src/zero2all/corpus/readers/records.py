@@ -20,7 +20,7 @@ from zero2all.corpus.readers.base import (
     Unreadable,
     WholeFile,
 )
-from zero2all.corpus.readers.encoding import may_be_mojibake, mend_mojibake
+from zero2all.corpus.readers.encoding import mend_mojibake
 from zero2all.corpus.readers.kinds import Kind, inner_name, kind_of
 from zero2all.corpus.readers.listing import RawFile
 from zero2all.corpus.readers.pieces import read_piece
@@ -175,11 +175,12 @@ def _mended(batch: Records) -> Records:
         for key, value in record.items()
         if isinstance(value, str) and not value.isascii()
     ]
-    for suspect in may_be_mojibake([value for _, _, value in places]) if places else ():
-        number, key, value = places[suspect]
-        try:
-            batch[number][key] = mend_mojibake(value)
-        except Unreadable:  # only now, and only for text that looks bad, is ftfy needed
+    better = mend_mojibake([value for _, _, value in places]) if places else {}
+    for place, text in better.items():
+        number, key, _ = places[place]
+        if text is not None:
+            batch[number][key] = text
+        else:  # only for text that looks bad is ftfy needed
             batch[number] = BrokenRecord(NOT_INSTALLED)
     return batch
 

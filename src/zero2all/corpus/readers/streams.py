@@ -34,21 +34,24 @@ class Stream:
     """Reads forward, and can look at what comes without taking it."""
 
     def __init__(self, source: Readable) -> None:
-        self._source, self._ahead, self._ended = source, b"", False
+        self._source, self._ended = source, False
+        self._ahead, self._at = b"", 0  # what has been looked at, and how much of it has been taken
 
     def peek(self, size: int = HEAD) -> bytes:
         """The next ``size`` bytes, or all there are."""
-        while len(self._ahead) < size and not self._ended:
-            block = self._source.read(max(size - len(self._ahead), 1))
+        while len(self._ahead) - self._at < size and not self._ended:
+            block = self._source.read(max(size - len(self._ahead) + self._at, 1))
             self._ended = not block
-            self._ahead += block
-        return self._ahead[:size]
+            self._ahead, self._at = self._ahead[self._at :] + block, 0
+        return self._ahead[self._at : self._at + size]
 
     def read(self, size: int = BLOCK, /) -> bytes:
         """Up to ``size`` bytes; nothing only at the end."""
-        if self._ahead:
-            block, self._ahead = self._ahead[:size], self._ahead[size:]
+        if self._at < len(self._ahead):
+            block = self._ahead[self._at : self._at + size]
+            self._at += len(block)
             return block
+        self._ahead, self._at = b"", 0
         return b"" if self._ended else self._source.read(size)
 
     def blocks(self) -> Iterator[bytes]:

@@ -26,15 +26,21 @@ def whole_text(stream: Stream, name: str, limits: Limits) -> Iterator[dict[str, 
 
 
 def _pieces(blocks: Iterator[str], size: int) -> Iterator[str]:
-    held = ""
+    waiting: list[str] = []
+    length = 0
     for block in blocks:
-        held += block
+        waiting.append(block)
+        length += len(block)
+        if length <= size:
+            continue
+        held = "".join(waiting)
         while len(held) > size:
             end = held.rfind("\n", size // 2, size) + 1 or size
             yield held[:end]
             held = held[end:]
-    if held:
-        yield held
+        waiting, length = [held], len(held)
+    if length:
+        yield "".join(waiting)
 
 
 def wikiextractor(stream: Stream, limits: Limits) -> Iterator[dict[str, Any]]:
