@@ -106,7 +106,7 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def speeds(size: float, taken: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
-    """MB per second, and per CPU-second, which other work on the machine changes less; of the best turn of each side."""
+    """Of the best turn of each side: MB per second, and per CPU-second, which other work changes less."""
     wall = {side: min(wall for wall, _ in turns) for side, turns in taken.items()}
     cpu = {side: min(cpu for _, cpu in turns) for side, turns in taken.items()}
     return {
