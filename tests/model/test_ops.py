@@ -13,7 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+from tests.model.helpers import EXPERTS, make, some_tokens
 from zero2all.errors import UsageError
 from zero2all.model import IGNORE, document_starts
 from zero2all.model.ops import OPS, choose
@@ -278,6 +280,22 @@ def test_a_form_that_cannot_run_is_refused_with_a_way_out() -> None:
             choose(config, CPU)
     missing = OPS["norm"]["liger"].why_not(torch.device("cuda"), ModelConfig(vocab_size=320))
     assert missing in (None, "liger_kernel is not installed")
+
+
+def test_torch_counts_our_operations_as_it_does_the_plain_ones() -> None:
+    """A training pass through the forms that it cannot look into, beside one of the references."""
+
+    def counted(**forms: str) -> int:
+        model = make(moe=EXPERTS, ops=forms).train()
+        tokens = some_tokens()
+        starts = document_starts(tokens, 7)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, targets_BS=tokens, starts_BS=starts).sum().backward()
+        return int(counter.get_total_flops())
+
+    plain = counted(attention="reference", cross_entropy="reference", experts="reference")
+    again = 2 * 3 * 2 * 4 * 40 * 40 * 16  # fused attention computes its scores once more: layers, rows, heads
+    assert counted() == pytest.approx(plain + again, rel=0.01)
 
 
 def test_nothing_optional_is_imported_before_it_is_chosen() -> None:

@@ -25,7 +25,8 @@ def reference(x_ND: Tensor, counts_E: Tensor, gate: Tensor, up: Tensor, down: Te
 
 def grouped(x_ND: Tensor, counts_E: Tensor, gate: Tensor, up: Tensor, down: Tensor, swiglu: SwiGLU) -> Tensor:
     """All experts in one operation a matrix; opaque to torch.compile, as its shapes depend on the data."""
-    return _product(swiglu(_product(x_ND, gate, counts_E), _product(x_ND, up, counts_E)), down, counts_E)
+    out: Tensor = _product(swiglu(_product(x_ND, gate, counts_E), _product(x_ND, up, counts_E)), down, counts_E)
+    return out
 
 
 def _in_one_kernel(x: Tensor) -> bool:
