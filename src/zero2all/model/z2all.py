@@ -93,10 +93,9 @@ class Z2all(WithOps):
         device = self.embed_tokens.weight.device
         self.use(choose(self.config, device))
         self.rotary_2SE = rotary_table(self.config, self.config.context, device)
-        for module in self.modules():
-            if isinstance(module, MoE):
-                for buffer in module.buffers(recurse=False):
-                    buffer.zero_()
+        for mixture in self._mixtures():
+            for buffer in mixture.buffers(recurse=False):
+                buffer.zero_()
         return self
 
     @torch.no_grad()
@@ -187,9 +186,12 @@ class Z2all(WithOps):
 
     def even_load(self) -> None:
         """Once a step, after the optimizer: experts that had too little to do become likelier, where a bias is used."""
-        for module in self.modules():
-            if isinstance(module, MoE):
-                module.move_bias()
+        for mixture in self._mixtures():
+            mixture.move_bias()
+
+    def _mixtures(self) -> list[MoE]:
+        blocks = [*self.layers, *([self.mtp.block] if self.mtp is not None else [])]
+        return [block.mlp for block in blocks if isinstance(block.mlp, MoE)]
 
     def _auxiliary(
         self, x_BSD: Tensor, targets_BS: Tensor, rotary: Tensor, plans: dict[int | None, Any], starts_BS: Tensor | None
@@ -207,10 +209,10 @@ class Z2all(WithOps):
             after_BS = torch.where(known, after_BS, IGNORE)
             losses_BS = self.lm_head(self.mtp(x_BSD, next_BSD, rotary, plan), after_BS)
             extra = extra + self.config.mtp_weight * losses_BS
-        for module in self.modules():
-            if isinstance(module, MoE) and module.balance_loss is not None:
-                extra = extra + module.config.aux_weight * module.balance_loss * (targets_BS != IGNORE)
-                module.balance_loss = None  # or the graph would live until the next pass
+        for mixture in self._mixtures():
+            if mixture.balance_loss is not None:
+                extra = extra + mixture.config.aux_weight * mixture.balance_loss * (targets_BS != IGNORE)
+                mixture.balance_loss = None  # or the graph would live until the next pass
         return extra - extra.detach()
 
     def _enter_residual(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ A recipe names a form for each (``model.ops``) or leaves it to ``auto``, which t
 'sdpa'
 """
 
+from zero2all.model.ops import flop_formulas as flop_formulas  # for FlopCounterMode, which asks torch
 from zero2all.model.ops.attention import document_starts
 from zero2all.model.ops.registry import OPS, Choice, Ops, choose
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +24,63 @@ def reference(x_ND: Tensor, counts_E: Tensor, gate: Tensor, up: Tensor, down: Te
 
 
 def grouped(x_ND: Tensor, counts_E: Tensor, gate: Tensor, up: Tensor, down: Tensor, swiglu: SwiGLU) -> Tensor:
-    """All experts in one call a matrix, the counts never leaving the device."""
-    ends = counts_E.cumsum(0).to(torch.int32)
+    """All experts in one operation a matrix; opaque to torch.compile, as its shapes depend on the data."""
+    out: Tensor = _product(swiglu(_product(x_ND, gate, counts_E), _product(x_ND, up, counts_E)), down, counts_E)
+    return out
 
-    def each(x: Tensor, weight: Tensor) -> Tensor:
-        return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
 
-    return each(swiglu(each(x_ND, gate), each(x_ND, up)), down)
+def _in_one_kernel(x: Tensor) -> bool:
+    """GPUs have a kernel for it, in bf16; elsewhere a loop is as fast."""
+    return x.device.type == "cuda" and x.dtype == torch.bfloat16
 
+
+def _ends(counts_E: Tensor) -> Tensor:
+    return counts_E.cumsum(0).to(torch.int32)
+
+
+@torch.library.custom_op("zero2all::expert_product", mutates_args=())
+def _product(x_ND: Tensor, weight_EID: Tensor, counts_E: Tensor) -> Tensor:
+    """x @ weight.T, each token with the weight of its expert."""
+    if _in_one_kernel(x_ND):
+        return F.grouped_mm(x_ND, weight_EID.transpose(-2, -1), offs=_ends(counts_E))
+    out = x_ND.new_empty(len(x_ND), weight_EID.shape[1])
+    sizes = counts_E.tolist()
+    for x, weight, into in zip(torch.split(x_ND, sizes), weight_EID, torch.split(out, sizes), strict=True):
+        torch.mm(x, weight.T, out=into)
+    return out
+
+
+@_product.register_fake
+def _(x_ND: Tensor, weight_EID: Tensor, counts_E: Tensor) -> Tensor:
+    return x_ND.new_empty(x_ND.shape[0], weight_EID.shape[1])
+
+
+@torch.library.custom_op("zero2all::expert_weight_gradient", mutates_args=())
+def _weight_gradient(grad_NI: Tensor, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+    if _in_one_kernel(x_ND):
+        return F.grouped_mm(grad_NI.T, x_ND, offs=_ends(counts_E))
+    out = x_ND.new_empty(len(counts_E), grad_NI.shape[1], x_ND.shape[1])
+    sizes = counts_E.tolist()
+    for grad, x, into in zip(torch.split(grad_NI, sizes), torch.split(x_ND, sizes), out, strict=True):
+        torch.mm(grad.T, x, out=into)
+    return out
+
+
+@_weight_gradient.register_fake
+def _(grad_NI: Tensor, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+    return x_ND.new_empty(counts_E.shape[0], grad_NI.shape[1], x_ND.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx: Any, grad_NI: Tensor) -> tuple[Tensor, Tensor, None]:
+    x_ND, weight_EID, counts_E = ctx.saved_tensors
+    grad_NI = grad_NI.contiguous()
+    return _product(grad_NI, weight_EID.mT, counts_E), _weight_gradient(grad_NI, x_ND, counts_E), None
+
+
+_product.register_autograd(_gradient, setup_context=_keep)
 
 FORMS = {"grouped": plain(grouped), "reference": plain(reference)}

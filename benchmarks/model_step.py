@@ -1,0 +1,166 @@
+"""Our training step beside that of transformers' Llama of the same shape, and beside the machine's bare GEMM rate.
+
+All contenders take turns in one process, on one thread, and are judged by CPU seconds, so that a busy machine spoils
+little. bf16 autocast over fp32 weights, fused AdamW, clipping, the same tokens.
+
+    python benchmarks/model_step.py                       # the 25M shape, 4 samples of 512
+    python benchmarks/model_step.py --experts             # 8 experts, 2 a token, beside a dense model as wide
+    python benchmarks/model_step.py --only ours --profile # where our step's time goes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from zero2all.model import Z2all
+from zero2all.recipe import ModelConfig, OptimizerRecipe
+from zero2all.train.optimizer import build_optimizers
+
+Step = Callable[[], float]
+
+
+def step_of(
+    model: nn.Module, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], batch: torch.Tensor
+) -> Step:
+    optimizers = build_optimizers(model, OptimizerRecipe(lr=1e-3))
+
+    def step() -> float:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def ours(config: ModelConfig, batch: torch.Tensor, compiled: bool) -> Step:
+    model = Z2all(config).init_weights(0).train()
+    if compiled:
+        for layer in model.layers:
+            layer.compile()
+    return step_of(model, lambda x, y: model(x, targets_BS=y).sum() / y.numel(), batch)
+
+
+def theirs(config: ModelConfig, batch: torch.Tensor, compiled: bool) -> Step:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from zero2all.model.hf_config import hf_config
+
+    values = hf_config(config)
+    model = LlamaForCausalLM(LlamaConfig(**{**values, "use_cache": False, "attn_implementation": "sdpa"})).train()
+    call = torch.compile(model) if compiled else model
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = call(input_ids=x).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+
+    return step_of(model, loss, batch)
+
+
+def gemm_rate(size: int = 2048, repeats: int = 8) -> float:
+    """FLOP/s of one square bf16 product."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty(size, size, dtype=torch.bfloat16)
+    begin = time.process_time()
+    for _ in range(repeats):
+        torch.mm(a, b, out=out)
+    return 2 * size**3 * repeats / (time.process_time() - begin)
+
+
+def flops_per_token(config: ModelConfig, length: int) -> float:
+    """Forward and backward: six for each weight of a product that the token goes through, and causal attention."""
+    with torch.device("meta"):
+        model = Z2all(config)
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    weights += config.vocab_rows * config.hidden_size * config.tied
+    if config.moe is not None:
+        every = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+        weights += every * config.moe.top_k // config.moe.experts
+    scores = config.n_layers * config.n_heads * config.head_size * length  # half of 2 x 2 S E, being causal
+    return 6 * weights + 3 * 2 * scores
+
+
+def take_turns(steps: dict[str, Step], rounds: int, tokens: int) -> tuple[dict[str, list[float]], list[float]]:
+    """Seconds of every step by contender, and the GEMM rates between them."""
+    for name, step in steps.items():
+        begin = time.process_time()
+        step()
+        step()
+        sys.stderr.write(f"{name}: first two steps {time.process_time() - begin:.1f} s\n")
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    rates = []
+    for _ in range(rounds):
+        rates.append(gemm_rate())
+        for name, step in steps.items():
+            begin = time.process_time()
+            step()
+            seconds[name].append(time.process_time() - begin)
+    return seconds, rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="z2all-25m")
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--only", default="", help="contenders whose name starts so")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--threads", type=int, default=1, help="with more, threads that wait count as work")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    config = ModelConfig(preset=options.preset, vocab_size=options.vocab)
+    shape = (options.samples, options.length + 1)
+    batch = torch.randint(0, options.vocab, shape, generator=torch.Generator().manual_seed(0))
+    if options.experts:
+        moe = {"experts": 8, "top_k": 2, "expert_intermediate": config.intermediate_size // 2}
+        mixture = ModelConfig.model_validate({**config.model_dump(), "moe": moe})
+        makers = {
+            f"{name} {how}": lambda c=c, how=how: ours(c, batch, how == "compiled")
+            for name, c in (("dense", config), ("experts", mixture))
+            for how in ("eager", "compiled")
+        }
+    else:
+        makers = {
+            f"{name} {how}": lambda maker=maker, how=how: maker(config, batch, how == "compiled")
+            for name, maker in (("ours", ours), ("transformers", theirs))
+            for how in ("eager", "compiled")
+        }
+    steps = {name: make() for name, make in makers.items() if name.startswith(options.only)}
+    tokens = options.samples * options.length
+    seconds, rates = take_turns(steps, options.rounds, tokens)
+    rate, work = statistics.median(rates), flops_per_token(config, options.length)
+    result = {
+        "threads": torch.get_num_threads(),
+        "gemm_tflops": round(rate / 1e12, 3),
+        "gflops_per_token": round(work / 1e9, 4),
+    }
+    for name, values in seconds.items():
+        speed = tokens / statistics.median(values)
+        result[name] = {"tokens_per_cpu_second": round(speed), "of_gemm_rate": round(speed * work / rate, 3)}
+    sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    if options.profile:
+        for name, step in steps.items():
+            with torch.profiler.profile() as profile:
+                for _ in range(3):
+                    step()
+            table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=18, max_name_column_width=60)
+            sys.stdout.write(f"{name}\n{table}\n")
+
+
+if __name__ == "__main__":
+    main()
