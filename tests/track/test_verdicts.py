@@ -36,7 +36,9 @@ def make_run(
     directory.mkdir(parents=True, exist_ok=True)
     lines = [{"event": "start", "step": 0, "steps": STEPS + 10, "time": begun}, *rows]
     (directory / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (directory / "recipe.yaml").write_text("name: quickstart\ntrain: {batch_tokens: 2048}\n")
+    (directory / "recipe.yaml").write_text(
+        "name: quickstart\ncorpus: {sources: [{name: books}]}\ntrain: {batch_tokens: 2048}\n"
+    )
     (directory / "identity.json").write_text(json.dumps({"model": {"vocab_size": VOCABULARY}}))
     run = WatchedRun(LocalPlace(directory))
     run.refresh()
@@ -127,6 +129,8 @@ def test_against_a_reference_curve(tmp_path: Path) -> None:
     bad = [verdict for verdict in judge(make_run(tmp_path / "bad", worse), tmp_path) if verdict.rule == "reference"]
     assert [verdict.level for verdict in bad] == ["bad"]
     assert "above the reference" in bad[0].text
+    (tmp_path / "quickstart.json").write_text(json.dumps({**reference_curve(good), "sources": ["other text"]}))
+    assert not [verdict for verdict in judge(good, tmp_path) if verdict.rule == "reference"]
 
 
 def test_a_run_that_fell_silent(tmp_path: Path) -> None:

@@ -139,3 +139,17 @@ def test_only_the_files_of_a_run_are_read_and_no_link_leads_out(tmp_path: Path) 
     for name in ("record.jsonl", "recipe.yaml", "../secret.txt", "notes.txt", "/etc/hostname", "%2e%2e/secret.txt"):
         with pytest.raises(UsageError, match="not a file of the run"):
             place.read(name, 0, 10)
+
+
+def test_evaluations_are_series_of_their_own(tmp_path: Path) -> None:
+    with Record(tmp_path / "record.jsonl", system_every=None) as record:
+        for step in range(6):
+            record.step(step, loss=1.0)
+            if step % 3 == 2:
+                record.event("evaluation", step=step, bits_per_byte=2.0 - step, sources={"zh": {"bits_per_byte": 3.0}})
+    run = WatchedRun(LocalPlace(tmp_path))
+    run.refresh()
+    assert run.names == ["loss", "held_out/all", "held_out/zh"]
+    assert run.held_out().steps.tolist() == [2, 5]
+    assert run.held_out().mean["held_out/all"].tolist() == [0.0, -3.0]
+    assert run.held_out(first=3).mean["held_out/zh"].tolist() == [3.0]

@@ -9,7 +9,8 @@ import { say } from "./words.js";
 export const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#ec4899", "#14b8a6", "#a16207",
   "#64748b", "#84cc16"];
 const DASHES = [undefined, [6, 4], [2, 3], [10, 3, 2, 3]];
-const EVENT_COLOURS = { checkpoint: "#94a3b8", resume: "#3b82f6", start: "#3b82f6", spike: "#ef4444",
+const QUIET = new Set(["checkpoint", "evaluation"]);  // there are many of them: a tick at the foot
+const EVENT_COLOURS = { checkpoint: "#94a3b8", evaluation: "#8b5cf6", resume: "#3b82f6", start: "#3b82f6", spike: "#ef4444",
   rollback: "#ef4444", failure: "#ef4444", "not finite": "#ef4444", stage: "#10b981", done: "#10b981" };
 const RELOAD_AFTER = 3000;  // rows added one by one before the chart is asked for anew, in fewer points
 const HEIGHT = 240;
@@ -207,7 +208,7 @@ export class Chart {
       if (!(at >= bbox.left && at <= bbox.left + bbox.width)) continue;
       ctx.strokeStyle = ctx.fillStyle = EVENT_COLOURS[event.event] ?? "#a855f7";
       ctx.lineWidth = ratio;
-      if (event.event === "checkpoint") {  // there are many of them: a tick at the foot
+      if (QUIET.has(event.event)) {
         ctx.fillRect(at - ratio, bbox.top + bbox.height - 6 * ratio, 2 * ratio, 6 * ratio);
         continue;
       }

@@ -1,13 +1,14 @@
 // Which names share a chart, in which order the charts come, and what they are called.
 const TITLES = {
-  loss: "loss", "loss/*": "loss by channel", bits_per_byte: "bits per byte",
-  "bits_per_byte/*": "bits per byte by channel", lr: "learning rate", grad_norm: "gradient norm",
-  tokens_per_second: "tokens per second", mfu: "MFU", goodput: "goodput", "time/*": "time of a step by part (s)",
-  "system/cpu_cores": "CPU cores in use", "system/memory_gib": "memory of the process (GiB)",
-  "system/machine_memory_gib": "memory of the machine (GiB)", "system/load": "load",
+  loss: "loss", "loss/*": "loss by channel", bpb: "bits per byte", "bpb/*": "bits per byte by channel",
+  "held_out/*": "bits per byte of held-out text", lr: "learning rate", grad_norm: "gradient norm",
+  tokens_per_second: "tokens per second", mfu: "MFU", hfu: "HFU", goodput: "goodput", memory: "memory (bytes)",
+  data_wait: "waiting for data", "time/*": "time of a step by part (s)", "system/cpu_cores": "CPU cores in use",
+  "system/memory_gib": "memory of the process (GiB)", "system/machine_memory_gib": "memory of the machine (GiB)",
+  "system/load": "load",
 };
-const FIRST = ["loss", "loss/*", "bits_per_byte", "bits_per_byte/*", "valid/*", "lr", "grad_norm", "tokens_per_second",
-  "mfu", "goodput", "time/*", "memory"];
+const FIRST = ["loss", "loss/*", "held_out/*", "bpb", "bpb/*", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu",
+  "goodput", "time/*", "data_wait", "memory"];
 const LAST = /^(system|gpu)/;
 const AXES = new Set(["tokens"]);
 

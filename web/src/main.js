@@ -128,7 +128,8 @@ function take(news) {
   Object.assign(run, { names: news.names, status: news.status, verdicts: news.verdicts });
   if (news.reload) return reloadRuns();
   const rows = news.lines.filter((line) => "step" in line && !("event" in line || "sample" in line || "histogram" in line));
-  run.events.push(...news.lines.filter((line) => "event" in line));
+  const events = news.lines.filter((line) => "event" in line), evaluated = events.some((event) => event.event === "evaluation");
+  run.events.push(...events);
   let texts = false;
   for (const line of news.lines)
     for (const kind of ["sample", "histogram"])
@@ -140,7 +141,7 @@ function take(news) {
   drawCards();
   if (texts) buildBelow();
   if (newNames) buildCharts();
-  else for (const chart of charts) chart.add(run, rows);
+  else for (const chart of charts) chart.group.id === "held_out/*" ? evaluated && chart.reload() : chart.add(run, rows);
 }
 
 onChange((names) => {

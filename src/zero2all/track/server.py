@@ -230,26 +230,29 @@ def summary(run: WatchedRun, verdicts: list[Verdict]) -> dict[str, Any]:
 
 
 def series(run: WatchedRun, names: list[str], first: float, last: float, points: int) -> list[dict[str, Any]]:
-    """A block of columns a rank: the rows of ranks need not fit each other."""
+    """A block of columns a rank, and one of the evaluations: their rows need not fit each other."""
     blocks = []
     for rank, stream in sorted(run.streams.items()):
         suffix = f"@{rank}" if rank else ""
         own = [name.removesuffix(suffix) for name in names if ("@" in name) == bool(rank) and name.endswith(suffix)]
-        if not own:
-            continue
-        helpful = ["tokens"] if "tokens" in stream.names and "tokens" not in own else []
-        table = run.table([*own, *helpful], first, last, points, rank)
-        blocks.append(
-            {
-                "steps": _plain(table.steps),
-                "times": _plain(table.times),
-                "tokens": run.tokens_at(table),
-                "mean": _columns(table, "mean", own, suffix),
-                "low": _columns(table, "low", own, suffix),
-                "high": _columns(table, "high", own, suffix),
-            }
-        )
-    return blocks
+        own = [name for name in own if name in stream.names]
+        if own:
+            helpful = ["tokens"] if "tokens" in stream.names and "tokens" not in own else []
+            blocks.append(_block(run, run.table([*own, *helpful], first, last, points, rank), own, suffix))
+    held_out = run.held_out(first, last)
+    own = [name for name in names if name in held_out.mean]
+    return [*blocks, _block(run, held_out, own, "")] if own else blocks
+
+
+def _block(run: WatchedRun, table: Table, names: list[str], suffix: str) -> dict[str, Any]:
+    return {
+        "steps": _plain(table.steps),
+        "times": _plain(table.times),
+        "tokens": run.tokens_at(table),
+        "mean": _columns(table, "mean", names, suffix),
+        "low": _columns(table, "low", names, suffix),
+        "high": _columns(table, "high", names, suffix),
+    }
 
 
 def _columns(table: Table, which: str, names: list[str], suffix: str) -> dict[str, Any] | None:

@@ -88,11 +88,13 @@ def initial_loss(course: Course) -> Iterator[Verdict]:
 
 
 def against_reference(course: Course) -> Iterator[Verdict]:
-    """Loss after the same tokens in the curve that was recorded for this recipe: within 5 % is as expected."""
+    """Loss after the same tokens in the curve recorded for this recipe and these sources: within 5 % is as expected."""
     batch = course.run.facts.batch_tokens
     if course.reference is None or not course.reference.exists() or not batch or not len(course.steps):
         return
     known = json.loads(course.reference.read_text(encoding="utf-8"))
+    if known["sources"] != list(course.run.facts.sources):
+        return
     tokens = (course.steps[-1] + 1) * batch
     if not known["tokens"][0] <= tokens <= known["tokens"][-1] * 1.02:
         return
@@ -250,6 +252,7 @@ def reference_curve(run: WatchedRun, points: int = 200) -> dict[str, Any]:
     batch = run.facts.batch_tokens or 1
     return {
         "recipe": run.facts.name,
+        "sources": list(run.facts.sources),
         "tokens": [int((table.steps[row] + 1) * batch) for row in rows],
         "loss": [round(float(smooth[row]), 4) for row in rows],
     }

@@ -27,6 +27,7 @@ class Facts:
     """What the files beside a record say, as far as they are there."""
 
     name: str = ""
+    sources: tuple[str, ...] = ()
     vocab_size: int | None = None
     batch_tokens: int | None = None
     recipe: str = ""
@@ -64,8 +65,11 @@ class WatchedRun:
 
     @property
     def names(self) -> list[str]:
-        """Of rank 0 as they are, of another rank with ``@`` and its number."""
-        return [name if rank == 0 else f"{name}@{rank}" for rank, s in sorted(self.streams.items()) for name in s.names]
+        """Of rank 0 as they are, of another rank with ``@`` and its number; then those of evaluations."""
+        written = [
+            name if rank == 0 else f"{name}@{rank}" for rank, s in sorted(self.streams.items()) for name in s.names
+        ]
+        return [*written, *self.held_out().mean]
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -90,6 +94,25 @@ class WatchedRun:
         self, names: list[str], first: float = -math.inf, last: float = math.inf, points: int = 10**9, rank: int = 0
     ) -> Table:
         return self.streams[rank].table(names, first, last, points)
+
+    def held_out(self, first: float = -math.inf, last: float = math.inf) -> Table:
+        """Bits per byte on held-out text, a row an evaluation: ``held_out/all`` and a column for each source."""
+        rows = [
+            event
+            for event in self.events
+            if event["event"] == "evaluation" and "bits_per_byte" in event and first <= event["step"] <= last
+        ]
+        by_name: dict[str, list[float]] = {}
+        for number, event in enumerate(rows):
+            figures = {"all": event, **event.get("sources", {})}
+            for name, part in figures.items():
+                column = by_name.setdefault(f"held_out/{name}", [math.nan] * len(rows))
+                column[number] = part["bits_per_byte"]
+        return Table(
+            np.array([event["step"] for event in rows], dtype=np.float64),
+            np.array([event.get("time", 0.0) for event in rows], dtype=np.float64),
+            {name: np.array(column) for name, column in by_name.items()},
+        )
 
     def status(self) -> dict[str, Any]:
         """The figures at the top of a page."""
@@ -156,6 +179,7 @@ class WatchedRun:
         identity = _mapping(texts.get("identity.json", ""), json.loads)
         self.facts = Facts(
             name=str(recipe.get("name", "")),
+            sources=tuple(str(source.get("name")) for source in (recipe.get("corpus") or {}).get("sources") or []),
             vocab_size=(identity.get("model") or {}).get("vocab_size"),
             batch_tokens=(recipe.get("train") or {}).get("batch_tokens"),
             recipe=texts.get("recipe.yaml", ""),
