@@ -42,7 +42,7 @@ class Laid:
                 if sizes.tp > 1:
                     cut_matrices(part, layout.mesh("tp"), recipe)
                 if sizes.ep > 1:
-                    cut_experts(part, layout.experts_mesh("ep"))
+                    cut_experts(part, layout.experts_mesh())
                 apply_checkpointing(part.layers, recipe)
         self.stages = [Stage(part) for part in self.parts] if sizes.pp > 1 else []
         # Copies of a whole model are left to DDP; wherever else gradients are to be added up, FSDP2 does it.

@@ -82,17 +82,19 @@ class Layout:
         self._mesh: DeviceMesh | None = None
         self._experts: DeviceMesh | None = None
         if sizes.world > 1:
-            names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-            shape = tuple(getattr(sizes, name) for name in names)
-            self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            dimensions = {name: getattr(sizes, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+            self._mesh = _mesh(device, dimensions, keep="dp_shard")
         if sizes.ep > 1:
             # The same ranks seen another way: those of dp_shard and cp hold different experts, or shards of the same.
             shards = sizes.dp_shard * sizes.cp // sizes.ep
-            self._experts = init_device_mesh(
-                device.type,
-                (sizes.pp, sizes.dp_replicate, shards, sizes.ep, sizes.tp),
-                mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep", "tp"),
-            )
+            dimensions = {
+                "pp": sizes.pp,
+                "dp_replicate": sizes.dp_replicate,
+                "expert_shard": shards,
+                "ep": sizes.ep,
+                "tp": sizes.tp,
+            }
+            self._experts = _mesh(device, dimensions, keep="expert_shard")
 
     @classmethod
     def start(cls, recipe: ParallelRecipe, device: torch.device) -> Layout:
@@ -115,29 +117,33 @@ class Layout:
 
     def at(self, dimension: str) -> int:
         """This rank's coordinate."""
-        return 0 if self._mesh is None else self._mesh.get_local_rank(dimension)
+        return 0 if getattr(self.sizes, dimension) == 1 else self.mesh(dimension).get_local_rank()
 
     def mesh(self, *dimensions: str) -> DeviceMesh:
-        """The part of the mesh that this rank shares along some dimensions."""
+        """The part of the mesh that this rank shares along some dimensions of more than one rank."""
         assert self._mesh is not None, "one process has no mesh"
         return self._mesh[dimensions]
 
     def shard_mesh(self) -> DeviceMesh:
         """The ranks whose gradients are added up: copies if there are any, then shards. Ranks of cp are shards too."""
-        shards = self.mesh("dp_shard", "cp")._flatten("shards")
+        if self.sizes.cp == 1:
+            shards = self.mesh("dp_shard")
+        else:
+            shards = self.mesh("cp") if self.sizes.dp_shard == 1 else self.mesh("dp_shard", "cp")._flatten("shards")
         if self.sizes.dp_replicate == 1:
             return shards
         return DeviceMesh._concatenate([self.mesh("dp_replicate"), shards])
 
-    def experts_mesh(self, *dimensions: str) -> DeviceMesh:
-        """The same for the other way to see the ranks: dp_replicate, expert_shard and ep."""
+    def experts_mesh(self) -> DeviceMesh:
+        """The ranks that share the experts."""
         assert self._experts is not None, "parallel.ep is 1"
-        return self._experts[dimensions]
+        return self._experts["ep"]
 
     def experts_shard_mesh(self) -> DeviceMesh:
-        """The ranks that hold the same experts."""
+        """The ranks that hold the same experts: copies if there are any, then shards."""
+        assert self._experts is not None, "parallel.ep is 1"
         copies = ("dp_replicate",) if self.sizes.dp_replicate > 1 else ()
-        return self.experts_mesh(*copies, "expert_shard")
+        return self._experts[(*copies, "expert_shard")]
 
     def samples(self, batch_samples: int) -> tuple[int, int]:
         """The slice [first, last) of a batch's samples that this rank reads; tp, cp and pp ranks read the same."""
@@ -153,3 +159,9 @@ class Layout:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _mesh(device: torch.device, dimensions: dict[str, int], keep: str) -> DeviceMesh:
+    """A mesh of the dimensions with more than one rank, and one to keep: each costs a process group and its threads."""
+    used = {name: size for name, size in dimensions.items() if size > 1 or name == keep}
+    return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))

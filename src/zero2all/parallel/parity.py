@@ -5,6 +5,7 @@ Adam divides a gradient by its own size and so hides one of the wrong scale; SGD
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -193,7 +194,7 @@ def _run(trial: Trial) -> _Run:
     case, recipe = trial.case, trial.case.parallel
     if trial.variant == "checkpointing":
         recipe = recipe.model_copy(update={"activation_checkpointing": "full"})
-    layout = Layout(Sizes.of(recipe, case.ranks), CPU)
+    layout = _layout(Sizes.of(recipe, case.ranks))
     spread = Spread(_config(case), recipe, layout, seed=SEED, micro_samples=case.micro_samples)
     optimizer = _optimizer(trial.optimizer, spread.groups(spread.model.parameters()))
     run = _Run([], [], {})
@@ -213,6 +214,12 @@ def _run(trial: Trial) -> _Run:
         spread.even_load()
         run.losses.append(spread.total(losses.sum(dtype=torch.float64)).item() / (SAMPLES * LENGTH))
     return run
+
+
+@functools.cache
+def _layout(sizes: Sizes) -> Layout:
+    """Made once in a process: the threads of hundreds of process groups would be all that runs."""
+    return Layout(sizes, CPU)
 
 
 def _optimizer(name: OptimizerName, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

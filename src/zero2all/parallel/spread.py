@@ -163,7 +163,8 @@ class Spread:
         if mixtures and self.layout.sizes.dp * self.layout.sizes.cp > 1:
             loads = torch.stack([mixture.load for mixture in mixtures])
             for dimension in ("dp_replicate", "dp_shard", "cp"):
-                dist.all_reduce(loads, group=self.layout.mesh(dimension).get_group())
+                if getattr(self.layout.sizes, dimension) > 1:
+                    dist.all_reduce(loads, group=self.layout.mesh(dimension).get_group())
             for mixture, load in zip(mixtures, loads, strict=True):
                 mixture.load.copy_(load)
         self.model.even_load()
