@@ -3,7 +3,7 @@
     python benchmarks/tokenizer_ceiling.py --documents runs/mine/documents --work /tmp/ceiling \\
         --gigabytes 0.2 1 5 --max-memory 2GiB --vocabulary 65536 --workers 2
 
-The texts are made by growing_text.py and removed afterwards. Memory is the largest sum, sampled ten times a second,
+The texts are made by growing_text.py and removed afterwards. Memory is the largest sum, sampled four times a second,
 of what the kernel says is resident in the command and all its children; pages that they share count more than once.
 """
 
@@ -27,13 +27,13 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 def tree(root: int) -> list[int]:
     """A process and all below it."""
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
             try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
             except (OSError, IndexError):
                 continue  # ended meanwhile
-            children.setdefault(parent, []).append(int(entry.name))
+            children.setdefault(parent, []).append(int(entry))
     found = [root]
     for process in found:
         found += children.get(process, [])
@@ -57,7 +57,7 @@ def measure(command: list[str]) -> dict[str, float]:
     peak = 0
     while process.poll() is None:
         peak = max(peak, resident(process.pid))
-        time.sleep(0.1)
+        time.sleep(0.25)
     if process.returncode:
         raise SystemExit(f"{command} failed")
     after = os.times()

@@ -21,6 +21,7 @@ from tests.track.chaos import KINDS, chaos
 
 from zero2all.recipe import Recipe, load_recipe
 from zero2all.train import train
+from zero2all.train.batches import Batch
 
 STEPS, SKIPPED = 100, 20
 
@@ -29,9 +30,9 @@ def step_seconds(kind: str, recipe: Recipe, work: Path) -> float:
     times: list[float] = []
     with chaos(kind, work) as on_step:
 
-        def on_batch(step: int, _: object) -> None:
+        def on_batch(batch: Batch) -> None:
             times.append(time.perf_counter())
-            on_step(step)
+            on_step(batch.step)
 
         train(recipe, on_batch=on_batch)
     taken = [after - before for before, after in pairwise(times)]

@@ -13,6 +13,7 @@ import pytest
 
 from tests.seaweed import Server, program, seaweed
 from zero2all.corpus import build_corpus
+from zero2all.engine import end_workers
 from zero2all.recipe import Recipe, parse_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import build_tokens
@@ -91,7 +92,7 @@ def s3_server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def s3(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+def s3(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of an empty bucket; this process and its children have the keys to it."""
     fsspec = pytest.importorskip("fsspec")
     pytest.importorskip("s3fs")
@@ -99,7 +100,9 @@ def s3(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setenv(name, value)
     bucket = f"z2a-{uuid.uuid4().hex[:12]}"
     fsspec.filesystem("s3").mkdir(bucket)
-    return f"s3://{bucket}"
+    end_workers()  # those of earlier tests were started without the keys
+    yield f"s3://{bucket}"
+    end_workers()
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,8 @@ def test_one_epoch_covers_every_token_of_every_shard_once(world: Path) -> None:
 
 def test_the_target_of_a_rows_last_token_is_the_token_that_follows_it(world: Path) -> None:
     samples = Samples.open(world / "tokens", "train", seq_len=32)
-    rows, row = samples._located(0, 1)[0]
-    shard, first, _ = rows.place(row)
+    sources, numbers = samples.order.locate(0, 1)
+    shard, first, _ = samples._rows[samples.order.names[sources[0]]].place(int(numbers[0]))
     assert (samples.tokens(0, 1)[0] == shard.tokens[first : first + 33]).all()
 
 

@@ -93,7 +93,7 @@ def chaos(kind: str, work: Path) -> Iterator[OnStep]:
                 if step == KILL_AT:
                     viewer.send_signal(signal.SIGKILL)
 
-        stack.enter_context(patch("zero2all.train.loop.Record", maker))
+        stack.enter_context(patch("zero2all.train.job.Record", maker))
         yield on_step
 
 

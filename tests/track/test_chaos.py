@@ -28,7 +28,7 @@ def one_thread() -> Iterator[None]:
 def train_under(kind: str, world: Path, work: Path) -> tuple[dict[str, torch.Tensor], Path]:
     recipe = tiny_recipe(world, f"out={work / 'out'}", f"train.steps={STEPS}", "checkpoint.every=60 steps")
     with chaos(kind, work) as on_step:
-        train(recipe, on_batch=lambda step, _: on_step(step))
+        train(recipe, on_batch=lambda batch: on_step(batch.step))
     return Run.open(recipe.run_dir).load_model().state_dict(), recipe.run_dir / "record.jsonl"
 
 

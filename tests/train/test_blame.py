@@ -19,7 +19,7 @@ def test_losses_of_documents_add_up_to_the_loss_of_the_step(world: Path, tmp_pat
     assert losses == sorted(losses, reverse=True)
     # The weights before step 8 are those of checkpoint 8, so the loss is the one in the record.
     first, last = blamed["samples"]
-    batch = torch.from_numpy(run.samples().tokens(first, last))
+    batch = torch.from_numpy(run.plan().at(8).samples.tokens(first, last))
     with torch.inference_mode():
         expected = run.load_model(8)(batch[:, :-1], targets_BS=batch[:, 1:]).mean().item()
     assert blamed["loss"] == pytest.approx(expected, abs=1e-4)

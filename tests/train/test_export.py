@@ -22,6 +22,7 @@ def test_exported_run_loads_in_transformers_without_our_code(run: Run, tmp_path:
     result = export_run(run, tmp_path / "hf", check=True)
     assert result["max_logit_difference"] <= TOLERANCE
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {
+        "chat_template.jinja",
         "config.json",
         "generation_config.json",
         "manifest.json",

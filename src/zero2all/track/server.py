@@ -63,8 +63,8 @@ class Followed:
     def refresh(self) -> None:
         with self.lock:
             changed = self.run.refresh()
-            due = time.monotonic() - self._judged > JUDGE_EVERY
-            if due:
+            over = self.run.ended is not None and not changed and bool(self.summary)
+            if not over and time.monotonic() - self._judged > JUDGE_EVERY:
                 before, self._verdicts = self._verdicts, judge(self.run)
                 self._judged = time.monotonic()
                 changed = changed or before != self._verdicts

@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 READ = 8 * 2**20  # bytes asked for at a time
 RAW = 16 * 2**20  # a range of up to so many bytes is read whole, a longer one is drawn from its chunks
 RECENT = 2000  # lines kept for pages that follow
-CACHED = 512  # chunks
+CACHED = 2048  # chunks whose rows stay in memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +94,13 @@ class Stream:
             return reduced(table, points)
         tail = _cut(tail, first, last)
         return reduced(_summaries(chunks, names, tail), points)
+
+    def milestones(self) -> tuple[Array, Array]:
+        """Steps and the times at which they were done: the ends of each chunk, and the lines after them."""
+        ends = [end for chunk in self.chunks for end in zip(chunk.steps, chunk.times, strict=True)]
+        ends += [(line["step"], line.get("time", 0.0)) for line in self.open_lines]
+        steps, times = np.array(ends, dtype=np.float64).reshape(-1, 2).T
+        return steps, times
 
     def line(self, kind: str, name: str, step: int) -> dict[str, Any] | None:
         """A sample or histogram in full."""

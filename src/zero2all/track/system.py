@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import time
 from contextlib import suppress
 from typing import Any
@@ -15,11 +14,11 @@ class System:
     """Each call of ``read`` gives the figures since the one before."""
 
     def __init__(self) -> None:
-        self._at, self._busy = time.monotonic(), _cpu_seconds()
+        self._at, self._busy = time.monotonic(), time.process_time()
         self._devices = _gpus()
 
     def read(self) -> dict[str, float]:
-        now, busy = time.monotonic(), _cpu_seconds()
+        now, busy = time.monotonic(), time.process_time()
         took = max(now - self._at, 1e-3)
         found = {"system/cpu_cores": round((busy - self._busy) / took, 3)}
         self._at, self._busy = now, busy
@@ -31,12 +30,6 @@ class System:
         for number, device in enumerate(self._devices):
             found.update(_gpu_figures(number, device))
         return found
-
-
-def _cpu_seconds() -> float:
-    """CPU time of this process and all its threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _resident_gib() -> float:

@@ -138,14 +138,14 @@ class WatchedRun:
 
     def goodput(self) -> float | None:
         """Share of the time since the first start that went into steps which count, at the median pace."""
-        whole = self.table([], points=2000)
+        steps, times = self.streams[0].milestones()
         starts = [event["time"] for event in self.events if event["event"] == "start" and "time" in event]
-        if len(whole.steps) < 3:
+        moved = np.diff(steps) > 0
+        if not moved.any():
             return None
-        begun = starts[0] if starts else float(whole.times[0])
-        pace = np.diff(whole.times) / np.maximum(np.diff(whole.steps), 1)
-        steps, elapsed = float(whole.steps[-1] - whole.steps[0]) + 1, float(whole.times[-1]) - begun
-        return min(1.0, float(np.median(pace)) * steps / elapsed) if elapsed > 0 else None
+        pace = float(np.median(np.diff(times)[moved] / np.diff(steps)[moved]))
+        elapsed = float(times[-1]) - (starts[0] if starts else float(times[0]))
+        return min(1.0, pace * (float(steps[-1] - steps[0]) + 1) / elapsed) if elapsed > 0 else None
 
     def tokens_at(self, table: Table) -> list[float] | None:
         """Tokens seen after each row, from the record or else from the recipe."""

@@ -46,7 +46,7 @@ class Job:
         """Every rank writes its own; the other trackers of the recipe see the first."""
         options, rank = self.run.recipe.track, self.spread.layout.rank
         sinks = open_sinks(options.sinks, self.run.directory) if rank == 0 else []
-        return Record(self.run.record_path, rank, sinks, options.system_every)
+        return Record(self.run.record_path, rank=rank, sinks=sinks, system_every=options.system_every)
 
     def enter(self, stage: StagePlan) -> None:
         """What a stage changes beside its samples and its rate. What it does not name is as in the stage before."""
