@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
+
+# Before torch is imported, here and in every process that a test starts: with a worker on each core, threads of one
+# would mostly wait for those of another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import json
 import random
 import uuid
 from collections.abc import Iterator

@@ -28,8 +28,7 @@ SMALL = [
 
 
 def z2a(*words: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    # One thread: threads of several tests on the same cores would mostly wait for each other.
-    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1", **variables}
+    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **variables}
     return subprocess.run(
         [Z2A, *map(str, words)], capture_output=True, text=True, cwd=cwd, env=environment, timeout=240
     )
