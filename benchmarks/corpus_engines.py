@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from zero2all.corpus.parts import document_texts
+from zero2all.corpus.ingest import document_texts
 
 FILE_BYTES, FIRST_BYTES = 10_000_000, 128_000
 RECIPE = "corpus: {{sources: [{{name: text, paths: ['{raw}']}}], dir: '{out}'}}\n"
