@@ -7,6 +7,8 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,46 +161,58 @@ def mend_mojibake(texts: Sequence[str]) -> dict[int, str | None]:
 
     None stands for one that is plainly bad where ftfy is not installed. Lines that do not look bad are not touched.
     """
-    joined = "\n".join(texts)
-    ends = np.cumsum([len(text) + 1 for text in texts]).tolist()
+    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+    joined = b"\n".join(encoded)
+    ends = list(accumulate(len(text) + 1 for text in encoded))
     changes: dict[int, list[tuple[int, int, str | None]]] = {}
     line_end = -1
     for place in _odd_places(joined).tolist():
         if place < line_end:
             continue
-        line_start, line_end = joined.rfind("\n", 0, place) + 1, joined.find("\n", place)
+        line_start, line_end = joined.rfind(b"\n", 0, place) + 1, joined.find(b"\n", place)
         line_end = line_end if line_end >= 0 else len(joined)
-        line = joined[line_start:line_end]
+        line = joined[line_start:line_end].decode("utf-8", "surrogatepass")
         better = _mended_line(line)
         if better != line:
             number = bisect_right(ends, line_start)
             begin = ends[number - 1] if number else 0
             changes.setdefault(number, []).append((line_start - begin, line_end - begin, better))
-    return {number: _with_lines(texts[number], lines) for number, lines in changes.items()}
+    return {number: _with_lines(encoded[number], lines) for number, lines in changes.items()}
 
 
-def _odd_places(text: str) -> NDArray[np.intp]:
-    """Where ``_SIDE_BY_SIDE`` may match, found many times as fast.
+def _odd_places(text: bytes) -> NDArray[np.intp]:
+    """Where in UTF-8 ``_SIDE_BY_SIDE`` may match, found many times as fast.
 
     That is two odd characters side by side that are not both punctuation, or one that is odd enough alone.
     """
-    points = np.frombuffer(text.encode("utf-16-le", "surrogatepass"), dtype="<u2")
-    if len(points) != len(text):  # rare characters take two places there, and none of them is odd
-        wide = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-        points = np.where(wide > 0xFFFF, 0, wide).astype("<u2")
-    odd = points - np.uint16(0x80) < 0x2600 - 0x80  # a wide net first: few characters of most texts are caught in it
-    for char in "\ufb01\ufb02\ufffd":
-        if char in text:
-            odd |= points == ord(char)
-    places = np.flatnonzero(odd)
-    places = places[points[places] - np.uint16(0x530) >= 0x2010 - 0x530]
-    found = points[places]
-    alone = (found < 0xA0) | (found - np.uint16(0x152) < 2)
-    is_mark = found - np.uint16(0x2010) < 0x20
-    beside = np.diff(places, append=-2) == 1
+    data = np.frombuffer(text, dtype=np.uint8)
+    # A wide net first: odd characters begin with one of these bytes, most of other texts with none of them.
+    places = np.flatnonzero((data - np.uint8(0xC2) <= 0xE2 - 0xC2) | (data == 0xEF))
+    places = places[_odd_beginnings()[data[places], data[places + 1]]]
+    first, second = data[places], data[places + 1] & np.uint16(0x3F)
+    width = np.where(first < 0xE0, 2, 3)
+    third = data[places + width - 1] & np.uint16(0x3F)
+    points = np.where(
+        width == 2, (first & np.uint16(0x1F)) << 6 | second, (first & np.uint16(0x0F)) << 12 | second << 6 | third
+    )
+    is_odd = (points < 0x530) | ((points >= 0x2010) & (points < 0x2600)) | np.isin(points, (0xFB01, 0xFB02, 0xFFFD))
+    places, points, width = places[is_odd], points[is_odd], width[is_odd]
+    alone = (points < 0xA0) | (points - np.uint16(0x152) < 2)
+    is_mark = points - np.uint16(0x2010) < 0x20
+    beside = np.append(places[1:], -1) == places + width
     beside[:-1] &= ~(is_mark[:-1] & is_mark[1:])
     suspects: NDArray[np.intp] = places[alone | beside]
     return suspects
+
+
+@cache
+def _odd_beginnings() -> NDArray[np.bool_]:
+    """By its first two bytes, whether a character can be odd."""
+    table = np.zeros((256, 256), dtype=bool)
+    table[0xC2:0xD5] = True
+    table[0xE2, 0x80:0x98] = True
+    table[0xEF, [0xAC, 0xBF]] = True
+    return table
 
 
 def _mended_line(line: str) -> str | None:
@@ -212,12 +226,12 @@ def _mended_line(line: str) -> str | None:
     return mended
 
 
-def _with_lines(text: str, lines: list[tuple[int, int, str | None]]) -> str | None:
+def _with_lines(text: bytes, lines: list[tuple[int, int, str | None]]) -> str | None:
     """The text with some of its lines replaced; None if one of them could not be mended."""
     pieces, at = [], 0
     for start, stop, line in lines:
         if line is None:
             return None
-        pieces += [text[at:start], line]
+        pieces += [text[at:start], line.encode()]
         at = stop
-    return "".join([*pieces, text[at:]])
+    return b"".join([*pieces, text[at:]]).decode("utf-8", "surrogatepass")
