@@ -121,7 +121,7 @@ class TokenizerRecipe(Section):
     """A pair seen less often is never merged."""
     sample: Bytes = 10_000_000_000
     """Train on about this much text, drawn evenly from the documents of every source."""
-    chop: int = Field(8, ge=0)
+    chop: int = Field(16, ge=0)
     """While training, cut runs of Han characters after this many, because whole clauses are hardly ever seen twice.
     Encoding does not cut them. 0 is off."""
     max_memory: Bytes = 2 * 2**30
