@@ -1,7 +1,8 @@
-"""Our trainer beside a bare hand-written loop, and beside Hugging Face's Trainer: tokens a second, turn by turn.
+"""Our trainer beside a bare hand-written loop, and beside other trainers: tokens a second, turn by turn.
 
     python benchmarks/trainer.py RUN --layout ddp --rounds 3       # against a bare loop on 2 ranks: ddp or fsdp
     python benchmarks/trainer.py RUN --peers --rounds 3            # one process, against transformers.Trainer
+    python benchmarks/trainer.py RUN --peers --litgpt PYTHON       # and against litgpt, see trainer_litgpt.py
 
 RUN is a directory with a tokenizer and tokens, such as a quickstart leaves; only its token store is read. The shape is
 the 25M preset, bf16 where the machine has it. Each contender runs alone in a process (or two ranks) of its own, the
@@ -33,7 +34,6 @@ from zero2all.train import Run, train
 from zero2all.train.run import model_config
 
 WARM = 3  # steps that are not counted
-PEERS = ("ours", "transformers")
 
 
 def recipe_of(run: str, steps: int, layout: str, out: Path) -> Recipe:
@@ -156,21 +156,40 @@ def contend(options: argparse.Namespace) -> None:
         print(json.dumps({"tokens_per_second": rate, **found}))  # noqa: T201
 
 
+def litgpt(options: argparse.Namespace) -> dict[str, Any]:
+    """In the Python that has it: what we need of a shape goes there as JSON."""
+    recipe = recipe_of(options.run, options.steps, "one", Path("unused"))
+    config, train_options = model_config(recipe, Tokenizer(recipe.tokenizer_dir)), recipe.train
+    shape = {
+        **config.model_dump(include={"hidden_size", "intermediate_size", "n_layers", "n_heads", "n_kv_heads"}),
+        "vocab_size": config.vocab_size,
+        "head_dim": config.hidden_size // config.n_heads if config.head_dim is None else config.head_dim,
+        "seq_len": train_options.seq_len,
+        "batch_samples": train_options.batch_samples,
+        "micro_samples": train_options.micro_tokens // train_options.seq_len,
+        "steps": options.steps,
+        "bf16": wants_bf16(train_options.precision, torch.device("cpu")),
+    }
+    script = Path(__file__).with_name("trainer_litgpt.py")
+    return last_line([options.litgpt, str(script), json.dumps(shape)], os.cpu_count() or 1)
+
+
+def last_line(command: list[str], threads: int) -> dict[str, Any]:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
 def measured(options: argparse.Namespace, contender: str) -> dict[str, Any]:
+    if contender == "litgpt":
+        return litgpt(options)
     ranks = 1 if options.layout == "one" else 2
     runner = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     runner += [] if ranks == 1 else [f"--nproc-per-node={ranks}"]
     words = [*runner, __file__, options.run, "--layout", options.layout, "--steps", str(options.steps)]
     threads = max(1, (os.cpu_count() or 1) // ranks)
-    done = subprocess.run(
-        [*words, "--contender", contender],
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    return last_line([*words, "--contender", contender], threads)
 
 
 def main() -> None:
@@ -178,6 +197,7 @@ def main() -> None:
     parser.add_argument("run")
     parser.add_argument("--layout", choices=["one", "ddp", "fsdp"], default="one")
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--litgpt", metavar="PYTHON", help="a Python that has litgpt")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contender", default="", help=argparse.SUPPRESS)
@@ -185,20 +205,22 @@ def main() -> None:
     if options.contender:
         contend(options)
         return
-    contenders = PEERS if options.peers else ("ours", "bare")
+    contenders = ["ours", "transformers"] if options.peers else ["ours", "bare"]
+    if options.litgpt:
+        contenders.append("litgpt")
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for _ in range(options.rounds):
         for name in contenders:
             found[name].append(measured(options, name))
     rates = {name: median(one["tokens_per_second"] for one in turns) for name, turns in found.items()}
-    other = contenders[1]
+    best = max(contenders[1:], key=lambda name: rates[name])
     waits = [one["data_wait"] for one in found["ours"]]
     print(  # noqa: T201
         json.dumps(
             {
                 "layout": options.layout,
                 "tokens_per_second": rates,
-                "ours_to_" + other: rates["ours"] / rates[other],
+                "ours_to_" + best: rates["ours"] / rates[best],
                 "data_wait": median(waits),
                 "torch": torch.__version__,
                 "cores": os.cpu_count(),

@@ -1,0 +1,111 @@
+"""One contender for trainer.py: ``litgpt pretrain`` on a Llama of the same shape, its data in memory.
+
+It runs in a Python of its own, because litgpt wants its own versions of things:
+
+    python3 -m venv litgpt && litgpt/bin/pip install torch==2.13.0 && litgpt/bin/pip install litgpt
+    python benchmarks/trainer.py RUN --peers --litgpt litgpt/bin/python
+
+The shape comes as JSON on the command line; the last line of its output is tokens a second.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from litgpt.args import EvalArgs, LogArgs, TrainArgs
+from litgpt.config import Config
+from litgpt.data import DataModule
+from litgpt.pretrain import setup
+from torch.utils.data import DataLoader
+
+WARM = 3  # steps that are not counted, as in trainer.py
+
+
+class InMemory(DataModule):
+    """Batches of one row, and the moment at which each was asked for."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.moments = vocabulary, []
+
+    def connect(self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: int = -1) -> None:
+        row = torch.randint(0, self.vocabulary, (max_seq_length + 1,))
+        self.loader = DataLoader([row] * 100_000, batch_size=batch_size)
+
+    def train_dataloader(self) -> Any:
+        return Ticking(self.loader, self.moments)
+
+    def val_dataloader(self) -> Any:
+        return self.loader
+
+
+class Ticking:
+    def __init__(self, loader: Any, moments: list[float]) -> None:
+        self.loader, self.moments = loader, moments
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Any:
+        for batch in self.loader:
+            self.moments.append(time.perf_counter())
+            yield batch
+
+
+def main() -> None:
+    shape = json.loads(sys.argv[1])
+    config = Config(
+        name="same-shape",
+        block_size=shape["seq_len"],
+        vocab_size=shape["vocab_size"],
+        padded_vocab_size=shape["vocab_size"],
+        n_layer=shape["n_layers"],
+        n_head=shape["n_heads"],
+        n_query_groups=shape["n_kv_heads"],
+        n_embd=shape["hidden_size"],
+        head_size=shape["head_dim"],
+        intermediate_size=shape["intermediate_size"],
+        rotary_percentage=1.0,
+        parallel_residual=False,
+        bias=False,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+    )
+    data = InMemory(shape["vocab_size"])
+    micro, pieces = shape["micro_samples"], shape["batch_samples"] // shape["micro_samples"]
+    with tempfile.TemporaryDirectory() as out:
+        setup(
+            model_name="same-shape",
+            model_config=config,
+            out_dir=Path(out),
+            precision="bf16-mixed" if shape["bf16"] else "32-true",
+            data=data,
+            train=TrainArgs(
+                save_interval=None,
+                log_interval=1_000_000,
+                global_batch_size=shape["batch_samples"],
+                micro_batch_size=micro,
+                max_tokens=shape["batch_samples"] * shape["seq_len"] * shape["steps"],
+                max_norm=1.0,
+            ),
+            log=LogArgs(),
+            eval=EvalArgs(interval=1_000_000, initial_validation=False, final_validation=False),
+            optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3, "fused": True}},
+            devices=1,
+            logger_name="csv",
+        )
+    starts = data.moments[::pieces]
+    seconds = [after - before for before, after in pairwise(starts)][WARM:]
+    print(json.dumps({"tokens_per_second": shape["batch_samples"] * shape["seq_len"] / median(seconds)}))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
