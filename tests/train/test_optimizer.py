@@ -72,6 +72,29 @@ def test_lion_comes_back_from_its_state() -> None:
     assert torch.equal(weight, again)
 
 
+@pytest.mark.slow
+def test_adamw_with_states_of_8_bits_learns_as_adamw_does() -> None:
+    pytest.importorskip("torchao", reason="needs pip install 'zero2all[quant]'")
+    tokens = torch.randint(0, 512, (4, 65), generator=torch.Generator().manual_seed(0))
+    ends = []
+    for name in ("adamw", "adamw-8bit"):
+        config = ModelConfig(
+            hidden_size=128, intermediate_size=256, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=512
+        )  # fmt: skip
+        model, recipe = Z2all(config).init_weights(0), OptimizerRecipe(name=name, lr=1e-3)
+        optimizers = build_optimizers(model, recipe)
+        set_learning_rate(optimizers, recipe, share=1.0)
+        for _ in range(20):
+            loss = model(tokens[:, :-1], targets_BS=tokens[:, 1:]).mean()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(loss.item())
+    assert ends[0] < 3
+    assert ends[1] == pytest.approx(ends[0], abs=2e-3)
+
+
 def logits_moved(width: int, base: int | None, steps: int = 4) -> float:
     """How far a few steps of AdamW at one learning rate move the logits, on average."""
     config = ModelConfig(
