@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero2all.hardware import wants_bf16
+from zero2all.hardware import compute_dtype
 from zero2all.model import Z2all
 from zero2all.recipe import Recipe, load_recipe
 from zero2all.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ def bare(recipe: Recipe, watch: Watch, layout: str) -> dict[str, Any]:
     rows = options.batch_samples // ranks
     data = torch.randint(0, config.vocab_size or 0, (rows, options.seq_len + 1))
     pieces = torch.split(data, options.micro_tokens // options.seq_len)
-    bf16 = wants_bf16(options.precision, torch.device("cpu")) and layout != "fsdp"
+    bf16 = (compute_dtype(options.precision, torch.device("cpu")) == torch.bfloat16) and layout != "fsdp"
     for _ in range(options.steps or 0):
         watch.tick()
         for number, piece in enumerate(pieces):
@@ -131,7 +131,7 @@ def transformers(recipe: Recipe, watch: Watch) -> dict[str, Any]:
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=options.batch_samples // micro,
         max_steps=options.steps or 0,
-        bf16=wants_bf16(options.precision, torch.device("cpu")),
+        bf16=compute_dtype(options.precision, torch.device("cpu")) == torch.bfloat16,
         optim="adamw_torch_fused",
         max_grad_norm=1.0,
         save_strategy="no",
@@ -168,7 +168,7 @@ def litgpt(options: argparse.Namespace) -> dict[str, Any]:
         "batch_samples": train_options.batch_samples,
         "micro_samples": train_options.micro_tokens // train_options.seq_len,
         "steps": options.steps,
-        "bf16": wants_bf16(train_options.precision, torch.device("cpu")),
+        "bf16": compute_dtype(train_options.precision, torch.device("cpu")) == torch.bfloat16,
     }
     script = Path(__file__).with_name("trainer_litgpt.py")
     return last_line([options.litgpt, str(script), json.dumps(shape)], os.cpu_count() or 1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zero2all.errors import UsageError
-from zero2all.hardware import known_gpu, measured_flops, peak_flops, pick_gpu, wants_bf16
+from zero2all.hardware import compute_dtype, known_gpu, measured_flops, peak_flops, pick_gpu
 
 CPU = torch.device("cpu")
 
@@ -55,6 +55,12 @@ def test_measured_flops_count_a_multiply_and_an_add(monkeypatch: pytest.MonkeyPa
 def test_bf16_where_it_is_asked_for_or_native(monkeypatch: pytest.MonkeyPatch) -> None:
     for native in (True, False):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda native=native: native)
-        assert wants_bf16("bf16", CPU)
-        assert not wants_bf16("fp32", CPU)
-        assert wants_bf16("auto", CPU) is native
+        assert compute_dtype("bf16", CPU) == torch.bfloat16
+        assert compute_dtype("fp32", CPU) == torch.float32
+        assert compute_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
+
+
+def test_gpus_without_bf16_compute_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    for native in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native)
+        assert compute_dtype("auto", torch.device("cuda")) == (torch.bfloat16 if native else torch.float16)

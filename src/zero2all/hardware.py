@@ -94,10 +94,21 @@ def pick_device(wanted: str) -> torch.device:
     return device
 
 
-def wants_bf16(precision: str, device: torch.device) -> bool:
-    """Whether a recipe's ``train.precision`` means bf16 here; auto does where the device computes it natively."""
-    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
-    return precision == "bf16" or (precision == "auto" and native)
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """What a recipe's ``train.precision`` means here; auto is bf16 where the device computes it natively.
+
+    GPUs that do not are fast in fp16, whose small range needs a scaled loss; CPUs that do not are fast in fp32.
+    """
+    if precision == "auto":
+        if device.type == "cuda":
+            precision = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        else:
+            precision = "bf16" if torch.cpu._is_amx_tile_supported() else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import torch
 from zero2all.bench.step import measure_in_process
 from zero2all.console import say
 from zero2all.errors import Z2aError
-from zero2all.hardware import Peak, device_title, peak_flops, pick_device, wants_bf16
+from zero2all.hardware import Peak, compute_dtype, device_title, peak_flops, pick_device
 from zero2all.model.flops import flops_per_token
 from zero2all.model.ops import choose
 from zero2all.recipe import Recipe
@@ -52,7 +52,7 @@ def bench_ops(
 ) -> dict[str, Any]:
     """Measure every row ``rounds`` times, in turn. Returns the table as data; ``ops_markdown`` prints it."""
     device = pick_device(recipe.train.device)
-    dtype = torch.bfloat16 if wants_bf16(recipe.train.precision, device) else torch.float32
+    dtype = compute_dtype(recipe.train.precision, device)
     rows = list(_rows(recipe, device, compiled))
     peak = peak_flops(device, dtype)
     for number in range(rounds):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zero2all.console import progress
-from zero2all.hardware import device_title, pick_device, synchronize, wants_bf16
+from zero2all.hardware import compute_dtype, device_title, pick_device, synchronize
 from zero2all.recipe import Recipe
 
 NEARBY = 0.06  # how far from 8/3 of the hidden size is looked
@@ -31,7 +31,7 @@ def bench_shapes(recipe: Recipe, rounds: int = 9, step: int = 0) -> dict[str, An
     """Time every candidate in turn, ``rounds`` times over; the fastest counts, since a busy moment only adds time."""
     hidden, tokens = recipe.model.hidden_size, recipe.train.micro_tokens
     device = pick_device(recipe.train.device)
-    dtype = torch.bfloat16 if wants_bf16(recipe.train.precision, device) else torch.float32
+    dtype = compute_dtype(recipe.train.precision, device)
     sizes = candidates(hidden, step)
     fastest = dict.fromkeys(sizes, math.inf)
     with progress("matrix products", rounds * len(sizes)) as advance:

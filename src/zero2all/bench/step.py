@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero2all.errors import Z2aError
-from zero2all.hardware import pick_device, synchronize, wants_bf16
+from zero2all.hardware import compute_dtype, pick_device, synchronize
 from zero2all.model import Z2all
 from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
 from zero2all.train.optimizer import build_optimizers
@@ -44,9 +44,9 @@ class Step:
     def run(self) -> float:
         options = self.recipe.train
         total = torch.zeros((), device=self.device)
-        bf16 = wants_bf16(options.precision, self.device)
+        dtype = compute_dtype(options.precision, self.device)
         for micro in self.micros:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16):
+            with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
                 losses = self.model(micro[:, :-1], targets_BS=micro[:, 1:])
             loss = losses.sum() / options.batch_tokens
             loss.backward()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero2all.hardware import wants_bf16
+from zero2all.hardware import compute_dtype
 from zero2all.model.flops import Recompute
 from zero2all.model.z2all import Z2all
 from zero2all.recipe import ModelConfig, OpsRecipe, OptimizerRecipe, Recipe
@@ -70,7 +70,7 @@ class TrainingMemory:
     weights: int
     gradients: int
     optimizer: int
-    bf16_weights: int
+    half_weights: int
     """The copies that autocast makes of the matrices."""
     activations: int
     """Kept for the backward pass, by the fused forms, without torch.compile (which keeps less)."""
@@ -83,15 +83,15 @@ class TrainingMemory:
 def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
     config, tokens = recipe.model, recipe.train.micro_tokens
     parameters = count_parameters(config)
-    bf16 = wants_bf16(recipe.train.precision, device)
+    half = compute_dtype(recipe.train.precision, device).itemsize == 2
     matrices = parameters.total - parameters.parts["norms"] - (0 if config.tied else parameters.parts["embedding"])
     return TrainingMemory(
         weights=4 * parameters.total,
         gradients=4 * parameters.total,
         optimizer=_optimizer_bytes(parameters, recipe.train.optimizer),
-        bf16_weights=2 * matrices if bf16 else 0,
-        activations=activation_bytes(config, tokens, bf16),
-        activations_recomputing=activation_bytes(config, tokens, bf16, "full"),
+        half_weights=2 * matrices if half else 0,
+        activations=activation_bytes(config, tokens, half),
+        activations_recomputing=activation_bytes(config, tokens, half, "full"),
         logits=3 * 4 * tokens * config.vocab_rows,  # fp32: themselves, their log-softmax, their gradient
     )
 
@@ -102,9 +102,9 @@ def _optimizer_bytes(parameters: Parameters, optimizer: OptimizerRecipe) -> int:
     return 8 * parameters.total - (4 * inside if optimizer.name == "muon" else 0)
 
 
-def activation_bytes(config: ModelConfig, tokens: int, bf16: bool, recompute: Recompute = "none") -> int:
+def activation_bytes(config: ModelConfig, tokens: int, half: bool, recompute: Recompute = "none") -> int:
     """What blocks keep of ``tokens`` tokens until the backward pass, as on CPU; some GPU kernels keep less."""
-    element = 2 if bf16 else 4
+    element = 2 if half else 4
     blocks = [_block_bytes(config, layer, element) for layer in range(config.n_layers)]
     if config.mtp_weight:
         blocks.append(blocks[-1])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zero2all.errors import UsageError
-from zero2all.hardware import Gpu, wants_bf16
+from zero2all.hardware import Gpu, compute_dtype, dtype_name
 from zero2all.model.anatomy import cache_bytes_per_token, count_parameters, training_memory
 from zero2all.model.flops import flops_per_token
 from zero2all.model.ops import choose
@@ -39,7 +39,7 @@ def describe_model(recipe: Recipe, device: torch.device, gpu: Gpu) -> dict[str, 
         "cache": {"context": config.context, "bytes_per_token": per_token, "bytes": per_token * config.context},
         "training_memory": {
             "micro_batch_tokens": options.micro_tokens,
-            "precision": "bf16" if wants_bf16(options.precision, device) else "fp32",
+            "precision": dtype_name(compute_dtype(options.precision, device)),
             **asdict(training_memory(recipe, device)),
         },
         "ops": _chosen_ops(config, device),
@@ -95,7 +95,7 @@ def _memory(shown: dict[str, Any]) -> list[str]:
         "weights": "",
         "gradients": "",
         "optimizer": "",
-        "bf16_weights": "copies of the matrices under autocast",
+        "half_weights": "copies of the matrices under autocast",
         "activations": "estimate: kept for the backward by the fused forms, eager",
         "activations_recomputing": "estimate: in their place with activation checkpointing",
         "logits": "estimate: only where the loss keeps all logits, as its reference does",

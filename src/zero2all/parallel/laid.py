@@ -27,7 +27,7 @@ class Laid:
     sharded: bool
     """Whether FSDP2 gathers parameters and adds up gradients."""
 
-    def __init__(self, config: ModelConfig, recipe: ParallelRecipe, layout: Layout, bf16: bool) -> None:
+    def __init__(self, config: ModelConfig, recipe: ParallelRecipe, layout: Layout, dtype: torch.dtype) -> None:
         sizes = layout.sizes
         self.numbers = stage_numbers(recipe, layout.at("pp"))
         with torch.device("meta"):
@@ -51,4 +51,4 @@ class Laid:
             experts_mesh = layout.experts_shard_mesh() if sizes.ep > 1 else None
             roots: list[nn.Module] = list(self.stages or self.parts)
             for root, part in zip(roots, self.parts, strict=True):
-                shard_parameters(root, part.layers, layout.shard_mesh(), experts_mesh, recipe, bf16)
+                shard_parameters(root, part.layers, layout.shard_mesh(), experts_mesh, recipe, dtype)

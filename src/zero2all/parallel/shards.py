@@ -22,7 +22,7 @@ def shard_parameters(
     mesh: DeviceMesh,
     experts_mesh: DeviceMesh | None,
     recipe: ParallelRecipe,
-    bf16: bool,
+    dtype: torch.dtype,
 ) -> None:
     """Each block gathers its weights for itself; the root holds embedding, last norm and head.
 
@@ -35,8 +35,8 @@ def shard_parameters(
         "reshard_after_forward": recipe.reshard if isinstance(recipe.reshard, int) else free,
         # Inputs are not cast: the residual stream stays in fp32 if the model wants it so.
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if bf16 else None,
-            reduce_dtype=torch.float32 if bf16 else None,
+            param_dtype=dtype if dtype.itemsize == 2 else None,
+            reduce_dtype=torch.float32 if dtype.itemsize == 2 else None,
             cast_forward_inputs=False,
         ),
     }

@@ -79,9 +79,9 @@ def _as_rank(rank: int, world: int) -> Iterator[None]:
 def _share(config: ModelConfig, recipe: Recipe, sizes: Sizes, stage: int) -> StageShare:
     """Lay out as the first rank of a stage, then count for all ranks of it."""
     if sizes.world == 1:
-        return _counted(Laid(config, recipe.parallel, Layout(sizes, torch.device("cpu")), bf16=False), stage)
+        return _counted(Laid(config, recipe.parallel, Layout(sizes, torch.device("cpu")), dtype=torch.float32), stage)
     with _as_rank(stage * (sizes.world // sizes.pp), sizes.world):
-        return _counted(Laid(config, recipe.parallel, Layout(sizes, torch.device("cpu")), bf16=False), stage)
+        return _counted(Laid(config, recipe.parallel, Layout(sizes, torch.device("cpu")), dtype=torch.float32), stage)
 
 
 def _counted(laid: Laid, stage: int) -> StageShare:

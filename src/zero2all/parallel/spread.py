@@ -21,6 +21,7 @@ from zero2all.parallel.context import Context
 from zero2all.parallel.initialize import WholeFill
 from zero2all.parallel.laid import Laid
 from zero2all.parallel.layout import Layout
+from zero2all.parallel.loss_scale import LossScale
 from zero2all.parallel.pipeline import Pipeline, joined
 from zero2all.parallel.tensor import compute_on_shards
 from zero2all.recipe import ModelConfig, ParallelRecipe, RopeScaling
@@ -47,7 +48,7 @@ class Spread:
         layout: Layout,
         *,
         seed: int,
-        bf16: bool = False,
+        dtype: torch.dtype = torch.float32,
         compile: bool = False,
         micro_samples: int | None = None,
     ) -> None:
@@ -56,10 +57,11 @@ class Spread:
         ``micro_samples`` is how many samples a rank takes in one forward pass: all of its own if not given, or in a
         pipeline as many as make two rounds of it.
         """
-        self.config, self.recipe, self.layout, self.bf16 = config, recipe, layout, bf16
+        self.config, self.recipe, self.layout, self.dtype = config, recipe, layout, dtype
+        self.scale = LossScale() if dtype == torch.float16 else None
         self.micro_samples = micro_samples
         self._context = Context(layout.mesh("cp"), recipe) if layout.sizes.cp > 1 else None
-        laid = Laid(config, recipe, layout, bf16)
+        laid = Laid(config, recipe, layout, dtype)
         self._parts = laid.parts
         for part in laid.parts:
             self._fill(part, seed)
@@ -83,7 +85,7 @@ class Spread:
         inside documents. Returns this rank's losses [B, S], zero where another rank has them (a later pipeline stage,
         another part of the sequence): see ``total``.
         """
-        losses = self._run(tokens_BS, targets_BS, starts_BS, divisor)
+        losses = self._run(tokens_BS, targets_BS, starts_BS, divisor / self._scaled_by)
         self._finish_gradients()
         return losses
 
@@ -124,7 +126,8 @@ class Spread:
         if self._context is not None:
             own = self._context.own(length, self.layout.device)
             inputs |= {name: inputs[name][:, own] for name in ("tokens_BS", "targets_BS")}
-        with torch.autocast(self.layout.device.type, torch.bfloat16, enabled=self.bf16 and not self._sharded):
+        casts = self.dtype != torch.float32 and not self._sharded  # sharded weights are gathered in it
+        with torch.autocast(self.layout.device.type, self.dtype, enabled=casts):
             if self._pipeline is not None:
                 losses = self._in_pipeline(self._pipeline, inputs, divisor)
             else:
@@ -146,9 +149,15 @@ class Spread:
         square = (torch.stack(norms).double().square() / holders).sum()
         if self.layout.sizes.world > 1:
             dist.all_reduce(square)
-        norm = square.sqrt().float()
-        torch._foreach_mul_([gradient for _, gradient in found], torch.clamp(longest / (norm + 1e-6), max=1.0))
+        norm = square.sqrt().float() / self._scaled_by
+        factor = torch.clamp(longest / (norm + 1e-6), max=1.0) / self._scaled_by
+        torch._foreach_mul_([gradient for _, gradient in found], factor)
         return norm
+
+    @property
+    def _scaled_by(self) -> float:
+        """How many times too large gradients are between ``backward`` and ``clip``."""
+        return 1.0 if self.scale is None else self.scale.value
 
     def total(self, known: Tensor) -> Tensor:
         """The sum over ranks of something computed from this rank's losses, so that each token counts once."""
@@ -214,7 +223,7 @@ class Spread:
                 "change train.micro_batch_tokens"
             )
         cuts = self.layout.sizes.tp if self.recipe.sp else 1
-        dtype = torch.bfloat16 if self.bf16 and not self.config.residual_fp32 else torch.float32
+        dtype = torch.float32 if self.config.residual_fp32 else self.dtype
         stream = torch.empty(size, length // cuts, self.config.hidden_size, dtype=dtype, device="meta")
         losses = pipeline.run(inputs, samples // size, divisor, stream)
         return torch.zeros(samples, length, device=self.layout.device) if losses is None else losses.detach()

@@ -133,7 +133,7 @@ class TrainRecipe(Length):
     max_epochs: Positive | None = None
     """With a mixture: no source is gone through more often in a stage; the others take its place."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """bf16 means fp32 weights under autocast. auto takes it where the device computes it natively."""
     compile: bool = False
     """Compile each block with torch.compile."""

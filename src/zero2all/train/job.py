@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zero2all.console import console, say, warn
 from zero2all.errors import UsageError, Z2aError
-from zero2all.hardware import peak_flops, pick_device, wants_bf16
+from zero2all.hardware import compute_dtype, dtype_name, peak_flops, pick_device
 from zero2all.model import document_starts, why_not_hf
 from zero2all.model.anatomy import count_parameters
 from zero2all.parallel import Layout, Spread
@@ -76,9 +76,9 @@ def prepare(recipe: Recipe) -> Job:
     if store.tokenizer_fingerprint != tokenizer.fingerprint:
         raise Z2aError(f"{recipe.tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
     plan = Plan(recipe, store)
-    bf16 = wants_bf16(options.precision, device)
+    dtype = compute_dtype(options.precision, device)
     config = model_config(recipe, tokenizer)
-    spread = Spread(config, recipe.parallel, layout, seed=recipe.seed, bf16=bf16, compile=options.compile)
+    spread = Spread(config, recipe.parallel, layout, seed=recipe.seed, dtype=dtype, compile=options.compile)
     optimizers = build_optimizers(spread.model, options.optimizer, spread.groups, config.narrower)
     identity = {
         "stages": plan.describe(),
@@ -90,7 +90,7 @@ def prepare(recipe: Recipe) -> Job:
     apply_settings(optimizers, options.optimizer)
     if layout.rank == 0:
         run.write_down(identity, tokenizer, device)
-    peak = peak_flops(device, torch.bfloat16 if bf16 else torch.float32)
+    peak = peak_flops(device, dtype)
     _say_job(recipe, plan, spread, peak.source, first)
     return Job(
         run=run,
@@ -128,9 +128,8 @@ def _resume(run: Run, spread: Spread, optimizers: list[Optimizer], identity: dic
 
 def _say_job(recipe: Recipe, plan: Plan, spread: Spread, peak: str, first: int) -> None:
     layout, parameters = spread.layout, count_parameters(spread.config).total
-    precision = "bf16" if spread.bf16 else "fp32"
     say(
-        f"{show_count(parameters)} parameters on {layout.device.type} in {precision} ({layout.sizes}), "
+        f"{show_count(parameters)} parameters on {layout.device.type} in {dtype_name(spread.dtype)} ({layout.sizes}), "
         f"{show_count(plan.tokens_before(plan.total))} tokens in {plan.total} steps; utilisation against {peak}"
     )
     say("ops: " + ", ".join(f"{choice.op} {choice.form}" for choice in spread.model.ops.table))
