@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.console import heading, say, warn
-from zero2all.corpus import build_corpus
-from zero2all.engine import Engine, all_cores
+from zero2all.corpus import build_corpus, useful_workers
+from zero2all.engine import Engine
 from zero2all.errors import UsageError
 from zero2all.evals import bits_per_byte
 from zero2all.io import write_text
@@ -52,7 +52,7 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
     seconds: dict[str, float] = {}
 
     with _stage("1/5 corpus: raw files to documents", "corpus", seconds):
-        documents = build_corpus(recipe.corpus, recipe.documents_dir, Engine(workers=all_cores()))
+        documents = build_corpus(recipe.corpus, recipe.documents_dir, Engine(workers=useful_workers(recipe.corpus)))
         _say_documents(documents)
     with _stage("2/5 tokenizer: documents to a vocabulary", "tokenizer", seconds):
         vocabulary = train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)

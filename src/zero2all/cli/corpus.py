@@ -71,13 +71,14 @@ def build(
 
     Example: z2a corpus build my.yaml corpus.holdout=0.02
     """
-    from zero2all.corpus import build_corpus
-    from zero2all.engine import Engine, all_cores
+    from zero2all.corpus import build_corpus, useful_workers
+    from zero2all.engine import Engine
     from zero2all.recipe import load_recipe
     from zero2all.units import show_bytes
 
     loaded = load_recipe(recipe, overrides)
-    manifest = build_corpus(loaded.corpus, loaded.documents_dir, Engine(engine, workers or all_cores(), ray_address))
+    chosen = Engine(engine, workers or useful_workers(loaded.corpus), ray_address)
+    manifest = build_corpus(loaded.corpus, loaded.documents_dir, chosen)
     text = f"{manifest['documents']} documents, {show_bytes(manifest['bytes'])} in {loaded.documents_dir}"
     return Result({"out": str(loaded.documents_dir), **manifest}, text + (" (unchanged)" if manifest["reused"] else ""))
 

@@ -19,9 +19,10 @@ from zero2all.corpus.finish import group_parts, write_shards
 from zero2all.corpus.mapping import mapping_for
 from zero2all.corpus.parts import make_part
 from zero2all.corpus.readers import RawFile, in_pieces, list_files
-from zero2all.engine import Engine
+from zero2all.engine import Engine, all_cores
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import all_files, atomic_dir, fingerprint, is_current, read_json, refuse_strangers, write_manifest
+from zero2all.paths import is_url
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 from zero2all.units import show_bytes
 
@@ -30,6 +31,7 @@ FORMAT = 3  # raised when the same inputs and options give other documents than 
 NAMES_KEPT = 20  # of files left out, per reason, in the manifest
 PLACES_KEPT = 100  # of broken records, per source, in the manifest
 SAMPLES_KEPT = 5  # of dropped documents, per source and reason, in the manifest
+SMALL = 8_000_000  # bytes; one process has read and cleaned them before others would be there
 
 
 def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) -> dict[str, Any]:
@@ -83,6 +85,14 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
         if not splits["train"][source.name]["documents"]:
             warn(f"corpus source {source.name!r} gave no documents; see left_out in {out}/manifest.json")
     return {"kind": KIND, **body, "reused": False}
+
+
+def useful_workers(recipe: CorpusRecipe) -> int:
+    """How many processes of this machine a build is worth."""
+    if any(is_url(path) for source in recipe.sources for path in source.paths):
+        return all_cores()
+    size = sum(file.bytes for source in recipe.sources for file in list_files(source))
+    return all_cores() if size >= SMALL else 1
 
 
 def _part_key(source: SourceRecipe, file: RawFile, specs: list[Any]) -> str:
