@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from zero2all.corpus import SCHEMA, build, build_corpus, useful_workers
+from zero2all.corpus import SCHEMA, build_corpus, useful_workers
 from zero2all.engine import Engine
 from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe
@@ -262,10 +262,10 @@ def test_shared_corpus_is_read_or_reported(shared_corpus: Path, tmp_path: Path) 
 
 
 def test_a_small_build_is_not_worth_a_second_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "all_cores", lambda: 7)
+    monkeypatch.setattr("zero2all.corpus.build.all_cores", lambda: 7)
     (tmp_path / "a.txt").write_text("x" * 1000)
     small = CorpusRecipe(sources=[SourceRecipe(name="s", paths=[str(tmp_path)])])
     assert useful_workers(small) == 1
-    monkeypatch.setattr(build, "SMALL", 1000)
+    monkeypatch.setattr("zero2all.corpus.build.SMALL", 1000)
     assert useful_workers(small) == 7
     assert useful_workers(CorpusRecipe(sources=[SourceRecipe(name="s", paths=["s3://bucket/text"])])) == 7
