@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from zero2all.corpus import build_corpus
-from zero2all.corpus.parts import document_texts
+from zero2all.corpus.ingest import document_texts
 from zero2all.engine import all_cores
 from zero2all.recipe import CorpusRecipe, SourceRecipe, TokensRecipe
 from zero2all.tokenizer import Tokenizer
