@@ -42,7 +42,8 @@ def recipe_of(run: str, steps: int, layout: str, out: Path) -> Recipe:
     places = [f"tokenizer.dir={stages.tokenizer_dir}", f"tokens.dir={stages.tokens_dir}"]
     shape = ["model={preset: z2all-25m}", "train={}", f"train.steps={steps}", "train.seq_len=512"]
     batch = ["train.batch_tokens=4096", "train.micro_batch_tokens=2048", "train.schedule.warmup=0"]
-    rest = [f"parallel={parallel}", "checkpoint.every=100000 steps", f"out={out}"]
+    # The others know no documents, so ours must not see any either: it would compute less attention, in more calls.
+    rest = ["train.document_mask=false", f"parallel={parallel}", "checkpoint.every=100000 steps", f"out={out}"]
     return load_recipe(Run.open(run).directory / "recipe.yaml", [*places, *shape, *batch, *rest])
 
 
