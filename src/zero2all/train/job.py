@@ -122,7 +122,7 @@ def _prepare(run: Run, layout: Layout, team: Team) -> Job:
         "model": config.model_dump(mode="json", exclude={"preset", "ops"}),
         "optimizer": options.optimizer.name,
     }
-    flash = team.first(run.flash_directory) if recipe.checkpoint.flash_every is not None else None
+    flash = team.first(run.claim_memory) if recipe.checkpoint.flash_every is not None else None
     keeper = Keeper(run.checkpoints, flash, run.directory, spread.model, optimizers, team)
     first = _resume(run, keeper, identity, plan)
     apply_settings(optimizers, options.optimizer)
