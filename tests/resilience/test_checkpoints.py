@@ -76,6 +76,7 @@ def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(
     assert "a checkpoint could not be written" in capsys.readouterr().err
     (tmp_path / "file").unlink()
     assert train(recipe)["resumed_at"] == 12  # from memory; nothing was computed again
+    assert Run.open(recipe.run_dir).checkpoints.newest() == 12
     assert list(losses(Run.open(recipe.run_dir))) == list(range(12))
 
 

@@ -135,6 +135,11 @@ class Checkpoints:
         else:
             shutil.rmtree(path)
 
+    def remove_after(self, step: int) -> None:
+        for later in self.steps():
+            if later > step:
+                self.remove(later)
+
     def best(self) -> list[int]:
         """Steps at which held-out text was measured, best first."""
         measured = {step: self.noted(step).get("bits_per_byte") for step in self.steps()}
