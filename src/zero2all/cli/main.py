@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from zero2all import __version__
-from zero2all.cli import bench, corpus, launch, model, parallel, recipe, runs, tokenizer, tokens, watch
+from zero2all.cli import bench, ckpt, corpus, launch, model, parallel, recipe, runs, tokenizer, tokens, watch
 from zero2all.cli import quickstart as quickstart_command
 from zero2all.cli.conventions import print_json
 
@@ -30,6 +30,7 @@ app.add_typer(model.app, name="model")
 app.command("train")(runs.train)
 app.command("launch")(launch.launch)
 app.add_typer(parallel.app, name="parallel")
+app.add_typer(ckpt.app, name="ckpt")
 app.command("eval")(runs.evaluate)
 app.command("generate")(runs.generate)
 app.command("export")(runs.export)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero2all.console import console, say, warn
-from zero2all.errors import UsageError, Z2aError
+from zero2all.errors import Interrupted, UsageError, Z2aError
 from zero2all.hardware import compute_dtype, dtype_name, peak_flops, pick_device
 from zero2all.model import document_starts, why_not_hf
 from zero2all.model.anatomy import count_parameters
 from zero2all.parallel import Layout, Spread
 from zero2all.recipe import Recipe
+from zero2all.resilience import Found, Guard, Keeper, Team, locked
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.track import Record, open_sinks
@@ -39,8 +42,16 @@ class Job:
     optimizers: list[Optimizer]
     channels: Channels
     clock: Clock
+    keeper: Keeper
+    guard: Guard
     identity: dict[str, Any]
     first: int
+    at: int = 0
+    """Where the loop stands: at the first step, or after a rollback at an earlier one than before."""
+    skipped: list[int] = field(default_factory=list)
+    """Steps that are passed over, since their data is bad."""
+    quality: dict[str, Any] = field(default_factory=dict)
+    """What the last evaluation found, if it was of the step in hand."""
 
     def open_record(self) -> Record:
         """Every rank writes its own; the other trackers of the recipe see the first."""
@@ -59,19 +70,64 @@ class Job:
         masked = self.run.recipe.train.document_mask
         return document_starts(inputs, self.tokenizer.end_of_text) if masked else None
 
-    def save(self, done: int) -> None:
-        rope = self.spread.model.config.model_dump(mode="json", include={"rope_theta", "rope_scaling"})
-        self.run.checkpoints.save(done, self.spread.model, self.optimizers, {**self.identity, "rope": rope})
+    def restore(self, state: dict[str, Any]) -> None:
+        """What a state holds beside the tensors. A step that was begun leaves no trace."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        apply_settings(self.optimizers, self.run.recipe.train.optimizer)
+        self.guard.restore(state["guard"])
+        self.skipped = list(state["skipped"])
+
+    def save(self, done: int, last: bool = False) -> float | None:
+        """Keep the state of ``done`` steps where it is due; the seconds that it took, if it was."""
+        options, plan = self.run.recipe.checkpoint, self.plan
+        durable = plan.is_due(options.every, done) or last
+        if not (durable or plan.is_due(options.flash_every, done)):
+            return None
+        state = {
+            **self.identity,
+            "rope": self.spread.model.config.model_dump(mode="json", include={"rope_theta", "rope_scaling"}),
+            "guard": self.guard.state(),
+            "skipped": self.skipped,
+            "permanent": plan.is_due(options.keep_every, done),
+            "bits_per_byte": self.quality.get("bits_per_byte") if self.quality.get("step") == done else None,
+        }
+        stall = self.keeper.save(done, state, durable)
+        if last:
+            self.keeper.wait()
+        return stall
+
+    def save_last(self) -> None:
+        """A run that is over is on durable storage, also if its last state was only in memory, or is damaged."""
+        if not self.keeper.team.first(lambda: self.run.checkpoints.is_whole(self.plan.total)):
+            self.save(self.plan.total, last=True)
 
 
-def prepare(recipe: Recipe) -> Job:
-    """Lay out the model, build the optimizers, load the newest checkpoint, write down what the run is."""
+@contextmanager
+def prepare(recipe: Recipe) -> Iterator[Job]:
+    """Lay out the model, build the optimizers, load the newest checkpoint, write down what the run is; and tidy up."""
     options = recipe.train
     torch.use_deterministic_algorithms(options.deterministic)
     device = pick_device(options.device)
     layout = Layout.start(recipe.parallel, device)
     console.quiet = layout.rank != 0
-    run = Run(recipe, recipe.run_dir)
+    run, team = Run(recipe, recipe.run_dir), Team()
+    with ExitStack() as stack:
+        team.first(lambda: stack.enter_context(locked(run.directory)))
+        job = _prepare(run, layout, team)
+        outcome: Literal["finished", "stopped", "failed"] = "failed"
+        try:
+            yield job
+            outcome = "finished"
+        except Interrupted:
+            outcome = "stopped"
+            raise
+        finally:
+            job.keeper.close(outcome)
+
+
+def _prepare(run: Run, layout: Layout, team: Team) -> Job:
+    recipe, options, device = run.recipe, run.recipe.train, layout.device
     tokenizer, store = Tokenizer(recipe.tokenizer_dir), TokenStore(recipe.tokens_dir, "train")
     if store.tokenizer_fingerprint != tokenizer.fingerprint:
         raise Z2aError(f"{recipe.tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
@@ -86,13 +142,14 @@ def prepare(recipe: Recipe) -> Job:
         "model": config.model_dump(mode="json", exclude={"preset", "ops"}),
         "optimizer": options.optimizer.name,
     }
-    first = _resume(run, spread, optimizers, identity, plan)
-    apply_settings(optimizers, options.optimizer)
+    flash = team.first(run.claim_memory) if recipe.checkpoint.flash_every is not None else None
+    keeper = Keeper(run.checkpoints, flash, run.directory, spread.model, optimizers, team)
+    found = _resume(run, keeper, identity, plan)
     if layout.rank == 0:
         run.write_down(identity, tokenizer, device)
     peak = peak_flops(device, dtype)
-    _say_job(recipe, plan, spread, peak.source, first)
-    return Job(
+    _say_job(recipe, plan, spread, peak.source)
+    job = Job(
         run=run,
         tokenizer=tokenizer,
         plan=plan,
@@ -100,17 +157,23 @@ def prepare(recipe: Recipe) -> Job:
         optimizers=optimizers,
         channels=Channels(plan.sources, tokenizer.text_bytes, device),
         clock=Clock(plan, config, device, peak.flops * layout.sizes.world),
+        keeper=keeper,
+        guard=Guard(options.guard),
         identity=identity,
-        first=first,
+        first=found.step if found is not None else 0,
+        at=found.step if found is not None else 0,
     )
+    if found is not None:
+        job.restore(found.state)
+    return job
 
 
-def _resume(run: Run, spread: Spread, optimizers: list[Optimizer], identity: dict[str, Any], plan: Plan) -> int:
-    """Load the newest whole checkpoint if there is one. A run that is not the same run is refused."""
-    step = run.checkpoints.newest()
-    if step is None:
-        return 0
-    saved = run.checkpoints.state(step)
+def _resume(run: Run, keeper: Keeper, identity: dict[str, Any], plan: Plan) -> Found | None:
+    """Load the newest whole state if there is one. A run that is not the same run is refused."""
+    found = keeper.newest()
+    if found is None:
+        return None
+    step, saved = found.step, found.state
     # Stages that have not begun may be planned anew.
     begun = {**identity, "stages": plan.describe(before=step)}
     before = {**saved, "stages": [stage for stage in saved.get("stages", []) if stage["first_step"] < step]}
@@ -122,11 +185,12 @@ def _resume(run: Run, spread: Spread, optimizers: list[Optimizer], identity: dic
         )
     if step > plan.total:
         raise UsageError(f"the run in {run.directory} is at step {step} already, past the {plan.total} asked for")
-    run.checkpoints.load(step, spread.model, optimizers)
-    return step
+    keeper.load(found)
+    say(f"resuming after step {step}, from the state {found.where}")
+    return found
 
 
-def _say_job(recipe: Recipe, plan: Plan, spread: Spread, peak: str, first: int) -> None:
+def _say_job(recipe: Recipe, plan: Plan, spread: Spread, peak: str) -> None:
     layout, parameters = spread.layout, count_parameters(spread.config).total
     say(
         f"{show_count(parameters)} parameters on {layout.device.type} in {dtype_name(spread.dtype)} ({layout.sizes}), "
@@ -137,5 +201,3 @@ def _say_job(recipe: Recipe, plan: Plan, spread: Spread, peak: str, first: int) 
         warn(f"this model cannot be exported to a standard architecture: {reason}")
     say_plan(plan, recipe.train.optimizer.lr)
     say_advice(plan, spread.config)
-    if first:
-        say(f"resuming after step {first}")
