@@ -16,6 +16,7 @@ from zero2all.model import document_starts, why_not_hf
 from zero2all.model.anatomy import count_parameters
 from zero2all.parallel import Layout, Spread
 from zero2all.recipe import Recipe
+from zero2all.resilience.beat import Beat, Mark
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.track import Record, open_sinks
@@ -40,6 +41,7 @@ class Job:
     channels: Channels
     clock: Clock
     identity: dict[str, Any]
+    beat: Beat
     first: int
 
     def open_record(self) -> Record:
@@ -69,7 +71,10 @@ def prepare(recipe: Recipe) -> Job:
     options = recipe.train
     torch.use_deterministic_algorithms(options.deterministic)
     device = pick_device(options.device)
+    beat = Beat.of_this_rank()
+    beat.tell(recipe.run_dir)
     layout = Layout.start(recipe.parallel, device)
+    beat.mark(Mark.JOINED)
     console.quiet = layout.rank != 0
     run = Run(recipe, recipe.run_dir)
     tokenizer, store = Tokenizer(recipe.tokenizer_dir), TokenStore(recipe.tokens_dir, "train")
@@ -92,6 +97,7 @@ def prepare(recipe: Recipe) -> Job:
         run.write_down(identity, tokenizer, device)
     peak = peak_flops(device, torch.bfloat16 if bf16 else torch.float32)
     _say_job(recipe, plan, spread, peak.source, first)
+    beat.mark(Mark.LOADED)
     return Job(
         run=run,
         tokenizer=tokenizer,
@@ -101,6 +107,7 @@ def prepare(recipe: Recipe) -> Job:
         channels=Channels(plan.sources, tokenizer.text_bytes, device),
         clock=Clock(plan, config, device, peak.flops * layout.sizes.world),
         identity=identity,
+        beat=beat,
         first=first,
     )
 

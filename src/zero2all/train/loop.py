@@ -90,9 +90,12 @@ def train(
                 record.event("checkpoint", step=done)
             if stop_now:
                 record.event("stopped", step=done)
+                spread.close()
                 raise Interrupted(f"stopped after step {done} of {plan.total}; the same command goes on from there")
             job.clock.rest()
+            job.beat(done)
         record.event("done", step=plan.total)
+    spread.close()
     return {
         "run": str(job.run.directory),
         "steps": plan.total,
