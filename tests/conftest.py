@@ -43,7 +43,7 @@ train:
   device: cpu
   optimizer: {lr: 5e-3}
   schedule: {warmup: 3 steps}
-checkpoint: {every: 4 steps}
+checkpoint: {every: 4 steps, flash_every: null}
 evals: {tokens: 4096}
 """
 

@@ -158,11 +158,23 @@ class TokensRecipe(Section):
 
 
 class CheckpointRecipe(Section):
-    """When the state of a run is kept."""
+    """When the state of a run is kept, and where."""
 
     every: Span = Duration(100, "steps")
+    """How often on durable storage, in the background."""
+    flash_every: Span | None = Duration(10, "steps")
+    """How often in memory that outlives the process, for restarts on the same machines; null is never."""
+    flash_dir: LocalDir = Path("/dev/shm")
+    """A tmpfs with room for two states of every rank on the machine."""
     keep: int = Field(2, ge=1)
     """How many of the newest to keep."""
+    keep_every: Span | None = None
+    """Those of every so many steps, tokens or epochs are kept for good."""
+    keep_best: int = Field(0, ge=0)
+    """How many of the best to keep, by bits-per-byte of held-out text, where that was measured at the same step."""
+    dir: AnyDir | None = None
+    """Where they are: a directory that every machine sees, or a place such as ``s3://bucket/run``;
+    ``<out>/run/checkpoints`` if not given."""
 
 
 class TrackRecipe(Section):

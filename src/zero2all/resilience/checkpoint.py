@@ -1,4 +1,4 @@
-"""Checkpoints through torch DCP, each with a manifest of checksums that is written last.
+"""Durable checkpoints through torch DCP, each with a manifest of checksums that is written last.
 
 A directory counts as a checkpoint only under its final name and with every checksum right: DCP itself loads a
 shard with a flipped bit without a word. DCP's ``.metadata`` is a pickle, so load only checkpoints that you trust;
@@ -9,143 +9,172 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
 from zero2all.console import warn
-from zero2all.io import atomic_dir, checksums, is_current, read_json, write_json, write_manifest
+from zero2all.errors import Z2aError
+from zero2all.io import MANIFEST, atomic_dir, read_json, read_manifest, sha256_file, write_json, write_manifest
+from zero2all.paths import RemotePath
+from zero2all.resilience.state import put_state, state_of
+from zero2all.resilience.team import Team
 
 KIND = "checkpoint"
 STATE = "state.json"
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process needs no group
 
 
 class Checkpoints:
-    """The checkpoints of one run, newest last."""
+    """The durable checkpoints of one run, newest last: on a disk that all ranks see, or in an object store."""
 
-    def __init__(self, directory: Path, keep: int = 2) -> None:
-        self.directory, self.keep = directory, keep
+    def __init__(self, directory: Path, keep: int = 2, keep_best: int = 0) -> None:
+        self.directory, self.keep, self.keep_best = directory, keep, keep_best
 
     def steps(self) -> list[int]:
-        names = (re.fullmatch(r"step-(\d+)", path.name) for path in self.directory.glob("step-*"))
-        return sorted(int(match[1]) for match in names if match)
+        if isinstance(self.directory, RemotePath):
+            names = {path.relative_to(self.directory).parts[0] for path in self.directory.objects()}
+        else:
+            names = {path.name for path in self.directory.glob("step-*")}
+        matches = (re.fullmatch(r"step-(\d+)", name) for name in names)
+        return sorted(int(match[1]) for match in matches if match)
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:08}"
-
-    def save(self, step: int, model: nn.Module, optimizers: list[Optimizer], state: dict[str, Any]) -> Path:
-        """``state`` is what a person may read: plain JSON. Step is the number of steps done."""
-        tensors = _tensors(model, optimizers)
-        with _shared_dir(self.path(step)) as partial:
-            with _quiet_dcp():
-                state_dict_saver.save(tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())
-            if _rank() == 0:
-                write_json(partial / STATE, {"step": step, **state})
-                write_manifest(partial, KIND, {"key": str(step), "files": checksums(partial)})
-        if _rank() == 0:
-            for old in self.steps()[: -self.keep]:
-                shutil.rmtree(self.path(old))
-        return self.path(step)
-
-    def newest(self) -> int | None:
-        """The newest whole checkpoint; damaged ones are passed over aloud."""
-        for step in reversed(self.steps()):
-            if self.is_whole(step):
-                return step
-            warn(f"checkpoint {self.path(step)} is damaged; trying the one before it")
-        return None
-
-    def is_whole(self, step: int) -> bool:
-        return is_current(self.path(step), KIND, str(step))
 
     def state(self, step: int) -> dict[str, Any]:
         state: dict[str, Any] = read_json(self.path(step) / STATE)
         return state
 
+    def newest(self) -> int | None:
+        """The newest whole checkpoint; damaged ones are passed over aloud."""
+        for step in reversed(self.steps()):
+            problem = self.problem(step)
+            if problem is None:
+                return step
+            warn(f"checkpoint {self.path(step)} is passed over: {problem}")
+        return None
+
+    def is_whole(self, step: int) -> bool:
+        return self.problem(step) is None
+
+    def problem(self, step: int, share: tuple[int, int] = (0, 1)) -> str | None:
+        """What is wrong with a checkpoint, the file named; nothing if it is whole.
+
+        Rank r of R looks at every R-th file from r on: all ranks together read it once.
+        """
+        try:
+            manifest = read_manifest(self.path(step), KIND, "z2a train")
+        except (Z2aError, OSError, ValueError):
+            return f"{MANIFEST} is missing, damaged or of something unfinished"
+        if manifest.get("key") != str(step):
+            return f"{MANIFEST} is of another step"
+        rank, ranks = share
+        for name in sorted(manifest["files"])[rank::ranks]:
+            path = self.path(step) / name
+            if not path.exists():
+                return f"{name} is missing"
+            if sha256_file(path) != manifest["files"][name]:
+                return f"{name} does not match its checksum"
+        return None
+
+    def write(self, step: int, tensors: dict[str, Any], state: dict[str, Any], team: Team) -> None:
+        """All ranks together: each its own file and that file's checksum, then the first the manifest of all."""
+        with ExitStack() as stack:
+            partial = team.first(lambda: stack.enter_context(atomic_dir(self.path(step), KIND)))
+            place = partial
+            if isinstance(partial, RemotePath):  # written here, then put there whole
+                place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="z2a-checkpoint-")))
+            try:
+                state_dict_saver.save(
+                    tensors,
+                    storage_writer=FileSystemWriter(place),
+                    process_group=team.group,
+                    no_dist=team.group is None,
+                )
+            except CheckpointException as error:
+                reasons = {str(reason).splitlines()[0] for reason, _ in error.failures.values() if str(reason)}
+                raise Z2aError("; ".join(sorted(reasons)) or "no reason was given") from error
+            own = [place / ".metadata"] if team.rank == 0 else []
+            own += sorted(place.glob(f"__{team.rank}_*"))
+
+            def publish() -> dict[str, str]:
+                if isinstance(partial, RemotePath):
+                    for path in own:
+                        (partial / path.name).put(path)
+                return {path.name: sha256_file(path) for path in own}
+
+            files = {name: digest for found in team.together(publish) for name, digest in found.items()}
+
+            def finish() -> None:
+                write_json(partial / STATE, {"step": step, **state})
+                files[STATE] = sha256_file(partial / STATE)
+                write_manifest(partial, KIND, {"key": str(step), "files": files})
+                stack.close()
+
+            team.first(finish)
+            team.first(self._keep_within_bounds)
+
+    def remove(self, step: int) -> None:
+        path = self.path(step)
+        (path / MANIFEST).unlink(missing_ok=True)  # what is half removed does not count
+        if isinstance(path, RemotePath):
+            for inner in path.objects():
+                inner.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path)
+
+    def best(self) -> list[int]:
+        """Steps at which held-out text was measured, best first."""
+        measured = {step: self._noted(step).get("bits_per_byte") for step in self.steps()}
+        return [step for _, step in sorted((value, step) for step, value in measured.items() if value is not None)]
+
+    def _noted(self, step: int) -> dict[str, Any]:
+        """The state of a checkpoint that may be damaged."""
+        try:
+            return self.state(step)
+        except (OSError, Z2aError):
+            return {}
+
+    def _keep_within_bounds(self) -> None:
+        """The newest stay, the best by held-out text, and those that are to stay for good."""
+        steps = self.steps()
+        kept = {*steps[-self.keep :], *(self.best()[: self.keep_best] if self.keep_best else [])}
+        for step in steps:
+            if step not in kept and not self._noted(step).get("permanent"):
+                self.remove(step)
+
     def load(self, step: int, model: nn.Module, optimizers: list[Optimizer]) -> None:
         """Model, optimizers and random generators as they were when ``step`` steps were done."""
-        tensors = _tensors(model, optimizers)
+        tensors = state_of(model, optimizers)
+        reader = self._reader(step)
         # A run may move to other machines and another number of them: only the generators that were there come back.
-        saved = FileSystemReader(self.path(step)).read_metadata().state_dict_metadata
+        saved = reader.read_metadata().state_dict_metadata
         tensors["rng"] = {name: value for name, value in tensors["rng"].items() if f"rng.{name}" in saved}
-        with _quiet_dcp():
-            state_dict_loader.load(tensors, checkpoint_id=self.path(step), no_dist=not dist.is_initialized())
-        set_model_state_dict(model, tensors["model"])
-        set_optimizer_state_dict(model, optimizers, tensors["optimizer"])
-        _set_rng_state(tensors["rng"])
+        state_dict_loader.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        put_state(tensors, model, optimizers)
 
     def load_model(self, step: int, model: nn.Module) -> None:
         """The weights alone."""
         tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
-        with _quiet_dcp():
-            state_dict_loader.load(tensors, checkpoint_id=self.path(step), no_dist=not dist.is_initialized())
+        state_dict_loader.load(tensors, storage_reader=self._reader(step), no_dist=not dist.is_initialized())
         set_model_state_dict(model, tensors["model"])
 
+    def _reader(self, step: int) -> FileSystemReader:
+        path = self.path(step)
+        if not isinstance(path, RemotePath):
+            return FileSystemReader(path)
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-def _tensors(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizers),
-        "rng": _rng_state(),
-    }
-
-
-@contextmanager
-def _shared_dir(target: Path) -> Iterator[Path]:
-    """A directory that all ranks fill and rank 0 publishes, when every rank is done."""
-    if not dist.is_initialized():
-        with atomic_dir(target, KIND) as partial:
-            yield partial
-        return
-    place: list[Path | None] = [None]
-    with ExitStack() as stack:
-        if _rank() == 0:
-            place[0] = stack.enter_context(atomic_dir(target, KIND))
-        dist.broadcast_object_list(place)
-        assert place[0] is not None
-        yield place[0]
-        dist.barrier()
-    dist.barrier()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-@contextmanager
-def _quiet_dcp() -> Iterator[None]:
-    """DCP warns where there is no process group; here that is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _rng_state() -> dict[str, torch.Tensor]:
-    """Every rank has generators of its own."""
-    state = {f"cpu-{_rank()}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state[f"cuda-{_rank()}"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    for name, value in state.items():
-        if name.startswith("cuda"):
-            torch.cuda.set_rng_state(value)
-        else:
-            torch.set_rng_state(value)
+        reader: FileSystemReader = FsspecReader(str(path))
+        return reader

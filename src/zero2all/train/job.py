@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero2all.console import console, say, warn
-from zero2all.errors import UsageError, Z2aError
+from zero2all.errors import Interrupted, UsageError, Z2aError
 from zero2all.hardware import peak_flops, pick_device, wants_bf16
 from zero2all.model import document_starts, why_not_hf
 from zero2all.model.anatomy import count_parameters
 from zero2all.parallel import Layout, Spread
 from zero2all.recipe import Recipe
+from zero2all.resilience import Keeper, Team, locked
 from zero2all.resilience.beat import Beat, Mark
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
@@ -40,9 +43,12 @@ class Job:
     optimizers: list[Optimizer]
     channels: Channels
     clock: Clock
+    keeper: Keeper
     identity: dict[str, Any]
     beat: Beat
     first: int
+    quality: dict[str, Any] = field(default_factory=dict)
+    """What the last evaluation found, if it was of the step in hand."""
 
     def open_record(self) -> Record:
         """Every rank writes its own; the other trackers of the recipe see the first."""
@@ -61,13 +67,27 @@ class Job:
         masked = self.run.recipe.train.document_mask
         return document_starts(inputs, self.tokenizer.end_of_text) if masked else None
 
-    def save(self, done: int) -> None:
-        rope = self.spread.model.config.model_dump(mode="json", include={"rope_theta", "rope_scaling"})
-        self.run.checkpoints.save(done, self.spread.model, self.optimizers, {**self.identity, "rope": rope})
+    def save(self, done: int, stop: bool = False) -> float | None:
+        """Keep the state of ``done`` steps where it is due; the seconds that it took, if it was."""
+        options, plan = self.run.recipe.checkpoint, self.plan
+        durable = plan.is_due(options.every, done) or done == plan.total or stop
+        if not (durable or plan.is_due(options.flash_every, done)):
+            return None
+        state = {
+            **self.identity,
+            "rope": self.spread.model.config.model_dump(mode="json", include={"rope_theta", "rope_scaling"}),
+            "permanent": plan.is_due(options.keep_every, done),
+            "bits_per_byte": self.quality.get("bits_per_byte") if self.quality.get("step") == done else None,
+        }
+        stall = self.keeper.save(done, state, durable)
+        if done == plan.total or stop:
+            self.keeper.wait()
+        return stall
 
 
-def prepare(recipe: Recipe) -> Job:
-    """Lay out the model, build the optimizers, load the newest checkpoint, write down what the run is."""
+@contextmanager
+def prepare(recipe: Recipe) -> Iterator[Job]:
+    """Lay out the model, build the optimizers, load the newest checkpoint, write down what the run is; and tidy up."""
     options = recipe.train
     torch.use_deterministic_algorithms(options.deterministic)
     device = pick_device(options.device)
@@ -76,7 +96,25 @@ def prepare(recipe: Recipe) -> Job:
     layout = Layout.start(recipe.parallel, device)
     beat.mark(Mark.JOINED)
     console.quiet = layout.rank != 0
-    run = Run(recipe, recipe.run_dir)
+    run, team = Run(recipe, recipe.run_dir), Team()
+    with ExitStack() as stack:
+        team.first(lambda: stack.enter_context(locked(run.directory)))
+        job = _prepare(run, layout, team, beat)
+        outcome: Literal["finished", "stopped", "failed"] = "failed"
+        try:
+            yield job
+            outcome = "finished"
+        except Interrupted:
+            outcome = "stopped"
+            raise
+        finally:
+            job.keeper.close(outcome)
+            if outcome != "failed":  # after a failure the others may be gone, and torch would wait for them
+                layout.close()
+
+
+def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
+    recipe, options, device = run.recipe, run.recipe.train, layout.device
     tokenizer, store = Tokenizer(recipe.tokenizer_dir), TokenStore(recipe.tokens_dir, "train")
     if store.tokenizer_fingerprint != tokenizer.fingerprint:
         raise Z2aError(f"{recipe.tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
@@ -91,12 +129,14 @@ def prepare(recipe: Recipe) -> Job:
         "model": config.model_dump(mode="json", exclude={"preset", "ops"}),
         "optimizer": options.optimizer.name,
     }
-    first = _resume(run, spread, optimizers, identity, plan)
+    flash = team.first(run.flash_directory) if recipe.checkpoint.flash_every is not None else None
+    keeper = Keeper(run.checkpoints, flash, run.directory, spread.model, optimizers, team)
+    first = _resume(run, keeper, identity, plan)
     apply_settings(optimizers, options.optimizer)
     if layout.rank == 0:
         run.write_down(identity, tokenizer, device)
     peak = peak_flops(device, torch.bfloat16 if bf16 else torch.float32)
-    _say_job(recipe, plan, spread, peak.source, first)
+    _say_job(recipe, plan, spread, peak.source)
     beat.mark(Mark.LOADED)
     return Job(
         run=run,
@@ -106,18 +146,19 @@ def prepare(recipe: Recipe) -> Job:
         optimizers=optimizers,
         channels=Channels(plan.sources, tokenizer.text_bytes, device),
         clock=Clock(plan, config, device, peak.flops * layout.sizes.world),
+        keeper=keeper,
         identity=identity,
         beat=beat,
         first=first,
     )
 
 
-def _resume(run: Run, spread: Spread, optimizers: list[Optimizer], identity: dict[str, Any], plan: Plan) -> int:
-    """Load the newest whole checkpoint if there is one. A run that is not the same run is refused."""
-    step = run.checkpoints.newest()
-    if step is None:
+def _resume(run: Run, keeper: Keeper, identity: dict[str, Any], plan: Plan) -> int:
+    """Load the newest whole state if there is one. A run that is not the same run is refused."""
+    found = keeper.newest()
+    if found is None:
         return 0
-    saved = run.checkpoints.state(step)
+    step, saved = found.step, found.state
     # Stages that have not begun may be planned anew.
     begun = {**identity, "stages": plan.describe(before=step)}
     before = {**saved, "stages": [stage for stage in saved.get("stages", []) if stage["first_step"] < step]}
@@ -129,11 +170,12 @@ def _resume(run: Run, spread: Spread, optimizers: list[Optimizer], identity: dic
         )
     if step > plan.total:
         raise UsageError(f"the run in {run.directory} is at step {step} already, past the {plan.total} asked for")
-    run.checkpoints.load(step, spread.model, optimizers)
+    keeper.load(found)
+    say(f"resuming after step {step}, from the state {found.where}")
     return step
 
 
-def _say_job(recipe: Recipe, plan: Plan, spread: Spread, peak: str, first: int) -> None:
+def _say_job(recipe: Recipe, plan: Plan, spread: Spread, peak: str) -> None:
     layout, parameters = spread.layout, count_parameters(spread.config).total
     precision = "bf16" if spread.bf16 else "fp32"
     say(
@@ -145,5 +187,3 @@ def _say_job(recipe: Recipe, plan: Plan, spread: Spread, peak: str, first: int) 
         warn(f"this model cannot be exported to a standard architecture: {reason}")
     say_plan(plan, recipe.train.optimizer.lr)
     say_advice(plan, spread.config)
-    if first:
-        say(f"resuming after step {first}")

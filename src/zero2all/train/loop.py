@@ -17,7 +17,7 @@ from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.train.batches import Batch, Loader
 from zero2all.train.channels import LOSS
-from zero2all.train.job import prepare
+from zero2all.train.job import Job, prepare
 from zero2all.train.optimizer import set_learning_rate
 from zero2all.train.run import Run
 from zero2all.train.signals import stop_requested
@@ -35,8 +35,13 @@ def train(
     ``on_batch`` sees every batch before it is used. ``evaluate`` is called every ``evals.every`` with a function that
     gives the losses of inputs and targets; what it returns goes to the record.
     """
-    job = prepare(recipe)
-    plan, spread, layout, options = job.plan, job.spread, job.spread.layout, recipe.train.optimizer
+    with prepare(recipe) as job:
+        return _train(job, on_batch, evaluate)
+
+
+def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluate | None) -> dict[str, Any]:
+    recipe, plan, spread, layout = job.run.recipe, job.plan, job.spread, job.spread.layout
+    options = recipe.train.optimizer
     loss: float | None = None
     with (
         stop_requested() as stopping,
@@ -44,6 +49,8 @@ def train(
         Loader(plan, job.first, layout.dp_rank, layout.sizes.dp, pin=layout.device.type == "cuda") as loader,
         collected_at_set_steps(),
     ):
+        job.keeper.before_commit = record.flush  # a resume begins after that step: what comes before must be written
+        job.keeper.on_saved = lambda done, seconds: record.event("checkpoint", step=done, seconds=round(seconds, 3))
         record.event("resume" if job.first else "start", step=job.first, steps=plan.total)
         for batch in loader:
             step, stage = batch.step, batch.stage
@@ -81,21 +88,18 @@ def train(
                 gc.collect()
             if evaluate is not None and plan.is_due(recipe.evals.every, done):
                 quality = evaluate(spread.losses, job.tokenizer, recipe)
+                job.quality = {"step": done, **quality}
                 record.event("evaluation", step=step, **quality)
                 say(f"held out after step {done}: {quality['bits_per_byte']:.4f} bits per byte")
             stop_now = any(stop_wishes) and done < plan.total
-            if plan.is_due(recipe.checkpoint.every, done) or done == plan.total or stop_now:
-                record.flush()  # a resume begins after this step: what comes before must be on disk
-                job.save(done)
-                record.event("checkpoint", step=done)
+            if (stall := job.save(done, stop_now)) is not None:
+                record.step(step, checkpoint_stall=round(stall, 6))
             if stop_now:
                 record.event("stopped", step=done)
-                spread.close()
                 raise Interrupted(f"stopped after step {done} of {plan.total}; the same command goes on from there")
             job.clock.rest()
             job.beat(done)
         record.event("done", step=plan.total)
-    spread.close()
     return {
         "run": str(job.run.directory),
         "steps": plan.total,

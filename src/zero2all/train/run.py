@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from zero2all import __version__
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import read_json, write_json, write_text
 from zero2all.model import Z2all
+from zero2all.paths import to_path
 from zero2all.recipe import ModelConfig, Recipe, load_recipe, recipe_yaml
-from zero2all.resilience import Checkpoints
+from zero2all.resilience import Checkpoints, flash_directory
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.train.plan import Plan
@@ -31,7 +33,8 @@ class Run:
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
         self.recipe, self.directory = recipe, directory
-        self.checkpoints = Checkpoints(directory / "checkpoints", recipe.checkpoint.keep)
+        options = recipe.checkpoint
+        self.checkpoints = Checkpoints(options.dir or directory / "checkpoints", options.keep, options.keep_best)
         self.record_path = directory / "record.jsonl"
 
     @classmethod
@@ -53,6 +56,13 @@ class Run:
         for name in TOKENIZER_FILES:
             write_text(self.directory / "tokenizer" / name, (tokenizer.directory / name).read_text(encoding="utf-8"))
         write_json(self.directory / "identity.json", identity)
+
+    def flash_directory(self) -> Path:
+        """Where states in memory are: its name is this run's alone, also after one with the same path was removed."""
+        path = self.directory / "key"
+        if not path.exists():
+            write_text(path, f"{secrets.token_hex(8)}\n")
+        return flash_directory(self.recipe.checkpoint.flash_dir, path.read_text(encoding="utf-8").strip())
 
     def identity(self) -> dict[str, Any]:
         """Fingerprints of what the run is made of: stages, tokenizer, model, optimizer."""
@@ -103,9 +113,9 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
     """A section's own directory by its full path, so that the recipe means the same from anywhere."""
     values = recipe.model_dump(mode="json")
     values["out"] = str(recipe.out.absolute())
-    for section in ("corpus", "tokenizer", "tokens"):
+    for section in ("corpus", "tokenizer", "tokens", "checkpoint"):
         if values[section]["dir"] is not None:
-            values[section]["dir"] = str(Path(values[section]["dir"]).absolute())
+            values[section]["dir"] = str(to_path(values[section]["dir"]).absolute())
     return Recipe.model_validate(values)
 
 

@@ -1,0 +1,198 @@
+"""States in memory: a restart loses no more than the steps since the last of them, and none that is damaged is used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import tiny_recipe
+from tests.resilience.helpers import crashed, losses
+from zero2all.errors import Interrupted
+from zero2all.parallel.ranks import run_ranks
+from zero2all.recipe import Recipe, recipe_yaml
+from zero2all.train import Run, train
+
+FLASH = ["checkpoint.flash_every=3 steps", "checkpoint.every=8 steps"]
+# A trainer that is killed as it takes up a given step, or as it is about to stage one.
+TRAINER = """
+import os, signal, sys
+from zero2all.recipe import load_recipe
+from zero2all.resilience import flash
+from zero2all.train import train
+
+def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+
+where, when = sys.argv[2], int(sys.argv[3])
+finish, begin = flash.Slot.finish, flash.Slot.begin
+
+def half(self, step):
+    begin(self, step)
+    self.data[: len(self.data) // 2].fill_(7)
+    if step == when: die()
+
+if where == "before the marker":
+    flash.Slot.finish = lambda self, *rest: die() if self.step == when else finish(self, *rest)
+if where == "while copying":
+    flash.Slot.begin = half
+train(load_recipe(sys.argv[1]), on_batch=lambda batch: where == "step" and batch.step == when and die())
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    recipe = tiny_recipe(world, f"out={tmp_path_factory.mktemp('whole')}")
+    train(recipe)
+    return Run.open(recipe.run_dir)
+
+
+@pytest.fixture
+def recipe(world: Path, tmp_path: Path) -> Recipe:
+    return tiny_recipe(world, f"out={tmp_path}/out", f"checkpoint.flash_dir={tmp_path}/memory", *FLASH)
+
+
+def memory(recipe: Recipe) -> Path:
+    [directory] = recipe.checkpoint.flash_dir.glob("z2a-*")
+    return directory
+
+
+@pytest.mark.parametrize(("when", "kept"), [(2, 0), (5, 3), (8, 8), (10, 9)])
+def test_a_restart_goes_on_bit_for_bit_from_the_newest_state(when: int, kept: int, recipe: Recipe, whole: Run) -> None:
+    crashed(recipe, when)
+    assert train(recipe)["resumed_at"] == kept
+    assert losses(Run.open(recipe.run_dir)) == losses(whole)
+    assert not list(recipe.checkpoint.flash_dir.glob("z2a-*")), "a finished run leaves nothing in memory"
+
+
+def test_a_second_crash_right_after_a_restart_loses_no_more(recipe: Recipe, whole: Run) -> None:
+    for when, kept in ((7, 0), (7, 6), (10, 6), (10, 9)):
+        assert resumed_at(recipe, when) == kept
+    train(recipe)
+    assert losses(Run.open(recipe.run_dir)) == losses(whole)
+
+
+def resumed_at(recipe: Recipe, when: int) -> int:
+    crashed(recipe, when)
+    lines = [json.loads(line) for line in (recipe.run_dir / "record.jsonl").read_text().splitlines()]
+    return [int(line["step"]) for line in lines if line.get("event") in ("start", "resume")][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "when", "kept"), [("step", 7, 6), ("while copying", 6, 3), ("before the marker", 9, 8)]
+)
+def test_the_state_outlives_a_killed_process(
+    where: str, when: int, kept: int, recipe: Recipe, whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe))
+    words = [sys.executable, "-c", TRAINER, str(tmp_path / "recipe.yaml"), where, str(when)]
+    killed = subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert train(recipe)["resumed_at"] == kept
+    assert losses(Run.open(recipe.run_dir)) == losses(whole)
+    if where != "step":
+        assert f"the state of step {when} in memory is passed over" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "missing", "no marker", "torn marker"])
+def test_a_damaged_state_is_passed_over(
+    damage: str, recipe: Recipe, whole: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crashed(recipe, 7)  # slots of steps 3 and 6
+    marker = next(path for path in memory(recipe).glob("*/slot-*.json") if json.loads(path.read_text())["step"] == 6)
+    data = marker.with_suffix(".bin")
+    if damage == "bit":
+        with open(data, "r+b") as stream:
+            stream.seek(4000)
+            byte = stream.read(1)[0] ^ 4
+            stream.seek(4000)
+            stream.write(bytes([byte]))
+    elif damage == "cut":
+        os.truncate(data, data.stat().st_size - 4096)
+    elif damage == "missing":
+        data.unlink()
+    elif damage == "no marker":
+        marker.unlink()
+    else:
+        marker.write_text('{"step": 6, "ti')
+    assert train(recipe)["resumed_at"] == 3
+    if "marker" not in damage:
+        assert "state of step 6 in memory is passed over" in " ".join(capsys.readouterr().err.split())
+    assert losses(Run.open(recipe.run_dir)) == losses(whole)
+
+
+def test_another_run_in_the_same_place_never_takes_up_an_old_state(recipe: Recipe, whole: Run) -> None:
+    import shutil
+
+    crashed(recipe, 7)
+    shutil.rmtree(recipe.run_dir)
+    assert train(recipe)["resumed_at"] == 0
+    assert losses(Run.open(recipe.run_dir)) == losses(whole)
+
+
+def test_without_room_in_memory_training_goes_on(
+    recipe: Recipe, whole: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    crashed(recipe, 10)
+    assert "no room for two states" in capsys.readouterr().err
+    assert train(recipe)["resumed_at"] == 8
+    assert losses(Run.open(recipe.run_dir)) == losses(whole)
+
+
+def test_ctrl_c_leaves_a_durable_checkpoint(recipe: Recipe) -> None:
+    with pytest.raises(Interrupted):
+        train(recipe, on_batch=lambda batch: signal.raise_signal(signal.SIGINT) if batch.step == 4 else None)
+    assert Run.open(recipe.run_dir).checkpoints.newest() == 5
+
+
+def crash_on_ranks(recipe: Recipe, when: int) -> None:
+    crashed(recipe, when)
+
+
+def go_on(recipe: Recipe) -> int:
+    return int(train(recipe)["resumed_at"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["{dp_replicate: 2}", "{dp_shard: 2}", "{tp: 2}", "{pp: 2}"])
+def test_several_ranks_agree_on_a_state_and_go_on_bit_for_bit(layout: str, world: Path, tmp_path: Path) -> None:
+    recipes = [
+        tiny_recipe(
+            world, f"out={tmp_path}/{name}", f"checkpoint.flash_dir={tmp_path}/memory", f"parallel={layout}", *FLASH
+        )
+        for name in ("whole", "crashed")
+    ]
+    run_ranks(2, go_on, recipes[0])
+    run_ranks(2, crash_on_ranks, recipes[1], 7)
+    # One rank's state of step 6 is bad: both go back to step 3.
+    [one, _] = sorted(memory(recipes[1]).glob("rank-0-of-2/slot-*.json"))
+    bad = next(p for p in memory(recipes[1]).glob("rank-1-of-2/*.json") if '"step": 6' in p.read_text()[:20])
+    bad.unlink()
+    assert one.exists()
+    assert run_ranks(2, go_on, recipes[1]) == [3, 3]
+    assert losses(tmp_path / "crashed") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["{dp_shard: 2}", "{tp: 2}", "{pp: 2}"])
+def test_another_number_of_ranks_reads_what_lies_in_memory(
+    before: str, world: Path, tmp_path: Path, whole: Run
+) -> None:
+    recipe = tiny_recipe(world, f"out={tmp_path}", f"checkpoint.flash_dir={tmp_path}/memory", *FLASH)
+    parallel = type(recipe.parallel).model_validate(json.loads(before.replace("{", '{"').replace(":", '":')))
+    run_ranks(2, crash_on_ranks, recipe.model_copy(update={"parallel": parallel}), 7)
+    assert train(recipe)["resumed_at"] == 6
+    found, expected = losses(Run.open(tmp_path)), losses(whole)
+    assert {step: float(loss) for step, loss in found.items()} == pytest.approx(
+        {step: float(loss) for step, loss in expected.items()}, abs=1e-5
+    )
