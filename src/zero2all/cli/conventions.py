@@ -49,6 +49,9 @@ class Result:
     data: dict[str, Any]
     text: str
 
+    def show(self, as_json: bool) -> None:
+        print_json(self.data) if as_json else sys.stdout.write(self.text.rstrip("\n") + "\n")
+
 
 def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None]:
     """Run a command under the conventions above."""
@@ -73,7 +76,7 @@ def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None
                 console.print_exception()
             _fail(f"this is a bug in zero2all: {type(error).__name__}: {error}", 1, as_json, error)
         else:
-            print_json(result.data) if as_json else sys.stdout.write(result.text.rstrip("\n") + "\n")
+            result.show(as_json)
 
     return wrapped
 

@@ -151,7 +151,7 @@ class Agent(LocalElasticAgent):
         self.last = Account(
             node=socket.gethostname(),
             nodes=worker_group.group_world_size or 1,
-            time=time.time(),
+            time=time.time() - (time.monotonic() - seen),
             kind=kind,
             step=step,
             since=seen - max(pulse.time for pulse in pulses.values()),
@@ -248,9 +248,9 @@ class Recovery:
 
     def over(self, pulses: dict[int, Pulse]) -> bool:
         """Whether every rank has done a step; then what it cost is told and written down."""
-        if not all(pulse.stepping for pulse in pulses.values()):
+        if not all(pulse.has_stepped for pulse in pulses.values()):
             return False
-        imported, joined, loaded, stepped = (max(pulse.marks[mark] for pulse in pulses.values()) for mark in Mark)
+        imported, joined, loaded, stepped, _ = (max(pulse.marks[mark] for pulse in pulses.values()) for mark in Mark)
         cost = Cost(
             detect=self._seen - self._last_sign,
             tear_down=self._torn_down - self._seen,

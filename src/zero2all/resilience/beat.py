@@ -14,7 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 
 AGENT_DIR = "Z2A_AGENT_DIR"  # the environment variable that tells a rank where its agent looks
-_LAYOUT = struct.Struct("<qd4d")
+_LAYOUT = struct.Struct("<qd5d")
 
 
 class Mark(IntEnum):
@@ -24,6 +24,7 @@ class Mark(IntEnum):
     JOINED = 1  # the process group is there
     LOADED = 2  # model, optimizer and checkpoint are there
     STEPPED = 3  # the first step is done
+    ENDING = 4  # no more steps: what is left to do takes its own time
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,13 @@ class Pulse:
     marks: tuple[float, ...]
 
     @property
-    def stepping(self) -> bool:
+    def has_stepped(self) -> bool:
         return self.marks[Mark.STEPPED] > 0
+
+    @property
+    def stepping(self) -> bool:
+        """Whether the next sign of life should come soon."""
+        return self.has_stepped and not self.marks[Mark.ENDING]
 
 
 class Beat:
@@ -61,10 +67,11 @@ class Beat:
         return cls(beat_path(Path(os.environ[AGENT_DIR]), int(os.environ["LOCAL_RANK"])) if has_agent() else None)
 
     def __call__(self, done: int) -> None:
-        pulse = self.read()
-        now = time.monotonic()
-        marks = pulse.marks if pulse.stepping else (*pulse.marks[: Mark.STEPPED], now)
-        _LAYOUT.pack_into(self._page, 0, done, now, *marks)
+        pulse, now = self.read(), time.monotonic()
+        if not pulse.has_stepped:
+            self.mark(Mark.STEPPED)
+            pulse = self.read()
+        _LAYOUT.pack_into(self._page, 0, done, now, *pulse.marks)
 
     def mark(self, mark: Mark) -> None:
         pulse, now = self.read(), time.monotonic()

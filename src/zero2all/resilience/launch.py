@@ -69,7 +69,6 @@ class Job:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the reports say it better
         for name in (signal.SIGINT, signal.SIGTERM):
             signal.signal(name, _raise_signal)
         with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory:
@@ -101,6 +100,9 @@ class Job:
         from zero2all.resilience.agent import Agent
         from zero2all.resilience.rendezvous import Meeting
 
+        for name in logging.root.manager.loggerDict:
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)  # the reports say it better
         meeting = Meeting.arrange(self.rendezvous, *self.nodes, job=fingerprint([*self.command]))
         os.environ.update(self.environment(directory, meeting.address))
         spec = WorkerSpec(

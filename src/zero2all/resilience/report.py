@@ -49,6 +49,7 @@ class Account:
     nodes: int
     """How many nodes there were."""
     time: float
+    """When it was seen."""
     kind: Kind
     step: int
     """Steps done when it happened; -1 if none."""

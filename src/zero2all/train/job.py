@@ -108,6 +108,7 @@ def prepare(recipe: Recipe) -> Iterator[Job]:
             outcome = "stopped"
             raise
         finally:
+            beat.mark(Mark.ENDING)
             job.keeper.close(outcome)
             if outcome != "failed":  # after a failure the others may be gone, and torch would wait for them
                 layout.close()
