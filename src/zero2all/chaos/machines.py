@@ -37,6 +37,10 @@ class Machine:
     def plug_the_cable(self) -> None:
         _ip("-n", self.namespace, "link", "set", "cable", "up")
 
+    def lose_the_way_to(self, other: Machine) -> None:
+        """As a broken route does: what is sent is never heard of again."""
+        _ip("-n", self.namespace, "route", "add", "blackhole", f"{other.ip}/32")
+
     def shape(self, rate: str) -> None:
         """Let no more than ``rate`` (such as 1mbit) leave it."""
         words = f"qdisc replace dev cable root tbf rate {rate} burst 32kb latency 400ms".split()

@@ -50,7 +50,10 @@ class Result:
     text: str
 
     def show(self, as_json: bool) -> None:
-        print_json(self.data) if as_json else sys.stdout.write(self.text.rstrip("\n") + "\n")
+        if as_json:
+            print_json(self.data)
+        elif self.text:
+            sys.stdout.write(self.text.rstrip("\n") + "\n")
 
 
 def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None]:

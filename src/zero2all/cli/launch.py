@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,6 +30,9 @@ def launch(
         float, typer.Option("--hang-after", min=1, help="Seconds without a step that count as a hang.")
     ] = 600,
     grace: Annotated[float, typer.Option("--grace", min=1, help="Seconds to save in when told to stop.")] = 30,
+    check: Annotated[
+        bool, typer.Option("--check", help="Examine the nodes first ('z2a doctor'), and stop if something is bad.")
+    ] = False,
     emit: Annotated[
         Literal["slurm", "k8s", "pytorchjob"] | None,
         typer.Option("--emit", help="Print a file for sbatch or kubectl instead of running."),
@@ -50,7 +54,8 @@ def launch(
     between = int(least), int(most or least)
     job = Job(words, procs, between, rendezvous, NO_LIMIT if restarts is None else restarts, hang_after, grace)
     if emit is None:
-        status = job.run()
+        status = replace(job, command=["doctor"], restarts=0).run() if check else 0
+        status = status or job.run()
         if status:
             raise typer.Exit(status if status > 0 else 1)
         return Result({"ranks": procs, "command": words}, f"{procs} ranks ended well")

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from zero2all.console import say
 from zero2all.resilience.beat import Beat, Mark, Pulse, new_beat, run_note
 from zero2all.resilience.exits import Exit, Kind, gpu_faults, oom_kills, read_exit
-from zero2all.resilience.hang import Stuck, is_stuck, look
+from zero2all.resilience.hang import Stuck, is_stuck, look, ring
 from zero2all.resilience.rank import collectives_path
 from zero2all.resilience.report import (
     LOG_LINES,
@@ -33,6 +33,7 @@ from zero2all.resilience.report import (
     screenful,
     summarize,
 )
+from zero2all.resilience.stragglers import EVERY, read_arrivals, straggler
 
 TRIES = 3  # failures at one step before the job is given up
 FRUITLESS = 10  # failures in a row without getting further than before, wherever
@@ -55,6 +56,7 @@ class Agent(LocalElasticAgent):
         self._ended_by_us: set[int] = set()
         self._oom_kills = 0
         self._recovery: Recovery | None = None
+        self._asked, self._next_look = False, time.monotonic() + EVERY
 
     @property
     def run_directory(self) -> Path | None:
@@ -94,7 +96,25 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.UNHEALTHY)
         if self._recovery is not None and self._recovery.over(pulses):
             self._recovery = None
+        self._look_for_stragglers(worker_group)
         return result
+
+    def _look_for_stragglers(self, worker_group: WorkerGroup) -> None:
+        """Ask the ranks of this node, and a second later read what they say."""
+        now, locals_ = time.monotonic(), [worker.local_rank for worker in worker_group.workers]
+        if now < self._next_look or len(locals_) < 2:
+            return
+        if not self._asked:
+            for local in locals_:
+                ring(self.directory, local)
+            self._asked, self._next_look = True, now + 1.0
+            return
+        self._asked, self._next_look = False, now + EVERY
+        found = straggler(
+            {worker.global_rank: read_arrivals(self.directory, worker.local_rank) for worker in worker_group.workers}
+        )
+        if found is not None:
+            say(f"warning: rank {found[0]} is slow: the others wait for it {100 * found[1]:.0f} % of the time")
 
     def _result(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -144,6 +164,8 @@ class Agent(LocalElasticAgent):
         step = max(pulse.step for pulse in pulses.values())
         kind = "hang" if stuck else _kind(deaths)
         reason = self.history.give_up(kind, step, worker_group.group_world_size, self._remaining_restarts)
+        if self.run_directory is None and all(death.status >= 0 for death in deaths):
+            reason = "not tried again: it is no training, and ended of its own accord"
         if reason is not None:
             self._remaining_restarts = 0
         pause = self.history.pause()

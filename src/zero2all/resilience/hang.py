@@ -50,7 +50,8 @@ def look(directory: Path, pids: dict[int, int], ranks: dict[int, int], pulses: d
     """Ask every process, by local rank, for its stacks and its collectives, and read what comes within two seconds."""
     states = {local: _state(pid) for local, pid in pids.items()}
     for local, pid in pids.items():
-        _ring(bell_path(directory, local))
+        collectives_path(directory, local).unlink(missing_ok=True)  # what was asked for earlier is old
+        ring(directory, local)
         os.kill(pid, signal.SIGUSR1)
     stopped = {local for local, state in states.items() if state == "T"}
     for local in stopped:
@@ -106,9 +107,10 @@ def _state(pid: int) -> str:
     return found[1].upper() if found else "?"
 
 
-def _ring(bell: Path) -> None:
+def ring(directory: Path, local: int) -> None:
+    """Ask a rank for its collectives."""
     with suppress(OSError):  # nobody listens: the rank has not come so far
-        os.close(os.open(bell, os.O_WRONLY | os.O_NONBLOCK))
+        os.close(os.open(bell_path(directory, local), os.O_WRONLY | os.O_NONBLOCK))
 
 
 def _shows_stacks(directory: Path, local: int) -> bool:
