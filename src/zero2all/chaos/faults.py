@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero2all.chaos.limits import memory_limit, why_no_memory_limit
+from zero2all.chaos.machines import why_not
+from zero2all.chaos.nodes import cut_cable, lose_node, lose_the_holder, preempt_node, restart_rendezvous
 from zero2all.chaos.plants import Plant, Where
 from zero2all.chaos.scene import Scene, small_disk
 from zero2all.chaos.world import PROCS
@@ -33,6 +35,8 @@ class Fault:
     overrides: tuple[str, ...] = ()
     kind: Kind | None = "crash"
     """What the failure report calls it; None where there is nothing to report."""
+    also: tuple[Kind, ...] = ()
+    """What it may be called as well, on a node that sees only the consequences."""
     says: tuple[str, ...] = ()
     """What a person must have been told."""
     within: float = 0.0
@@ -237,4 +241,45 @@ ON_ONE_MACHINE = (
         within=CLOSE,
     ),
 )
-FAULTS: tuple[Fault, ...] = ON_ONE_MACHINE
+ON_TWO_MACHINES = (
+    Fault("a node is lost for good", held(rank=1), lose_node(1), kind="cut off", within=CLOSE, why_not=why_not),
+    Fault(
+        "the node of the first rank is lost", held(rank=1), lose_node(0), kind="cut off", within=CLOSE, why_not=why_not
+    ),
+    Fault(
+        "a node is lost and comes back",
+        lambda dice: [Plant("hold", 1, 9), Plant("hold", 0, 14)],
+        lose_node(1, back=True),
+        kind="cut off",
+        within=CLOSE,
+        why_not=why_not,
+    ),
+    Fault("a node is cut off", held(rank=1), cut_cable, kind="hang", also=("cut off",), within=CLOSE, why_not=why_not),
+    Fault(
+        "a node is told to leave",
+        held(rank=1),
+        preempt_node,
+        kind=None,
+        also=("cut off",),
+        within=CLOSE,
+        why_not=why_not,
+    ),
+    Fault(
+        "the rendezvous is started anew",
+        held(rank=1),
+        restart_rendezvous,
+        kind=None,
+        also=("cut off",),
+        why_not=why_not,
+    ),
+    Fault(
+        "the node that holds the rendezvous is lost",
+        held(rank=1),
+        lose_the_holder,
+        kind=None,
+        also=("cut off",),
+        says=("'z2a rendezvous' on a machine that stays",),
+        why_not=why_not,
+    ),
+)
+FAULTS: tuple[Fault, ...] = (*ON_ONE_MACHINE, *ON_TWO_MACHINES)

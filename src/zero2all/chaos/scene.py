@@ -57,7 +57,7 @@ class Scene:
     def start(self, procs: int = PROCS, machine: Machine | None = None, **options: Any) -> subprocess.Popen[bytes]:
         job = {
             "command": [str(self.recipe_path), str(self.directory)], "procs": procs, "nodes": (1, 1),
-            "hang_after": HANG_AFTER, "grace": 20, **options,
+            "hang_after": HANG_AFTER, "grace": 20, "patience": 20, **options,
         }  # fmt: skip
         words = [sys.executable, "-m", "zero2all.chaos.agent", json.dumps(job)]
         with open(self.log, "ab") as log:

@@ -133,7 +133,7 @@ def _judge(row: Row, scene: Scene, fault: Fault, calm: dict[int, str]) -> None:
     if apart > fault.within or (not fault.within and losses != calm):
         wrong.append(f"the losses differ from the undisturbed run's by up to {apart:.1e}")
     kinds = {report["kind"] for report in scene.reports()}
-    if kinds != ({fault.kind} if fault.kind else set()):
+    if kinds - {fault.kind, *fault.also} or (fault.kind and fault.kind not in kinds):
         wrong.append(f"the reports say {', '.join(sorted(kinds)) or 'nothing'}, not {fault.kind or 'nothing'}")
     said = scene.said()
     wrong += [f"nobody said '{words}'" for words in fault.says if words not in said]

@@ -65,8 +65,9 @@ class Agent(LocalElasticAgent):
         return Path(note.read_text(encoding="utf-8")) if note.exists() else None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        report = self._report() if worker_group.group_rank == 0 else None
         if self._recovery is not None:
-            self._recovery.met(self._report() if worker_group.group_rank == 0 else None)
+            self._recovery.met(report)
         for worker in worker_group.workers:
             self._beats[worker.local_rank] = new_beat(self.directory, worker.local_rank)
             collectives_path(self.directory, worker.local_rank).unlink(missing_ok=True)
@@ -129,6 +130,11 @@ class Agent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(signal.SIGTERM, timeout=int(self.grace))
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if death_sig != signal.SIGKILL and self._pcontext is not None and self._running():
+            say(f"telling the ranks to save and end; they have {timeout} s")
+        super()._shutdown(death_sig, timeout)
 
     def _pulses(self) -> dict[int, Pulse]:
         return {local: beat.read() for local, beat in self._beats.items()}

@@ -49,6 +49,8 @@ class Job:
     """Seconds without a step after which the ranks are taken to hang; five times as long before the first."""
     grace: float = 30
     """Seconds that the ranks have to save when they are told to stop."""
+    patience: float = 60
+    """Seconds to wait for the rendezvous to answer."""
     module: str = "zero2all.cli"
     """The program that gets the command."""
 
@@ -103,7 +105,9 @@ class Job:
         for name in logging.root.manager.loggerDict:
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # the reports say it better
-        meeting = Meeting.arrange(self.rendezvous, *self.nodes, job=fingerprint([*self.command]))
+        meeting = Meeting.arrange(
+            self.rendezvous, *self.nodes, job=fingerprint([*self.command]), patience=self.patience
+        )
         os.environ.update(self.environment(directory, meeting.address))
         spec = WorkerSpec(
             role="z2a",

@@ -48,14 +48,14 @@ class Meeting:
     _generation: int
 
     @classmethod
-    def arrange(cls, endpoint: str | None, least: int, most: int, job: str) -> Meeting:
+    def arrange(cls, endpoint: str | None, least: int, most: int, job: str, patience: float) -> Meeting:
         """``job`` is the same on every node and differs from that of other jobs in the same store."""
         address = address_towards(endpoint) if endpoint is not None else None
 
         def parameters(run_id: str) -> RendezvousParameters:
             return RendezvousParameters(
                 "c10d", endpoint or "localhost:0", run_id, least, most, local_addr=address, join_timeout=JOIN,
-                last_call_timeout=LAST_CALL, keep_alive_interval=KEEP_ALIVE,
+                last_call_timeout=LAST_CALL, keep_alive_interval=KEEP_ALIVE, read_timeout=int(patience),
             )  # fmt: skip
 
         _, store = create_backend(parameters(job))
