@@ -14,6 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 
 AGENT_DIR = "Z2A_AGENT_DIR"  # the environment variable that tells a rank where its agent looks
+STORE = "Z2A_STORE"  # and this one, where the agents' store is
 _LAYOUT = struct.Struct("<qd5d")
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from zero2all.hardware import pick_device
+from zero2all.resilience.beat import STORE
 from zero2all.resilience.findings import Finding
 from zero2all.resilience.machine import Compute, check_machine, try_device, versions
 from zero2all.resilience.pairs import exchange, judge_talks, talk_in_pairs
@@ -36,8 +37,10 @@ def _examine_together(directory: Path) -> list[Finding]:
     """Every rank takes part, and all learn the same."""
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     each = int(os.environ["LOCAL_WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60))
+    # The agents' store: every node reaches it, while the way to the first node may be the one that is broken.
+    host, _, port = os.environ[STORE].rpartition(":")
+    start = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['MASTER_PORT']}"
+    store = PrefixStore(start, TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=60)))
     device = pick_device("auto")
     node = f"{socket.gethostname()} (node {rank // each})"
     first = rank % each == 0
@@ -63,7 +66,6 @@ def _examine_together(directory: Path) -> list[Finding]:
         if not several:
             names = {at: f"rank {at}" for at in range(count)}
         findings += judge_talks(talks, names, count)
-    exchange(store, "goodbye", rank, world, None)  # the first rank holds the store
     return findings
 
 

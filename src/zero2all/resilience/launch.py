@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -21,6 +21,9 @@ from zero2all.console import say
 from zero2all.engine import all_cores
 from zero2all.errors import UsageError
 from zero2all.io import fingerprint
+
+if TYPE_CHECKING:
+    from zero2all.resilience.rendezvous import Meeting
 
 PORT = 29500
 NO_LIMIT = 1_000_000
@@ -68,6 +71,7 @@ class Job:
             raise UsageError(
                 f"{self.nodes[1]} nodes need a place to meet: --rendezvous HOST:{PORT}, the same on every node"
             )
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warnings say nothing new
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
@@ -108,7 +112,7 @@ class Job:
         meeting = Meeting.arrange(
             self.rendezvous, *self.nodes, job=fingerprint([*self.command]), patience=self.patience
         )
-        os.environ.update(self.environment(directory, meeting.address))
+        os.environ.update(self.environment(directory, meeting))
         spec = WorkerSpec(
             role="z2a",
             local_world_size=self.procs,
@@ -134,9 +138,9 @@ class Job:
             say(f"the report is in {report.with_suffix('.txt')}")
         return 2 if agent.last is not None and agent.last.kind == "wrong usage" else 1
 
-    def environment(self, directory: Path, address: str | None) -> dict[str, str]:
+    def environment(self, directory: Path, meeting: Meeting) -> dict[str, str]:
         """What the ranks find in theirs; what the user has set stays."""
-        from zero2all.resilience.beat import AGENT_DIR
+        from zero2all.resilience.beat import AGENT_DIR, STORE
         from zero2all.resilience.rendezvous import interface_of
 
         settings = {
@@ -145,9 +149,9 @@ class Job:
             # With gloo, ranks that start again would read the addresses of those that died.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
-        if address is not None and (interface := interface_of(address)) is not None:
+        if meeting.address is not None and (interface := interface_of(meeting.address)) is not None:
             settings["GLOO_SOCKET_IFNAME"] = interface
-        return {**settings, **os.environ, AGENT_DIR: str(directory)}
+        return {**settings, **os.environ, AGENT_DIR: str(directory), STORE: meeting.place}
 
     def slurm(self, gpus: int = 0) -> str:
         """A script for ``sbatch``: one task a node, which starts its own ranks."""

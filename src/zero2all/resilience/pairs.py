@@ -141,10 +141,10 @@ def cleared(talks: list[Talk]) -> set[int]:
 
 
 def undecided(talks: list[Talk], count: int) -> set[int]:
-    """Nodes that talked well with nobody, and never with one that is cleared: the others may be to blame."""
-    good = cleared(talks)
+    """Nodes that talked well with nobody, and with fewer than two that are cleared: the others may be to blame."""
+    good, enough = cleared(talks), min(2, count - 1)
     met = {number: {talk.there for talk in talks if talk.here == number} for number in range(count)}
-    return {number for number in range(count) if number not in good and not met[number] & good}
+    return {number for number in range(count) if number not in good and len(met[number] & good) < enough}
 
 
 def judge_talks(talks: list[Talk], names: dict[int, str], count: int) -> list[Finding]:
@@ -171,7 +171,7 @@ def judge_talks(talks: list[Talk], names: dict[int, str], count: int) -> list[Fi
             Finding(
                 "bad",
                 f"node {names[number]}",
-                "no good exchange with anybody, and nobody good to compare with",
+                "no good exchange with anybody, and too few good nodes to compare with",
                 "it or its partners: check the network, and run again with more nodes",
             )
         )

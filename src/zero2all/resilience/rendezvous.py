@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
@@ -43,7 +43,9 @@ class Meeting:
     handler: RendezvousHandler
     address: str | None
     """By which the other nodes reach this one."""
-    _store: Store
+    place: str
+    """HOST:PORT of the store."""
+    _store: TCPStore
     _counter: str
     _generation: int
 
@@ -59,12 +61,14 @@ class Meeting:
             )  # fmt: skip
 
         _, store = create_backend(parameters(job))
+        assert isinstance(store, TCPStore)
         # torch never opens again what was closed, so each start of a job that has ended is a meeting of its own.
         counter = f"z2a/{job}"
         generation = store.add(counter, 0)
         run_id = f"{job}-{generation}"
         handler = create_handler(store, C10dRendezvousBackend(store, run_id), parameters(run_id))
-        return cls(handler, address, store, counter, generation)
+        place = f"{endpoint.rpartition(':')[0] if endpoint else 'localhost'}:{store.port}"
+        return cls(handler, address, place, store, counter, generation)
 
     def close(self) -> None:
         try:
