@@ -146,6 +146,10 @@ class RemotePath(PosixPath):
         with self._store() as (store, name):
             return [RemotePath(store.unstrip_protocol(inner)) for inner in store.find(name)]
 
+    def size(self) -> int:
+        with self._store() as (store, name):
+            return int(store.size(name))
+
     def put(self, local: Path) -> None:
         """Make this object a copy of a local file: all of it, or nothing."""
         with self._store() as (store, name):

@@ -20,7 +20,15 @@ from zero2all.recipe.sections import (
     TokensRecipe,
     TrackRecipe,
 )
-from zero2all.recipe.training import OptimizerRecipe, RampRecipe, ScheduleRecipe, Stage, StageRecipe, TrainRecipe
+from zero2all.recipe.training import (
+    GuardRecipe,
+    OptimizerRecipe,
+    RampRecipe,
+    ScheduleRecipe,
+    Stage,
+    StageRecipe,
+    TrainRecipe,
+)
 
 __all__ = [
     "PRESETS",
@@ -28,6 +36,7 @@ __all__ = [
     "CorpusRecipe",
     "DedupRecipe",
     "EvalsRecipe",
+    "GuardRecipe",
     "ModelConfig",
     "MoeConfig",
     "OpsRecipe",

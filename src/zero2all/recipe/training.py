@@ -46,6 +46,24 @@ class ScheduleRecipe(Section):
     """For wsd: the share of the stage's steps in which it falls."""
 
 
+class GuardRecipe(Section):
+    """What happens when a loss or a gradient lies far off its course, up or down, or is not finite."""
+
+    policy: Literal["warn", "skip", "rollback"] = "warn"
+    """warn: say so, and stop where a value is not finite. skip: leave out the update of that step. rollback: go back to
+    the last state from before it, and pass over the steps around it."""
+    threshold: Positive = 8.0
+    """How many deviations from the course are odd; they are robust ones, so that outliers do not count."""
+    least_loss: Fraction = 0.1
+    """A smaller difference, as a share of the loss, is never odd."""
+    least_norm: Annotated[float, Field(gt=1)] = 5.0
+    """A gradient norm that changed by a smaller factor is never odd."""
+    window: int = Field(64, ge=24)
+    """Steps that make the course."""
+    skip: int = Field(8, ge=3)
+    """Steps that are passed over after a rollback, the two before the odd one among them."""
+
+
 class RampRecipe(Section):
     """A batch that grows evenly, in whole samples, at the beginning of a stage."""
 
@@ -143,6 +161,7 @@ class TrainRecipe(Length):
     """Only operations that give the same bits every time, where they exist; slower on GPUs."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
     schedule: ScheduleRecipe = ScheduleRecipe()
+    guard: GuardRecipe = GuardRecipe()
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+import time
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -117,7 +118,7 @@ class Checkpoints:
             files = {name: digest for found in team.together(publish) for name, digest in found.items()}
 
             def finish() -> None:
-                write_json(partial / STATE, {"step": step, **state})
+                write_json(partial / STATE, {"step": step, "time": round(time.time(), 3), **state})
                 files[STATE] = sha256_file(partial / STATE)
                 write_manifest(partial, KIND, {"key": str(step), "files": files})
                 stack.close()
@@ -134,12 +135,17 @@ class Checkpoints:
         else:
             shutil.rmtree(path)
 
+    def remove_after(self, step: int) -> None:
+        for later in self.steps():
+            if later > step:
+                self.remove(later)
+
     def best(self) -> list[int]:
         """Steps at which held-out text was measured, best first."""
-        measured = {step: self._noted(step).get("bits_per_byte") for step in self.steps()}
+        measured = {step: self.noted(step).get("bits_per_byte") for step in self.steps()}
         return [step for _, step in sorted((value, step) for step, value in measured.items() if value is not None)]
 
-    def _noted(self, step: int) -> dict[str, Any]:
+    def noted(self, step: int) -> dict[str, Any]:
         """The state of a checkpoint that may be damaged."""
         try:
             return self.state(step)
@@ -151,13 +157,13 @@ class Checkpoints:
         steps = self.steps()
         kept = {*steps[-self.keep :], *(self.best()[: self.keep_best] if self.keep_best else [])}
         for step in steps:
-            if step not in kept and not self._noted(step).get("permanent"):
+            if step not in kept and not self.noted(step).get("permanent"):
                 self.remove(step)
 
     def load(self, step: int, model: nn.Module, optimizers: list[Optimizer]) -> None:
         """Model, optimizers and random generators as they were when ``step`` steps were done."""
         tensors = state_of(model, optimizers)
-        reader = self._reader(step)
+        reader = self.reader(step)
         # A run may move to other machines and another number of them: only the generators that were there come back.
         saved = reader.read_metadata().state_dict_metadata
         tensors["rng"] = {name: value for name, value in tensors["rng"].items() if f"rng.{name}" in saved}
@@ -167,10 +173,11 @@ class Checkpoints:
     def load_model(self, step: int, model: nn.Module) -> None:
         """The weights alone."""
         tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
-        state_dict_loader.load(tensors, storage_reader=self._reader(step), no_dist=not dist.is_initialized())
+        state_dict_loader.load(tensors, storage_reader=self.reader(step), no_dist=not dist.is_initialized())
         set_model_state_dict(model, tensors["model"])
 
-    def _reader(self, step: int) -> FileSystemReader:
+    def reader(self, step: int) -> FileSystemReader:
+        """DCP's, for the files of a checkpoint wherever they are."""
         path = self.path(step)
         if not isinstance(path, RemotePath):
             return FileSystemReader(path)

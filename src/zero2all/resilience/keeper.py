@@ -119,6 +119,18 @@ class Keeper:
             slot.step = -1 if slot.step > found.step else slot.step
         self.team.together(lambda: None)
 
+    def roll_back(self, at_most: int) -> Found | None:
+        """Load the newest state of no more than so many steps, and keep none of a later one."""
+        self._settle()
+        if self._slots is not None:
+            self._slots.wait()
+        found = self.newest(at_most)
+        if found is None:
+            return None
+        self.load(found)
+        self.team.first(lambda: self.checkpoints.remove_after(found.step))
+        return found
+
     def _in_memory(self) -> dict[int, list[Staged]]:
         """By step the slots that this rank would read, where every rank can read what it needs."""
         if self.directory is None:

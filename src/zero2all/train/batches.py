@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -70,11 +70,22 @@ class Loader:
     ...     for batch in loader: ...
     """
 
-    def __init__(self, plan: Plan, first: int, rank: int = 0, ranks: int = 1, pin: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        first: int,
+        rank: int = 0,
+        ranks: int = 1,
+        pin: bool = False,
+        skipped: Collection[int] = (),
+    ) -> None:
+        """``skipped`` are steps that are passed over."""
         self.waited = 0.0  # seconds that the last batch was not ready
+        self._plan, self._first, self._rank, self._ranks, self._pin = plan, first, rank, ranks, pin
+        self._skipped = skipped
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(AHEAD)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(plan, first, rank, ranks, pin), daemon=True)
+        self._thread = threading.Thread(target=self._read, daemon=True)
 
     def __enter__(self) -> Loader:
         self._thread.start()
@@ -97,11 +108,22 @@ class Loader:
                 raise batch
             yield batch
 
-    def _read(self, plan: Plan, first: int, rank: int, ranks: int, pin: bool) -> None:
+    def go_to(self, first: int, skipped: Collection[int] = ()) -> None:
+        """Go on from another step, passing over some."""
+        self.__exit__()
+        self._drain()
+        self._first, self._skipped = first, skipped
+        self._closed.clear()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
         try:
-            for step in range(first, plan.total):
-                batch = read_batch(plan, step, rank, ranks)
-                if pin:
+            for step in range(self._first, self._plan.total):
+                if step in self._skipped:
+                    continue
+                batch = read_batch(self._plan, step, self._rank, self._ranks)
+                if self._pin:
                     batch = replace(batch, inputs=batch.inputs.pin_memory(), targets=batch.targets.pin_memory())
                 self._ready.put(batch)
                 if self._closed.is_set():

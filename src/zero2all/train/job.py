@@ -18,7 +18,7 @@ from zero2all.model import document_starts, why_not_hf
 from zero2all.model.anatomy import count_parameters
 from zero2all.parallel import Layout, Spread
 from zero2all.recipe import Recipe
-from zero2all.resilience import Keeper, Team, locked
+from zero2all.resilience import Found, Guard, Keeper, Team, locked
 from zero2all.resilience.beat import Beat, Mark
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
@@ -44,9 +44,14 @@ class Job:
     channels: Channels
     clock: Clock
     keeper: Keeper
+    guard: Guard
     identity: dict[str, Any]
     beat: Beat
     first: int
+    at: int = 0
+    """Where the loop stands: at the first step, or after a rollback at an earlier one than before."""
+    skipped: list[int] = field(default_factory=list)
+    """Steps that are passed over, since their data is bad."""
     quality: dict[str, Any] = field(default_factory=dict)
     """What the last evaluation found, if it was of the step in hand."""
 
@@ -67,22 +72,37 @@ class Job:
         masked = self.run.recipe.train.document_mask
         return document_starts(inputs, self.tokenizer.end_of_text) if masked else None
 
-    def save(self, done: int, stop: bool = False) -> float | None:
+    def restore(self, state: dict[str, Any]) -> None:
+        """What a state holds beside the tensors. A step that was begun leaves no trace."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        apply_settings(self.optimizers, self.run.recipe.train.optimizer)
+        self.guard.restore(state["guard"])
+        self.skipped = list(state["skipped"])
+
+    def save(self, done: int, last: bool = False) -> float | None:
         """Keep the state of ``done`` steps where it is due; the seconds that it took, if it was."""
         options, plan = self.run.recipe.checkpoint, self.plan
-        durable = plan.is_due(options.every, done) or done == plan.total or stop
+        durable = plan.is_due(options.every, done) or last
         if not (durable or plan.is_due(options.flash_every, done)):
             return None
         state = {
             **self.identity,
             "rope": self.spread.model.config.model_dump(mode="json", include={"rope_theta", "rope_scaling"}),
+            "guard": self.guard.state(),
+            "skipped": self.skipped,
             "permanent": plan.is_due(options.keep_every, done),
             "bits_per_byte": self.quality.get("bits_per_byte") if self.quality.get("step") == done else None,
         }
         stall = self.keeper.save(done, state, durable)
-        if done == plan.total or stop:
+        if last:
             self.keeper.wait()
         return stall
+
+    def save_last(self) -> None:
+        """A run that is over is on durable storage, also if its last state was only in memory, or is damaged."""
+        if not self.keeper.team.first(lambda: self.run.checkpoints.is_whole(self.plan.total)):
+            self.save(self.plan.total, last=True)
 
 
 @contextmanager
@@ -130,16 +150,15 @@ def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
         "model": config.model_dump(mode="json", exclude={"preset", "ops"}),
         "optimizer": options.optimizer.name,
     }
-    flash = team.first(run.flash_directory) if recipe.checkpoint.flash_every is not None else None
+    flash = team.first(run.claim_memory) if recipe.checkpoint.flash_every is not None else None
     keeper = Keeper(run.checkpoints, flash, run.directory, spread.model, optimizers, team)
-    first = _resume(run, keeper, identity, plan)
-    apply_settings(optimizers, options.optimizer)
+    found = _resume(run, keeper, identity, plan)
     if layout.rank == 0:
         run.write_down(identity, tokenizer, device)
     peak = peak_flops(device, torch.bfloat16 if bf16 else torch.float32)
     _say_job(recipe, plan, spread, peak.source)
     beat.mark(Mark.LOADED)
-    return Job(
+    job = Job(
         run=run,
         tokenizer=tokenizer,
         plan=plan,
@@ -148,17 +167,22 @@ def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
         channels=Channels(plan.sources, tokenizer.text_bytes, device),
         clock=Clock(plan, config, device, peak.flops * layout.sizes.world),
         keeper=keeper,
+        guard=Guard(options.guard),
         identity=identity,
         beat=beat,
-        first=first,
+        first=found.step if found is not None else 0,
+        at=found.step if found is not None else 0,
     )
+    if found is not None:
+        job.restore(found.state)
+    return job
 
 
-def _resume(run: Run, keeper: Keeper, identity: dict[str, Any], plan: Plan) -> int:
+def _resume(run: Run, keeper: Keeper, identity: dict[str, Any], plan: Plan) -> Found | None:
     """Load the newest whole state if there is one. A run that is not the same run is refused."""
     found = keeper.newest()
     if found is None:
-        return 0
+        return None
     step, saved = found.step, found.state
     # Stages that have not begun may be planned anew.
     begun = {**identity, "stages": plan.describe(before=step)}
@@ -173,7 +197,7 @@ def _resume(run: Run, keeper: Keeper, identity: dict[str, Any], plan: Plan) -> i
         raise UsageError(f"the run in {run.directory} is at step {step} already, past the {plan.total} asked for")
     keeper.load(found)
     say(f"resuming after step {step}, from the state {found.where}")
-    return step
+    return found
 
 
 def _say_job(recipe: Recipe, plan: Plan, spread: Spread, peak: str) -> None:

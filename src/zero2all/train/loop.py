@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from zero2all.console import say
-from zero2all.errors import Interrupted, Z2aError
+from zero2all.errors import Interrupted
 from zero2all.model.anatomy import count_parameters
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
@@ -19,8 +18,8 @@ from zero2all.train.batches import Batch, Loader
 from zero2all.train.channels import LOSS
 from zero2all.train.job import Job, prepare
 from zero2all.train.optimizer import set_learning_rate
-from zero2all.train.run import Run
 from zero2all.train.signals import stop_requested
+from zero2all.train.spikes import Spikes
 
 LossesOf = Callable[..., Tensor]
 Evaluate = Callable[[LossesOf, Tokenizer, Recipe], dict[str, Any]]
@@ -43,10 +42,11 @@ def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluat
     recipe, plan, spread, layout = job.run.recipe, job.plan, job.spread, job.spread.layout
     options = recipe.train.optimizer
     loss: float | None = None
+    entered, spikes, pin = None, Spikes(job), layout.device.type == "cuda"
     with (
         stop_requested() as stopping,
         job.open_record() as record,
-        Loader(plan, job.first, layout.dp_rank, layout.sizes.dp, pin=layout.device.type == "cuda") as loader,
+        Loader(plan, job.first, layout.dp_rank, layout.sizes.dp, pin, job.skipped) as loader,
         collected_at_set_steps(),
     ):
         job.keeper.before_commit = record.flush  # a resume begins after that step: what comes before must be written
@@ -56,9 +56,10 @@ def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluat
             step, stage = batch.step, batch.stage
             if on_batch is not None:
                 on_batch(batch)
-            if step in (stage.first_step, job.first):
+            if stage is not entered:
                 record.event("stage", step=step, name=stage.name)
                 job.enter(stage)
+                entered = stage
 
             # One step: forward and backward, each loss divided by the targets of the whole batch over all ranks;
             # then all that people look at is added up over ranks and comes off the device at once.
@@ -68,12 +69,15 @@ def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluat
             sums = job.channels.sums(losses, batch.targets, batch.sources, stopping.is_set())
             *by_source, stop_wishes = spread.total(sums).tolist()
             loss, grad_norm = sum(row[LOSS] for row in by_source) / batch.targets_in_all, norm.item()
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                record.event("not finite", step=step, loss=str(loss), grad_norm=str(grad_norm))
-                raise Z2aError(_not_finite(job.run, step, loss, grad_norm))
+            action = spikes.judge(batch, loss, grad_norm, record)
+            if action == "back":
+                loader.go_to(job.at, job.skipped)
+                entered = None
+                continue
             set_learning_rate(job.optimizers, options, stage.share(step))
             for optimizer in job.optimizers:
-                optimizer.step()
+                if action == "update":
+                    optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             spread.even_load()
 
@@ -82,7 +86,7 @@ def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluat
             done, lr = step + 1, options.lr * stage.share(step)
             channels = job.channels.figures(by_source)
             record.step(step, loss=loss, lr=lr, grad_norm=grad_norm, **channels, **job.clock.figures(step))
-            if done % recipe.track.print_every == 0 or done == plan.total or step == job.first:
+            if done % recipe.track.print_every == 0 or done == plan.total or step == job.at:
                 say(job.clock.line(step, loss, lr, grad_norm, channels))
             if done % COLLECT_EVERY == 0:
                 gc.collect()
@@ -92,13 +96,14 @@ def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluat
                 record.event("evaluation", step=step, **quality)
                 say(f"held out after step {done}: {quality['bits_per_byte']:.4f} bits per byte")
             stop_now = any(stop_wishes) and done < plan.total
-            if (stall := job.save(done, stop_now)) is not None:
+            if done < plan.total and (stall := job.save(done, last=stop_now)) is not None:
                 record.step(step, checkpoint_stall=round(stall, 6))
             if stop_now:
                 record.event("stopped", step=done)
                 raise Interrupted(f"stopped after step {done} of {plan.total}; the same command goes on from there")
             job.clock.rest()
             job.beat(done)
+        job.save_last()
         record.event("done", step=plan.total)
     return {
         "run": str(job.run.directory),
@@ -120,12 +125,3 @@ def collected_at_set_steps() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _not_finite(run: Run, step: int, loss: float, grad_norm: float) -> str:
-    kept = run.checkpoints.steps()
-    last = f"; the newest checkpoint is of step {kept[-1]}" if kept else ""
-    return (
-        f"step {step}: loss {loss}, gradient norm {grad_norm}{last}. "
-        f"Try a lower learning rate or a longer warmup; 'z2a tokens trace {run.directory} --step {step}' shows its text"
-    )

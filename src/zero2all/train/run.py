@@ -57,12 +57,20 @@ class Run:
             write_text(self.directory / "tokenizer" / name, (tokenizer.directory / name).read_text(encoding="utf-8"))
         write_json(self.directory / "identity.json", identity)
 
-    def flash_directory(self) -> Path:
-        """Where states in memory are: its name is this run's alone, also after one with the same path was removed."""
-        path = self.directory / "key"
-        if not path.exists():
-            write_text(path, f"{secrets.token_hex(8)}\n")
-        return flash_directory(self.recipe.checkpoint.flash_dir, path.read_text(encoding="utf-8").strip())
+    def claim_memory(self) -> Path:
+        """Where states in memory go: its name is this run's alone, also after one with the same path was removed."""
+        if self.memory is None:
+            write_text(self.directory / "key", f"{secrets.token_hex(8)}\n")
+        assert self.memory is not None
+        return self.memory
+
+    @property
+    def memory(self) -> Path | None:
+        try:
+            key = (self.directory / "key").read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return None
+        return flash_directory(self.recipe.checkpoint.flash_dir, key)
 
     def identity(self) -> dict[str, Any]:
         """Fingerprints of what the run is made of: stages, tokenizer, model, optimizer."""
