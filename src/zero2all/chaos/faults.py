@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from zero2all.chaos.limits import memory_limit, why_no_memory_limit
 from zero2all.chaos.machines import why_not
 from zero2all.chaos.nodes import cut_cable, lose_node, lose_the_holder, preempt_node, restart_rendezvous
 from zero2all.chaos.plants import Plant, Where
-from zero2all.chaos.scene import Scene, small_disk
+from zero2all.chaos.scene import Scene, mounted, small_disk, why_no_mount
 from zero2all.chaos.world import PROCS
 from zero2all.errors import Z2aError
 from zero2all.resilience.exits import Kind
@@ -137,38 +138,58 @@ def remove_manifest(scene: Scene) -> None:
     (newest_checkpoint(scene) / "manifest.json").unlink()
 
 
-def _flash(scene: Scene) -> Path:
-    return scene.open().flash_directory()
-
-
 def flip_staged_bit(scene: Scene) -> None:
-    slots = [slot for slot in staged_in(_flash(scene)) if slot.rank == 1 and slot.hash is not None]
+    slots = [slot for slot in staged_in(scene.memory) if slot.rank == 1 and slot.hash is not None]
     flip_bit(max(slots, key=lambda slot: slot.step).data)
 
 
 def lose_memory(scene: Scene) -> None:
-    shutil.rmtree(_flash(scene))
+    shutil.rmtree(scene.memory)
+
+
+def between(first: int, last: int) -> Callable[[Dice], list[Plant]]:
+    return lambda dice: [Plant("hold", 0, step) for step in (first, last)]
+
+
+def on_small_memory(scene: Scene) -> None:
+    with small_disk(Path(str(scene.recipe.checkpoint.flash_dir)), "64k"):
+        expect(scene.run(), 0)
 
 
 def held(rank: int = 0, step: int = 13) -> Callable[[Dice], list[Plant]]:
     return lambda dice: [Plant("hold", rank, step)]
 
 
-def full_disk(scene: Scene) -> None:
-    place = Path(str(scene.recipe.checkpoint.dir))
-    with small_disk(place, "64k"):
-        expect(scene.run(), 1)
-        scene.strike()
-    expect(scene.run(), 0)
+def while_disk(spoil: Callable[[Path], None], mend: Callable[[Path], None]) -> Callable[[Scene], None]:
+    """From the first held step to the second, checkpoints have a disk that something is wrong with."""
+
+    def drive(scene: Scene) -> None:
+        with small_disk(Path(str(scene.recipe.checkpoint.dir)), "64m") as place:
+            process = scene.start()
+            scene.until_struck(0)
+            spoil(place)
+            scene.strike()
+            scene.let_go(0)
+            scene.until_struck(1)
+            mend(place)
+            scene.let_go(1)
+            expect(scene.wait(process), 0)
+
+    return drive
+
+
+def fill(place: Path) -> None:
+    with open(place / "filler", "wb") as stream, suppress(OSError):
+        while True:
+            stream.write(bytes(1 << 20))
+
+
+def remount(how: str) -> Callable[[Path], None]:
+    return lambda place: mounted(place, how)
 
 
 def _alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
-
-
-def give_up_then_mend(scene: Scene) -> None:
-    expect(scene.run(), 1)
-    expect(scene.run(), 0)
 
 
 def other_numbers(*numbers: int) -> Callable[[Scene], None]:
@@ -232,6 +253,46 @@ ON_ONE_MACHINE = (
     Fault("checkpoint without a manifest", held(), spoil(remove_manifest), DURABLE_ONLY, says=("is passed over",)),
     Fault("bit flipped in memory", held(), spoil(flip_staged_bit), says=("does not match",)),
     Fault("memory lost, as after a reboot", held(), spoil(lose_memory)),
+    Fault(
+        "full disk",
+        between(10, 20),
+        while_disk(fill, lambda place: (place / "filler").unlink()),
+        ("checkpoint.dir=/tmp/z2a-chaos-disk", *DURABLE_ONLY),
+        kind=None,
+        says=("could not be written",),
+        why_not=why_no_mount,
+    ),
+    Fault(
+        "read-only disk",
+        between(10, 20),
+        while_disk(remount("ro"), remount("rw")),
+        ("checkpoint.dir=/tmp/z2a-chaos-disk", *DURABLE_ONLY),
+        kind=None,
+        says=("could not be written",),
+        why_not=why_no_mount,
+    ),
+    Fault(
+        "no room for states in memory",
+        at("kill"),
+        on_small_memory,
+        ("checkpoint.flash_dir=/tmp/z2a-chaos-memory",),
+        says=("from the state on durable storage",),
+        why_not=why_no_mount,
+    ),
+    Fault(
+        "NaN in a gradient",
+        at("spoil", where="gradient"),
+        overrides=("train.guard.policy=rollback",),
+        kind=None,
+        says=("gradient norm nan", "with the same data"),
+    ),
+    Fault(
+        "poisoned batch",
+        lambda dice: [Plant("spoil", rank, 40, where="batch") for rank in range(PROCS)],
+        overrides=("train.guard.policy=rollback", "train.steps=56"),
+        kind=None,
+        says=("was to be expected", "passing over steps"),
+    ),
     Fault("3 ranks instead of 4", at("terminate"), other_numbers(4, 3), kind=None, within=CLOSE),
     Fault(
         "4, then 2, then 1 rank",

@@ -45,7 +45,7 @@ class Cluster:
         """Everything that ran there ends, and what it kept in memory is gone. Ranks go by the order of addresses."""
         self.nodes[number].kill_all()
         for rank in range(EACH * number, EACH * (number + 1)):
-            for path in self.scene.open().flash_directory().glob(f"rank-{rank}-of-*"):
+            for path in self.scene.memory.glob(f"rank-{rank}-of-*"):
                 shutil.rmtree(path)
 
     def close(self) -> None:

@@ -54,6 +54,13 @@ class Scene:
     def open(self) -> Run:
         return Run.open(self.run_directory)
 
+    @property
+    def memory(self) -> Path:
+        """Where the run keeps its states in memory."""
+        found = self.open().memory
+        assert found is not None
+        return found
+
     def start(self, procs: int = PROCS, machine: Machine | None = None, **options: Any) -> subprocess.Popen[bytes]:
         job = {
             "command": [str(self.recipe_path), str(self.directory)], "procs": procs, "nodes": (1, 1),
@@ -129,6 +136,14 @@ class Scene:
                     process.wait(5)
                 process.kill()  # its ranks end with it
                 process.wait()
+
+
+def why_no_mount() -> str | None:
+    return None if os.geteuid() == 0 else "only root can mount a disk"
+
+
+def mounted(directory: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(directory)], check=True, timeout=10)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from zero2all.recipe import Recipe, parse_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import build_tokens
 
-STEPS = 24
 PROCS = 4
 WORDS = "a long road begins with one small step and every step is seen once and only once by those who count them"
 RECIPE = """
