@@ -19,6 +19,7 @@ from zero2all.model.anatomy import count_parameters
 from zero2all.parallel import Layout, Spread
 from zero2all.recipe import Recipe
 from zero2all.resilience import Found, Guard, Keeper, Team, locked
+from zero2all.resilience.beat import Beat, Mark
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.track import Record, open_sinks
@@ -45,6 +46,7 @@ class Job:
     keeper: Keeper
     guard: Guard
     identity: dict[str, Any]
+    beat: Beat
     first: int
     at: int = 0
     """Where the loop stands: at the first step, or after a rollback at an earlier one than before."""
@@ -109,12 +111,15 @@ def prepare(recipe: Recipe) -> Iterator[Job]:
     options = recipe.train
     torch.use_deterministic_algorithms(options.deterministic)
     device = pick_device(options.device)
+    beat = Beat.of_this_rank()
+    beat.tell(recipe.run_dir)
     layout = Layout.start(recipe.parallel, device)
+    beat.mark(Mark.JOINED)
     console.quiet = layout.rank != 0
     run, team = Run(recipe, recipe.run_dir), Team()
     with ExitStack() as stack:
         team.first(lambda: stack.enter_context(locked(run.directory)))
-        job = _prepare(run, layout, team)
+        job = _prepare(run, layout, team, beat)
         outcome: Literal["finished", "stopped", "failed"] = "failed"
         try:
             yield job
@@ -123,10 +128,13 @@ def prepare(recipe: Recipe) -> Iterator[Job]:
             outcome = "stopped"
             raise
         finally:
+            beat.mark(Mark.ENDING)
             job.keeper.close(outcome)
+            if outcome != "failed":  # after a failure the others may be gone, and torch would wait for them
+                layout.close()
 
 
-def _prepare(run: Run, layout: Layout, team: Team) -> Job:
+def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
     recipe, options, device = run.recipe, run.recipe.train, layout.device
     tokenizer, store = Tokenizer(recipe.tokenizer_dir), TokenStore(recipe.tokens_dir, "train")
     if store.tokenizer_fingerprint != tokenizer.fingerprint:
@@ -149,6 +157,7 @@ def _prepare(run: Run, layout: Layout, team: Team) -> Job:
         run.write_down(identity, tokenizer, device)
     peak = peak_flops(device, dtype)
     _say_job(recipe, plan, spread, peak.source)
+    beat.mark(Mark.LOADED)
     job = Job(
         run=run,
         tokenizer=tokenizer,
@@ -160,6 +169,7 @@ def _prepare(run: Run, layout: Layout, team: Team) -> Job:
         keeper=keeper,
         guard=Guard(options.guard),
         identity=identity,
+        beat=beat,
         first=found.step if found is not None else 0,
         at=found.step if found is not None else 0,
     )
