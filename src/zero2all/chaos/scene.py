@@ -43,7 +43,7 @@ class Scene:
         """``pace`` is how long the undisturbed job took, from its start to its end; None is for that job itself."""
         self.directory = directory
         self.limit = SLOWEST if pace is None else 60 + 12 * pace
-        self.hang_after = SLOWEST if pace is None else max(5.0, pace / 2)
+        self.hang_after = SLOWEST if pace is None else max(5.0, pace)
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         self.recipe: Recipe = recipe_in(world, directory, *overrides)
