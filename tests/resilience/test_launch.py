@@ -89,6 +89,8 @@ def test_the_slurm_script_quotes_and_is_written(tmp_path: Path) -> None:
     assert "-- train 'my recipe.yaml' train.steps=5" in script
     assert '--nodes 2:2 --rendezvous "$head:29500"' in script
     assert subprocess.run(["bash", "-n", str(to)]).returncode == 0
+    assert "srun --kill-on-bad-exit=1" in script
+    assert "srun --no-kill --kill-on-bad-exit=0" in Job(WORDS, 8, (2, 4), "head:29500").slurm()
 
 
 @pytest.mark.slow

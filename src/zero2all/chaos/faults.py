@@ -86,7 +86,7 @@ def signal_to_agent(number: signal.Signals) -> Callable[[Scene], None]:
             scene.until(lambda: "stopping after this step" in scene.said(), "the ranks were told")
             scene.let_go()
         expect(scene.wait(process), -signal.SIGKILL if number == signal.SIGKILL else 1)
-        scene.until(lambda: not any(map(_alive, ranks.values())), "the ranks have ended with their agent", 10)
+        scene.until(lambda: not any(map(_alive, ranks.values())), "the ranks have ended with their agent")
         expect(scene.run(), 0)
 
     return drive

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from zero2all.chaos.machines import Machine, some_machines
 from zero2all.chaos.scene import Scene
@@ -32,9 +33,9 @@ class Cluster:
         self._store = subprocess.Popen(self.login.command(*words), stderr=subprocess.DEVNULL)
         return self._store
 
-    def start(self, number: int, at: str | None = None) -> Node:
+    def start(self, number: int, at: str | None = None, **options: Any) -> Node:
         place = at or f"{self.login.ip}:{PORT}"
-        return self.scene.start(EACH, self.nodes[number], nodes=(1, 2), rendezvous=place)
+        return self.scene.start(EACH, self.nodes[number], nodes=(1, 2), rendezvous=place, **options)
 
     def ended_well(self, *processes: Node) -> None:
         for process in processes:
@@ -71,7 +72,8 @@ def lose_node(number: int, back: bool = False) -> Callable[[Scene], None]:
     def drive(scene: Scene) -> None:
         with cluster(scene) as nodes:
             nodes.hold_rendezvous()
-            processes = [nodes.start(0), nodes.start(1)]
+            patient = 8 * scene.hang_after  # ranks are held while a node starts
+            processes = [nodes.start(number, hang_after=patient) for number in range(2)]
             scene.until_struck()
             scene.strike()
             nodes.lose(number)
@@ -81,7 +83,7 @@ def lose_node(number: int, back: bool = False) -> Callable[[Scene], None]:
                 nodes.ended_well(stays)
                 return
             scene.until_struck(1)  # those that stayed are training again
-            again = nodes.start(number)
+            again = nodes.start(number, hang_after=patient)
             scene.until(lambda: "the nodes of the job change" in scene.said(), "the one that came back is seen")
             scene.let_go(1)
             nodes.ended_well(stays, again)

@@ -16,7 +16,7 @@ import torch
 
 from zero2all.train.batches import Batch
 
-HOLD = 60.0  # seconds that a held rank waits at most
+HOLD = 3600.0  # seconds that a held rank waits at most; it ends with its agent
 Where = Literal["step", "start", "staging", "marker", "persist", "manifest", "gradient", "batch", "weights"]
 
 

@@ -22,8 +22,7 @@ from zero2all.errors import Z2aError
 from zero2all.recipe import Recipe, recipe_yaml
 from zero2all.train import Run
 
-LIMIT = 300.0  # seconds for one start of a job
-HANG_AFTER = 10.0
+SLOWEST = 3600.0  # seconds for the undisturbed job; all other limits follow from what it took
 
 
 class Scene:
@@ -33,8 +32,18 @@ class Scene:
     0
     """
 
-    def __init__(self, world: Path, directory: Path, plants: list[Plant], overrides: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        world: Path,
+        directory: Path,
+        plants: list[Plant],
+        overrides: tuple[str, ...] = (),
+        pace: float | None = None,
+    ) -> None:
+        """``pace`` is how long the undisturbed job took, from its start to its end; None is for that job itself."""
         self.directory = directory
+        self.limit = SLOWEST if pace is None else 60 + 12 * pace
+        self.hang_after = SLOWEST if pace is None else max(5.0, pace)
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         self.recipe: Recipe = recipe_in(world, directory, *overrides)
@@ -64,7 +73,7 @@ class Scene:
     def start(self, procs: int = PROCS, machine: Machine | None = None, **options: Any) -> subprocess.Popen[bytes]:
         job = {
             "command": [str(self.recipe_path), str(self.directory)], "procs": procs, "nodes": (1, 1),
-            "hang_after": HANG_AFTER, "grace": 20, "patience": 20, **options,
+            "hang_after": self.hang_after, "grace": 2 * self.hang_after, "patience": 2 * self.hang_after, **options,
         }  # fmt: skip
         words = [sys.executable, "-m", "zero2all.chaos.agent", json.dumps(job)]
         with open(self.log, "ab") as log:
@@ -79,9 +88,9 @@ class Scene:
 
     def wait(self, process: subprocess.Popen[bytes]) -> int:
         try:
-            status = process.wait(LIMIT)
+            status = process.wait(self.limit)
         except subprocess.TimeoutExpired:
-            raise Z2aError(f"the job did not end in {LIMIT:.0f} s: see {self.log}") from None
+            raise Z2aError(f"the job did not end in {self.limit:.0f} s: see {self.log}") from None
         self.ended.append((time.time(), status))
         return status
 
@@ -119,12 +128,11 @@ class Scene:
     def said(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    @staticmethod
-    def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self.limit / 2
         while not condition():
             if time.monotonic() > deadline:
-                raise Z2aError(f"waited {seconds:.0f} s in vain until {what}")
+                raise Z2aError(f"waited {self.limit / 2:.0f} s in vain until {what}")
             time.sleep(0.02)
 
     def end(self) -> None:

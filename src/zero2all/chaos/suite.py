@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,7 +49,7 @@ def run_suite(out: Path, only: Sequence[str] = (), seed: int = 0) -> list[Row]:
         raise UsageError(f"no fault is called {', '.join(sorted(unknown))}; there are: {known}")
     out = out.absolute()
     build_world(out / "world", seed)
-    calm: dict[tuple[str, ...], dict[int, str]] = {}
+    calm: dict[tuple[str, ...], Calm] = {}
     rows: list[Row] = []
     for number, fault in enumerate(chosen):
         length = tuple(change for change in fault.overrides if change.startswith("train.steps"))
@@ -62,23 +63,31 @@ def run_suite(out: Path, only: Sequence[str] = (), seed: int = 0) -> list[Row]:
     return rows
 
 
-def undisturbed(out: Path, overrides: tuple[str, ...]) -> dict[int, str]:
-    """The loss of every step, to the last digit, where nothing happens."""
+@dataclass(frozen=True)
+class Calm:
+    """A job that nothing happens to: the loss of every step, to the last digit, and how long it took."""
+
+    losses: dict[int, str]
+    seconds: float
+
+
+def undisturbed(out: Path, overrides: tuple[str, ...]) -> Calm:
     scene = Scene(out / "world", out / "undisturbed", [], overrides)
+    begin = time.monotonic()
     try:
         expect(scene.run(), 0)
-        return _losses(scene)
+        return Calm(_losses(scene), time.monotonic() - begin)
     finally:
         scene.end()
 
 
-def run_fault(out: Path, fault: Fault, calm: dict[int, str], seed: int) -> Row:
+def run_fault(out: Path, fault: Fault, calm: Calm, seed: int) -> Row:
     row = Row(fault.name)
     if (reason := fault.why_not()) is not None:
         row.skipped = reason
         return row
     dice = random.Random(f"{seed}/{fault.name}")
-    scene = Scene(out / "world", out / fault.name.replace(" ", "-"), fault.plants(dice), fault.overrides)
+    scene = Scene(out / "world", out / fault.name.replace(" ", "-"), fault.plants(dice), fault.overrides, calm.seconds)
     try:
         fault.drive(scene)
     except Z2aError as error:
@@ -86,7 +95,7 @@ def run_fault(out: Path, fault: Fault, calm: dict[int, str], seed: int) -> Row:
     finally:
         scene.end()
     _measure(row, scene, fault)
-    _judge(row, scene, fault, calm)
+    _judge(row, scene, fault, calm.losses)
     return row
 
 

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from zero2all.corpus import build_corpus
-from zero2all.engine import end_workers
+from zero2all.engine import Engine
 from zero2all.recipe import Recipe, parse_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import build_tokens
@@ -41,11 +41,10 @@ def build_world(root: Path, seed: int) -> None:
         for number in range(200):
             text = " ".join(rng.choices(WORDS.split(), k=rng.randint(40, 90))) + "."
             stream.write(json.dumps({"id": number, "text": text}) + "\n")
-    recipe = recipe_in(root, root)
-    build_corpus(recipe.corpus, recipe.documents_dir)
-    train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
-    build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
-    end_workers()
+    recipe, here = recipe_in(root, root), Engine()  # in this process
+    build_corpus(recipe.corpus, recipe.documents_dir, here)
+    train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir, here)
+    build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir, here)
 
 
 def recipe_in(root: Path, out: Path, *overrides: str) -> Recipe:

@@ -160,6 +160,8 @@ class Job:
         if self.nodes[1] > 1:
             head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
             inner += f' --nodes {self.nodes[0]}:{self.nodes[1]} --rendezvous "$head:{PORT}"'
+        elastic = self.nodes[0] < self.nodes[1]  # the job outlives a node
+        bad_exit = "--no-kill --kill-on-bad-exit=0" if elastic else "--kill-on-bad-exit=1"
         if self.restarts != NO_LIMIT:
             inner += f" --restarts {self.restarts}"
         return f"""#!/bin/bash
@@ -169,11 +171,12 @@ class Job:
 {f"#SBATCH --gpus-per-node={gpus}" if gpus else "##SBATCH --gpus-per-node=8   # take one # away to ask for GPUs"}
 ##SBATCH --time=24:00:00       # and here to set a limit
 #SBATCH --output=z2a-%j.log
+{"#SBATCH --no-kill" if elastic else "##SBATCH --no-kill"}
 #SBATCH --signal=B:TERM@120    # two minutes before the limit, so that the run can save
 
 set -euo pipefail
 {head}# The ranks get the signal through srun; without exec the shell would keep it to itself.
-exec srun --kill-on-bad-exit=1 {inner} -- {shlex.join(self.command)}
+exec srun {bad_exit} {inner} -- {shlex.join(self.command)}
 """
 
     def train_job(self, image: str, gpus: int = 0) -> str:
