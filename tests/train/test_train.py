@@ -16,6 +16,7 @@ from zero2all.model import Z2all
 from zero2all.recipe import load_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.track import read_steps
+from zero2all.track.reslog import read_lines
 from zero2all.train import Run, trace_step, train
 from zero2all.train.batches import Batch
 
@@ -223,3 +224,17 @@ def test_a_changed_token_store_is_not_traced(world: Path, tmp_path: Path) -> Non
     (tmp_path / "tokens" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(Z2aError, match="has changed since this run"):
         trace_step(Run.open(tmp_path), 0)
+
+
+def test_fp16_leaves_out_what_overflows(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero2all.parallel.loss_scale.START", 2.0**40)
+    recipe = tiny_recipe(world, f"out={tmp_path}", "train.precision=fp16", "train.steps=60")
+    train(recipe)
+    run = Run.open(recipe.run_dir)
+    overflown = [line["step"] for line in read_lines(run.record_path) if line.get("event") == "overflow"]
+    found = [float(loss) for loss in losses(run).values()]
+    first = next(step for step in range(60) if step not in overflown)
+    assert 5 < first < 40
+    assert found[first] == pytest.approx(found[0], rel=0.02)  # nothing was learned from what overflowed
+    assert found[-1] < found[0] - 0.5
+    assert run.checkpoints.state(60)["loss_scale"]["value"] == 2.0 ** (40 - len(overflown))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-MOST, PATIENCE = 2.0**24, 2000
+START, MOST, PATIENCE = 2.0**16, 2.0**24, 2000
 
 
 class LossScale:
     """Halved when a gradient overflows, doubled after ``PATIENCE`` steps in which none did; the same on every rank."""
 
     def __init__(self) -> None:
-        self.value = 2.0**16
+        self.value = START
         self.fitted = 0
 
     def fits(self, norm: float) -> bool:

@@ -78,6 +78,8 @@ class Job:
             optimizer.zero_grad(set_to_none=True)
         apply_settings(self.optimizers, self.run.recipe.train.optimizer)
         self.guard.restore(state["guard"])
+        if self.spread.scale is not None and state["loss_scale"] is not None:
+            self.spread.scale.load(state["loss_scale"])
         self.skipped = list(state["skipped"])
 
     def save(self, done: int, last: bool = False) -> float | None:
@@ -90,6 +92,7 @@ class Job:
             **self.identity,
             "rope": self.spread.model.config.model_dump(mode="json", include={"rope_theta", "rope_scaling"}),
             "guard": self.guard.state(),
+            "loss_scale": None if self.spread.scale is None else self.spread.scale.state(),
             "skipped": self.skipped,
             "permanent": plan.is_due(options.keep_every, done),
             "bits_per_byte": self.quality.get("bits_per_byte") if self.quality.get("step") == done else None,
