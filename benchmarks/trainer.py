@@ -172,7 +172,7 @@ def litgpt(options: argparse.Namespace) -> dict[str, Any]:
         "bf16": compute_dtype(train_options.precision, torch.device("cpu")) == torch.bfloat16,
     }
     script = Path(__file__).with_name("trainer_litgpt.py")
-    return last_line([options.litgpt, str(script), json.dumps(shape)], os.cpu_count() or 1)
+    return last_line([options.litgpt, str(script), json.dumps(shape)], options.threads or os.cpu_count() or 1)
 
 
 def last_line(command: list[str], threads: int) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def measured(options: argparse.Namespace, contender: str) -> dict[str, Any]:
     runner = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     runner += [] if ranks == 1 else [f"--nproc-per-node={ranks}"]
     words = [*runner, __file__, options.run, "--layout", options.layout, "--steps", str(options.steps)]
-    threads = max(1, (os.cpu_count() or 1) // ranks)
+    threads = options.threads or max(1, (os.cpu_count() or 1) // ranks)
     return last_line([*words, "--contender", contender], threads)
 
 
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--litgpt", metavar="PYTHON", help="a Python that has litgpt")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="of a rank; all cores shared out if not given")
     parser.add_argument("--contender", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contender:
@@ -223,6 +224,7 @@ def main() -> None:
                 "tokens_per_second": rates,
                 "ours_to_" + best: rates["ours"] / rates[best],
                 "data_wait": median(waits),
+                "threads": options.threads,
                 "torch": torch.__version__,
                 "cores": os.cpu_count(),
             },
