@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
-from zero2all.resilience.launch import Job
+from zero2all.resilience.launch import Job, near_their_gpus
 from zero2all.resilience.rendezvous import address_towards, interface_of
 
 WORDS = ["train", "my recipe.yaml", "train.steps=5"]
@@ -121,3 +121,12 @@ def test_slurm_runs_the_script(tmp_path: Path) -> None:
     while time.monotonic() < deadline and not (log.exists() and log.read_text().count("zero2all ") == 2):
         time.sleep(1)
     assert log.read_text().count("zero2all ") == 2, log.read_text()
+
+
+def test_ranks_stay_near_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert near_their_gpus() is None
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    options = near_their_gpus()
+    assert options is not None
+    assert options.affinity_mode == "node"

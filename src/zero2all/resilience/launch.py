@@ -23,6 +23,8 @@ from zero2all.errors import UsageError
 from zero2all.io import fingerprint
 
 if TYPE_CHECKING:
+    from torch.numa.binding import NumaOptions
+
     from zero2all.resilience.rendezvous import Meeting
 
 PORT = 29500
@@ -122,6 +124,7 @@ class Job:
             max_restarts=self.restarts,
             monitor_interval=MONITOR,
             local_addr=meeting.address,
+            numa_options=near_their_gpus(),
         )
         agent = Agent(spec, directory, self.hang_after, self.grace)
         try:
@@ -224,6 +227,16 @@ exec srun {bad_exit} {inner} -- {shlex.join(self.command)}
                 "spec": {"nprocPerNode": str(self.procs), "pytorchReplicaSpecs": kinds},
             }
         )
+
+
+def near_their_gpus() -> NumaOptions | None:
+    """Each rank on the cores of the NUMA node that its GPU hangs on; where there are no GPUs they may roam."""
+    import torch
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    if not torch.cuda.is_available():
+        return None
+    return NumaOptions(affinity_mode=AffinityMode.NODE, should_fall_back_if_binding_fails=True)
 
 
 class _NoAliases(yaml.SafeDumper):
