@@ -2,7 +2,7 @@
 
 It runs in a Python of its own, because litgpt wants its own versions of things:
 
-    python3 -m venv litgpt && litgpt/bin/pip install torch==2.13.0 && litgpt/bin/pip install litgpt
+    python3 -m venv litgpt && litgpt/bin/pip install torch==2.13.0 && litgpt/bin/pip install litgpt requests
     python benchmarks/trainer.py RUN --peers --litgpt litgpt/bin/python
 
 The shape comes as JSON on the command line; the last line of its output is tokens a second.
@@ -24,40 +24,38 @@ from litgpt.args import EvalArgs, LogArgs, TrainArgs
 from litgpt.config import Config
 from litgpt.data import DataModule
 from litgpt.pretrain import setup
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 WARM = 3  # steps that are not counted, as in trainer.py
 
 
-class InMemory(DataModule):
-    """Batches of one row, and the moment at which each was asked for."""
+class Rows(Dataset[torch.Tensor]):
+    """One row again and again, and the moment of each time that it was asked for."""
 
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.vocabulary, self.moments = vocabulary, []
-
-    def connect(self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: int = -1) -> None:
-        row = torch.randint(0, self.vocabulary, (max_seq_length + 1,))
-        self.loader = DataLoader([row] * 100_000, batch_size=batch_size)
-
-    def train_dataloader(self) -> Any:
-        return Ticking(self.loader, self.moments)
-
-    def val_dataloader(self) -> Any:
-        return self.loader
-
-
-class Ticking:
-    def __init__(self, loader: Any, moments: list[float]) -> None:
-        self.loader, self.moments = loader, moments
+    def __init__(self, vocabulary: int, length: int) -> None:
+        self.row, self.moments = torch.randint(0, vocabulary, (length,)), list[float]()
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return 100_000
 
-    def __iter__(self) -> Any:
-        for batch in self.loader:
-            self.moments.append(time.perf_counter())
-            yield batch
+    def __getitem__(self, number: int) -> torch.Tensor:
+        self.moments.append(time.perf_counter())
+        return self.row
+
+
+class InMemory(DataModule):
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def connect(self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: int = -1) -> None:
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.rows, batch_size=self.batch_size)
 
 
 def main() -> None:
@@ -79,20 +77,19 @@ def main() -> None:
         norm_class_name="RMSNorm",
         mlp_class_name="LLaMAMLP",
     )
-    data = InMemory(shape["vocab_size"])
-    micro, pieces = shape["micro_samples"], shape["batch_samples"] // shape["micro_samples"]
+    rows = Rows(shape["vocab_size"], shape["seq_len"] + 1)
     with tempfile.TemporaryDirectory() as out:
         setup(
             model_name="same-shape",
             model_config=config,
             out_dir=Path(out),
             precision="bf16-mixed" if shape["bf16"] else "32-true",
-            data=data,
+            data=InMemory(rows),
             train=TrainArgs(
                 save_interval=None,
                 log_interval=1_000_000,
                 global_batch_size=shape["batch_samples"],
-                micro_batch_size=micro,
+                micro_batch_size=shape["micro_samples"],
                 max_tokens=shape["batch_samples"] * shape["seq_len"] * shape["steps"],
                 max_norm=1.0,
             ),
@@ -102,7 +99,7 @@ def main() -> None:
             devices=1,
             logger_name="csv",
         )
-    starts = data.moments[::pieces]
+    starts = rows.moments[:: shape["batch_samples"]]
     seconds = [after - before for before, after in pairwise(starts)][WARM:]
     print(json.dumps({"tokens_per_second": shape["batch_samples"] * shape["seq_len"] / median(seconds)}))  # noqa: T201
 
