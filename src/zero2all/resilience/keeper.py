@@ -33,6 +33,7 @@ from zero2all.resilience.flash import (
     size_of,
     staged_in,
 )
+from zero2all.resilience.replicas import compare_copies
 from zero2all.resilience.state import like, put_state, rng_state, state_of, tensors_in, with_tensors
 from zero2all.resilience.team import Team
 from zero2all.units import show_bytes
@@ -72,7 +73,10 @@ class Keeper:
         model: nn.Module,
         optimizers: list[Optimizer],
         team: Team,
+        copies: dist.ProcessGroup | None = None,
     ) -> None:
+        """``copies`` are the ranks that hold the same as this one."""
+        self.copies = copies
         self.checkpoints, self.directory, self.run, self.team = checkpoints, directory, run, team
         self.model, self.optimizers = model, optimizers
         self.on_saved: Callable[[int, float], None] = lambda step, seconds: None
@@ -176,6 +180,8 @@ class Keeper:
             # It costs a checkpoint, not the run: the next one may succeed.
             warn(f"a checkpoint could not be written: {error}; training goes on, and the next one is tried")
         slots = self._open()
+        if self.copies is not None:
+            compare_copies(self._tensors, self.copies)
         for name, value in rng_state().items():
             self._tensors[f"rng.{name}"].copy_(value)
         slot = slots.stage(step, self._tensors, state, self.before_commit)
