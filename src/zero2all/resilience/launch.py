@@ -99,9 +99,7 @@ class Job:
             except RendezvousError as error:
                 say(f"the rendezvous {self.rendezvous or 'of this node'} is lost: {error}")
                 time.sleep(2 if left else 0)
-        say(
-            "given up: the node that held it is gone. 'z2a rendezvous' on a machine that stays lets a job outlive any node"
-        )
+        say("given up: it is gone. 'z2a rendezvous' on a machine that stays lets a job outlive any node")
         return 1
 
     def _attend(self, directory: Path) -> int:
