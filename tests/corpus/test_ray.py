@@ -20,7 +20,7 @@ import pytest
 
 from tests.conftest import ENGLISH, write_raw
 from tests.corpus.test_resume import contents, recipe_for
-from tests.namespaces import Machine, two_machines, why_not
+from zero2all.chaos.machines import Machine, two_machines, why_not
 from zero2all.corpus import build_corpus
 from zero2all.recipe import load_recipe
 

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from zero2all.cli.conventions import Json, Result, command
+from zero2all.errors import UsageError
 
 
 @command
 def launch(
     words: Annotated[list[str], typer.Argument(help="What every rank runs, as after z2a.", metavar="-- COMMAND...")],
     procs: Annotated[int, typer.Option("--procs", min=1, help="Ranks on each node, one for each GPU.")] = 1,
-    nodes: Annotated[int, typer.Option("--nodes", min=1)] = 1,
+    nodes: Annotated[
+        str, typer.Option("--nodes", help="How many, or MIN:MAX: the job goes on with any number between.")
+    ] = "1",
     rendezvous: Annotated[
         str | None, typer.Option("--rendezvous", help="HOST:PORT where several nodes meet; the same on every node.")
     ] = None,
-    restarts: Annotated[int, typer.Option("--restarts", min=0, help="Starts after a failure, at most.")] = 0,
+    restarts: Annotated[
+        int | None,
+        typer.Option("--restarts", min=0, help="Starts after a failure, at most; three for one step in any case."),
+    ] = None,
+    hang_after: Annotated[
+        float, typer.Option("--hang-after", min=1, help="Seconds without a step that count as a hang.")
+    ] = 600,
+    grace: Annotated[float, typer.Option("--grace", min=1, help="Seconds to save in when told to stop.")] = 30,
+    check: Annotated[
+        bool, typer.Option("--check", help="Examine the nodes first ('z2a doctor'), and stop if something is bad.")
+    ] = False,
     emit: Annotated[
         Literal["slurm", "k8s", "pytorchjob"] | None,
         typer.Option("--emit", help="Print a file for sbatch or kubectl instead of running."),
@@ -32,14 +46,19 @@ def launch(
 
     Example: z2a launch --procs 2 -- train recipes/quickstart.yaml
     """
-    from zero2all.parallel.launch import Job
+    from zero2all.resilience.launch import NO_LIMIT, Job
 
-    job = Job(words, procs, nodes, rendezvous, restarts)
+    least, _, most = nodes.partition(":")
+    if not least.isdigit() or not (most or least).isdigit():
+        raise UsageError(f"--nodes is {nodes}: write a number, or MIN:MAX such as 2:4")
+    between = int(least), int(most or least)
+    job = Job(words, procs, between, rendezvous, NO_LIMIT if restarts is None else restarts, hang_after, grace)
     if emit is None:
-        status = job.run()
+        status = replace(job, command=["doctor"], restarts=0).run() if check else 0
+        status = status or job.run()
         if status:
             raise typer.Exit(status if status > 0 else 1)
-        return Result({"ranks": procs * nodes, "command": words}, f"{procs} ranks ended well")
+        return Result({"ranks": procs, "command": words}, f"{procs} ranks ended well")
     if emit == "slurm":
         text = job.slurm(gpus)
     else:
@@ -47,3 +66,15 @@ def launch(
     if to is not None:
         to.write_text(text, encoding="utf-8")
     return Result({"emit": emit, "to": to and str(to), "text": text}, text if to is None else f"written to {to}")
+
+
+@command
+def rendezvous(port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 29500, json: Json = False) -> Result:
+    """Hold the place where nodes meet, on a machine that outlives them, such as the login node.
+
+    Example: z2a rendezvous --port 29500
+    """
+    from zero2all.resilience.rendezvous import serve
+
+    serve(port)
+    return Result({}, "")

@@ -9,7 +9,21 @@ from typing import Annotated
 import typer
 
 from zero2all import __version__
-from zero2all.cli import bench, ckpt, corpus, launch, model, parallel, recipe, runs, tokenizer, tokens, watch
+from zero2all.cli import (
+    bench,
+    chaos,
+    ckpt,
+    corpus,
+    doctor,
+    launch,
+    model,
+    parallel,
+    recipe,
+    runs,
+    tokenizer,
+    tokens,
+    watch,
+)
 from zero2all.cli import quickstart as quickstart_command
 from zero2all.cli.conventions import print_json
 
@@ -29,9 +43,12 @@ app.add_typer(tokens.app, name="tokens")
 app.add_typer(model.app, name="model")
 app.command("train")(runs.train)
 app.command("launch")(launch.launch)
+app.command("rendezvous")(launch.rendezvous)
 app.add_typer(parallel.app, name="parallel")
 app.add_typer(ckpt.app, name="ckpt")
 app.command("goodput")(runs.goodput)
+app.command("doctor")(doctor.doctor)
+app.command("chaos")(chaos.chaos)
 app.command("eval")(runs.evaluate)
 app.command("generate")(runs.generate)
 app.command("export")(runs.export)

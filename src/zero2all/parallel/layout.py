@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zero2all.errors import UsageError
 from zero2all.recipe import ParallelRecipe
 
-TIMEOUT = timedelta(minutes=10)  # of a collective; longer means that a rank is lost
+TIMEOUT = timedelta(minutes=15)  # of a collective: longer than the agent's hang watch, which explains what it sees
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Layout:
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         """Every rank of a process group makes the same one; one process needs no group."""
         self.sizes, self.device = sizes, device
+        self._joined = False
         self._mesh: DeviceMesh | None = None
         self._experts: DeviceMesh | None = None
         if sizes.world > 1:
@@ -100,11 +101,14 @@ class Layout:
     def start(cls, recipe: ParallelRecipe, device: torch.device) -> Layout:
         """Join the process group that the launcher describes in the environment, if it is not joined, or be alone."""
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-        sizes = Sizes.of(recipe, world)
+        sizes, joined = Sizes.of(recipe, world), False
         if world > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=TIMEOUT)
-        return cls(sizes, device)
+            joined = True
+        layout = cls(sizes, device)
+        layout._joined = joined
+        return layout
 
     @property
     def rank(self) -> int:
@@ -156,8 +160,8 @@ class Layout:
         return self.dp_rank * each, (self.dp_rank + 1) * each
 
     def close(self) -> None:
-        """Leave the process group."""
-        if dist.is_initialized():
+        """Leave the process group, if it was joined here."""
+        if self._joined and dist.is_initialized():
             dist.destroy_process_group()
 
 

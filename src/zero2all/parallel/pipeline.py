@@ -11,26 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from zero2all.errors import UsageError
 from zero2all.model import Z2all
 from zero2all.parallel.layout import Layout
 from zero2all.recipe import ModelConfig, ParallelRecipe
 
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
 }
 
 
@@ -163,12 +155,14 @@ class Pipeline:
         return losses
 
     def _schedule(self, micros: int, stream: Tensor, targets_BS: Tensor) -> Any:
-        kind = SCHEDULES[self.recipe.schedule]
+        from torch.distributed import pipelining  # brings the compiler: a restart without a pipeline need not wait
+
+        kind = getattr(pipelining, SCHEDULES[self.recipe.schedule])
         samples = targets_BS.shape[0] // micros
         stream = stream.to("meta").requires_grad_()
         tokens = torch.empty(samples, targets_BS.shape[1], dtype=torch.int64, device="meta")
         stages = [
-            PipelineStage(
+            pipelining.PipelineStage(
                 stage,
                 number,
                 self.count,

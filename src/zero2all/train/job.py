@@ -20,6 +20,7 @@ from zero2all.model.anatomy import count_parameters
 from zero2all.parallel import Layout, Spread
 from zero2all.recipe import Recipe
 from zero2all.resilience import Found, Guard, Keeper, Team, locked
+from zero2all.resilience.beat import Beat, Mark
 from zero2all.resilience.goodput import goodput_of, in_words, process_started
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
@@ -47,6 +48,7 @@ class Job:
     keeper: Keeper
     guard: Guard
     identity: dict[str, Any]
+    beat: Beat
     first: int
     at: int = 0
     """Where the loop stands: at the first step, or after a rollback at an earlier one than before."""
@@ -103,6 +105,7 @@ class Job:
 
     def save_last(self) -> None:
         """A run that is over is on durable storage, also if its last state was only in memory, or is damaged."""
+        self.keeper.settle()  # the team may be busy writing
         if not self.keeper.team.first(lambda: self.run.checkpoints.is_whole(self.plan.total)):
             self.save(self.plan.total, last=True)
 
@@ -124,12 +127,15 @@ def prepare(recipe: Recipe) -> Iterator[Job]:
     options = recipe.train
     torch.use_deterministic_algorithms(options.deterministic)
     device = pick_device(options.device)
+    beat = Beat.of_this_rank()
+    beat.tell(recipe.run_dir)
     layout = Layout.start(recipe.parallel, device)
+    beat.mark(Mark.JOINED)
     console.quiet = layout.rank != 0
     run, team, began = Run(recipe, recipe.run_dir), Team(), _began()
     with ExitStack() as stack:
         team.first(lambda: stack.enter_context(locked(run.directory)))
-        job = _prepare(run, layout, team)
+        job = _prepare(run, layout, team, beat)
         job.began = began
         outcome: Literal["finished", "stopped", "failed"] = "failed"
         try:
@@ -139,7 +145,10 @@ def prepare(recipe: Recipe) -> Iterator[Job]:
             outcome = "stopped"
             raise
         finally:
+            beat.mark(Mark.ENDING)
             job.keeper.close(outcome)
+            if outcome != "failed":  # after a failure the others may be gone, and torch would wait for them
+                layout.close()
 
 
 _started_before = False
@@ -151,7 +160,7 @@ def _began() -> float:
     return process_started() if first else time.time()
 
 
-def _prepare(run: Run, layout: Layout, team: Team) -> Job:
+def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
     recipe, options, device = run.recipe, run.recipe.train, layout.device
     tokenizer, store = Tokenizer(recipe.tokenizer_dir), TokenStore(recipe.tokens_dir, "train")
     if store.tokenizer_fingerprint != tokenizer.fingerprint:
@@ -175,6 +184,7 @@ def _prepare(run: Run, layout: Layout, team: Team) -> Job:
         run.write_down(identity, tokenizer, device)
     peak = peak_flops(device, torch.bfloat16 if bf16 else torch.float32)
     _say_job(recipe, plan, spread, peak.source)
+    beat.mark(Mark.LOADED)
     job = Job(
         run=run,
         tokenizer=tokenizer,
@@ -186,6 +196,7 @@ def _prepare(run: Run, layout: Layout, team: Team) -> Job:
         keeper=keeper,
         guard=Guard(options.guard),
         identity=identity,
+        beat=beat,
         first=found.step if found is not None else 0,
         at=found.step if found is not None else 0,
     )

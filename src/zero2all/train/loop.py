@@ -104,6 +104,7 @@ def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluat
                 record.event("stopped", step=done)
                 raise Interrupted(f"stopped after step {done} of {plan.total}; the same command goes on from there")
             job.clock.rest()
+            job.beat(done)
         job.save_last()
         share = job.tell_goodput(record)
         record.event("done", step=plan.total)

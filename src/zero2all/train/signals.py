@@ -13,14 +13,17 @@ from zero2all.console import say
 
 @contextmanager
 def stop_requested() -> Iterator[threading.Event]:
-    """Set by Ctrl-C or SIGTERM: the step in hand is finished and saved first. A second Ctrl-C stops at once."""
+    """Set by Ctrl-C or SIGTERM: the step in hand is finished and saved first. A second Ctrl-C stops at once.
+
+    A second SIGTERM changes nothing: schedulers send it to a rank and to its agent, which passes it on.
+    """
     stopping = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stopping  # in a notebook's worker thread the signals are not ours
         return
 
     def request(number: int, frame: FrameType | None) -> None:
-        if stopping.is_set():
+        if stopping.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         stopping.set()
         say("stopping after this step; the state will be saved")

@@ -1,4 +1,4 @@
-"""Two machines on one: two network namespaces with a cable between them. Needs root and iproute2."""
+"""Several machines on one: network namespaces with cables to a switch. Needs root and iproute2."""
 
 from __future__ import annotations
 
@@ -31,6 +31,21 @@ class Machine:
                 continue  # it has just ended
         return found
 
+    def pull_the_cable(self) -> None:
+        _ip("-n", self.namespace, "link", "set", "cable", "down")
+
+    def plug_the_cable(self) -> None:
+        _ip("-n", self.namespace, "link", "set", "cable", "up")
+
+    def lose_the_way_to(self, other: Machine) -> None:
+        """As a broken route does: what is sent is never heard of again."""
+        _ip("-n", self.namespace, "route", "add", "blackhole", f"{other.ip}/32")
+
+    def shape(self, rate: str) -> None:
+        """Let no more than ``rate`` (such as 1mbit) leave it."""
+        words = f"qdisc replace dev cable root tbf rate {rate} burst 32kb latency 400ms".split()
+        subprocess.run(["tc", "-n", self.namespace, *words], check=True, capture_output=True, timeout=30)
+
     def kill_all(self) -> None:
         """Every process on it, by pid, until none is left."""
         while pids := list(self.processes()):
@@ -55,17 +70,27 @@ def why_not() -> str | None:
 
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
+    with some_machines(2) as (one, other):
+        yield one, other
+
+
+@contextmanager
+def some_machines(count: int) -> Iterator[list[Machine]]:
+    """Each has a cable to one switch."""
     name = f"z2a-{secrets.token_hex(4)}"
-    machines = Machine(f"{name}-1", "10.77.0.1"), Machine(f"{name}-2", "10.77.0.2")
+    switch = f"{name}-switch"
+    machines = [Machine(f"{name}-{number}", f"10.77.0.{number}") for number in range(1, count + 1)]
     try:
-        for machine in machines:
-            _ip("netns", "add", machine.namespace)
-            _ip("-n", machine.namespace, "link", "set", "lo", "up")
-        one, other = (machine.namespace for machine in machines)
-        _ip(*f"link add cable netns {one} type veth peer name cable netns {other}".split())
-        for machine in machines:
-            _ip("-n", machine.namespace, "addr", "add", f"{machine.ip}/24", "dev", "cable")
-            _ip("-n", machine.namespace, "link", "set", "cable", "up")
+        _ip("netns", "add", switch)
+        _ip(*f"-n {switch} link add switch up type bridge".split())
+        for number, machine in enumerate(machines):
+            space = machine.namespace
+            _ip("netns", "add", space)
+            _ip("-n", space, "link", "set", "lo", "up")
+            _ip(*f"link add cable netns {space} type veth peer name port{number} netns {switch}".split())
+            _ip(*f"-n {switch} link set port{number} master switch up".split())
+            _ip("-n", space, "addr", "add", f"{machine.ip}/24", "dev", "cable")
+            _ip("-n", space, "link", "set", "cable", "up")
         yield machines
     finally:
         known = _ip("netns", "list")
@@ -73,6 +98,8 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             if machine.namespace in known:
                 machine.kill_all()
                 _ip("netns", "del", machine.namespace)
+        if switch in known:
+            _ip("netns", "del", switch)
 
 
 def _ip(*words: str) -> str:

@@ -1,4 +1,4 @@
-"""Starting ranks: torchrun for real, Slurm for real where it is installed, Kubernetes as files."""
+"""Starting ranks: the agent for real, Slurm for real where it is installed, Kubernetes as files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
-from zero2all.parallel.launch import Job
+from zero2all.resilience.launch import Job
+from zero2all.resilience.rendezvous import address_towards, interface_of
 
 WORDS = ["train", "my recipe.yaml", "train.steps=5"]
 
@@ -36,16 +37,27 @@ def test_every_rank_runs_the_command() -> None:
 @pytest.mark.slow
 def test_a_command_that_fails_fails_the_launch() -> None:
     done = launch("--procs", "1", "--", "recipe", "show", "no-such-file.yaml")
-    assert done.returncode != 0
+    assert done.returncode == 2, done.stderr
     assert "no recipe at no-such-file.yaml" in done.stderr
+    assert "not tried again" in done.stderr
 
 
 def test_nodes_need_a_place_to_meet() -> None:
     with pytest.raises(UsageError, match="--rendezvous HOST:29500"):
-        Job(WORDS, procs=8, nodes=2).run()
-    line = Job(WORDS, procs=8, nodes=2, rendezvous="head:29500").torchrun()
-    assert line[line.index("--rdzv-endpoint") + 1] == "head:29500"
-    assert line[-len(WORDS) :] == WORDS
+        Job(WORDS, procs=8, nodes=(2, 2)).run()
+    with pytest.raises(UsageError, match="write HOST:29500"):
+        address_towards("head")
+
+
+@pytest.mark.parametrize("nodes", ["3:2", "0:2", "some"])
+def test_a_wrong_number_of_nodes_is_wrong_usage(nodes: str) -> None:
+    done = CliRunner().invoke(app, ["launch", "--nodes", nodes, "--", *WORDS])
+    assert done.exit_code == 2
+
+
+def test_gloo_is_told_the_interface_by_which_nodes_reach_each_other() -> None:
+    address = address_towards("127.0.0.1:29500")
+    assert (address, interface_of(address)) == ("127.0.0.1", "lo")
 
 
 def test_a_train_job_for_kubernetes() -> None:
@@ -60,7 +72,7 @@ def test_a_train_job_for_kubernetes() -> None:
 
 
 def test_a_pytorch_job_for_kubernetes() -> None:
-    job = yaml.safe_load(Job(WORDS, procs=8, nodes=4).pytorch_job("image"))
+    job = yaml.safe_load(Job(WORDS, procs=8, nodes=(4, 4)).pytorch_job("image"))
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 3)
     container = replicas["Worker"]["template"]["spec"]["containers"][0]
@@ -75,8 +87,10 @@ def test_the_slurm_script_quotes_and_is_written(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["to"] == str(to)
     script = to.read_text(encoding="utf-8")
     assert "-- train 'my recipe.yaml' train.steps=5" in script
-    assert '--nodes 2 --rendezvous "$head:29500"' in script
+    assert '--nodes 2:2 --rendezvous "$head:29500"' in script
     assert subprocess.run(["bash", "-n", str(to)]).returncode == 0
+    assert "srun --kill-on-bad-exit=1" in script
+    assert "srun --no-kill --kill-on-bad-exit=0" in Job(WORDS, 8, (2, 4), "head:29500").slurm()
 
 
 @pytest.mark.slow

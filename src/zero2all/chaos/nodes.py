@@ -1,0 +1,149 @@
+"""Faults of whole nodes: machines of their own, as network namespaces, with the rendezvous on one that stays."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from zero2all.chaos.machines import Machine, some_machines
+from zero2all.chaos.scene import Scene
+from zero2all.errors import Z2aError
+
+PORT = 29500
+EACH = 2  # ranks on a node
+TOLD = "telling the ranks to save"
+Node = subprocess.Popen[bytes]
+
+
+class Cluster:
+    """Two nodes and a login machine that holds the rendezvous."""
+
+    def __init__(self, scene: Scene, machines: list[Machine]) -> None:
+        self.scene = scene
+        *self.nodes, self.login = machines
+        self._store: Node | None = None
+
+    def hold_rendezvous(self) -> Node:
+        words = [sys.executable, "-m", "zero2all.cli", "rendezvous", "--port", str(PORT)]
+        self._store = subprocess.Popen(self.login.command(*words), stderr=subprocess.DEVNULL)
+        return self._store
+
+    def start(self, number: int, at: str | None = None, **options: Any) -> Node:
+        place = at or f"{self.login.ip}:{PORT}"
+        return self.scene.start(EACH, self.nodes[number], nodes=(1, 2), rendezvous=place, **options)
+
+    def ended_well(self, *processes: Node) -> None:
+        for process in processes:
+            if (status := self.scene.wait(process)) != 0:
+                raise Z2aError(f"a node ended with status {status}")
+
+    def lose(self, number: int) -> None:
+        """Everything that ran there ends, and what it kept in memory is gone. Ranks go by the order of addresses."""
+        self.nodes[number].kill_all()
+        for rank in range(EACH * number, EACH * (number + 1)):
+            for path in self.scene.memory.glob(f"rank-{rank}-of-*"):
+                shutil.rmtree(path)
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.kill()
+            self._store.wait()
+
+
+@contextmanager
+def cluster(scene: Scene) -> Iterator[Cluster]:
+    with some_machines(3) as machines:
+        found = Cluster(scene, machines)
+        try:
+            yield found
+        finally:
+            scene.end()
+            found.close()
+
+
+def lose_node(number: int, back: bool = False) -> Callable[[Scene], None]:
+    """One node's power is cut, for good or until it comes back."""
+
+    def drive(scene: Scene) -> None:
+        with cluster(scene) as nodes:
+            nodes.hold_rendezvous()
+            patient = 8 * scene.hang_after  # ranks are held while a node starts
+            processes = [nodes.start(number, hang_after=patient) for number in range(2)]
+            scene.until_struck()
+            scene.strike()
+            nodes.lose(number)
+            processes[number].wait()
+            stays = processes[1 - number]
+            if not back:
+                nodes.ended_well(stays)
+                return
+            scene.until_struck(1)  # those that stayed are training again
+            again = nodes.start(number, hang_after=patient)
+            scene.until(lambda: "the nodes of the job change" in scene.said(), "the one that came back is seen")
+            scene.let_go(1)
+            nodes.ended_well(stays, again)
+
+    return drive
+
+
+def cut_cable(scene: Scene) -> None:
+    """A node is alive, and nobody hears it."""
+    with cluster(scene) as nodes:
+        nodes.hold_rendezvous()
+        processes = [nodes.start(0), nodes.start(1)]
+        scene.until_struck()
+        scene.strike()
+        nodes.nodes[1].pull_the_cable()
+        scene.let_go()
+        nodes.ended_well(processes[0])
+        nodes.nodes[1].kill_all()
+
+
+def restart_rendezvous(scene: Scene) -> None:
+    """The place where they meet is started anew: all that it knew is gone."""
+    with cluster(scene) as nodes:
+        store = nodes.hold_rendezvous()
+        processes = [nodes.start(0), nodes.start(1)]
+        scene.until_struck()
+        scene.strike()
+        store.kill()
+        store.wait()
+        nodes.hold_rendezvous()
+        scene.until(lambda: scene.said().count(TOLD) >= len(processes), "both nodes have seen it")
+        scene.let_go()
+        nodes.ended_well(*processes)
+
+
+def lose_the_holder(scene: Scene) -> None:
+    """Without a rendezvous of its own: the node that held it is gone, and the job ends and says so; then again."""
+    with cluster(scene) as nodes:
+        place = f"{nodes.nodes[0].ip}:{PORT}"
+        processes = [nodes.start(0, place), nodes.start(1, place)]
+        scene.until_struck()
+        scene.strike()
+        nodes.lose(0)
+        processes[0].wait()
+        if scene.wait(processes[1]) != 1:
+            raise Z2aError("the node that was left alone ended well")
+        processes = [nodes.start(0, place), nodes.start(1, place)]
+        nodes.ended_well(*processes)
+
+
+def preempt_node(scene: Scene) -> None:
+    """A scheduler takes one node back, with notice: it saves and leaves, and the other goes on."""
+    with cluster(scene) as nodes:
+        nodes.hold_rendezvous()
+        processes = [nodes.start(0), nodes.start(1)]
+        scene.until_struck()
+        scene.strike()
+        processes[1].send_signal(signal.SIGTERM)
+        scene.until(lambda: TOLD in scene.said(), "its ranks were told")
+        scene.let_go()
+        if scene.wait(processes[1]) != 1:
+            raise Z2aError("the node that was told to leave did not")
+        nodes.ended_well(processes[0])

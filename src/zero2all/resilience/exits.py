@@ -1,0 +1,112 @@
+"""Why a rank ended, read from its exit status, its last words and the kernel's log."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["crash", "out of memory", "hang", "stopped", "wrong usage", "cut off", "ended by the agent"]
+"""``cut off``: the rank lost its connection to another one, which is the one to look at."""
+
+WRONG_USAGE = 2
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|Cannot allocate memory", re.IGNORECASE)
+_CUT_OFF = re.compile(
+    r"connection (was )?(closed|reset)|closed by peer|broken pipe|connectFullMesh|connection refused|"
+    r"remote process exited|NCCL communicator was aborted|ncclRemoteError",
+    re.IGNORECASE,
+)
+_TIME_OUT = re.compile(r"timed out waiting|collective operation timeout|wait timeout|DistStoreError", re.IGNORECASE)
+_SIGNALS = {
+    signal.SIGKILL: "killed from outside: for want of memory if the kernel did it (dmesg), or by a person or scheduler",
+    signal.SIGSEGV: "segmentation fault: a fault of native code or of the machine's memory",
+    signal.SIGBUS: "bus error: a mapped file was cut short, or /dev/shm is full",
+    signal.SIGABRT: "native code gave up: see the last log lines",
+    signal.SIGFPE: "arithmetic fault in native code",
+    signal.SIGILL: "an instruction that this processor does not have",
+    signal.SIGTERM: "ended by SIGTERM before it could save",
+    signal.SIGINT: "ended by Ctrl-C before it could save",
+}
+_XIDS = {
+    13: "an illegal access in a kernel",
+    31: "a memory page fault: a fault of the program",
+    43: "a kernel was stopped after a fault of the program",
+    48: "a memory error that could not be corrected: have the card looked at",
+    63: "a memory page or row was retired",
+    64: "a memory row could not be retired: reset the card",
+    74: "an NVLink error: check the link or its cable",
+    79: "the card fell off the bus: reboot the node, and replace the card if it comes back",
+    94: "a contained memory error: restart the job",
+    95: "an uncontained memory error: reset the card",
+    119: "the card's firmware does not answer: reset the card",
+    120: "an error of the card's firmware: reset the card",
+}
+
+
+@dataclass(frozen=True)
+class Exit:
+    kind: Kind
+    words: str
+
+
+def read_exit(status: int, message: str, oom_killed: bool = False) -> Exit:
+    """``status`` as a shell (137) or as Python (-9) gives it; ``message`` is the rank's error, if it left one."""
+    number = -status if status < 0 else status - 128 if status > 128 else None
+    if number == signal.SIGKILL and oom_killed:
+        return Exit("out of memory", "killed by the kernel: the memory limit was reached (exit status 137)")
+    if number is not None:
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        words = _SIGNALS.get(signal.Signals(number), "") if number in set(signal.Signals) else ""
+        return Exit("crash", f"{name} (exit status {128 + number})" + (f": {words}" if words else ""))
+    if message.startswith("Interrupted:"):
+        return Exit("stopped", "stopped politely, with its state saved")
+    if status == WRONG_USAGE:
+        return Exit("wrong usage", "the command or the recipe asks for something that cannot be (exit status 2)")
+    if _NO_MEMORY.search(message):
+        return Exit("out of memory", "asked for more memory than there is")
+    if _CUT_OFF.search(message):
+        return Exit("cut off", "lost its connection to another rank")
+    if _TIME_OUT.search(message):
+        return Exit("cut off", "waited too long for another rank (time-out of a collective)")
+    return Exit("crash", f"raised an error (exit status {status})" if message else f"exit status {status}")
+
+
+def oom_kills() -> int:
+    """How many processes of this control group the kernel has killed for want of memory so far."""
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            files = [Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control")]
+        elif not controllers:
+            files = [Path(f"/sys/fs/cgroup{path}/memory.events"), Path("/sys/fs/cgroup/memory.events")]
+        else:
+            continue
+        for file in files:
+            if found := re.search(r"^oom_kill (\d+)", _read(file), re.MULTILINE):
+                return int(found[1])
+    return 0
+
+
+def gpu_faults(since: float, log: str | None = None) -> list[str]:
+    """What the driver wrote to the kernel's log (Xid errors) in words, from so many seconds after boot on."""
+    log = _kernel_log() if log is None else log
+    found = re.findall(r"^\[\s*([\d.]+)\].*NVRM: Xid \(([^)]*)\): (\d+)", log, re.MULTILINE)
+    known = [(card, int(number)) for when, card, number in found if float(when) >= since]
+    return [f"{card}: Xid {number}, {_XIDS.get(number, 'see NVIDIA’s list of Xids')}" for card, number in known]
+
+
+def _kernel_log() -> str:
+    try:
+        return subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

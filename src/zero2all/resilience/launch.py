@@ -1,0 +1,251 @@
+"""``z2a launch``: the same command on many ranks, on torch's elastic agent, or as files for Slurm and Kubernetes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from zero2all.console import say
+from zero2all.engine import all_cores
+from zero2all.errors import UsageError
+from zero2all.io import fingerprint
+
+if TYPE_CHECKING:
+    from zero2all.resilience.rendezvous import Meeting
+
+PORT = 29500
+NO_LIMIT = 1_000_000
+LOST_STORE = 3  # tries to find the rendezvous again
+MONITOR = 0.1  # seconds between two looks at the ranks
+
+
+@dataclass(frozen=True)
+class Job:
+    """
+    >>> Job(["train", "my.yaml"], procs=4).run()
+    0
+    """
+
+    command: Sequence[str]
+    """What every rank runs, as after ``z2a``."""
+    procs: int
+    """Ranks on each node."""
+    nodes: tuple[int, int] = (1, 1)
+    """The least and the most nodes that the job runs on. With fewer than the most it goes on, and takes in others."""
+    rendezvous: str | None = None
+    """HOST:PORT where the nodes meet; one node needs none."""
+    restarts: int = NO_LIMIT
+    """How often the ranks are started again after a failure. A step that fails three times ends the job anyway."""
+    hang_after: float = 600
+    """Seconds without a step after which the ranks are taken to hang; five times as long before the first."""
+    grace: float = 30
+    """Seconds that the ranks have to save when they are told to stop."""
+    patience: float = 60
+    """Seconds to wait for the rendezvous to answer."""
+    module: str = "zero2all.cli"
+    """The program that gets the command."""
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise UsageError("say what to run after --, such as: z2a launch --procs 2 -- train my.yaml")
+        if not 1 <= self.nodes[0] <= self.nodes[1]:
+            raise UsageError(
+                f"--nodes {self.nodes[0]}:{self.nodes[1]}: the least must be at least 1, and not more than the most"
+            )
+
+    def run(self) -> int:
+        """Start the ranks of this node and stay with them until the job has ended: the exit status for the CLI."""
+        if self.nodes[1] > 1 and self.rendezvous is None:
+            raise UsageError(
+                f"{self.nodes[1]} nodes need a place to meet: --rendezvous HOST:{PORT}, the same on every node"
+            )
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warnings say nothing new
+        before = {name: signal.signal(name, _raise_signal) for name in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory:
+                return self._until_it_ends(Path(directory))
+        finally:
+            for name, handler in before.items():
+                signal.signal(name, handler)
+
+    def _until_it_ends(self, directory: Path) -> int:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
+        for left in reversed(range(LOST_STORE)):
+            try:
+                return self._attend(directory)
+            except SignalException as stop:
+                say(_stopped(stop.sigval))
+                return 1
+            except RendezvousClosedError:
+                say("another node has ended the job")
+                return 1
+            except RendezvousTimeoutError:
+                say(f"given up: fewer than {self.nodes[0]} nodes came (--nodes)")
+                return 1
+            except RendezvousError as error:
+                say(f"the rendezvous {self.rendezvous or 'of this node'} is lost: {error}")
+                time.sleep(2 if left else 0)
+        say("given up: it is gone. 'z2a rendezvous' on a machine that stays lets a job outlive any node")
+        return 1
+
+    def _attend(self, directory: Path) -> int:
+        """One meeting with the other nodes, from its beginning to its end."""
+        from torch.distributed.elastic.agent.server.api import WorkerSpec
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        from zero2all.resilience.agent import Agent
+        from zero2all.resilience.rendezvous import Meeting
+
+        for name in logging.root.manager.loggerDict:
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)  # the reports say it better
+        meeting = Meeting.arrange(
+            self.rendezvous, *self.nodes, job=fingerprint([*self.command]), patience=self.patience
+        )
+        os.environ.update(self.environment(directory, meeting))
+        spec = WorkerSpec(
+            role="z2a",
+            local_world_size=self.procs,
+            rdzv_handler=meeting.handler,
+            entrypoint=sys.executable,
+            args=("-m", self.module, *self.command),
+            max_restarts=self.restarts,
+            monitor_interval=MONITOR,
+            local_addr=meeting.address,
+        )
+        agent = Agent(spec, directory, self.hang_after, self.grace)
+        try:
+            result = agent.run()
+        except SignalException as stop:
+            if stop.sigval == signal.SIGINT:  # a person stops the whole job, a scheduler takes this node
+                meeting.close()
+            raise
+        failed = result is None or result.is_failed()
+        meeting.close()
+        if not failed:
+            return 0
+        if (report := agent.conclude()) is not None:
+            say(f"the report is in {report.with_suffix('.txt')}")
+        return 2 if agent.last is not None and agent.last.kind == "wrong usage" else 1
+
+    def environment(self, directory: Path, meeting: Meeting) -> dict[str, str]:
+        """What the ranks find in theirs; what the user has set stays."""
+        from zero2all.resilience.beat import AGENT_DIR, STORE
+        from zero2all.resilience.rendezvous import interface_of
+
+        settings = {
+            # Cores are shared out; torch's own default of one thread would leave most of them idle.
+            "OMP_NUM_THREADS": str(max(1, all_cores() // self.procs)),
+            # With gloo, ranks that start again would read the addresses of those that died.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        if meeting.address is not None and (interface := interface_of(meeting.address)) is not None:
+            settings["GLOO_SOCKET_IFNAME"] = interface
+        return {**settings, **os.environ, AGENT_DIR: str(directory), STORE: meeting.place}
+
+    def slurm(self, gpus: int = 0) -> str:
+        """A script for ``sbatch``: one task a node, which starts its own ranks."""
+        inner = f"z2a launch --procs {self.procs}"
+        head = ""
+        if self.nodes[1] > 1:
+            head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+            inner += f' --nodes {self.nodes[0]}:{self.nodes[1]} --rendezvous "$head:{PORT}"'
+        elastic = self.nodes[0] < self.nodes[1]  # the job outlives a node
+        bad_exit = "--no-kill --kill-on-bad-exit=0" if elastic else "--kill-on-bad-exit=1"
+        if self.restarts != NO_LIMIT:
+            inner += f" --restarts {self.restarts}"
+        return f"""#!/bin/bash
+#SBATCH --job-name=z2a
+#SBATCH --nodes={self.nodes[1]}
+#SBATCH --ntasks-per-node=1
+{f"#SBATCH --gpus-per-node={gpus}" if gpus else "##SBATCH --gpus-per-node=8   # take one # away to ask for GPUs"}
+##SBATCH --time=24:00:00       # and here to set a limit
+#SBATCH --output=z2a-%j.log
+{"#SBATCH --no-kill" if elastic else "##SBATCH --no-kill"}
+#SBATCH --signal=B:TERM@120    # two minutes before the limit, so that the run can save
+
+set -euo pipefail
+{head}# The ranks get the signal through srun; without exec the shell would keep it to itself.
+exec srun {bad_exit} {inner} -- {shlex.join(self.command)}
+"""
+
+    def train_job(self, image: str, gpus: int = 0) -> str:
+        """A Kubeflow TrainJob (Trainer v2). Its runtime tells torchrun of nodes and ranks by PET_ variables."""
+        limits = {"nvidia.com/gpu": gpus} if gpus else {"cpu": str(self.procs)}
+        trainer = {
+            "image": image,
+            "numNodes": self.nodes[1],
+            "numProcPerNode": self.procs,
+            "command": ["torchrun", "--no-python", "z2a", *self.command],
+            "resourcesPerNode": {"limits": limits},
+        }
+        return _yaml(
+            {
+                "apiVersion": "trainer.kubeflow.org/v1alpha1",
+                "kind": "TrainJob",
+                "metadata": {"name": "z2a"},
+                "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer},
+            }
+        )
+
+    def pytorch_job(self, image: str, gpus: int = 0) -> str:
+        """The older Kubeflow PyTorchJob (Training Operator v1); it sets the same variables."""
+        limits = {"nvidia.com/gpu": gpus} if gpus else {"cpu": str(self.procs)}
+        container = {
+            "name": "pytorch",
+            "image": image,
+            "command": ["torchrun", "--no-python", "z2a", *self.command],
+            "resources": {"limits": limits},
+        }
+
+        def replicas(count: int) -> dict[str, Any]:
+            return {
+                "replicas": count,
+                "restartPolicy": "OnFailure",
+                "template": {"spec": {"containers": [container]}},
+            }
+
+        kinds = {"Master": replicas(1)} | ({"Worker": replicas(self.nodes[1] - 1)} if self.nodes[1] > 1 else {})
+        return _yaml(
+            {
+                "apiVersion": "kubeflow.org/v1",
+                "kind": "PyTorchJob",
+                "metadata": {"name": "z2a"},
+                "spec": {"nprocPerNode": str(self.procs), "pytorchReplicaSpecs": kinds},
+            }
+        )
+
+
+class _NoAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _yaml(value: dict[str, Any]) -> str:
+    return yaml.dump(value, Dumper=_NoAliases, sort_keys=False, width=10_000)
+
+
+def _raise_signal(number: int, frame: FrameType | None) -> None:
+    """As torch does once its ranks are started; before that, too."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    raise SignalException("", signal.Signals(number))
+
+
+def _stopped(number: signal.Signals) -> str:
+    why = "stopped by the user" if number == signal.SIGINT else f"told to leave ({number.name})"
+    return f"{why}: the same command goes on from the newest checkpoint"

@@ -1,0 +1,78 @@
+"""What a rank owes its agent: to end with it, to show its stacks when asked, and to leave word of an error."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import IO
+
+from zero2all.resilience.beat import AGENT_DIR, Beat, Mark, has_agent
+
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_kept_open: list[IO[str]] = []  # files that faulthandler writes to at any later time
+
+
+def attend() -> None:
+    """Called first thing in a process that an agent may have started; without one it does nothing."""
+    if not has_agent():
+        return
+    directory, local_rank = Path(os.environ[AGENT_DIR]), int(os.environ["LOCAL_RANK"])
+    _end_with_the_agent()
+    faulthandler.enable()
+    stacks = open(stacks_path(directory, local_rank), "w", encoding="utf-8")  # noqa: SIM115
+    _kept_open.append(stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    bell = bell_path(directory, local_rank)
+    bell.unlink(missing_ok=True)
+    os.mkfifo(bell)
+    answer = (bell, collectives_path(directory, local_rank))
+    threading.Thread(target=_show_collectives, args=answer, name="z2a-bell", daemon=True).start()
+    Beat.of_this_rank().mark(Mark.IMPORTED)
+
+
+def leave_word(error: BaseException) -> None:
+    """Write torch's error file, from which the agent learns what went wrong. Call it where the error is handled."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def stacks_path(directory: Path, local_rank: int) -> Path:
+    return directory / f"stacks-{local_rank}"
+
+
+def bell_path(directory: Path, local_rank: int) -> Path:
+    return directory / f"bell-{local_rank}"
+
+
+def collectives_path(directory: Path, local_rank: int) -> Path:
+    return directory / f"collectives-{local_rank}.json"
+
+
+def _end_with_the_agent() -> None:
+    """Ranks whose agent was killed would train on, unseen, beside those that are started in their place."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        if os.getppid() != parent:  # it was killed in between
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _show_collectives(bell: Path, to: Path) -> None:
+    """Each time the agent opens the bell, write torch's flight recorder. The main thread may be stuck meanwhile."""
+    while True:
+        try:
+            open(bell, "rb").close()
+            distributed = sys.modules.get("torch._C._distributed_c10d")
+            dump = distributed._dump_fr_trace_json() if distributed is not None else b"{}"
+            partial = to.with_suffix(".new")
+            partial.write_bytes(dump if isinstance(dump, bytes) else dump.encode())
+            partial.replace(to)
+        except OSError:
+            return  # the agent's directory is gone, and the agent with it

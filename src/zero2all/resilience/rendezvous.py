@@ -1,0 +1,106 @@
+"""Where the nodes of a job meet: a store that one of them holds, or that runs by itself (``z2a rendezvous``).
+
+With a store of its own the job survives the loss of any node. Otherwise the node that holds it must stay.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from zero2all.console import say
+from zero2all.errors import UsageError, Z2aError
+
+PORT = 29500
+JOIN = 600  # seconds to wait for the least number of nodes
+LAST_CALL = 3  # and then for more of them
+KEEP_ALIVE = 2  # a node that is silent for three times as long is gone
+
+
+def serve(port: int = PORT) -> None:
+    """Hold the store until somebody ends this process."""
+    try:
+        store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    except RuntimeError as error:
+        raise Z2aError(f"port {port} cannot be had ({error}): is another rendezvous running? Try --port") from error
+    say(f"nodes meet at {socket.gethostname()}:{store.port}; Ctrl-C ends it")
+    threading.Event().wait()
+
+
+@dataclass
+class Meeting:
+    """A job's place among others in a store. ``close`` ends the job for all nodes."""
+
+    handler: RendezvousHandler
+    address: str | None
+    """By which the other nodes reach this one."""
+    place: str
+    """HOST:PORT of the store."""
+    _store: TCPStore
+    _counter: str
+    _generation: int
+
+    @classmethod
+    def arrange(cls, endpoint: str | None, least: int, most: int, job: str, patience: float) -> Meeting:
+        """``job`` is the same on every node and differs from that of other jobs in the same store."""
+        address = address_towards(endpoint) if endpoint is not None else None
+
+        def parameters(run_id: str) -> RendezvousParameters:
+            return RendezvousParameters(
+                "c10d", endpoint or "localhost:0", run_id, least, most, local_addr=address, join_timeout=JOIN,
+                last_call_timeout=LAST_CALL, keep_alive_interval=KEEP_ALIVE, read_timeout=int(patience),
+            )  # fmt: skip
+
+        _, store = create_backend(parameters(job))
+        assert isinstance(store, TCPStore)
+        # torch never opens again what was closed, so each start of a job that has ended is a meeting of its own.
+        counter = f"z2a/{job}"
+        generation = store.add(counter, 0)
+        run_id = f"{job}-{generation}"
+        handler = create_handler(store, C10dRendezvousBackend(store, run_id), parameters(run_id))
+        place = f"{endpoint.rpartition(':')[0] if endpoint else 'localhost'}:{store.port}"
+        return cls(handler, address, place, store, counter, generation)
+
+    def close(self) -> None:
+        try:
+            self._store.compare_set(self._counter, str(self._generation), str(self._generation + 1))
+            self.handler.shutdown()
+        except RuntimeError:
+            pass  # the store went before us, and the meeting with it
+
+
+def address_towards(endpoint: str) -> str:
+    """The address from which this machine reaches another: its host name may mean something else elsewhere."""
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"--rendezvous is {endpoint}: write HOST:{PORT}")
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing
+            address: str = probe.getsockname()[0]
+            return address
+    except OSError as error:
+        raise Z2aError(f"no way from here to {endpoint} ({error}): check the name and the network") from error
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with this IPv4 address, for gloo, which otherwise goes by the host name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,141 @@
+"""Machines and networks that are ill in known ways."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zero2all.chaos.machines import some_machines, why_not
+from zero2all.resilience.doctor import compare_devices, compare_versions, examine
+from zero2all.resilience.machine import Compute, check_machine
+from zero2all.resilience.pairs import Talk, judge_talks, least_rounds, rounds_of, undecided
+
+GOOD = Compute("a card", 0.01, "abc", True)
+
+
+def test_this_machine_is_examined(tmp_path: Path) -> None:
+    found = {finding.what: finding for finding in examine(tmp_path)}
+    assert {"memory", "/dev/shm", "open files", "disk", "devices"} <= set(found)
+    assert found["disk"].level != "bad"
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def test_a_directory_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    disk = next(finding for finding in check_machine(tmp_path / "file") if finding.what == "disk")
+    assert disk.level == "bad"
+    assert disk.fix
+
+
+def test_a_missing_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7")
+    finding = next(finding for finding in check_machine(tmp_path) if finding.what == "NCCL_SOCKET_IFNAME")
+    assert (finding.level, "ib7 is not here" in finding.text) == ("bad", True)
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "words"),
+    [
+        ({"digest": "abd"}, "bad", "other bits than its peers"),
+        ({"steady": False}, "bad", "other bits each time"),
+        ({"seconds": 0.02}, "note", "2.0 times as slow"),
+    ],
+)
+def test_a_bad_device_is_named(change: dict[str, object], level: str, words: str) -> None:
+    computes = {f"rank {number}": GOOD for number in range(3)} | {"rank 3": replace(GOOD, **change)}  # type: ignore[arg-type]
+    wrong = [finding for finding in compare_devices(computes) if finding.level != "good"]
+    assert [(finding.what, finding.level) for finding in wrong] == [("rank 3", level)]
+    assert words in wrong[0].text
+    assert wrong[0].fix
+
+
+def test_other_versions_are_named() -> None:
+    nodes = {"a": {"torch": "2.13"}, "b": {"torch": "2.13"}, "c": {"torch": "2.12"}}
+    assert [finding.what for finding in compare_versions(nodes)] == ["c, torch"]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+def test_everybody_meets_everybody_once(count: int) -> None:
+    rounds = rounds_of(count)
+    pairs = [pair for pairs in rounds for pair in pairs]
+    assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    for pairs in rounds:
+        members = [member for pair in pairs for member in pair]
+        assert len(members) == len(set(members))
+
+
+def talks(count: int, bad: dict[int, float | None], links: dict[tuple[int, int], float | None]) -> list[Talk]:
+    """Two rounds, and more while somebody is undecided, as the real thing does."""
+    found: list[Talk] = []
+    for turn, pairs in enumerate(rounds_of(count)):
+        if turn >= least_rounds(count) and not undecided(found, count):
+            break
+        for one, other in pairs:
+            seconds: float | None = 0.001
+            for known in [links.get((one, other), 0.001), bad.get(one, 0.001), bad.get(other, 0.001)]:
+                seconds = None if known is None or seconds is None else max(seconds, known)
+            found += [Talk(one, other, seconds), Talk(other, one, seconds)]
+    return found
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 8])
+def test_the_slow_node_and_the_dead_one_are_named(count: int) -> None:
+    names = {number: f"n{number}" for number in range(count)}
+    for node in range(count):
+        for how in (1.0, None):
+            found = judge_talks(talks(count, {node: how}, {}), names, count)
+            assert [finding.what for finding in found] == [f"node n{node}"], (node, how)
+    assert [finding.level for finding in judge_talks(talks(count, {}, {}), names, count)] == ["good"]
+
+
+def test_a_slow_and_a_dead_node_at_once() -> None:
+    names = {number: f"n{number}" for number in range(8)}
+    found = judge_talks(talks(8, {2: 1.0, 5: None}, {}), names, 8)
+    assert sorted(finding.what for finding in found) == ["node n2", "node n5"]
+
+
+def test_a_link_between_two_good_nodes_is_named() -> None:
+    names = {number: f"n{number}" for number in range(4)}
+    one, other = rounds_of(4)[0][0]
+    found = judge_talks(talks(4, {}, {(one, other): None}), names, 4)
+    assert [finding.what for finding in found] == [f"link n{one} to n{other}"]
+
+
+def test_a_clock_that_is_off_is_named() -> None:
+    found = judge_talks([Talk(0, 1, 0.001, 5.0), Talk(1, 0, 0.001, -5.0)], {0: "a", 1: "b"}, 2)
+    assert [finding.what for finding in found] == ["clock of b"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=f"no machines can be made here: {why_not()}")
+def test_in_a_real_network_the_slow_node_and_the_dead_link_are_named(tmp_path: Path) -> None:
+    """Four nodes and a store on a fifth machine. The third sends slowly; the first and the fourth cannot talk."""
+    with some_machines(5) as (*nodes, login):
+        store = subprocess.Popen(login.command(sys.executable, "-m", "zero2all.cli", "rendezvous"))
+        nodes[2].shape("2mbit")
+        nodes[0].lose_the_way_to(nodes[3])
+        words = ["launch", "--procs", "1", "--nodes", "4", "--rendezvous", f"{login.ip}:29500", "--restarts", "0"]
+        logs = [open(tmp_path / f"{number}.txt", "w+") for number in range(4)]  # noqa: SIM115
+        jobs = [
+            subprocess.Popen(
+                node.command(sys.executable, "-m", "zero2all.cli", *words, "--", "doctor", "--dir", str(tmp_path)),
+                stdout=log,
+                stderr=log,
+            )
+            for node, log in zip(nodes, logs, strict=True)
+        ]
+        try:
+            assert [job.wait(150) for job in jobs] == [1, 1, 1, 1]
+        finally:
+            for process in (*jobs, store):
+                process.kill()
+                process.wait()
+        text = "\n".join((tmp_path / f"{number}.txt").read_text() for number in range(4))
+        assert text.count("BAD ") == 2, text
+        assert "BAD  node" in text, text
+        assert "MB/s, where others have" in text
+        assert "nothing comes through, and both are well with others" in text

@@ -1,0 +1,48 @@
+"""Why a rank ended, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero2all.resilience.exits import gpu_faults, oom_kills, read_exit
+
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:54689: Connection reset by peer"
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "kind", "words"),
+    [
+        (-9, "", "crash", "SIGKILL (exit status 137)"),
+        (137, "", "crash", "SIGKILL (exit status 137)"),
+        (-11, "", "crash", "segmentation fault"),
+        (139, "", "crash", "SIGSEGV (exit status 139)"),
+        (-7, "", "crash", "/dev/shm is full"),
+        (-34, "", "crash", "exit status 162"),
+        (1, "Interrupted: stopped after step 5", "stopped", "its state saved"),
+        (2, "RecipeError: 1 mistake", "wrong usage", "exit status 2"),
+        (1, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out of memory", "more memory"),
+        (1, "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to", "out of memory", "more memory"),
+        (1, GLOO, "cut off", "lost its connection"),
+        (1, "RuntimeError: Timed out waiting 600000ms for recv operation to complete", "cut off", "time-out"),
+        (1, "DistBackendError: NCCL error: remote process exited or there was a network error", "cut off", "lost"),
+        (1, "ValueError: no", "crash", "raised an error"),
+        (7, "", "crash", "exit status 7"),
+    ],
+)
+def test_an_exit_is_read(status: int, message: str, kind: str, words: str) -> None:
+    found = read_exit(status, message)
+    assert found.kind == kind
+    assert words in found.words
+
+
+def test_a_kill_by_the_kernel_is_want_of_memory() -> None:
+    assert read_exit(-9, "", oom_killed=True).kind == "out of memory"
+    assert oom_kills() >= 0
+
+
+def test_the_driver_s_faults_are_read_from_the_kernel_s_log() -> None:
+    log = "[    1.5] eth0: link up\n[   20.25] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
+    (found,) = gpu_faults(10.0, log)
+    assert found.startswith("PCI:0000:3b:00: Xid 79, the card fell off the bus")
+    assert gpu_faults(30.0, log) == [], "it was before the job"
+    assert gpu_faults(0.0, "nothing") == []
