@@ -41,7 +41,8 @@ def test_a_kill_by_the_kernel_is_want_of_memory() -> None:
 
 
 def test_the_driver_s_faults_are_read_from_the_kernel_s_log() -> None:
-    log = "[1] eth0: link up\n[2] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
-    assert gpu_faults(log) == ["PCI:0000:3b:00: Xid 79, the card fell off the bus: reboot the node, and replace the "
-                               "card if it comes back"]  # fmt: skip
-    assert gpu_faults("nothing") == []
+    log = "[    1.5] eth0: link up\n[   20.25] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
+    (found,) = gpu_faults(10.0, log)
+    assert found.startswith("PCI:0000:3b:00: Xid 79, the card fell off the bus")
+    assert gpu_faults(30.0, log) == [], "it was before the job"
+    assert gpu_faults(0.0, "nothing") == []

@@ -67,9 +67,14 @@ def test_a_stopped_rank_counts_before_one_that_is_merely_elsewhere() -> None:
     assert [one.rank for one, _ in odd_ones([stuck(0, state="T"), stuck(1, waits=False)])] == [0]
 
 
+def fail_at(history: History, step: int) -> str | None:
+    history.reached(step)
+    return history.give_up("crash", step, 1, 99)
+
+
 def test_the_same_step_is_tried_three_times() -> None:
     history = History()
-    reasons = [history.give_up("crash", 12, 1, 99) for _ in range(TRIES)]
+    reasons = [fail_at(history, 12) for _ in range(TRIES)]
     assert reasons[:-1] == [None] * (TRIES - 1)
     assert reasons[-1] is not None
     assert "3 times after step 12" in reasons[-1]
@@ -77,16 +82,23 @@ def test_the_same_step_is_tried_three_times() -> None:
 
 def test_tries_that_get_nowhere_end() -> None:
     history = History()
-    reasons = [history.give_up("crash", step, 1, 99) for step in (50, *range(FRUITLESS - 1))]
+    reasons = [fail_at(history, step) for step in (50, *range(FRUITLESS - 1))]
     assert reasons[:-1] == [None] * (FRUITLESS - 1)
     assert "without getting past step 50" in str(reasons[-1])
+
+
+def test_failures_at_the_start_do_not_add_up_over_a_long_run() -> None:
+    history = History()
+    for reached in range(100, 1000, 100):
+        assert fail_at(history, -1) is None
+        history.reached(reached)
 
 
 def test_progress_resets_the_pause() -> None:
     history = History()
     pauses = []
     for step in (5, 5, 4, 9):
-        history.give_up("crash", step, 1, 99)
+        fail_at(history, step)
         pauses.append(history.pause())
     assert pauses == [0.0, 2.0, 4.0, 0.0]
 

@@ -76,7 +76,9 @@ class Planted:
 
         from zero2all.parallel.spread import Spread
         from zero2all.resilience import checkpoint, flash
+        from zero2all.train import job
 
+        self._before(job, "Team", "start")  # the first thing that ranks do together
         self._before(flash.Slot, "finish", "marker")
         self._after(flash.Slot, "begin", "staging")
         self._before(state_dict_saver, "save", "persist")

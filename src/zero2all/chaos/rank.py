@@ -43,7 +43,6 @@ def main(recipe: str, directory: Path) -> int:
         planted.at_step(batch)
 
     try:
-        planted.strike("start")
         train(load_recipe(Path(recipe)), on_batch=look)
     except Exception as error:
         say(f"error: {error}")

@@ -1,4 +1,4 @@
-"""z2a ckpt ls | verify | rm | diff"""
+"""z2a ckpt ls | verify | rm | diff | interval"""
 
 from __future__ import annotations
 
@@ -101,3 +101,20 @@ def diff(
     rows = differences(Run.open(run).checkpoints, one, other)
     lines = [f"{row['largest']:>12.4e} {row['relative']:>12.4e}  {row['parameter']}" for row in rows[:top]]
     return Result({"steps": [one, other], "parameters": rows}, "\n".join([f"{'largest':>12} {'relative':>12}", *lines]))
+
+
+@app.command()
+@command
+def interval(
+    stall: Annotated[float, typer.Option("--stall", help="Seconds that training stands still for a checkpoint.")] = 1.0,
+    recovery: Annotated[float, typer.Option("--recovery", help="Seconds from a failure to the first new step.")] = 60.0,
+    json: Json = False,
+) -> Result:
+    """Work out the best time between checkpoints and the goodput to expect at published failure rates.
+
+    Example: z2a ckpt interval --stall 0.5 --recovery 30
+    """
+    from zero2all.resilience.expect import markdown, table
+
+    rows = table(stall, recovery)
+    return Result({"stall": stall, "recovery": recovery, "rows": rows}, markdown(rows, stall, recovery))

@@ -1,4 +1,4 @@
-"""z2a train | eval | generate | export"""
+"""z2a train | goodput | eval | generate | export"""
 
 from __future__ import annotations
 
@@ -24,6 +24,19 @@ def train(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -
 
     summary = train(load_recipe(recipe, overrides), evaluate=bits_per_byte)
     return Result(summary, f"{summary['steps']} steps done; the run is in {summary['run']}")
+
+
+@command
+def goodput(run: RunPath, json: Json = False) -> Result:
+    """Show which share of a run's time moved training forward, over all its restarts, and where the rest went.
+
+    Example: z2a goodput runs/first
+    """
+    from zero2all.resilience.goodput import goodput_of, in_words
+    from zero2all.train import Run
+
+    found = goodput_of(Run.open(run).directory)
+    return Result(found, in_words(found))
 
 
 @command

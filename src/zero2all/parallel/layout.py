@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zero2all.errors import UsageError
 from zero2all.recipe import ParallelRecipe
 
-TIMEOUT = timedelta(minutes=10)  # of a collective; longer means that a rank is lost
+TIMEOUT = timedelta(minutes=15)  # of a collective: longer than the agent's hang watch, which explains what it sees
 
 
 @dataclass(frozen=True)

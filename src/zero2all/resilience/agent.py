@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class Agent(LocalElasticAgent):
         self._oom_kills = 0
         self._recovery: Recovery | None = None
         self._asked, self._next_look = False, time.monotonic() + EVERY
+        self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
 
     @property
     def run_directory(self) -> Path | None:
@@ -78,9 +80,11 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         pulses = self._pulses()
-        if self._some_failed():
+        self.history.reached(max(pulse.step for pulse in pulses.values()))
+        if failed := self._failed():
             seen = time.monotonic()
-            self._end_ranks(LAST_WORDS)
+            # Ranks that were told to stop are still saving; those that lost a peer have nothing left to do.
+            self._end_ranks(self.grace if any(map(self._stops, failed)) else LAST_WORDS)
             result = self._result(worker_group)
             self._judge(worker_group, pulses, seen, failures=result.failures)
             return result
@@ -146,11 +150,15 @@ class Agent(LocalElasticAgent):
     def _running(self) -> dict[int, int]:
         return {local: process.pid for local, process in self._processes().items() if process.poll() is None}
 
-    def _some_failed(self) -> bool:
-        return any(process.poll() not in (None, 0) for process in self._processes().values())
+    def _failed(self) -> list[int]:
+        return [local for local, process in self._processes().items() if process.poll() not in (None, 0)]
+
+    def _stops(self, local: int) -> bool:
+        assert self._pcontext is not None
+        return read_exit(1, _last_words(Path(self._pcontext.error_files[local]))[0]).kind == "stopped"
 
     def _end_ranks(self, wait: float) -> None:
-        """torch would send SIGTERM and wait for half a minute; ranks that have lost a peer have nothing left to do."""
+        """Wait so many seconds for them to end by themselves. torch would send SIGTERM and wait for half a minute."""
         deadline = time.monotonic() + wait
         while self._running() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -170,7 +178,7 @@ class Agent(LocalElasticAgent):
         step = max(pulse.step for pulse in pulses.values())
         kind = "hang" if stuck else _kind(deaths)
         reason = self.history.give_up(kind, step, worker_group.group_world_size, self._remaining_restarts)
-        if self.run_directory is None and all(death.status >= 0 for death in deaths):
+        if deaths and self.run_directory is None and all(death.status >= 0 for death in deaths):
             reason = "not tried again: it is no training, and ended of its own accord"
         if reason is not None:
             self._remaining_restarts = 0
@@ -187,14 +195,15 @@ class Agent(LocalElasticAgent):
             command=list(worker_group.spec.args),
             deaths=deaths,
             stuck=stuck or [],
-            gpu_faults=gpu_faults(),
+            gpu_faults=gpu_faults(since=self._started),
         )
         if kind in ("stopped", "wrong usage"):  # the ranks have said why, and nothing is broken
             say(self.last.decision)
         else:
             say(screenful(summarize([self.last])))
             if (run := self.run_directory) is not None:
-                leave_account(run, self.last)
+                with suppress(OSError):  # a disk that fails must not take the agent with it
+                    leave_account(run, self.last)
         last_sign = max(pulse.time for pulse in pulses.values())
         self._recovery = Recovery(last_sign, seen, time.monotonic(), step, pause)
 
@@ -220,7 +229,9 @@ class Agent(LocalElasticAgent):
         return found
 
     def _report(self) -> Path | None:
-        return None if self.run_directory is None else make_report(self.run_directory)
+        with suppress(OSError):
+            return None if self.run_directory is None else make_report(self.run_directory)
+        return None
 
     def conclude(self) -> Path | None:
         """At the end: put the accounts together that no new start has. Other nodes' may be on their way."""
@@ -237,7 +248,13 @@ class History:
     def __init__(self) -> None:
         self._at: Counter[int] = Counter()
         self._fruitless = 0
-        self._furthest = -2
+        self._furthest = -1
+
+    def reached(self, step: int) -> None:
+        """Getting further than ever makes up for failures before."""
+        if step > self._furthest:
+            self._furthest, self._fruitless = step, 0
+            self._at.clear()
 
     def give_up(self, kind: Kind, step: int, nodes: int | None, restarts_left: int) -> str | None:
         """Count a failure; why there is no use in another try, if there is none."""
@@ -247,8 +264,7 @@ class History:
             # Of several nodes another one may be leaving; those that stay go on.
             return None if (nodes or 1) > 1 else "stopped: the same command goes on from there"
         self._at[step] += 1
-        self._fruitless = self._fruitless + 1 if step <= self._furthest else 1
-        self._furthest = max(self._furthest, step)
+        self._fruitless += 1
         where = f"after step {step}" if step >= 0 else "before the first step"
         if self._at[step] >= TRIES:
             return f"given up: it failed {TRIES} times {where}, so another try would too"
@@ -292,7 +308,8 @@ class Recovery:
         )
         say(f"training again after {cost}")
         if self._report is not None:
-            add_cost(self._report, cost)
+            with suppress(OSError):
+                add_cost(self._report, cost)
         return True
 
 

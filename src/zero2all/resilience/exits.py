@@ -90,11 +90,12 @@ def oom_kills() -> int:
     return 0
 
 
-def gpu_faults(log: str | None = None) -> list[str]:
-    """What the driver wrote to the kernel's log (Xid errors), in words."""
+def gpu_faults(since: float, log: str | None = None) -> list[str]:
+    """What the driver wrote to the kernel's log (Xid errors) in words, from so many seconds after boot on."""
     log = _kernel_log() if log is None else log
-    found = re.findall(r"NVRM: Xid \(([^)]*)\): (\d+)[^\n]*", log)
-    return [f"{card}: Xid {number}, {_XIDS.get(int(number), 'see NVIDIA’s list of Xids')}" for card, number in found]
+    found = re.findall(r"^\[\s*([\d.]+)\].*NVRM: Xid \(([^)]*)\): (\d+)", log, re.MULTILINE)
+    known = [(card, int(number)) for when, card, number in found if float(when) >= since]
+    return [f"{card}: Xid {number}, {_XIDS.get(number, 'see NVIDIA’s list of Xids')}" for card, number in known]
 
 
 def _kernel_log() -> str:

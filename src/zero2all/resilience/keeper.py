@@ -33,6 +33,7 @@ from zero2all.resilience.flash import (
     size_of,
     staged_in,
 )
+from zero2all.resilience.replicas import compare_copies
 from zero2all.resilience.state import like, put_state, rng_state, state_of, tensors_in, with_tensors
 from zero2all.resilience.team import Team
 from zero2all.units import show_bytes
@@ -72,7 +73,10 @@ class Keeper:
         model: nn.Module,
         optimizers: list[Optimizer],
         team: Team,
+        copies: dist.ProcessGroup | None = None,
     ) -> None:
+        """``copies`` are the ranks that hold the same as this one."""
+        self.copies = copies
         self.checkpoints, self.directory, self.run, self.team = checkpoints, directory, run, team
         self.model, self.optimizers = model, optimizers
         self.on_saved: Callable[[int, float], None] = lambda step, seconds: None
@@ -121,7 +125,7 @@ class Keeper:
 
     def roll_back(self, at_most: int) -> Found | None:
         """Load the newest state of no more than so many steps, and keep none of a later one."""
-        self._settle()
+        self.settle()
         if self._slots is not None:
             self._slots.wait()
         found = self.newest(at_most)
@@ -172,10 +176,11 @@ class Keeper:
         begin = time.perf_counter()
         if durable and self._persist is not None and not self._persist.done():
             say("the checkpoint before is still being written; waiting for it (a larger checkpoint.every would not)")
-        if self._persist is not None and (durable or self._persist.done()) and (error := self._settle()) is not None:
-            # It costs a checkpoint, not the run: the next one may succeed.
-            warn(f"a checkpoint could not be written: {error}; training goes on, and the next one is tried")
+        if durable or (self._persist is not None and self._persist.done()):
+            self.settle()
         slots = self._open()
+        if self.copies is not None:
+            compare_copies(self._tensors, self.copies)
         for name, value in rng_state().items():
             self._tensors[f"rng.{name}"].copy_(value)
         slot = slots.stage(step, self._tensors, state, self.before_commit)
@@ -186,9 +191,14 @@ class Keeper:
             self._persist = slot.reader = in_background(lambda: self._write(step, staged, state))
         return time.perf_counter() - begin
 
+    def settle(self) -> None:
+        """Until nothing is being written. What failed costs a checkpoint, not the run: the next one may succeed."""
+        if (error := self._outcome()) is not None:
+            warn(f"a checkpoint could not be written: {error}; training goes on, and the next one is tried")
+
     def wait(self) -> None:
         """Until all that was saved is where it should be, or an error that says what is not."""
-        if (error := self._settle()) is not None:
+        if (error := self._outcome()) is not None:
             raise Z2aError(
                 f"the last checkpoint could not be written: {error}; mend that and run the same command again"
             )
@@ -212,7 +222,7 @@ class Keeper:
         self.checkpoints.write(step, staged, state, self.team)
         self.on_saved(step, time.perf_counter() - begin)
 
-    def _settle(self) -> Exception | None:
+    def _outcome(self) -> Exception | None:
         """The outcome of the write under way, once it is over."""
         persist, self._persist = self._persist, None
         error = None if persist is None else persist.exception()

@@ -74,31 +74,35 @@ class Job:
                 f"{self.nodes[1]} nodes need a place to meet: --rendezvous HOST:{PORT}, the same on every node"
             )
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warnings say nothing new
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+        before = {name: signal.signal(name, _raise_signal) for name in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory:
+                return self._until_it_ends(Path(directory))
+        finally:
+            for name, handler in before.items():
+                signal.signal(name, handler)
 
-        for name in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(name, _raise_signal)
-        with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory:
-            for left in reversed(range(LOST_STORE)):
-                try:
-                    return self._attend(Path(directory))
-                except SignalException as stop:
-                    say(_stopped(stop.sigval))
-                    return 1
-                except RendezvousClosedError:
-                    say("another node has ended the job")
-                    return 1
-                except RendezvousError as error:
-                    say(f"the rendezvous {self.rendezvous or 'of this node'} is lost: {error}")
-                    if not left:
-                        say(
-                            "given up: the node that held it is gone, or fewer nodes came than --nodes wants. "
-                            "'z2a rendezvous' on a machine that stays lets a job outlive any node"
-                        )
-                        return 1
-                    time.sleep(2)
-        raise AssertionError("every try returns")
+    def _until_it_ends(self, directory: Path) -> int:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
+        for left in reversed(range(LOST_STORE)):
+            try:
+                return self._attend(directory)
+            except SignalException as stop:
+                say(_stopped(stop.sigval))
+                return 1
+            except RendezvousClosedError:
+                say("another node has ended the job")
+                return 1
+            except RendezvousTimeoutError:
+                say(f"given up: fewer than {self.nodes[0]} nodes came (--nodes)")
+                return 1
+            except RendezvousError as error:
+                say(f"the rendezvous {self.rendezvous or 'of this node'} is lost: {error}")
+                time.sleep(2 if left else 0)
+        say("given up: it is gone. 'z2a rendezvous' on a machine that stays lets a job outlive any node")
+        return 1
 
     def _attend(self, directory: Path) -> int:
         """One meeting with the other nodes, from its beginning to its end."""

@@ -12,16 +12,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zero2all.errors import UsageError
+from zero2all.resilience.beat import has_agent
 
 PATIENCE = 5.0  # seconds: ranks that start again may meet the last moments of those they replace
+OF_AGENTS = 180.0  # a node that was cut off from the others holds on until its own agent notices
 
 
 @contextmanager
-def locked(directory: Path, patience: float = PATIENCE) -> Iterator[None]:
+def locked(directory: Path, patience: float | None = None) -> Iterator[None]:
     """Hold ``directory``. The system lets go when the process dies, however it dies, so no lock is ever stale."""
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        if patience is None:
+            patience = OF_AGENTS if has_agent() else PATIENCE
         deadline = time.monotonic() + patience
         while True:
             try:

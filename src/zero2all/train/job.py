@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from zero2all.parallel import Layout, Spread
 from zero2all.recipe import Recipe
 from zero2all.resilience import Found, Guard, Keeper, Team, locked
 from zero2all.resilience.beat import Beat, Mark
+from zero2all.resilience.goodput import goodput_of, in_words, process_started
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.track import Record, open_sinks
@@ -50,6 +52,8 @@ class Job:
     first: int
     at: int = 0
     """Where the loop stands: at the first step, or after a rollback at an earlier one than before."""
+    began: float = 0.0
+    """When the work on it began: with the process, if it is its first."""
     skipped: list[int] = field(default_factory=list)
     """Steps that are passed over, since their data is bad."""
     quality: dict[str, Any] = field(default_factory=dict)
@@ -104,8 +108,20 @@ class Job:
 
     def save_last(self) -> None:
         """A run that is over is on durable storage, also if its last state was only in memory, or is damaged."""
+        self.keeper.settle()  # the team may be busy writing
         if not self.keeper.team.first(lambda: self.run.checkpoints.is_whole(self.plan.total)):
             self.save(self.plan.total, last=True)
+
+    def tell_goodput(self, record: Record) -> float | None:
+        """Say and write down what the time of the run went to, over all its restarts; only the first rank knows."""
+        if self.spread.layout.rank != 0:
+            return None
+        record.flush()
+        found = goodput_of(self.run.directory, ended=time.time())
+        record.event("goodput", step=self.plan.total, **found)
+        say(in_words(found))
+        share: float | None = found["goodput"]
+        return share
 
 
 @contextmanager
@@ -119,10 +135,11 @@ def prepare(recipe: Recipe) -> Iterator[Job]:
     layout = Layout.start(recipe.parallel, device)
     beat.mark(Mark.JOINED)
     console.quiet = layout.rank != 0
-    run, team = Run(recipe, recipe.run_dir), Team()
+    run, team, began = Run(recipe, recipe.run_dir), Team(), _began()
     with ExitStack() as stack:
         team.first(lambda: stack.enter_context(locked(run.directory)))
         job = _prepare(run, layout, team, beat)
+        job.began = began
         outcome: Literal["finished", "stopped", "failed"] = "failed"
         try:
             yield job
@@ -135,6 +152,15 @@ def prepare(recipe: Recipe) -> Iterator[Job]:
             job.keeper.close(outcome)
             if outcome != "failed":  # after a failure the others may be gone, and torch would wait for them
                 layout.close()
+
+
+_started_before = False
+
+
+def _began() -> float:
+    global _started_before
+    first, _started_before = not _started_before, True
+    return process_started() if first else time.time()
 
 
 def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
@@ -154,7 +180,8 @@ def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
         "optimizer": options.optimizer.name,
     }
     flash = team.first(run.claim_memory) if recipe.checkpoint.flash_every is not None else None
-    keeper = Keeper(run.checkpoints, flash, run.directory, spread.model, optimizers, team)
+    copies = layout.mesh("dp_replicate").get_group() if layout.sizes.dp_replicate > 1 else None
+    keeper = Keeper(run.checkpoints, flash, run.directory, spread.model, optimizers, team, copies)
     found = _resume(run, keeper, identity, plan)
     if layout.rank == 0:
         run.write_down(identity, tokenizer, device)

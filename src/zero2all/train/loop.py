@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,7 +52,8 @@ def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluat
     ):
         job.keeper.before_commit = record.flush  # a resume begins after that step: what comes before must be written
         job.keeper.on_saved = lambda done, seconds: record.event("checkpoint", step=done, seconds=round(seconds, 3))
-        record.event("resume" if job.first else "start", step=job.first, steps=plan.total)
+        startup = round(time.time() - job.began, 3)
+        record.event("resume" if job.first else "start", step=job.first, steps=plan.total, startup=startup)
         for batch in loader:
             step, stage = batch.step, batch.stage
             if on_batch is not None:
@@ -104,6 +106,7 @@ def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluat
             job.clock.rest()
             job.beat(done)
         job.save_last()
+        share = job.tell_goodput(record)
         record.event("done", step=plan.total)
     return {
         "run": str(job.run.directory),
@@ -112,6 +115,7 @@ def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluat
         "loss": loss,
         "tokens": plan.tokens_before(plan.total),
         "parameters": count_parameters(spread.config).total,
+        "goodput": share,
     }
 
 
