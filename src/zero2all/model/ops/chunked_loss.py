@@ -15,11 +15,12 @@ from torch import Tensor
 
 from zero2all.model.ops.forms import IGNORE
 
-CHUNK_BYTES = 64 * 2**20  # of fp32 logits at a time
+CHUNK_BYTES = 64 * 2**20  # of fp32 logits under one matrix product
+PIECE_BYTES = 4 * 2**20  # of them in one step on a CPU, where fresh memory costs more than the arithmetic
 
 
-def _rows_at_a_time(weight: Tensor) -> int:
-    return max(16, CHUNK_BYTES // (4 * weight.shape[0]))
+def _rows(weight: Tensor, size: int) -> int:
+    return max(16, size // (4 * weight.shape[0]))
 
 
 def _pass(
@@ -30,30 +31,43 @@ def _pass(
     grad_x = torch.empty_like(x) if scale is not None else x.new_empty(0)
     grad_weight = torch.zeros_like(weight) if scale is not None else weight.new_empty(0)
     narrow = weight.to(x.dtype)
-    step = _rows_at_a_time(weight)
-    for begin in range(0, len(x), step):
-        part = slice(begin, begin + step)
-        counts = targets[part] != IGNORE
-        at = torch.where(counts, targets[part], 0)[:, None]
-        logits = x[part] @ narrow.T
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits[:, vocab:] = float("-inf")
-        chosen = logits.gather(1, at).float()
-        logs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-        losses[part] = torch.where(counts, -logs.gather(1, at)[:, 0], 0.0)
-        if scale is None:
-            continue
-        weigh = torch.where(counts, scale[part], 0.0)[:, None]
+    rows = min(_rows(weight, CHUNK_BYTES), len(x))
+    few = _rows(weight, PIECE_BYTES) if x.device.type == "cpu" else rows
+    room = x.new_empty(rows, len(weight))
+    for begin in range(0, len(x), rows):
+        chunk = slice(begin, min(begin + rows, len(x)))
+        logits = room[: chunk.stop - begin]
+        torch.mm(x[chunk], narrow.T, out=logits)
+        for first in range(begin, chunk.stop, few):
+            piece = slice(first, min(first + few, chunk.stop))
+            weigh = None if scale is None else scale[piece]
+            losses[piece] = _lose(
+                logits[first - begin : piece.stop - begin], targets[piece], vocab, softcap, z_loss, weigh
+            )
+        if scale is not None:
+            grad_x[chunk] = logits @ narrow
+            grad_weight += logits.T @ x[chunk]
+    return losses, grad_x, grad_weight
+
+
+def _lose(logits: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float, scale: Tensor | None) -> Tensor:
+    """The losses of some rows; with a scale, their logits become the gradient of them."""
+    counts = targets != IGNORE
+    at = torch.where(counts, targets, 0)[:, None]
+    seen = softcap * torch.tanh(logits / softcap) if softcap else logits
+    seen[:, vocab:] = float("-inf")
+    chosen = seen.gather(1, at).float()
+    logs = torch.log_softmax(seen, dim=-1, dtype=torch.float32)
+    losses = torch.where(counts, -logs.gather(1, at)[:, 0], 0.0)
+    if scale is not None:
+        weigh = torch.where(counts, scale, 0.0)[:, None]
         pull = 1.0 + 2.0 * z_loss * (chosen - logs.gather(1, at))  # the z-loss pulls with the log of the sum
         grad = logs.exp_().mul_(weigh * pull)
         grad.scatter_add_(1, at, -weigh)
         if softcap:
-            grad *= 1.0 - (logits.float() / softcap).nan_to_num_(neginf=0.0).square_()
-        grad_narrow = grad.to(x.dtype)
-        grad_x[part] = grad_narrow @ narrow
-        grad_weight += grad_narrow.T @ x[part]
-    return losses, grad_x, grad_weight
+            grad *= 1.0 - (seen.float() / softcap).nan_to_num_(neginf=0.0).square_()
+        logits.copy_(grad)
+    return losses
 
 
 @torch.library.custom_op("zero2all::chunked_loss", mutates_args=())
