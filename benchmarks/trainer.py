@@ -5,7 +5,7 @@
     python benchmarks/trainer.py RUN --peers --litgpt PYTHON       # and against litgpt, see trainer_litgpt.py
 
 RUN is a directory with a tokenizer and tokens, such as a quickstart leaves; only its token store is read. The shape is
-the 25M preset, bf16 where the machine has it. Each contender runs alone in a process (or two ranks) of its own, the
+the 25M preset, bf16 where the machine has it; beside peers all are compiled, as litgpt always is. Each contender runs alone in a process (or two ranks) of its own, the
 bare loop with its data in memory; a figure is the median over rounds of the median step. Prints one JSON object.
 """
 
@@ -36,14 +36,20 @@ from zero2all.train.run import model_config
 WARM = 3  # steps that are not counted
 
 
-def recipe_of(run: str, steps: int, layout: str, out: Path) -> Recipe:
+def recipe_of(run: str, steps: int, layout: str, out: Path, compiled: bool = False) -> Recipe:
     parallel = {"one": "{}", "ddp": "{dp_replicate: 2, dp_shard: 1}", "fsdp": "{dp_shard: 2}"}[layout]
     stages = Run.open(run).recipe
     places = [f"tokenizer.dir={stages.tokenizer_dir}", f"tokens.dir={stages.tokens_dir}"]
     shape = ["model={preset: z2all-25m}", "train={}", f"train.steps={steps}", "train.seq_len=512"]
     batch = ["train.batch_tokens=4096", "train.micro_batch_tokens=2048", "train.schedule.warmup=0"]
     # The others know no documents, so ours must not see any either: it would compute less attention, in more calls.
-    rest = ["train.document_mask=false", f"parallel={parallel}", "checkpoint.every=100000 steps", f"out={out}"]
+    rest = [
+        "train.document_mask=false",
+        f"train.compile={str(compiled).lower()}",
+        f"parallel={parallel}",
+        "checkpoint.every=100000 steps",
+        f"out={out}",
+    ]
     return load_recipe(Run.open(run).directory / "recipe.yaml", [*places, *shape, *batch, *rest])
 
 
@@ -135,6 +141,7 @@ def transformers(recipe: Recipe, watch: Watch) -> dict[str, Any]:
         bf16=compute_dtype(options.precision, torch.device("cpu")) == torch.bfloat16,
         optim="adamw_torch_fused",
         max_grad_norm=1.0,
+        torch_compile=True,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
@@ -147,7 +154,8 @@ def transformers(recipe: Recipe, watch: Watch) -> dict[str, Any]:
 def contend(options: argparse.Namespace) -> None:
     """In a process of its own: one contender, its figures as the last line of stdout."""
     with tempfile.TemporaryDirectory() as out:
-        recipe, watch = recipe_of(options.run, options.steps, options.layout, Path(out)), Watch()
+        recipe = recipe_of(options.run, options.steps, options.layout, Path(out), options.peers)
+        watch = Watch()
         if options.contender == "bare":
             found = bare(recipe, watch, options.layout)
         else:
@@ -189,6 +197,7 @@ def measured(options: argparse.Namespace, contender: str) -> dict[str, Any]:
     runner = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     runner += [] if ranks == 1 else [f"--nproc-per-node={ranks}"]
     words = [*runner, __file__, options.run, "--layout", options.layout, "--steps", str(options.steps)]
+    words += ["--peers"] if options.peers else []
     threads = options.threads or max(1, (os.cpu_count() or 1) // ranks)
     return last_line([*words, "--contender", contender], threads)
 
