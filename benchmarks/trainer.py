@@ -5,8 +5,9 @@
     python benchmarks/trainer.py RUN --peers --litgpt PYTHON       # and against litgpt, see trainer_litgpt.py
 
 RUN is a directory with a tokenizer and tokens, such as a quickstart leaves; only its token store is read. The shape is
-the 25M preset, bf16 where the machine has it; beside peers all are compiled, as litgpt always is. Each contender runs alone in a process (or two ranks) of its own, the
-bare loop with its data in memory; a figure is the median over rounds of the median step. Prints one JSON object.
+the 25M preset, bf16 where the machine has it; beside peers all are compiled, as litgpt always is. Each contender runs
+alone in a process (or two ranks) of its own, the bare loop with its data in memory; a figure is the median over rounds
+of the median step. Prints one JSON object.
 """
 
 from __future__ import annotations
