@@ -51,6 +51,14 @@ def test_the_newest_the_best_and_the_permanent_are_kept(tmp_path: Path) -> None:
     assert keeper.checkpoints.best()[0] == 2
 
 
+def test_a_damaged_checkpoint_of_a_later_step_pushes_none_out(tmp_path: Path) -> None:
+    keeper, _ = a_keeper(tmp_path, keep=1)
+    (tmp_path / "step-00000012").mkdir()
+    keeper.save(8, {}, durable=True)
+    keeper.wait()
+    assert keeper.checkpoints.newest() == 8
+
+
 def test_what_is_written_is_the_state_that_was_staged(tmp_path: Path) -> None:
     """Weights that move while they are being written do not get into the checkpoint."""
     keeper, model = a_keeper(tmp_path)

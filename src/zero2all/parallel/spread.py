@@ -75,6 +75,8 @@ class Spread:
         self._ddp: DistributedDataParallel | None = None
         if layout.sizes.world > 1 and layout.sizes.dp_replicate == layout.sizes.world:
             self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            if layout.sizes.world > 2 and not compile:
+                self._order_buckets(self._ddp)
 
     def backward(
         self, tokens_BS: Tensor, targets_BS: Tensor, divisor: float, starts_BS: Tensor | None = None
@@ -187,6 +189,16 @@ class Spread:
 
     def close(self) -> None:
         self.layout.close()
+
+    def _order_buckets(self, ddp: DistributedDataParallel) -> None:
+        """DDP sorts gradients into other buckets after its first pass, and a sum over more than two ranks rounds by the
+        place in one. After a pass for nothing, a run that is resumed adds up as one that never stopped."""
+        nothing = torch.zeros(1, 2, dtype=torch.int64, device=self.layout.device)
+        ddp(tokens_BS=nothing, targets_BS=nothing).sum().backward()
+        self.model.zero_grad(set_to_none=True)
+        for mixture in self.model.modules():
+            if isinstance(mixture, MoE):
+                mixture.load.zero_()
 
     def _fill(self, part: Z2all, seed: int) -> None:
         part.to_empty(device=self.layout.device)

@@ -124,7 +124,7 @@ class Checkpoints:
                 stack.close()
 
             team.first(finish)
-            team.first(self._keep_within_bounds)
+            team.first(lambda: self._keep_within_bounds(step))
 
     def remove(self, step: int) -> None:
         path = self.path(step)
@@ -152,8 +152,12 @@ class Checkpoints:
         except (OSError, Z2aError):
             return {}
 
-    def _keep_within_bounds(self) -> None:
-        """The newest stay, the best by held-out text, and those that are to stay for good."""
+    def _keep_within_bounds(self, newest: int) -> None:
+        """The newest stay, the best by held-out text, and those that are to stay for good.
+
+        What is of a later step was passed over, as damaged, when the run went on from before it.
+        """
+        self.remove_after(newest)
         steps = self.steps()
         kept = {*steps[-self.keep :], *(self.best()[: self.keep_best] if self.keep_best else [])}
         for step in steps:

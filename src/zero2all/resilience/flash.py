@@ -102,7 +102,8 @@ class Slot:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 os.ftruncate(descriptor, size)
-                os.posix_fallocate(descriptor, 0, size)  # no room is told here, not by a SIGBUS later
+                if hasattr(os, "posix_fallocate"):  # no room is told here, not by a SIGBUS later
+                    os.posix_fallocate(descriptor, 0, size)
                 # Pages are there before the first state comes.
                 self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
             finally:

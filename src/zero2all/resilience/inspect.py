@@ -55,7 +55,8 @@ def problems(checkpoints: Checkpoints, memory: Path | None, step: int | None = N
             found[str(checkpoints.path(number))] = problem
     for number, slots in _by_step(memory).items():
         for slot in slots:
-            if step in (None, number) and (problem := slot.problem()) is not None:
+            # One that was not finished counts for nothing, and may be in the making.
+            if slot.hash is not None and step in (None, number) and (problem := slot.problem()) is not None:
                 found[str(slot.data)] = problem
     return found
 
