@@ -137,7 +137,11 @@ class WatchedRun:
         }
 
     def goodput(self) -> float | None:
-        """Share of the time since the first start that went into steps which count, at the median pace."""
+        """Share of the time since the first start that went into steps which count: as the run itself found at its end,
+        before that at the median pace."""
+        told = [event["goodput"] for event in self.events if event["event"] == "goodput"]
+        if told and self.ended is not None:
+            return float(told[-1])
         steps, times = self.streams[0].milestones()
         starts = [event["time"] for event in self.events if event["event"] == "start" and "time" in event]
         moved = np.diff(steps) > 0
