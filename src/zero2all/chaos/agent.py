@@ -6,7 +6,9 @@ import json
 import sys
 
 from zero2all.resilience.launch import Job
+from zero2all.resilience.rank import end_with_parent
 
 if __name__ == "__main__":
+    end_with_parent()
     options = json.loads(sys.argv[1])
     sys.exit(Job(module="zero2all.chaos.rank", **{**options, "nodes": tuple(options["nodes"])}).run())

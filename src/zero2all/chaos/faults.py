@@ -293,6 +293,12 @@ ON_ONE_MACHINE = (
         kind=None,
         says=("was to be expected", "passing over steps"),
     ),
+    Fault(
+        "bit flipped in one copy of the weights",
+        at("spoil", where="weights"),
+        overrides=("parallel={dp_replicate: 4, dp_shard: 1}",),
+        says=("copies of the model differ", "unlike on the 3 others"),
+    ),
     Fault("3 ranks instead of 4", at("terminate"), other_numbers(4, 3), kind=None, within=CLOSE),
     Fault(
         "4, then 2, then 1 rank",

@@ -52,10 +52,10 @@ def run_suite(out: Path, only: Sequence[str] = (), seed: int = 0) -> list[Row]:
     calm: dict[tuple[str, ...], Calm] = {}
     rows: list[Row] = []
     for number, fault in enumerate(chosen):
-        length = tuple(change for change in fault.overrides if change.startswith("train.steps"))
-        if length not in calm:  # how states are kept changes no loss
-            calm[length] = undisturbed(out, length)
-        row = run_fault(out, fault, calm[length], seed)
+        matters = tuple(change for change in fault.overrides if change.startswith(("train.steps", "parallel")))
+        if matters not in calm:  # how states are kept changes no loss
+            calm[matters] = undisturbed(out, matters)
+        row = run_fault(out, fault, calm[matters], seed)
         rows.append(row)
         say(f"{number + 1}/{len(chosen)} {_line(row)}")
         write_json(out / "chaos.json", {"seed": seed, "rows": [asdict(row) for row in rows]})

@@ -17,9 +17,9 @@ def doctor(
     directory: Annotated[Path, typer.Option("--dir", help="Where runs will be written.")] = Path("runs"),
     json: Json = False,
 ) -> Result:
-    """Check this machine, or under 'z2a launch' all nodes and the ways between them. Fails if something is bad.
+    """Check this machine, or with 'z2a launch ... -- doctor' all nodes and their network. Fails if something is bad.
 
-    Example: z2a launch --nodes 4 --procs 8 --rendezvous head:29500 -- doctor
+    Example: z2a doctor --dir runs
     """
     from zero2all.resilience.doctor import examine
 

@@ -22,7 +22,7 @@ def attend() -> None:
     if not has_agent():
         return
     directory, local_rank = Path(os.environ[AGENT_DIR]), int(os.environ["LOCAL_RANK"])
-    _end_with_the_agent()
+    end_with_parent()
     faulthandler.enable()
     stacks = open(stacks_path(directory, local_rank), "w", encoding="utf-8")  # noqa: SIM115
     _kept_open.append(stacks)
@@ -55,7 +55,7 @@ def collectives_path(directory: Path, local_rank: int) -> Path:
     return directory / f"collectives-{local_rank}.json"
 
 
-def _end_with_the_agent() -> None:
+def end_with_parent() -> None:
     """Ranks whose agent was killed would train on, unseen, beside those that are started in their place."""
     if sys.platform == "linux":
         parent = os.getppid()
