@@ -77,6 +77,7 @@ def lose_node(number: int, back: bool = False) -> Callable[[Scene], None]:
             scene.until_struck()
             scene.strike()
             nodes.lose(number)
+            scene.let_go()
             processes[number].wait()
             stays = processes[1 - number]
             if not back:
@@ -127,6 +128,7 @@ def lose_the_holder(scene: Scene) -> None:
         scene.until_struck()
         scene.strike()
         nodes.lose(0)
+        scene.let_go()
         processes[0].wait()
         if scene.wait(processes[1]) != 1:
             raise Z2aError("the node that was left alone ended well")
