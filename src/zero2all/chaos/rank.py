@@ -17,6 +17,7 @@ from zero2all.chaos.plants import Planted, read_plants  # noqa: E402
 from zero2all.console import say  # noqa: E402
 from zero2all.errors import Z2aError  # noqa: E402
 from zero2all.recipe import load_recipe  # noqa: E402
+from zero2all.resilience.goodput import process_started  # noqa: E402
 from zero2all.train import train  # noqa: E402
 from zero2all.train.batches import PADDING, Batch  # noqa: E402
 
@@ -43,7 +44,7 @@ def main(recipe: str, directory: Path) -> int:
         planted.at_step(batch)
 
     try:
-        train(load_recipe(Path(recipe)), on_batch=look)
+        train(load_recipe(Path(recipe)), on_batch=look, began=process_started())
     except Exception as error:
         say(f"error: {error}")
         leave_word(error)

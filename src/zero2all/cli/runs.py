@@ -20,9 +20,10 @@ def train(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -
     """
     from zero2all.evals import bits_per_byte
     from zero2all.recipe import load_recipe
+    from zero2all.resilience.goodput import process_started
     from zero2all.train import train
 
-    summary = train(load_recipe(recipe, overrides), evaluate=bits_per_byte)
+    summary = train(load_recipe(recipe, overrides), evaluate=bits_per_byte, began=process_started())
     return Result(summary, f"{summary['steps']} steps done; the run is in {summary['run']}")
 
 

@@ -21,7 +21,7 @@ from zero2all.parallel import Layout, Spread
 from zero2all.recipe import Recipe
 from zero2all.resilience import Found, Guard, Keeper, Team, locked
 from zero2all.resilience.beat import Beat, Mark
-from zero2all.resilience.goodput import goodput_of, in_words, process_started
+from zero2all.resilience.goodput import goodput_of, in_words
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.track import Record, open_sinks
@@ -53,7 +53,7 @@ class Job:
     at: int = 0
     """Where the loop stands: at the first step, or after a rollback at an earlier one than before."""
     began: float = 0.0
-    """When the work on it began: with the process, if it is its first."""
+    """When the work on it began."""
     skipped: list[int] = field(default_factory=list)
     """Steps that are passed over, since their data is bad."""
     quality: dict[str, Any] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Job:
 
 
 @contextmanager
-def prepare(recipe: Recipe) -> Iterator[Job]:
+def prepare(recipe: Recipe, began: float) -> Iterator[Job]:
     """Lay out the model, build the optimizers, load the newest checkpoint, write down what the run is; and tidy up."""
     options = recipe.train
     torch.use_deterministic_algorithms(options.deterministic)
@@ -135,7 +135,7 @@ def prepare(recipe: Recipe) -> Iterator[Job]:
     layout = Layout.start(recipe.parallel, device)
     beat.mark(Mark.JOINED)
     console.quiet = layout.rank != 0
-    run, team, began = Run(recipe, recipe.run_dir), Team(), _began()
+    run, team = Run(recipe, recipe.run_dir), Team()
     with ExitStack() as stack:
         team.first(lambda: stack.enter_context(locked(run.directory)))
         job = _prepare(run, layout, team, beat)
@@ -152,15 +152,6 @@ def prepare(recipe: Recipe) -> Iterator[Job]:
             job.keeper.close(outcome)
             if outcome != "failed":  # after a failure the others may be gone, and torch would wait for them
                 layout.close()
-
-
-_started_before = False
-
-
-def _began() -> float:
-    global _started_before
-    first, _started_before = not _started_before, True
-    return process_started() if first else time.time()
 
 
 def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:

@@ -28,14 +28,18 @@ COLLECT_EVERY = 100  # steps
 
 
 def train(
-    recipe: Recipe, on_batch: Callable[[Batch], None] | None = None, evaluate: Evaluate | None = None
+    recipe: Recipe,
+    on_batch: Callable[[Batch], None] | None = None,
+    evaluate: Evaluate | None = None,
+    began: float | None = None,
 ) -> dict[str, Any]:
     """Train to the recipe's length, taking up where an earlier call was stopped. Returns a summary.
 
     ``on_batch`` sees every batch before it is used. ``evaluate`` is called every ``evals.every`` with a function that
-    gives the losses of inputs and targets; what it returns goes to the record.
+    gives the losses of inputs and targets; what it returns goes to the record. ``began`` is since when time counts as
+    start-up: now, if not given.
     """
-    with prepare(recipe) as job:
+    with prepare(recipe, began or time.time()) as job:
         return _train(job, on_batch, evaluate)
 
 
