@@ -81,7 +81,7 @@ class Scene:
                 words if machine is None else machine.command(*words),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
             )
         self._processes.append(process)
         return process

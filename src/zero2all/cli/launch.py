@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -46,6 +47,7 @@ def launch(
 
     Example: z2a launch --procs 2 -- train recipes/quickstart.yaml
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warnings say nothing new
     from zero2all.resilience.launch import NO_LIMIT, Job
 
     least, _, most = nodes.partition(":")

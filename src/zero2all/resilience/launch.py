@@ -73,7 +73,6 @@ class Job:
             raise UsageError(
                 f"{self.nodes[1]} nodes need a place to meet: --rendezvous HOST:{PORT}, the same on every node"
             )
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warnings say nothing new
         before = {name: signal.signal(name, _raise_signal) for name in (signal.SIGINT, signal.SIGTERM)}
         try:
             with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory:
