@@ -1,8 +1,8 @@
 """``python -m zero2all.cli``: what launched ranks run, with the interpreter that launched them."""
 
-from zero2all.resilience.beat import has_agent
+import os
 
-if has_agent():  # before anything else that may take long or fail
+if "Z2A_AGENT_DIR" in os.environ:  # there is an agent; to ask beat.py would load torch also where there is none
     from zero2all.resilience.rank import attend
 
     attend()
