@@ -59,7 +59,8 @@ def test_sigkill_at_random_steps_and_resume_is_bitwise_the_undisturbed_run(world
         status, lines = run_trainer(recipe_file, kill_at)
         assert status == (0 if kill_at == STEPS else -signal.SIGKILL), lines
         printed += lines
-    assert sum("resuming after step" in line for line in printed) == 2
+    # A checkpoint is written in the background, so the second kill may come before the first one is there.
+    assert sum("resuming after step" in line for line in printed) in (1, 2)
 
     one, other = Run.open(whole.run_dir), Run.open(killed.run_dir)
     expected = {step: repr(values["loss"]) for step, values in read_steps(one.record_path).items()}

@@ -62,12 +62,15 @@ class Planted:
     def _note(self, number: int, times: int) -> bool:
         for time_number in range(times):
             path = self.directory / f"struck-{number}-{time_number}.json"
+            whole = path.with_suffix(f".{os.getpid()}")  # who sees the note must not see half of it
+            whole.write_text(json.dumps({"time": time.time(), "step": self.step, "pid": os.getpid()}))
             try:
-                with open(path, "x", encoding="utf-8") as stream:
-                    json.dump({"time": time.time(), "step": self.step, "pid": os.getpid()}, stream)
+                os.link(whole, path)
                 return True
             except FileExistsError:
                 continue
+            finally:
+                whole.unlink()
         return False
 
     def install(self) -> None:

@@ -28,7 +28,8 @@ def goodput_of(run: Path, ended: float | None = None) -> dict[str, Any]:
         if report.get("kind") == "hang":
             hangs.append(float(report["time"]))
     end = [] if ended is None else [{"event": "done", "time": ended}]
-    return goodput(chain(read_lines(run / "record.jsonl"), end), hangs)
+    record = run / "record.jsonl"
+    return goodput(chain(read_lines(record) if record.exists() else (), end), hangs)
 
 
 def goodput(lines: Iterable[dict[str, Any]], hangs: Iterable[float] = ()) -> dict[str, Any]:

@@ -198,12 +198,12 @@ class Keeper:
 
     def wait(self) -> None:
         """Until all that was saved is where it should be, or an error that says what is not."""
+        if self._slots is not None:
+            self._slots.wait()  # where storage fails, the state in memory is all there is
         if (error := self._outcome()) is not None:
             raise Z2aError(
                 f"the last checkpoint could not be written: {error}; mend that and run the same command again"
             )
-        if self._slots is not None:
-            self._slots.wait()
 
     def close(self, outcome: Literal["finished", "stopped", "failed"]) -> None:
         """A run that is finished needs no state in memory any more; one that failed gives a write a few seconds."""
