@@ -180,6 +180,8 @@ class Keeper:
             self.settle()
         self._collect()
         assert self._state is not None
+        for name, value in rng_state().items():
+            self._tensors[f"rng.{name}"].copy_(value)
         if any(type(local(tensor)) is not Tensor for tensor in self._tensors.values()):
             # Quantised optimizer state is no plain bytes: it is written while training waits, and never kept in memory.
             if durable:
@@ -190,8 +192,6 @@ class Keeper:
         if self.copies is not None:
             compare_copies(self._tensors, self.copies)
         slots = self._open()
-        for name, value in rng_state().items():
-            self._tensors[f"rng.{name}"].copy_(value)
         slot = slots.stage(step, self._tensors, state, self.before_commit)
         if durable:
             views, live = slots.views(slot), self._tensors
