@@ -72,6 +72,22 @@ def test_what_is_written_is_the_state_that_was_staged(tmp_path: Path) -> None:
     assert torch.equal(found.weight, expected)
 
 
+class Quantised(torch.Tensor):
+    """A tensor that is more than its bytes, as those of 8-bit optimizers are."""
+
+
+def test_state_that_is_no_plain_bytes_is_written_while_training_waits(tmp_path: Path) -> None:
+    keeper, model = a_keeper(tmp_path)
+    moments = keeper.optimizers[0].state[model.weight]
+    moments["exp_avg"] = moments["exp_avg"].as_subclass(Quantised)
+    keeper.save(1, {}, durable=False)
+    keeper.save(2, {}, durable=True)
+    assert keeper.checkpoints.steps() == [2]
+    found = nn.Linear(8, 8)
+    keeper.checkpoints.load_model(2, found)
+    assert torch.equal(found.weight, model.weight)
+
+
 def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

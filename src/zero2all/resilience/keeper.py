@@ -34,7 +34,7 @@ from zero2all.resilience.flash import (
     staged_in,
 )
 from zero2all.resilience.replicas import compare_copies
-from zero2all.resilience.state import like, put_state, rng_state, state_of, tensors_in, with_tensors
+from zero2all.resilience.state import like, local, put_state, rng_state, state_of, tensors_in, with_tensors
 from zero2all.resilience.team import Team
 from zero2all.units import show_bytes
 
@@ -178,14 +178,22 @@ class Keeper:
             say("the checkpoint before is still being written; waiting for it (a larger checkpoint.every would not)")
         if durable or (self._persist is not None and self._persist.done()):
             self.settle()
-        slots = self._open()
-        if self.copies is not None:
-            compare_copies(self._tensors, self.copies)
+        self._collect()
+        assert self._state is not None
         for name, value in rng_state().items():
             self._tensors[f"rng.{name}"].copy_(value)
+        if any(type(local(tensor)) is not Tensor for tensor in self._tensors.values()):
+            # Quantised optimizer state is no plain bytes: it is written while training waits, and never kept in memory.
+            if durable:
+                whole = self._state
+                self._persist = in_background(lambda: self._write(step, whole, state))
+                self._persist.exception()
+            return time.perf_counter() - begin
+        if self.copies is not None:
+            compare_copies(self._tensors, self.copies)
+        slots = self._open()
         slot = slots.stage(step, self._tensors, state, self.before_commit)
         if durable:
-            assert self._state is not None
             views, live = slots.views(slot), self._tensors
             staged = with_tensors(self._state, lambda name: like(live[name], views[name]))
             self._persist = slot.reader = in_background(lambda: self._write(step, staged, state))
@@ -230,11 +238,13 @@ class Keeper:
             raise error
         return error
 
-    def _open(self) -> Slots:
-        """The slots, once the optimizer has its state. Tensors are collected anew after a load has replaced them."""
+    def _collect(self) -> None:
+        """The live tensors, once the optimizer has its state, and anew after a load has replaced them."""
         if self._state is None:
             self._state = state_of(self.model, self.optimizers)
             self._tensors = dict(tensors_in(self._state))
+
+    def _open(self) -> Slots:
         if self._slots is None:
             self._slots = self._make_slots(self._tensors)
         return self._slots
