@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -48,7 +47,6 @@ def run_suite(out: Path, only: Sequence[str] = (), seed: int = 0) -> list[Row]:
     if unknown := set(only) - {fault.name for fault in FAULTS}:
         known = ", ".join(fault.name for fault in FAULTS)
         raise UsageError(f"no fault is called {', '.join(sorted(unknown))}; there are: {known}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # machines and disks are taken down as after Ctrl-C
     out = out.absolute()
     build_world(out / "world", seed)
     calm: dict[tuple[str, ...], Calm] = {}
