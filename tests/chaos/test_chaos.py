@@ -20,7 +20,7 @@ SHORT = ["kill a rank", "a rank is stopped", "SIGTERM to the agent", "bit flippe
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(600)
 def test_the_short_form_is_survived(tmp_path: Path) -> None:
     rows = run_suite(tmp_path, only=SHORT, seed=1)
     assert [row.fault for row in rows] == SHORT

@@ -18,14 +18,25 @@ from zero2all.track import read_steps
 from zero2all.train import Run, train
 
 STEPS = 60
-# A trainer that is killed as it takes up a given step: no race between us and it.
+EVERY = 7
+# A trainer that is killed as it takes up a given step, when the checkpoint before it is there: no race between us, it,
+# and the thread that writes.
 TRAINER = """
-import os, signal, sys
+import os, signal, sys, time
 from zero2all.recipe import load_recipe
-from zero2all.train import train
+from zero2all.train import Run, train
 
-kill_at = int(sys.argv[2])
-train(load_recipe(sys.argv[1]), on_batch=lambda batch: batch.step == kill_at and os.kill(os.getpid(), signal.SIGKILL))
+recipe, kill_at, every = load_recipe(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+checkpoints = Run(recipe, recipe.run_dir).checkpoints
+
+def look(batch):
+    if batch.step == kill_at:
+        due, deadline = kill_at // every * every, time.monotonic() + 60
+        while due and not checkpoints.is_whole(due) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train(recipe, on_batch=look)
 """
 
 
@@ -33,14 +44,14 @@ def run_trainer(recipe: Path, kill_at: int) -> tuple[int, list[str]]:
     """Exit status and the lines it printed."""
     # The threads are fixed because a sum over other pieces may round otherwise.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", TRAINER, str(recipe), str(kill_at)]
+    words = [sys.executable, "-c", TRAINER, str(recipe), str(kill_at), str(EVERY)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
     return done.returncode, done.stderr.splitlines()
 
 
 @pytest.mark.slow
 def test_sigkill_at_random_steps_and_resume_is_bitwise_the_undisturbed_run(world: Path, tmp_path: Path) -> None:
-    options = [f"train.steps={STEPS}", "checkpoint.every=7 steps", "track.print_every=1"]
+    options = [f"train.steps={STEPS}", f"checkpoint.every={EVERY} steps", "track.print_every=1"]
     whole = tiny_recipe(world, f"out={tmp_path}/whole", *options)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -55,12 +66,11 @@ def test_sigkill_at_random_steps_and_resume_is_bitwise_the_undisturbed_run(world
     printed: list[str] = []
     rng = random.Random(2)
     # Once before there is a checkpoint, twice after, then to the end.
-    for kill_at in (rng.randrange(1, 7), *sorted(rng.sample(range(8, STEPS), 2)), STEPS):
+    for kill_at in (rng.randrange(1, EVERY), *sorted(rng.sample(range(EVERY + 1, STEPS), 2)), STEPS):
         status, lines = run_trainer(recipe_file, kill_at)
         assert status == (0 if kill_at == STEPS else -signal.SIGKILL), lines
         printed += lines
-    # A checkpoint is written in the background, so the second kill may come before the first one is there.
-    assert sum("resuming after step" in line for line in printed) in (1, 2)
+    assert sum("resuming after step" in line for line in printed) == 2
 
     one, other = Run.open(whole.run_dir), Run.open(killed.run_dir)
     expected = {step: repr(values["loss"]) for step, values in read_steps(one.record_path).items()}
