@@ -238,3 +238,10 @@ def test_fp16_leaves_out_what_overflows(world: Path, tmp_path: Path, monkeypatch
     assert found[first] == pytest.approx(found[0], rel=0.02)  # nothing was learned from what overflowed
     assert found[-1] < found[0] - 0.5
     assert run.checkpoints.state(60)["loss_scale"]["value"] == 2.0 ** (40 - len(overflown))
+
+
+def test_what_no_scale_mends_is_not_passed_over(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero2all.parallel.loss_scale.START", 2.0**40)
+    monkeypatch.setattr("zero2all.parallel.loss_scale.LEAST", 2.0**37)
+    with pytest.raises(Z2aError, match=r"step 3: loss .* gradient norm (nan|inf)"):
+        train(tiny_recipe(world, f"out={tmp_path}", "train.precision=fp16"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-START, MOST, PATIENCE = 2.0**16, 2.0**24, 2000
+START, LEAST, MOST, PATIENCE = 2.0**16, 1.0, 2.0**24, 2000
 
 
 class LossScale:
@@ -23,6 +23,11 @@ class LossScale:
         if self.fitted == PATIENCE:
             self.value, self.fitted = min(2 * self.value, MOST), 0
         return True
+
+    @property
+    def is_exhausted(self) -> bool:
+        """No scale is at fault any more: the gradient itself is not finite."""
+        return self.value < LEAST
 
     def state(self) -> dict[str, float]:
         return {"value": self.value, "fitted": self.fitted}

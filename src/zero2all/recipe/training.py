@@ -152,7 +152,8 @@ class TrainRecipe(Length):
     """With a mixture: no source is gone through more often in a stage; the others take its place."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """bf16 means fp32 weights under autocast. auto takes it where the device computes it natively."""
+    """bf16 and fp16 mean fp32 weights under autocast, fp16 with a scaled loss. auto takes bf16 where the device has it
+    natively, fp16 on other GPUs, fp32 on other CPUs."""
     compile: bool = False
     """Compile each block with torch.compile."""
     document_mask: bool = False

@@ -36,7 +36,7 @@ class Spikes:
         """Whether to update, to leave the update out, or that an earlier state is back and ``job.at`` says where."""
         job, step, policy = self.job, batch.step, self.job.guard.recipe.policy
         scale = job.spread.scale
-        if scale is not None and math.isfinite(loss) and not scale.fits(grad_norm):
+        if scale is not None and math.isfinite(loss) and not (scale.fits(grad_norm) or scale.is_exhausted):
             record.event("overflow", step=step, loss_scale=scale.value)  # of fp16; the next step has a smaller scale
             return "skip"
         reason = job.guard.look(step, batch.stage.first_step, loss, grad_norm)
