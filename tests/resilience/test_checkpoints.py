@@ -22,6 +22,7 @@ from zero2all.errors import UsageError, Z2aError
 from zero2all.evals import bits_per_byte
 from zero2all.recipe import Recipe
 from zero2all.resilience import Checkpoints, Keeper, Team, locked
+from zero2all.resilience.inspect import differences
 from zero2all.train import Run, train
 
 
@@ -178,6 +179,11 @@ def test_diff_names_the_parameters_that_moved(kept: tuple[Recipe, Run]) -> None:
     relative = [row["relative"] for row in answer["parameters"]]
     assert relative == sorted(relative, reverse=True)
     assert z2a("diff", run.directory, 8, 8)[1]["parameters"][0]["largest"] == 0
+
+
+def test_diff_with_a_step_that_is_not_there_says_which_are(kept: tuple[Recipe, Run]) -> None:
+    with pytest.raises(UsageError, match=r"no checkpoint of step 5 in .*; steps there: 4, 8"):
+        differences(kept[1].checkpoints, 4, 5)
 
 
 def test_verify_names_the_damaged_file_and_rm_spares_the_last_whole_one(kept: tuple[Recipe, Run]) -> None:

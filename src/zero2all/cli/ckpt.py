@@ -106,8 +106,12 @@ def diff(
 @app.command()
 @command
 def interval(
-    stall: Annotated[float, typer.Option("--stall", help="Seconds that training stands still for a checkpoint.")] = 1.0,
-    recovery: Annotated[float, typer.Option("--recovery", help="Seconds from a failure to the first new step.")] = 60.0,
+    stall: Annotated[
+        float, typer.Option("--stall", min=0.001, help="Seconds that training stands still for a checkpoint.")
+    ] = 1.0,
+    recovery: Annotated[
+        float, typer.Option("--recovery", min=0, help="Seconds from a failure to the first new step.")
+    ] = 60.0,
     json: Json = False,
 ) -> Result:
     """Work out the best time between checkpoints and the goodput to expect at published failure rates.

@@ -63,11 +63,8 @@ def problems(checkpoints: Checkpoints, memory: Path | None, step: int | None = N
 
 def remove(checkpoints: Checkpoints, step: int, force: bool) -> None:
     """Remove a durable checkpoint, but never the last one that is whole unless forced to."""
-    steps = checkpoints.steps()
-    if step not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise UsageError(f"no checkpoint of step {step} in {checkpoints.directory}; steps there: {there}")
-    others = [other for other in steps if other != step]
+    _must_be_there(checkpoints, step)
+    others = [other for other in checkpoints.steps() if other != step]
     if not force and not any(checkpoints.is_whole(other) for other in reversed(others)):
         raise UsageError(f"step {step} is the only whole checkpoint: with --force it is removed all the same")
     checkpoints.remove(step)
@@ -75,6 +72,8 @@ def remove(checkpoints: Checkpoints, step: int, force: bool) -> None:
 
 def differences(checkpoints: Checkpoints, one: int, other: int) -> list[dict[str, Any]]:
     """How far each parameter lies apart in two checkpoints, the largest relative difference first."""
+    _must_be_there(checkpoints, one)
+    _must_be_there(checkpoints, other)
     readers = [checkpoints.reader(step) for step in (one, other)]
     known = [reader.read_metadata().state_dict_metadata for reader in readers]
     rows: list[dict[str, Any]] = []
@@ -93,6 +92,12 @@ def differences(checkpoints: Checkpoints, one: int, other: int) -> list[dict[str
         relative = largest / scale if scale else float(largest > 0)
         rows.append({"parameter": name.removeprefix("model."), "largest": largest, "relative": relative})
     return sorted(rows, key=lambda row: (-row["relative"], row["parameter"]))
+
+
+def _must_be_there(checkpoints: Checkpoints, step: int) -> None:
+    if step not in (steps := checkpoints.steps()):
+        there = ", ".join(map(str, steps)) or "none"
+        raise UsageError(f"no checkpoint of step {step} in {checkpoints.directory}; steps there: {there}")
 
 
 def _by_step(memory: Path | None) -> dict[int, list[Staged]]:
