@@ -28,24 +28,27 @@ SHOW_EVERY = 64
 def merge_memory(words: int, letters: int) -> int:
     """What ``learn_merges`` takes for so many words of so many letters.
 
-    A letter is a symbol of 4 bytes and half a node of 8, with a quarter to spare; a word has its place, length and
-    count; pairs, their sums and the heap have a size of their own.
+    A letter is a symbol of at most 4 bytes and half a node of 8, with a quarter to spare; a word has its place, length
+    and count; pairs, their sums and the heap have a size of their own.
     """
     return 24 * words + 9 * letters + (200 << 20)
 
 
-def read_words(path: Path) -> Words:
-    """The words that ``count.collect`` wrote, as symbols."""
+def read_words(path: Path, size: int) -> Words:
+    """The words that ``count.collect`` wrote, as symbols; ``size`` is that of the final vocabulary.
+
+    Symbols are as small as it allows: more of them come with each visit to memory.
+    """
     from zero2all.tokenizer.pair_index import COUNT, LENGTH, START, Words
 
-    ids = np.zeros(256, np.int32)
-    ids[byte_order()] = np.arange(256, dtype=np.int32)
+    ids = np.zeros(256, np.uint16 if size <= 1 << 16 else np.int32)
+    ids[byte_order()] = np.arange(256)
     with pa.OSFile(str(path)) as stream:
         file = pa.ipc.open_file(stream)
         batches = range(file.num_record_batches)
         sizes = [(batch.num_rows, *_bounds(batch)[[0, -1]]) for batch in map(file.get_batch, batches)]
         total = sum(rows for rows, _, _ in sizes)
-        symbols = np.empty(sum(end - start for _, start, end in sizes), np.int32)
+        symbols = np.empty(sum(end - start for _, start, end in sizes), ids.dtype)
         words = Words(symbols, np.empty((total, 3), np.int64))
         row = letter = 0
         for batch in map(file.get_batch, batches):
@@ -127,11 +130,11 @@ class PairIndex:
         self.pairs = c.new_pairs(_power_of_two(2 * (min(MOST_PAIRS, sums.size) + self.most_new)))
         counted = 0
         while (counted := c.count_pairs(words, self.pairs, sizes, sums, self.floor, counted)) < len(words.rows):
-            self._copy_pairs(2 * self.pairs.keys.size, floor=1)
+            self._copy_pairs(2 * len(self.pairs), floor=1)
         del sums
         self.floor = max(self.floor, self._floor_for_nodes())
         self._copy_pairs(
-            _power_of_two(2 * (int(np.count_nonzero(self.pairs.counts >= self.floor)) + self.most_new)), self.floor
+            _power_of_two(2 * (int(np.count_nonzero(self.pairs[:, c.TIMES] >= self.floor)) + self.most_new)), self.floor
         )
         c.list_words(words, self.pairs, self.nodes, sizes)
         waiting = int(sizes[c.PAIRS]) + self.most_new
@@ -140,7 +143,7 @@ class PairIndex:
 
     def _floor_for_nodes(self) -> int:
         """The lowest floor at which the lists leave a quarter of the nodes free."""
-        counts, places = self.pairs.counts, self.pairs.lists
+        counts, places = self.pairs[:, self._compiled.TIMES], self.pairs[:, self._compiled.LISTED]
         order = np.argsort(-counts, kind="stable")
         needed = np.cumsum(places[order], dtype=np.int64)
         fitting = int(np.searchsorted(needed, len(self.nodes) * 3 // 4, "right"))
@@ -165,8 +168,8 @@ class PairIndex:
             c.prune(self.words, self.nodes, self.heap, sizes)
             if sizes[c.FREED] * 8 < len(self.nodes):
                 self._grow_nodes(len(self.nodes) * 5 // 4)
-        if (sizes[c.PAIRS] + self.most_new) * 4 > self.pairs.keys.size * 3:
-            live = int(np.count_nonzero(self.pairs.counts >= self.floor))
+        if (sizes[c.PAIRS] + self.most_new) * 4 > len(self.pairs) * 3:
+            live = int(np.count_nonzero(self.pairs[:, c.TIMES] >= self.floor))
             self._copy_pairs(_power_of_two(2 * (live + self.most_new)), self.floor)
         if sizes[c.WAITING] + self.most_new > self.heap.counts.size:
             self.heap = c.Heap(*(np.resize(array, array.size * 5 // 4 + self.most_new) for array in self.heap))

@@ -13,30 +13,28 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zero2all.tokenizer.compiled import compiled, inlined
+from zero2all.tokenizer.compiled import compiled, inlined, prefetch
 
-EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
-NOTHING = -1
+EMPTY = -1  # in place of a key
+NOTHING = -1  # in place of a node
 PAIRS, NODES, FREE, FREED, WAITING = range(5)  # places in ``sizes``
 START, LENGTH, COUNT = range(3)  # columns of ``Words.rows``
 WORD, NEXT = range(2)  # columns of nodes: a list of words is a chain of them
+KEY, TIMES, LISTED = range(3)  # columns of pairs, side by side for the same reason as those of words
 LEFT, RIGHT = range(2)  # the side on which a merged pair has a neighbour
-GAINED, LOST, LIST = range(3)  # columns of ``Changes.cells``
+GAINED, LOST, LIST, LAST, SIZE = range(5)  # columns of ``Changes.cells``
+NEAR, AHEAD = 20, 40  # words of a list: so far ahead the letters of one, and its row, are asked for
 
 Nodes = NDArray[np.int32]
+Pairs = NDArray[np.int64]
+"""LISTED is, while the index is made, in how many places a pair stands, then its list. After that lists are in the
+heap."""
 
 
 class Words(NamedTuple):
-    symbols: NDArray[np.int32]
+    symbols: NDArray[np.uint16] | NDArray[np.int32]
     rows: NDArray[np.int64]
     """Of each word START, LENGTH and COUNT; side by side, because they are needed together and memory is slow."""
-
-
-class Pairs(NamedTuple):
-    keys: NDArray[np.uint64]
-    counts: NDArray[np.int64]
-    lists: NDArray[np.int32]
-    """While the index is made: in how many places a pair stands, then its list. After that lists are in the heap."""
 
 
 class Heap(NamedTuple):
@@ -48,7 +46,7 @@ class Heap(NamedTuple):
 
 class Changes(NamedTuple):
     """What one merge does to the pairs around it, by side and neighbour x: GAINED of the pair (x, new), with the LIST
-    of its words, and LOST of (x, left)."""
+    of its words, the LAST node of that and its SIZE, and LOST of (x, left)."""
 
     cells: NDArray[np.int64]
     ids: NDArray[np.int32]
@@ -57,41 +55,43 @@ class Changes(NamedTuple):
 
 
 def new_pairs(slots: int) -> Pairs:
-    return Pairs(np.full(slots, EMPTY), np.zeros(slots, np.int64), np.zeros(slots, np.int32))
+    pairs = np.zeros((slots, 3), np.int64)
+    pairs[:, KEY] = EMPTY
+    return pairs
 
 
 def new_changes(vocabulary: int) -> Changes:
-    cells = np.zeros((2, vocabulary, 4), np.int64)
+    cells = np.zeros((2, vocabulary, 5), np.int64)
     cells[:, :, LIST] = NOTHING
     return Changes(cells, np.empty((2, 2, vocabulary), np.int32), np.zeros((2, 2), np.int64))
 
 
 @inlined
-def key_of(left: int, right: int) -> np.uint64:
-    return np.uint64(left) << np.uint64(32) | np.uint64(right)
+def key_of(left: int, right: int) -> int:
+    return int(np.int64(left) << 32 | np.int64(right))
 
 
 @inlined
-def place_of(key: np.uint64, places: int) -> np.uint64:
-    mixed = key * np.uint64(0x9E3779B97F4A7C15)
-    return (mixed ^ mixed >> np.uint64(29)) & np.uint64(places - 1)
+def place_of(key: int, places: int) -> np.int64:
+    mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
+    return np.int64((mixed ^ mixed >> np.uint64(29)) & np.uint64(places - 1))
 
 
 @inlined
-def slot_of(pairs: Pairs, key: np.uint64) -> int:
+def slot_of(pairs: Pairs, key: int) -> int:
     """Where a pair is, or would be."""
-    slot = place_of(key, pairs.keys.size)
-    while pairs.keys[slot] != key and pairs.keys[slot] != EMPTY:
-        slot = (slot + np.uint64(1)) & np.uint64(pairs.keys.size - 1)
+    slot = place_of(key, len(pairs))
+    while pairs[slot, KEY] != key and pairs[slot, KEY] != EMPTY:
+        slot = (slot + 1) & (len(pairs) - 1)
     return int(slot)
 
 
 @inlined
-def slot_for(pairs: Pairs, sizes: NDArray[np.int64], key: np.uint64) -> int:
+def slot_for(pairs: Pairs, sizes: NDArray[np.int64], key: int) -> int:
     """Where a pair is, now that it is there."""
     slot = slot_of(pairs, key)
-    if pairs.keys[slot] == EMPTY:
-        pairs.keys[slot] = key
+    if pairs[slot, KEY] == EMPTY:
+        pairs[slot, KEY] = key
         sizes[PAIRS] += 1
     return slot
 
@@ -99,11 +99,11 @@ def slot_for(pairs: Pairs, sizes: NDArray[np.int64], key: np.uint64) -> int:
 @compiled
 def copy_pairs(old: Pairs, new: Pairs, sizes: NDArray[np.int64], floor: int) -> None:
     sizes[PAIRS] = 0
-    for slot in range(old.keys.size):
-        if old.keys[slot] != EMPTY and old.counts[slot] >= floor:
-            there = slot_for(new, sizes, old.keys[slot])
-            new.counts[there] = old.counts[slot]
-            new.lists[there] = old.lists[slot]
+    for slot in range(len(old)):
+        if old[slot, KEY] != EMPTY and old[slot, TIMES] >= floor:
+            there = slot_for(new, sizes, old[slot, KEY])
+            new[there, TIMES] = old[slot, TIMES]
+            new[there, LISTED] = old[slot, LISTED]
 
 
 @compiled
@@ -122,14 +122,14 @@ def count_pairs(
     """Count the pairs that may reach the floor, from ``word`` on; gives the word at which the table became full."""
     while word < len(words.rows):
         start, length = words.rows[word, START], words.rows[word, LENGTH]
-        if (sizes[PAIRS] + length) * 4 > pairs.keys.size * 3:
+        if (sizes[PAIRS] + length) * 4 > len(pairs) * 3:
             break
         for at in range(start, start + length - 1):
             key = key_of(words.symbols[at], words.symbols[at + 1])
             if sums[place_of(key, sums.size)] >= floor:
                 slot = slot_for(pairs, sizes, key)
-                pairs.counts[slot] += words.rows[word, COUNT]
-                pairs.lists[slot] += 1
+                pairs[slot, TIMES] += words.rows[word, COUNT]
+                pairs[slot, LISTED] += 1
         word += 1
     return word
 
@@ -140,6 +140,7 @@ def take_node(nodes: Nodes, sizes: NDArray[np.int64], word: int, after: int) -> 
     if node != NOTHING:
         sizes[FREE] = nodes[node, NEXT]
         sizes[FREED] -= 1
+        prefetch(nodes, sizes[FREE] * 2)
     else:
         node = sizes[NODES]
         sizes[NODES] += 1
@@ -167,16 +168,16 @@ def release_all(nodes: Nodes, sizes: NDArray[np.int64], node: int) -> None:
 @compiled
 def list_words(words: Words, pairs: Pairs, nodes: Nodes, sizes: NDArray[np.int64]) -> None:
     """Put each word on the lists of its pairs; the caller has seen to it that there is room."""
-    pairs.lists.fill(NOTHING)
+    pairs[:, LISTED] = NOTHING
     for word in range(len(words.rows)):
         start = words.rows[word, START]
         for at in range(start, start + words.rows[word, LENGTH] - 1):
             key = key_of(words.symbols[at], words.symbols[at + 1])
             slot = slot_of(pairs, key)
-            if pairs.keys[slot] == key:
-                first = pairs.lists[slot]
+            if pairs[slot, KEY] == key:
+                first = pairs[slot, LISTED]
                 if first == NOTHING or nodes[first, WORD] != word:
-                    pairs.lists[slot] = take_node(nodes, sizes, word, first)
+                    pairs[slot, LISTED] = take_node(nodes, sizes, word, first)
 
 
 @inlined
@@ -211,11 +212,11 @@ def sink(heap: Heap, sizes: NDArray[np.int64], i: int) -> None:
 
 
 @compiled
-def push(heap: Heap, sizes: NDArray[np.int64], count: int, key: np.uint64, list_: int) -> None:
+def push(heap: Heap, sizes: NDArray[np.int64], count: int, key: int, list_: int) -> None:
     i = sizes[WAITING]
     heap.counts[i] = count
-    heap.lefts[i] = np.int32(key >> np.uint64(32))
-    heap.rights[i] = np.int32(key & np.uint64(0xFFFFFFFF))
+    heap.lefts[i] = np.int32(key >> 32)
+    heap.rights[i] = np.int32(key & 0xFFFFFFFF)
     heap.lists[i] = list_
     sizes[WAITING] += 1
     while i > 0 and before(heap, i, (i - 1) // 4):
@@ -225,10 +226,10 @@ def push(heap: Heap, sizes: NDArray[np.int64], count: int, key: np.uint64, list_
 
 @compiled
 def push_all(pairs: Pairs, heap: Heap, sizes: NDArray[np.int64]) -> None:
-    for slot in range(pairs.keys.size):
-        if pairs.keys[slot] != EMPTY:
-            push(heap, sizes, pairs.counts[slot], pairs.keys[slot], pairs.lists[slot])
-            pairs.lists[slot] = NOTHING
+    for slot in range(len(pairs)):
+        if pairs[slot, KEY] != EMPTY:
+            push(heap, sizes, pairs[slot, TIMES], pairs[slot, KEY], pairs[slot, LISTED])
+            pairs[slot, LISTED] = NOTHING
 
 
 @compiled
@@ -239,7 +240,7 @@ def pop(pairs: Pairs, nodes: Nodes, heap: Heap, sizes: NDArray[np.int64], floor:
     """
     while sizes[WAITING] > 0:
         left, right, node = heap.lefts[0], heap.rights[0], heap.lists[0]
-        count = pairs.counts[slot_of(pairs, key_of(left, right))]
+        count = pairs[slot_of(pairs, key_of(left, right)), TIMES]
         if count >= floor and heap.counts[0] != count:
             heap.counts[0] = count
             sink(heap, sizes, 0)
@@ -264,6 +265,9 @@ def gain(
         changes.sizes[GAINED, side] += 1
     if first == NOTHING or nodes[first, WORD] != word:
         cells[side, neighbour, LIST] = take_node(nodes, sizes, word, first)
+        cells[side, neighbour, SIZE] += 1
+        if first == NOTHING:
+            cells[side, neighbour, LAST] = cells[side, neighbour, LIST]
     cells[side, neighbour, GAINED] += count
 
 
@@ -274,6 +278,24 @@ def lose(changes: Changes, side: int, neighbour: int, count: int) -> None:
         changes.ids[LOST, side, changes.sizes[LOST, side]] = neighbour
         changes.sizes[LOST, side] += 1
     cells[side, neighbour, LOST] += count
+
+
+@inlined
+def ask_for_row(nodes: Nodes, rows: NDArray[np.int64], node: int) -> int:
+    if node == NOTHING:
+        return NOTHING
+    prefetch(rows, 3 * nodes[node, WORD])
+    return int(nodes[node, NEXT])
+
+
+@inlined
+def ask_for_letters(
+    nodes: Nodes, rows: NDArray[np.int64], symbols: NDArray[np.uint16] | NDArray[np.int32], node: int
+) -> int:
+    if node == NOTHING:
+        return NOTHING
+    prefetch(symbols, rows[nodes[node, WORD], START])
+    return int(nodes[node, NEXT])
 
 
 @compiled
@@ -288,16 +310,31 @@ def merge_words(
     node: int,
 ) -> int:
     """Merge a pair in the words of its list, from the left; gives the node at which room for nodes ran out."""
-    symbols = words.symbols
+    symbols, rows = words.symbols, words.rows
+    # A visit to a word would wait for memory three times, which is most of the time of training: for its node, its row
+    # and its letters. So two walkers go before, and ask for what will be needed.
+    near, ahead = node, node
+    for _ in range(AHEAD):
+        ahead = ask_for_row(nodes, rows, ahead)
+    for _ in range(NEAR):
+        near = ask_for_letters(nodes, rows, symbols, near)
     while node != NOTHING:
+        ahead = ask_for_row(nodes, rows, ahead)
+        near = ask_for_letters(nodes, rows, symbols, near)
         word = nodes[node, WORD]
-        start, end = words.rows[word, START], words.rows[word, START] + words.rows[word, LENGTH]
+        start, end = rows[word, START], rows[word, START] + rows[word, LENGTH]
         if len(nodes) - sizes[NODES] + sizes[FREED] < 2 * (end - start):
             return node
-        count = words.rows[word, COUNT]
-        write = read = start
+        count = rows[word, COUNT]
+        read, last = start, end - 1
+        while read < last and (symbols[read] != left or symbols[read + 1] != right):
+            read += 1
+        if read >= last:  # its letters went into other pairs since
+            node = release(nodes, sizes, node)
+            continue
+        write = read
         while read < end:
-            if symbols[read] != left or read + 1 == end or symbols[read + 1] != right:
+            if symbols[read] != left or read == last or symbols[read + 1] != right:
                 symbols[write] = symbols[read]
                 read += 1
             else:
@@ -316,7 +353,7 @@ def merge_words(
                 symbols[write] = new
                 read += 2
             write += 1
-        words.rows[word, LENGTH] = write - start
+        rows[word, LENGTH] = write - start
         node = release(nodes, sizes, node)
     return NOTHING
 
@@ -338,8 +375,8 @@ def apply_changes(
         for number in range(changes.sizes[LOST, side]):
             other = changes.ids[LOST, side, number]
             slot = slot_of(pairs, key_of(other, left) if side == LEFT else key_of(right, other))
-            if pairs.keys[slot] != EMPTY:
-                pairs.counts[slot] -= changes.cells[side, other, LOST]
+            if pairs[slot, KEY] != EMPTY:
+                pairs[slot, TIMES] -= changes.cells[side, other, LOST]
             changes.cells[side, other, LOST] = 0
     for side in range(2):
         for number in range(changes.sizes[GAINED, side]):
@@ -347,15 +384,17 @@ def apply_changes(
             cell = changes.cells[side, other]
             key = key_of(other, new) if side == LEFT else key_of(new, other)
             slot = slot_of(pairs, key)
-            known = pairs.counts[slot] if pairs.keys[slot] != EMPTY else 0
+            known = pairs[slot, TIMES] if pairs[slot, KEY] != EMPTY else 0
             count = known + cell[GAINED]
             if known or count >= floor:
-                pairs.counts[slot_for(pairs, sizes, key)] = count
+                pairs[slot_for(pairs, sizes, key), TIMES] = count
             if count >= floor:
                 push(heap, sizes, count, key, cell[LIST])
             else:
-                release_all(nodes, sizes, cell[LIST])
-            cell[GAINED], cell[LIST] = 0, NOTHING
+                nodes[cell[LAST], NEXT] = sizes[FREE]  # the list goes back as a whole
+                sizes[FREE] = cell[LIST]
+                sizes[FREED] += cell[SIZE]
+            cell[GAINED], cell[LIST], cell[SIZE] = 0, NOTHING, 0
     changes.sizes.fill(0)
 
 

@@ -69,7 +69,7 @@ def train_tokenizer(
     tokens = [bytes([byte]) for byte in byte_order()]
     wanted = recipe.vocab_size - len(SPECIAL_TOKENS)
     with progress(f"learning {wanted} tokens from {show_count(table['kept_words'])} words", wanted - 256) as advance:
-        merges = learn_merges(read_words(work / "words.arrow"), tokens, wanted, recipe.min_frequency, advance)
+        merges = learn_merges(read_words(work / "words.arrow", wanted), tokens, wanted, recipe.min_frequency, advance)
 
     # The size is a promise to the model, so a text too small to fill it leaves reserved names for later use.
     special = NAMED_TOKENS + reserved_tokens(recipe.vocab_size - len(tokens) - len(NAMED_TOKENS))
@@ -192,7 +192,7 @@ def _compile(stem: Path, classes: NDArray[np.uint8]) -> None:
     runs.spill()
     words = stem.with_suffix(".arrow")
     collect(runs.paths, runs.rows, words, merge_memory, 1 << 40, 0, LEAST_TABLE)
-    learn_merges(read_words(words), [bytes([byte]) for byte in byte_order()], 260, 2)
+    learn_merges(read_words(words, 260), [bytes([byte]) for byte in byte_order()], 260, 2)
     for path in (*runs.paths, words):
         path.unlink()
 
