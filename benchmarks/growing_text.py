@@ -16,7 +16,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from zero2all.io import read_json, sha256_file, write_manifest
@@ -24,6 +26,9 @@ from zero2all.io import read_json, sha256_file, write_manifest
 SHARD = 200_000_000
 CLAUSE = re.compile(r"[\u4e00-\u9fff]{4,40}")
 READ = 60_000_000  # bytes of each source that parts are taken from
+DOCUMENTS = 256  # made at a time, of either kind
+CLAUSES = 400  # in a document of Chinese
+SCHEMA = pa.schema([("gid", pa.string()), ("content", pa.string())])
 
 
 def texts(documents: Path, source: str) -> Iterator[str]:
@@ -46,45 +51,49 @@ def parts(documents: Path, rng: random.Random) -> tuple[list[str], list[str], li
                     first.append(clause[:at])
                     second.append(clause[at:] + "，")
             else:
-                lines += [line + "\n" for line in text.split("\n") if len(line) > 20]
+                lines += [line.rstrip() for line in text.split("\n") if len(line) > 20]
             if (size := size + 3 * len(text)) > READ:
                 break
     return first, second, lines
 
 
-def shard_texts(first: list[str], second: list[str], lines: list[str], size: int, rng: random.Random) -> Iterator[str]:
-    """About ``size`` bytes of documents of about 20 KB."""
-    while size > 0:
-        heads, tails = rng.choices(first, k=400), rng.choices(second, k=400)
-        chinese = "".join(map(str.__add__, heads, tails)) + "。\n"
-        other = ""
-        while 3 * len(other) < 3 * len(chinese):  # a third of the Chinese bytes, which are three a character
-            other += f"{rng.choice(lines).rstrip()} {rng.getrandbits(30)}\n"
-        size -= 3 * len(chinese) + len(other)
-        yield chinese
-        yield other
+def drawn(strings: pa.Array, rng: np.random.Generator, number: int) -> pa.Array:
+    return strings.take(pa.array(rng.integers(len(strings), size=number)))
+
+
+def joined(pieces: pa.Array, to_a_document: int) -> pa.Array:
+    ends = pa.array(np.arange(0, len(pieces) + 1, to_a_document, dtype=np.int64))
+    return pc.binary_join(pa.LargeListArray.from_arrays(ends, pieces), "")
+
+
+def some_documents(first: pa.Array, second: pa.Array, lines: pa.Array, rng: np.random.Generator) -> pa.Table:
+    """DOCUMENTS of Chinese, and as many of other lines, of a third of their bytes."""
+    clauses = pc.binary_join_element_wise(
+        drawn(first, rng, DOCUMENTS * CLAUSES), drawn(second, rng, DOCUMENTS * CLAUSES), ""
+    )
+    bytes_each = [pc.mean(pc.binary_length(strings)).as_py() for strings in (clauses, lines)]
+    to_a_document = max(1, round(CLAUSES * bytes_each[0] / bytes_each[1] / 3))
+    numbers = pa.array([f" {number}\n" for number in rng.integers(1 << 30, size=DOCUMENTS * to_a_document)])
+    others = pc.binary_join_element_wise(drawn(lines, rng, len(numbers)), numbers, "")
+    texts = pa.concat_arrays([joined(clauses, CLAUSES), joined(others, to_a_document)])
+    gids = [rng.bytes(16).hex() for _ in range(len(texts))]
+    return pa.table({"gid": gids, "content": texts})
 
 
 def make(documents: Path, size: int, out: Path, seed: int = 0) -> None:
-    first, second, lines = parts(documents, random.Random(seed))
+    first, second, lines = (pa.array(strings) for strings in parts(documents, random.Random(seed)))
     (out / "train").mkdir(parents=True)
-    names, files, written = [], {}, 0
+    names: list[str] = []
+    files, written = {}, 0
     while written < size:
-        rng = random.Random(f"{seed} {len(names)}")
+        rng = np.random.default_rng([seed, len(names)])
         name = f"mixed-{len(names):05}.parquet"
-        with pq.ParquetWriter(
-            out / "train" / name, pa.schema([("gid", pa.string()), ("content", pa.string())])
-        ) as file:
-            batch: list[str] = []
-            for text in shard_texts(first, second, lines, min(SHARD, size - written), rng):
-                batch.append(text)
-                written += len(text.encode())
-                if len(batch) == 512:
-                    gids = [f"{rng.getrandbits(128):032x}" for _ in batch]
-                    file.write_table(pa.table({"gid": gids, "content": batch}))
-                    batch.clear()
-            gids = [f"{rng.getrandbits(128):032x}" for _ in batch]
-            file.write_table(pa.table({"gid": gids, "content": batch}))
+        end = min(size, written + SHARD)
+        with pq.ParquetWriter(out / "train" / name, SCHEMA) as file:
+            while written < end:
+                table = some_documents(first, second, lines, rng)
+                file.write_table(table)
+                written += pc.sum(pc.binary_length(table["content"])).as_py()
         names.append(name)
         files[f"train/{name}"] = sha256_file(out / "train" / name)
     splits = {"train": {"mixed": {"shards": names, "bytes": written}}, "valid": {}}
