@@ -1,20 +1,23 @@
 """Step time of training with the record on, and with each way for it to go wrong, against logging off.
 
-    python -m benchmarks.track_chaos --out runs/first --work /somewhere --rounds 5
+    OMP_NUM_THREADS=1 python -m benchmarks.track_chaos --out runs/first --work /somewhere --rounds 3
 
-``--out`` is a finished quickstart: its tokens are trained on. Runs of 100 steps take turns; the figure is the median
-over rounds of the ratio of median step times in the same round.
+``--out`` is a finished quickstart: its tokens are trained on. Runs of 100 steps, each in a process of its own, take
+turns of a few steps, so that a machine that is slow for a while is slow for all; the figure is the ratio of median step
+times.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shutil
 import statistics
 import sys
 import time
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.track.chaos import KINDS, chaos
@@ -24,41 +27,70 @@ from zero2all.train import train
 from zero2all.train.batches import Batch
 
 STEPS, SKIPPED = 100, 20
+TURN = 5  # steps
 
 
-def step_seconds(kind: str, recipe: Recipe, work: Path) -> float:
-    times: list[float] = []
+def run_in_turns(kind: str, recipe: Recipe, work: Path, turns: Connection) -> None:
+    """Wait for each turn, outside of the steps; at the end send the seconds of each step."""
+    begun: list[float] = []
+    taken: list[float] = []
     with chaos(kind, work) as on_step:
 
         def on_batch(batch: Batch) -> None:
-            times.append(time.perf_counter())
+            begun.append(time.perf_counter())
+            if len(begun) > TURN or batch.step == 0:
+                taken.extend(after - before for before, after in pairwise(begun))
+                turns.send(None)
+                turns.recv()
+                begun[:] = [time.perf_counter()]
             on_step(batch.step)
 
         train(recipe, on_batch=on_batch)
-    taken = [after - before for before, after in pairwise(times)]
-    return statistics.median(taken[SKIPPED:])
+    turns.send(taken[SKIPPED:])
+
+
+def round_of_turns(recipes: dict[str, tuple[Recipe, Path]]) -> dict[str, list[float]]:
+    context = multiprocessing.get_context("spawn")
+    ends = {}
+    for kind, (recipe, work) in recipes.items():
+        ends[kind], child = context.Pipe()
+        context.Process(target=run_in_turns, args=(kind, recipe, work, child), daemon=True).start()
+        child.close()
+        ends[kind].recv()  # it is ready
+    seconds: dict[str, list[float]] = {}
+    while ends:
+        for kind, end in list(ends.items()):
+            end.send(None)
+            if (told := end.recv()) is not None:
+                seconds[kind] = told
+                del ends[kind]
+    return seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     stages = [f"{name}.dir={options.out / place}" for name, place in (("tokenizer", "tokenizer"), ("tokens", "tokens"))]
     changes = [f"train.steps={STEPS}", "checkpoint.every=1000 steps", "track.print_every=1000"]
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for turn in range(options.rounds):
-        for kind in KINDS:
-            work = options.work / f"{turn}-{kind.replace(' ', '-')}"
-            recipe = load_recipe(options.out / "recipe.yaml", [*stages, *changes, f"out={work / 'out'}"])
-            seconds[kind].append(step_seconds(kind, recipe, work))
+        works = {kind: options.work / f"{turn}-{kind.replace(' ', '-')}" for kind in KINDS}
+        recipes = {
+            kind: (load_recipe(options.out / "recipe.yaml", [*stages, *changes, f"out={work / 'out'}"]), work)
+            for kind, work in works.items()
+        }
+        for kind, told in round_of_turns(recipes).items():
+            seconds[kind] += told
+        for work in works.values():
             shutil.rmtree(work, ignore_errors=True)
-    ratios = {
-        kind: statistics.median(mine / off for mine, off in zip(seconds[kind], seconds["off"], strict=True))
-        for kind in KINDS
+    off = statistics.median(seconds["off"])
+    found = {
+        kind: {"step_seconds": statistics.median(told), "against_off": statistics.median(told) / off}
+        for kind, told in seconds.items()
     }
-    found = {kind: {"step_seconds": statistics.median(seconds[kind]), "against_off": ratios[kind]} for kind in KINDS}
     sys.stdout.write(json.dumps(found, indent=2) + "\n")
 
 

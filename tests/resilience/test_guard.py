@@ -9,21 +9,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.conftest import tiny_recipe
 from tests.resilience.helpers import crashed, losses
+from tests.resilience.poison import poison
 from zero2all.errors import Z2aError
 from zero2all.parallel import Spread
 from zero2all.parallel.ranks import run_ranks
 from zero2all.recipe import GuardRecipe, Recipe
 from zero2all.resilience.guard import LATE, Guard
-from zero2all.tokenizer import Tokenizer
-from zero2all.tokens import TokenStore
 from zero2all.train import Run, train
-from zero2all.train.plan import Plan
 
 LONG = [
     "train.steps=90", "train.batch_tokens=128", "train.micro_batch_tokens=null", "checkpoint.every=30 steps",
@@ -88,18 +85,7 @@ def poisoned(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The token store with garbage where some steps read, and nothing but newlines where others do."""
     tokens = tmp_path_factory.mktemp("poisoned") / "tokens"
     shutil.copytree(world / "tokens", tokens)
-    recipe = tiny_recipe(world, f"tokens.dir={tokens}", *LONG)
-    plan, rng = Plan(recipe, TokenStore(tokens, "train")), np.random.default_rng(0)
-    [newline] = Tokenizer(recipe.tokenizer_dir).encode("\n")
-    for step in (*GARBAGE, *NEWLINES):
-        samples = plan.at(step).samples
-        sources, rows = samples.order.locate(*plan.at(step).batch(step))
-        for source, row in zip(sources, rows, strict=True):
-            shard, first, last = samples._rows[samples.order.names[source]].place(int(row))
-            stored = np.memmap(shard.stem.with_suffix(".bin"), dtype=shard.tokens.dtype, mode="r+")
-            inside = slice(first + 1, last - 1)  # the ends are tokens of the neighbours too
-            stored[inside] = rng.integers(0, 256, last - first - 2) if step in GARBAGE else newline
-            stored.flush()
+    poison(tiny_recipe(world, f"tokens.dir={tokens}", *LONG), GARBAGE, NEWLINES)
     return tokens
 
 
