@@ -5,7 +5,7 @@
 Chinese clauses of the given documents (as ``z2a corpus build`` leaves them) are cut in two at a random character; a new
 clause is the first part of one and the second part of another, so that a million clauses give a million million. Three
 quarters of the bytes are such Chinese; the rest are lines of English and code, with numbers of their own. The result
-is a directory of documents in shards of 200 MB, written as a stream: memory does not grow with size.
+is a directory of documents in shards of 100 MB, written as a stream: memory does not grow with size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from zero2all.io import read_json, sha256_file, write_manifest
 
-SHARD = 200_000_000
+SHARD = 100_000_000
 CLAUSE = re.compile(r"[\u4e00-\u9fff]{4,40}")
 READ = 60_000_000  # bytes of each source that parts are taken from
 DOCUMENTS = 256  # made at a time, of either kind
