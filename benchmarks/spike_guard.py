@@ -23,8 +23,8 @@ from zero2all.evals import bits_per_byte
 from zero2all.recipe import load_recipe
 from zero2all.train import Run, train
 
-STEPS = 300
-GARBAGE, NEWLINES = range(150, 153), range(200, 203)
+STEPS = 200
+GARBAGE, NEWLINES = range(120, 123), range(160, 163)
 
 
 def outcome(out: Path, work: Path, tokens: Path, seed: int, policy: str) -> dict[str, Any]:
