@@ -6,7 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.conftest import tiny_recipe
+from tests.resilience.helpers import crashed
 from zero2all.resilience.agent import FRUITLESS, TRIES, History
+from zero2all.resilience.beat import AGENT_DIR, new_beat
 from zero2all.resilience.exits import Kind
 from zero2all.resilience.hang import Stuck, odd_ones
 from zero2all.resilience.report import Account, Cost, Death, add_cost, leave_account, make_report, summarize
@@ -70,6 +75,21 @@ def test_a_stopped_rank_counts_before_one_that_is_merely_elsewhere() -> None:
 def fail_at(history: History, step: int) -> str | None:
     history.reached(step)
     return history.give_up("crash", step, 1, 99)
+
+
+def test_a_step_that_fails_right_after_a_resume_is_the_same_step(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [f"out={tmp_path}/out", f"checkpoint.flash_dir={tmp_path}/memory", "checkpoint.flash_every=3 steps"]
+    recipe = tiny_recipe(world, *places, "train.steps=9")
+    monkeypatch.setenv(AGENT_DIR, str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    failed_after = []
+    for _ in range(2):
+        beat = new_beat(tmp_path, 0)
+        crashed(recipe, 6)
+        failed_after.append(beat.read().step)
+    assert failed_after == [6, 6]
 
 
 def test_the_same_step_is_tried_three_times() -> None:

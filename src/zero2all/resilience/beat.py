@@ -30,7 +30,7 @@ class Mark(IntEnum):
 
 @dataclass(frozen=True)
 class Pulse:
-    """What an agent reads: steps done (-1 before the first), when the rank last said anything, when it passed what."""
+    """What an agent reads: steps done (-1 before any is known of), when the rank last spoke, when it passed what."""
 
     step: int
     time: float
@@ -74,10 +74,11 @@ class Beat:
             pulse = self.read()
         _LAYOUT.pack_into(self._page, 0, done, now, *pulse.marks)
 
-    def mark(self, mark: Mark) -> None:
+    def mark(self, mark: Mark, done: int | None = None) -> None:
+        """``done`` is how many steps a loaded state has behind it: what fails now fails after them, as before."""
         pulse, now = self.read(), time.monotonic()
         marks = tuple(now if number == mark else before for number, before in enumerate(pulse.marks))
-        _LAYOUT.pack_into(self._page, 0, pulse.step, now, *marks)
+        _LAYOUT.pack_into(self._page, 0, pulse.step if done is None else done, now, *marks)
 
     def read(self) -> Pulse:
         step, when, *marks = _LAYOUT.unpack_from(self._page)

@@ -178,7 +178,7 @@ def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
         run.write_down(identity, tokenizer, device)
     peak = peak_flops(device, dtype)
     _say_job(recipe, plan, spread, peak.source)
-    beat.mark(Mark.LOADED)
+    beat.mark(Mark.LOADED, done=None if found is None else found.step)
     job = Job(
         run=run,
         tokenizer=tokenizer,
