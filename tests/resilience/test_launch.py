@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
 from zero2all.resilience.launch import Job, near_their_gpus
-from zero2all.resilience.rendezvous import address_towards, interface_of
+from zero2all.resilience.rendezvous import address_towards, interface_of, is_ours
 
 WORDS = ["train", "my recipe.yaml", "train.steps=5"]
 
@@ -58,6 +58,13 @@ def test_a_wrong_number_of_nodes_is_wrong_usage(nodes: str) -> None:
 def test_gloo_is_told_the_interface_by_which_nodes_reach_each_other() -> None:
     address = address_towards("127.0.0.1:29500")
     assert (address, interface_of(address)) == ("127.0.0.1", "lo")
+
+
+def test_the_node_whose_address_is_given_holds_the_rendezvous() -> None:
+    """Whatever its name resolves to; on Debian that is 127.0.1.1."""
+    assert is_ours("127.0.0.1:29500")
+    assert is_ours("127.0.1.1:29500")
+    assert not is_ours("192.0.2.1:29500")  # for documentation: nobody has it
 
 
 def test_a_train_job_for_kubernetes() -> None:

@@ -11,9 +11,10 @@ import struct
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
@@ -54,13 +55,21 @@ class Meeting:
         """``job`` is the same on every node and differs from that of other jobs in the same store."""
         address = address_towards(endpoint) if endpoint is not None else None
 
-        def parameters(run_id: str) -> RendezvousParameters:
+        def parameters(run_id: str, is_host: bool = False) -> RendezvousParameters:
             return RendezvousParameters(
                 "c10d", endpoint or "localhost:0", run_id, least, most, local_addr=address, join_timeout=JOIN,
                 last_call_timeout=LAST_CALL, keep_alive_interval=KEEP_ALIVE, read_timeout=int(patience),
+                is_host=is_host,
             )  # fmt: skip
 
-        _, store = create_backend(parameters(job))
+        # torch would look for the address among those of this machine's name, which is often 127.0.1.1 alone.
+        is_here = endpoint is None or is_ours(endpoint)
+        try:
+            _, store = create_backend(parameters(job, is_host=is_here))
+        except RendezvousConnectionError:
+            if not is_here:
+                raise
+            _, store = create_backend(parameters(job))  # another process of this machine holds it
         assert isinstance(store, TCPStore)
         # torch never opens again what was closed, so each start of a job that has ended is a meeting of its own.
         counter = f"z2a/{job}"
@@ -80,17 +89,33 @@ class Meeting:
 
 def address_towards(endpoint: str) -> str:
     """The address from which this machine reaches another: its host name may mean something else elsewhere."""
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit():
-        raise UsageError(f"--rendezvous is {endpoint}: write HOST:{PORT}")
     try:
-        family, kind, _, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
+        family, where = _resolved(endpoint)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(where)  # sends nothing
             address: str = probe.getsockname()[0]
             return address
     except OSError as error:
         raise Z2aError(f"no way from here to {endpoint} ({error}): check the name and the network") from error
+
+
+def is_ours(endpoint: str) -> bool:
+    """Whether it is an address of this machine: only those can be taken."""
+    family, (host, *_) = _resolved(endpoint)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+        return True
+
+
+def _resolved(endpoint: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"--rendezvous is {endpoint}: write HOST:{PORT}")
+    family, _, _, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    return family, where
 
 
 def interface_of(address: str) -> str | None:
