@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
 from zero2all.resilience.launch import Job, near_their_gpus
-from zero2all.resilience.rendezvous import address_towards, interface_of, is_ours
+from zero2all.resilience.rendezvous import Meeting, address_towards, interface_of, is_ours
 
 WORDS = ["train", "my recipe.yaml", "train.steps=5"]
 
@@ -65,6 +66,13 @@ def test_the_node_whose_address_is_given_holds_the_rendezvous() -> None:
     assert is_ours("127.0.0.1:29500")
     assert is_ours("127.0.1.1:29500")
     assert not is_ours("192.0.2.1:29500")  # for documentation: nobody has it
+
+
+def test_a_name_that_others_would_look_for_at_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 29500))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
+    with pytest.raises(UsageError, match=r"head means .* on this machine, where no other"):
+        Meeting.arrange("head:29500", 1, 2, job="any", patience=1)
 
 
 def test_a_train_job_for_kubernetes() -> None:

@@ -11,6 +11,7 @@ import struct
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -53,7 +54,11 @@ class Meeting:
     @classmethod
     def arrange(cls, endpoint: str | None, least: int, most: int, job: str, patience: float) -> Meeting:
         """``job`` is the same on every node and differs from that of other jobs in the same store."""
-        address = address_towards(endpoint) if endpoint is not None else None
+        address = None
+        if endpoint is not None:
+            address = address_towards(endpoint)
+            if most > 1:
+                _must_reach_others(endpoint, address)
 
         def parameters(run_id: str, is_host: bool = False) -> RendezvousParameters:
             return RendezvousParameters(
@@ -116,6 +121,16 @@ def _resolved(endpoint: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
         raise UsageError(f"--rendezvous is {endpoint}: write HOST:{PORT}")
     family, _, _, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
     return family, where
+
+
+def _must_reach_others(endpoint: str, address: str) -> None:
+    """Debian lets a machine's name mean 127.0.1.1 on the machine itself; others would be told to find it there."""
+    host = endpoint.rpartition(":")[0]
+    if ip_address(address).is_loopback and host != "localhost" and not host.startswith(("127.", "[::1")):
+        raise UsageError(
+            f"{host} means {address} on this machine, where no other node can reach it: give its network address "
+            f"instead, as --rendezvous 10.0.0.1:{PORT}, or mend /etc/hosts"
+        )
 
 
 def interface_of(address: str) -> str | None:
