@@ -23,21 +23,18 @@ from zero2all.evals import bits_per_byte
 from zero2all.recipe import load_recipe
 from zero2all.train import Run, train
 
-STEPS = 200
-GARBAGE, NEWLINES = range(120, 123), range(160, 163)
 
-
-def outcome(out: Path, work: Path, tokens: Path, seed: int, policy: str) -> dict[str, Any]:
+def outcome(out: Path, work: Path, tokens: Path, seed: int, policy: str, steps: int) -> dict[str, Any]:
     """Of one run: the steps at which the guard fired, the documents it named, and the held-out loss at the end."""
     changes = [
         f"out={work}", f"tokenizer.dir={out / 'tokenizer'}", f"tokens.dir={tokens}", f"seed={seed}",
-        f"train.steps={STEPS}", f"evals.every={STEPS} steps", f"train.guard.policy={policy}",
+        f"train.steps={steps}", f"evals.every={steps} steps", f"train.guard.policy={policy}",
         "checkpoint.flash_every=10 steps", "track.print_every=1000",
     ]  # fmt: skip
     recipe = load_recipe(out / "recipe.yaml", changes)
     if tokens.parent == work:
         shutil.copytree(out / "tokens", tokens)
-        poison(recipe, GARBAGE, NEWLINES)
+        poison(recipe, *bad_steps(steps))
     train(recipe, evaluate=bits_per_byte)
     lines = [json.loads(line) for line in Run.open(recipe.run_dir).record_path.read_text("utf-8").splitlines()]
     spikes = [line for line in lines if line.get("event") == "spike"]
@@ -47,21 +44,26 @@ def outcome(out: Path, work: Path, tokens: Path, seed: int, policy: str) -> dict
     return {**found, "bits_per_byte": held_out}
 
 
+def bad_steps(steps: int) -> tuple[range, range]:
+    """Those that read random bytes, and those that read newlines."""
+    return range(steps // 2, steps // 2 + 3), range(steps * 3 // 4, steps * 3 // 4 + 3)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--clean", type=int, default=5, help="Runs of which none may set the guard off.")
     options = parser.parse_args()
+    out, work, steps = options.out, options.work, options.steps
     clean = [
-        outcome(options.out, options.work / f"clean-{seed}", options.out / "tokens", seed, "rollback")
-        for seed in range(5)
+        outcome(out, work / f"clean-{seed}", out / "tokens", seed, "rollback", steps) for seed in range(options.clean)
     ]
-    bad = [
-        outcome(options.out, options.work / policy, options.work / policy / "tokens", 0, policy)
-        for policy in ("rollback", "warn")
-    ]
+    bad = [outcome(out, work / policy, work / policy / "tokens", 0, policy, steps) for policy in ("rollback", "warn")]
     ratios = [run["bits_per_byte"] / clean[0]["bits_per_byte"] for run in bad]
-    report = {"steps": STEPS, "garbage": [*GARBAGE], "newlines": [*NEWLINES], "clean": clean, "bad": bad}
+    garbage, newlines = map(list, bad_steps(steps))
+    report = {"steps": steps, "garbage": garbage, "newlines": newlines, "clean": clean, "bad": bad}
     sys.stdout.write(json.dumps({**report, "bad_to_clean": ratios}, indent=2) + "\n")
 
 
