@@ -46,7 +46,7 @@ def outcome(out: Path, work: Path, tokens: Path, seed: int, policy: str, steps: 
 
 def bad_steps(steps: int) -> tuple[range, range]:
     """Those that read random bytes, and those that read newlines."""
-    return range(steps // 2, steps // 2 + 3), range(steps * 3 // 4, steps * 3 // 4 + 3)
+    return range(steps * 3 // 5, steps * 3 // 5 + 3), range(steps * 4 // 5, steps * 4 // 5 + 3)
 
 
 def main() -> None:
