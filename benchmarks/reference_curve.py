@@ -51,7 +51,7 @@ def main() -> None:
     watched = WatchedRun(LocalPlace(one))
     watched.refresh()
     curve = {**reference_curve(watched), "held_out": held_out(one), "equal_runs": 2}
-    write_text(options.to, json.dumps(curve) + "\n")
+    write_text(options.to, json.dumps(curve, allow_nan=False) + "\n")
     sys.stdout.write(json.dumps(curve["held_out"], indent=2) + "\n")
 
 

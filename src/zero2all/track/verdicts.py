@@ -247,13 +247,15 @@ RULES: tuple[Callable[[Course], Iterator[Verdict]], ...] = (
 def reference_curve(run: WatchedRun, points: int = 200) -> dict[str, Any]:
     """The course of a good run, to hold later ones of its recipe against: tokens and smoothed loss."""
     table = run.table(["loss"])
-    smooth = _smooth(table.mean["loss"], max(5, len(table.steps) // 50))
+    there = np.isfinite(table.mean["loss"])  # lines of other figures have none
+    steps, loss = table.steps[there], table.mean["loss"][there]
+    smooth = _smooth(loss, max(5, len(steps) // 50))
     rows = np.unique(np.linspace(0, len(smooth) - 1, points).astype(int))
     batch = run.facts.batch_tokens or 1
     return {
         "recipe": run.facts.name,
         "sources": list(run.facts.sources),
-        "tokens": [int((table.steps[row] + 1) * batch) for row in rows],
+        "tokens": [int((steps[row] + 1) * batch) for row in rows],
         "loss": [round(float(smooth[row]), 4) for row in rows],
     }
 
