@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from zero2all.recipe import builtin
 from zero2all.track.places import LocalPlace
 from zero2all.track.verdicts import RULES, judge, reference_curve
 from zero2all.track.watched import WatchedRun
@@ -115,6 +116,19 @@ def test_each_rule_sees_its_own_fault_and_no_other(tmp_path: Path, change: Chang
 def test_a_usual_run_is_said_to_be_so(tmp_path: Path) -> None:
     verdicts = judge(make_run(tmp_path, as_it_is), tmp_path)
     assert [(verdict.rule, verdict.level) for verdict in verdicts] == [("initial loss", "good")]
+
+
+def test_a_reference_curve_has_a_loss_at_every_point(tmp_path: Path) -> None:
+    def with_gaps(rows: list[dict[str, float]]) -> None:
+        for row in rows[100:110]:
+            del row["loss"]
+
+    curve = reference_curve(make_run(tmp_path, with_gaps))
+    shipped = [json.loads(path.read_text()) for path in builtin("reference").glob("*.json")]
+    assert shipped
+    for one in (curve, *shipped):
+        assert all(math.isfinite(loss) for loss in one["loss"])
+        assert one["tokens"] == sorted(set(one["tokens"]))
 
 
 def test_against_a_reference_curve(tmp_path: Path) -> None:
