@@ -80,15 +80,17 @@ def parity(
     """
     from zero2all.bench import write_report
     from zero2all.errors import UsageError, Z2aError
-    from zero2all.parallel.parity import as_data, cases, measure, table
+    from zero2all.parallel.parity import Outcome, as_data, cases, measure, table
 
     chosen = [case for case in cases() if only is None or only in case.name]
     if not chosen:
         raise UsageError(f"no layout is called {only!r}; there are {', '.join(case.name for case in cases())}")
-    outcomes = measure(chosen, steps)
-    report, markdown = {"steps": steps, "outcomes": as_data(outcomes)}, table(outcomes)
-    if out is not None:
-        write_report(out, "bench-parity", report, markdown)
+    outcomes: list[Outcome] = []
+    for outcome in measure(chosen, steps):
+        outcomes.append(outcome)
+        report, markdown = {"steps": steps, "outcomes": as_data(outcomes)}, table(outcomes)
+        if out is not None:  # after every run: the whole takes a while, and one that is broken off keeps what it has
+            write_report(out, "bench-parity", report, markdown)
     if not all(outcome.equal for outcome in outcomes):
         raise Z2aError(f"not every layout is equal to one process\n{markdown}")
     return Result(report, markdown)

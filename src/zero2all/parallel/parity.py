@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zero2all.console import progress
 from zero2all.model import document_starts
 from zero2all.parallel.layout import Layout, Sizes
-from zero2all.parallel.ranks import run_ranks
+from zero2all.parallel.ranks import stream_ranks
 from zero2all.parallel.spread import Spread
 from zero2all.recipe import ModelConfig, MoeConfig, ParallelRecipe
 
@@ -123,31 +124,39 @@ def measure(
     variants: Sequence[Variant] = VARIANTS,
     seconds: float = 7200,
     detail: bool = False,
-) -> list[Outcome]:
-    """Run every layout with every optimizer and variant; layouts of as many ranks share their processes."""
+) -> Iterator[Outcome]:
+    """Run every layout with every optimizer and variant, and give each outcome as it comes.
+
+    Layouts of as many ranks share their processes; those of few ranks come first.
+    """
     trials = [Trial(case, name, variant, steps) for case in chosen for variant in variants for name in optimizers]
     alone = {_reference_key(trial): trial for trial in trials}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    references = {key: _run(_in_one_process(trial)) for key, trial in alone.items()}
-    torch.set_num_threads(threads)
-    outcomes: list[Outcome] = []
-    for ranks in sorted({trial.case.ranks for trial in trials}):
-        own = [trial for trial in trials if trial.case.ranks == ranks]
-        needed = {key: references[key] for key in map(_reference_key, own)}
-        outcomes += _worst(run_ranks(ranks, _compare, own, needed, seconds=seconds, detail=detail))
-    order = [trial.case.name for trial in trials]
-    return sorted(outcomes, key=lambda outcome: order.index(outcome.layout))
+    with progress(f"{len(trials)} runs against one process", total=len(trials) + len(alone)) as advance:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        references = {}
+        for key, trial in alone.items():
+            references[key] = _run(_in_one_process(trial))
+            advance(1)
+        torch.set_num_threads(threads)
+        for ranks in sorted({trial.case.ranks for trial in trials}):
+            own = [trial for trial in trials if trial.case.ranks == ranks]
+            needed = {key: references[key] for key in map(_reference_key, own)}
+            for seen in stream_ranks(ranks, _compare, own, needed, seconds=seconds, detail=detail):
+                # As the rank saw it that was farthest off: pipeline ranks know different parameters.
+                yield max(seen, key=lambda outcome: outcome.gradient)
+                advance(1)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Markdown, a line for each layout: the worst over optimizers and variants."""
     lines = ["| layout | ranks | loss | gradients | equal |", "|---|---|---|---|---|"]
-    for name in dict.fromkeys(outcome.layout for outcome in outcomes):
-        own = [outcome for outcome in outcomes if outcome.layout == name]
-        loss, gradient = max(outcome.loss for outcome in own), max(outcome.gradient for outcome in own)
-        equal = "yes" if all(outcome.equal for outcome in own) else "NO"
-        lines.append(f"| {name} | {own[0].ranks} | {loss:.1e} | {gradient:.1e} | {equal} |")
+    for case in cases():
+        own = [outcome for outcome in outcomes if outcome.layout == case.name]
+        if own:
+            loss, gradient = max(outcome.loss for outcome in own), max(outcome.gradient for outcome in own)
+            equal = "yes" if all(outcome.equal for outcome in own) else "NO"
+            lines.append(f"| {case.name} | {case.ranks} | {loss:.1e} | {gradient:.1e} | {equal} |")
     return "\n".join(lines)
 
 
@@ -228,32 +237,23 @@ def _optimizer(name: OptimizerName, groups: list[dict[str, Any]]) -> torch.optim
     return torch.optim.AdamW(groups, lr=3e-3, fused=True)
 
 
-def _compare(trials: list[Trial], references: dict[Any, _Run]) -> list[Outcome]:
+def _compare(trials: list[Trial], references: dict[Any, _Run]) -> Iterator[Outcome]:
     """On every rank: each trial against what one process had."""
     # Where FSDP and TP cut the same dimension, gathering a gradient takes two collectives, and torch warns of it.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    outcomes = []
     for trial in trials:
         began = time.perf_counter()
         run, alone = _run(trial), references[_reference_key(trial)]
-        outcomes.append(
-            Outcome(
-                trial.case.name,
-                trial.case.ranks,
-                trial.optimizer,
-                trial.variant,
-                max(abs(ours - theirs) for ours, theirs in zip(run.losses, alone.losses, strict=True)),
-                max(_relative(gradient, alone.gradients[name]) for name, gradient in run.gradients.items()),
-                max(abs(ours / theirs - 1) for ours, theirs in zip(run.norms, alone.norms, strict=True)),
-                time.perf_counter() - began,
-            )
+        yield Outcome(
+            trial.case.name,
+            trial.case.ranks,
+            trial.optimizer,
+            trial.variant,
+            max(abs(ours - theirs) for ours, theirs in zip(run.losses, alone.losses, strict=True)),
+            max(_relative(gradient, alone.gradients[name]) for name, gradient in run.gradients.items()),
+            max(abs(ours / theirs - 1) for ours, theirs in zip(run.norms, alone.norms, strict=True)),
+            time.perf_counter() - began,
         )
-    return outcomes
-
-
-def _worst(by_rank: list[list[Outcome]]) -> list[Outcome]:
-    """Every trial as the rank saw it that was farthest off: pipeline ranks know different parameters."""
-    return [max(seen, key=lambda outcome: outcome.gradient) for seen in zip(*by_rank, strict=True)]
 
 
 def _in_one_process(trial: Trial) -> Trial:

@@ -8,7 +8,8 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,6 +26,14 @@ def run_ranks(
     The first rank to fail ends all of them, and its traceback is in the error; so does the time limit. With ``detail``
     torch checks that all ranks call the same collective with the same shapes: gloo adds up others without a word.
     """
+    [results] = stream_ranks(ranks, _once, function, *args, seconds=seconds, detail=detail)
+    return results
+
+
+def stream_ranks(
+    ranks: int, function: Callable[..., Iterator[Any]], *args: Any, seconds: float = 120, detail: bool = False
+) -> Iterator[list[Any]]:
+    """As :func:`run_ranks` for a function that yields: the first value of every rank once all have it, and so on."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         processes, pipes = [], []
@@ -36,7 +45,7 @@ def run_ranks(
             send.close()
             pipes.append(receive)
         try:
-            return _collect(pipes, time.monotonic() + seconds)
+            yield from _collect(pipes, time.monotonic() + seconds)
         finally:
             for process in processes:
                 process.join(timeout=2)
@@ -45,24 +54,32 @@ def run_ranks(
                     process.join()
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+def _once(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
+    yield function(*args)
+
+
+def _collect(pipes: list[Connection], deadline: float) -> Iterator[list[Any]]:
+    values: list[deque[Any]] = [deque() for _ in pipes]
+    working = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while working:
+        ready = wait(list(working), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            missing = [rank for rank in range(len(pipes)) if rank not in results]
-            raise Z2aError(f"ranks {missing} of {len(pipes)} did not end in time")
+            raise Z2aError(f"ranks {sorted(working.values())} of {len(pipes)} did not end in time")
         for pipe in ready:
-            rank = next(number for number, other in enumerate(pipes) if other is pipe)
+            assert isinstance(pipe, Connection)
+            rank = working[pipe]
             try:
-                right, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                kind, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 raise Z2aError(f"rank {rank} of {len(pipes)} died without a word") from None
-            if not right:
+            if kind == "failed":
                 raise Z2aError(f"rank {rank} of {len(pipes)} failed:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
+            if kind == "end":
+                del working[pipe]
+            else:
+                values[rank].append(value)
+        while all(values):
+            yield [own.popleft() for own in values]
 
 
 def _rank(
@@ -72,7 +89,7 @@ def _rank(
     seconds: float,
     detail: bool,
     send: Connection,
-    function: Callable[..., Any],
+    function: Callable[..., Iterator[Any]],
     args: Any,
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing leaves this machine
@@ -83,15 +100,19 @@ def _rank(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     if detail:
         set_debug_level(DebugLevel.DETAIL)
+
+    def tell(kind: str, value: Any) -> None:
+        # Pickled here: multiprocessing would send tensors as handles that end with this process.
+        send.send_bytes(pickle.dumps((kind, value)))
+
     try:
         store = FileStore(str(Path(directory) / "store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds))
-        result = (True, function(*args))
+        for value in function(*args):
+            tell("value", value)
     except BaseException:
-        result = (False, traceback.format_exc())
-    # Pickled here: multiprocessing would send tensors as handles that end with this process.
-    send.send_bytes(pickle.dumps(result))
-    send.close()
-    if result[0]:
+        tell("failed", traceback.format_exc())
+    else:
+        tell("end", None)
         dist.barrier()  # a rank that leaves early would look like a failure to the others
         dist.destroy_process_group()
