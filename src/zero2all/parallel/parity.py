@@ -86,6 +86,7 @@ def cases() -> list[Case]:
 
     schedules = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
     return [
+        case("one process, accumulated", 1, micro_samples=2),  # what rounding alone does
         *(case(f"DDP {n}", n, dp_replicate=n) for n in (2, 4)),
         case("DDP 2, accumulated", 2, micro_samples=2, dp_replicate=2),
         *(case(f"FSDP {n}, {kind} reshard", n, reshard=kind) for n in (2, 4) for kind in ("always", "never")),
@@ -233,7 +234,9 @@ def _layout(sizes: Sizes) -> Layout:
 
 def _optimizer(name: OptimizerName, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+        # At 0.3 the small model is chaotic: one process that adds up its samples in another order is 4e-2 off after 20
+        # steps. Here it learns as fast and stays within 4e-7.
+        return torch.optim.SGD(groups, lr=0.03, momentum=0.9)
     return torch.optim.AdamW(groups, lr=3e-3, fused=True)
 
 
