@@ -80,7 +80,7 @@ class HuggingFace:
 
 
 class Tiktoken:
-    """Three to six times the reference."""
+    """Three to five times the reference."""
 
     name = "tiktoken"
 
