@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-
 import pytest
-import torch
 
-from tests.conftest import tiny_recipe
-from tests.ranks import on_ranks
 from zero2all.errors import RecipeError, UsageError
-from zero2all.parallel import Layout, Sizes
+from zero2all.parallel import Sizes
 from zero2all.parallel.pipeline import layer_costs, split_layers, stage_numbers
 from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
-from zero2all.tokens import Samples
 
 BASE = """
 model: {hidden_size: 64, intermediate_size: 128, n_layers: 4, n_heads: 8, n_kv_heads: 4, context: 64, vocab_size: 8192}
@@ -97,63 +90,3 @@ def test_each_stage_is_on_one_rank() -> None:
         held = [number for rank in range(4) for number in stage_numbers(recipe, rank)]
         assert sorted(held) == list(range(4 * recipe.stages_per_rank))
     assert stage_numbers(ParallelRecipe(pp=4, schedule="zbv"), 0) == [0, 7]
-
-
-def test_samples_that_do_not_divide_are_refused() -> None:
-    layout = Layout(Sizes(), torch.device("cpu"))
-    assert layout.samples(5) == (0, 5)
-    layout.sizes = Sizes(dp_shard=2)
-    layout._mesh = None
-    with pytest.raises(UsageError, match="5 samples in a batch cannot be shared evenly by 2"):
-        layout.samples(5)
-
-
-LAYOUTS = [
-    {"dp_replicate": "auto", "dp_shard": 1},
-    {},
-    {"dp_replicate": 2},
-    {"tp": 2},
-    {"tp": 4},
-    {"pp": 2},
-    {"pp": 2, "tp": 2},
-    {"cp": 2},
-    {"ep": 4},
-]
-
-
-def read(world: Path, steps: int) -> list[list[tuple[int, list[str]]]]:
-    """For every layout and step: the rank's slice and the hashes of its samples."""
-    recipe = tiny_recipe(world)
-    samples = Samples.open(recipe.tokens_dir, "train", recipe.train.seq_len, recipe.seed)
-    batch = recipe.train.batch_samples
-    found = []
-    for sizes in LAYOUTS:
-        layout = Layout(Sizes.of(ParallelRecipe(**sizes), 4), torch.device("cpu"))
-        first, last = layout.samples(batch)
-        found.append(
-            [(layout.dp_rank, hashes(samples, step * batch + first, step * batch + last)) for step in range(steps)]
-        )
-    return found
-
-
-def hashes(samples: Samples, first: int, last: int) -> list[str]:
-    return [hashlib.sha256(row.tobytes()).hexdigest() for row in samples.tokens(first, last)]
-
-
-@pytest.mark.slow
-def test_ranks_together_read_the_global_order_and_nothing_twice(world: Path) -> None:
-    steps = 3
-    recipe = tiny_recipe(world)
-    samples = Samples.open(recipe.tokens_dir, "train", recipe.train.seq_len, recipe.seed)
-    batch = recipe.train.batch_samples
-    by_rank = on_ranks(4, read, world, steps)
-    for number, sizes in enumerate(LAYOUTS):
-        readers = Sizes.of(ParallelRecipe(**sizes), 4).dp
-        for step in range(steps):
-            slices: dict[int, list[str]] = {}
-            for rank in by_rank:
-                slot, rows = rank[number][step]
-                assert slices.setdefault(slot, rows) == rows, f"{sizes}: ranks of slice {slot} read different samples"
-            assert sorted(slices) == list(range(readers))
-            union = [row for slot in sorted(slices) for row in slices[slot]]
-            assert union == hashes(samples, step * batch, (step + 1) * batch), sizes

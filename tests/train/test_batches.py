@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import math
 from pathlib import Path
 
@@ -7,15 +8,22 @@ import pytest
 import torch
 
 from tests.conftest import tiny_recipe
+from tests.ranks import on_ranks
 from zero2all.model import IGNORE
+from zero2all.parallel import Layout, Sizes
+from zero2all.recipe import ParallelRecipe
 from zero2all.tokens import TokenStore
-from zero2all.train.batches import PADDING, Loader, read_batch
+from zero2all.train.batches import PADDING, Batch, Loader, read_batch
 from zero2all.train.channels import Channels
 from zero2all.train.plan import Plan
 
 
 @pytest.fixture
 def plan(world: Path) -> Plan:
+    return five_steps_of_ten(world)
+
+
+def five_steps_of_ten(world: Path) -> Plan:
     recipe = tiny_recipe(world, "train.batch_tokens=320", "train.micro_batch_tokens=64", "train.steps=5")
     return Plan(recipe, TokenStore(recipe.tokens_dir, "train"))
 
@@ -88,3 +96,47 @@ def test_a_source_that_is_not_in_the_batch_has_no_figure() -> None:
     assert sums[-1, 0] == 1
     figures = channels.figures(sums[:-1].tolist())
     assert set(figures) == {"loss/en", "bpb/en"}
+
+
+LAYOUTS = [
+    {"dp_replicate": "auto", "dp_shard": 1},
+    {},
+    {"dp_replicate": 2},
+    {"tp": 2},
+    {"tp": 4},
+    {"pp": 2},
+    {"pp": 2, "tp": 2},
+    {"cp": 2},
+    {"ep": 4},
+]
+
+
+def hashes(batch: Batch) -> list[str]:
+    rows = zip(batch.inputs.numpy(), batch.sources, strict=True)
+    return [hashlib.sha256(row.tobytes()).hexdigest() for row, source in rows if source != PADDING]
+
+
+def read(world: Path) -> list[list[tuple[int, list[str]]]]:
+    """For every layout and step: the place of this rank among those that read, and the hashes of what it reads."""
+    found, plan = [], five_steps_of_ten(world)
+    for sizes in LAYOUTS:
+        layout = Layout(Sizes.of(ParallelRecipe(**sizes), 4), torch.device("cpu"))
+        with Loader(plan, 0, layout.dp_rank, layout.sizes.dp) as loader:
+            found.append([(layout.dp_rank, hashes(batch)) for batch in loader])
+    return found
+
+
+@pytest.mark.slow
+def test_in_every_layout_ranks_together_read_the_global_order_and_nothing_twice(world: Path, plan: Plan) -> None:
+    by_rank = on_ranks(4, read, world)
+    for number, sizes in enumerate(LAYOUTS):
+        readers = Sizes.of(ParallelRecipe(**sizes), 4).dp
+        for step in range(plan.total):
+            slices: dict[int, list[str]] = {}
+            for rank in by_rank:
+                slot, rows = rank[number][step]
+                assert slices.setdefault(slot, rows) == rows, f"{sizes}: ranks of slice {slot} read different samples"
+            assert sorted(slices) == list(range(readers))
+            union = [row for slot in sorted(slices) for row in slices[slot]]
+            assert union == hashes(read_batch(plan, step)), sizes
+            assert len(set(union)) == 10

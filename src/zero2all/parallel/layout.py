@@ -151,18 +151,17 @@ class Layout:
 
     def samples(self, batch_samples: int) -> tuple[int, int]:
         """The slice [first, last) of a batch's samples that this rank reads; tp, cp and pp ranks read the same."""
-        if batch_samples % self.sizes.dp:
-            raise UsageError(
-                f"{batch_samples} samples in a batch cannot be shared evenly by {self.sizes.dp} data-parallel ranks "
-                f"({self.sizes}): make train.batch_tokens a multiple of {self.sizes.dp} x train.seq_len"
-            )
-        each = batch_samples // self.sizes.dp
-        return self.dp_rank * each, (self.dp_rank + 1) * each
+        return share(batch_samples, self.dp_rank, self.sizes.dp)
 
     def close(self) -> None:
         """Leave the process group, if it was joined here."""
         if self._joined and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def share(count: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The part [first, last) of so many things that falls to a rank: any number of ranks may share any number."""
+    return count * rank // ranks, count * (rank + 1) // ranks
 
 
 def _mesh(device: torch.device, dimensions: dict[str, int], keep: str) -> DeviceMesh:

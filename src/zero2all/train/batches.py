@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zero2all.model import IGNORE
+from zero2all.parallel.layout import share
 from zero2all.train.plan import Plan, StagePlan
 
 AHEAD = 2  # one thread and two batches: worker processes only make it slower
@@ -34,14 +35,14 @@ class Batch:
 
 
 def read_batch(plan: Plan, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-    """Rank r of R reads rows [n*r/R, n*(r+1)/R) of the batch, so that any number of ranks may share any batch.
+    """The rows of the batch that fall to one of the ranks that share it.
 
     Every rank must run as many micro-batches as the others, so short ones are filled up with padding.
     """
     stage = plan.at(step)
     start, stop = stage.batch(step)
     count = stop - start
-    first, last = start + count * rank // ranks, start + count * (rank + 1) // ranks
+    first, last = (start + row for row in share(count, rank, ranks))
     most = -(-count // ranks)
     micro = min(stage.micro_samples or most, most)
     rows = -(-most // micro) * micro
