@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from zero2all.errors import RecipeError, UsageError
-from zero2all.parallel import Sizes
+from zero2all.parallel import Layout, Sizes, Spread
 from zero2all.parallel.pipeline import layer_costs, split_layers, stage_numbers
 from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
 
@@ -62,6 +65,19 @@ def test_sizes_that_do_not_fit_say_what_to_change(recipe: dict[str, int], world:
 def test_layouts_that_cannot_be_are_refused(override: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         parse_recipe(BASE, [override])
+
+
+def test_the_length_of_every_stage_must_fit() -> None:
+    stages = "train.stages=[{name: a, steps: 1}, {name: b, steps: 1, seq_len: 12, batch_tokens: 12}]"
+    with pytest.raises(RecipeError, match=r"seq_len .12. must be a multiple of 2 x parallel.cp .8."):
+        parse_recipe(BASE, ["parallel.cp=4", "train.steps=null", stages])
+
+
+def test_a_vocabulary_that_tp_does_not_divide_is_refused_though_the_recipe_does_not_know_it() -> None:
+    config = ModelConfig(hidden_size=48, intermediate_size=96, n_layers=1, n_heads=6, n_kv_heads=3, vocab_size=320)
+    layout = cast(Layout, SimpleNamespace(sizes=Sizes(tp=3)))
+    with pytest.raises(UsageError, match=r"parallel.tp .3. must divide the 320 rows"):
+        Spread(config, ParallelRecipe(tp=3), layout, seed=0)
 
 
 def test_all_that_is_wrong_with_a_layout_is_said_at_once() -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.resilience.helpers import crashed, losses
 from zero2all.errors import Interrupted
 from zero2all.parallel.ranks import run_ranks
 from zero2all.recipe import Recipe, recipe_yaml
+from zero2all.resilience import flash
 from zero2all.train import Run, train
 
 FLASH = ["checkpoint.flash_every=3 steps", "checkpoint.every=8 steps"]
@@ -196,3 +198,21 @@ def test_another_number_of_ranks_reads_what_lies_in_memory(
     assert {step: float(loss) for step, loss in found.items()} == pytest.approx(
         {step: float(loss) for step, loss in expected.items()}, abs=1e-5
     )
+
+
+def test_states_of_a_run_that_is_no_more_are_removed(tmp_path: Path) -> None:
+    """Gone, or another run stands in its place; what is young may be of a run that is just being moved."""
+    place, old = tmp_path / "memory", time.time() - 2 * flash.OLD
+    keys = {"gone": None, "replaced": "another", "here": "here", "young": None}
+    for name, key in keys.items():
+        run = tmp_path / name
+        if key is not None:
+            run.mkdir()
+            (run / "key").write_text(f"{key}\n", encoding="utf-8")
+        directory = flash.flash_directory(place, name)
+        flash.claim(directory, run)
+        if name != "young":
+            os.utime(directory / "run", (old, old))
+    flash.claim(flash.flash_directory(place, "new"), tmp_path / "new")
+    kept = {"here", "young", "new"}
+    assert set(place.iterdir()) == {flash.flash_directory(place, name) for name in kept}

@@ -23,6 +23,7 @@ def extended(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
     out = tmp_path_factory.mktemp("extended") / "tokenizer"
     made = extend_tokenizer(tokenizer.directory, texts, 100, out)
     assert made["extends"] == tokenizer.fingerprint
+    assert made["vocab_size"] == Tokenizer(out).vocab_size
     assert not out.with_name("tokenizer.work").exists()
     return Tokenizer(out)
 
@@ -36,6 +37,13 @@ def test_an_extended_tokenizer_keeps_every_old_id(tokenizer: Tokenizer, extended
     assert len(extended.encode(after)) < len(tokenizer.encode(before)) / 2
     text = "夜来风雨声 def f(x): 42"
     assert extended.decode(extended.encode(text)) == text
+
+
+def test_the_size_is_right_without_padding_too(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    made = extend_tokenizer(
+        tokenizer.directory, ["acetylsalicylic thrombocytopenia 乙酰水杨酸血小板减少症"] * 50, 64, tmp_path / "t"
+    )
+    assert made["vocab_size"] == tokenizer.vocab_size + 64
 
 
 def test_every_reader_agrees_on_an_extended_tokenizer(extended: Tokenizer) -> None:

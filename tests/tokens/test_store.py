@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import tiny_recipe
 from zero2all.engine import Engine
-from zero2all.errors import Z2aError
+from zero2all.errors import UsageError, Z2aError
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore, build_tokens
 from zero2all.tokens.store import DOCS_SCHEMA, DocumentName, ShardWriter
@@ -89,7 +89,7 @@ def test_a_rerun_encodes_only_what_changed(world: Path, tmp_path: Path) -> None:
     assert damaged.read_bytes() == (world / "tokens" / "train" / "zh-00000.bin").read_bytes()
 
 
-def test_a_store_that_is_being_rebuilt_has_no_manifest_and_no_strangers(
+def test_a_store_that_is_being_rebuilt_is_not_read_and_keeps_no_strangers(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = tiny_recipe(world)
@@ -112,6 +112,16 @@ def test_a_store_that_is_being_rebuilt_has_no_manifest_and_no_strangers(
     )
 
 
+def test_files_of_others_are_neither_joined_nor_removed(world: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(world)
+    thesis = tmp_path / "train" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("years of work", encoding="utf-8")
+    with pytest.raises(UsageError, match="choose another directory"):
+        build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path)
+    assert thesis.exists()
+
+
 def test_a_wrong_encoding_is_never_published(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Tokenizer.encode_batch
     monkeypatch.setattr(Tokenizer, "encode_batch", lambda self, texts: [[*ids[:-1], 5] for ids in right(self, texts)])
@@ -119,7 +129,8 @@ def test_a_wrong_encoding_is_never_published(world: Path, tmp_path: Path, monkey
     with pytest.raises(Z2aError, match="disagree"):
         build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path)
     assert not list(tmp_path.rglob("[a-z]*.bin"))  # those of a killed or failed build begin with a dot
-    assert not (tmp_path / "manifest.json").exists()
+    with pytest.raises(Z2aError, match="not finished"):
+        TokenStore(tmp_path, "train")
 
 
 def test_the_number_of_workers_changes_no_byte(world: Path, tmp_path: Path) -> None:

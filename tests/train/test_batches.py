@@ -45,6 +45,16 @@ def test_any_number_of_ranks_shares_a_batch_without_gap_or_overlap(ranks: int, p
         assert valid == whole.targets_in_all == 320
 
 
+def test_padding_is_text_of_the_same_batch(plan: Plan) -> None:
+    """Experts are kept busy evenly by what they are given, and rows of one token would all go to the same."""
+    whole = {row.numpy().tobytes() for row in read_batch(plan, 0).inputs}
+    for ranks in (4, 16):
+        parts = [read_batch(plan, 0, rank, ranks) for rank in range(ranks)]
+        filled = [row for part in parts for row, source in zip(part.inputs, part.sources, strict=True) if not source]
+        assert filled
+        assert {row.numpy().tobytes() for row in filled} <= whole
+
+
 def test_targets_are_the_inputs_moved_by_one(plan: Plan) -> None:
     batch = read_batch(plan, 1)
     assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
@@ -92,8 +102,8 @@ def test_channel_losses_add_up_to_the_loss() -> None:
 
 def test_a_source_that_is_not_in_the_batch_has_no_figure() -> None:
     channels = Channels(["en", "zh"], text_bytes=[1, 1], device=torch.device("cpu"))
-    sums = channels.sums(torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int64), ["en"], stop=True)
-    assert sums[-1, 0] == 1
+    sums = channels.sums(torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int64), ["en"])
+    assert not sums[-1].any()
     figures = channels.figures(sums[:-1].tolist())
     assert set(figures) == {"loss/en", "bpb/en"}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.conftest import tiny_recipe
 from zero2all.errors import Interrupted
@@ -21,11 +22,13 @@ ALIKE = 5e-6  # of losses, in fp32
 
 
 def losses(directory: Path) -> list[float]:
-    return [values["loss"] for values in read_steps(directory / "run" / "record.jsonl").values()]
+    """At every step: the loss, and loss and bits per byte of every source."""
+    steps = read_steps(directory / "run" / "record.jsonl").values()
+    return [values[name] for values in steps for name in sorted(values) if name.startswith(("loss", "bpb/"))]
 
 
 def trained(recipe: Recipe, stop_at: int | None = None) -> dict[int, list[str]]:
-    """On one rank: train, and give back a hash of every row that it read, by step."""
+    """On one rank: train, and give back a hash of every row that it read, by step. One rank alone is told to stop."""
     import signal
 
     rows: dict[int, list[str]] = {}
@@ -33,13 +36,15 @@ def trained(recipe: Recipe, stop_at: int | None = None) -> dict[int, list[str]]:
     def look(batch: Batch) -> None:
         real = [row for row, source in zip(batch.inputs, batch.sources, strict=True) if source != PADDING]
         rows[batch.step] = [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in real]
-        if batch.step == stop_at:
+        if batch.step == stop_at and dist.get_rank() == dist.get_world_size() - 1:
             signal.raise_signal(signal.SIGTERM)
 
     try:
         train(recipe, on_batch=look, evaluate=bits_per_byte)
     except Interrupted:
         assert stop_at is not None
+    else:
+        assert stop_at is None, "the wish of one rank to stop was not heard"
     return rows
 
 
@@ -61,26 +66,27 @@ def recipe_for(world: Path, out: Path, *overrides: str) -> Recipe:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
+    ("ranks", "readers", "layout"),
     [
-        (2, "{dp_replicate: 2}"),
-        (3, "{}"),  # 12 samples over 3 ranks, and 6 of the longer ones
-        (4, "{dp_shard: 2, tp: 2}"),
-        (4, "{pp: 2, dp_shard: 2}"),
+        (2, 2, "{dp_replicate: 2}"),
+        (3, 3, "{}"),  # 12 samples over 3 ranks, and 6 of the longer ones
+        (4, 2, "{dp_shard: 2, tp: 2}"),
+        (4, 2, "{pp: 2, dp_shard: 2, schedule: interleaved}"),
+        (2, 1, "{cp: 2}"),
     ],
-    ids=["ddp", "fsdp", "fsdp-tp", "fsdp-pp"],
+    ids=["ddp", "fsdp", "fsdp-tp", "fsdp-pp", "cp"],
 )
 def test_several_ranks_train_as_one(
-    ranks: int, layout: str, alone: tuple[Path, dict[int, list[str]]], world: Path, tmp_path: Path
+    ranks: int, readers: int, layout: str, alone: tuple[Path, dict[int, list[str]]], world: Path, tmp_path: Path
 ) -> None:
     recipe = recipe_for(world, tmp_path, f"parallel={layout}")
     seen: list[dict[int, list[str]]] = run_ranks(ranks, trained, recipe)
     assert losses(tmp_path) == pytest.approx(losses(alone[0]), abs=ALIKE)
-    assert_same_batches(seen, alone[1], copies=ranks // (2 if "2, " in layout or "pp" in layout else ranks))
+    assert_same_batches(seen, alone[1], copies=ranks // readers)
     # What several ranks saved, one process reads.
-    one, other = (
-        bits_per_byte(Run.open(out).load_model(), Run.open(out).tokenizer(), recipe) for out in (alone[0], tmp_path)
-    )
+    models = [Run.open(out).load_model() for out in (alone[0], tmp_path)]
+    assert [model.config.rope_theta for model in models] == [50000, 50000]
+    one, other = (bits_per_byte(model, Run.open(tmp_path).tokenizer(), recipe) for model in models)
     assert one["bits_per_byte"] == pytest.approx(other["bits_per_byte"], abs=1e-3)
 
 

@@ -25,6 +25,7 @@ from zero2all.recipe import ModelConfig, MoeConfig, ParallelRecipe
 
 SAMPLES, LENGTH, VOCAB, END_OF_TEXT, SEED = 16, 32, 250, 0, 7
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-6, 1e-5
+TOGETHER = 8  # layouts
 CPU = torch.device("cpu")
 
 OptimizerName = Literal["adamw", "sgd"]
@@ -128,7 +129,8 @@ def measure(
 ) -> Iterator[Outcome]:
     """Run every layout with every optimizer and variant, and give each outcome as it comes.
 
-    Layouts of as many ranks share their processes; those of few ranks come first.
+    Layouts of as many ranks share their processes, a few at a time: starting them takes seconds, and after dozens of
+    layouts in one process torch 2.13 has been seen to break its own memory. Those of few ranks come first.
     """
     trials = [Trial(case, name, variant, steps) for case in chosen for variant in variants for name in optimizers]
     alone = {_reference_key(trial): trial for trial in trials}
@@ -140,13 +142,21 @@ def measure(
             references[key] = _run(_in_one_process(trial))
             advance(1)
         torch.set_num_threads(threads)
-        for ranks in sorted({trial.case.ranks for trial in trials}):
-            own = [trial for trial in trials if trial.case.ranks == ranks]
+        for ranks, own in _together(trials):
             needed = {key: references[key] for key in map(_reference_key, own)}
             for seen in stream_ranks(ranks, _compare, own, needed, seconds=seconds, detail=detail):
                 # As the rank saw it that was farthest off: pipeline ranks know different parameters.
                 yield max(seen, key=lambda outcome: outcome.gradient)
                 advance(1)
+
+
+def _together(trials: Sequence[Trial]) -> Iterator[tuple[int, list[Trial]]]:
+    """Trials that run in the same processes, and how many of those there are."""
+    for ranks in sorted({trial.case.ranks for trial in trials}):
+        names = list(dict.fromkeys(trial.case.name for trial in trials if trial.case.ranks == ranks))
+        for first in range(0, len(names), TOGETHER):
+            some = names[first : first + TOGETHER]
+            yield ranks, [trial for trial in trials if trial.case.name in some]
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -135,7 +135,9 @@ class Pipeline:
         self.count = recipe.pp * recipe.stages_per_rank
         self.has_last = self.count - 1 in numbers
         self.divisor = 1.0
-        self._schedules: dict[tuple[Any, ...], Any] = {}
+        # The last one for training and the last one for evaluation: each holds buffers for all its micro-batches, and
+        # a batch that grows would leave one behind at every size.
+        self._schedules: dict[bool, tuple[tuple[Any, ...], Any]] = {}
 
     def run(self, inputs: dict[str, Tensor], micros: int, divisor: float | None, stream: Tensor) -> Tensor | None:
         """Forward, and with a divisor backward, of a batch in ``micros`` pieces; the losses, where the last stage is.
@@ -144,13 +146,14 @@ class Pipeline:
         """
         self.divisor = divisor or 1.0
         tokens_BS, targets_BS = inputs["tokens_BS"], inputs["targets_BS"]
-        key = (micros, stream.shape, stream.dtype, targets_BS.shape)
-        if key not in self._schedules:
-            self._schedules[key] = self._schedule(micros, stream, targets_BS)
+        key, trains = (micros, stream.shape, stream.dtype, targets_BS.shape), divisor is not None
+        if self._schedules.get(trains, (None,))[0] != key:
+            self._schedules.pop(trains, None)  # before the new one, or both would be in memory
+            self._schedules[trains] = key, self._schedule(micros, stream, targets_BS)
         given = (tokens_BS,) if 0 in self.numbers else ()
         target = targets_BS if self.has_last else None
-        schedule = self._schedules[key]
-        run = schedule.eval if divisor is None else schedule.step
+        schedule = self._schedules[trains][1]
+        run = schedule.step if trains else schedule.eval
         losses: Tensor | None = run(*given, target=target, **inputs)
         return losses
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zero2all.errors import UsageError
-from zero2all.model import Z2all
+from zero2all.model import IGNORE, Z2all
 from zero2all.model.moe import MoE
 from zero2all.parallel.context import Context
 from zero2all.parallel.initialize import WholeFill
@@ -57,6 +57,11 @@ class Spread:
         ``micro_samples`` is how many samples a rank takes in one forward pass: all of its own if not given, or in a
         pipeline as many as make two rounds of it.
         """
+        if config.vocab_rows % layout.sizes.tp:  # a recipe need not know: the tokenizer does
+            raise UsageError(
+                f"parallel.tp ({layout.sizes.tp}) must divide the {config.vocab_rows} rows of the vocabulary: "
+                "choose another parallel.tp"
+            )
         self.config, self.recipe, self.layout, self.dtype = config, recipe, layout, dtype
         self.scale = LossScale() if dtype == torch.float16 else None
         self.micro_samples = micro_samples
@@ -110,7 +115,7 @@ class Spread:
 
     def set_rope(self, theta: float, scaling: RopeScaling | None) -> None:
         """Turn positions by other angles from here on."""
-        for part in self._parts:
+        for part in dict.fromkeys([self.model, *self._parts]):
             part.set_rope(theta, scaling)
 
     def _train(self, mode: bool) -> None:
@@ -161,9 +166,22 @@ class Spread:
         """How many times too large gradients are between ``backward`` and ``clip``."""
         return 1.0 if self.scale is None else self.scale.value
 
-    def total(self, known: Tensor) -> Tensor:
-        """The sum over ranks of something computed from this rank's losses, so that each token counts once."""
+    def own(self, targets_BS: Tensor) -> Tensor:
+        """The targets whose losses this rank computes, on its device; IGNORE where another part of the sequence is."""
+        targets_BS = targets_BS.to(self.layout.device, non_blocking=True)
+        if self._context is None:
+            return targets_BS
+        own = self._context.own(targets_BS.shape[1], self.layout.device)
+        return torch.full_like(targets_BS, IGNORE).index_copy(1, own, targets_BS[:, own])
+
+    def total(self, known: Tensor, wish: bool = False) -> Tensor:
+        """The sum over ranks of something computed from this rank's losses, so that each token counts once.
+
+        ``wish`` is told in the last row, which must be empty: every rank is heard, also one whose losses do not count.
+        """
         known = known.clone() if self._speaks else torch.zeros_like(known)
+        if wish:
+            known[-1] = 1.0
         if self.layout.sizes.world > 1:
             dist.all_reduce(known)
         return known

@@ -76,15 +76,13 @@ def _rules(recipe: Recipe) -> Iterator[tuple[bool, str]]:
     rows = 0 if model.vocab_size is None else model.vocab_rows
     yield rows % layout.tp != 0, f"parallel.tp ({layout.tp}) must divide the {rows} rows of the vocabulary"
     pieces = 2 * layout.cp if layout.cp > 1 else 1
-    yield (
-        train.seq_len % pieces != 0,
-        f"train.seq_len ({train.seq_len}) must be a multiple of 2 x parallel.cp ({pieces})",
-    )
     cuts = layout.cp * layout.tp if layout.sp else layout.cp
-    yield (
-        train.seq_len % cuts != 0,
-        f"train.seq_len ({train.seq_len}) must be a multiple of cp x tp ({cuts}); or set parallel.sp=false",
-    )
+    for length in dict.fromkeys(stage.seq_len for stage in train.resolved_stages()):
+        yield length % pieces != 0, f"train.seq_len ({length}) must be a multiple of 2 x parallel.cp ({pieces})"
+        yield (
+            length % cuts != 0,
+            f"train.seq_len ({length}) must be a multiple of cp x tp ({cuts}); or set parallel.sp=false",
+        )
     heads = layout.cp * layout.tp if layout.cp > 1 and layout.cp_attention == "ulysses" else 1
     yield (
         model.n_kv_heads % heads != 0,

@@ -381,5 +381,14 @@ def _abandoned(place: Path) -> Iterator[Path]:
             newest = max(path.stat().st_mtime for path in directory.rglob("*"))
         except (OSError, ValueError):
             continue
-        if not run.exists() and time.time() - newest > OLD:
+        if not _is_of(run, directory) and time.time() - newest > OLD:
             yield directory
+
+
+def _is_of(run: Path, directory: Path) -> bool:
+    """Whether a run has these states: another may stand where it was, with a key of its own."""
+    try:
+        key = (run / "key").read_text(encoding="utf-8").strip()
+    except OSError:
+        return False
+    return flash_directory(directory.parent, key) == directory

@@ -51,6 +51,7 @@ def extend_tokenizer(
     with progress(f"learning {add} tokens", add) as advance:
         merges = learn_merges(words, tokens, old.vocab_size + add, min_frequency, advance)
     definition = _extended(old, tokens, merges)
+    ids = [*definition["model"]["vocab"].values(), *(token["id"] for token in definition["added_tokens"])]
     with atomic_dir(out, KIND) as partial:
         write_json(partial / "tokenizer.json", definition)
         for name in KEPT_FILES:
@@ -59,7 +60,7 @@ def extend_tokenizer(
         body = {
             "key": fingerprint([old.fingerprint, definition["model"]["merges"][-len(merges) :] if merges else []]),
             "extends": old.fingerprint,
-            "vocab_size": 1 + max(token["id"] for token in definition["added_tokens"]),
+            "vocab_size": 1 + max(ids),
             "learned": len(tokens) - old.vocab_size,
             "trained_on_bytes": table["bytes"],
             "files": checksums(partial),

@@ -15,7 +15,16 @@ import pyarrow.parquet as pq
 from zero2all.console import progress
 from zero2all.engine import Engine
 from zero2all.errors import Z2aError
-from zero2all.io import MANIFEST, fingerprint, read_json, read_manifest, sha256_file, write_json, write_manifest
+from zero2all.io import (
+    MANIFEST,
+    fingerprint,
+    read_json,
+    read_manifest,
+    refuse_strangers,
+    sha256_file,
+    write_json,
+    write_manifest,
+)
 from zero2all.paths import arrow_source
 from zero2all.recipe import TokensRecipe
 from zero2all.tokenizer import Ids, Tokenizer
@@ -45,16 +54,18 @@ def build_tokens(
         fingerprint([FORMAT, corpus["files"][f"{split}/{shard}"], tokenizer.fingerprint, recipe.verify])
         for split, _, shard in shards
     ]
-    for split in corpus["splits"]:
-        (out / split).mkdir(parents=True, exist_ok=True)
+    refuse_strangers(out, KIND)
     records: dict[int, dict[str, Any]] = {}
     for number, (stem, key) in enumerate(zip(stems, keys, strict=True)):
         if (record := _finished(stem, key)) is not None:
             records[number] = record
     todo = [number for number in range(len(shards)) if number not in records]
     if todo:
-        # From here on the store is not what its manifest says, so it has none until all is done.
-        (out / MANIFEST).unlink(missing_ok=True)
+        # From here on the store is not what its manifest says.
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / MANIFEST, {"kind": KIND, "unfinished": True})
+    for split in corpus["splits"]:
+        (out / split).mkdir(parents=True, exist_ok=True)
     with progress(f"encoding {show_bytes(corpus['bytes'])}", corpus["bytes"]) as advance:
         advance(sum(record["bytes"] for record in records.values()))
         tasks = [

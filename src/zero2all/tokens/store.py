@@ -151,3 +151,8 @@ class TokenStore:
             name: [TokenShard(directory / split / shard) for shard in part["shards"]] for name, part in parts.items()
         }
         self.shard_tokens: dict[str, list[int]] = {name: part["shard_tokens"] for name, part in parts.items()}
+
+    def need_a_sample(self, seq_len: int) -> None:
+        """An error if no source has so many tokens and their last target."""
+        if all(sum(tokens) <= seq_len for tokens in self.shard_tokens.values()):
+            raise Z2aError("no held-out text of one full sample: raise corpus.holdout or give more text")

@@ -48,6 +48,9 @@ def read_batch(plan: Plan, step: int, rank: int = 0, ranks: int = 1) -> Batch:
     rows = -(-most // micro) * micro
     tokens = np.zeros((rows, stage.stage.seq_len + 1), dtype=np.int64)
     tokens[: last - first], sources = stage.samples.read(first, last)
+    # Padding looks like text: rows all alike would send it all to the same experts, whose load is watched.
+    text = tokens[: last - first] if last > first else stage.samples.read(start, start + 1)[0]
+    tokens[last - first :] = text[np.arange(rows - (last - first)) % len(text)]
     whole = torch.from_numpy(tokens)
     inputs, targets = whole[:, :-1], whole[:, 1:].clone()
     targets[last - first :] = IGNORE

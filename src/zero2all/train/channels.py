@@ -14,7 +14,7 @@ LOSS, TARGETS, TEXT_LOSS, BYTES = range(4)  # columns: nats and targets of all t
 class Channels:
     """
     >>> channels = Channels(["code", "en", "zh"], tokenizer.text_bytes, device)
-    >>> *by_source, stop = channels.sums(losses, targets, batch.sources).tolist()  # after adding up over ranks
+    >>> *by_source, empty = channels.sums(losses, targets, batch.sources).tolist()  # after adding up over ranks
     >>> channels.figures(by_source)
     {'loss/en': 2.31, 'bpb/en': 1.07, ...}
     """
@@ -25,10 +25,10 @@ class Channels:
         # One more entry at the end, where a target that counts for nothing points to.
         self._bytes = torch.tensor([*text_bytes, 0], dtype=torch.float64, device=device)
 
-    def sums(self, losses_NS: Tensor, targets_NS: Tensor, sources: Sequence[str], stop: bool = False) -> Tensor:
-        """[sources + 1, 4] in fp64. A row whose source is not in ``names`` is padding.
+    def sums(self, losses_NS: Tensor, targets_NS: Tensor, sources: Sequence[str]) -> Tensor:
+        """[sources + 1, 4] in fp64, of losses and targets on the same device. A row without a source is padding.
 
-        The last line tells the other ranks of a wish to stop: it travels with what is sent anyway.
+        The last line is empty, for what ranks wish to tell each other: it travels with what is sent anyway.
         """
         device = losses_NS.device
         rows = [row for row, source in enumerate(sources) if source in self._number]
@@ -38,9 +38,7 @@ class Channels:
         of_row = torch.stack(
             [losses.sum(1), (targets >= 0).sum(1).double(), (losses * (sizes > 0)).sum(1), sizes.sum(1)], dim=1
         )
-        sums = torch.zeros(len(self.names) + 1, 4, dtype=torch.float64, device=device).index_add_(0, numbers, of_row)
-        sums[-1] = float(stop)
-        return sums
+        return torch.zeros(len(self.names) + 1, 4, dtype=torch.float64, device=device).index_add_(0, numbers, of_row)
 
     def figures(self, sums: list[list[float]]) -> dict[str, float]:
         """Loss and bits per byte of every source that was in the batch."""

@@ -12,7 +12,7 @@ from zero2all.errors import Z2aError, need
 from zero2all.io import atomic_dir, checksums, write_manifest
 from zero2all.model import Z2all, export_hf
 from zero2all.tokenizer import Tokenizer
-from zero2all.train.run import TOKENIZER_FILES, Run
+from zero2all.train.run import Run, tokenizer_files
 
 KIND = "export"
 TOLERANCE = 1e-4
@@ -32,8 +32,8 @@ def export_run(run: Run, out: Path, step: int | None = None, bf16: bool = False,
     result: dict[str, Any] = {"out": str(out), "parameters": sum(p.numel() for p in model.parameters())}
     with atomic_dir(out, KIND) as partial:
         export_hf(model, partial, tokenizer.end_of_text, torch.bfloat16 if bf16 else torch.float32)
-        for name in TOKENIZER_FILES:
-            shutil.copy(tokenizer.directory / name, partial / name)
+        for path in tokenizer_files(tokenizer):
+            shutil.copy(path, partial / path.name)
         if check:
             result["max_logit_difference"] = logit_difference(model, tokenizer, partial)
             if not bf16 and result["max_logit_difference"] > TOLERANCE:

@@ -17,6 +17,7 @@ from zero2all.errors import Interrupted, UsageError, Z2aError
 from zero2all.hardware import compute_dtype, dtype_name, peak_flops, pick_device
 from zero2all.model import document_starts, why_not_hf
 from zero2all.model.anatomy import count_parameters
+from zero2all.model.flops import Recompute
 from zero2all.parallel import Layout, Spread
 from zero2all.recipe import Recipe
 from zero2all.resilience import Found, Guard, Keeper, Team, locked
@@ -92,9 +93,11 @@ class Job:
         durable = plan.is_due(options.every, done) or last
         if not (durable or plan.is_due(options.flash_every, done)):
             return None
+        theta, scaling = plan.rope(plan.at(done - 1))
+        config = self.spread.config.model_copy(update={"rope_theta": theta, "rope_scaling": scaling})
         state = {
             **self.identity,
-            "rope": self.spread.model.config.model_dump(mode="json", include={"rope_theta", "rope_scaling"}),
+            "rope": config.model_dump(mode="json", include={"rope_theta", "rope_scaling"}),
             "guard": self.guard.state(),
             "loss_scale": None if self.spread.scale is None else self.spread.scale.state(),
             "skipped": self.skipped,
@@ -159,6 +162,8 @@ def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
     tokenizer, store = Tokenizer(recipe.tokenizer_dir), TokenStore(recipe.tokens_dir, "train")
     if store.tokenizer_fingerprint != tokenizer.fingerprint:
         raise Z2aError(f"{recipe.tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
+    if recipe.evals.every is not None:
+        TokenStore(recipe.tokens_dir, "valid").need_a_sample(options.seq_len)
     plan = Plan(recipe, store)
     dtype = compute_dtype(options.precision, device)
     config = model_config(recipe, tokenizer)
@@ -177,6 +182,7 @@ def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
     if layout.rank == 0:
         run.write_down(identity, tokenizer, device)
     peak = peak_flops(device, dtype)
+    recompute: Recompute = "full" if recipe.parallel.activation_checkpointing == "full" else "none"
     _say_job(recipe, plan, spread, peak.source)
     beat.mark(Mark.LOADED, done=None if found is None else found.step)
     job = Job(
@@ -186,7 +192,7 @@ def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
         spread=spread,
         optimizers=optimizers,
         channels=Channels(plan.sources, tokenizer.text_bytes, device),
-        clock=Clock(plan, config, device, peak.flops * layout.sizes.world),
+        clock=Clock(plan, config, device, peak.flops * layout.sizes.world, recompute),
         keeper=keeper,
         guard=Guard(options.guard),
         identity=identity,

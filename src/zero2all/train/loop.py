@@ -72,8 +72,8 @@ def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluat
             spread.micro_samples = batch.micro_samples
             losses = spread.backward(batch.inputs, batch.targets, batch.targets_in_all, job.starts(batch.inputs))
             norm = spread.clip(options.clip)
-            sums = job.channels.sums(losses, batch.targets, batch.sources, stopping.is_set())
-            *by_source, stop_wishes = spread.total(sums).tolist()
+            sums = job.channels.sums(losses, spread.own(batch.targets), batch.sources)
+            *by_source, stop_wishes = spread.total(sums, wish=stopping.is_set()).tolist()
             loss, grad_norm = sum(row[LOSS] for row in by_source) / batch.targets_in_all, norm.item()
             action = spikes.judge(batch, loss, grad_norm, record)
             if action == "back":

@@ -53,8 +53,8 @@ class Run:
         write_text(self.directory / "recipe.yaml", recipe_yaml(_with_absolute_paths(self.recipe)))
         write_json(self.directory / "environment.json", environment(device))
         (self.directory / "tokenizer").mkdir(exist_ok=True)
-        for name in TOKENIZER_FILES:
-            write_text(self.directory / "tokenizer" / name, (tokenizer.directory / name).read_text(encoding="utf-8"))
+        for path in tokenizer_files(tokenizer):
+            write_text(self.directory / "tokenizer" / path.name, path.read_text(encoding="utf-8"))
         write_json(self.directory / "identity.json", identity)
 
     def claim_memory(self) -> Path:
@@ -103,6 +103,11 @@ class Run:
         model = model.to_empty(device="cpu").prepare()
         self.checkpoints.load_model(step, model)
         return model.eval()
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
+    """What a tokenizer directory has of the files that Hugging Face knows: not every one has a template for chats."""
+    return [path for name in TOKENIZER_FILES if (path := tokenizer.directory / name).exists()]
 
 
 def model_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
