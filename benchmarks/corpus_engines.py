@@ -1,6 +1,6 @@
 """The same corpus built by local processes and by Ray: wall time, and how soon the first part is on disk.
 
-    python benchmarks/corpus_engines.py --text shared/corpus/zh shared/corpus/en shared/corpus/code --work /tmp/engines
+    python benchmarks/corpus_engines.py --text TEXT/zh TEXT/en TEXT/code --work /tmp/engines
 
 The input is the text repeated to 200 MB, each copy with another last line, so that none is dropped as a copy. Ray
 starts a cluster of its own on this machine and leaves one core free. How soon the first part is there is measured on

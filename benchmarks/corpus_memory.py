@@ -1,6 +1,6 @@
 """Peak memory of reading one large file: a JSON array, JSONL and Parquet of 1 GB and 4 GB, made by repetition.
 
-    python benchmarks/corpus_memory.py --text shared/corpus/zh/wiki2019zh_style/wiki_zh_00.jsonl --work /tmp/memory
+    python benchmarks/corpus_memory.py --text TEXT/zh/wiki2019zh_style/wiki_zh_00.jsonl --work /tmp/memory
 
 Each file is read in a process of its own; the figure is that process's peak resident memory.
 """

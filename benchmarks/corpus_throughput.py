@@ -1,6 +1,6 @@
 """Where the time of a corpus build goes: reading by shape, every filter, and the stages on two workers.
 
-    python benchmarks/corpus_throughput.py --corpus shared/corpus --work /tmp/throughput > throughput.md
+    python benchmarks/corpus_throughput.py --corpus TEXT --work /tmp/throughput > throughput.md
 
 Ingest is reading, parsing, mapping to the schema and naming by gid, into Arrow batches, without cleaning and without
 writing. It is measured against the barest way to get at the same text (orjson a line, orjson for a whole array, pyarrow
