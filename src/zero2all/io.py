@@ -153,7 +153,7 @@ def write_json(target: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no UTF-8
         raise Z2aError(f"{path} is damaged ({error}); remove it and run the stage again") from error
 
 

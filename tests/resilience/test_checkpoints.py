@@ -22,7 +22,7 @@ from zero2all.errors import UsageError, Z2aError
 from zero2all.evals import bits_per_byte
 from zero2all.recipe import Recipe
 from zero2all.resilience import Checkpoints, Keeper, Team, locked
-from zero2all.resilience.inspect import differences
+from zero2all.resilience.inspect import differences, kept_states
 from zero2all.train import Run, train
 
 
@@ -34,12 +34,12 @@ def z2a(*words: object) -> tuple[int, dict[str, object]]:
     return done.exit_code, json.loads(done.stdout)
 
 
-def a_keeper(directory: Path, **keep: int) -> tuple[Keeper, nn.Linear]:
+def a_keeper(directory: Path, memory: Path | None = None, **keep: int) -> tuple[Keeper, nn.Linear]:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
-    return Keeper(Checkpoints(directory, **keep), None, directory, model, [optimizer], Team()), model
+    return Keeper(Checkpoints(directory, **keep), memory, directory, model, [optimizer], Team()), model
 
 
 def test_the_newest_the_best_and_the_permanent_are_kept(tmp_path: Path) -> None:
@@ -58,6 +58,33 @@ def test_a_damaged_checkpoint_of_a_later_step_pushes_none_out(tmp_path: Path) ->
     keeper.save(8, {}, durable=True)
     keeper.wait()
     assert keeper.checkpoints.newest() == 8
+
+
+def test_a_rollback_to_a_state_in_memory_leaves_a_durable_one(tmp_path: Path) -> None:
+    keeper, _ = a_keeper(tmp_path / "run", tmp_path / "memory", keep=1)
+    for step, durable in ((10, True), (15, False), (20, True)):
+        keeper.save(step, {"step": step}, durable)
+        keeper.wait()
+    assert keeper.checkpoints.steps() == [20]
+    found = keeper.roll_back(18)
+    assert found is not None
+    assert (found.step, found.where) == (15, "in memory")
+    assert keeper.checkpoints.steps() == [15]
+    assert keeper.checkpoints.problem(15) is None
+    keeper.close("finished")
+
+
+def test_a_damaged_note_of_an_old_checkpoint_harms_nobody(tmp_path: Path) -> None:
+    keeper, _ = a_keeper(tmp_path, keep=1)
+    keeper.save(10, {}, durable=True)
+    keeper.wait()
+    state = keeper.checkpoints.path(10) / "state.json"
+    state.write_bytes(b"\xff" + state.read_bytes()[1:])
+    (keeper.checkpoints.path(10) / "manifest.json").write_text("{", encoding="utf-8")
+    assert [(row["step"], row["whole"]) for row in kept_states(keeper.checkpoints, None)] == [(10, False)]
+    keeper.save(20, {}, durable=True)
+    keeper.settle()
+    assert keeper.checkpoints.steps() == [20]
 
 
 def test_what_is_written_is_the_state_that_was_staged(tmp_path: Path) -> None:

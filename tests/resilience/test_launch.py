@@ -106,6 +106,10 @@ def test_the_slurm_script_quotes_and_is_written(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", str(to)]).returncode == 0
     assert "srun --kill-on-bad-exit=1" in script
     assert "srun --no-kill --kill-on-bad-exit=0" in Job(WORDS, 8, (2, 4), "head:29500").slurm()
+    asked = Job(WORDS, 8, (2, 2), "head:1", restarts=2, hang_after=3600, grace=110)
+    assert "--nodes 2:2 --rendezvous head:1 --restarts 2 --hang-after 3600 --grace 110 -- train" in asked.slurm()
+    with pytest.raises(UsageError, match="--restarts, --hang-after, --grace, --rendezvous: there torchrun"):
+        asked.train_job("image")
 
 
 @pytest.mark.slow

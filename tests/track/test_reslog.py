@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 from zero2all.track import Record, read_steps
 from zero2all.track.index import CHUNK, index_path
 from zero2all.track.pump import Pump
-from zero2all.track.reslog import read_lines
+from zero2all.track.reslog import AppendFile, RecordFile, read_lines
 
 
 def losses(path: Path) -> dict[int, float]:
@@ -98,6 +100,37 @@ def test_lines_wait_in_memory_while_the_disk_is_full_and_none_is_torn(tmp_path: 
         assert not record.flush()
         (tmp_path / "later").unlink()
     assert list(losses(path)) == list(range(50))
+
+
+def test_lines_that_come_while_the_disk_is_full_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, full = RecordFile(tmp_path / "record.jsonl"), True
+    write = AppendFile.write
+
+    def on_a_full_disk(self: AppendFile) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "no space left")
+        write(self)
+
+    monkeypatch.setattr(AppendFile, "write", on_a_full_disk)
+    lines = [{"step": step} for step in range(12)]
+    for known in (3, 7):  # a try again begins with the same lines and may have more of them
+        with pytest.raises(OSError, match="no space"):
+            file.write(lines[:known])
+    full = False
+    file.write(lines[:9])
+    file.write(lines[9:])
+    file.close()
+    assert [line["step"] for line in read_lines(tmp_path / "record.jsonl")] == list(range(12))
+
+
+def test_figures_of_the_machine_stand_at_the_step_that_a_resume_begins_with(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    with Record(path, system_every=0.5) as record:  # the first after half a second, long after the event
+        record.event("resume", step=300)
+        until = time.monotonic() + 30
+        while time.monotonic() < until and not (path.exists() and read_steps(path)):
+            time.sleep(0.02)
+    assert list(read_steps(path)) == [300]
 
 
 def test_a_pump_that_is_full_drops_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,6 +121,13 @@ def test_news_are_the_lines_since_and_a_resume_asks_for_everything_again(tmp_pat
     news, sequence = _news_of(followed, sequence)
     assert [line["step"] for line in news["lines"]] == [10]
     assert not news["reload"]
+    with Record(tmp_path / "record.jsonl", rank=1, system_every=None) as other:
+        other.step(10, loss=7.0)
+    with Record(tmp_path / "record.jsonl", system_every=None) as record:
+        record.step(11, loss=7.0)
+    followed.refresh()
+    news, sequence = _news_of(followed, sequence)
+    assert (news["ranks"], news["reload"]) == (True, False)
     with Record(tmp_path / "record.jsonl", system_every=None) as record:
         record.event("resume", step=8)
     followed.refresh()

@@ -1,4 +1,4 @@
-"""A step where the model is not on the CPU. There is no GPU in CI; the meta device refuses to meet CPU tensors as well."""
+"""A step where the model is not on the CPU. CI has no GPU; the meta device refuses to meet CPU tensors as well."""
 
 from __future__ import annotations
 

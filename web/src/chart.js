@@ -48,6 +48,7 @@ export class Chart {
     if (!this.visible) return;
     const points = Math.max(300, Math.min(1500, Math.round(this.canvas.clientWidth * 1.5)));
     const asked = (this.asked = {});
+    this.late = [];  // rows that come while the answers do
     const answers = await Promise.all(this.shown.map(async (run) => {
       const names = this.group.names.filter((name) => run.names.includes(name));
       try {
@@ -59,17 +60,31 @@ export class Chart {
     if (asked !== this.asked) return;  // a later request overtook this one
     this.blocks = new Map(answers);
     this.added = 0;
+    const late = this.late;
+    this.late = null;
+    for (const [run, rows] of late) this.append(run, rows);
     this.draw();
   }
 
   // Rows that a run has just written.
   add(run, rows) {
-    const block = this.blocks.get(run.id)?.find((one) => Object.keys(one.mean).some((name) => !name.includes("@")));
-    if (!this.visible || !block || state.to !== "") return;
-    for (const row of rows) append(block, row, row.tokens ?? (row.step + 1) * (run.batch_tokens ?? 0));
-    this.added += rows.length;
+    this.late?.push([run, rows]);
+    if (!this.append(run, rows)) return;
     if (this.added > RELOAD_AFTER) this.reload();
     else this.update();
+  }
+
+  append(run, rows) {
+    const block = this.blocks.get(run.id)?.find((one) => Object.keys(one.mean).some((name) => !name.includes("@")));
+    if (!this.visible || !block || state.to !== "") return false;
+    for (const row of rows) append(block, row, row.tokens ?? (row.step + 1) * (run.batch_tokens ?? 0));
+    this.added += rows.length;
+    return true;
+  }
+
+  // Rows of ranks after the first are not in the news.
+  get ofRanks() {
+    return this.group.names.some((name) => name.includes("@"));
   }
 
   lines() {

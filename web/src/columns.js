@@ -72,7 +72,9 @@ const lonely = (values) => values.filter((value) => value != null).length < 60;
 
 // A row that was just written, into a block that a chart holds.
 export function append(block, row, tokens) {
-  const again = block.steps.length && block.steps[block.steps.length - 1] === row.step;
+  const last = block.steps.at(-1);
+  if (row.step < last) return;  // it was in the answer that the block came from
+  const again = row.step === last;
   if (!again) {
     block.steps.push(row.step);
     block.times.push(row.time);

@@ -11,6 +11,8 @@ import { language, say } from "./words.js";
 let runs = [];
 let charts = [];
 let connected = true;
+let ranksReadAt = 0;
+const RANKS_EVERY = 5000;  // milliseconds
 const page = document.getElementById("page");
 const cards = element("div", { class: "cards" });
 const grid = element("main", { class: "grid" });
@@ -142,6 +144,10 @@ function take(news) {
   if (texts) buildBelow();
   if (newNames) buildCharts();
   else for (const chart of charts) chart.group.id === "held_out/*" ? evaluated && chart.reload() : chart.add(run, rows);
+  if (news.ranks && Date.now() - ranksReadAt > RANKS_EVERY) {
+    ranksReadAt = Date.now();
+    for (const chart of charts) if (chart.ofRanks) chart.reload();
+  }
 }
 
 onChange((names) => {
@@ -159,4 +165,4 @@ onChange((names) => {
 });
 addEventListener("hashchange", () => { readAddress(); build(); });
 
-begin();
+begin().catch((error) => page.replaceChildren(element("p", { class: "hint" }, error.message)));

@@ -61,6 +61,8 @@ def launch(
         if status:
             raise typer.Exit(status if status > 0 else 1)
         return Result({"ranks": procs, "command": words}, f"{procs} ranks ended well")
+    if check:
+        raise UsageError("--check examines the nodes as they start: with --emit, run 'z2a launch ... -- doctor' there")
     if emit == "slurm":
         text = job.slurm(gpus)
     else:

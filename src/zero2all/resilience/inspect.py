@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zero2all.errors import UsageError
+from zero2all.errors import UsageError, Z2aError
 from zero2all.io import MANIFEST, all_files, read_json
 from zero2all.paths import RemotePath
 from zero2all.resilience.checkpoint import Checkpoints
@@ -29,7 +29,7 @@ def kept_states(checkpoints: Checkpoints, memory: Path | None) -> list[dict[str,
                 "where": "durable",
                 "time": state.get("time"),
                 "bytes": sum(_size(file) for file in all_files(path)),
-                "whole": (path / MANIFEST).exists() and "unfinished" not in read_json(path / MANIFEST),
+                "whole": _is_finished(path),
                 "notes": ["best"] * (step in best) + ["permanent"] * bool(state.get("permanent")),
             }
         )
@@ -45,6 +45,13 @@ def kept_states(checkpoints: Checkpoints, memory: Path | None) -> list[dict[str,
             }
         )
     return rows
+
+
+def _is_finished(path: Path) -> bool:
+    try:
+        return "unfinished" not in read_json(path / MANIFEST)
+    except (OSError, Z2aError):  # not there, or damaged
+        return False
 
 
 def problems(checkpoints: Checkpoints, memory: Path | None, step: int | None = None) -> dict[str, str]:

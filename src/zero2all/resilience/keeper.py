@@ -132,6 +132,13 @@ class Keeper:
         if found is None:
             return None
         self.load(found)
+        if found.slots and not any(step <= found.step for step in self.team.first(self.checkpoints.steps)):
+            # All that is durable is of later steps, and a run must not hang on memory alone.
+            try:
+                self.checkpoints.write(found.step, state_of(self.model, self.optimizers), found.state, self.team)
+            except (Z2aError, OSError) as error:
+                warn(f"checkpoints of later steps stay, for the state of step {found.step} cannot be written: {error}")
+                return found
         self.team.first(lambda: self.checkpoints.remove_after(found.step))
         return found
 

@@ -164,12 +164,13 @@ class Job:
         inner = f"z2a launch --procs {self.procs}"
         head = ""
         if self.nodes[1] > 1:
-            head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-            inner += f' --nodes {self.nodes[0]}:{self.nodes[1]} --rendezvous "$head:{PORT}"'
+            place = shlex.quote(self.rendezvous) if self.rendezvous else f'"$head:{PORT}"'
+            if self.rendezvous is None:
+                head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+            inner += f" --nodes {self.nodes[0]}:{self.nodes[1]} --rendezvous {place}"
         elastic = self.nodes[0] < self.nodes[1]  # the job outlives a node
         bad_exit = "--no-kill --kill-on-bad-exit=0" if elastic else "--kill-on-bad-exit=1"
-        if self.restarts != NO_LIMIT:
-            inner += f" --restarts {self.restarts}"
+        inner += "".join(f" {option} {value:g}" for option, value in self._chosen().items())
         return f"""#!/bin/bash
 #SBATCH --job-name=z2a
 #SBATCH --nodes={self.nodes[1]}
@@ -185,8 +186,23 @@ set -euo pipefail
 exec srun {bad_exit} {inner} -- {shlex.join(self.command)}
 """
 
+    def _chosen(self) -> dict[str, float]:
+        """Options of the agent that are not as they would be anyway."""
+        options = {
+            "--restarts": (self.restarts, NO_LIMIT),
+            "--hang-after": (self.hang_after, Job.hang_after),
+            "--grace": (self.grace, Job.grace),
+        }
+        return {option: value for option, (value, usual) in options.items() if value != usual}
+
+    def _left_to_torchrun(self) -> None:
+        given = [*self._chosen(), *(["--rendezvous"] if self.rendezvous else [])]
+        if given:
+            raise UsageError(f"{', '.join(given)}: there torchrun starts the ranks, and Kubernetes starts them again")
+
     def train_job(self, image: str, gpus: int = 0) -> str:
         """A Kubeflow TrainJob (Trainer v2). Its runtime tells torchrun of nodes and ranks by PET_ variables."""
+        self._left_to_torchrun()
         limits = {"nvidia.com/gpu": gpus} if gpus else {"cpu": str(self.procs)}
         trainer = {
             "image": image,
@@ -206,6 +222,7 @@ exec srun {bad_exit} {inner} -- {shlex.join(self.command)}
 
     def pytorch_job(self, image: str, gpus: int = 0) -> str:
         """The older Kubeflow PyTorchJob (Training Operator v1); it sets the same variables."""
+        self._left_to_torchrun()
         limits = {"nvidia.com/gpu": gpus} if gpus else {"cpu": str(self.procs)}
         container = {
             "name": "pytorch",

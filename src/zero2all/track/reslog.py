@@ -63,7 +63,10 @@ class Record:
 
     def event(self, event: str, /, **details: Any) -> None:
         """Something that happened: a start or resume, a checkpoint, a spike, a change of stage."""
-        self._put({"event": event, "time": round(time.time(), 3), **details})
+        line = {"event": event, "time": round(time.time(), 3), **details}
+        if is_restart(line):
+            self._last_step = line["step"]
+        self._put(line)
 
     def sample(self, step: int, name: str, text: str) -> None:
         self._put({"sample": name, "step": step, "time": round(time.time(), 3), "text": text})
@@ -104,20 +107,19 @@ class RecordFile:
         self._index: AppendFile | None = None
         self._indexer = Indexer()
         self._names: list[str] = []
-        self._taken = False  # whether the lines of the failed call before are in the buffers
+        self._taken = 0  # lines of a failed call before that are in the buffers: the next one begins with them
 
     def write(self, lines: list[dict[str, Any]]) -> None:
         if self._file is None or self._index is None:
             self._file, self._index = self._open()
-        if not self._taken:
-            for line in lines:
-                encoded = _encode(line)
-                first = self._file.put(encoded)
-                self._add_to_index(self._index, line, first, first + len(encoded))
-            self._taken = True
+        for line in lines[self._taken :]:
+            encoded = _encode(line)
+            first = self._file.put(encoded)
+            self._add_to_index(self._index, line, first, first + len(encoded))
+            self._taken += 1
         self._file.write()
         self._index.write()
-        self._taken = False
+        self._taken = 0
         if any("event" in line for line in lines):
             self._file.sync()
 

@@ -270,9 +270,10 @@ def _news_of(followed: Followed, sequence: int) -> tuple[dict[str, Any], int]:
         lines = list(followed.run.lines_after(sequence))
         latest, several = followed.run.streams[0].sequence, len(followed.run.streams) > 1
     restarted = any(is_restart(line) for _, line in lines)
-    missed = latest - sequence != len(lines) or several
+    missed = latest - sequence != len(lines)
     kept = {name: followed.summary[name] for name in ("names", "status", "verdicts")}
-    return {**kept, "lines": [line for _, line in lines], "reload": restarted or (missed and bool(lines))}, latest
+    reload = restarted or (missed and bool(lines))
+    return {**kept, "ranks": several, "lines": [line for _, line in lines], "reload": reload}, latest
 
 
 def answer(value: Any) -> Response:

@@ -14,6 +14,7 @@ from zero2all.console import say
 from zero2all.errors import Interrupted
 from zero2all.model.anatomy import count_parameters
 from zero2all.recipe import Recipe
+from zero2all.resilience.beat import Mark
 from zero2all.tokenizer import Tokenizer
 from zero2all.train.batches import Batch, Loader
 from zero2all.train.channels import LOSS
@@ -102,6 +103,8 @@ def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluat
                 record.event("evaluation", step=step, **quality)
                 say(f"held out after step {done}: {quality['bits_per_byte']:.4f} bits per byte")
             stop_now = any(stop_wishes) and done < plan.total
+            if stop_now or done == plan.total:
+                job.beat.mark(Mark.ENDING)  # the last state is waited for, and that may take longer than a step
             if done < plan.total and (stall := job.save(done, last=stop_now)) is not None:
                 record.step(step, checkpoint_stall=round(stall, 6))
             if stop_now:
