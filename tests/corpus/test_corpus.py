@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from zero2all.corpus import SCHEMA, build_corpus, useful_workers
+from zero2all.corpus.filters import DEFAULT_FILTERS
+from zero2all.corpus.filters.quality import train_quality
 from zero2all.engine import Engine
 from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe
@@ -230,6 +232,59 @@ def test_evaluation_text_goes_by_the_limits_of_the_recipe(tmp_path: Path) -> Non
         else:
             manifest, _ = build(tmp_path / "raw", tmp_path / "out", **options)
             assert manifest["documents"] == 0
+
+
+def test_evaluation_sets_of_the_same_name_all_count(tmp_path: Path) -> None:
+    questions = {name: " ".join(f"{name}{n}" for n in range(40)) for name in ("gsm", "mmlu")}
+    (tmp_path / "raw").mkdir()
+    rows = [json.dumps({"id": name, "text": text}) for name, text in {**questions, "own": "text of its own"}.items()]
+    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(rows))
+    for name, question in questions.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "test.jsonl").write_text(json.dumps({"question": question}))
+    sets = [str(tmp_path / name / "test.jsonl") for name in questions]
+    _, left = build(tmp_path / "raw", tmp_path / "out", decontaminate=sets, holdout=0)
+    assert {row["id"] for row in left} == {"own"}
+
+
+def test_files_that_look_the_same_are_two(tmp_path: Path) -> None:
+    for name in ("en", "zh"):
+        (tmp_path / "raw" / name).mkdir(parents=True)
+        (tmp_path / "raw" / name / "part.txt").write_text(f"text of {name}")
+        os.utime(tmp_path / "raw" / name / "part.txt", (1, 1))
+    _, rows = build(tmp_path / "raw" / "*" / "part.txt", tmp_path / "out", holdout=0)
+    assert sorted(row["content"] for row in rows) == ["text of en", "text of zh"]
+
+
+def test_a_long_text_file_passes_the_default_filters(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    text = "".join(f"Line {n} of a book that is longer than any one document should be.\n" for n in range(300_000))
+    (tmp_path / "raw" / "book.txt").write_text(text)
+    filters = [spec for spec in DEFAULT_FILTERS if spec["name"] == "too_long"]
+    _, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, filters=filters)
+    assert len(rows) > 1
+    assert sum(len(row["content"]) for row in rows) >= len(text) - len(rows)
+
+
+def test_near_copies_of_a_text_that_has_a_twin_are_found(tmp_path: Path) -> None:
+    text = " ".join(f"word{n * n % 977}" for n in range(400))
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in (text, text, text + " tail")))
+    _, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, dedup={"near": True})
+    assert len(rows) == 1
+
+
+def test_a_quality_model_that_was_trained_anew_is_noticed(tmp_path: Path) -> None:
+    good = [f"The river had been rising since noon, and field {n} was gone by evening." for n in range(40)]
+    bad = [f"BUY NOW !!! cheap pills at www.spam{n}.cn CLICK HERE" for n in range(40)]
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in (good[0], bad[0])))
+    filters = [{"name": "quality_score", "model": str(tmp_path / "model")}]
+    for sides, left in (((good, bad), good[0]), ((bad, good), bad[0])):
+        train_quality(*sides, tmp_path / "model")
+        manifest, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, filters=filters)
+        assert not manifest["reused"]
+        assert [row["content"] for row in rows] == [left]
 
 
 def test_a_path_with_nothing_there_is_an_error_a_person_can_act_on(tmp_path: Path) -> None:

@@ -244,6 +244,26 @@ def test_a_tar_header_that_claims_gigabytes_is_not_read_into_memory(tmp_path: Pa
         read(tmp_path / "long.tar")
 
 
+def test_large_members_of_a_tar_are_read(tmp_path: Path) -> None:
+    book, rows = "a line of a book\n" * 200_000, [{"text": "x" * 100}] * 20_000
+    members = {
+        "small.txt": b"small",
+        "book.txt": book.encode(),
+        "rows.json": json.dumps(rows).encode(),
+        "z.txt": b"after",
+    }
+    (tmp_path / "a.tar").write_bytes(tar_of(members))
+    found = contents(tmp_path / "a.tar")
+    assert (found[0], found[1], len(found[2:-1]), found[-1]) == ("small", book, 20_000, "after")
+
+
+def test_a_mended_line_may_hold_half_a_surrogate_pair(tmp_path: Path) -> None:
+    texts = ["before", "Ã©tÃ© dÃ©jÃ\xa0 vu naÃ¯ve \ud83d abc", "after"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    found = read(tmp_path / "a.jsonl")
+    assert [record["text"] for record in found] == ["before", "été déjà vu naïve \ud83d abc", "after"]
+
+
 @pytest.mark.parametrize(
     ("name", "data", "reason"),
     [
@@ -264,6 +284,7 @@ def test_a_tar_header_that_claims_gigabytes_is_not_read_into_memory(tmp_path: Pa
         ("a.txt", b"\x00\x01\x02" * 50, "binary"),
         ("a.csv", b"one column\nx\n", "without columns"),
         ("b.csv", b"a,a\n1,2\n", "without a header"),
+        ("c.csv", b"id,text\r1,hello\r2,world\r", "without a header"),
         ("b.txt", "Широкая электрификация южных губерний".encode("cp1251"), "unknown encoding"),
         ("a.warc", b"WARC/1.0\r\nno end", "broken WARC"),
     ],
@@ -320,7 +341,8 @@ def test_large_json_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     """Values that lie across the edges of blocks, and the streaming way to a list inside an object."""
     rows = [{"id": n, "text": f'{n} \\ " {CHINESE * (n % 300)}'} for n in range(400)]
     monkeypatch.setattr("zero2all.corpus.readers.json_records.SMALL", 1 << 16)
-    shapes = {"array": rows, "held": {"meta": {"list": [1, 2], "x": {}}, "rows": rows}}
+    first = {"meta": {"list": [1, 2], "x": {}}, "licences": [{"name": "MIT"}]}
+    shapes = {"array": rows, "held": {**first, "rows": rows, "last": [{"name": "x"}] * 9}}
     for name, value in shapes.items():
         for indent in (None, 2):
             (tmp_path / f"{name}.json").write_text(json.dumps(value, ensure_ascii=False, indent=indent))
@@ -372,6 +394,10 @@ def test_warc_gives_its_html_responses(tmp_path: Path) -> None:
         "packed": html + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(page),
         "picture": b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n\r\n\x89PNG",
         "headless": b"nothing",
+        "unknown": b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n"
+        + "Широкая электрификация губерний".encode("cp1251"),
+        "back": html + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n-5\r\n",
+        "after": html + b"\r\n" + page,
     }
     records = [b"WARC/1.0\r\nWARC-Type: warcinfo\r\nContent-Length: 3\r\n\r\nabc\r\n\r\n"]
     for name, body in bodies.items():
@@ -380,12 +406,14 @@ def test_warc_gives_its_html_responses(tmp_path: Path) -> None:
         records.append(head.encode() + body + b"\r\n\r\n")
     (tmp_path / "a.warc.gz").write_bytes(b"".join(gzip.compress(record) for record in records))
     found = read(tmp_path / "a.warc.gz")
-    assert [r["id"] for r in found if isinstance(r, WholeFile)] == ["chunked", "unchunked", "packed"]
+    assert [r["id"] for r in found if isinstance(r, WholeFile)] == ["chunked", "unchunked", "packed", "after"]
     assert all(FRENCH.strip() in r["content"] for r in found if isinstance(r, WholeFile))
     assert found[0]["url"] == "http://x/chunked"
-    assert [r.place for r in found if isinstance(r, BrokenRecord)] == ["headless"]
+    assert [r.place for r in found if isinstance(r, BrokenRecord)] == ["headless", "unknown", "back"]
     (tmp_path / "cut.warc").write_bytes(b"".join(records)[:-8])
-    assert [r.reason for r in read(tmp_path / "cut.warc") if isinstance(r, BrokenRecord)] == ["WARC record cut short"]
+    last = read(tmp_path / "cut.warc")[-1]
+    assert isinstance(last, BrokenRecord)
+    assert last.reason == "WARC record cut short"
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.model.helpers import EXPERTS, make, some_tokens
 from zero2all.errors import UsageError
-from zero2all.model import IGNORE, document_starts
+from zero2all.model import IGNORE, Z2all, document_starts
 from zero2all.model.ops import OPS, choose
 from zero2all.model.ops import chunked_loss as chunked_loss_module
 from zero2all.model.ops.attention import visible
 from zero2all.model.ops.cross_entropy import HeadShape
 from zero2all.model.ops.documents import pieces
-from zero2all.recipe import ModelConfig
+from zero2all.recipe import ModelConfig, OpsRecipe
 
 CPU = torch.device("cpu")
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -251,6 +251,15 @@ def test_no_piece_is_larger_than_it_has_to_be() -> None:
         (0, 600, 600, 850),
         (0, 600, 850, 1000),
     ]
+
+
+def test_a_form_for_gpus_may_be_named_where_a_model_is_only_laid_out() -> None:
+    config = ModelConfig(vocab_size=320, ops=OpsRecipe(attention="flex", norm="liger"))
+    with torch.device("meta"):
+        model = Z2all(config)
+    assert model.config.ops.attention == "flex"
+    with pytest.raises(UsageError, match="cannot be used"):  # and is chosen, or refused, where it is to compute
+        model.to_empty(device="cpu").prepare()
 
 
 def test_auto_takes_what_runs_and_says_why_not_the_rest() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from zero2all.console import progress, warn
 from zero2all.corpus.drops import evaluation_files, find_drops, strip_shared_lines
 from zero2all.corpus.filters import DEFAULT_FILTERS, build_filters
+from zero2all.corpus.filters.quality import quality_models
 from zero2all.corpus.finish import group_parts, write_shards
 from zero2all.corpus.mapping import mapping_for
 from zero2all.corpus.parts import make_part
@@ -27,7 +28,7 @@ from zero2all.recipe import CorpusRecipe, SourceRecipe
 from zero2all.units import show_bytes
 
 KIND = "documents"
-FORMAT = 3  # raised when the same inputs and options give other documents than before
+FORMAT = 4  # raised when the same inputs and options give other documents than before
 NAMES_KEPT = 20  # of files left out, per reason, in the manifest
 PLACES_KEPT = 100  # of broken records, per source, in the manifest
 SAMPLES_KEPT = 5  # of dropped documents, per source and reason, in the manifest
@@ -40,11 +41,11 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
     if not recipe.sources:
         raise UsageError("the recipe names no text: add corpus.sources, each with a name and paths")
     specs = list(DEFAULT_FILTERS) if recipe.filters is None else recipe.filters
-    build_filters(specs)  # a wrong name should be known before hours of reading
+    models = quality_models(build_filters(specs))  # a wrong name should be known before hours of reading
     for source in recipe.sources:
         mapping_for(source)
     files = [(source, piece) for source in recipe.sources for file in list_files(source) for piece in in_pieces(file)]
-    keys = [_part_key(source, file, specs) for source, file in files]
+    keys = _part_keys(files, [specs, models])
     evaluation = [file.fingerprint for path in recipe.decontaminate for file in evaluation_files(path)]
     options = recipe.model_dump(
         mode="json", include={"dedup", "decontaminate", "contamination", "holdout", "shard_size"}
@@ -95,10 +96,19 @@ def useful_workers(recipe: CorpusRecipe) -> int:
     return all_cores() if size >= SMALL else 1
 
 
-def _part_key(source: SourceRecipe, file: RawFile, specs: list[Any]) -> str:
-    """Everything that a part depends on: the file as it is, how it is read, and how it is cleaned."""
-    reading = source.model_dump(mode="json", include={"name", "category", "fields", "mapping", "exclude"})
-    return fingerprint([FORMAT, reading, file.name, file.fingerprint, specs])
+def _part_keys(files: list[tuple[SourceRecipe, RawFile]], cleaning: list[Any]) -> list[str]:
+    """Everything that each part depends on: the file as it is, how it is read, and how it is cleaned.
+
+    Where a file lies is none of it, unless two look the same by name, size and time.
+    """
+    keys = []
+    for source, file in files:
+        reading = source.model_dump(mode="json", include={"name", "category", "fields", "mapping", "exclude"})
+        keys.append(fingerprint([FORMAT, reading, file.name, file.fingerprint, cleaning]))
+    seen = Counter(keys)
+    return [
+        key if seen[key] == 1 else fingerprint([key, file.path]) for key, (_, file) in zip(keys, files, strict=True)
+    ]
 
 
 def _make_parts(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero2all.console import progress
+from zero2all.console import progress, warn
 from zero2all.corpus.dedup import (
     DedupParams,
     LineParams,
@@ -83,7 +83,11 @@ def _copies(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path)
 
 
 def _contaminated(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, Path]:
-    build_index({Path(path).name: _texts(path) for path in recipe.decontaminate}, work / "index")
+    names = [Path(path).name for path in recipe.decontaminate]
+    sets = {
+        name if names.count(name) == 1 else path: path for name, path in zip(names, recipe.decontaminate, strict=True)
+    }
+    build_index({name: _texts(path) for name, path in sets.items()}, work / "index")
     limits = (recipe.contamination.min_hits, recipe.contamination.min_share)
     drops = {part: work / "drops" / part.name for part in parts}
     tasks = [(part, work / "index", out, *limits) for part, out in drops.items()]
@@ -103,8 +107,8 @@ def _texts(path: str) -> Iterator[str]:
             for record in read_records(file):
                 if not isinstance(record, BrokenRecord):
                     yield from _strings(dict(record))
-        except Unreadable:
-            continue
+        except Unreadable as reason:
+            warn(f"documents that hold {file.name} stay, for it cannot be read: {reason}")
 
 
 def _strings(value: Any) -> Iterator[str]:

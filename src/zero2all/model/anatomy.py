@@ -9,7 +9,7 @@ import torch
 from zero2all.hardware import compute_dtype
 from zero2all.model.flops import Recompute
 from zero2all.model.z2all import Z2all
-from zero2all.recipe import ModelConfig, OpsRecipe, OptimizerRecipe, Recipe
+from zero2all.recipe import ModelConfig, OptimizerRecipe, Recipe
 
 # Where a parameter belongs, by a piece of its name; the first that fits wins.
 _PARTS = {
@@ -42,7 +42,7 @@ def count_parameters(config: ModelConfig) -> Parameters:
     """
     # Which forms compute it changes no parameter, and those that the recipe names may not run here.
     with torch.device("meta"):
-        named = list(Z2all(config.model_copy(update={"ops": OpsRecipe()})).named_parameters())
+        named = list(Z2all(config).named_parameters())
     parts: dict[str, int] = {}
     idle = 0
     for name, parameter in named:

@@ -19,7 +19,7 @@ from zero2all.model.moe import MoE
 from zero2all.model.ops import Ops, choose
 from zero2all.model.ops.forms import IGNORE
 from zero2all.model.rope import depends_on_length, rotary_table
-from zero2all.recipe import ModelConfig, RopeScaling
+from zero2all.recipe import ModelConfig, OpsRecipe, RopeScaling
 
 
 class Block(nn.Module):
@@ -78,7 +78,10 @@ class Z2all(WithOps):
             self.lm_head.weight = self.embed_tokens.weight
         self.mtp = AfterNext(config) if config.mtp_weight else None
         self.register_buffer("rotary_2SE", rotary_table(config, config.context), persistent=False)
-        self.use(choose(config, self.embed_tokens.weight.device))
+        device = self.embed_tokens.weight.device
+        # Nothing is computed on the meta device, and a form that is for GPUs is not wrong there: see ``prepare``.
+        named = config.model_copy(update={"ops": OpsRecipe()}) if device.type == "meta" else config
+        self.use(choose(named, device))
 
     def use(self, ops: Ops) -> None:
         """Compute with these forms from here on."""

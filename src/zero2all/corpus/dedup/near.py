@@ -7,6 +7,7 @@ in the end a document goes only if it is like the very document that stays for i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from zero2all.corpus.dedup.shuffle import (
     LABELS,
     Rows,
     batches,
+    gid_texts,
     gids_of,
     group_starts,
     labels_of,
@@ -58,14 +60,18 @@ def near_signatures(
     shard: Path, number: int, out: Path, params: DedupParams, dropped: Sequence[Path] = ()
 ) -> dict[str, int]:
     """Write the band rows of a shard, sorted by hash; documents that ``dropped`` names already are left out."""
-    gone = rows_of_shard(dropped, number)["gid"]
+    gone = Counter(gid_texts(rows_of_shard(dropped, number)["gid"]))
     parts = [np.zeros(0, dtype=band_type(params))]
     documents = compared = 0
     for columns in read_columns(shard, [*LABELS, "content"]):
         gids = gids_of(columns["gid"])
         ranks, codes = labels_of(columns, params)
         documents += len(gids)
-        present = ~np.isin(gids, gone)
+        present = np.ones(len(gids), dtype=bool)
+        for place, gid in enumerate(columns["gid"]):
+            if gone[gid] > 0:  # as often as it was dropped: twins in one file have one gid, and one of them stays
+                gone[gid] -= 1
+                present[place] = False
         for code in (False, True):
             chosen = np.flatnonzero(present & (np.array(codes) == code))
             for batch in batches(columns["content"], chosen, BATCH_CHARACTERS):

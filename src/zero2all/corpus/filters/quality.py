@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters.base import KEEP, Drop, Verdict, filter_
+from zero2all.corpus.filters.base import KEEP, BoundFilter, Drop, Verdict, filter_
 from zero2all.corpus.filters.kinds import HAN, kind_of
 from zero2all.errors import UsageError
-from zero2all.io import atomic_path, read_json, write_json
+from zero2all.io import atomic_path, read_json, sha256_file, write_json
 
 BUCKETS = 1 << 18
 FORMAT = 1
@@ -134,6 +134,15 @@ def load_quality(path: Path) -> QualityModel:
     if about.get("format") != FORMAT or model.weights.shape != (BUCKETS,):
         raise UsageError(f"{path} was made by another version of zero2all; train it again")
     return model
+
+
+def quality_models(filters: Iterable[BoundFilter]) -> list[str]:
+    """Checksums of the models that filters ask: with one that was trained anew, the same text gives other documents."""
+    _loaded.cache_clear()
+    paths = [Path(bound.options["model"]) for bound in filters if bound.name == "quality_score"]
+    for path in paths:
+        load_quality(path)  # one that is not there should be known before hours of reading
+    return [sha256_file(path.with_suffix(".npz")) for path in paths]
 
 
 @lru_cache(maxsize=4)

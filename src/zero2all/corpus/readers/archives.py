@@ -110,7 +110,7 @@ def tar_members(stream: Stream, limits: Limits) -> Iterator[Member]:
                 return
             refused = _why_not_tar(info, limits)
             opened = None if refused else archive.extractfile(info)
-            yield Member(info.name, Stream(opened) if opened else None, refused)
+            yield Member(info.name, Stream(_InBlocks(opened)) if opened else None, refused)
 
 
 def _why_not_tar(info: tarfile.TarInfo, limits: Limits) -> str:
@@ -121,6 +121,16 @@ def _why_not_tar(info: tarfile.TarInfo, limits: Limits) -> str:
     if info.size > limits.member_bytes:
         return f"unpacks to more than {limits.member_bytes >> 20} MiB"
     return ""
+
+
+class _InBlocks:
+    """A member, never more of it at once than the largest header: tarfile passes on any size that it is asked for."""
+
+    def __init__(self, member: IO[bytes]) -> None:
+        self._member = member
+
+    def read(self, size: int, /) -> bytes:
+        return self._member.read(min(size, TAR_HEADER))
 
 
 class _Forward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import lzma
 import tarfile
 import zipfile
@@ -18,7 +19,7 @@ RAW_KEPT = 300  # characters of a broken record, enough for a person to recognis
 # What libraries raise on damaged files.
 BROKEN = (
     *(OSError, EOFError, ValueError, NotImplementedError, zlib.error, lzma.LZMAError),
-    *(zipfile.BadZipFile, tarfile.TarError, pa.ArrowException),
+    *(zipfile.BadZipFile, tarfile.TarError, csv.Error, pa.ArrowException),
 )
 NOT_INSTALLED = "needs pip install 'zero2all[corpus]'"
 
@@ -63,8 +64,8 @@ class Limits:
 
     record_bytes: int = 64 * 2**20
     """One line, JSON value, page or article; read into memory whole."""
-    text_piece: int = 16 * 2**20
-    """Characters of plain text in one document; a longer file is cut at line ends."""
+    text_piece: int = 8 * 2**20
+    """Characters of plain text in one document; a longer file is cut at line ends. Fewer than ``too_long`` drops."""
     parquet_in_memory: int = 256 * 2**20
     """Parquet inside an archive or a compressed file; it cannot be read from front to back."""
     members: int = 500_000

@@ -232,6 +232,6 @@ def _with_lines(text: bytes, lines: list[tuple[int, int, str | None]]) -> str | 
     for start, stop, line in lines:
         if line is None:
             return None
-        pieces += [text[at:start], line.encode()]
+        pieces += [text[at:start], line.encode("utf-8", "surrogatepass")]
         at = stop
     return b"".join([*pieces, text[at:]]).decode("utf-8", "surrogatepass")

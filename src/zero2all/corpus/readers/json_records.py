@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -267,16 +268,17 @@ class _Replay:
 
 
 def _list_inside(ijson: Any, source: _Kept) -> str | None:
-    """The key of the first list of objects in the first object, or None if it ends without one."""
+    """The key of the longest list of objects in the first object, as far as that is looked at; None without one."""
+    objects: Counter[str] = Counter()
     try:
         for prefix, event, _ in ijson.parse(source, buf_size=1 << 16):
             if event == "start_map" and prefix.endswith(".item") and prefix.count(".item") == 1:
-                return str(prefix.removesuffix(".item"))
-            if event == "end_map" and prefix == "":
-                return None
+                objects[prefix.removesuffix(".item")] += 1
+            if (event == "end_map" and prefix == "") or (objects and source.bytes > source.LOOKED_AT // 2):
+                break
     except ijson.JSONError:
-        return None
-    return None
+        pass  # said where it is read again
+    return max(objects, key=objects.__getitem__, default=None)
 
 
 def _small_object(data: bytes, limits: Limits) -> Iterator[dict[str, Any]]:

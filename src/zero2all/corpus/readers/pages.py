@@ -19,20 +19,19 @@ HEADER_BYTES = 1 << 16
 
 def html_file(stream: Stream, name: str, limits: Limits) -> Iterator[dict[str, Any]]:
     data = stream.read_whole(limits.record_bytes, "page")
-    yield WholeFile(id=name, **page(data, title=name))
+    yield WholeFile(id=name, **_page(_page_text(data), title=name), raw_bytes=len(data))
 
 
-def page(data: bytes, title: str = "", charset: str = "") -> dict[str, Any]:
-    """Title and main text of a page; ``raw_bytes`` says how much was thrown away."""
+def _page(html: str, title: str = "") -> dict[str, Any]:
+    """Title and main text of a page."""
     tree_of = optional("resiliparse.parse.html").HTMLTree.parse
     plain_text = optional("resiliparse.extract.html2text").extract_plain_text
-    html = _page_text(data, charset)
     tree = tree_of(html)
     text = plain_text(tree, main_content=True, alt_texts=False)
     if not text.strip():  # a page that is all navigation by its looks, or filled in by a script from a template
         tree = tree_of(_TEMPLATE.sub(r"\1", html))
         text = plain_text(tree, main_content=False, alt_texts=False)
-    return {"title": (tree.title or "").strip() or title, "content": text.strip(), "raw_bytes": len(data)}
+    return {"title": (tree.title or "").strip() or title, "content": text.strip()}
 
 
 def html_text(html: str) -> str:
@@ -41,14 +40,14 @@ def html_text(html: str) -> str:
     return text.strip()
 
 
-def _page_text(data: bytes, charset: str) -> str:
+def _page_text(data: bytes, charset: str = "") -> str:
     """What the page says of its encoding is tried first, and often wrong."""
     said = _CHARSET.search(data[:4096])
     for name in (charset, said[1].decode() if said else ""):
         name = "gb18030" if name.lower() in ("gb2312", "gbk") else name
         try:
             return data.decode(name) if name else data.decode()
-        except (LookupError, UnicodeDecodeError):
+        except (LookupError, ValueError):  # no such encoding, or not in it
             continue
     encoding = guess(data, ends=True)
     return data.decode(encoding.name, "replace")
@@ -123,7 +122,12 @@ def _response(header: dict[str, str], body: bytes, limits: Limits) -> Iterator[d
         return
     charset = parameters.partition("charset=")[2].strip(" \"'")
     kept = {"url": header.get("warc-target-uri", "").strip("<>"), "time": header.get("warc-date", "")}
-    yield WholeFile(id=record_id, **page(data, charset=charset), **kept)
+    try:
+        html = _page_text(data, charset)
+    except Unreadable as reason:  # one page in an unknown encoding is no reason to leave out all that follow it
+        yield BrokenRecord(str(reason), record_id)
+        return
+    yield WholeFile(id=record_id, **_page(html), raw_bytes=len(data), **kept)  # raw_bytes: how much was thrown away
 
 
 def _plain_body(body: bytes, http: dict[str, str], limit: int) -> bytes:
@@ -142,6 +146,8 @@ def _joined_chunks(body: bytes) -> bytes:
     pieces, at = [], 0
     while (line_end := body.find(b"\n", at)) >= 0:
         size = int(body[at:line_end].partition(b";")[0], 16)
+        if size < 0:
+            raise ValueError("broken chunk")
         if size == 0:
             break
         pieces.append(body[line_end + 1 : line_end + 1 + size])

@@ -97,7 +97,10 @@ def table_text(stream: Stream, limits: Limits) -> Iterator[dict[str, Any]]:
     separator = max(SEPARATORS, key=header_line.count)
     if not header_line.count(separator):
         raise Unreadable("table without columns")
-    header = [name.strip() for name in next(csv.reader([header_line.lstrip("\ufeff")], delimiter=separator))]
+    try:
+        header = [name.strip() for name in next(csv.reader([header_line.lstrip("\ufeff")], delimiter=separator))]
+    except csv.Error as error:
+        raise Unreadable("table without a header") from error
     if any(not name for name in header[1:]) or len(set(header)) < len(header):
         raise Unreadable("table without a header")
     rows = csv.reader(source, delimiter=separator)
