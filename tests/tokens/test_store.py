@@ -143,6 +143,14 @@ def test_the_number_of_workers_changes_no_byte(world: Path, tmp_path: Path) -> N
     assert made == expected
 
 
+def test_held_out_text_of_one_sample_is_needed(world: Path) -> None:
+    store = TokenStore(world / "tokens", "valid")
+    longest = max(sum(tokens) for tokens in store.shard_tokens.values())
+    store.need_a_sample(longest - 1)
+    with pytest.raises(Z2aError, match="raise corpus.holdout"):
+        store.need_a_sample(longest)
+
+
 def test_manifest_counts_tokens_by_source(world: Path) -> None:
     manifest = json.loads((world / "tokens" / "manifest.json").read_text())
     for split in ("train", "valid"):

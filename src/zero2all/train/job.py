@@ -162,8 +162,6 @@ def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
     tokenizer, store = Tokenizer(recipe.tokenizer_dir), TokenStore(recipe.tokens_dir, "train")
     if store.tokenizer_fingerprint != tokenizer.fingerprint:
         raise Z2aError(f"{recipe.tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
-    if recipe.evals.every is not None:
-        TokenStore(recipe.tokens_dir, "valid").need_a_sample(options.seq_len)
     plan = Plan(recipe, store)
     dtype = compute_dtype(options.precision, device)
     config = model_config(recipe, tokenizer)

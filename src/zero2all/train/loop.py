@@ -16,6 +16,7 @@ from zero2all.model.anatomy import count_parameters
 from zero2all.recipe import Recipe
 from zero2all.resilience.beat import Mark
 from zero2all.tokenizer import Tokenizer
+from zero2all.tokens import TokenStore
 from zero2all.train.batches import Batch, Loader
 from zero2all.train.channels import LOSS
 from zero2all.train.job import Job, prepare
@@ -40,6 +41,8 @@ def train(
     gives the losses of inputs and targets; what it returns goes to the record. ``began`` is since when time counts as
     start-up: now, if not given.
     """
+    if evaluate is not None and recipe.evals.every is not None:  # not after hours of training
+        TokenStore(recipe.tokens_dir, "valid").need_a_sample(recipe.train.seq_len)
     with prepare(recipe, began or time.time()) as job:
         return _train(job, on_batch, evaluate)
 
