@@ -147,7 +147,7 @@ def test_held_out_text_of_one_sample_is_needed(world: Path) -> None:
     store = TokenStore(world / "tokens", "valid")
     longest = max(sum(tokens) for tokens in store.shard_tokens.values())
     store.need_a_sample(longest - 1)
-    with pytest.raises(Z2aError, match="raise corpus.holdout"):
+    with pytest.raises(Z2aError, match=r"raise corpus\.holdout"):
         store.need_a_sample(longest)
 
 
