@@ -82,6 +82,9 @@ def test_several_ranks_train_as_one(
     recipe = recipe_for(world, tmp_path, f"parallel={layout}")
     seen: list[dict[int, list[str]]] = run_ranks(ranks, trained, recipe)
     assert losses(tmp_path) == pytest.approx(losses(alone[0]), abs=ALIKE)
+    others = read_steps(tmp_path / "run" / "record.rank1.jsonl")
+    assert list(others) == list(range(9))
+    assert {name for values in others.values() for name in values} & {"loss", "loss/en", "mfu", "memory"} == {"memory"}
     assert_same_batches(seen, alone[1], copies=ranks // readers)
     # What several ranks saved, one process reads.
     models = [Run.open(out).load_model() for out in (alone[0], tmp_path)]

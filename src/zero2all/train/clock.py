@@ -15,6 +15,9 @@ from zero2all.units import show_bytes, show_count, show_seconds
 
 FORGETS = 0.9  # the average forgets over about ten steps
 
+OF_EACH_RANK = ("memory", "data_wait")
+"""Figures that differ from rank to rank; all others are of the whole run, and the first rank's record has them."""
+
 
 class Clock:
     """Speed, utilisation and time left, over the recent steps: one slow first step does not spoil the figures."""

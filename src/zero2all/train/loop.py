@@ -19,6 +19,7 @@ from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.train.batches import Batch, Loader
 from zero2all.train.channels import LOSS
+from zero2all.train.clock import OF_EACH_RANK
 from zero2all.train.job import Job, prepare
 from zero2all.train.optimizer import set_learning_rate
 from zero2all.train.signals import stop_requested
@@ -95,7 +96,10 @@ def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluat
             job.clock.tick(step, loader.waited)
             done, lr = step + 1, options.lr * stage.share(step)
             channels = job.channels.figures(by_source)
-            record.step(step, loss=loss, lr=lr, grad_norm=grad_norm, **channels, **job.clock.figures(step))
+            figures = {"loss": loss, "lr": lr, "grad_norm": grad_norm, **channels, **job.clock.figures(step)}
+            if layout.rank > 0:
+                figures = {name: figures[name] for name in OF_EACH_RANK}
+            record.step(step, **figures)
             if done % recipe.track.print_every == 0 or done == plan.total or step == job.at:
                 say(job.clock.line(step, loss, lr, grad_norm, channels))
             if done % COLLECT_EVERY == 0:
