@@ -22,9 +22,10 @@ from zero2all.resilience import flash
 from zero2all.train import Run, train
 
 FLASH = ["checkpoint.flash_every=3 steps", "checkpoint.every=8 steps"]
-# A trainer that is killed as it takes up a given step, or as it is about to stage one.
+# A trainer that is killed as it takes up a given step, or as it is about to stage one. States are finished in the
+# background: it dies with the one before its step, however slow the machine is.
 TRAINER = """
-import os, signal, sys
+import json, os, signal, sys, time
 from zero2all.recipe import load_recipe
 from zero2all.resilience import flash
 from zero2all.train import train
@@ -43,7 +44,21 @@ if where == "before the marker":
     flash.Slot.finish = lambda self, *rest: die() if self.step == when else finish(self, *rest)
 if where == "while copying":
     flash.Slot.begin = half
-train(load_recipe(sys.argv[1]), on_batch=lambda batch: where == "step" and batch.step == when and die())
+
+recipe = load_recipe(sys.argv[1])
+
+def is_kept(step):
+    markers = map(json.loads, (path.read_text() for path in recipe.checkpoint.flash_dir.rglob("slot-*.json")))
+    return any(marker["step"] == step and marker.get("hash") for marker in markers)
+
+def look(batch):
+    if where == "step" and batch.step == when:
+        until = time.monotonic() + 60
+        while not is_kept(when - 1) and time.monotonic() < until:
+            time.sleep(0.01)
+        die()
+
+train(recipe, on_batch=look)
 """
 
 
