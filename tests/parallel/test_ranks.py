@@ -18,6 +18,7 @@ def sums_then(end: str) -> Iterator[int]:
         total = torch.tensor(number + dist.get_rank())
         dist.all_reduce(total)
         yield int(total)
+    dist.barrier()  # all have said what they know
     if end == "raise" and dist.get_rank() == 1:
         raise ValueError("no third sum")
     if end == "die" and dist.get_rank() == 1:

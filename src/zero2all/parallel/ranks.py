@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from zero2all.errors import Z2aError
 
@@ -61,25 +61,34 @@ def _once(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
 def _collect(pipes: list[Connection], deadline: float) -> Iterator[list[Any]]:
     values: list[deque[Any]] = [deque() for _ in pipes]
     working = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while working:
+
+    def take(pipe: Connection) -> str | None:
+        """One message of a rank; what went wrong, if that is what it says."""
+        rank = working[pipe]
+        try:
+            kind, value = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            kind, value = "failed", None
+        if kind == "value":
+            values[rank].append(value)
+            return None
+        del working[pipe]
+        if kind == "end":
+            return None
+        return f"rank {rank} of {len(pipes)} " + ("died without a word" if value is None else f"failed:\n{value}")
+
+    failures: list[str] = []
+    while working and not failures:
         ready = wait(list(working), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise Z2aError(f"ranks {sorted(working.values())} of {len(pipes)} did not end in time")
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = working[pipe]
-            try:
-                kind, value = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                raise Z2aError(f"rank {rank} of {len(pipes)} died without a word") from None
-            if kind == "failed":
-                raise Z2aError(f"rank {rank} of {len(pipes)} failed:\n{value}")
-            if kind == "end":
-                del working[pipe]
-            else:
-                values[rank].append(value)
+        failures = [failure for pipe in ready if (failure := take(cast(Connection, pipe))) is not None]
+        while failures and (sent := [pipe for pipe in working if pipe.poll()]):
+            take(sent[0])  # what other ranks had sent before the failure is not lost with it
         while all(values):
             yield [own.popleft() for own in values]
+    if failures:
+        raise Z2aError(failures[0])
 
 
 def _rank(
