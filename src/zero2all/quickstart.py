@@ -60,7 +60,7 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
     with _stage("3/5 tokens: documents to a token store", "tokens", seconds):
         tokens = build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
         say(f"{show_count(tokens['tokens'])} tokens, {tokens['bytes'] / tokens['tokens']:.2f} bytes each")
-    held_out = any(part["tokens"] > recipe.train.seq_len for part in tokens["splits"]["valid"].values())
+    held_out = TokenStore(recipe.tokens_dir, "valid").has_a_sample(recipe.train.seq_len)
     if not held_out:
         warn("no document was held out: the model will not be measured. Give more documents, or raise corpus.holdout")
     with _stage("4/5 train: tokens to a model", "train", seconds):

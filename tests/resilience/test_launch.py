@@ -108,7 +108,9 @@ def test_the_slurm_script_quotes_and_is_written(tmp_path: Path) -> None:
     assert "srun --no-kill --kill-on-bad-exit=0" in Job(WORDS, 8, (2, 4), "head:29500").slurm()
     asked = Job(WORDS, 8, (2, 2), "head:1", restarts=2, hang_after=3600, grace=110)
     assert "--nodes 2:2 --rendezvous head:1 --restarts 2 --hang-after 3600 --grace 110 -- train" in asked.slurm()
-    with pytest.raises(UsageError, match="--restarts, --hang-after, --grace, --rendezvous: there torchrun"):
+    with pytest.raises(
+        UsageError, match="leave out --restarts, --hang-after, --grace, --rendezvous: in Kubernetes torchrun"
+    ):
         asked.train_job("image")
 
 

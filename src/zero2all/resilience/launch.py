@@ -198,7 +198,9 @@ exec srun {bad_exit} {inner} -- {shlex.join(self.command)}
     def _left_to_torchrun(self) -> None:
         given = [*self._chosen(), *(["--rendezvous"] if self.rendezvous else [])]
         if given:
-            raise UsageError(f"{', '.join(given)}: there torchrun starts the ranks, and Kubernetes starts them again")
+            raise UsageError(
+                f"leave out {', '.join(given)}: in Kubernetes torchrun starts the ranks, and the job starts them again"
+            )
 
     def train_job(self, image: str, gpus: int = 0) -> str:
         """A Kubeflow TrainJob (Trainer v2). Its runtime tells torchrun of nodes and ranks by PET_ variables."""

@@ -152,7 +152,10 @@ class TokenStore:
         }
         self.shard_tokens: dict[str, list[int]] = {name: part["shard_tokens"] for name, part in parts.items()}
 
+    def has_a_sample(self, seq_len: int) -> bool:
+        """Whether a source has so many tokens and their last target."""
+        return any(sum(tokens) > seq_len for tokens in self.shard_tokens.values())
+
     def need_a_sample(self, seq_len: int) -> None:
-        """An error if no source has so many tokens and their last target."""
-        if all(sum(tokens) <= seq_len for tokens in self.shard_tokens.values()):
+        if not self.has_a_sample(seq_len):
             raise Z2aError("no held-out text of one full sample: raise corpus.holdout or give more text")
