@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -30,6 +30,8 @@ DOCS_SCHEMA = pa.schema(
 )
 HEADER = struct.Struct("<QBQQ")  # version, dtype code, sequences, document bounds
 KIND = "tokens"
+OPEN_SHARDS = 64  # a process has so many .bin files mapped at most
+OPEN_INDEXES = 16  # and as many indexes of documents in memory, a few MiB each
 Split = Literal["train", "valid"]
 Array = np.ndarray[Any, Any]
 
@@ -87,7 +89,11 @@ class ShardWriter:
 
 
 class TokenShard:
-    """One shard. Nothing is opened before it is asked for, and then it is memory-mapped."""
+    """One shard, memory-mapped while it is in use.
+
+    A process has at most ``OPEN_SHARDS`` shards open: a corpus of terabytes has more of them than a process may have
+    descriptors (1,024 by default) or mappings (65,530).
+    """
 
     def __init__(self, stem: Path) -> None:
         self.stem = stem
@@ -102,19 +108,15 @@ class TokenShard:
             raise Z2aError(f"{self.stem}.idx is not a token index that this version reads")
         return DTYPE_CODES[code], count
 
-    @cached_property
+    @property
     def tokens(self) -> Array:
-        return np.memmap(self.stem.with_suffix(".bin"), dtype=self._header[0], mode="r")
+        """Keep no view of it: the shard stays open as long as there is one."""
+        return _tokens(self)
 
-    @cached_property
+    @property
     def document_starts(self) -> Array:
         """Where each document begins in ``tokens``, and at last where the last one ends."""
-        start = len(MAGIC) + HEADER.size
-        lengths = np.fromfile(self.stem.with_suffix(".idx"), dtype="<i4", count=self._header[1], offset=start)
-        starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        if starts[-1] != len(self.tokens):
-            raise Z2aError(f"{self.stem}.bin and .idx do not belong together: build the tokens again")
-        return starts
+        return _index(self).starts
 
     def documents_between(self, start: int, stop: int) -> range:
         """Numbers of the documents that own the tokens [start, stop)."""
@@ -123,18 +125,37 @@ class TokenShard:
         return range(first, last)
 
     def document_name(self, number: int) -> DocumentName:
-        batch = int(np.searchsorted(self._batch_starts, number, side="right")) - 1
-        row = self._docs.get_batch(batch).slice(number - int(self._batch_starts[batch]), 1).to_pylist()[0]
+        index = _index(self)
+        batch = int(np.searchsorted(index.batch_starts, number, side="right")) - 1
+        row = index.names.get_batch(batch).slice(number - int(index.batch_starts[batch]), 1).to_pylist()[0]
         return DocumentName(**row)
 
-    @cached_property
-    def _docs(self) -> pa.ipc.RecordBatchFileReader:
-        return pa.ipc.open_file(pa.memory_map(str(self.stem.with_suffix(".docs.arrow"))))
 
-    @cached_property
-    def _batch_starts(self) -> Array:
-        sizes = [self._docs.get_batch(number).num_rows for number in range(self._docs.num_record_batches)]
-        return np.cumsum([0, *sizes])
+@dataclass(frozen=True)
+class DocumentIndex:
+    """What a shard knows of its documents."""
+
+    starts: Array
+    names: pa.ipc.RecordBatchFileReader
+    batch_starts: Array
+
+
+# Keyed by the shard itself; the least recently used one is unmapped and closed when its last view is gone.
+@lru_cache(maxsize=OPEN_SHARDS)
+def _tokens(shard: TokenShard) -> Array:
+    return np.memmap(shard.stem.with_suffix(".bin"), dtype=shard._header[0], mode="r")
+
+
+@lru_cache(maxsize=OPEN_INDEXES)
+def _index(shard: TokenShard) -> DocumentIndex:
+    start = len(MAGIC) + HEADER.size
+    lengths = np.fromfile(shard.stem.with_suffix(".idx"), dtype="<i4", count=shard._header[1], offset=start)
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if starts[-1] != len(shard.tokens):
+        raise Z2aError(f"{shard.stem}.bin and .idx do not belong together: build the tokens again")
+    names = pa.ipc.open_file(pa.memory_map(str(shard.stem.with_suffix(".docs.arrow"))))
+    sizes = [names.get_batch(number).num_rows for number in range(names.num_record_batches)]
+    return DocumentIndex(starts, names, np.cumsum([0, *sizes]))
 
 
 class TokenStore:
