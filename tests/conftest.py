@@ -10,11 +10,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import json
 import random
+import signal
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.seaweed import Server, program, seaweed
 from zero2all.corpus import build_corpus
@@ -46,6 +49,32 @@ train:
 checkpoint: {every: 4 steps, flash_every: null}
 evals: {tokens: 4096}
 """
+
+# The gate runs the same examples every time. `HYPOTHESIS_PROFILE=long`, as in .ci/long, runs many more, random ones.
+MORE_EXAMPLES = 20
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("long", derandomize=False, deadline=None, print_blob=True)
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+settings.load_profile(PROFILE)
+
+
+def pytest_configure() -> None:
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends tests as Ctrl-C does: tidily
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests say how many examples the gate has time for; in the long profile each gets a multiple of that."""
+    if PROFILE != "long":
+        return
+    for item in items:
+        test = getattr(getattr(item, "obj", None), "__func__", getattr(item, "obj", None))
+        if not getattr(test, "is_hypothesis_test", False):
+            continue
+        own: settings = test._hypothesis_internal_use_settings  # there is no public way to change what @settings said
+        test._hypothesis_internal_use_settings = settings(
+            own, max_examples=MORE_EXAMPLES * own.max_examples, derandomize=False, print_blob=True
+        )
 
 
 def write_raw(root: Path) -> None:
