@@ -8,7 +8,8 @@ import torch
 from zero2all.model import Z2all
 from zero2all.model.anatomy import activation_bytes, cache_bytes_per_token, count_parameters, training_memory
 from zero2all.model.cache import KVCache
-from zero2all.recipe import ModelConfig, Recipe
+from zero2all.recipe import ModelConfig, OptimizerRecipe, Recipe
+from zero2all.train.optimizer import build_optimizers
 
 SHAPE = {
     "hidden_size": 128,
@@ -101,13 +102,38 @@ def test_recomputing_keeps_the_input_of_each_block() -> None:
     assert less < whole
 
 
-def test_optimizer_states_are_counted_by_kind() -> None:
-    def states(name: str) -> int:
-        train = {"steps": 1, "seq_len": 64, "batch_tokens": 64, "optimizer": {"name": name}}
-        recipe = Recipe.model_validate({"model": SHAPE, "train": train, "tokenizer": {"vocab_size": 512}})
-        return training_memory(recipe, CPU).optimizer
+def optimizer_state(variant: str, **optimizer: Any) -> int:
+    train = {"steps": 1, "seq_len": 64, "batch_tokens": 64, "optimizer": optimizer}
+    shape = {**SHAPE, **VARIANTS[variant]}
+    recipe = Recipe.model_validate({"model": shape, "train": train, "tokenizer": {"vocab_size": 512}})
+    return training_memory(recipe, CPU).optimizer
 
-    counted = count_parameters(config_of("dense"))
-    in_blocks = counted.parts["attention"] + counted.parts["feed-forward"]
-    assert states("adamw") == 8 * counted.total
-    assert states("adamw") - states("muon") == 4 * in_blocks
+
+@pytest.mark.parametrize(
+    ("optimizer", "variant"),
+    [
+        ({"name": "adamw"}, "moe"),
+        ({"name": "lion"}, "moe"),
+        ({"name": "sgd"}, "dense"),
+        ({"name": "sgd", "momentum": 0.0}, "dense"),
+        ({"name": "muon"}, "dense"),
+    ],
+    ids=str,
+)
+def test_optimizer_state_is_what_the_optimizer_holds_after_a_step(optimizer: dict[str, Any], variant: str) -> None:
+    model = Z2all(config_of(variant)).init_weights(0)
+    optimizers = build_optimizers(model, OptimizerRecipe.model_validate(optimizer))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for one in optimizers:
+        one.step()
+    values = [value for one in optimizers for state in one.state.values() for value in state.values()]
+    held = sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.dim())
+    assert optimizer_state(variant, **optimizer) == held
+
+
+def test_optimizer_state_of_8_bits_and_of_muon_with_experts() -> None:
+    counted = count_parameters(config_of("moe"))
+    assert optimizer_state("moe", name="adamw-8bit") == 2 * counted.total
+    by_muon = counted.parts["attention"] + counted.parts["experts"]
+    assert optimizer_state("moe", name="muon") == 8 * counted.total - 4 * by_muon

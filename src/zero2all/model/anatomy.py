@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from zero2all.hardware import compute_dtype
 from zero2all.model.flops import Recompute
+from zero2all.model.optimizer_state import state_bytes
 from zero2all.model.z2all import Z2all
 from zero2all.recipe import ModelConfig, OptimizerRecipe, Recipe
 
@@ -40,12 +42,9 @@ def count_parameters(config: ModelConfig) -> Parameters:
     >>> count_parameters(ModelConfig(preset="z2all-1.1b")).total
     1255499776
     """
-    # Which forms compute it changes no parameter, and those that the recipe names may not run here.
-    with torch.device("meta"):
-        named = list(Z2all(config).named_parameters())
     parts: dict[str, int] = {}
     idle = 0
-    for name, parameter in named:
+    for name, parameter in _on_meta(config):
         part = next(part for piece, part in _PARTS.items() if piece in name)
         parts[part] = parts.get(part, 0) + parameter.numel()
         if config.moe is not None and ".experts." in name:
@@ -53,6 +52,12 @@ def count_parameters(config: ModelConfig) -> Parameters:
     total = sum(parts.values())
     looked_up = 0 if config.tied else parts["embedding"]
     return Parameters(parts, total, total - idle, total - idle - looked_up)
+
+
+def _on_meta(config: ModelConfig) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter without its memory. Ops named in a recipe may not run here, and change no parameter."""
+    with torch.device("meta"):
+        return list(Z2all(config).named_parameters())
 
 
 def cache_bytes_per_token(config: ModelConfig, element: int = 2) -> int:
@@ -88,7 +93,7 @@ def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
     return TrainingMemory(
         weights=4 * parameters.total,
         gradients=4 * parameters.total,
-        optimizer=_optimizer_bytes(parameters, recipe.train.optimizer),
+        optimizer=optimizer_bytes(config, recipe.train.optimizer),
         half_weights=2 * matrices if half else 0,
         activations=activation_bytes(config, tokens, half),
         activations_recomputing=activation_bytes(config, tokens, half, "full"),
@@ -96,10 +101,11 @@ def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
     )
 
 
-def _optimizer_bytes(parameters: Parameters, optimizer: OptimizerRecipe) -> int:
-    """AdamW has two fp32 moments; Muon has one, for the matrices inside blocks."""
-    inside = sum(parameters.parts.get(part, 0) for part in ("attention", "feed-forward", "router", "shared experts"))
-    return 8 * parameters.total - (4 * inside if optimizer.name == "muon" else 0)
+def optimizer_bytes(config: ModelConfig, optimizer: OptimizerRecipe) -> int:
+    """State of the optimizer for the whole model."""
+    return sum(
+        state_bytes(optimizer, name, parameter.dim()) * parameter.numel() for name, parameter in _on_meta(config)
+    )
 
 
 def activation_bytes(config: ModelConfig, tokens: int, half: bool, recompute: Recompute = "none") -> int:
