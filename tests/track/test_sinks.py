@@ -95,3 +95,82 @@ def test_a_sink_that_is_not_there_is_named_before_training() -> None:
         open_sinks(["tensorbord"], Path())
     with pytest.raises(Z2aError, match="cannot be loaded"):
         open_sinks(["no.such:Sink"], Path())
+
+
+class Deaf(Kept):
+    """Would be called with the wrong number of arguments at its first line."""
+
+    def step(self, step: int) -> None: ...  # type: ignore[override]
+
+
+class Mute:
+    def __init__(self, directory: Path) -> None: ...
+
+
+class Needy(Kept):
+    def __init__(self, directory: Path, token: str) -> None: ...
+
+
+class Broken(Kept):
+    def __init__(self, directory: Path) -> None:
+        raise RuntimeError("no server")
+
+
+called: list[Path] = []
+
+
+def a_function(directory: Path) -> Kept:
+    called.append(directory)
+    return Kept(directory)
+
+
+HERE = "tests.track.test_sinks"
+NOT_SINKS = [
+    ("os:system", "is not a class"),
+    (f"{HERE}:a_function", "is not a class"),
+    ("subprocess:Popen", "no method step, event, sample, histogram, close"),
+    (f"{HERE}:Mute", "no method step"),
+    (f"{HERE}:Deaf", r"step\(step, values\)"),
+    (f"{HERE}:Needy", "run directory"),
+    ("zero2all.track.sinks:Sink", "abstract"),
+    (":Sink", "cannot be loaded"),
+    (".x:Sink", "cannot be loaded"),
+    ("os:", "cannot be loaded"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), NOT_SINKS)
+def test_what_is_not_a_sink_class_is_refused_and_never_called(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.system", lambda command: called.append(command))
+    called.clear()
+    with pytest.raises(Z2aError, match=message) as caught:
+        open_sinks([name], tmp_path)
+    assert caught.value.exit_code == 2
+    assert not called
+
+
+def test_recipe_check_looks_at_sinks_without_making_one(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from zero2all.cli.main import app
+
+    def check(*sinks: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["recipe", "check", str(recipe), f"track.sinks=[{', '.join(sinks)}]"])
+        return done.exit_code, done.output
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("train: {steps: 1}\n")
+    status, said = check("'os:system'", "tensorboard", f"'{HERE}:Mute'")
+    assert status == 2
+    assert "track.sinks.0: os:system is not a class" in said
+    assert "track.sinks.2" in said
+    Kept.calls[:] = [("untouched",)]
+    assert check(f"'{HERE}:Kept'")[0] == 0
+    assert Kept.calls == [("untouched",)], "the class was instantiated"
+
+
+def test_a_sink_that_fails_to_start_is_named_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(Z2aError, match=rf"{HERE}:Broken.*RuntimeError: no server"):
+        open_sinks([f"{HERE}:Broken"], tmp_path)

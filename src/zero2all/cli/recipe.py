@@ -32,9 +32,13 @@ def check(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -
 
     Example: z2a recipe check recipes/quickstart.yaml
     """
+    from zero2all.errors import RecipeError
     from zero2all.recipe import load_recipe
+    from zero2all.track.sinks import sink_problems
 
-    load_recipe(recipe, overrides)
+    resolved = load_recipe(recipe, overrides)
+    if problems := sink_problems(resolved.track.sinks):
+        raise RecipeError(str(recipe), problems)
     return Result({"recipe": str(recipe), "problems": []}, f"{recipe} is right")
 
 

@@ -183,7 +183,8 @@ class TrackRecipe(Section):
     print_every: int = Field(10, ge=1)
     """Steps between two lines on the terminal; the record holds every step."""
     sinks: list[str] = []
-    """Other trackers to write to as well: tensorboard, wandb, or package.module:Class."""
+    """Other trackers to write to as well: tensorboard, wandb, or package.module:Class. That module is imported, so
+    treat a recipe from somebody else as code."""
     system_every: Positive = 10.0
     """Seconds between two readings of CPU, memory and GPU."""
 

@@ -1,12 +1,14 @@
 """Other trackers on the same call. A sink is one small class; each runs on a thread of its own and may fail at will.
 
 ``track.sinks`` in a recipe names them: ``tensorboard``, ``wandb``, or ``package.module:Class`` for one of your own,
-which is called with the run directory.
+which is instantiated with the run directory. Only a class with the methods of ``Sink`` is: a name that leads to
+anything else is refused before it is called.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable
@@ -14,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from zero2all.errors import UsageError, Z2aError, need
+from zero2all.errors import Problem, UsageError, Z2aError, need
 from zero2all.track.index import NOT_VALUES
 
 
@@ -96,25 +98,79 @@ class Wandb:
         self._run.finish()
 
 
-BUILT_IN: dict[str, Callable[[Path], Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb}
+BUILT_IN: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb}
+METHODS = ("step", "event", "sample", "histogram", "close")
 
 
 def open_sinks(names: Iterable[str], directory: Path) -> list[Sink]:
     """The sinks that a recipe asks for. One that is not installed is an error before training, never during it."""
-    return [_maker(name)(directory) for name in names]
+    return [_start(name, directory) for name in names]
 
 
-def _maker(name: str) -> Callable[[Path], Sink]:
+def sink_problems(names: Iterable[str]) -> list[Problem]:
+    """What is wrong with the sinks that a recipe names. Their modules are imported; nothing is instantiated."""
+    problems = []
+    for number, name in enumerate(names):
+        try:
+            _sink_class(name)
+        except UsageError as error:
+            problems.append(Problem(f"track.sinks.{number}", str(error)))
+    return problems
+
+
+def _start(name: str, directory: Path) -> Sink:
+    try:
+        maker: Callable[[Path], Sink] = _sink_class(name)
+        return maker(directory)
+    except UsageError as error:
+        raise UsageError(f"track.sinks: {error}") from error
+    except Z2aError:
+        raise
+    except Exception as error:
+        raise Z2aError(f"track.sinks: {name} does not start ({type(error).__name__}: {error})") from error
+
+
+def _sink_class(name: str) -> type[Sink]:
+    """The class behind a name, checked before it is called: a recipe must not be able to call any function it likes."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise UsageError(f"track.sinks: no sink {name!r}; there are {', '.join(BUILT_IN)}, or package.module:Class")
+        raise UsageError(f"no sink {name!r}; there are {', '.join(BUILT_IN)}, or package.module:Class")
     try:
-        maker: Callable[[Path], Sink] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise Z2aError(f"track.sinks: {name} cannot be loaded ({error})") from error
-    return maker
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # importing runs the module, which may do anything
+        raise UsageError(f"{name} cannot be loaded ({type(error).__name__}: {error})") from error
+    if not isinstance(found, type):
+        raise UsageError(f"{name} is not a class: write a class with the methods {', '.join(METHODS)}")
+    missing = [method for method in METHODS if not callable(getattr(found, method, None))]
+    if missing:
+        raise UsageError(f"{name} is not a sink: it has no method {', '.join(missing)}")
+    if inspect.isabstract(found) or getattr(found, "_is_protocol", False):
+        raise UsageError(f"{name} is abstract: name a class that implements {', '.join(METHODS)}")
+    _check_arguments(name, found)
+    return found
+
+
+def _check_arguments(name: str, found: type) -> None:
+    """Each method takes as many arguments as it will be called with."""
+    if not _takes(found, 1):
+        raise UsageError(f"{name} must be created with one argument, the run directory")
+    for method in METHODS:
+        expected = list(inspect.signature(getattr(Sink, method)).parameters)[1:]
+        is_bound = isinstance(inspect.getattr_static(found, method), classmethod | staticmethod)
+        if not _takes(getattr(found, method), len(expected) + (not is_bound)):
+            raise UsageError(f"{name}.{method} must take the arguments {method}({', '.join(expected)})")
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # compiled code without a signature
+        return True
+    return True
 
 
 def hand_over(sink: Sink) -> Callable[[list[dict[str, Any]]], None]:
