@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero2all.errors import UsageError, Z2aError
@@ -92,7 +91,7 @@ def differences(checkpoints: Checkpoints, one: int, other: int) -> list[dict[str
         parts = []
         for reader in readers:  # one parameter at a time: both models may not fit into memory
             tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-            state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
+            reader.load(tensors)
             parts.append(tensors[name].double())
         largest = (parts[0] - parts[1]).abs().max().item() if parts[0].numel() else 0.0
         scale = parts[0].abs().max().item() if parts[0].numel() else 0.0

@@ -1,0 +1,208 @@
+"""A DCP checkpoint from anywhere, read without executing anything in it.
+
+DCP keeps its table of contents in ``.metadata``, a pickle, and pickles entries that are not tensors. Here the few names
+that DCP writes become inert records, which are checked and then copied into DCP's own types; every other name is
+refused. Entries that are not tensors are never read. Tensors are read by torch with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from zero2all.errors import Z2aError
+from zero2all.paths import RemotePath, open_bytes
+
+T = TypeVar("T")
+DTYPES: Final = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+RECORDS: Final = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    )
+} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+
+
+class _RefusedError(Exception):
+    """A name that no checkpoint of DCP contains."""
+
+
+class _Record:
+    """Stands for an object in the pickle: it keeps its attributes and does nothing."""
+
+    kept: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.kept = state
+
+    def field(self, name: str, kind: type[T]) -> T:
+        value = self.kept[name]
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is of type {type(value).__name__}")
+        return value
+
+
+class _Ignored:
+    """Stands for a value that nobody needs."""
+
+    def __init__(self, *args: Any) -> None: ...
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: BufferedIOBase) -> None:
+        super().__init__(stream)
+        # Classes of this one file: a pickle may set attributes of whatever it can name.
+        self._known: dict[tuple[str, str], Any] = {key: type(key[1], (_Record,), {}) for key in RECORDS}
+        ignored = type("Ignored", (_Ignored,), {})
+        self._known |= {
+            ("torch", "Size"): tuple,
+            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): int,
+            ("torch.serialization", "_get_layout"): str,
+            ("pathlib", "PosixPath"): ignored,
+            ("pathlib._local", "PosixPath"): ignored,
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._known:
+            return self._known[module, name]
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        raise _RefusedError(f"{module}.{name}")
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The tensors of a checkpoint and where they are stored; entries that are not tensors are left out."""
+    try:
+        with open_bytes(path) as stream:
+            root = _Unpickler(stream).load()
+    except _RefusedError as refused:
+        raise Z2aError(
+            f"{path} contains {refused}, which no checkpoint needs and which could run code: nothing of it was loaded; "
+            "get the checkpoint from its author again, or have the weights sent as safetensors ('z2a export')"
+        ) from None
+    except (OSError, Z2aError):
+        raise
+    except Exception as error:  # pickle raises whatever the bytes lead it to
+        raise _damaged(path, error) from error
+    try:
+        return _metadata(root)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> Z2aError:
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return Z2aError(f"{path} is damaged ({reason}): use another checkpoint ('z2a ckpt ls' lists them)")
+
+
+def _metadata(root: Any) -> Metadata:
+    if type(root).__name__ != "Metadata" or not isinstance(root, _Record):
+        raise ValueError(f"it holds a {type(root).__name__}")
+    tensors = {
+        str(name): _tensor(entry)
+        for name, entry in root.field("state_dict_metadata", dict).items()
+        if type(entry).__name__ != "BytesStorageMetadata"
+    }
+    places = {_index(index): _place(info) for index, info in root.field("storage_data", dict).items()}
+    version = root.kept.get("version")
+    return Metadata(
+        state_dict_metadata=dict(tensors),
+        storage_data=places,
+        storage_meta=StorageMeta(),
+        version=version if isinstance(version, str) else None,
+    )
+
+
+def _tensor(entry: _Record) -> TensorStorageMetadata:
+    dtype = entry.field("properties", _Record).kept[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype")
+    chunks = [ChunkStorageMetadata(_size(chunk, "offsets"), _size(chunk, "sizes")) for chunk in entry.kept["chunks"]]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), _size(entry, "size"), chunks)
+
+
+def _index(index: _Record) -> MetadataIndex:
+    offset = None if index.kept.get("offset") is None else _size(index, "offset")
+    return MetadataIndex(index.field("fqn", str), offset, index.kept.get("index"))
+
+
+def _place(info: _Record) -> _StorageInfo:
+    file = info.field("relative_path", str)
+    if Path(file).name != file:
+        raise ValueError(f"it points outside the checkpoint: {file!r}")
+    if info.kept.get("transform_descriptors"):
+        raise ValueError("it asks for a transformation of the data")
+    return _StorageInfo(file, info.field("offset", int), info.field("length", int))
+
+
+def _size(record: _Record, name: str) -> torch.Size:
+    size = record.field(name, tuple)
+    if not all(type(length) is int and length >= 0 for length in size):
+        raise ValueError(f"{name} is {size!r}")
+    return torch.Size(size)
+
+
+class CheckpointReader(FileSystemReader):
+    """DCP's reader for a directory on disk or in an object store, with metadata as above, read once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._metadata_file = path / ".metadata"
+        self._metadata: Metadata | None = None
+        if isinstance(path, RemotePath):
+            from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+
+            self.fs = FileSystem()  # type: ignore[assignment]
+            self.path = self.fs.init_path(str(path))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = read_metadata(self._metadata_file)
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:  # the planner would unpickle it
+                raise Z2aError(f"{item.storage_index.fqn} is not stored as a tensor")
+        return super().read_data(plan, planner)
+
+    def load(self, tensors: dict[str, Any]) -> None:
+        """Fill tensors in place, on all ranks together where there are several."""
+        self.read_metadata()  # DCP would log a traceback of what is wrong with it
+        try:
+            state_dict_loader.load(tensors, storage_reader=self, no_dist=not dist.is_initialized())
+        except CheckpointException as error:
+            raise Z2aError(
+                f"{self._metadata_file.parent} cannot be loaded: {reasons(error)} "
+                "(choose another step: 'z2a ckpt ls' lists them)"
+            ) from error
+
+
+def reasons(error: CheckpointException) -> str:
+    """Of all ranks, each once, in one line."""
+    found = {str(reason).splitlines()[0] for reason, _ in error.failures.values() if str(reason)}
+    return "; ".join(sorted(found)) or "no reason was given"
