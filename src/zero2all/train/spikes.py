@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from zero2all.train.job import Job
 
 Action = Literal["update", "skip", "back"]
-SHOWN = 50  # documents in the record; 'z2a tokens trace' has all
+SHOWN = 50  # documents in the record; 'z2a blame' has all, by their loss
+SAMPLES_READ = 64  # of a batch: naming a document is a read of a shard's index, some 10 ms each while all ranks wait
 NAMED = 3  # documents on the terminal
 MOST = 20  # odd steps in a row, or rollbacks to the same state, after which a person has to look
 
@@ -47,10 +48,8 @@ class Spikes:
         if not finite and policy == "warn":
             record.event("not finite", step=step, loss=str(loss), grad_norm=str(grad_norm))
             raise Z2aError(self._not_finite(step, loss, grad_norm))
-        documents = named_documents(batch)
-        record.event("spike", step=step, reason=reason, policy=policy, documents=documents[:SHOWN])
-        first = ", ".join(document["title"] or document["gid"] for document in documents[:NAMED])
-        warn(f"step {step}: {reason}; {len(documents)} documents, among them {first}")
+        if job.spread.layout.rank == 0:  # every rank sees the same spike
+            self._report(batch, reason, record)
         if policy == "warn":
             return "update"
         self._in_a_row += 1
@@ -62,6 +61,17 @@ class Spikes:
         if policy == "rollback" and self._roll_back(step, finite, record):
             return "back"
         return "skip"
+
+    def _report(self, batch: Batch, reason: str, record: Record) -> None:
+        documents = named_documents(batch)
+        record.event(
+            "spike", step=batch.step, reason=reason, policy=self.job.guard.recipe.policy, documents=documents[:SHOWN]
+        )
+        first = ", ".join(document["title"] or document["gid"] for document in documents[:NAMED])
+        warn(
+            f"step {batch.step}: {reason}; documents of the batch: {first}, …; 'z2a blame {self.job.run.directory} "
+            f"--step {batch.step}' lists all of them by loss"
+        )
 
     def _roll_back(self, step: int, finite: bool, record: Record) -> bool:
         """Load the last state from before the bad data, and pass over that. Not if there is no such state."""
@@ -97,12 +107,16 @@ class Spikes:
 
 
 def named_documents(batch: Batch) -> list[dict[str, Any]]:
-    """The documents of a batch over all ranks, each once, those with most tokens first."""
+    """Documents of a batch over all ranks, each once, those with most tokens first; of a large batch, a sample."""
     tokens: dict[str, int] = {}
     documents: dict[str, dict[str, Any]] = {}
-    for part in batch.stage.samples.documents(*batch.samples):
-        tokens[part.gid] = tokens.get(part.gid, 0) + part.tokens
-        documents[part.gid] = {"gid": part.gid, "source": part.source, "title": part.title, "shard": part.shard}
+    start, stop = batch.samples
+    count = min(stop - start, SAMPLES_READ)
+    for number in range(count):
+        sample = start + number * (stop - start) // count
+        for part in batch.stage.samples.documents(sample, sample + 1):
+            tokens[part.gid] = tokens.get(part.gid, 0) + part.tokens
+            documents[part.gid] = {"gid": part.gid, "source": part.source, "title": part.title, "shard": part.shard}
     return [documents[gid] for gid in sorted(documents, key=lambda gid: -tokens[gid])]
 
 
