@@ -167,6 +167,8 @@ def read_manifest(directory: Path, kind: str, made_by: str) -> dict[str, Any]:
     if not path.exists():
         raise Z2aError(f"no {kind} in {directory}: make them with '{made_by}'")
     manifest: dict[str, Any] = read_json(path)
+    if not isinstance(manifest, dict):
+        raise Z2aError(f"{path} is damaged; remove it and run '{made_by}' again")
     if manifest.get("kind") != kind:
         raise Z2aError(f"{directory} holds {manifest.get('kind')}, not {kind}: make them with '{made_by}'")
     if manifest.get("unfinished"):

@@ -16,7 +16,7 @@ from zero2all.console import progress
 from zero2all.model import document_starts
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokens import TokenShard, TokenStore
+from zero2all.tokens import TokenShard, TokenStore, check_store
 
 LossesOf = Callable[..., Tensor]
 BATCH = 16
@@ -33,6 +33,7 @@ def bits_per_byte(losses_of: LossesOf, tokenizer: Tokenizer, recipe: Recipe) -> 
     """
     valid = TokenStore(recipe.tokens_dir, "valid")
     valid.need_a_sample(recipe.train.seq_len)
+    check_store(valid)
     train = TokenStore(recipe.tokens_dir, "train")
     unigram = torch.from_numpy(_unigram_nats(recipe.tokens_dir, train.fingerprint, tokenizer.vocab_size))
     text_bytes = torch.tensor(tokenizer.text_bytes)
@@ -75,7 +76,7 @@ def _first_tokens(shards: list[TokenShard], count: int) -> np.ndarray[Any, Any]:
     for shard in shards:
         if count <= 0:
             break
-        taken.append(shard.tokens[:count].astype(np.int64))
+        taken.append(shard.read(0, count))
         count -= len(taken[-1])
     return np.concatenate(taken)
 
@@ -93,6 +94,6 @@ def _unigram_nats(tokens_dir: Path, fingerprint: str, vocab_size: int) -> np.nda
     shards = [shard for own in TokenStore(tokens_dir, "train").sources.values() for shard in own]
     counts = np.ones(vocab_size)
     for shard in shards:
-        counts += np.bincount(shard.tokens[: UNIGRAM_TOKENS // len(shards)], minlength=vocab_size)
+        counts += np.bincount(shard.read(0, UNIGRAM_TOKENS // len(shards)), minlength=vocab_size)
     nats: np.ndarray[Any, Any] = -np.log(counts / counts.sum())
     return nats

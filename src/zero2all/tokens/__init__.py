@@ -9,5 +9,6 @@ from zero2all.tokens.build import build_tokens
 from zero2all.tokens.order import SampleOrder
 from zero2all.tokens.samples import SamplePart, Samples
 from zero2all.tokens.store import TokenShard, TokenStore
+from zero2all.tokens.verify import check_store
 
-__all__ = ["SampleOrder", "SamplePart", "Samples", "TokenShard", "TokenStore", "build_tokens"]
+__all__ = ["SampleOrder", "SamplePart", "Samples", "TokenShard", "TokenStore", "build_tokens", "check_store"]

@@ -28,10 +28,10 @@ from zero2all.io import (
 from zero2all.paths import arrow_source
 from zero2all.recipe import TokensRecipe
 from zero2all.tokenizer import Ids, Tokenizer
-from zero2all.tokens.store import DOCS_SCHEMA, KIND, ShardWriter
+from zero2all.tokens.store import DOCS_SCHEMA, FORMAT, KIND, ShardWriter
+from zero2all.tokens.verify import block_checksums
 from zero2all.units import show_bytes
 
-FORMAT = 1
 SUFFIXES = (".bin", ".idx", ".docs.arrow")
 BATCH_DOCUMENTS = 256
 
@@ -85,7 +85,8 @@ def build_tokens(
             made = engine.run(_encode_shard, tasks, lambda task: advance(left / len(tasks)))
     records |= dict(zip(todo, made, strict=True))
 
-    body = _manifest(corpus, tokenizer, [(split, source) for split, source, _ in shards], records)
+    digests = {number: sha256_file(stems[number].with_suffix(".json")) for number in records}
+    body = _manifest(corpus, tokenizer, [(split, source) for split, source, _ in shards], records, digests)
     wanted = {stem.with_suffix(suffix) for stem in stems for suffix in (*SUFFIXES, ".json")}
     for split in corpus["splits"]:
         for path in (out / split).iterdir():
@@ -96,13 +97,18 @@ def build_tokens(
 
 
 def _manifest(
-    corpus: dict[str, Any], tokenizer: Tokenizer, owners: list[tuple[str, str]], records: dict[int, dict[str, Any]]
+    corpus: dict[str, Any],
+    tokenizer: Tokenizer,
+    owners: list[tuple[str, str]],
+    records: dict[int, dict[str, Any]],
+    digests: dict[int, str],
 ) -> dict[str, Any]:
     splits: dict[str, Any] = {}
     for split, sources in corpus["splits"].items():
         splits[split] = {}
         for source in sources:
-            mine = [records[number] for number, owner in enumerate(owners) if owner == (split, source)]
+            numbers = [number for number, owner in enumerate(owners) if owner == (split, source)]
+            mine = [records[number] for number in numbers]
             splits[split][source] = {
                 "documents": sum(record["documents"] for record in mine),
                 "tokens": sum(record["tokens"] for record in mine),
@@ -110,6 +116,7 @@ def _manifest(
                 "shards": [record["shard"] for record in mine],
                 "shard_tokens": [record["tokens"] for record in mine],
                 "sha256": [record["files"][".bin"] for record in mine],
+                "records": [digests[number] for number in numbers],
             }
     return {
         "format": FORMAT,
@@ -124,16 +131,15 @@ def _manifest(
 
 def _finished(stem: Path, key: str) -> dict[str, Any] | None:
     """The record of a shard that is done: it is written last, and only counts while its files match it."""
-    path = stem.with_suffix(".json")
-    if not path.exists():
+    try:
+        record: dict[str, Any] = read_json(stem.with_suffix(".json"))
+        files: dict[str, str] = record["files"]
+        if record["key"] != key or set(files) != set(SUFFIXES):
+            return None
+        same = all(sha256_file(stem.with_suffix(suffix)) == digest for suffix, digest in files.items())
+    except (FileNotFoundError, Z2aError, AttributeError, KeyError, TypeError):
         return None
-    record: dict[str, Any] = read_json(path)
-    files = record["files"].items()
-    same = all(
-        stem.with_suffix(suffix).exists() and sha256_file(stem.with_suffix(suffix)) == digest
-        for suffix, digest in files
-    )
-    return record if record["key"] == key and same else None
+    return record if same else None
 
 
 def _encode_shard(
@@ -170,9 +176,18 @@ def _encode_shard(
             advance(size)
     for suffix in SUFFIXES:
         unchecked.with_suffix(suffix).replace(stem.with_suffix(suffix))
-    record["files"] = {suffix: sha256_file(stem.with_suffix(suffix)) for suffix in SUFFIXES}
+    record |= checksums_of(stem)
     write_json(stem.with_suffix(".json"), record)
     return record
+
+
+def checksums_of(stem: Path) -> dict[str, Any]:
+    """What of a shard's record says whether its files are as they were when it was encoded."""
+    return {
+        "files": {suffix: sha256_file(stem.with_suffix(suffix)) for suffix in SUFFIXES},
+        "sizes": {suffix: stem.with_suffix(suffix).stat().st_size for suffix in SUFFIXES},
+        "blocks": block_checksums(stem.with_suffix(".bin")),
+    }
 
 
 @lru_cache(maxsize=1)

@@ -97,7 +97,7 @@ class Samples:
         names = [self.order.names[source] for source in sources]
         for line, (name, row) in enumerate(zip(names, numbers, strict=True)):
             shard, first, last = self._rows[name].place(int(row))
-            out[line] = shard.tokens[first:last]
+            out[line] = shard.read(first, last)
         return out, names
 
     def documents(self, start: int, stop: int) -> list[SamplePart]:

@@ -8,8 +8,9 @@ Here a sequence is a document with its end-of-text token. ``.docs.arrow`` has on
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from zero2all.errors import Z2aError
-from zero2all.io import fingerprint, read_manifest
+from zero2all.io import MANIFEST, fingerprint, read_manifest
 
 MAGIC = b"MMIDIDX\x00\x00"
 # Megatron knows no unsigned 32-bit type, so vocabularies past 16 bits are stored as int32.
@@ -30,6 +31,7 @@ DOCS_SCHEMA = pa.schema(
 )
 HEADER = struct.Struct("<QBQQ")  # version, dtype code, sequences, document bounds
 KIND = "tokens"
+FORMAT = 2
 OPEN_SHARDS = 64  # a process has so many .bin files mapped at most
 OPEN_INDEXES = 16  # and as many indexes of documents in memory, a few MiB each
 Split = Literal["train", "valid"]
@@ -88,6 +90,20 @@ class ShardWriter:
                 index.write(column.tobytes())
 
 
+def damaged(path: Path, why: str) -> Z2aError:
+    return Z2aError(f"{path} {why}: run 'z2a tokens build RECIPE', which checks every shard and rebuilds damaged ones")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the manifest of a store says of a shard."""
+
+    tokens: int
+    vocab_size: int
+    record: str
+    """sha256 of the shard's own record."""
+
+
 class TokenShard:
     """One shard, memory-mapped while it is in use.
 
@@ -95,18 +111,53 @@ class TokenShard:
     descriptors (1,024 by default) or mappings (65,530).
     """
 
-    def __init__(self, stem: Path) -> None:
-        self.stem = stem
+    def __init__(self, stem: Path, expected: Expected | None = None) -> None:
+        self.stem, self.expected = stem, expected
 
     @cached_property
     def _header(self) -> tuple[np.dtype[Any], int]:
         """The type of a token, and the number of documents."""
-        with open(self.stem.with_suffix(".idx"), "rb") as index:
-            magic, rest = index.read(len(MAGIC)), index.read(HEADER.size)
-        version, code, count, _ = HEADER.unpack(rest) if len(rest) == HEADER.size else (0, 0, 0, 0)
+        path = self.stem.with_suffix(".idx")
+        try:
+            with open(path, "rb") as index:
+                magic, rest = index.read(len(MAGIC)), index.read(HEADER.size)
+                size = os.fstat(index.fileno()).st_size
+        except FileNotFoundError:
+            raise damaged(path, "is missing") from None
+        version, code, count, bounds = HEADER.unpack(rest) if len(rest) == HEADER.size else (0, 0, 0, 0)
         if magic != MAGIC or version != 1 or code not in DTYPE_CODES:
-            raise Z2aError(f"{self.stem}.idx is not a token index that this version reads")
+            raise damaged(path, "is not a token index that this version reads")
+        whole = len(MAGIC) + HEADER.size + 12 * count + 8 * bounds
+        if size != whole or bounds != count + 1:
+            raise damaged(path, f"has {size} bytes, not {whole}")
         return DTYPE_CODES[code], count
+
+    @property
+    def bin_bytes(self) -> int:
+        """The size that ``.bin`` must have."""
+        assert self.expected is not None
+        return self.expected.tokens * DTYPE_CODES[dtype_code(self.expected.vocab_size)].itemsize
+
+    def check_sizes(self) -> None:
+        path = self.stem.with_suffix(".bin")
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise damaged(path, "is missing") from None
+        if self.expected is not None and size != self.bin_bytes:
+            raise damaged(path, f"has {size} bytes, not {self.bin_bytes}")
+        if self.expected is not None and self._header[0] != DTYPE_CODES[dtype_code(self.expected.vocab_size)]:
+            raise damaged(self.stem.with_suffix(".idx"), "is of another vocabulary")
+
+    def read(self, start: int, stop: int) -> Array:
+        """A copy of the tokens [start, stop) as int64, each an id of the vocabulary."""
+        tokens = self.tokens[start:stop].astype(np.int64)
+        size = self.expected.vocab_size if self.expected is not None else np.iinfo(np.int32).max
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < size:
+            raise damaged(
+                self.stem.with_suffix(".bin"), f"has ids outside the vocabulary in tokens {start} to {stop - 1}"
+            )
+        return tokens
 
     @property
     def tokens(self) -> Array:
@@ -143,6 +194,7 @@ class DocumentIndex:
 # Keyed by the shard itself; the least recently used one is unmapped and closed when its last view is gone.
 @lru_cache(maxsize=OPEN_SHARDS)
 def _tokens(shard: TokenShard) -> Array:
+    shard.check_sizes()
     return np.memmap(shard.stem.with_suffix(".bin"), dtype=shard._header[0], mode="r")
 
 
@@ -152,9 +204,15 @@ def _index(shard: TokenShard) -> DocumentIndex:
     lengths = np.fromfile(shard.stem.with_suffix(".idx"), dtype="<i4", count=shard._header[1], offset=start)
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if starts[-1] != len(shard.tokens):
-        raise Z2aError(f"{shard.stem}.bin and .idx do not belong together: build the tokens again")
-    names = pa.ipc.open_file(pa.memory_map(str(shard.stem.with_suffix(".docs.arrow"))))
-    sizes = [names.get_batch(number).num_rows for number in range(names.num_record_batches)]
+        raise damaged(shard.stem.with_suffix(".idx"), "does not describe the .bin beside it")
+    path = shard.stem.with_suffix(".docs.arrow")
+    try:
+        names = pa.ipc.open_file(pa.memory_map(str(path)))
+        sizes = [names.get_batch(number).num_rows for number in range(names.num_record_batches)]
+    except (OSError, pa.ArrowInvalid) as error:
+        raise damaged(path, f"cannot be read ({error})") from error
+    if sum(sizes) != len(lengths):
+        raise damaged(path, f"names {sum(sizes)} documents, not {len(lengths)}")
     return DocumentIndex(starts, names, np.cumsum([0, *sizes]))
 
 
@@ -164,14 +222,21 @@ class TokenStore:
     def __init__(self, directory: Path, split: Split) -> None:
         manifest = read_manifest(directory, KIND, "z2a tokens build RECIPE")
         self.directory, self.split = directory, split
-        self.tokenizer_fingerprint: str = manifest["tokenizer"]
-        self.vocab_size: int = manifest["vocab_size"]
-        parts: dict[str, Any] = manifest["splits"][split]
-        self.fingerprint = fingerprint({name: part["sha256"] for name, part in parts.items()})
-        self.sources = {
-            name: [TokenShard(directory / split / shard) for shard in part["shards"]] for name, part in parts.items()
-        }
-        self.shard_tokens: dict[str, list[int]] = {name: part["shard_tokens"] for name, part in parts.items()}
+        if manifest.get("format") != FORMAT:
+            raise Z2aError(f"{directory} was built by another version: run 'z2a tokens build RECIPE' again")
+        try:
+            self.tokenizer_fingerprint: str = manifest["tokenizer"]
+            self.vocab_size: int = manifest["vocab_size"]
+            parts: dict[str, Any] = manifest["splits"][split]
+            self.fingerprint = fingerprint({name: part["sha256"] for name, part in parts.items()})
+            self.sources = {name: list(self._shards(part)) for name, part in parts.items()}
+            self.shard_tokens: dict[str, list[int]] = {name: part["shard_tokens"] for name, part in parts.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise damaged(directory / MANIFEST, f"is damaged ({type(error).__name__}: {error})") from error
+
+    def _shards(self, part: dict[str, Any]) -> Iterator[TokenShard]:
+        for name, tokens, record in zip(part["shards"], part["shard_tokens"], part["records"], strict=True):
+            yield TokenShard(self.directory / self.split / name, Expected(int(tokens), int(self.vocab_size), record))
 
     def has_a_sample(self, seq_len: int) -> bool:
         """Whether a source has so many tokens and their last target."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from zero2all.resilience import Found, Guard, Keeper, Team, locked
 from zero2all.resilience.beat import Beat, Mark
 from zero2all.resilience.goodput import goodput_of, in_words
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokens import TokenStore
+from zero2all.tokens import TokenStore, check_store
 from zero2all.track import Record, open_sinks
 from zero2all.train.channels import Channels
 from zero2all.train.clock import Clock
@@ -162,6 +163,8 @@ def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
     tokenizer, store = Tokenizer(recipe.tokenizer_dir), TokenStore(recipe.tokens_dir, "train")
     if store.tokenizer_fingerprint != tokenizer.fingerprint:
         raise Z2aError(f"{recipe.tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
+    for checked in (store, TokenStore(recipe.tokens_dir, "valid")):
+        team.together(partial(check_store, checked, team.rank, team.world))
     plan = Plan(recipe, store)
     dtype = compute_dtype(options.precision, device)
     config = model_config(recipe, tokenizer)
