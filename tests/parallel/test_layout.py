@@ -55,6 +55,8 @@ def test_sizes_that_do_not_fit_say_what_to_change(recipe: dict[str, int], world:
         ("parallel.tp=8", "must divide model.n_kv_heads"),
         ("parallel.pp=8", "8 pipeline stages need as many layers"),
         ("parallel={pp: 4, schedule: zbv}", "set parallel.schedule=1f1b"),
+        ("parallel={pp: 2, schedule: zbv, reshard: always}", "set parallel.reshard=auto"),
+        ("parallel={pp: 2, schedule: zero-bubble, reshard: 2}", "set parallel.reshard=auto"),
         ("parallel.cp=64", "multiple of 2 x parallel.cp"),
         ("parallel={cp: 8, cp_attention: ulysses}", "set parallel.cp_attention=gather"),
         ("parallel.ep=2", "the model has no experts"),

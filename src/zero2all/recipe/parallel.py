@@ -118,6 +118,11 @@ def _pipeline_rules(recipe: Recipe) -> Iterator[tuple[bool, str]]:
         "parallel.schedule=interleaved",
     )
     yield (
+        layout.schedule in SPLIT_BACKWARD and layout.reshard not in ("auto", "never"),
+        f"schedule {layout.schedule} loses the weight gradients of blocks that free their gathered weights: "
+        "set parallel.reshard=auto, or parallel.schedule=interleaved",
+    )
+    yield (
         model.moe is not None and model.moe.balance == "aux",
         "the balance loss of early pipeline stages would be lost: set model.moe.balance=bias",
     )
