@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zero2all.errors import UsageError
 from zero2all.model import Z2all
+from zero2all.parallel.accumulation import stage_class
 from zero2all.parallel.layout import Layout
 from zero2all.recipe import ModelConfig, ParallelRecipe
 
@@ -160,12 +161,12 @@ class Pipeline:
     def _schedule(self, micros: int, stream: Tensor, targets_BS: Tensor) -> Any:
         from torch.distributed import pipelining  # brings the compiler: a restart without a pipeline need not wait
 
-        kind = getattr(pipelining, SCHEDULES[self.recipe.schedule])
+        kind, stage_kind = getattr(pipelining, SCHEDULES[self.recipe.schedule]), stage_class(self.recipe)
         samples = targets_BS.shape[0] // micros
         stream = stream.to("meta").requires_grad_()
         tokens = torch.empty(samples, targets_BS.shape[1], dtype=torch.int64, device="meta")
         stages = [
-            pipelining.PipelineStage(
+            stage_kind(
                 stage,
                 number,
                 self.count,

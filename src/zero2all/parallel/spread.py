@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero2all.errors import UsageError
 from zero2all.model import IGNORE, Z2all
 from zero2all.model.moe import MoE
+from zero2all.parallel.accumulation import sync_gradients
 from zero2all.parallel.context import Context
 from zero2all.parallel.initialize import WholeFill
 from zero2all.parallel.laid import Laid
@@ -259,11 +260,11 @@ class Spread:
         return torch.zeros(samples, length, device=self.layout.device) if losses is None else losses.detach()
 
     def _synchronised(self, last: bool) -> AbstractContextManager[None]:
-        """Gradients travel once a step, with the last micro-batch."""
+        """Which micro-batches reduce their gradient: under DDP the last one."""
         if self._ddp is not None and not last:
             return self._ddp.no_sync()
         if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last)
+            sync_gradients(self.model, self.recipe, last)
         return nullcontext()
 
     def _finish_gradients(self) -> None:

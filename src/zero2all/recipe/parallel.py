@@ -46,6 +46,10 @@ class ParallelRecipe(Section):
     """Ranks that share the experts of every MoE layer."""
     reshard: Literal["auto", "always", "never"] | Size = "auto"
     """Free a block's gathered weights after its forward, or down to groups of so many ranks. auto: not under pp."""
+    gradient_sync: Literal["every", "last"] = "every"
+    """When FSDP reduce-scatters the gradient: with every micro-batch, or with the last one only. last sends less, but
+    every rank then holds the gradient of the unsharded model in fp32: 4 bytes for each parameter of its tp, pp and ep
+    part. Copies (DDP, HSDP) are all-reduced with the last micro-batch in any case."""
     activation_checkpointing: Literal["none", "full", "selective", "budget"] = "none"
     """What backward computes anew: nothing, each block, all of it but matrices and attention, or by a budget."""
     activation_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
