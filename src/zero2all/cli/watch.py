@@ -38,12 +38,12 @@ def watch(
     """
     from zero2all.console import console
     from zero2all.track.terminal import verdict_lines, watch_terminal
-    from zero2all.track.verdicts import judge
 
     opened = _open(runs, ssh)
     if once:
-        data = [{**run.status(), "verdicts": [verdict.as_dict() for verdict in judge(run)]} for run in opened]
-        return Result({"runs": data}, "\n".join(line for run in opened for line in verdict_lines(run)))
+        return Result(
+            {"runs": [_status(run) for run in opened]}, "\n".join(line for run in opened for line in verdict_lines(run))
+        )
     if tty:
         watch_terminal(opened, console)
         return Result({"runs": [run.status() for run in opened]}, "")
@@ -92,6 +92,16 @@ def blame(
         lines.append(f"{part['loss']:>8.4f}  {part['source']:<12} {part['tokens']:>6} tokens  {part['title']}")
         lines.append(f"          {' '.join(part['text'].split())[:100]}")
     return Result(blamed, "\n".join(lines))
+
+
+def _status(run: WatchedRun) -> dict[str, Any]:
+    from zero2all.track.terminal import judged
+    from zero2all.track.watched import reason
+
+    try:
+        return {**run.status(), "verdicts": [verdict.as_dict() for verdict in judged(run)]}
+    except Exception as error:  # the other runs are shown all the same
+        return {"name": run.name, "trouble": reason(error), "verdicts": []}
 
 
 def _open(targets: list[str], ssh: str) -> list[WatchedRun]:

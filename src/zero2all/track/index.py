@@ -10,45 +10,18 @@ gap; it can be removed at any time, and is made again from the record.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zero2all.track.lines import NOT_VALUES, is_number, is_restart, is_step
+
 CHUNK = 64
-RESTARTS = ("start", "resume")
-NOT_VALUES = ("step", "time")
 
 
 def index_path(record: Path) -> Path:
     return record.with_name(f"{record.stem}.index.jsonl")
-
-
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """A line of a record or index; None if it is torn or not ours."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def whole_lines(data: bytes, start: int = 0) -> Iterator[tuple[int, int, bytes]]:
-    """(first byte, byte after, line) of every line in ``data`` that has its end; ``data`` begins at byte ``start``."""
-    at = 0
-    while (end := data.find(b"\n", at)) >= 0:
-        yield start + at, start + end + 1, data[at:end]
-        at = end + 1
-
-
-def is_step(line: dict[str, Any]) -> bool:
-    return "step" in line and not any(kind in line for kind in ("event", "sample", "histogram"))
-
-
-def is_restart(line: dict[str, Any]) -> bool:
-    return line.get("event") in RESTARTS
 
 
 @dataclass
@@ -63,7 +36,7 @@ class Summary:
         self.steps.append(line["step"])
         self.times.append(line.get("time", 0.0))
         for name, value in line.items():
-            if name not in NOT_VALUES and isinstance(value, int | float) and math.isfinite(value):
+            if name not in NOT_VALUES and is_number(value) and math.isfinite(value):
                 self.values.setdefault(name, []).append(value)
 
     def as_entry(self) -> dict[str, Any]:
@@ -76,7 +49,7 @@ class Summary:
             "times": [min(self.times), max(self.times)],
             "names": list(self.values),
             "min": [_short(min(column)) for column in columns],
-            "mean": [_short(math.fsum(column) / len(column)) for column in columns],
+            "mean": [_short(_mean(column)) for column in columns],
             "max": [_short(max(column)) for column in columns],
         }
 
@@ -113,6 +86,13 @@ def _pointer(line: dict[str, Any], first: int, after: int) -> dict[str, Any]:
         if kind in line:
             return {kind: line[kind], "step": line.get("step"), "at": [first, after]}
     return {**line, "at": [first, after]}
+
+
+def _mean(column: list[float]) -> float:
+    try:
+        return math.fsum(column) / len(column)
+    except OverflowError:  # each value is finite, their sum is not
+        return math.fsum(value / len(column) for value in column)
 
 
 def _short(value: float) -> float:

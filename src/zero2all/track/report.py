@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from zero2all.track.server import PAGE, encode, series, summary
-from zero2all.track.verdicts import judge
+from zero2all.track.terminal import judged
 from zero2all.track.watched import WatchedRun
 
 POINTS = 1500
@@ -17,7 +17,7 @@ TEXTS = 20  # of each sample and histogram, the newest
 def report_html(runs: list[WatchedRun]) -> str:
     summaries, texts = [], []
     for number, run in enumerate(runs):
-        kept = summary(run, judge(run))
+        kept = summary(run, judged(run))
         for kind in ("sample", "histogram"):
             kept[f"{kind}s"] = {name: steps[-TEXTS:] for name, steps in kept[f"{kind}s"].items()}
             texts += [

@@ -12,18 +12,18 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
-from zero2all.track.index import Indexer, index_path, is_restart, is_step, parse_line, whole_lines
+from zero2all.track.index import Indexer, index_path
+from zero2all.track.lines import BadLine, LineReader, index_entry, is_restart, is_step, record_line
 from zero2all.track.pump import Pump
 from zero2all.track.sinks import Sink, hand_over
 from zero2all.track.system import System
 
 SYSTEM_EVERY = 10.0
-BLOCK = 16 * 2**20
 
 
 class Record:
@@ -132,15 +132,14 @@ class RecordFile:
         """Both files, and what the record holds beyond its index taken into that."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file, index = AppendFile(self._path), AppendFile(index_path(self._path))
-        covered = _covered(index_path(self._path))
-        if covered > file.size:
-            index.truncate()
-            covered = 0
+        covered, good = _covered(index_path(self._path))
+        if covered > file.size:  # of another record
+            covered, good = 0, 0
+        if good < index.size:  # the rest is torn or damaged: it is made again from the record
+            index.truncate(good)
         self._indexer = Indexer(covered)
-        for first, after, raw in _lines_from(self._path, covered):
-            line = parse_line(raw)
-            if line is not None:
-                self._add_to_index(index, line, first, after)
+        for first, after, line in _checked_lines(self._path, covered):
+            self._add_to_index(index, line, first, after)
         return file, index
 
     def _add_to_index(self, index: AppendFile, line: dict[str, Any], first: int, after: int) -> None:
@@ -178,35 +177,48 @@ class AppendFile:
     def sync(self) -> None:
         os.fsync(self._descriptor)
 
-    def truncate(self) -> None:
-        os.ftruncate(self._descriptor, 0)
-        self.size = 0
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+        self.size = size
         self.waiting.clear()
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
-def _covered(index: Path) -> int:
-    """How many bytes of the record the whole lines of its index cover."""
-    covered = 0
-    for _, _, raw in _lines_from(index, max(0, index.stat().st_size - BLOCK)):
-        entry = parse_line(raw)
-        if entry is not None and "at" in entry:
-            covered = entry["at"][1]
-    return covered
+def _covered(index: Path) -> tuple[int, int]:
+    """How many bytes of the record its index covers without a gap, and how many of its own bytes that takes."""
+    covered, good = 0, 0
+    names: tuple[str, ...] = ()
+    with open(index, "rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        for _, after, raw in LineReader().lines(_reading(stream), size):
+            try:
+                entry = index_entry(raw, names)
+            except BadLine:
+                break
+            if entry["at"][0] != covered:
+                break
+            covered, good, names = entry["at"][1], after, tuple(entry["names"])
+    return covered, good
 
 
-def _lines_from(path: Path, start: int) -> Iterator[tuple[int, int, bytes]]:
+def _checked_lines(path: Path, start: int = 0) -> Iterator[tuple[int, int, dict[str, Any]]]:
     with open(path, "rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        for first, after, raw in LineReader(start).lines(_reading(stream), size):
+            try:
+                yield first, after, record_line(raw)
+            except BadLine:
+                continue  # whoever watches the run counts and shows it
+
+
+def _reading(stream: BinaryIO) -> Callable[[int, int], bytes]:
+    def read(start: int, length: int) -> bytes:
         stream.seek(start)
-        rest = b""
-        while block := stream.read(BLOCK):
-            rest += block
-            after = start
-            for first, after, line in whole_lines(rest, start):
-                yield first, after, line
-            rest, start = rest[after - start :], after
+        return stream.read(length)
+
+    return read
 
 
 def _encode(line: dict[str, Any]) -> bytes:
@@ -222,11 +234,8 @@ def _plain(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with open(path, "rb") as stream:
-        for raw in stream:
-            line = parse_line(raw)
-            if line is not None:
-                yield line
+    """The lines that can be used: what a crash tore, or another program wrote, is left out."""
+    return (line for _, _, line in _checked_lines(path))
 
 
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:

@@ -28,12 +28,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from zero2all.errors import Z2aError
-from zero2all.track.index import is_restart
+from zero2all.track.lines import is_restart
 from zero2all.track.places import LocalPlace
 from zero2all.track.ssh import Unreachable
 from zero2all.track.stream import Table
 from zero2all.track.verdicts import Verdict, judge
-from zero2all.track.watched import WatchedRun
+from zero2all.track.watched import WatchedRun, reason
 
 PAGE = Path(__file__).with_name("page")
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
@@ -46,6 +46,11 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+NOTHING_KNOWN: dict[str, Any] = {  # of a run that could not be looked at even once
+    "names": [], "events": [], "samples": {}, "histograms": {}, "verdicts": [], "batch_tokens": None, "directory": None,
+    "status": {"step": None, "steps": None, "time": None, "latest": {}, "step_seconds": None, "seconds_left": None,
+               "goodput": None, "ended": None, "damage": []},
+}  # fmt: skip
 # (run directory, step, whether to recompute losses) -> what 'z2a tokens trace' or 'z2a blame' says
 Documents = Callable[[Path, int, bool], dict[str, Any]]
 
@@ -56,21 +61,36 @@ class Followed:
     def __init__(self, run: WatchedRun) -> None:
         self.run, self.lock, self.version = run, threading.Lock(), 0
         self._verdicts: list[Verdict] = []
-        self._judged = -math.inf
+        self._judged, self._failed = -math.inf, False
         self.summary: dict[str, Any] = {}
         self.refresh()
 
     def refresh(self) -> None:
+        """Never raises: what goes wrong with one run is its trouble, and the others are followed as before."""
         with self.lock:
-            changed = self.run.refresh()
-            over = self.run.ended is not None and not changed and bool(self.summary)
-            if not over and time.monotonic() - self._judged > JUDGE_EVERY:
-                before, self._verdicts = self._verdicts, judge(self.run)
-                self._judged = time.monotonic()
-                changed = changed or before != self._verdicts
-            if changed or not self.summary:
-                self.summary = summary(self.run, self._verdicts)
-                self.version += 1
+            changed, failed = self.run.refresh(), self._failed
+            try:
+                self._look(changed or failed)
+                self._failed = False
+            except Exception as error:
+                self._failed, trouble = True, reason(error)
+                if not failed or self.summary["status"]["trouble"] != trouble:
+                    known = self.summary or {
+                        **NOTHING_KNOWN,
+                        "status": {**NOTHING_KNOWN["status"], "name": self.run.name},
+                    }
+                    self.summary = {**known, "status": {**known["status"], "trouble": trouble}}
+                    self.version += 1
+
+    def _look(self, changed: bool) -> None:
+        over = self.run.ended is not None and not changed and bool(self.summary)
+        if not over and time.monotonic() - self._judged > JUDGE_EVERY:
+            before, self._verdicts = self._verdicts, judge(self.run)
+            self._judged = time.monotonic()
+            changed = changed or before != self._verdicts
+        if changed or not self.summary:
+            self.summary = summary(self.run, self._verdicts)
+            self.version += 1
 
 
 class Pages:

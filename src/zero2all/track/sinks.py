@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zero2all.errors import Problem, UsageError, Z2aError, need
-from zero2all.track.index import NOT_VALUES
+from zero2all.track.lines import NOT_VALUES
 
 
 class Sink(Protocol):

@@ -9,11 +9,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zero2all.track.index import NOT_VALUES, Indexer, Summary, is_restart, is_step, parse_line, whole_lines
+from zero2all.track.index import Indexer, Summary
+from zero2all.track.lines import (
+    NOT_VALUES,
+    BadLine,
+    LineReader,
+    index_entry,
+    is_number,
+    is_restart,
+    is_step,
+    record_line,
+)
 from zero2all.track.places import Place
 
 Array = NDArray[np.float64]
-READ = 8 * 2**20  # bytes asked for at a time
 RAW = 16 * 2**20  # a range of up to so many bytes is read whole, a longer one is drawn from its chunks
 RECENT = 2000  # lines kept for pages that follow
 CACHED = 2048  # chunks whose rows stay in memory
@@ -63,22 +72,31 @@ class Stream:
         self.pointers: dict[tuple[str, str, int], tuple[int, int]] = {}  # (kind, name, step) -> bytes
         self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)
         self.sequence = 0  # lines seen past the index; ``recent`` is numbered by it
-        self._read_to = 0
+        self.skipped = 0  # lines that could not be used
+        self.damage: dict[str, str] = {}  # by file, where that began and why
+        self._reader = LineReader()
         self._indexer: Indexer | None = None
         self._cache: OrderedDict[Chunk, Table] = OrderedDict()
 
     def refresh(self, sizes: dict[str, int]) -> bool:
         """Take in what was written since the last call; whether there was anything."""
         size = sizes.get(self.file, 0)
-        if size < self._read_to:  # another file under the same name
+        if size < self._reader.at:  # another file under the same name
             self._reset()
         if self._indexer is None:
-            self._take_index(sizes.get(self.index_file, 0), size)
-            self._indexer = Indexer(self._read_to)
-        before = self._read_to
-        while self._read_to < size and self._take_lines(min(READ, size - self._read_to)):
-            pass
-        return self._read_to > before
+            covered = self._take_index(sizes.get(self.index_file, 0), size)
+            self._reader, self._indexer = LineReader(covered), Indexer(covered)
+        before = self._reader.at
+        for first, after, raw in self._reader.lines(self._read, size):
+            try:
+                self._add_line(record_line(raw), first, after)
+            except BadLine as error:
+                self.skipped += 1
+                self.damage.setdefault(self.file, f"byte {first}: {error}")
+        return self._reader.at > before
+
+    def _read(self, start: int, length: int) -> bytes:
+        return self.place.read(self.file, start, length)
 
     @property
     def last_step(self) -> int | None:
@@ -105,34 +123,33 @@ class Stream:
     def line(self, kind: str, name: str, step: int) -> dict[str, Any] | None:
         """A sample or histogram in full."""
         place = self.pointers.get((kind, name, step))
-        return None if place is None else parse_line(self.place.read(self.file, place[0], place[1] - place[0]))
+        try:
+            return None if place is None else record_line(self._read(place[0], place[1] - place[0]))
+        except BadLine:
+            return None  # the index said that there was one
 
-    def _take_index(self, index_size: int, size: int) -> None:
+    def _take_index(self, index_size: int, size: int) -> int:
+        """Its chunks as far as they are right; the byte of the record up to which they go."""
         names: tuple[str, ...] = ()
-        data = b"".join(
-            self.place.read(self.index_file, start, min(READ, index_size - start))
-            for start in range(0, index_size, READ)
-        )
-        for _, _, raw in whole_lines(data):
-            entry = parse_line(raw)
-            if entry is None or entry["at"][0] != self._read_to or entry["at"][1] > size:
-                break  # torn, or of another record: from here on the record itself is read
-            names = tuple(entry.get("names", names))
-            self._add_chunk({**entry, "names": names})
-            self._read_to = entry["at"][1]
-
-    def _take_lines(self, length: int) -> bool:
-        start = self._read_to
-        data = self.place.read(self.file, start, length)
-        for first, after, raw in whole_lines(data, start):
-            self._read_to = after
-            line = parse_line(raw)
-            if line is not None:
-                self._add_line(line, first, after)
-        return self._read_to > start
+        covered = 0
+        lines = LineReader().lines(lambda start, length: self.place.read(self.index_file, start, length), index_size)
+        for first, _, raw in lines:
+            try:
+                entry = index_entry(raw, names)
+            except BadLine as error:
+                self.damage[self.index_file] = f"byte {first}: {error}"
+                break  # from here on the record itself is read
+            if entry["at"][0] != covered or entry["at"][1] > size:
+                break  # of another record
+            names = tuple(entry["names"])
+            self._add_chunk(entry)
+            covered = entry["at"][1]
+        return covered
 
     def _add_line(self, line: dict[str, Any], first: int, after: int) -> None:
         assert self._indexer is not None
+        if is_step(line):
+            line = {name: value for name, value in line.items() if is_number(value)}
         self.sequence += 1
         self.recent.append((self.sequence, line))
         entry = self._indexer.add(line, first, after)
@@ -183,9 +200,16 @@ class Stream:
 
     def _chunk_lines(self, chunk: Chunk) -> list[dict[str, Any]]:
         first, after = chunk.at
-        lines = (parse_line(raw) for _, _, raw in whole_lines(self.place.read(self.file, first, after - first)))
         before = np.inf if chunk.before is None else chunk.before
-        return [line for line in lines if line is not None and is_step(line) and line["step"] < before]
+        found = []
+        for _, _, raw in LineReader(first).lines(self._read, after):
+            try:
+                line = record_line(raw)
+            except BadLine:
+                continue  # counted when it was first read
+            if is_step(line) and line["step"] < before:
+                found.append(line)
+        return found
 
     def _chunk_rows(self, chunk: Chunk) -> Table:
         found = self._cache.get(chunk)
@@ -214,7 +238,7 @@ def _rows(lines: list[dict[str, Any]], names: list[str] | None) -> Table:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else np.nan
+    return float(value) if is_number(value) else np.nan
 
 
 def _joined(tables: list[Table], names: list[str]) -> Table:
@@ -265,7 +289,8 @@ def reduced(table: Table, points: int) -> Table:
 
     def mean(column: Array) -> Array:
         there = np.add.reduceat(np.isfinite(column).astype(float), starts)
-        total = np.add.reduceat(np.nan_to_num(column, nan=0.0, posinf=0.0, neginf=0.0), starts)
+        with np.errstate(over="ignore"):  # a mean that no float holds is shown as none
+            total = np.add.reduceat(np.nan_to_num(column, nan=0.0, posinf=0.0, neginf=0.0), starts)
         return np.where(there > 0, total / np.maximum(there, 1), np.nan)
 
     low, high = table.low or table.mean, table.high or table.mean

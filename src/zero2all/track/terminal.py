@@ -15,7 +15,7 @@ from rich.text import Text
 
 from zero2all.track.stream import Array
 from zero2all.track.verdicts import Verdict, judge
-from zero2all.track.watched import WatchedRun
+from zero2all.track.watched import WatchedRun, reason
 from zero2all.units import show_count, show_seconds
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character, by row and column
@@ -27,7 +27,10 @@ JUDGE_EVERY = 5.0
 
 def verdict_lines(run: WatchedRun) -> list[str]:
     """What ``--once`` prints of a run."""
-    status = run.status()
+    try:
+        status = run.status()
+    except Exception as error:
+        return [f"{run.name}: {reason(error)}"]
     at = "no step yet" if run.last_step is None else f"step {run.last_step + 1}"
     of = f" of {run.total_steps}" if run.total_steps else ""
     latest = ", ".join(f"{name} {value:.5g}" for name, value in status["latest"].items())
@@ -35,7 +38,7 @@ def verdict_lines(run: WatchedRun) -> list[str]:
     lines = [f"{run.name}: {at}{of}, {latest or 'nothing recorded'} ({how})"]
     if status["trouble"]:
         lines.append(f"  cannot be read just now: {status['trouble']}")
-    lines += [f"  [{verdict.level}] {verdict.rule}: {verdict.text}" for verdict in judge(run)]
+    lines += [f"  [{verdict.level}] {verdict.rule}: {verdict.text}" for verdict in judged(run)]
     return lines if len(lines) > 1 else [*lines, "  nothing to remark"]
 
 
@@ -48,12 +51,27 @@ def watch_terminal(runs: list[WatchedRun], console: Console) -> None:
             for run in runs:
                 run.refresh()
             if time.monotonic() > due:
-                verdicts = {run.name: judge(run) for run in runs}
+                verdicts = {run.name: judged(run) for run in runs}
                 due = time.monotonic() + JUDGE_EVERY
-            live.update(Group(*(_panel(run, verdicts[run.name], console.width) for run in runs)))
+            live.update(Group(*(_panel_or_trouble(run, verdicts[run.name], console.width) for run in runs)))
             if all(run.ended for run in runs):
                 return
             time.sleep(EVERY)
+
+
+def judged(run: WatchedRun) -> list[Verdict]:
+    """The verdicts on a run. That it cannot be judged is one of them, and keeps no other run from being shown."""
+    try:
+        return judge(run)
+    except Exception as error:
+        return [Verdict("not judged", "bad", reason(error), reason(error))]
+
+
+def _panel_or_trouble(run: WatchedRun, verdicts: list[Verdict], width: int) -> Panel:
+    try:
+        return _panel(run, verdicts, width)
+    except Exception as error:
+        return Panel(Text(reason(error), style="red"), title=escape(run.name))
 
 
 def _panel(run: WatchedRun, verdicts: list[Verdict], width: int) -> Panel:

@@ -25,6 +25,7 @@ from zero2all.units import show_count, show_seconds
 POINTS = 4000
 FEWEST = 50  # points that a rule about a course needs
 WINDOW = 50
+SHOWN = 5  # damaged files
 Level = Literal["good", "note", "bad"]
 
 
@@ -238,9 +239,15 @@ def silence(course: Course) -> Iterator[Verdict]:
         )  # fmt: skip
 
 
+def damaged_files(course: Course) -> Iterator[Verdict]:
+    """Lines or files of the run that could not be used. A crash tears a line; more than a few have another cause."""
+    for damage in course.run.damage[:SHOWN]:
+        yield Verdict("damaged files", "note", damage, f"文件损坏，已跳过：{damage}")
+
+
 RULES: tuple[Callable[[Course], Iterator[Verdict]], ...] = (
     initial_loss, against_reference, not_finite, divergence, plateau, spikes, sudden_drop, dead_channel,
-    throughput_sag, silence,
+    throughput_sag, silence, damaged_files,
 )  # fmt: skip
 
 

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import yaml
 
-from zero2all.track.places import RECORD, Place
-from zero2all.track.ssh import Unreachable
+from zero2all.errors import Z2aError
+from zero2all.track.facts import Facts, read_facts
+from zero2all.track.lines import is_count, is_restart
+from zero2all.track.places import FACTS, RECORD, Place
 from zero2all.track.stream import Stream, Table
 
 RANK_FILE = re.compile(r"record\.rank([0-9]+)\.jsonl")
 HEADLINES: tuple[str, ...] = ("loss", "tokens_per_second", "mfu", "tokens")
 ENDINGS = ("done", "stopped", "not finite", "failure")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the files beside a record say, as far as they are there."""
-
-    name: str = ""
-    sources: tuple[str, ...] = ()
-    vocab_size: int | None = None
-    batch_tokens: int | None = None
-    recipe: str = ""
-    environment: dict[str, Any] | None = None
 
 
 class WatchedRun:
@@ -49,19 +36,37 @@ class WatchedRun:
         self._facts_size: dict[str, int] = {}
 
     def refresh(self) -> bool:
-        """Take in what is new; whether there was anything. A place that cannot be read is noted, not raised."""
-        trouble = self.trouble
+        """Take in what is new; whether there was anything. What goes wrong is the run's trouble, and never raised."""
+        before, self.trouble = self.trouble, None
+        changed = False
         try:
             sizes = self.place.sizes()
-            for file in sizes:
-                if match := RANK_FILE.fullmatch(file):
-                    self.streams.setdefault(int(match[1]), Stream(self.place, file))
-            self._read_facts(sizes)
-            changed = [stream.refresh(sizes) for stream in self.streams.values()]
-            self.trouble = None
-        except Unreachable as error:
-            changed, self.trouble = [], str(error)
-        return any(changed) or self.trouble != trouble
+        except Exception as error:
+            self._note(error)
+            return self.trouble != before
+        for file in sizes:
+            if match := RANK_FILE.fullmatch(file):
+                self.streams.setdefault(int(match[1]), Stream(self.place, file))
+        for look in (self._read_facts, *(stream.refresh for stream in self.streams.values())):
+            try:
+                changed = look(sizes) or changed
+            except Exception as error:  # the other files, and the other runs, are shown all the same
+                self._note(error)
+        return changed or self.trouble != before
+
+    def _note(self, error: Exception) -> None:
+        self.trouble = reason(error)
+
+    @property
+    def damage(self) -> list[str]:
+        """What in the files of the run could not be used, and where that began."""
+        found = list(self.facts.damage)
+        for stream in self.streams.values():
+            for file, where in stream.damage.items():
+                lines = "1 line skipped" if stream.skipped == 1 else f"{stream.skipped} lines skipped"
+                what = f"{lines}, the first at" if file == stream.file else "not used past"
+                found.append(f"{file}: {what} {where}")
+        return found
 
     @property
     def names(self) -> list[str]:
@@ -81,7 +86,7 @@ class WatchedRun:
 
     @property
     def total_steps(self) -> int | None:
-        starts = [event["steps"] for event in self.events if isinstance(event.get("steps"), int)]
+        starts = [event["steps"] for event in self.events if is_restart(event) and is_count(event.get("steps"))]
         return starts[-1] if starts else None
 
     @property
@@ -134,13 +139,14 @@ class WatchedRun:
             "goodput": self.goodput(),
             "ended": self.ended,
             "trouble": self.trouble,
+            "damage": self.damage,
         }
 
     def goodput(self) -> float | None:
         """Share of the time since the first start that went into steps which count: as the run itself found at its end,
         before that at the median pace."""
-        told = [event["goodput"] for event in self.events if event["event"] == "goodput"]
-        if told and self.ended is not None:
+        told = [event.get("goodput") for event in self.events if event["event"] == "goodput"]
+        if told and told[-1] is not None and self.ended is not None:
             return float(told[-1])
         steps, times = self.streams[0].milestones()
         starts = [event["time"] for event in self.events if event["event"] == "start" and "time" in event]
@@ -173,22 +179,13 @@ class WatchedRun:
     def lines_after(self, sequence: int) -> Iterator[tuple[int, dict[str, Any]]]:
         return ((number, line) for number, line in list(self.streams[0].recent) if number > sequence)
 
-    def _read_facts(self, sizes: dict[str, int]) -> None:
-        wanted = {name: size for name, size in sizes.items() if name.endswith((".yaml", ".json"))}
+    def _read_facts(self, sizes: dict[str, int]) -> bool:
+        wanted = {name: size for name, size in sizes.items() if name in FACTS}
         if wanted == self._facts_size:
-            return
-        texts = {name: self.place.read(name, 0, size).decode("utf-8", "replace") for name, size in wanted.items()}
+            return False
+        self.facts = read_facts(self.place, wanted)
         self._facts_size = wanted
-        recipe = _mapping(texts.get("recipe.yaml", ""), yaml.safe_load)
-        identity = _mapping(texts.get("identity.json", ""), json.loads)
-        self.facts = Facts(
-            name=str(recipe.get("name", "")),
-            sources=tuple(str(source.get("name")) for source in (recipe.get("corpus") or {}).get("sources") or []),
-            vocab_size=(identity.get("model") or {}).get("vocab_size"),
-            batch_tokens=(recipe.get("train") or {}).get("batch_tokens"),
-            recipe=texts.get("recipe.yaml", ""),
-            environment=_mapping(texts.get("environment.json", ""), json.loads),
-        )
+        return True
 
     @property
     def silent_seconds(self) -> float | None:
@@ -197,13 +194,9 @@ class WatchedRun:
         return time.time() - float(last[-1]) if len(last) and self.ended is None else None
 
 
-def _mapping(text: str, parse: Any) -> dict[str, Any]:
-    """A file that is being replaced or is not there says nothing."""
-    try:
-        value = parse(text)
-    except (ValueError, yaml.YAMLError):
-        return {}
-    return value if isinstance(value, dict) else {}
+def reason(error: Exception) -> str:
+    """Why a run cannot be read or judged, in one line."""
+    return str(error) if isinstance(error, Z2aError) else f"this is a bug in zero2all: {type(error).__name__}: {error}"
 
 
 def _last(column: Any) -> float | None:
