@@ -5,16 +5,19 @@ from __future__ import annotations
 import glob
 import os
 import posixpath
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from zero2all.corpus.readers.base import Unreadable
 from zero2all.errors import UsageError
 from zero2all.paths import is_url, open_url, plain_errors, store_of
 from zero2all.recipe import SourceRecipe
 
+SPECIAL = "link or device"  # and FIFOs and sockets, as in archives
 NEVER_ENTERED = {"__pycache__", "node_modules", "site-packages", "dist-packages", "__MACOSX"}
 
 
@@ -44,10 +47,10 @@ class RawFile:
         name = path.relative_to(top).as_posix() if top is not None and path != top else path.name
         clean = os.fsencode(name).decode("utf-8", "replace")
         try:
-            stat = path.stat()
+            status = path.stat()
         except OSError:  # a dangling link, say: opening it fails later, and is counted then
             return cls(os.fspath(path), clean, 0)
-        return cls(os.fspath(path), clean, stat.st_size, stat.st_mtime_ns)
+        return cls(os.fspath(path), clean, status.st_size, status.st_mtime_ns)
 
     @property
     def fingerprint(self) -> str:
@@ -58,8 +61,28 @@ class RawFile:
     def open(self) -> BinaryIO:
         if not is_url(self.path):
             # Python's open takes names that are not UTF-8.
-            return open(self.path, "rb")
+            return open(self.path, "rb", opener=_open_regular)
         return open_url(self.path)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Never waits: opening a FIFO would, for a writer that may never come, and a device may do anything.
+
+    Looked at before it is opened, since opening alone has effects on a FIFO or a device, and again when it is open,
+    since it may have been replaced in between.
+    """
+    if _is_special(os.stat(path).st_mode):
+        raise Unreadable(SPECIAL)
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if _is_special(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Unreadable(SPECIAL)
+    return descriptor
+
+
+def _is_special(mode: int) -> bool:
+    """A directory is not: Python's open names that error itself."""
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def is_hidden(name: str) -> bool:
