@@ -18,7 +18,10 @@ from zero2all.corpus.readers.encoding import as_utf8, decode, decoded
 from zero2all.corpus.readers.streams import Stream, line_batches
 
 SMALL = 16 << 20  # an object up to this size is read whole, and so needs no streaming parser
-_NEXT_OBJECT = re.compile(r"\n\s*\{|\}\s*,\s*\{|[\]\[]\s*\{")
+WINDOW = 1 << 14  # characters in which a value is looked for first: an error costs as much as the text before it
+DEEP = 200  # openings that are skipped at once in what is nested too deep
+_NEXT_OBJECT = re.compile(r"\n[^\S\n]*\{|\}\s*,\s*\{|[\]\[]\s*\{")
+_OPENING = re.compile(r"[\[{]")
 _BETWEEN = re.compile(r"[\s,]*")
 _SPACE = re.compile(r"\s*")
 
@@ -182,23 +185,35 @@ class _Scanner:
         return values
 
     def value(self) -> Any:
+        size = WINDOW
         while True:
+            text = self._text[self._at : self._at + size]
+            is_all = self._at + size >= len(self._text)
             try:
-                value, end = self._decode(self._text, self._at)
+                value, end = self._decode(text)
             except json.JSONDecodeError as error:
-                unfinished = error.pos >= len(self._text) - 16 or error.msg.startswith("Unterminated")
+                unfinished = error.pos >= len(text) - 16 or error.msg.startswith("Unterminated")
                 if not unfinished:
                     raise ValueError("broken JSON") from None
             except RecursionError:
+                self._skip_openings()
                 raise ValueError("JSON nested too deep") from None
             else:
-                if end < len(self._text) or self._ended:  # a number may go on in the next block
-                    self._at = end
+                if end < len(text) or (is_all and self._ended):  # a number may go on in the next block
+                    self._at += end
                     return value
+            size *= 8
+            if not is_all:
+                continue
             if len(self._text) - self._at > self._limit:
                 raise ValueError(f"JSON value larger than {self._limit >> 20} MiB")
             if not self._more():
                 raise ValueError("broken JSON")
+
+    def _skip_openings(self) -> None:
+        """Past some of the brackets that were one too many: from each of them the same would be found again."""
+        for _, opening in zip(range(DEEP), _OPENING.finditer(self._text, self._at), strict=False):
+            self._at = opening.start()
 
     def resync(self) -> bool:
         """To the next place where an object seems to begin."""

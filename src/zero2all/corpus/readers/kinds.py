@@ -40,7 +40,8 @@ BY_ENDING: dict[str, Kind] = {
 SHORT_TAR = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
 PLAIN_NAMES = {"license", "licence", "copying", "notice", "authors", "readme", "changelog", "changes", "contributors"}
 
-_HTML = re.compile(r"(?:<\?xml[^>]*>|<!--.*?-->|\s)*<(?:!doctype\s+html|html)[\s>]", re.I | re.S)
+# Atomic: a comment that could end at any later "-->" as well would be tried at every one of them.
+_HTML = re.compile(r"(?><\?xml[^>]*>|<!--.*?-->|\s+)*+<(?:!doctype\s+html|html)[\s>]", re.I | re.S)
 _WIKI_DOC = re.compile(r'<doc\s+id="')
 _ARRAY_OF_OBJECTS = re.compile(r"\[\s*(?:\{|\]|$)")
 

@@ -12,7 +12,9 @@ from zero2all.corpus.readers.encoding import guess
 from zero2all.corpus.readers.streams import Stream
 
 _CHARSET = re.compile(rb"""<meta[^>]+charset\s*=\s*["']?\s*([\w-]+)""", re.I)
-_TEMPLATE = re.compile(r"""<script[^>]+type=["']?text/[\w-]*(?:template|html)[^>]*>(.*?)</script>""", re.I | re.S)
+_SCRIPT = re.compile(r"<script\b([^<>]*)>", re.I)
+_TEMPLATE = re.compile(r"""type=["']?text/[\w-]*(?:template|html)""", re.I)
+_SCRIPT_END = re.compile(r"</script>", re.I)
 _HEADER_END = re.compile(rb"\r?\n\r?\n")
 HEADER_BYTES = 1 << 16
 
@@ -29,9 +31,23 @@ def _page(html: str, title: str = "") -> dict[str, Any]:
     tree = tree_of(html)
     text = plain_text(tree, main_content=True, alt_texts=False)
     if not text.strip():  # a page that is all navigation by its looks, or filled in by a script from a template
-        tree = tree_of(_TEMPLATE.sub(r"\1", html))
+        tree = tree_of(with_templates(html))
         text = plain_text(tree, main_content=False, alt_texts=False)
     return {"title": (tree.title or "").strip() or title, "content": text.strip()}
+
+
+def with_templates(html: str) -> str:
+    """The page with every script that is a template of HTML replaced by what it holds, in one pass."""
+    pieces, at = [], 0
+    for opened in _SCRIPT.finditer(html):
+        if opened.start() < at or not _TEMPLATE.search(opened[1]):
+            continue
+        closed = _SCRIPT_END.search(html, opened.end())
+        if closed is None:
+            break
+        pieces += [html[at : opened.start()], html[opened.end() : closed.start()]]
+        at = closed.end()
+    return "".join([*pieces, html[at:]])
 
 
 def html_text(html: str) -> str:

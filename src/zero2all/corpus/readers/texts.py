@@ -12,7 +12,8 @@ from zero2all.corpus.readers.encoding import as_utf8, decode, decoded
 from zero2all.corpus.readers.streams import Stream, lines
 
 _DOC = re.compile(r"<doc\s+([^>]*)>\s*$")
-_ATTRIBUTE = re.compile(r'([\w-]+)="(.*?)"(?=\s+[\w-]+="|\s*$)')
+# Where a value begins: after the first name, or after a name that follows a quote. A title may hold quotes itself.
+_VALUE = re.compile(r'(?:^(?:[^"]*\s)?|"\s+)([\w-]+)="')
 
 
 def whole_text(stream: Stream, name: str, limits: Limits) -> Iterator[dict[str, Any]]:
@@ -54,7 +55,7 @@ def wikiextractor(stream: Stream, limits: Limits) -> Iterator[dict[str, Any]]:
         if opened:
             if record is not None:
                 yield BrokenRecord("article without an end", f"line {number}", str(record))
-            record, body, size = {k: html.unescape(v) for k, v in _ATTRIBUTE.findall(opened[1])}, [], 0
+            record, body, size = {k: html.unescape(v) for k, v in attributes(opened[1])}, [], 0
         elif line.strip() == "</doc>":
             if record is None or size > limits.record_bytes:
                 yield BrokenRecord(
@@ -71,6 +72,17 @@ def wikiextractor(stream: Stream, limits: Limits) -> Iterator[dict[str, Any]]:
             yield BrokenRecord("text between articles", f"line {number}", line)
     if record is not None:
         yield BrokenRecord("article without an end", "end of file", str(record))
+
+
+def attributes(text: str) -> Iterator[tuple[str, str]]:
+    """Names and values of ``name="value" name="value"``. A value ends at the last quote before the next name."""
+    begun = list(_VALUE.finditer(text))
+    ends = [following.start() for following in begun[1:]]
+    rest = text.rstrip()
+    if begun and rest.endswith('"') and len(rest) > begun[-1].end():
+        ends.append(len(rest) - 1)
+    for value, end in zip(begun, ends, strict=False):
+        yield value[1], text[value.end() : end]
 
 
 def _without_title(body: str, title: str) -> str:
