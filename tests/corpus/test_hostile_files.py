@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from zero2all.corpus import build_corpus
-from zero2all.corpus.readers import RawFile, Unreadable, read_records
+from zero2all.corpus.readers import RawFile, Unreadable, json_records, read_records
+from zero2all.corpus.sniff import sniff
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 TEXT = "An ordinary text that is there to be read, and long enough to stay.\n" * 20
@@ -19,6 +23,10 @@ TEXT = "An ordinary text that is there to be read, and long enough to stay.\n" *
 def built(raw: Path, out: Path, **source: Any) -> dict[str, Any]:
     recipe = CorpusRecipe(sources=[SourceRecipe(name="raw", paths=[str(raw)], **source)], filters=[], holdout=0)
     return build_corpus(recipe, out)
+
+
+def contents(documents: Path) -> set[str]:
+    return {text for shard in documents.glob("*/*.parquet") for text in pq.read_table(shard)["content"].to_pylist()}
 
 
 def files_left_out(manifest: dict[str, Any]) -> dict[str, list[str]]:
@@ -70,3 +78,49 @@ def test_a_fifo_put_in_place_between_the_check_and_the_open_does_not_hang(
         patched.setattr(os, "stat", lambda *_, **__: regular)  # what was seen before the swap
         with pytest.raises(Unreadable, match="link or device"):
             file.open()
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "1" + "]" * depth
+
+
+@pytest.mark.parametrize("depth", [250, 990, 1010, 1020, 1100, 5000])
+def test_nesting_too_deep_breaks_one_record_in_every_reader(
+    tmp_path: Path, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_records, "SMALL", 1 << 16)
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    deep, fine = f'{{"text": "deep", "x": {nested(depth)}}}', '{"text": "NAME", "x": [[1]]}'
+    (raw / "lines.jsonl").write_text(f"{deep}\n{nested(depth)}\n" + fine.replace("NAME", "a line"))
+    (raw / "array.json").write_text(f"[{fine.replace('NAME', 'first element')}, {deep}]")
+    (raw / "object.json").write_text(deep)
+    padding = " " * (1 << 16)  # large enough for the streaming parser
+    (raw / "stream.json").write_text(f'{{"data": [{fine.replace("NAME", "streamed")}, {deep}{padding}]}}')
+    (raw / "table.csv").write_text(f'text,x\nin a table,"{nested(depth)}"\n')
+    with zipfile.ZipFile(raw / "archive.zip", "w") as archive:
+        archive.writestr("member.jsonl", deep + "\n" + fine.replace("NAME", "a member"))
+    manifest = built(raw, tmp_path / "documents")
+    assert contents(tmp_path / "documents") == {"a line", "first element", "streamed", "in a table", "a member"}
+    left_out = manifest["left_out"]["raw"]
+    reasons = Counter(left_out["documents"])
+    assert set(reasons) <= {"nested too deep", "not an object"}
+    assert sum(reasons.values()) + sum(found["count"] for found in left_out["files"].values()) == 6
+    assert any(place.startswith("archive.zip!member.jsonl") for place in manifest["sources"]["raw"]["quarantine"])
+
+
+def test_deep_records_do_not_stop_sniffing_or_decontamination(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "deep", "x": {nested(1000)}}}\n{{"text": "fine"}}\n')
+    found = sniff(tmp_path / "a.jsonl")
+    assert found["preview"]["content"] == "fine"
+    assert any("nested too deep" in broken for broken in found["broken"])
+    (tmp_path / "text.txt").write_text("words of a document")
+    source = SourceRecipe(name="raw", paths=[str(tmp_path / "text.txt")])
+    recipe = CorpusRecipe(sources=[source], filters=[], holdout=0, decontaminate=[str(tmp_path / "a.jsonl")])
+    assert build_corpus(recipe, tmp_path / "documents")["documents"] == 1
+
+
+def test_nesting_that_is_usual_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "fine", "x": {nested(150)}}}\n')
+    built(tmp_path / "a.jsonl", tmp_path / "documents")
+    assert contents(tmp_path / "documents") == {"fine"}

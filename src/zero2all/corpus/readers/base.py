@@ -21,6 +21,8 @@ BROKEN = (
     *(OSError, EOFError, ValueError, NotImplementedError, zlib.error, lzma.LZMAError),
     *(zipfile.BadZipFile, tarfile.TarError, csv.Error, pa.ArrowException),
 )
+TOO_DEEP = "nested too deep"
+DEEPEST = 200  # levels of a record; Python's own recursion ends at 1000, less what is in use where a record is met
 NOT_INSTALLED = "needs pip install 'zero2all[corpus]'"
 
 
@@ -56,6 +58,21 @@ class LeftOutMember(BrokenRecord):
 
 class WholeFile(dict[str, Any]):
     """A record made of a file that is one text; a recipe's field names do not apply to it."""
+
+
+def is_too_deep(record: dict[str, Any]) -> bool:
+    """Whether a record is nested deeper than ``DEEPEST``. Level by level, since recursion is what has to be spared."""
+    level: list[Any] = [value for value in record.values() if isinstance(value, dict | list | tuple)]
+    for _ in range(DEEPEST):
+        if not level:
+            return False
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, dict) else value)
+            if isinstance(inner, dict | list | tuple)
+        ]
+    return bool(level)
 
 
 @dataclass(frozen=True)

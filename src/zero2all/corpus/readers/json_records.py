@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
@@ -13,13 +14,12 @@ from typing import Any
 import orjson
 
 from zero2all.corpus.mapping import HTML, USUAL_NAMES
-from zero2all.corpus.readers.base import BrokenRecord, Limits, Unreadable, optional
+from zero2all.corpus.readers.base import DEEPEST, TOO_DEEP, BrokenRecord, Limits, Unreadable, optional
 from zero2all.corpus.readers.encoding import as_utf8, decode, decoded
 from zero2all.corpus.readers.streams import Stream, line_batches
 
 SMALL = 16 << 20  # an object up to this size is read whole, and so needs no streaming parser
 WINDOW = 1 << 14  # characters in which a value is looked for first: an error costs as much as the text before it
-DEEP = 200  # openings that are skipped at once in what is nested too deep
 _NEXT_OBJECT = re.compile(r"\n[^\S\n]*\{|\}\s*,\s*\{|[\]\[]\s*\{")
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN = re.compile(r"[\s,]*")
@@ -59,8 +59,10 @@ def _record(line: bytes | None, place: str, limits: Limits) -> dict[str, Any]:
         value = _loads(line)
     except UnicodeDecodeError:
         return BrokenRecord("not UTF-8", place, line.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
+    except ValueError:
         return BrokenRecord("broken JSON", place, line.decode("utf-8", "replace"))
+    except RecursionError:
+        return BrokenRecord(TOO_DEEP, place, line.decode("utf-8", "replace"))
     return value if isinstance(value, dict) else _not_an_object(value, place)
 
 
@@ -73,7 +75,7 @@ def _loads(data: bytes) -> Any:
 
 
 def _not_an_object(value: Any, place: str) -> BrokenRecord:
-    return BrokenRecord("not an object", place, repr(value)[:300])
+    return BrokenRecord("not an object", place, reprlib.repr(value))  # of the outermost levels only
 
 
 def json_array(stream: Stream, limits: Limits) -> Iterator[dict[str, Any]]:
@@ -197,7 +199,7 @@ class _Scanner:
                     raise ValueError("broken JSON") from None
             except RecursionError:
                 self._skip_openings()
-                raise ValueError("JSON nested too deep") from None
+                raise ValueError(TOO_DEEP) from None
             else:
                 if end < len(text) or (is_all and self._ended):  # a number may go on in the next block
                     self._at += end
@@ -212,7 +214,7 @@ class _Scanner:
 
     def _skip_openings(self) -> None:
         """Past some of the brackets that were one too many: from each of them the same would be found again."""
-        for _, opening in zip(range(DEEP), _OPENING.finditer(self._text, self._at), strict=False):
+        for _, opening in zip(range(DEEPEST), _OPENING.finditer(self._text, self._at), strict=False):
             self._at = opening.start()
 
     def resync(self) -> bool:
@@ -323,7 +325,7 @@ def _several_objects(text: str, data: bytes, limits: Limits, error: Exception) -
     in_a_row = list(_elements(Stream(io.BytesIO(data)), limits))
     best = max((as_lines, in_a_row), key=_sound)
     if all(isinstance(record, BrokenRecord) for record in best):
-        raise Unreadable("broken JSON") from error
+        raise Unreadable(TOO_DEEP if isinstance(error, RecursionError) else "broken JSON") from error
     yield from best
 
 

@@ -14,11 +14,13 @@ from zero2all.corpus.readers import archives, json_records, pages, tables, texts
 from zero2all.corpus.readers.base import (
     BROKEN,
     NOT_INSTALLED,
+    TOO_DEEP,
     BrokenRecord,
     LeftOutMember,
     Limits,
     Unreadable,
     WholeFile,
+    is_too_deep,
 )
 from zero2all.corpus.readers.encoding import mend_mojibake
 from zero2all.corpus.readers.kinds import Kind, inner_name, kind_of
@@ -47,7 +49,7 @@ def read_batches(file: RawFile, limits: Limits | None = None, exclude: Sequence[
     try:
         with file.open() as raw:
             if file.piece:
-                yield from map(_mended, read_piece(raw, file.piece, limits))
+                yield from map(_sound, read_piece(raw, file.piece, limits))
             else:
                 yield from _batches(raw, file.name, limits, exclude)
     except BROKEN as error:
@@ -62,7 +64,7 @@ def _batches(raw: IO[bytes], name: str, limits: Limits, exclude: Sequence[str]) 
         yield from _members(archives.tar_members(stream, limits), name, limits, exclude)
     elif kind == "parquet" and not compression:
         raw.seek(0)
-        yield from map(_mended, tables.parquet(raw))
+        yield from map(_sound, tables.parquet(raw))
     elif kind == "zip":
         raise Unreadable("zip inside another compression")
     else:
@@ -109,7 +111,7 @@ def _of_kind(stream: Stream, kind: Kind, name: str, limits: Limits) -> Iterator[
             raise Unreadable("archive inside an archive")
         case _:
             batches = _grouped(texts.whole_text(stream, name, limits))
-    return batches if kind == "code" else map(_mended, batches)
+    return batches if kind == "code" else map(_sound, batches)
 
 
 def _grouped(records: Iterator[dict[str, Any]]) -> Iterator[Records]:
@@ -164,6 +166,11 @@ def _members(
             yield [LeftOutMember(str(reason), name)]
         except BROKEN as error:
             yield [LeftOutMember(f"broken file ({type(error).__name__})", name)]
+
+
+def _sound(batch: Records) -> Records:
+    """What every later step can take: nothing nested so deep that it would end in a RecursionError, no mojibake."""
+    return _mended([BrokenRecord(TOO_DEEP) if is_too_deep(record) else record for record in batch])
 
 
 def _mended(batch: Records) -> Records:
