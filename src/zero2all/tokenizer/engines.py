@@ -10,8 +10,9 @@ import json
 import multiprocessing
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -51,7 +52,7 @@ class TextVocabulary:
     @property
     def pattern(self) -> str:
         """The regular expression that cuts text into words."""
-        cut = self.definition["pre_tokenizer"]
+        cut = self.definition["pre_tokenizer"] or {"type": None}
         steps = cut["pretokenizers"] if cut["type"] == "Sequence" else [cut]
         if [step["type"] for step in steps] == ["Split", "ByteLevel"] and not steps[1]["use_regex"]:
             return str(steps[0]["pattern"]["Regex"])
@@ -71,12 +72,29 @@ class HuggingFace:
     name = "hf"
 
     def __init__(self, vocabulary: TextVocabulary) -> None:
-        self.tokenizer = tokenizers.Tokenizer.from_str(vocabulary.json)
+        with _panics_as_errors():
+            try:
+                self.tokenizer = tokenizers.Tokenizer.from_str(vocabulary.json)
+            except Exception as error:
+                raise Z2aError(f"Hugging Face tokenizers cannot load it ({error})") from error
 
     def encode(self, texts: list[str]) -> list[Ids]:
-        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with _panics_as_errors():
+            encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         # By way of an array: numpy takes three times as long to read a list of numbers.
         return [np.frombuffer(array("I", one.ids), np.uint32) for one in encoded]
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """A Rust panic, as of a regular expression that backtracks too far, is no ``Exception`` in Python."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).splitlines()[0]
+        raise Z2aError(f"the tokenizer failed ({reason}): check the pattern of its pre-tokenizer") from error
 
 
 class Tiktoken:

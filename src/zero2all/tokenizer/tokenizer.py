@@ -7,7 +7,6 @@ forge a role. Here the encoders are built without the special tokens, so their t
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -20,6 +19,7 @@ import numpy as np
 from zero2all.errors import Z2aError
 from zero2all.io import read_json
 from zero2all.tokenizer.chat import Message, chat_pieces
+from zero2all.tokenizer.definition import read_definition
 from zero2all.tokenizer.engines import Encoder, EngineName, HuggingFace, Ids, TextVocabulary, choose_engine
 from zero2all.tokenizer.special import AllowSpecial, allowed_names, split_special
 from zero2all.tokenizer.vocabulary import END_OF_TEXT
@@ -53,14 +53,11 @@ class Tokenizer:
         self.file: bytes = state[2]
         self.chat_template: str | None = state[3]
         self._named: dict[str, str] = state[4]
-        definition = json.loads(self.file)
-        self.special_ids: dict[str, int] = {token["content"]: token["id"] for token in definition["added_tokens"]}
-        vocabulary = definition["model"]["vocab"]
-        text = {token: id for token, id in vocabulary.items() if token not in self.special_ids}
-        self.vocabulary = TextVocabulary(
-            {**definition, "added_tokens": [], "model": {**definition["model"], "vocab": text}}
-        )
-        self.vocab_size = 1 + max(*text.values(), *self.special_ids.values())
+        definition = read_definition(self.directory / "tokenizer.json", self.file)
+        self.special_ids: dict[str, int] = definition.special_ids
+        model = {**definition.all["model"], "vocab": definition.text_ids}
+        self.vocabulary = TextVocabulary({**definition.all, "added_tokens": [], "model": model})
+        self.vocab_size = 1 + max(*definition.text_ids.values(), *self.special_ids.values())
         self.fingerprint = sha256(self.file).hexdigest()
 
     @property
@@ -70,7 +67,10 @@ class Tokenizer:
     @cached_property
     def reference(self) -> HuggingFace:
         """The encoder that defines what is right."""
-        return HuggingFace(self.vocabulary)
+        try:
+            return HuggingFace(self.vocabulary)
+        except Z2aError as error:
+            raise Z2aError(f"{self.directory / 'tokenizer.json'}: {error}") from error
 
     @cached_property
     def engine(self) -> Encoder:
