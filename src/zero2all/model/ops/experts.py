@@ -30,7 +30,12 @@ def grouped(x_ND: Tensor, counts_E: Tensor, gate: Tensor, up: Tensor, down: Tens
 
 
 def _in_one_kernel(x: Tensor) -> bool:
-    """GPUs have a kernel for it, in bf16; elsewhere a loop is as fast."""
+    """GPUs have a kernel for it, in bf16; elsewhere a loop is as fast.
+
+    It writes rows up to the sum of the counts, and must not be called where that is none, as on a rank whose experts
+    nobody wants. In a product over tokens it leaves blocks of experts without any uninitialised on some GPUs
+    (pytorch/pytorch#172439).
+    """
     return x.device.type == "cuda" and x.dtype == torch.bfloat16
 
 
@@ -41,6 +46,8 @@ def _ends(counts_E: Tensor) -> Tensor:
 @torch.library.custom_op("zero2all::expert_product", mutates_args=())
 def _product(x_ND: Tensor, weight_EID: Tensor, counts_E: Tensor) -> Tensor:
     """x @ weight.T, each token with the weight of its expert."""
+    if not len(x_ND):
+        return x_ND.new_empty(0, weight_EID.shape[1])
     if _in_one_kernel(x_ND):
         return F.grouped_mm(x_ND, weight_EID.transpose(-2, -1), offs=_ends(counts_E))
     out = x_ND.new_empty(len(x_ND), weight_EID.shape[1])
@@ -57,8 +64,11 @@ def _(x_ND: Tensor, weight_EID: Tensor, counts_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("zero2all::expert_weight_gradient", mutates_args=())
 def _weight_gradient(grad_NI: Tensor, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+    if not len(x_ND):
+        return x_ND.new_zeros(len(counts_E), grad_NI.shape[1], x_ND.shape[1])
     if _in_one_kernel(x_ND):
-        return F.grouped_mm(grad_NI.T, x_ND, offs=_ends(counts_E))
+        blocks = F.grouped_mm(grad_NI.T, x_ND, offs=_ends(counts_E))
+        return blocks.masked_fill_((counts_E == 0)[:, None, None], 0.0)
     out = x_ND.new_empty(len(counts_E), grad_NI.shape[1], x_ND.shape[1])
     sizes = counts_E.tolist()
     for grad, x, into in zip(torch.split(grad_NI, sizes), torch.split(x_ND, sizes), out, strict=True):

@@ -25,8 +25,13 @@ def fused(gate: Tensor, up: Tensor) -> Tensor:
 def _liger() -> SwiGLU:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    function: SwiGLU = LigerSiLUMulFunction.apply
-    return function
+    def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+        if not gate.numel():  # experts without tokens: a grid of no blocks cannot be launched
+            return fused(gate, up)
+        out: Tensor = LigerSiLUMulFunction.apply(gate, up)
+        return out
+
+    return swiglu
 
 
 FORMS = {
