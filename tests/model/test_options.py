@@ -66,7 +66,7 @@ def test_the_further_block_learns_the_token_after_next_and_leaves_the_loss_alone
     for _ in range(30):
         state = plain.embed_tokens(inputs)
         rotary, plans = model.rotary(0, 40, None), model.plans(40, None)
-        out = model.mtp(state, model.embed_tokens(targets), rotary, plans[None])
+        out, _ = model.mtp(state, model.embed_tokens(targets), rotary, plans[None])
         loss = model.lm_head(out[:, :-1], targets[:, 1:]).mean()
         optimizer.zero_grad()
         loss.backward()

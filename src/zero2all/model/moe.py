@@ -5,6 +5,8 @@ Shapes: N tokens, D hidden, E experts, T experts of a token, I width of an exper
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,11 +33,21 @@ class Experts(WithOps):
         return self.ops.experts(x_ND, counts_E, gate, up, down, self.ops.swiglu)
 
 
+class Routed(NamedTuple):
+    """What a pass through the router found out in training.
+
+    An output like any other, never kept by the module: activation checkpointing runs a module twice, and what the
+    second run kept would hold its whole graph and count every token again.
+    """
+
+    counts_E: Tensor
+    """Tokens of each expert."""
+    balance_loss: Tensor | None
+    """With ``balance: aux``: 1 where every expert has the same load, else more."""
+
+
 class MoE(nn.Module):
-    """
-    After a forward pass in training, ``balance_loss`` is 1 where every expert had the same load, else more, and
-    ``load`` counts the tokens of each expert since the last call of ``move_bias``.
-    """
+    """``load`` counts the tokens of each expert since the last call of ``move_bias``."""
 
     bias: Tensor
     load: Tensor
@@ -50,11 +62,11 @@ class MoE(nn.Module):
         if config.balance == "bias":
             self.register_buffer("bias", torch.zeros(config.experts))
         self.register_buffer("load", torch.zeros(config.experts), persistent=False)
-        self.balance_loss: Tensor | None = None
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Routed | None]:
+        """The tokens as their experts changed them; in training also what is to be known of the routing."""
         x_ND = x_BSD.flatten(0, 1)
-        weights_NT, experts_NT = self._route(x_ND)
+        scores_NE, weights_NT, experts_NT = self._route(x_ND)
         flat = experts_NT.flatten()
         order = flat.argsort(stable=True)
         counts_E = torch.bincount(flat, minlength=self.config.experts)
@@ -64,10 +76,11 @@ class MoE(nn.Module):
         out_ND = torch.einsum("ntd,nt->nd", out_NTD, weights_NT.to(out.dtype))
         if self.shared_experts is not None:
             out_ND = out_ND + self.shared_experts(x_ND)
-        return out_ND.view_as(x_BSD)
+        routed = Routed(counts_E, self._balance_loss(scores_NE, counts_E)) if self.training else None
+        return out_ND.view_as(x_BSD), routed
 
-    def _route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and numbers of each token's experts; in fp32, as a near tie must not turn on rounding."""
+    def _route(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All scores, weights and numbers of each token's experts; in fp32, as a near tie must not turn on rounding."""
         with torch.autocast(x_ND.device.type, enabled=False):
             logits_NE = F.linear(x_ND.float(), self.gate.weight.float())
         scores_NE = logits_NE.softmax(-1) if self.config.router == "softmax" else logits_NE.sigmoid()
@@ -76,17 +89,15 @@ class MoE(nn.Module):
         weights_NT = scores_NE.gather(-1, experts_NT)
         if self.config.norm_topk_prob:
             weights_NT = weights_NT / weights_NT.sum(-1, keepdim=True)
-        if self.training:
-            self._watch_load(scores_NE, experts_NT)
-        return weights_NT, experts_NT
+        return scores_NE, weights_NT, experts_NT
 
-    def _watch_load(self, scores_NE: Tensor, experts_NT: Tensor) -> None:
-        counts_E = torch.bincount(experts_NT.flatten(), minlength=self.config.experts).float()
-        self.load += counts_E
-        if self.config.balance == "aux":
-            # https://arxiv.org/abs/2101.03961: share of tokens times mean score, by expert.
-            mean_E = (scores_NE / scores_NE.sum(-1, keepdim=True)).mean(0)
-            self.balance_loss = self.config.experts * (counts_E / experts_NT.numel() * mean_E).sum()
+    def _balance_loss(self, scores_NE: Tensor, counts_E: Tensor) -> Tensor | None:
+        """Share of tokens times mean score, by expert (https://arxiv.org/abs/2101.03961)."""
+        if self.config.balance != "aux":
+            return None
+        mean_E = (scores_NE / scores_NE.sum(-1, keepdim=True)).mean(0)
+        share_E = counts_E.float() / (len(scores_NE) * self.config.top_k)
+        return self.config.experts * (share_E * mean_E).sum()
 
     @torch.no_grad()
     def move_bias(self) -> None:

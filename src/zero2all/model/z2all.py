@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zero2all.model.blocks import Attention, FeedForward, Head, RMSNorm, WithOps
 from zero2all.model.cache import KVCache
-from zero2all.model.moe import MoE
+from zero2all.model.moe import MoE, Routed
 from zero2all.model.ops import Ops, choose
 from zero2all.model.ops.forms import IGNORE
 from zero2all.model.rope import depends_on_length, rotary_table
@@ -35,10 +35,17 @@ class Block(nn.Module):
             else FeedForward(config.hidden_size, config.intermediate_size)
         )
 
-    def forward(self, x_BSD: Tensor, rotary: Tensor, plan: Any = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, rotary: Tensor, plan: Any = None, cache: KVCache | None = None
+    ) -> tuple[Tensor, Routed | None]:
+        """The residual stream, and with experts in training what is to be known of the routing."""
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary, plan, cache).to(x_BSD.dtype)
-        added: Tensor = self.mlp(self.post_attention_layernorm(x_BSD))
-        return x_BSD + added.to(x_BSD.dtype)
+        normed, routed = self.post_attention_layernorm(x_BSD), None
+        if isinstance(self.mlp, MoE):
+            added, routed = self.mlp(normed)
+        else:
+            added = self.mlp(normed)
+        return x_BSD + added.to(x_BSD.dtype), routed
 
 
 class AfterNext(nn.Module):
@@ -52,10 +59,10 @@ class AfterNext(nn.Module):
         self.block = Block(config, config.n_layers - 1)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, x_BSD: Tensor, next_BSD: Tensor, rotary: Tensor, plan: Any) -> Tensor:
+    def forward(self, x_BSD: Tensor, next_BSD: Tensor, rotary: Tensor, plan: Any) -> tuple[Tensor, Routed | None]:
         both = torch.cat([self.state_norm(x_BSD), self.token_norm(next_BSD)], dim=-1)
-        out: Tensor = self.norm(self.block(self.proj(both).to(x_BSD.dtype), rotary, plan))
-        return out
+        out, routed = self.block(self.proj(both).to(x_BSD.dtype), rotary, plan)
+        return self.norm(out), routed
 
 
 class Z2all(WithOps):
@@ -153,9 +160,11 @@ class Z2all(WithOps):
         rotary = self.rotary(start, length, starts_BS)
         plans = self.plans(length, starts_BS) if cache is None else {}
         x_BSD = self._enter_residual(self.embed_tokens(tokens_BS))
+        balance_losses: list[Tensor] = []
         for layer in self.layers:
             assert isinstance(layer, Block)
-            x_BSD = layer(x_BSD, rotary, plans.get(layer.window), cache)
+            x_BSD, routed = layer(x_BSD, rotary, plans.get(layer.window), cache)
+            balance_losses += _counted(layer, routed)
         if cache is not None:
             cache.used += length
         if targets_BS is None:
@@ -164,7 +173,15 @@ class Z2all(WithOps):
         losses: Tensor = self.lm_head(self.norm(x_BSD), targets_BS)
         if not self.training or not (self.config.moe or self.mtp):
             return losses
-        return losses + self._auxiliary(x_BSD, targets_BS, rotary, plans, starts_BS)
+        extra = torch.zeros(targets_BS.shape, device=x_BSD.device)
+        if self.mtp is not None:
+            after, routed = self._after_next(self.mtp, x_BSD, targets_BS, rotary, plans, starts_BS)
+            extra = extra + self.config.mtp_weight * after
+            balance_losses += _counted(self.mtp.block, routed)
+        for balance_loss in balance_losses:
+            assert self.config.moe is not None
+            extra = extra + self.config.moe.aux_weight * balance_loss * (targets_BS != IGNORE)
+        return losses + (extra - extra.detach())
 
     def plans(self, length: int, starts_BS: Tensor | None) -> dict[int | None, Any]:
         """How to attend, by window: layers with the same one share a plan."""
@@ -196,32 +213,41 @@ class Z2all(WithOps):
         blocks = [*self.layers, *([self.mtp.block] if self.mtp is not None else [])]
         return [block.mlp for block in blocks if isinstance(block.mlp, MoE)]
 
-    def _auxiliary(
-        self, x_BSD: Tensor, targets_BS: Tensor, rotary: Tensor, plans: dict[int | None, Any], starts_BS: Tensor | None
-    ) -> Tensor:
-        """Zeros that carry the gradient of the balance losses and of the loss of the token after next."""
-        extra = torch.zeros(targets_BS.shape, device=x_BSD.device)
-        if self.mtp is not None:
-            next_BSD = self._enter_residual(self.embed_tokens(targets_BS.clamp(min=0)))
-            plan = plans[self.config.window(self.config.n_layers - 1)]
-            after_BS = targets_BS.roll(-1, dims=1)
-            after_BS[:, -1] = IGNORE
-            known = targets_BS != IGNORE
-            if starts_BS is not None:
-                known = known & (starts_BS == starts_BS.roll(-1, dims=1))
-            after_BS = torch.where(known, after_BS, IGNORE)
-            losses_BS = self.lm_head(self.mtp(x_BSD, next_BSD, rotary, plan), after_BS)
-            extra = extra + self.config.mtp_weight * losses_BS
-        for mixture in self._mixtures():
-            if mixture.balance_loss is not None:
-                extra = extra + mixture.config.aux_weight * mixture.balance_loss * (targets_BS != IGNORE)
-                mixture.balance_loss = None  # or the graph would live until the next pass
-        return extra - extra.detach()
+    def _after_next(
+        self,
+        mtp: AfterNext,
+        x_BSD: Tensor,
+        targets_BS: Tensor,
+        rotary: Tensor,
+        plans: dict[int | None, Any],
+        starts_BS: Tensor | None,
+    ) -> tuple[Tensor, Routed | None]:
+        """Losses of the token after next [B, S], zero where it is not known or of another document."""
+        next_BSD = self._enter_residual(self.embed_tokens(targets_BS.clamp(min=0)))
+        plan = plans[self.config.window(self.config.n_layers - 1)]
+        after_BS = targets_BS.roll(-1, dims=1)
+        after_BS[:, -1] = IGNORE
+        known = targets_BS != IGNORE
+        if starts_BS is not None:
+            known = known & (starts_BS == starts_BS.roll(-1, dims=1))
+        after_BS = torch.where(known, after_BS, IGNORE)
+        out_BSD, routed = mtp(x_BSD, next_BSD, rotary, plan)
+        losses_BS: Tensor = self.lm_head(out_BSD, after_BS)
+        return losses_BS, routed
 
     def _enter_residual(self, x: Tensor) -> Tensor:
         if self.config.residual_fp32:
             return x.float()
         return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
+
+
+def _counted(block: Block, routed: Routed | None) -> list[Tensor]:
+    """Add the load of a block's experts, once for each pass; the block's balance loss, if there is one."""
+    if routed is None:
+        return []
+    assert isinstance(block.mlp, MoE)
+    block.mlp.load += routed.counts_E
+    return [] if routed.balance_loss is None else [routed.balance_loss]
 
 
 def _fill(values: Tensor, std: float, name: str) -> None:

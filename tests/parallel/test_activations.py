@@ -1,0 +1,144 @@
+"""Activation checkpointing: what is kept, what is computed again, and that nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ranks import on_ranks
+from zero2all.model import document_starts
+from zero2all.model.moe import MoE
+from zero2all.parallel import Layout, Spread
+from zero2all.recipe import ModelConfig, ParallelRecipe
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "n_layers": 3,
+    "n_heads": 2,
+    "n_kv_heads": 1,
+    "context": 32,
+    "vocab_size": 64,
+}
+MOE = {"experts": 4, "top_k": 2, "expert_intermediate": 16, "aux_weight": 5.0}
+MODES = ("none", "selective", "full")
+
+
+def spread_of(mode: str, moe: dict[str, Any] | None, sizes: dict[str, Any] | None = None, **changes: Any) -> Spread:
+    config = ModelConfig.model_validate({**SHAPE, "moe": moe, **changes})
+    recipe = ParallelRecipe.model_validate({"activation_checkpointing": mode, **(sizes or {})})
+    return Spread(config, recipe, Layout.start(recipe, torch.device("cpu")), seed=0)
+
+
+def step(spread: Spread, masked: bool = True) -> Tensor:
+    tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
+    first, last = spread.layout.samples(4)
+    inputs, targets = tokens[first:last, :-1], tokens[first:last, 1:]
+    starts = document_starts(inputs, 7) if masked else None
+    return spread.backward(inputs, targets, 128, starts)
+
+
+def gradients(spread: Spread) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in spread.model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+
+
+def loads(spread: Spread) -> list[list[float]]:
+    return [module.load.tolist() for module in spread.model.modules() if isinstance(module, MoE)]
+
+
+class Storages(TorchDispatchMode):
+    """All memory that operations allocated, also what only the autograd graph holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.made[StorageWeakRef(storage)] = storage.nbytes()
+        return out
+
+    def alive(self, but: list[Tensor]) -> int:
+        """Bytes that are still allocated."""
+        gc.collect()
+        known = {StorageWeakRef(tensor.untyped_storage()) for tensor in but}
+        return sum(size for storage, size in self.made.items() if storage not in known and not storage.expired())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("changes", [{}, {"mtp_weight": 0.3}], ids=str)
+def test_nothing_of_the_graph_survives_backward(mode: str, changes: dict[str, Any]) -> None:
+    spread = spread_of(mode, MOE, **changes)
+    with Storages() as storages:
+        step(spread)
+    kept = [*spread.model.parameters(), *spread.model.buffers()]
+    kept += [parameter.grad for parameter in spread.model.parameters() if parameter.grad is not None]
+    assert storages.alive(but=kept) == 0
+
+
+@pytest.mark.parametrize("moe", [None, MOE, {**MOE, "balance": "bias"}], ids=["dense", "aux", "bias"])
+def test_checkpointing_changes_no_loss_no_gradient_and_no_load(moe: dict[str, Any] | None) -> None:
+    found = {}
+    for mode in MODES:
+        spread = spread_of(mode, moe)
+        found[mode] = [step(spread), *gradients(spread).values(), *map(torch.tensor, loads(spread))]
+    for mode in MODES[1:]:
+        for one, other in zip(found[mode], found["none"], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-7, rtol=1e-6)
+    if moe is not None:
+        assert all(load.sum() == 128 * 2 for load in found["none"][-3:]), "two experts for each token, counted once"
+
+
+def test_the_balance_loss_is_in_the_gradient_with_checkpointing_too() -> None:
+    """Or equal gradients would only mean that every mode had lost it."""
+    routers = []
+    for weight in (0.0, 5.0):
+        spread = spread_of("full", {**MOE, "aux_weight": weight})
+        step(spread)
+        routers.append(gradients(spread)["layers.0.mlp.gate.weight"])
+    assert (routers[1] - routers[0]).abs().max() > 1e-4
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ep": ({"ep": 2}, MOE),
+    "copies": ({"dp_replicate": 2, "dp_shard": 1}, MOE),
+    "pipeline": ({"pp": 2}, {**MOE, "balance": "bias"}),
+}
+
+
+def on_every_layout() -> dict[tuple[str, str], tuple[float, dict[str, Tensor], list[list[float]]]]:
+    found = {}
+    for name, (sizes, moe) in LAYOUTS.items():
+        for mode in ("none", "full"):
+            spread = spread_of(mode, moe, sizes)
+            total = float(spread.total(step(spread).sum()))
+            found[name, mode] = total, gradients(spread), loads(spread)
+    return found
+
+
+def test_checkpointing_changes_nothing_on_ranks_either() -> None:
+    ranks = on_ranks(2, on_every_layout, detail=False)
+    for found in ranks:
+        for name in LAYOUTS:
+            plain_loss, plain, plain_load = found[name, "none"]
+            for mode in ("full",):
+                loss, gradient, load = found[name, mode]
+                assert loss == pytest.approx(plain_loss, rel=1e-6)
+                assert load == plain_load
+                assert gradient.keys() == plain.keys()
+                for parameter, value in plain.items():
+                    torch.testing.assert_close(gradient[parameter], value, atol=1e-6, rtol=1e-5)
+    for name in LAYOUTS:
+        counted = sum(sum(map(sum, found[name, "full"][2])) for found in ranks)
+        assert counted == 3 * 128 * 2, "layers, tokens, experts of a token, whichever rank has them"
