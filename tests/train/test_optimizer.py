@@ -4,9 +4,14 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from zero2all.model import Z2all
-from zero2all.recipe import ModelConfig, OptimizerRecipe
+from zero2all.parallel import Layout, Sizes
+from zero2all.parallel.ranks import run_ranks
+from zero2all.parallel.spread import Spread
+from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe
+from zero2all.train.muon import Muon, newton_schulz
 from zero2all.train.optimizer import Lion, build_optimizers, set_learning_rate
 
 
@@ -33,11 +38,106 @@ def test_the_recipe_reaches_every_group(name: str) -> None:
     set_learning_rate(optimizers, recipe, share=0.5)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            assert group["lr"] == (0.125 if isinstance(optimizer, torch.optim.Muon) else 0.25)
-            if not isinstance(optimizer, torch.optim.Muon):
+            assert group["lr"] == (0.125 if isinstance(optimizer, Muon) else 0.25)
+            if not isinstance(optimizer, Muon):
                 assert group.get("betas", recipe.betas) == (0.6, 0.8)
                 assert group.get("eps", recipe.eps) == 1e-5
             assert group.get("momentum", recipe.momentum) == 0.7
+
+
+MOE = MoeConfig(experts=4, top_k=2, expert_intermediate=24, shared_experts=1, balance="bias")
+
+
+def test_muon_moves_experts_and_adamw_the_router() -> None:
+    model = Z2all(ModelConfig(hidden_size=32, n_heads=2, n_kv_heads=1, vocab_size=64, qkv_bias=True, moe=MOE))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    adamw, muon = build_optimizers(model, OptimizerRecipe(name="muon"))
+    by_muon, by_adamw = ([names[id(p)] for g in o.param_groups for p in g["params"]] for o in (muon, adamw))
+    assert isinstance(muon, Muon)
+    assert any("mlp.experts.up_proj" in name for name in by_muon)
+    assert any("shared_experts.up_proj.weight" in name for name in by_muon)
+    assert all("_proj" in name and name.startswith("layers.") for name in by_muon)
+    assert any(name.endswith("mlp.gate.weight") for name in by_adamw)
+    assert all("gate.weight" in n or "norm" in n or "bias" in n for n in by_adamw if n.startswith("layers."))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 32), (32, 24), (16, 16)])
+def test_muon_moves_matrices_as_torch_does_and_experts_one_by_one(rows: int, columns: int) -> None:
+    torch.manual_seed(0)
+    stack = torch.nn.Parameter(torch.randn(4, rows, columns))
+    single = torch.nn.Parameter(stack[0].detach().clone())
+    each = [torch.nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
+    ours, theirs = Muon([stack, single], **settings), torch.optim.Muon(each, **settings)
+    for step in range(3):
+        stack.grad = torch.randn(4, rows, columns)
+        if step < 2:
+            stack.grad[2] = 0  # an expert without tokens only decays
+        single.grad = stack.grad[0].clone()
+        for matrix, gradient in zip(each, stack.grad, strict=True):
+            matrix.grad = gradient.clone()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+        for expert, matrix in enumerate(each):
+            torch.testing.assert_close(stack[expert], matrix, rtol=0, atol=2e-3)  # bf16 products of another shape
+        assert torch.equal(single, each[0])
+    assert (stack[2] - each[2]).abs().max() < 2e-3
+
+
+def test_newton_schulz_brings_the_singular_values_of_every_expert_near_1() -> None:
+    torch.manual_seed(0)
+    scales = torch.tensor([1e-3, 1.0, 1e3])[:, None, None]  # a norm over the stack would leave the small ones small
+    values = torch.linalg.svdvals(newton_schulz(torch.randn(3, 24, 32) * scales).float())
+    assert values.min() > 0.5
+    assert values.max() < 1.3
+
+
+def _off_whole_matrices(sizes: dict[str, int], moe: bool) -> float:
+    """Farthest that two steps over shards are from the same over whole tensors, as a share of the learning rate."""
+    config = ModelConfig(
+        hidden_size=32, intermediate_size=48, n_layers=1, n_heads=4, n_kv_heads=4, context=16, vocab_size=64,
+        moe=MOE if moe else None,
+    )  # fmt: skip
+    parallel, recipe = ParallelRecipe(**sizes), OptimizerRecipe(name="muon", muon_lr=0.01)
+    layout = Layout(Sizes.of(parallel, 4), torch.device("cpu"))
+    spread = Spread(config, parallel, layout, seed=0)
+    muon = build_optimizers(spread.model, recipe, spread.groups)[1]
+    ours = [parameter for group in muon.param_groups for parameter in group["params"]]
+    assert all(isinstance(parameter, DTensor) for parameter in ours)
+    assert sum(parameter.dim() == 3 for parameter in ours) == (3 if moe else 0)
+    theirs = [torch.nn.Parameter(parameter.full_tensor().detach()) for parameter in ours]
+    alone = Muon(theirs, lr=0.01, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+    set_learning_rate([muon], recipe, share=1.0)
+    tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(0))
+    first, last = layout.samples(8)
+    for _ in range(2):
+        spread.model.zero_grad()
+        spread.backward(tokens[first:last, :-1], tokens[first:last, 1:], divisor=8 * 16)
+        for parameter, whole in zip(ours, theirs, strict=True):
+            whole.grad = parameter.grad.full_tensor()
+        muon.step()
+        alone.step()
+    return max(float((p.full_tensor() - w).detach().abs().max()) for p, w in zip(ours, theirs, strict=True)) / 0.01
+
+
+MUON_LAYOUTS: list[tuple[dict[str, int], bool]] = [
+    ({}, True),  # experts over ranks
+    ({"dp_replicate": 2}, True),
+    ({"ep": 2}, True),  # experts over two ranks, the rows of each over two
+    ({"ep": 4}, True),
+    ({"tp": 2}, False),  # both cut the same dimension
+    ({"tp": 4}, False),
+]
+
+
+def _on_a_mesh() -> list[float]:
+    return [_off_whole_matrices(sizes, moe) for sizes, moe in MUON_LAYOUTS]
+
+
+@pytest.mark.slow
+def test_muon_moves_shards_as_it_moves_whole_matrices() -> None:
+    for found in run_ranks(4, _on_a_mesh, seconds=240):
+        assert max(found) < 0.02, list(zip(MUON_LAYOUTS, found, strict=True))  # bf16 products of another shape
 
 
 def test_lion_moves_as_its_paper_says() -> None:

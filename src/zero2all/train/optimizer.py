@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero2all.errors import need
+from zero2all.model.optimizer_state import updated_by_muon
 from zero2all.recipe import OptimizerRecipe
+from zero2all.train.muon import Muon
 
 GroupsOf = Callable[..., list[dict[str, Any]]]
 
@@ -22,14 +24,14 @@ def one_group(parameters: Sequence[Tensor], **settings: Any) -> list[dict[str, A
 def build_optimizers(
     model: nn.Module, recipe: OptimizerRecipe, groups_of: GroupsOf = one_group, narrower: float = 1.0
 ) -> list[Optimizer]:
-    """One optimizer for all, or Muon for the matrices inside the blocks and AdamW for the rest.
+    """One optimizer for all, or Muon for the matrices inside the blocks and AdamW for the rest (``updated_by_muon``).
 
     Decay pulls matrices towards zero; on a norm's scale or a bias it would only hurt. ``groups_of`` makes groups of
     parameters with the same settings: a layout may need several. ``narrower`` (``ModelConfig.narrower``) scales the
     rate of every matrix but the embedding, for width transfer; Muon's updates fit any width as they are.
     """
     named = list(model.named_parameters())
-    in_blocks = [parameter for name, parameter in named if "layers." in name and parameter.dim() == 2]
+    in_blocks = [parameter for name, parameter in named if updated_by_muon(name, parameter.dim())]
     by_muon = {id(parameter) for parameter in in_blocks} if recipe.name == "muon" else set()
     rest = [(name, parameter) for name, parameter in named if id(parameter) not in by_muon]
     embedding = [p for name, p in rest if "embed_tokens" in name]
@@ -42,7 +44,7 @@ def build_optimizers(
     ]
     optimizers = [_build(recipe.name, groups)]
     if by_muon:
-        optimizers.append(torch.optim.Muon(groups_of(in_blocks, decays=True, rate=1.0)))
+        optimizers.append(Muon(groups_of(in_blocks, decays=True, rate=1.0)))
     apply_settings(optimizers, recipe)
     return optimizers
 
@@ -64,14 +66,14 @@ def apply_settings(optimizers: list[Optimizer], recipe: OptimizerRecipe) -> None
         for group in optimizer.param_groups:
             group["weight_decay"] = recipe.weight_decay if group["decays"] else 0.0
             for name in ("betas", "eps", "momentum"):
-                if name in optimizer.defaults and not (name == "eps" and isinstance(optimizer, torch.optim.Muon)):
+                if name in optimizer.defaults:
                     group[name] = getattr(recipe, name)
 
 
 def set_learning_rate(optimizers: list[Optimizer], recipe: OptimizerRecipe, share: float) -> None:
     """Every group at the same share of its own peak."""
     for optimizer in optimizers:
-        peak = recipe.muon_lr if isinstance(optimizer, torch.optim.Muon) else recipe.lr
+        peak = recipe.muon_lr if isinstance(optimizer, Muon) else recipe.lr
         for group in optimizer.param_groups:
             lr = peak * share * group["rate"]
             # Low-bit optimizers keep the rate in a tensor, so that compiled code need not be compiled anew.
