@@ -13,6 +13,7 @@ from zero2all.chaos.machines import some_machines, why_not
 from zero2all.resilience.doctor import compare_devices, compare_versions, examine
 from zero2all.resilience.machine import Compute, check_machine
 from zero2all.resilience.pairs import Talk, judge_talks, least_rounds, rounds_of, undecided
+from zero2all.resilience.secret import VARIABLE, new_secret
 
 GOOD = Compute("a card", 0.01, "abc", True)
 
@@ -113,10 +114,15 @@ def test_a_clock_that_is_off_is_named() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(why_not() is not None, reason=f"no machines can be made here: {why_not()}")
-def test_in_a_real_network_the_slow_node_and_the_dead_link_are_named(tmp_path: Path) -> None:
+def test_in_a_real_network_the_slow_node_and_the_dead_link_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four nodes and a store on a fifth machine. The third sends slowly; the first and the fourth cannot talk."""
     with some_machines(5) as (*nodes, login):
-        store = subprocess.Popen(login.command(sys.executable, "-m", "zero2all.cli", "rendezvous"))
+        monkeypatch.setenv(VARIABLE, new_secret())
+        store = subprocess.Popen(
+            login.command(sys.executable, "-m", "zero2all.cli", "rendezvous", "--listen", login.ip)
+        )
         nodes[2].shape("2mbit")
         nodes[0].lose_the_way_to(nodes[3])
         words = ["launch", "--procs", "1", "--nodes", "4", "--rendezvous", f"{login.ip}:29500", "--restarts", "0"]

@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
+from zero2all.resilience.addresses import address_towards, interface_of, is_ours
 from zero2all.resilience.launch import Job, near_their_gpus
-from zero2all.resilience.rendezvous import Meeting, address_towards, interface_of, is_ours
+from zero2all.resilience.rendezvous import Place, Rendezvous
+from zero2all.resilience.rounds import Rules
 
 WORDS = ["train", "my recipe.yaml", "train.steps=5"]
 
@@ -72,7 +74,7 @@ def test_a_name_that_others_would_look_for_at_home_is_refused(monkeypatch: pytes
     found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 29500))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
     with pytest.raises(UsageError, match=r"head means .* on this machine, where no other"):
-        Meeting.arrange("head:29500", 1, 2, job="any", patience=1)
+        Rendezvous(Place("head:29500", patience=1), Rules((1, 2)), job="any", procs=1)
 
 
 def test_a_train_job_for_kubernetes() -> None:
@@ -104,8 +106,8 @@ def test_the_slurm_script_quotes_and_is_written(tmp_path: Path) -> None:
     assert "-- train 'my recipe.yaml' train.steps=5" in script
     assert '--nodes 2:2 --rendezvous "$head:29500"' in script
     assert subprocess.run(["bash", "-n", str(to)]).returncode == 0
-    assert "srun --kill-on-bad-exit=1" in script
-    assert "srun --no-kill --kill-on-bad-exit=0" in Job(WORDS, 8, (2, 4), "head:29500").slurm()
+    assert "srun --export=ALL --kill-on-bad-exit=1" in script
+    assert "srun --export=ALL --no-kill --kill-on-bad-exit=0" in Job(WORDS, 8, (2, 4), "head:29500").slurm()
     asked = Job(WORDS, 8, (2, 2), "head:1", restarts=2, hang_after=3600, grace=110)
     assert "--nodes 2:2 --rendezvous head:1 --restarts 2 --hang-after 3600 --grace 110 -- train" in asked.slurm()
     with pytest.raises(
@@ -142,6 +144,23 @@ def test_slurm_runs_the_script(tmp_path: Path) -> None:
     while time.monotonic() < deadline and not (log.exists() and log.read_text().count("zero2all ") == 2):
         time.sleep(1)
     assert log.read_text().count("zero2all ") == 2, log.read_text()
+
+
+def test_the_slurm_script_gives_the_nodes_a_secret(tmp_path: Path) -> None:
+    script = Job(WORDS, procs=8, nodes=(2, 2)).slurm()
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho head-node\n")
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$Z2A_JOB_SECRET"; echo "$@"\n')
+    for name in ("scontrol", "srun"):
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x"}
+    runs = [subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment) for _ in range(2)]
+    (first, words), (second, _) = (done.stdout.splitlines() for done in runs)
+    assert len(first) == 64, runs[0].stderr
+    assert first != second
+    assert first not in words, "ps would show it"
+    named = Job(WORDS, 8, (2, 2), "login:29500", secret_file=Path("/home/me/my secret")).slurm()
+    assert "--secret-file '/home/me/my secret'" in named
+    assert "Z2A_JOB_SECRET=" not in named
 
 
 def test_ranks_stay_near_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

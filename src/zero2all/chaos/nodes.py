@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 from zero2all.chaos.machines import Machine, some_machines
 from zero2all.chaos.scene import Scene
 from zero2all.errors import Z2aError
+from zero2all.resilience.secret import VARIABLE, new_secret
 
 PORT = 29500
 EACH = 2  # ranks on a node
@@ -26,11 +28,13 @@ class Cluster:
     def __init__(self, scene: Scene, machines: list[Machine]) -> None:
         self.scene = scene
         *self.nodes, self.login = machines
+        scene.environment[VARIABLE] = new_secret()
         self._store: Node | None = None
 
     def hold_rendezvous(self) -> Node:
-        words = [sys.executable, "-m", "zero2all.cli", "rendezvous", "--port", str(PORT)]
-        self._store = subprocess.Popen(self.login.command(*words), stderr=subprocess.DEVNULL)
+        words = [sys.executable, "-m", "zero2all.cli", "rendezvous", "--port", str(PORT), "--listen", self.login.ip]
+        environment = {**os.environ, **self.scene.environment}
+        self._store = subprocess.Popen(self.login.command(*words), stderr=subprocess.DEVNULL, env=environment)
         return self._store
 
     def start(self, number: int, at: str | None = None, **options: Any) -> Node:

@@ -52,6 +52,8 @@ class Scene:
         write_plants(directory / "plants.json", plants)
         self.log = directory / "log.txt"
         self.struck_outside: float | None = None
+        self.environment: dict[str, str] = {}
+        """Of the agents, beside this process's own."""
         self.ended: list[tuple[float, int]] = []
         """When each start ended, and how."""
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -81,7 +83,7 @@ class Scene:
                 words if machine is None else machine.command(*words),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+                env={**os.environ, **self.environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
             )
         self._processes.append(process)
         return process

@@ -23,6 +23,19 @@ def launch(
     rendezvous: Annotated[
         str | None, typer.Option("--rendezvous", help="HOST:PORT where several nodes meet; the same on every node.")
     ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option("--rdzv-listen", help="On the node that holds the rendezvous: the address to bind, if another."),
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option("--advertise", help="The address by which other nodes reach this one, if another.")
+    ] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--secret-file", help="File with the job secret; $Z2A_JOB_SECRET or one in ~/.config if not given."
+        ),
+    ] = None,
     restarts: Annotated[
         int | None,
         typer.Option("--restarts", min=0, help="Starts after a failure, at most; three for one step in any case."),
@@ -54,7 +67,10 @@ def launch(
     if not least.isdigit() or not (most or least).isdigit():
         raise UsageError(f"--nodes is {nodes}: write a number, or MIN:MAX such as 2:4")
     between = int(least), int(most or least)
-    job = Job(words, procs, between, rendezvous, NO_LIMIT if restarts is None else restarts, hang_after, grace)
+    job = Job(
+        words, procs, between, rendezvous, listen, advertise, secret_file,
+        NO_LIMIT if restarts is None else restarts, hang_after, grace,
+    )  # fmt: skip
     if emit is None:
         status = replace(job, command=["doctor"], restarts=0).run() if check else 0
         status = status or job.run()
@@ -73,12 +89,21 @@ def launch(
 
 
 @command
-def rendezvous(port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 29500, json: Json = False) -> Result:
+def rendezvous(
+    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 29500,
+    listen: Annotated[
+        str | None, typer.Option("--listen", help="The address to bind; that of this machine's name if not given.")
+    ] = None,
+    secret_file: Annotated[
+        Path | None, typer.Option("--secret-file", help="File with the job secret; written if there is none.")
+    ] = None,
+    json: Json = False,
+) -> Result:
     """Hold the place where nodes meet, on a machine that outlives them, such as the login node.
 
-    Example: z2a rendezvous --port 29500
+    Example: z2a rendezvous --port 29500 --listen 10.0.0.1
     """
     from zero2all.resilience.rendezvous import serve
 
-    serve(port)
+    serve(port, listen, secret_file)
     return Result({}, "")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zero2all.errors import UsageError
+from zero2all.parallel.store import store_of_ranks
 from zero2all.recipe import ParallelRecipe
 
 TIMEOUT = timedelta(minutes=15)  # of a collective: longer than the agent's hang watch, which explains what it sees
@@ -104,7 +105,11 @@ class Layout:
         sizes, joined = Sizes.of(recipe, world), False
         if world > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=TIMEOUT)
+            store = store_of_ranks(TIMEOUT)
+            rank = -1 if store is None else int(os.environ["RANK"])
+            dist.init_process_group(
+                backend, timeout=TIMEOUT, store=store, rank=rank, world_size=-1 if rank < 0 else world
+            )
             joined = True
         layout = cls(sizes, device)
         layout._joined = joined

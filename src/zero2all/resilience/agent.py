@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch._C._distributed_c10d import Store
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -23,6 +24,7 @@ from zero2all.resilience.beat import Beat, Mark, Pulse, new_beat, run_note
 from zero2all.resilience.exits import Exit, Kind, gpu_faults, oom_kills, read_exit
 from zero2all.resilience.hang import Stuck, is_stuck, look, ring
 from zero2all.resilience.rank import collectives_path
+from zero2all.resilience.rendezvous import Rendezvous
 from zero2all.resilience.report import (
     LOG_LINES,
     Account,
@@ -40,6 +42,7 @@ TRIES = 3  # failures at one step before the job is given up
 FRUITLESS = 10  # failures in a row without getting further than before, wherever
 LAST_WORDS = 1.0  # seconds in which ranks that lost a peer may end by themselves and say so
 LONGEST_PAUSE = 60.0
+PEER_LOST = 5.0  # seconds in which ranks that lost a peer on another node may notice it by themselves
 
 
 class Agent(LocalElasticAgent):
@@ -49,6 +52,8 @@ class Agent(LocalElasticAgent):
         """``grace`` is how long ranks that are told to stop may take to save."""
         logs = DefaultLogsSpecs(log_dir=str(directory / "logs"), tee=Std.ERR)
         super().__init__(spec, logs, log_line_prefix_template="[${rank}] ", shutdown_timeout=int(grace))
+        assert isinstance(spec.rdzv_handler, Rendezvous)
+        self.rendezvous = spec.rdzv_handler
         self.directory, self.hang_after, self.grace = directory, hang_after, grace
         self.history = History()
         self.last: Account | None = None
@@ -65,6 +70,16 @@ class Agent(LocalElasticAgent):
         """Known once a rank has told."""
         note = run_note(self.directory)
         return Path(note.read_text(encoding="utf-8")) if note.exists() else None
+
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """As the rendezvous has counted them. torch would exchange them through the store, and wait for a node that was
+        lost in the meantime."""
+        seat = self.rendezvous.seat
+        assert seat is not None
+        ranks = [(local, seat.first_rank + local) for local in range(spec.local_world_size)]
+        return [Worker(local, rank, rank, seat.ranks, seat.ranks) for local, rank in ranks]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         report = self._report() if worker_group.group_rank == 0 else None
@@ -99,10 +114,22 @@ class Agent(LocalElasticAgent):
             self._end_ranks(0)
             self._judge(worker_group, pulses, seen, stuck=stuck)
             return RunResult(state=WorkerState.UNHEALTHY)
+        if self._peers_are_gone(pulses):
+            seen = time.monotonic()
+            self._end_ranks(0)
+            self._judge(worker_group, pulses, seen, failures=self._result(worker_group).failures, kind="cut off")
+            return RunResult(state=WorkerState.UNHEALTHY)
         if self._recovery is not None and self._recovery.over(pulses):
             self._recovery = None
         self._look_for_stragglers(worker_group)
         return result
+
+    def _peers_are_gone(self, pulses: dict[int, Pulse]) -> bool:
+        """A node is lost, and the ranks here had time to notice: they sleep in a collective that never ends. Those that
+        are saving by themselves get the time for it."""
+        lost_for = self.rendezvous.lost_for()
+        saving = any(pulse.marks[Mark.ENDING] for pulse in pulses.values())
+        return lost_for is not None and lost_for > (self.grace if saving else PEER_LOST)
 
     def _look_for_stragglers(self, worker_group: WorkerGroup) -> None:
         """Ask the ranks of this node, and a second later read what they say."""
@@ -172,11 +199,13 @@ class Agent(LocalElasticAgent):
         seen: float,
         failures: dict[int, ProcessFailure] | None = None,
         stuck: list[Stuck] | None = None,
+        kind: Kind | None = None,
     ) -> None:
         """Say what happened, and whether it is worth another try."""
         deaths = [] if failures is None else self._deaths(worker_group, failures, pulses)
         step = max(pulse.step for pulse in pulses.values())
-        kind = "hang" if stuck else _kind(deaths)
+        kind = kind or ("hang" if stuck else _kind(deaths))
+        self.rendezvous.failed = kind != "stopped"
         reason = self.history.give_up(kind, step, worker_group.group_world_size, self._remaining_restarts)
         if deaths and self.run_directory is None and all(death.status >= 0 for death in deaths):
             reason = "not tried again: it is no training, and ended of its own accord"
@@ -217,7 +246,8 @@ class Agent(LocalElasticAgent):
             message, trace, when = _last_words(Path(failure.error_file))
             how = read_exit(failure.exitcode, message, oom_killed)
             if local in self._ended_by_us:
-                how = Exit("ended by the agent", "ended with the others")
+                lost = ", ".join(self.rendezvous.link.status.lost)
+                how = Exit("ended by the agent", f"waited for {lost}, lost" if lost else "ended with the others")
             log = Path(failure.error_file).with_name("stderr.log")
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
             found.append(

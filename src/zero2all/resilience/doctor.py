@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from zero2all.hardware import pick_device
 from zero2all.resilience.beat import STORE
 from zero2all.resilience.findings import Finding
+from zero2all.resilience.link import LinkStore
 from zero2all.resilience.machine import Compute, check_machine, try_device, versions
 from zero2all.resilience.pairs import exchange, judge_talks, talk_in_pairs
 
@@ -38,9 +38,7 @@ def _examine_together(directory: Path) -> list[Finding]:
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     each = int(os.environ["LOCAL_WORLD_SIZE"])
     # The agents' store: every node reaches it, while the way to the first node may be the one that is broken.
-    host, _, port = os.environ[STORE].rpartition(":")
-    start = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['MASTER_PORT']}"
-    store = PrefixStore(start, TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=60)))
+    store = LinkStore.of_this_rank(os.environ[STORE], os.environ["TORCHELASTIC_RUN_ID"], timedelta(seconds=60))
     device = pick_device("auto")
     node = f"{socket.gethostname()} (node {rank // each})"
     first = rank % each == 0

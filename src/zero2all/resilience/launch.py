@@ -21,13 +21,14 @@ from zero2all.console import say
 from zero2all.engine import all_cores
 from zero2all.errors import UsageError
 from zero2all.io import fingerprint
+from zero2all.resilience.addresses import PORT, interface_of
+from zero2all.resilience.secret import VARIABLE
 
 if TYPE_CHECKING:
     from torch.numa.binding import NumaOptions
 
-    from zero2all.resilience.rendezvous import Meeting
+    from zero2all.resilience.rendezvous import Rendezvous
 
-PORT = 29500
 NO_LIMIT = 1_000_000
 LOST_STORE = 3  # tries to find the rendezvous again
 MONITOR = 0.1  # seconds between two looks at the ranks
@@ -48,6 +49,12 @@ class Job:
     """The least and the most nodes that the job runs on. With fewer than the most it goes on, and takes in others."""
     rendezvous: str | None = None
     """HOST:PORT where the nodes meet; one node needs none."""
+    listen: str | None = None
+    """On the node that holds the rendezvous: the address to bind, if not that of ``rendezvous``."""
+    advertise: str | None = None
+    """By which other nodes reach this one, if not the address from which it reaches the rendezvous."""
+    secret_file: Path | None = None
+    """With the secret that the nodes share; else Z2A_JOB_SECRET, else a file in the home directory."""
     restarts: int = NO_LIMIT
     """How often the ranks are started again after a failure. A step that fails three times ends the job anyway."""
     hang_after: float = 600
@@ -83,7 +90,9 @@ class Job:
 
     def _until_it_ends(self, directory: Path) -> int:
         from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+        from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+
+        from zero2all.resilience.link import JobEndedError
 
         for left in reversed(range(LOST_STORE)):
             try:
@@ -91,11 +100,11 @@ class Job:
             except SignalException as stop:
                 say(_stopped(stop.sigval))
                 return 1
-            except RendezvousClosedError:
-                say("another node has ended the job")
-                return 1
-            except RendezvousTimeoutError:
-                say(f"given up: fewer than {self.nodes[0]} nodes came (--nodes)")
+            except JobEndedError as end:
+                say("the job is done" if end.done else "another node has ended the job")
+                return 0 if end.done else 1
+            except RendezvousTimeoutError as error:
+                say(f"given up: {error} (--nodes)")
                 return 1
             except RendezvousError as error:
                 say(f"the rendezvous {self.rendezvous or 'of this node'} is lost: {error}")
@@ -105,28 +114,36 @@ class Job:
 
     def _attend(self, directory: Path) -> int:
         """One meeting with the other nodes, from its beginning to its end."""
-        from torch.distributed.elastic.agent.server.api import WorkerSpec
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-
-        from zero2all.resilience.agent import Agent
-        from zero2all.resilience.rendezvous import Meeting
+        from zero2all.resilience.rendezvous import Place, Rendezvous
+        from zero2all.resilience.rounds import Rules
 
         for name in logging.root.manager.loggerDict:
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # the reports say it better
-        meeting = Meeting.arrange(
-            self.rendezvous, *self.nodes, job=fingerprint([*self.command]), patience=self.patience
-        )
-        os.environ.update(self.environment(directory, meeting))
+        place = Place(self.rendezvous, self.listen, self.advertise, self.secret_file, self.patience)
+        rules = Rules(tuple(range(self.nodes[0], self.nodes[1] + 1)))
+        rendezvous = Rendezvous(place, rules, fingerprint([*self.command]), self.procs)
+        try:
+            return self._stay(directory, rendezvous)
+        finally:
+            rendezvous.shutdown()
+
+    def _stay(self, directory: Path, rendezvous: Rendezvous) -> int:
+        from torch.distributed.elastic.agent.server.api import WorkerSpec
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        from zero2all.resilience.agent import Agent
+
+        os.environ.update(self.environment(directory, rendezvous))
         spec = WorkerSpec(
             role="z2a",
             local_world_size=self.procs,
-            rdzv_handler=meeting.handler,
+            rdzv_handler=rendezvous,
             entrypoint=sys.executable,
             args=("-m", self.module, *self.command),
             max_restarts=self.restarts,
             monitor_interval=MONITOR,
-            local_addr=meeting.address,
+            local_addr=rendezvous.address,
             numa_options=near_their_gpus(),
         )
         agent = Agent(spec, directory, self.hang_after, self.grace)
@@ -134,30 +151,30 @@ class Job:
             result = agent.run()
         except SignalException as stop:
             if stop.sigval == signal.SIGINT:  # a person stops the whole job, a scheduler takes this node
-                meeting.close()
+                rendezvous.close("failed")
+            else:
+                rendezvous.leave()
             raise
         failed = result is None or result.is_failed()
-        meeting.close()
+        rendezvous.close("failed" if failed else "done")
         if not failed:
             return 0
         if (report := agent.conclude()) is not None:
             say(f"the report is in {report.with_suffix('.txt')}")
         return 2 if agent.last is not None and agent.last.kind == "wrong usage" else 1
 
-    def environment(self, directory: Path, meeting: Meeting) -> dict[str, str]:
+    def environment(self, directory: Path, rendezvous: Rendezvous) -> dict[str, str]:
         """What the ranks find in theirs; what the user has set stays."""
         from zero2all.resilience.beat import AGENT_DIR, STORE
-        from zero2all.resilience.rendezvous import interface_of
 
-        settings = {
-            # Cores are shared out; torch's own default of one thread would leave most of them idle.
-            "OMP_NUM_THREADS": str(max(1, all_cores() // self.procs)),
-            # With gloo, ranks that start again would read the addresses of those that died.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
-        if meeting.address is not None and (interface := interface_of(meeting.address)) is not None:
+        # Cores are shared out; torch's own default of one thread would leave most of them idle.
+        settings = {"OMP_NUM_THREADS": str(max(1, all_cores() // self.procs))}
+        if (interface := interface_of(rendezvous.address)) is not None:
             settings["GLOO_SOCKET_IFNAME"] = interface
-        return {**settings, **os.environ, AGENT_DIR: str(directory), STORE: meeting.place}
+            if self.rendezvous is None:  # ports of ranks that are all on one machine concern nobody else
+                settings["NCCL_SOCKET_IFNAME"] = interface
+        own = {AGENT_DIR: str(directory), STORE: rendezvous.place, VARIABLE: rendezvous.secret}
+        return {**settings, **os.environ, **own}
 
     def slurm(self, gpus: int = 0) -> str:
         """A script for ``sbatch``: one task a node, which starts its own ranks."""
@@ -168,6 +185,11 @@ class Job:
             if self.rendezvous is None:
                 head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
             inner += f" --nodes {self.nodes[0]}:{self.nodes[1]} --rendezvous {place}"
+            if self.secret_file is not None:
+                inner += f" --secret-file {shlex.quote(str(self.secret_file))}"
+            elif self.rendezvous is None:  # a rendezvous of its own has its own secret
+                head += "# By which the nodes know each other; srun passes it on in their environment.\n"
+                head += f"{VARIABLE}=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')\nexport {VARIABLE}\n"
         elastic = self.nodes[0] < self.nodes[1]  # the job outlives a node
         bad_exit = "--no-kill --kill-on-bad-exit=0" if elastic else "--kill-on-bad-exit=1"
         inner += "".join(f" {option} {value:g}" for option, value in self._chosen().items())
@@ -183,7 +205,7 @@ class Job:
 
 set -euo pipefail
 {head}# The ranks get the signal through srun; without exec the shell would keep it to itself.
-exec srun {bad_exit} {inner} -- {shlex.join(self.command)}
+exec srun --export=ALL {bad_exit} {inner} -- {shlex.join(self.command)}
 """
 
     def _chosen(self) -> dict[str, float]:

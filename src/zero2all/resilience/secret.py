@@ -1,0 +1,98 @@
+"""The secret of a job, by which its nodes know each other. It is never on a command line and never in a log."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+
+from zero2all.errors import UsageError
+
+VARIABLE = "Z2A_JOB_SECRET"
+SHORTEST = 16  # characters
+_LOOK = 0.2  # seconds between two looks for a file that another node is about to write
+
+
+def new_secret() -> str:
+    return secrets.token_hex(32)
+
+
+def default_file() -> Path:
+    """In the home directory, which on most clusters all nodes share."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "zero2all" / "job.secret"
+
+
+def find_secret(file: Path | None, make: bool, patience: float = 0.0) -> tuple[str, Path | None]:
+    """The secret and the file it is in: of ``file``, else of the environment, else of the default file.
+
+    ``make``: this machine holds the rendezvous, and writes the file if there is none. Others wait for it as long as
+    ``patience`` allows, since the holder may be starting at the same moment.
+    """
+    if file is None and (given := os.environ.get(VARIABLE)) is not None:
+        return _checked(given, f"the variable {VARIABLE}"), None
+    path = file or default_file()
+    if make:
+        _write_new(path)
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return _checked(_read(path), str(path)), path
+        except FileNotFoundError:
+            if time.monotonic() >= deadline:
+                raise UsageError(how_to_get_it(path)) from None
+        time.sleep(_LOOK)
+
+
+def how_to_get_it(path: Path | None = None) -> str:
+    return (
+        f"no job secret in {path or default_file()}: copy that file (mode 0600) from the machine that holds the "
+        f"rendezvous, name a copy with --secret-file, or set {VARIABLE} to the same value on every node"
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+        if mode & 0o007:
+            raise UsageError(f"{path} can be read by every user of this machine: chmod 600 {path}")
+        return path.read_text(encoding="ascii")
+    except (PermissionError, IsADirectoryError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as a job secret ({error}): give another with --secret-file") from None
+
+
+def _write_new(path: Path) -> None:
+    """Once, whole or not at all: two that start at the same moment end up with the same secret."""
+    if path.exists():
+        return
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(descriptor, f"{new_secret()}\n".encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            pass
+        finally:
+            partial.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"the job secret cannot be written to {path} ({error.strerror}): set {VARIABLE}, or name a writable file "
+            "with --secret-file"
+        ) from None
+
+
+def _checked(value: str, where: str) -> str:
+    secret = value.strip()
+    if len(secret) < SHORTEST:
+        raise UsageError(
+            f"the job secret in {where} has {len(secret)} characters, and needs {SHORTEST}: "
+            "make one with 'openssl rand -hex 32'"
+        )
+    return secret
