@@ -16,6 +16,9 @@ _FACTORS = {
 _QUANTITY = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
+LARGEST = 2**63
+
+
 def parse_count(value: Any) -> int:
     """``65536``, ``"64Ki"``, ``"10M"``, ``"1.1B"`` -> int."""
     return _parse(value, "a count such as 4096, 64Ki or 10M", strip_bytes=False)
@@ -31,13 +34,19 @@ def _parse(value: Any, wanted: str, strip_bytes: bool) -> int:
         raise ValueError(f"write {wanted}")
     match = _QUANTITY.fullmatch(str(value))
     if not match:
-        raise ValueError(f"{value!r} is not {wanted}")
+        raise ValueError(f"{str(value)[:40]!r} is not {wanted}")
     digits, suffix = match[1].replace("_", "").replace(",", ""), match[2].upper()
     if strip_bytes:
         suffix = suffix.removesuffix("B")
     if suffix not in _FACTORS:
         raise ValueError(f"{value!r} is not {wanted}")
-    number = Decimal(digits) * _FACTORS[suffix]
+    shown = repr(value) if len(str(value)) <= 40 else f"{str(value)[:40]!r}..."
+    try:
+        number = Decimal(digits) * _FACTORS[suffix]
+    except ArithmeticError:  # an exponent beyond those of Decimal
+        raise ValueError(f"{shown} is too large") from None
+    if number >= LARGEST:  # before it is made an integer, which may have a billion digits
+        raise ValueError(f"{shown} is too large")
     if number != int(number):
         raise ValueError(f"{value!r} is not a whole number")
     return int(number)
@@ -99,7 +108,9 @@ class Duration:
         try:
             value = float(number) if unit == "epochs" else parse_count(number)
         except (TypeError, ValueError):
-            raise ValueError(f"{number!r} is not a duration such as 20 steps, 10M tokens or 2 epochs") from None
+            raise ValueError(
+                f"{str(number)[:40]!r} is not a duration such as 20 steps, 10M tokens or 2 epochs"
+            ) from None
         if not 0 <= value < math.inf:
             raise ValueError(f"a duration cannot be {value}")
         return cls(value, unit)

@@ -14,9 +14,10 @@ from pydantic import BaseModel, ValidationError
 
 from zero2all.errors import Problem, RecipeError, UsageError
 from zero2all.recipe.presets import PRESETS
+from zero2all.recipe.safe_yaml import DEEPEST, LARGEST, Place, read_yaml
 from zero2all.recipe.sections import Recipe
 
-Place = tuple[str | int, ...]
+SHOWN = 80  # characters of a wrong value in a message
 _ONE_LENGTH = ("steps", "tokens", "epochs")
 
 
@@ -24,7 +25,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read a YAML recipe and lay ``section.key=value`` overrides over it."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, "rb") as stream:  # which may be a pipe, and may have no end
+            text = stream.read(LARGEST + 1).decode("utf-8")
     except FileNotFoundError:
         raise UsageError(f"no recipe at {path}{_neighbours(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -34,11 +36,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "recipe") -> Recipe:
     """The same from text."""
-    try:
-        values = yaml.safe_load(text) or {}
-        lines = _line_numbers(yaml.compose(text, Loader=yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        raise UsageError(f"{origin} is not YAML: {error}") from None
+    read, lines = read_yaml(text, origin)
+    values = {} if read is None else read
     if not isinstance(values, dict):
         raise UsageError(f"{origin} must be a mapping with keys such as {', '.join(list(Recipe.model_fields)[:5])}")
     for override in overrides or []:
@@ -79,12 +78,13 @@ def recipe_schema() -> str:
 def _apply_override(values: dict[str, Any], override: str) -> None:
     dotted, equals, raw = override.partition("=")
     keys = dotted.strip().split(".")
-    if not equals or not all(keys):
-        raise UsageError(f"{override!r} is not an override: write section.key=value, such as train.steps=200")
+    shown = override if len(override) <= SHOWN else override[:SHOWN] + "..."
+    if not equals or not all(keys) or len(keys) > DEEPEST:
+        raise UsageError(f"{shown!r} is not an override: write section.key=value, such as train.steps=200")
     try:
-        value = yaml.safe_load(raw)
-    except yaml.YAMLError:
-        raise UsageError(f"the value of {override!r} is not YAML: put quotes around it") from None
+        value, _ = read_yaml(raw, f"the value of {shown!r}")
+    except UsageError as error:
+        raise UsageError(f"{error}; put quotes around a value that is text") from None
     section = values
     for key in keys[:-1]:
         if not isinstance(section.get(key), dict):
@@ -156,7 +156,8 @@ def _problem(detail: Any, lines: dict[Place, int]) -> Problem:
     elif detail["type"] == "missing":
         message = "is required"
     elif not isinstance(detail["input"], dict | list | BaseModel) and repr(detail["input"]) not in message:
-        message = f"{message}; it is {detail['input']!r}"
+        given = repr(detail["input"])
+        message = f"{message}; it is {given if len(given) <= SHOWN else given[:SHOWN] + '...'}"
     line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), None)
     return Problem(".".join(map(str, place)) or "recipe", message, hint, line)
 
@@ -171,21 +172,6 @@ def _fields_at(place: Place) -> list[str]:
         while get_origin(kind) in (list, UnionType):
             kind = get_args(kind)[0]
     return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
-
-
-def _line_numbers(node: yaml.Node | None, place: Place = ()) -> dict[Place, int]:
-    found: dict[Place, int] = {}
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            inner = (*place, key.value)
-            found[inner] = key.start_mark.line + 1
-            found |= _line_numbers(value, inner)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            inner = (*place, index)
-            found[inner] = value.start_mark.line + 1
-            found |= _line_numbers(value, inner)
-    return found
 
 
 def builtin(name: str) -> Path:

@@ -107,7 +107,7 @@ def read_yaml(text: str, origin: str) -> tuple[Any, dict[Place, int]]:
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        raise UsageError(f"{origin} is not a recipe in YAML: {_one_line(error)}") from None
+        raise UsageError(f"{origin} is not YAML that a recipe can use: {_one_line(error)}") from None
 
 
 def _check(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args
 
 from pydantic import (
     BaseModel,
@@ -11,10 +12,12 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
 )
 
-from zero2all.units import Duration, parse_bytes, parse_count
+from zero2all.units import LARGEST, Duration, parse_bytes, parse_count
 
 _TEXT_OR_NUMBER = WithJsonSchema({"type": ["string", "integer", "number"]})
 Count = Annotated[int, BeforeValidator(parse_count), Field(ge=1), _TEXT_OR_NUMBER]
@@ -26,4 +29,36 @@ Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """``seed: true`` is a mistake and not the seed 1, which pydantic would make of it."""
+        if _takes_numbers_only(cls.model_fields[str(info.field_name)].annotation):
+            _refuse_odd_numbers(value)
+        return value
+
+
+def _takes_numbers_only(kind: Any) -> bool:
+    """Whether a field has numbers somewhere, and nothing that could be true or false."""
+    parts = list(_parts(kind))
+    return any(part in (int, float, Duration) for part in parts) and not any(part in (bool, Any) for part in parts)
+
+
+def _parts(kind: Any) -> Iterator[Any]:
+    yield kind
+    for part in get_args(kind):
+        yield from _parts(part)
+
+
+def _refuse_odd_numbers(value: Any) -> None:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        raise ValueError("is too large")
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    for one in inner:
+        _refuse_odd_numbers(one)
