@@ -36,7 +36,7 @@ def fingerprint(value: Any) -> str:
 def atomic_path(target: Path) -> Iterator[Path]:
     """Give a local path to write a file to; it becomes ``target`` only on success, and then all of it at once."""
     if isinstance(target, RemotePath):
-        with _staging() as directory:
+        with staging() as directory:
             yield directory / target.name
             target.put(directory / target.name)
         return
@@ -52,15 +52,15 @@ def atomic_path(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _staging() -> Iterator[Path]:
+def staging() -> Iterator[Path]:
     """A local directory for what is on its way to an object store."""
-    _remove_staging_of_the_dead()
+    remove_staging_of_the_dead()
     with tempfile.TemporaryDirectory(prefix=".z2a.staging-", suffix=f"-{os.getpid()}") as directory:
         yield Path(directory)
 
 
 @cache
-def _remove_staging_of_the_dead() -> None:
+def remove_staging_of_the_dead() -> None:
     _remove_leftovers(Path(tempfile.gettempdir()) / "z2a")
 
 

@@ -146,6 +146,12 @@ class RemotePath(PosixPath):
         with self._store() as (store, name):
             return [RemotePath(store.unstrip_protocol(inner)) for inner in store.find(name)]
 
+    def sizes(self) -> dict[RemotePath, int]:
+        """Of all objects below, in one request for each thousand."""
+        with self._store() as (store, name):
+            found = store.find(name, detail=True)
+            return {RemotePath(store.unstrip_protocol(inner)): int(info["size"]) for inner, info in found.items()}
+
     def size(self) -> int:
         with self._store() as (store, name):
             return int(store.size(name))

@@ -6,9 +6,9 @@ shard with a flipped bit without a word. Checksums do not say who wrote it, so `
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-import tempfile
 import time
 import warnings
 from contextlib import ExitStack
@@ -24,13 +24,22 @@ from torch.optim import Optimizer
 
 from zero2all.console import warn
 from zero2all.errors import Z2aError
-from zero2all.io import MANIFEST, atomic_dir, read_json, read_manifest, sha256_file, write_json, write_manifest
+from zero2all.io import (
+    MANIFEST,
+    atomic_dir,
+    read_json,
+    remove_staging_of_the_dead,
+    sha256_file,
+    staging,
+    write_json,
+    write_manifest,
+)
 from zero2all.paths import RemotePath
+from zero2all.resilience.condition import KIND, VALID, Condition, examine, glance, is_unfinished, worst
 from zero2all.resilience.reader import CheckpointReader, reasons
 from zero2all.resilience.state import put_state, state_of, tensors_in
 from zero2all.resilience.team import Team
 
-KIND = "checkpoint"
 STATE = "state.json"
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process needs no group
 
@@ -40,20 +49,29 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int = 2, keep_best: int = 0) -> None:
         self.directory, self.keep, self.keep_best = directory, keep, keep_best
+        self._verified: set[int] = set()  # by this process: their checksums were right
 
     def steps(self) -> list[int]:
-        if isinstance(self.directory, RemotePath):
-            names = {path.relative_to(self.directory).parts[0] for path in self.directory.objects()}
-        else:
-            names = {path.name for path in self.directory.glob("step-*")}
-        matches = (re.fullmatch(r"step-(\d+)", name) for name in names)
+        matches = (re.fullmatch(r"step-(\d+)", name) for name in self._names())
         return sorted(int(match[1]) for match in matches if match)
+
+    def _names(self) -> set[str]:
+        """What is in the directory. One that cannot be listed is an error: it is not empty."""
+        if isinstance(self.directory, RemotePath):
+            return {path.relative_to(self.directory).parts[0] for path in self.directory.objects()}
+        try:
+            with os.scandir(self.directory) as entries:
+                return {entry.name for entry in entries}
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:08}"
 
     def state(self, step: int) -> dict[str, Any]:
-        state: dict[str, Any] = read_json(self.path(step) / STATE)
+        state = read_json(self.path(step) / STATE)
+        if not isinstance(state, dict):
+            raise Z2aError(f"{self.path(step) / STATE} is damaged: choose another step") from ValueError(state)
         return state
 
     def newest(self) -> int | None:
@@ -69,24 +87,17 @@ class Checkpoints:
         return self.problem(step) is None
 
     def problem(self, step: int, share: tuple[int, int] = (0, 1)) -> str | None:
-        """What is wrong with a checkpoint, the file named; nothing if it is whole.
+        """Why a checkpoint cannot be used, the file named; nothing if it can."""
+        condition = self.examine(step, share)
+        return None if condition.kind == "valid" else condition.reason
 
-        Rank r of R looks at every R-th file from r on: all ranks together read it once.
-        """
-        try:
-            manifest = read_manifest(self.path(step), KIND, "z2a train")
-        except (Z2aError, OSError, ValueError):
-            return f"{MANIFEST} is missing, damaged or of something unfinished"
-        if manifest.get("key") != str(step):
-            return f"{MANIFEST} is of another step"
-        rank, ranks = share
-        for name in sorted(manifest["files"])[rank::ranks]:
-            path = self.path(step) / name
-            if not path.exists():
-                return f"{name} is missing"
-            if sha256_file(path) != manifest["files"][name]:
-                return f"{name} does not match its checksum"
-        return None
+    def examine(self, step: int, share: tuple[int, int] = (0, 1)) -> Condition:
+        condition = examine(self.path(step), step, share)
+        if condition.kind != "valid":
+            self._verified.discard(step)
+        elif share == (0, 1):
+            self._verified.add(step)
+        return condition
 
     def write(self, step: int, tensors: dict[str, Any], state: dict[str, Any], team: Team) -> None:
         """All ranks together: each its own file and that file's checksum, then the first the manifest of all."""
@@ -94,7 +105,7 @@ class Checkpoints:
             partial = team.first(lambda: stack.enter_context(atomic_dir(self.path(step), KIND)))
             place = partial
             if isinstance(partial, RemotePath):  # written here, then put there whole
-                place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="z2a-checkpoint-")))
+                place = stack.enter_context(staging())
             try:
                 state_dict_saver.save(
                     dict(tensors_in(tensors)),  # DCP would pickle all else
@@ -107,41 +118,66 @@ class Checkpoints:
             own = [place / ".metadata"] if team.rank == 0 else []
             own += sorted(place.glob(f"__{team.rank}_*"))
 
-            def publish() -> dict[str, str]:
+            def publish() -> dict[str, tuple[str, int]]:
                 if isinstance(partial, RemotePath):
                     for path in own:
                         (partial / path.name).put(path)
-                return {path.name: sha256_file(path) for path in own}
+                return {path.name: (sha256_file(path), path.stat().st_size) for path in own}
 
-            files = {name: digest for found in team.together(publish) for name, digest in found.items()}
+            files = {name: entry for found in team.together(publish) for name, entry in found.items()}
 
             def finish() -> None:
                 write_json(partial / STATE, {"step": step, "time": round(time.time(), 3), **state})
-                files[STATE] = sha256_file(partial / STATE)
-                write_manifest(partial, KIND, {"key": str(step), "files": files})
+                digests = {name: digest for name, (digest, _) in files.items()}
+                digests[STATE] = sha256_file(partial / STATE)
+                sizes = {name: size for name, (_, size) in files.items()}
+                write_manifest(partial, KIND, {"key": str(step), "files": digests, "sizes": sizes})
                 stack.close()
 
             team.first(finish)
-            team.first(lambda: self._keep_within_bounds(step))
+            self._verified.add(step)
+        try:
+            self._keep_within_bounds(step, team)
+        except (OSError, Z2aError) as error:  # this one is written all the same
+            warn(f"old checkpoints in {self.directory} are not removed: {error}")
 
     def remove(self, step: int) -> None:
         path = self.path(step)
-        (path / MANIFEST).unlink(missing_ok=True)  # what is half removed does not count
+        self._verified.discard(step)
         if isinstance(path, RemotePath):
+            (path / MANIFEST).unlink(missing_ok=True)  # what is half removed does not count
             for inner in path.objects():
                 inner.unlink(missing_ok=True)
         else:
-            shutil.rmtree(path)
+            # Not under its name while files vanish one by one; the next start removes what a killed process left.
+            removed = path.with_name(f".{path.name}.old-{os.getpid()}")
+            path.rename(removed)
+            shutil.rmtree(removed)
 
     def remove_after(self, step: int) -> None:
+        """Of a history that the run has left."""
         for later in self.steps():
             if later > step:
                 self.remove(later)
 
+    def remove_leftovers(self) -> None:
+        """What killed processes were writing or removing. Only for the one process that holds the run."""
+        remove_staging_of_the_dead()
+        if isinstance(self.directory, RemotePath):
+            for step in self.steps():
+                try:
+                    if is_unfinished(self.path(step)):
+                        self.remove(step)
+                except Z2aError as error:
+                    warn(f"{self.path(step)} is left as it is: {error}")
+            return
+        for name in self._names():
+            if re.fullmatch(r"\.step-\d+\.(partial|old)-.+", name):
+                shutil.rmtree(self.directory / name, ignore_errors=True)
+
     def best(self) -> list[int]:
         """Steps at which held-out text was measured, best first."""
-        measured = {step: self.noted(step).get("bits_per_byte") for step in self.steps()}
-        return [step for _, step in sorted((value, step) for step, value in measured.items() if value is not None)]
+        return _by_quality({step: self.noted(step) for step in self.steps()})
 
     def noted(self, step: int) -> dict[str, Any]:
         """The state of a checkpoint that may be damaged."""
@@ -150,17 +186,54 @@ class Checkpoints:
         except (OSError, Z2aError):
             return {}
 
-    def _keep_within_bounds(self, newest: int) -> None:
-        """The newest stay, the best by held-out text, and those that are to stay for good.
+    def _keep_within_bounds(self, newest: int, team: Team) -> None:
+        """The newest valid ones stay, the best by held-out text, and those that are to stay for good.
 
-        What is of a later step was passed over, as damaged, when the run went on from before it.
+        A damaged one counts for nothing: it goes with those as old as itself, or at once if it is of a later step,
+        which the run comes to again. One that cannot be read is never removed for that.
         """
-        self.remove_after(newest)
-        steps = self.steps()
-        kept = {*steps[-self.keep :], *(self.best()[: self.keep_best] if self.keep_best else [])}
+        steps: list[int] = team.first(self.steps)
+        doomed = [step for step in steps if step > newest and self._condition(step, team).kind == "damaged"]
+        earlier = [step for step in steps if step <= newest]
+        notes = team.first(lambda: {step: self._note(step) for step in earlier})
+        kept = self._first_valid(earlier[::-1], self.keep, team)
+        if len(kept) == self.keep:
+            old = [step for step in earlier if step < min(kept) and not notes[step].get("permanent")]
+            best = self._first_valid(_by_quality(notes), self.keep_best, team)
+            doomed += [step for step in old if step not in best]
+        team.first(lambda: self._remove_all(doomed))
+
+    def _remove_all(self, steps: list[int]) -> None:
         for step in steps:
-            if step not in kept and not self.noted(step).get("permanent"):
-                self.remove(step)
+            self.remove(step)
+
+    def _first_valid(self, steps: list[int], count: int, team: Team) -> set[int]:
+        found: set[int] = set()
+        for step in steps:
+            if len(found) == count:
+                break
+            if self._condition(step, team).kind == "valid":
+                found.add(step)
+        return found
+
+    def _condition(self, step: int, team: Team) -> Condition:
+        """All ranks read the files of a checkpoint once; later a glance of the first is enough."""
+        known = team.first(lambda: glance(self.path(step), step) if step in self._verified else None)
+        if known is None:
+            share = (team.rank, team.world)
+            known = worst(team.together(lambda: examine(self.path(step), step, share)))
+            if known == VALID:
+                self._verified.add(step)
+        return known
+
+    def _note(self, step: int) -> dict[str, Any]:
+        try:
+            return self.state(step)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except (OSError, Z2aError) as error:
+            # Damaged, it says nothing; what cannot be read may say that it is to stay.
+            return {"permanent": not isinstance(error.__cause__, ValueError)}
 
     def load(self, step: int, model: nn.Module, optimizers: list[Optimizer]) -> None:
         """Model, optimizers and random generators as they were when ``step`` steps were done."""
@@ -179,3 +252,8 @@ class Checkpoints:
 
     def reader(self, step: int) -> CheckpointReader:
         return CheckpointReader(self.path(step))
+
+
+def _by_quality(notes: dict[int, dict[str, Any]]) -> list[int]:
+    measured = [(note["bits_per_byte"], step) for step, note in notes.items() if note.get("bits_per_byte") is not None]
+    return [step for _, step in sorted(measured)]

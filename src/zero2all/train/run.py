@@ -48,7 +48,10 @@ class Run:
         raise UsageError(f"no run in {directory}: it should hold what 'z2a train' writes")
 
     def write_down(self, identity: dict[str, Any], tokenizer: Tokenizer, device: torch.device) -> None:
-        """All that is needed to rebuild the run, its tokenizer included: the one it came from may be trained anew."""
+        """All that is needed to rebuild the run, its tokenizer included: the one it came from may be trained anew.
+
+        By the process that holds the run, at every start; so what killed ones left behind is removed here.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         write_text(self.directory / "recipe.yaml", recipe_yaml(_with_absolute_paths(self.recipe)))
         write_json(self.directory / "environment.json", environment(device))
@@ -56,6 +59,7 @@ class Run:
         for path in tokenizer_files(tokenizer):
             write_text(self.directory / "tokenizer" / path.name, path.read_text(encoding="utf-8"))
         write_json(self.directory / "identity.json", identity)
+        self.checkpoints.remove_leftovers()
 
     def claim_memory(self) -> Path:
         """Where states in memory go: its name is this run's alone, also after one with the same path was removed."""

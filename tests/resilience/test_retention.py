@@ -1,0 +1,247 @@
+"""What is kept and what is removed: leftovers of killed writes go, valid checkpoints and unreadable ones stay."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero2all.resilience.condition as condition
+from tests.conftest import tiny_recipe
+from zero2all.errors import Z2aError
+from zero2all.paths import RemotePath, to_path
+from zero2all.resilience import Checkpoints, Team
+from zero2all.resilience.state import state_of
+from zero2all.train import train
+
+
+def write(checkpoints: Checkpoints, *steps: int, **state: Any) -> None:
+    model = nn.Linear(4, 4)
+    for step in steps:
+        checkpoints.write(step, state_of(model, [torch.optim.SGD(model.parameters(), momentum=0.9)]), state, Team())
+
+
+def flip_a_bit(checkpoints: Checkpoints, step: int) -> None:
+    shard = next(checkpoints.path(step).glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(condition, "RETRY_AFTER", (0.0, 0.0))
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, step: int, times: int = 10**9, code: int = errno.EIO) -> None:
+    """Data files of one checkpoint fail to open, so many times."""
+    opened, left = condition.sha256_file, [times]
+
+    def failing(path: Path) -> str:
+        if path.parent.name == f"step-{step:08}" and left[0] > 0:
+            left[0] -= 1
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path)
+
+    monkeypatch.setattr(condition, "sha256_file", failing)
+
+
+def test_damaged_checkpoints_do_not_push_out_valid_ones(tmp_path: Path) -> None:
+    write(Checkpoints(tmp_path, keep=2), 100, 200, 300)
+    flip_a_bit(Checkpoints(tmp_path), 300)
+    checkpoints = Checkpoints(tmp_path, keep=2)  # a new process, which knows nothing yet
+    write(checkpoints, 400)
+    assert [step for step in checkpoints.steps() if checkpoints.is_whole(step)] == [200, 400]
+    write(checkpoints, 500)
+    assert checkpoints.steps() == [400, 500]  # and a damaged one does not stay for good
+
+
+def test_the_best_is_one_that_is_valid(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_best=1)
+    write(checkpoints, 1, bits_per_byte=2.0)
+    write(Checkpoints(tmp_path, keep=2, keep_best=1), 2, bits_per_byte=1.0)
+    flip_a_bit(checkpoints, 2)
+    write(Checkpoints(tmp_path, keep=1, keep_best=1), 3)
+    assert checkpoints.steps() == [1, 3]
+
+
+def test_an_unreadable_checkpoint_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(Checkpoints(tmp_path, keep=3), 100, 200, 300)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    with monkeypatch.context() as patch:
+        unreadable(patch, 300)
+        assert checkpoints.examine(300).kind == "unreadable"
+        assert "cannot be read" in str(checkpoints.problem(300))
+        assert checkpoints.newest() == 200
+        write(checkpoints, 250)  # the run went on from 200: 300 is of a later step, 300 stays
+        assert checkpoints.steps() == [200, 250, 300]
+        write(checkpoints, 400, 500)
+    assert checkpoints.is_whole(500)
+    assert checkpoints.steps() == [400, 500]  # by age, as any other
+
+
+def test_nothing_is_removed_before_enough_valid_ones_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(Checkpoints(tmp_path, keep=3), 100, 200)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    flip_a_bit(checkpoints, 200)
+    unreadable(monkeypatch, 100)
+    write(checkpoints, 300)
+    assert checkpoints.steps() == [100, 200, 300]
+    write(checkpoints, 400)
+    assert checkpoints.steps() == [300, 400]
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
+def test_a_short_disturbance_is_waited_for(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 1)
+    unreadable(monkeypatch, 1, times=2, code=code)
+    assert checkpoints.newest() == 1
+
+
+def test_a_listing_that_fails_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(checkpoints := Checkpoints(tmp_path), 1)
+
+    def scandir(path: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoints.steps()
+
+
+def test_a_note_that_cannot_be_read_may_say_permanent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(checkpoints := Checkpoints(tmp_path, keep=1), 100, permanent=True)
+    read_text = Path.read_text
+
+    def failing(path: Path, *args: Any, **kwargs: Any) -> str:
+        if path.name == "state.json" and path.parent.name == "step-00000100":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", failing)
+    write(checkpoints, 200, 300)
+    assert checkpoints.steps() == [100, 300]
+
+
+def test_kept_checkpoints_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(Checkpoints(tmp_path, keep=4), 1, 2, 3)
+    hashed: list[str] = []
+    sha256 = condition.sha256_file
+    monkeypatch.setattr(condition, "sha256_file", lambda path: hashed.append(path.parent.name) or sha256(path))
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    write(checkpoints, 4)
+    assert set(hashed) == {"step-00000002", "step-00000003"}
+    hashed.clear()
+    write(checkpoints, 5, 6, 7)
+    assert hashed == []
+
+
+def test_what_was_cut_short_since_is_noticed_without_hashing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 1, 2)
+    os.truncate(next(checkpoints.path(2).glob("*.distcp")), 10)
+    write(checkpoints, 3)
+    assert checkpoints.steps() == [1, 2, 3]
+    assert not checkpoints.is_whole(2)
+
+
+@pytest.mark.parametrize("manifest", ["{", "[]", "{}", '{"kind": "checkpoint", "key": "1"}', '{"files": 3}'])
+def test_a_damaged_manifest_is_a_damaged_checkpoint(manifest: str, tmp_path: Path) -> None:
+    write(checkpoints := Checkpoints(tmp_path), 1)
+    (checkpoints.path(1) / "manifest.json").write_text(manifest)
+    assert checkpoints.examine(1).kind == "damaged"
+    assert "manifest.json" in str(checkpoints.problem(1))
+
+
+def plant_leftovers(directory: Path) -> None:
+    for name in (".step-00000002.partial-27014", ".step-00000003.old-1", f".step-00000005.partial-{os.getpid()}"):
+        (directory / name).mkdir(parents=True)
+        (directory / name / "__0_0.distcp").write_bytes(b"x" * 100)
+
+
+def test_a_start_removes_what_killed_writes_left(world: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(world, f"out={tmp_path}", "train.steps=1")
+    plant_leftovers(recipe.run_dir / "checkpoints")
+    train(recipe)
+    assert os.listdir(recipe.run_dir / "checkpoints") == ["step-00000001"]
+
+
+def test_a_removal_that_is_killed_leaves_nothing_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(checkpoints := Checkpoints(tmp_path), 1, 2)
+
+    def killed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.remove(1)
+    assert checkpoints.steps() == [2]
+    checkpoints.remove_leftovers()
+    assert os.listdir(tmp_path) == ["step-00000002"]
+
+
+def test_a_removal_that_fails_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+
+    def refused(step: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(checkpoints.path(step)))
+
+    write(checkpoints, 1)
+    monkeypatch.setattr(checkpoints, "remove", refused)
+    write(checkpoints, 2)
+    assert checkpoints.newest() == 2
+
+
+def remote(s3: str) -> RemotePath:
+    path = to_path(f"{s3}/checkpoints")
+    assert isinstance(path, RemotePath)
+    return path
+
+
+@pytest.mark.slow
+def test_in_an_object_store_unfinished_checkpoints_are_removed(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place, local = remote(s3), tmp_path / "file"
+    checkpoints = Checkpoints(place, keep=2)
+    write(checkpoints, 1)
+    local.write_bytes(b"x")
+    for name in ("step-00000002/__0_0.distcp", "step-00000003/__1_0.distcp", "step-00000004/thesis.txt"):
+        (place / name).put(local)
+    local.write_text(json.dumps({"kind": "checkpoint", "unfinished": True}))
+    (place / "step-00000002/manifest.json").put(local)
+    local.unlink()
+    checkpoints.remove_leftovers()
+    assert checkpoints.steps() == [1, 4]  # what is not ours stays
+    (place / "step-00000004/thesis.txt").unlink()
+    write(checkpoints, 5, 6)
+    assert checkpoints.steps() == [5, 6]
+    assert os.listdir(tmp_path) == []  # staged files
+
+
+@pytest.mark.slow
+def test_a_store_that_does_not_answer_costs_no_checkpoint(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(remote(s3), keep=1)
+    write(checkpoints, 1)
+    read_text = RemotePath.read_text
+
+    def failing(path: RemotePath, *args: Any, **kwargs: Any) -> str:
+        if path.name == "manifest.json":
+            raise Z2aError(f"the store failed at {path}")
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(RemotePath, "read_text", failing)
+    assert checkpoints.examine(1).kind == "unreadable"
+    checkpoints.remove_leftovers()
+    monkeypatch.undo()
+    assert checkpoints.newest() == 1
