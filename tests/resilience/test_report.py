@@ -45,7 +45,11 @@ def test_the_first_that_did_not_follow_another_is_named(tmp_path: Path) -> None:
     assert "starting again" in text
     assert len(text.splitlines()) < 40
     assert make_report(tmp_path) is None, "the accounts are used up"
+    restored = {"reason": "step 40 from memory", "rejected": ["checkpoint x is skipped: damaged"]}
+    (tmp_path / "history.json").write_text(json.dumps({"lineage": [["a", 0]], "restored": restored}))
     add_cost(path, Cost(1, 2, 0, 1, 3, 1, 2, 1, steps_again=7))
+    assert json.loads(path.read_text())["restored"] == restored
+    assert "restored step 40 from memory\n    checkpoint x is skipped: damaged" in path.with_suffix(".txt").read_text()
     assert "it cost 11.0 s" in path.with_suffix(".txt").read_text()
     assert json.loads(path.read_text())["cost"]["steps_again"] == 7
 

@@ -248,9 +248,9 @@ ON_ONE_MACHINE = (
         at("kill", where="manifest", first=8, last=9, rank=0),
         overrides=DURABLE_ONLY,
     ),
-    Fault("truncated checkpoint", held(), spoil(truncate_checkpoint), DURABLE_ONLY, says=("is passed over",)),
+    Fault("truncated checkpoint", held(), spoil(truncate_checkpoint), DURABLE_ONLY, says=("is skipped",)),
     Fault("bit flipped in a checkpoint", held(), spoil(flip_checkpoint_bit), DURABLE_ONLY, says=("does not match",)),
-    Fault("checkpoint without a manifest", held(), spoil(remove_manifest), DURABLE_ONLY, says=("is passed over",)),
+    Fault("checkpoint without a manifest", held(), spoil(remove_manifest), DURABLE_ONLY, says=("is skipped",)),
     Fault("bit flipped in memory", held(), spoil(flip_staged_bit), says=("does not match",)),
     Fault("memory lost, as after a reboot", held(), spoil(lose_memory)),
     Fault(

@@ -38,6 +38,7 @@ from torch.futures import Future as TorchFuture
 from zero2all.console import warn
 from zero2all.errors import Z2aError
 from zero2all.io import fingerprint, read_json, write_json, write_text
+from zero2all.resilience.lineage import Lineage, from_json, passes_through, to_json
 from zero2all.resilience.state import local
 
 PLACE = Path("/dev/shm")
@@ -92,6 +93,7 @@ class Slot:
 
     def __init__(self, size: int, path: Path | None) -> None:
         self.path, self.step = path, -1
+        self._lineage: Lineage = ()
         self.commit: Future[None] | None = None
         self.reader: Future[None] | None = None  # a persist that reads it
         size = -(-max(1, size) // BLOCK) * BLOCK
@@ -115,21 +117,22 @@ class Slot:
         assert self.path is not None
         return self.path.with_suffix(".json")
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, lineage: Lineage) -> None:
         """From here on the slot counts for nothing."""
-        self.step = step
+        self.step, self._lineage = step, lineage
         if self.path is not None:
             self.marker.unlink(missing_ok=True)
-            self._mark({"step": step})
+            self._mark({})
 
     def finish(self, layout: str, state: dict[str, Any]) -> None:
         """From here on it counts."""
         if self.path is not None:
             found = {"time": time.time(), "layout": layout, "hash": digest(self.data), "state": state}
-            self._mark({"step": self.step, **found})
+            self._mark(found)
 
-    def _mark(self, marker: dict[str, Any]) -> None:
+    def _mark(self, found: dict[str, Any]) -> None:
         partial = self.marker.with_suffix(".partial")
+        marker = {"step": self.step, "lineage": to_json(self._lineage), **found}
         try:
             partial.write_text(json.dumps(marker), encoding="utf-8")
             partial.replace(self.marker)
@@ -156,7 +159,7 @@ class Slots:
     """The slots of this rank: two in a directory, or one in the process's own memory without one.
 
     >>> slots = Slots(tensors, directory / "rank-0-of-1")
-    >>> slot = slots.stage(20, tensors, {"step": 20}, record.flush)  # returns after one copy
+    >>> slot = slots.stage(20, lineage, tensors, {"step": 20}, record.flush)  # returns after one copy
     """
 
     def __init__(self, tensors: dict[str, Tensor], directory: Path | None) -> None:
@@ -175,11 +178,16 @@ class Slots:
         self._views = [[piece.view(slot.data) for piece in self.pieces] for slot in self.slots]
 
     def stage(
-        self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], before_commit: Callable[[], Any]
+        self,
+        step: int,
+        lineage: Lineage,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        before_commit: Callable[[], Any],
     ) -> Slot:
         """Copy the state; the checksum and the marker follow in the background, after ``before_commit``."""
         slot = self._free()
-        slot.begin(step)
+        slot.begin(step, lineage)
         views = self._views[self.slots.index(slot)]
         torch._foreach_copy_(views, [local(tensors[piece.name]) for piece in self.pieces])
 
@@ -262,6 +270,8 @@ class Staged:
     rank: int
     world: int
     step: int
+    lineage: Lineage | None
+    """None if it was written before histories were kept."""
     time: float
     layout: str
     hash: str | None
@@ -292,18 +302,19 @@ def staged_in(directory: Path) -> list[Staged]:
             marker = json.loads(path.read_text(encoding="utf-8"))
             _, rank, _, world = path.parent.name.split("-")
             data = path.with_suffix(".bin")
+            lineage = from_json(marker["lineage"]) if "lineage" in marker else None
             # Only the marker of a finished slot has all of it.
             finished = marker.get("time", 0.0), marker.get("layout", ""), marker.get("hash"), marker.get("state", {})
-            found.append(Staged(data, int(rank), int(world), marker["step"], *finished))
-        except (OSError, ValueError, KeyError):
+            found.append(Staged(data, int(rank), int(world), marker["step"], lineage, *finished))
+        except (OSError, ValueError, KeyError, Z2aError):
             continue  # being written or removed at this moment
     return found
 
 
-def forget_staged(directory: Path, after: int) -> None:
-    """States of later steps count no more."""
+def forget_abandoned(directory: Path, lineage: Lineage) -> None:
+    """States that ``lineage`` does not pass through count no more."""
     for slot in staged_in(directory):
-        if slot.step > after:
+        if slot.lineage is None or not passes_through(lineage, slot.step, slot.lineage[-1].history):
             slot.data.with_suffix(".json").unlink(missing_ok=True)
 
 

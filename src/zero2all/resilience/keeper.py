@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from zero2all.console import say, warn
 from zero2all.errors import Z2aError
+from zero2all.io import write_json
 from zero2all.resilience.checkpoint import Checkpoints
 from zero2all.resilience.flash import (
     SlotReader,
@@ -27,13 +28,15 @@ from zero2all.resilience.flash import (
     Staged,
     claim,
     cut,
-    forget_staged,
+    forget_abandoned,
     in_background,
     layout_of,
     size_of,
     staged_in,
 )
+from zero2all.resilience.lineage import HISTORY, UNKNOWN, Lineage, descend, from_json, new_history, read_line, to_json
 from zero2all.resilience.replicas import compare_copies
+from zero2all.resilience.restore import Chosen, Decision, DurableReport, RankReport, SlotReport, decide, summary
 from zero2all.resilience.state import like, local, put_state, rng_state, state_of, tensors_in, with_tensors
 from zero2all.resilience.team import Team
 from zero2all.units import show_bytes
@@ -43,10 +46,11 @@ GRACE = 5.0  # seconds
 
 @dataclass(frozen=True)
 class Found:
-    """A whole state to go on from. ``slots`` are what this rank reads of it; none means the durable checkpoint."""
+    """A valid state to resume from. ``slots`` are what this rank reads of it; none means the durable checkpoint."""
 
     step: int
     state: dict[str, Any]
+    lineage: Lineage
     slots: tuple[Staged, ...] = ()
 
     @property
@@ -81,31 +85,113 @@ class Keeper:
         self.model, self.optimizers = model, optimizers
         self.on_saved: Callable[[int, float], None] = lambda step, seconds: None
         self.before_commit: Callable[[], Any] = lambda: None
+        self.lineage = descend((), 0, team.first(new_history))
+        """Of the states that are saved from now on."""
+        self.decision: Decision | None = None
+        """What ``newest`` decided last."""
         self._slots: Slots | None = None
         self._state: dict[str, Any] | None = None  # the live tensors, collected once
         self._tensors: dict[str, Tensor] = {}
         self._persist: Future[None] | None = None
 
-    # Going on
+    # Restoring
 
     def newest(self, at_most: float = math.inf) -> Found | None:
-        """The newest state that is whole on all ranks; what is damaged is passed over aloud."""
-        durable = self.team.first(self.checkpoints.steps)
-        flash = self._in_memory()
-        for step in sorted({*durable, *flash}, reverse=True):
-            if step > at_most:
-                continue
-            if step in flash and self._agree(f"the state of step {step} in memory", _problems(flash[step])):
-                return Found(step, flash[step][0].state, tuple(flash[step]))
-            if step in durable:
-                share = (self.team.rank, self.team.world)
-                problem = self.checkpoints.problem(step, share)
-                if self._agree(f"checkpoint {self.checkpoints.path(step)}", [problem] if problem else []):
-                    return Found(step, self.checkpoints.state(step))
-        return None
+        """The newest state that is valid on all ranks, as ``restore.decide`` has it; what is skipped is said."""
+        mine = self._staged()
+        durable, line = self.team.first(self._durable), self.team.first(self._line)
+        while True:
+            ranks = self.team.together(lambda: RankReport(tuple(mine)))
+            decision = decide(ranks, durable, line, at_most)
+            # Checksums are computed of what would be restored alone: a state is as large as the memory.
+            if decision.chosen is None or self._is_valid(decision.chosen, mine, durable):
+                break
+        for rejected in decision.rejected:
+            warn(str(rejected))
+        self.decision, chosen = decision, decision.chosen
+        if chosen is None:
+            return None
+        if chosen.where == "durable":
+            return Found(chosen.step, self.checkpoints.state(chosen.step), chosen.lineage)
+        slots = tuple(mine[report] for report in chosen.sources[self.team.rank])
+        return Found(chosen.step, slots[0].state, chosen.lineage, slots)
+
+    def _staged(self) -> dict[SlotReport, Staged]:
+        """What lies in the memory of this machine."""
+        if self.directory is None:
+            return {}
+        layout = layout_of(cut(dict(tensors_in({"model": get_model_state_dict(self.model)}))))
+        return {
+            SlotReport(
+                rank=slot.rank,
+                world=slot.world,
+                step=slot.step,
+                lineage=slot.lineage,
+                fits=slot.layout == layout,
+                problem=f"{slot.data.name} was not finished" if slot.hash is None else None,
+            ): slot
+            for slot in staged_in(self.directory)
+        }
+
+    def _durable(self) -> list[DurableReport]:
+        found = []
+        for step in self.checkpoints.steps():
+            path = str(self.checkpoints.path(step))
+            try:
+                saved = self.checkpoints.state(step).get("lineage")
+                found.append(DurableReport(path, step, UNKNOWN if saved is None else from_json(saved)))
+            except (OSError, Z2aError) as error:
+                problem = self.checkpoints.problem(step) or str(error)
+                found.append(DurableReport(path, step, None, (problem,)))
+        return found
+
+    def _line(self) -> Lineage | None:
+        try:
+            return read_line(self.run)
+        except (OSError, Z2aError) as error:
+            warn(f"the newest durable checkpoint decides which history is the current one: {error}")
+            return None
+
+    def _is_valid(self, chosen: Chosen, mine: dict[SlotReport, Staged], durable: list[DurableReport]) -> bool:
+        """Whether no rank finds fault with its part; what it finds is added to the reports."""
+        if chosen.where == "memory":
+            bad = {}
+            for report in chosen.sources[self.team.rank]:
+                if (problem := mine[report].problem()) is not None:
+                    bad[report] = f"{mine[report].data.name} {problem}"
+            for report, problem in bad.items():
+                mine[replace(report, problem=problem)] = mine.pop(report)
+            return not any(self.team.together(lambda: bool(bad)))
+        share = (self.team.rank, self.team.world)
+        found = self.team.together(lambda: self.checkpoints.problem(chosen.step, share))
+        problems = [
+            f"{problem} (rank {rank})" if self.team.world > 1 else problem
+            for rank, problem in enumerate(found)
+            if problem is not None
+        ]
+        [at] = [number for number, report in enumerate(durable) if report.step == chosen.step]
+        durable[at] = replace(durable[at], problems=tuple(problems))
+        return not problems
+
+    def begin(self, found: Found | None) -> None:
+        """Begin a new history from ``found``, or from scratch; what it does not descend from counts no more.
+
+        The run directory says so first: a node that is away now may come back with states of an abandoned history.
+        """
+        history = self.team.first(new_history)
+        self.lineage = descend((), 0, history) if found is None else descend(found.lineage, found.step, history)
+        restored = None if self.decision is None else summary(self.decision)
+        note = {"lineage": to_json(self.lineage), "time": round(time.time(), 3), "restored": restored}
+        try:
+            self.team.first(lambda: write_json(self.run / HISTORY, note))
+        except (Z2aError, OSError) as error:
+            warn(f"{self.run / HISTORY} cannot be written: {error}; a node that is away may come back with old states")
+        if self.directory is not None:
+            forget_abandoned(self.directory, self.lineage)
+        self.team.together(lambda: None)
 
     def load(self, found: Found) -> None:
-        """Put a state back. What was kept of later steps is forgotten, on every rank before any goes on."""
+        """Put a state back and begin a history from it, on every rank before any goes on."""
         self._state = None
         if found.slots:
             state = state_of(self.model, self.optimizers)
@@ -117,11 +203,9 @@ class Keeper:
             put_state(state, self.model, self.optimizers)
         else:
             self.checkpoints.load(found.step, self.model, self.optimizers)
-        if self.directory is not None:
-            forget_staged(self.directory, found.step)
+        self.begin(found)
         for slot in self._slots.slots if self._slots is not None else []:
             slot.step = -1 if slot.step > found.step else slot.step
-        self.team.together(lambda: None)
 
     def roll_back(self, at_most: int) -> Found | None:
         """Load the newest state of no more than so many steps, and keep none of a later one."""
@@ -135,43 +219,12 @@ class Keeper:
         if found.slots and not any(step <= found.step for step in self.team.first(self.checkpoints.steps)):
             # All that is durable is of later steps, and a run must not hang on memory alone.
             try:
-                self.checkpoints.write(found.step, state_of(self.model, self.optimizers), found.state, self.team)
+                self._write(found.step, state_of(self.model, self.optimizers), found.state, self.lineage)
             except (Z2aError, OSError) as error:
                 warn(f"checkpoints of later steps stay, for the state of step {found.step} cannot be written: {error}")
                 return found
         self.team.first(lambda: self.checkpoints.remove_after(found.step))
         return found
-
-    def _in_memory(self) -> dict[int, list[Staged]]:
-        """By step the slots that this rank would read, where every rank can read what it needs."""
-        if self.directory is None:
-            return {}
-        slots = staged_in(self.directory)
-        layout = layout_of(cut(dict(tensors_in({"model": get_model_state_dict(self.model)}))))
-        torn = [slot.step for slot in slots if slot.hash is None and slot.rank == self.team.rank]
-        for rank, steps in enumerate(self.team.together(lambda: torn)):
-            for step in steps:
-                warn(f"the state of step {step} in memory is passed over: rank {rank} did not finish it")
-        mine: dict[int, list[Staged]] = {}
-        for step in {slot.step for slot in slots if slot.hash is not None}:
-            there = [slot for slot in slots if slot.step == step and slot.hash is not None]
-            own = [slot for slot in there if (slot.rank, slot.world) == (self.team.rank, self.team.world)]
-            if own and own[0].layout == layout:
-                mine[step] = own
-            elif len({slot.rank for slot in there if slot.world == there[0].world}) == there[0].world:
-                mine[step] = [slot for slot in there if slot.world == there[0].world]
-        common = set.intersection(*(set(steps) for steps in self.team.together(lambda: list(mine))))
-        return {step: mine[step] for step in common}
-
-    def _agree(self, what: str, problems: list[str]) -> bool:
-        found = [
-            f"{problem} (rank {rank})" if self.team.world > 1 else problem
-            for rank, reasons in enumerate(self.team.together(lambda: problems))
-            for problem in reasons
-        ]
-        if found:
-            warn(f"{what} is passed over: {'; '.join(found)}")
-        return not found
 
     # Keeping
 
@@ -187,23 +240,24 @@ class Keeper:
             self.settle()
         self._collect()
         assert self._state is not None
+        lineage = self.lineage
         for name, value in rng_state().items():
             self._tensors[f"rng.{name}"].copy_(value)
         if any(type(local(tensor)) is not Tensor for tensor in self._tensors.values()):
             # Quantised optimizer state is no plain bytes: it is written while training waits, and never kept in memory.
             if durable:
                 whole = self._state
-                self._persist = in_background(lambda: self._write(step, whole, state))
+                self._persist = in_background(lambda: self._write(step, whole, state, lineage))
                 self._persist.exception()
             return time.perf_counter() - begin
         if self.copies is not None:
             compare_copies(self._tensors, self.copies)
         slots = self._open()
-        slot = slots.stage(step, self._tensors, state, self.before_commit)
+        slot = slots.stage(step, lineage, self._tensors, state, self.before_commit)
         if durable:
             views, live = slots.views(slot), self._tensors
             staged = with_tensors(self._state, lambda name: like(live[name], views[name]))
-            self._persist = slot.reader = in_background(lambda: self._write(step, staged, state))
+            self._persist = slot.reader = in_background(lambda: self._write(step, staged, state, lineage))
         return time.perf_counter() - begin
 
     def settle(self) -> None:
@@ -232,9 +286,9 @@ class Keeper:
             self.team.together(lambda: None)
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _write(self, step: int, staged: dict[str, Any], state: dict[str, Any]) -> None:
+    def _write(self, step: int, staged: dict[str, Any], state: dict[str, Any], lineage: Lineage) -> None:
         begin = time.perf_counter()
-        self.checkpoints.write(step, staged, state, self.team)
+        self.checkpoints.write(step, staged, {**state, "lineage": to_json(lineage)}, self.team)
         self.on_saved(step, time.perf_counter() - begin)
 
     def _outcome(self) -> Exception | None:
@@ -278,7 +332,3 @@ class Keeper:
             self.directory = None
             return Slots(tensors, None)
         return made[0]
-
-
-def _problems(slots: list[Staged]) -> list[str]:
-    return [f"{slot.data.name} {problem}" for slot in slots if (problem := slot.problem()) is not None]

@@ -9,14 +9,17 @@ import json
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zero2all.io import write_json, write_text
+from zero2all.errors import Z2aError
+from zero2all.io import read_json, write_json, write_text
 from zero2all.resilience.exits import Kind
 from zero2all.resilience.hang import Stuck, odd_ones
+from zero2all.resilience.lineage import HISTORY
 from zero2all.units import show_seconds
 
 LOG_LINES = 20
@@ -107,7 +110,12 @@ def make_report(run: Path) -> Path | None:
 
 
 def add_cost(path: Path, cost: Cost) -> None:
-    _write(path, {**json.loads(path.read_text(encoding="utf-8")), "cost": asdict(cost), "cost_in_words": str(cost)})
+    """What it cost, and which state was restored and why, which the ranks have noted in the run directory."""
+    restored: dict[str, Any] | None = None
+    with suppress(OSError, Z2aError):
+        restored = read_json(path.parents[1] / HISTORY).get("restored")
+    report = {**json.loads(path.read_text(encoding="utf-8")), "restored": restored}
+    _write(path, {**report, "cost": asdict(cost), "cost_in_words": str(cost)})
 
 
 def summarize(accounts: list[Account]) -> dict[str, Any]:
@@ -167,6 +175,9 @@ def screenful(report: dict[str, Any]) -> str:
             lines.append(f"  and {len(others) - 8} more")
     lines += [f"  GPU {fault}" for fault in report["gpu_faults"]]
     lines.append(f"  {report['decision']}")
+    if (restored := report.get("restored")) is not None:
+        lines.append(f"  restored {restored['reason']}")
+        lines += [f"    {line}" for line in restored["rejected"][:8]]
     if "cost_in_words" in report:
         lines.append(f"  it cost {report['cost_in_words']}")
     return "\n".join(lines)

@@ -207,9 +207,13 @@ def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
 
 
 def _resume(run: Run, keeper: Keeper, identity: dict[str, Any], plan: Plan) -> Found | None:
-    """Load the newest whole state if there is one. A run that is not the same run is refused."""
-    found = keeper.newest()
+    """Load the newest valid state if there is one. A run that is not the same run is refused."""
+    found, decision = keeper.newest(), keeper.decision
+    assert decision is not None
     if found is None:
+        if decision.rejected:
+            warn(decision.reason)
+        keeper.begin(None)
         return None
     step, saved = found.step, found.state
     # Stages that have not begun may be planned anew.
@@ -224,7 +228,7 @@ def _resume(run: Run, keeper: Keeper, identity: dict[str, Any], plan: Plan) -> F
     if step > plan.total:
         raise UsageError(f"the run in {run.directory} is at step {step} already, past the {plan.total} asked for")
     keeper.load(found)
-    say(f"resuming after step {step}, from the state {found.where}")
+    say(f"resuming after step {step}: restored {decision.reason}")
     return found
 
 
