@@ -45,6 +45,7 @@ PLACE = Path("/dev/shm")
 ALIGN = 64  # bytes
 BLOCK = 1 << 20  # bytes under one hash
 NICER = 10  # than training
+OCCUPANT = "history"
 OLD = 86400.0  # seconds after which what a vanished run left behind is removed
 
 
@@ -248,18 +249,34 @@ def layout_of(pieces: list[Piece]) -> str:
 
 
 def _make_room(directory: Path, pieces: list[Piece]) -> None:
-    """Keep what an earlier process of the same layout left, until it is overwritten; remove what others left."""
+    """Keep what an earlier process of the same layout left, until it is overwritten."""
     layout = [asdict(piece) for piece in pieces]
     try:
         same = read_json(directory / "layout.json") == layout
     except (OSError, Z2aError):
         same = False
-    for old in directory.parent.glob("rank-*-of-*"):
-        if old.name.split("-of-")[1] != directory.name.split("-of-")[1] or (old == directory and not same):
-            shutil.rmtree(old, ignore_errors=True)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not same:
+        for old in directory.glob("slot-*"):
+            old.unlink(missing_ok=True)
         write_json(directory / "layout.json", layout)
+
+
+def occupy(directory: Path, history: str) -> None:
+    """Say that a rank of this history keeps its states in ``directory``."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_text(directory / OCCUPANT, history)
+
+
+def remove_stale(directory: Path, history: str) -> None:
+    """Remove what ranks left that are not on this machine now. All that are must have said so before."""
+    for place in directory.glob("rank-*-of-*"):
+        try:
+            stale = (place / OCCUPANT).read_text(encoding="utf-8") != history
+        except OSError:
+            stale = True
+        if stale:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ from zero2all.resilience.flash import (
     forget_abandoned,
     in_background,
     layout_of,
+    occupy,
+    remove_stale,
     size_of,
     staged_in,
 )
@@ -313,15 +315,18 @@ class Keeper:
     def _make_slots(self, tensors: dict[str, Tensor]) -> Slots:
         if self.directory is None:
             return Slots(tensors, None)
-        directory = self.directory
+        directory, history = self.directory, self.lineage[-1].history
+        own = directory / f"rank-{self.team.rank}-of-{self.team.world}"
 
-        def make() -> Slots:
+        def move_in() -> None:
             claim(directory, self.run)
-            return Slots(tensors, directory / f"rank-{self.team.rank}-of-{self.team.world}")
+            occupy(own, history)
 
         made: list[Slots] = []
         try:
-            self.team.together(lambda: made.append(make()))
+            self.team.together(move_in)
+            self.team.together(lambda: remove_stale(directory, history))  # all have restored what they needed of it
+            self.team.together(lambda: made.append(Slots(tensors, own)))
         except (Z2aError, OSError) as error:
             size = show_bytes(2 * size_of(cut(tensors)))
             warn(
