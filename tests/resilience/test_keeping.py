@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from tests.resilience.threads import OneWriter, run_threads
-from zero2all.resilience import Keeper, Team
+from zero2all.resilience import Checkpoints, Keeper, Team
 from zero2all.resilience.flash import staged_in
 
 
 def a_model() -> tuple[nn.Linear, list[torch.optim.Optimizer]]:
     model = nn.Linear(8, 8, bias=False)
     return model, [torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)]
+
+
+class SlowStorage(Checkpoints):
+    """A write ends when the test says so."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.begun, self.done = threading.Event(), threading.Event()
+
+    def write(self, *args: Any) -> None:
+        self.begun.set()
+        assert self.done.wait(60)
+        super().write(*args)
 
 
 # Ranks that moved
@@ -46,3 +64,32 @@ def test_slots_of_ranks_that_moved_away_are_removed(tmp_path: Path) -> None:
     assert held == {"A": ["rank-2-of-4", "rank-3-of-4"], "B": ["rank-0-of-4", "rank-1-of-4"]}
     start("BBAA")
     assert {slot.step for slot in staged_in(tmp_path / "A" / "z2a-key-0")} == {20, 30}, "their own stay"
+
+
+# Too little room
+
+
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_without_room_a_flash_step_does_not_wait_for_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    model, optimizers = a_model()
+    storage = SlowStorage(tmp_path / "durable")
+    keeper = Keeper(storage, tmp_path / "memory" / "z2a-key-0", tmp_path, model, optimizers, Team())
+    keeper.save(1, {"skipped": []}, durable=True)
+    assert storage.begun.wait(60)
+    saved = threading.Thread(target=keeper.save, args=(2, {"skipped": []}, False), daemon=True)
+    saved.start()
+    saved.join(30)
+    waited = saved.is_alive()
+    storage.done.set()
+    keeper.wait()
+    assert not waited, "training stood still until the checkpoint was written"
+    assert storage.steps() == [1]
+    said = " ".join(capsys.readouterr().err.split())
+    for remedy in ("--shm-size=", "--ipc=host", "emptyDir", "medium: Memory"):
+        assert remedy in said

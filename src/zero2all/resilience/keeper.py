@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -254,6 +255,10 @@ class Keeper:
             return time.perf_counter() - begin
         if self.copies is not None:
             compare_copies(self._tensors, self.copies)
+        if self.directory is not None:
+            self._open()  # there may be no room
+        if self.directory is None and not durable:
+            return time.perf_counter() - begin  # nothing to gain from it, and the only copy may be being written
         slots = self._open()
         slot = slots.stage(step, lineage, self._tensors, state, self.before_commit)
         if durable:
@@ -328,12 +333,20 @@ class Keeper:
             self.team.together(lambda: remove_stale(directory, history))  # all have restored what they needed of it
             self.team.together(lambda: made.append(Slots(tensors, own)))
         except (Z2aError, OSError) as error:
-            size = show_bytes(2 * size_of(cut(tensors)))
-            warn(
-                f"no room for two states of this rank ({size}) in {directory.parent}: {error}; they are staged in the "
-                "process's own memory instead, so a restart begins at the last durable checkpoint"
-            )
+            warn(_no_room(directory.parent, 2 * size_of(cut(tensors)), str(error)))
             shutil.rmtree(directory, ignore_errors=True)
             self.directory = None
             return Slots(tensors, None)
         return made[0]
+
+
+def _no_room(place: Path, size: int, error: str) -> str:
+    """``size`` is of two states of one rank."""
+    here = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = f"{math.ceil(here / 2**30)}g"
+    return (
+        f"no room for two states of this rank ({show_bytes(size)}) in {place}: {error}; nothing is kept in memory, "
+        "and a restart begins at the last durable checkpoint. "
+        f"The ranks of this machine need {show_bytes(here)} there: in Docker --shm-size={needed} or --ipc=host, in "
+        f"Kubernetes an emptyDir with 'medium: Memory' and a sizeLimit of at least that mounted at {place}"
+    )
