@@ -9,11 +9,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from zero2all.corpus import build_corpus
-from zero2all.corpus.readers import RawFile, Unreadable, json_records, read_records
+from zero2all.corpus.readers import BrokenRecord, Limits, RawFile, Unreadable, json_records, read_batches, read_records
 from zero2all.corpus.sniff import sniff
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
@@ -124,3 +126,84 @@ def test_nesting_that_is_usual_is_kept(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"text": "fine", "x": {nested(150)}}}\n')
     built(tmp_path / "a.jsonl", tmp_path / "documents")
     assert contents(tmp_path / "documents") == {"fine"}
+
+
+MEGABYTE = "x" * (1 << 20)
+ROWS = 200
+SMALL = Limits(ratio=100, ratio_after=32 << 20, record_bytes=8 << 20)
+
+
+def repeated(text: str, count: int) -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, dtype=np.int32)), pa.array([text]))
+
+
+def bomb(path: Path, kind: str) -> None:
+    """A file of a few kilobytes that holds 200 MB or more."""
+    if kind == "dictionary":
+        table, options = pa.table({"text": repeated(MEGABYTE, ROWS)}), {}
+    elif kind == "list":  # one row after the other has more than a record may
+        lists = pa.ListArray.from_arrays(
+            pa.array(range(0, 10 * ROWS + 1, ROWS), pa.int32()), repeated("y" * 2**18, 10 * ROWS)
+        )
+        table, options = pa.table({"text": ["text"] * 10, "lists": lists}), {}
+    elif kind == "struct":
+        table, options = pa.table({"meta": pa.StructArray.from_arrays([repeated(MEGABYTE, ROWS)], ["text"])}), {}
+    elif kind == "delta":
+        table = pa.table({"text": [MEGABYTE] * ROWS})
+        options = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
+    else:  # the compression alone
+        table, options = pa.table({"text": [MEGABYTE] * ROWS}), {"use_dictionary": False}
+    pq.write_table(table, path, compression="zstd", store_schema=False, **options)
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "list", "struct", "delta", "plain"])
+def test_parquet_that_decodes_to_far_more_than_its_size_stays_small_in_memory(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "bomb.parquet"
+    bomb(path, kind)
+    assert path.stat().st_size < 50_000
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    characters, reasons = [0], []
+    try:
+        for batch in read_batches(RawFile.at(path), SMALL):
+            reasons += [record.reason for record in batch if isinstance(record, BrokenRecord)]
+            characters.append(sum(len(str(record)) for record in batch if not isinstance(record, BrokenRecord)))
+    finally:
+        pa.set_memory_pool(before)
+    assert max(characters) < 3 << 20
+    assert sum(characters) < 40 << 20
+    assert pool.max_memory() < 120 << 20
+    expected = {"list": ["row larger than 8 MiB"] * 10}
+    assert reasons == expected.get(kind, ["unpacks to more than 100 times its size"])
+
+
+def test_a_parquet_bomb_is_counted_and_the_rest_is_built(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    with pq.ParquetWriter(raw / "a.parquet", pa.schema([("text", pa.string())]), compression="zstd") as writer:
+        writer.write_table(pa.table({"text": ["before"]}))
+        writer.write_table(pa.table({"text": [MEGABYTE] * ROWS}))
+        writer.write_table(pa.table({"text": ["after"]}))
+    manifest = built(raw, tmp_path / "documents")
+    assert contents(tmp_path / "documents") >= {"before", "after"}
+    assert manifest["left_out"]["raw"]["documents"] == {"unpacks to more than 250 times its size": 1}
+    assert manifest["sources"]["raw"]["quarantine"] == ["row group 1: unpacks to more than 250 times its size"]
+
+
+def test_rows_of_dictionaries_of_every_shape_are_the_rows_that_were_written(tmp_path: Path) -> None:
+    rows = [
+        {"id": n, "text": f"text {n % 3}" * (n % 5), "tags": ["a", None, "b" * n][: n % 4], "meta": {"k": f"v{n % 2}"}}
+        for n in range(3000)
+    ]
+    rows[7] |= {"text": None, "tags": None, "meta": None}
+    rows[8] |= {"text": "z" * (3 << 20)}
+    table = pa.Table.from_pylist(rows)
+    table = table.append_column(
+        "pairs", pa.array([[("k", "v" * (n % 3))] for n in range(3000)], pa.map_("string", "string"))
+    )
+    table = table.append_column("two", pa.array([["l", f"r{n % 2}"] for n in range(3000)], pa.list_(pa.string(), 2)))
+    table = table.append_column("none", pa.nulls(3000, pa.string()))
+    for options in ({}, {"use_dictionary": False}, {"row_group_size": 700}):
+        pq.write_table(table, tmp_path / "a.parquet", **options)
+        assert list(read_records(RawFile.at(tmp_path / "a.parquet"))) == table.to_pylist()

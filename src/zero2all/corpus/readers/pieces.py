@@ -13,11 +13,12 @@ from typing import IO, Any
 
 import pyarrow.parquet as pq
 
-from zero2all.corpus.readers import json_records, tables
+from zero2all.corpus.readers import json_records
 from zero2all.corpus.readers.base import BROKEN, Limits, Unreadable
 from zero2all.corpus.readers.encoding import guess
 from zero2all.corpus.readers.kinds import kind_of
 from zero2all.corpus.readers.listing import Piece, RawFile
+from zero2all.corpus.readers.parquet import parquet
 from zero2all.corpus.readers.streams import HEAD, Stream
 
 PIECE_BYTES = 256_000_000
@@ -63,7 +64,7 @@ def _row_groups(raw: IO[bytes], file: RawFile, size: int) -> list[RawFile]:
 def read_piece(raw: IO[bytes], piece: Piece, limits: Limits) -> Iterator[list[dict[str, Any]]]:
     """A line belongs to the piece in which it begins."""
     if piece.kind == "parquet":
-        return tables.parquet(raw, piece.start, piece.stop)
+        return parquet(raw, limits, piece.start, piece.stop)
     where = f"from byte {piece.start}, " if piece.start else ""
     return json_records.parsed_lines(Stream(_LinesOf(raw, piece)), limits, where)
 

@@ -25,6 +25,7 @@ from zero2all.corpus.readers.base import (
 from zero2all.corpus.readers.encoding import mend_mojibake
 from zero2all.corpus.readers.kinds import Kind, inner_name, kind_of
 from zero2all.corpus.readers.listing import RawFile
+from zero2all.corpus.readers.parquet import parquet
 from zero2all.corpus.readers.pieces import read_piece
 from zero2all.corpus.readers.streams import HEAD, Stream, compression_of, unpacked
 
@@ -64,7 +65,7 @@ def _batches(raw: IO[bytes], name: str, limits: Limits, exclude: Sequence[str]) 
         yield from _members(archives.tar_members(stream, limits), name, limits, exclude)
     elif kind == "parquet" and not compression:
         raw.seek(0)
-        yield from map(_sound, tables.parquet(raw))
+        yield from map(_sound, parquet(raw, limits))
     elif kind == "zip":
         raise Unreadable("zip inside another compression")
     else:
@@ -100,7 +101,7 @@ def _of_kind(stream: Stream, kind: Kind, name: str, limits: Limits) -> Iterator[
             batches = _grouped(tables.table_text(stream, limits))
         case "parquet":
             data = stream.read_whole(limits.parquet_in_memory, "Parquet inside something else")
-            batches = tables.parquet(pa.BufferReader(data))
+            batches = parquet(pa.BufferReader(data), limits)
         case "wikiextractor":
             batches = _grouped(texts.wikiextractor(stream, limits))
         case "html":

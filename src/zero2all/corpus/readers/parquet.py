@@ -1,0 +1,196 @@
+"""Rows of Parquet files, in memory that is bounded by what the rows decode to and not by what the file looks like.
+
+A value that repeats costs a Parquet file next to nothing: a megabyte once in a dictionary, and a few bytes that say
+"four thousand times". So text is read as dictionaries, how large each row will be is known from their lengths, and only
+some rows at a time are decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from zero2all.corpus.readers.base import BrokenRecord, Limits
+
+ROWS, BATCH_BYTES = 1000, 1 << 20  # at a time; rows of a megabyte exist
+VALUE_BYTES = 8  # of a number or of a place in a list, at least
+
+Records = list[dict[str, Any]]
+Sizes = NDArray[np.int64]
+
+
+def parquet(
+    file: IO[bytes] | pa.BufferReader, limits: Limits, first_group: int = 0, last_group: int | None = None
+) -> Iterator[Records]:
+    """Rows of some row groups in small batches. Arrow is told to read on as it goes: column chunks may be gigabytes."""
+    size = file.seek(0, 2)
+    file.seek(0)
+    metadata = pq.read_metadata(file)
+    text = _dictionary_columns(metadata)
+    options = {"buffer_size": 1 << 20, "pre_buffer": False}
+    with pq.ParquetFile(file, metadata=metadata, read_dictionary=text, **options) as table:
+        groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+        first_row = sum(group.num_rows for group in groups[:first_group])
+        for group in range(first_group, len(groups) if last_group is None else last_group):
+            yield from _group_rows(table, group, first_row, size, limits)
+            first_row += groups[group].num_rows
+
+
+def _dictionary_columns(metadata: pq.FileMetaData) -> list[str]:
+    """Columns of text, but those in an encoding that Arrow cannot read as a dictionary."""
+    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    return [
+        metadata.schema.column(number).path
+        for number in range(metadata.num_columns)
+        if metadata.schema.column(number).physical_type == "BYTE_ARRAY"
+        and not any(_is_delta(group.column(number)) for group in groups)
+    ]
+
+
+def _is_delta(column: pq.ColumnChunkMetaData) -> bool:
+    return any(encoding.startswith("DELTA") for encoding in column.encodings)
+
+
+def _group_rows(
+    table: pq.ParquetFile, number: int, first_row: int, file_size: int, limits: Limits
+) -> Iterator[Records]:
+    """The rows of one group, as far as they are not more than its bytes can honestly hold."""
+    group = table.metadata.row_group(number)
+    columns = [group.column(column) for column in range(group.num_columns)]
+    packed = min(sum(column.total_compressed_size for column in columns), file_size)
+    bomb = BrokenRecord(f"unpacks to more than {limits.ratio} times its size", f"row group {number}")
+    if _is_bomb(sum(max(column.total_uncompressed_size, 4 * column.num_values) for column in columns), packed, limits):
+        yield [bomb]
+        return
+    decoded = 0
+    for batch in table.iter_batches(batch_size=_rows_at_once(group, columns), row_groups=[number], use_threads=False):
+        sizes = sum((row_sizes(column) for column in batch.columns), np.zeros(len(batch), dtype=np.int64))
+        too_large = sizes > limits.record_bytes
+        sizes[too_large] = 0
+        for places in np.split(np.arange(len(batch)), _cuts(sizes)):
+            decoded += int(sizes[places].sum())
+            if _is_bomb(decoded, packed, limits):
+                yield [bomb]
+                return
+            yield _some_rows(batch, places, too_large[places], first_row, limits)
+        first_row += len(batch)
+
+
+def _is_bomb(size: int, packed: int, limits: Limits) -> bool:
+    return size > limits.ratio_after and size > limits.ratio * max(packed, 1)
+
+
+def _rows_at_once(group: pq.RowGroupMetaData, columns: list[pq.ColumnChunkMetaData]) -> int:
+    """By the size in the file. What dictionaries add to that is dealt with when it is known."""
+    average: int = group.total_byte_size // max(group.num_rows, 1) + 1
+    rows = min(max(BATCH_BYTES // average, 1), ROWS)
+    # A delta is decoded as it is read. One value is at most all that the column has, and each may be that one.
+    largest: int = max((column.total_uncompressed_size for column in columns if _is_delta(column)), default=0)
+    return max(min(rows, 64 * BATCH_BYTES // (largest + 1)), 1)
+
+
+def _cuts(sizes: Sizes) -> NDArray[np.intp]:
+    """Where to cut rows so that each part has about ``BATCH_BYTES``, or one row."""
+    part = (np.cumsum(sizes) - sizes) // BATCH_BYTES
+    return np.flatnonzero(part[1:] != part[:-1]) + 1
+
+
+def row_sizes(column: pa.Array) -> Sizes:
+    """Bytes of every row once dictionaries are decoded."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        lengths = np.append(row_sizes(column.dictionary), 0)
+        places = column.indices.fill_null(len(lengths) - 1).to_numpy(zero_copy_only=False)
+        return np.asarray(lengths[places], dtype=np.int64)
+    if pa.types.is_struct(kind):
+        return sum(map(row_sizes, column.flatten()), np.zeros(len(column), dtype=np.int64))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
+        before = np.concatenate([[0], np.cumsum(row_sizes(column.values) + VALUE_BYTES)])
+        ends = column.offsets.to_numpy(zero_copy_only=False)
+        return np.asarray(before[ends[1:]] - before[ends[:-1]], dtype=np.int64)
+    if pa.types.is_fixed_size_list(kind):
+        every = row_sizes(column.values.slice(column.offset * kind.list_size, len(column) * kind.list_size))
+        return np.asarray(every.reshape(len(column), kind.list_size).sum(axis=1), dtype=np.int64)
+    try:
+        lengths = pc.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+    except pa.ArrowNotImplementedError:  # not text
+        return np.full(len(column), VALUE_BYTES, dtype=np.int64)
+    return np.asarray(lengths, dtype=np.int64)
+
+
+def _some_rows(
+    batch: pa.RecordBatch, places: NDArray[np.intp], too_large: NDArray[np.bool_], first_row: int, limits: Limits
+) -> Records:
+    # Taken, not sliced: a slice of lists keeps the values of all rows, and they would all be decoded.
+    kept = places[~too_large]
+    rows = iter(_rows(_plain(batch.take(pa.array(kept, pa.int64()))), [first_row + int(place) for place in kept]))
+    large = f"row larger than {limits.record_bytes >> 20} MiB"
+    return [
+        BrokenRecord(large, f"row {first_row + int(place)}") if left_out else next(rows)
+        for place, left_out in zip(places, too_large, strict=True)
+    ]
+
+
+def _rows(batch: pa.RecordBatch, numbers: list[int]) -> Records:
+    try:
+        rows: Records = batch.to_pylist()
+    except UnicodeDecodeError:
+        rows = [_row_or_broken(batch, index, number) for index, number in enumerate(numbers)]
+    for name, kind in zip(batch.schema.names, batch.schema.types, strict=True):
+        if "binary" in str(kind):
+            for row in rows:
+                if isinstance(row.get(name), bytes):
+                    row[name] = _text_or_nothing(row[name])
+    return rows
+
+
+def _row_or_broken(batch: pa.RecordBatch, index: int, number: int) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = batch.slice(index, 1).to_pylist()[0]
+    except UnicodeDecodeError:
+        return BrokenRecord("not UTF-8", f"row {number}")
+    return row
+
+
+def _text_or_nothing(value: bytes) -> str | None:
+    """Some tables hold their text as bytes; pictures are no loss."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Dictionaries decoded, and times as text: Python's own have no nanoseconds, and they go to ``others`` anyway."""
+    columns = [_cast(column) for column in batch.columns]
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _cast(column: pa.Array) -> pa.Array:
+    wanted = _plain_type(column.type)
+    if wanted.equals(column.type):
+        return column
+    try:
+        return column.cast(wanted)
+    except pa.ArrowException:  # a span of time, say, which has no text form
+        return pa.nulls(len(column))
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if pa.types.is_temporal(kind):
+        return pa.string()
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(_plain_type(kind.value_type))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_plain_type(kind.value_type))
+    return kind
