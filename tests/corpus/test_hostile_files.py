@@ -207,3 +207,53 @@ def test_rows_of_dictionaries_of_every_shape_are_the_rows_that_were_written(tmp_
     for options in ({}, {"use_dictionary": False}, {"row_group_size": 700}):
         pq.write_table(table, tmp_path / "a.parquet", **options)
         assert list(read_records(RawFile.at(tmp_path / "a.parquet"))) == table.to_pylist()
+
+
+def test_links_out_of_a_source_are_counted_and_not_followed(tmp_path: Path) -> None:
+    raw, outside = tmp_path / "raw", tmp_path / "outside"
+    (raw / "inside").mkdir(parents=True)
+    (outside / "deep").mkdir(parents=True)
+    (outside / "secret.txt").write_text("a secret")
+    (outside / "deep" / "more.txt").write_text("more secrets")
+    (raw / "inside" / "a.txt").write_text("a text")
+    (raw / "passwd.txt").symlink_to(outside / "secret.txt")
+    (raw / "up.txt").symlink_to("../outside/secret.txt")
+    (raw / "folder").symlink_to(outside)
+    (raw / "through.txt").symlink_to(raw / "folder" / "secret.txt")
+    (raw / "same.txt").symlink_to(raw / "inside" / "a.txt")
+    (raw / "raw").symlink_to(tmp_path / "raw2")  # a name that begins alike is not inside
+    (tmp_path / "raw2").mkdir()
+    (tmp_path / "raw2" / "b.txt").write_text("text beside it")
+    manifest = built(raw, tmp_path / "documents")
+    assert contents(tmp_path / "documents") == {"a text"}
+    names = ["folder", "passwd.txt", "raw", "through.txt", "up.txt"]
+    assert files_left_out(manifest) == {"link out of the source": names}
+    followed = built(raw, tmp_path / "followed", follow_links=True)
+    assert contents(tmp_path / "followed") == {"a text", "a secret", "more secrets", "text beside it"}
+    assert not files_left_out(followed)
+
+
+def test_a_source_that_is_a_link_itself_is_read(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a.txt").write_text("a text")
+    (tmp_path / "raw").symlink_to(tmp_path / "there")
+    built(tmp_path / "raw", tmp_path / "documents")
+    assert contents(tmp_path / "documents") == {"a text"}
+    (tmp_path / "raw.txt").symlink_to(tmp_path / "there" / "a.txt")
+    built(tmp_path / "raw.txt", tmp_path / "of_file")
+    assert contents(tmp_path / "of_file") == {"a text"}
+
+
+def test_links_that_a_pattern_finds_are_not_followed_out_of_its_folder(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    (raw / "inside").mkdir(parents=True)
+    (tmp_path / "secret.txt").write_text("a secret")
+    (raw / "inside" / "a.txt").write_text("a text")
+    (raw / "link.txt").symlink_to(tmp_path / "secret.txt")
+    (raw / "up").symlink_to(tmp_path)
+    (tmp_path / "entry").symlink_to(raw)
+    for number, pattern in enumerate(("raw/**/*.txt", "raw/*", "entry/**/*.txt", "ra?/**/*.txt")):
+        manifest = built(tmp_path / pattern, tmp_path / f"documents{number}")
+        wanted = {"a text"} if number < 3 else {"a text", "a secret"}  # of the last one the folder is above
+        assert contents(tmp_path / f"documents{number}") == wanted, pattern
+        assert bool(files_left_out(manifest)) == (number < 3)

@@ -97,7 +97,8 @@ def _contaminated(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work:
 
 
 def evaluation_files(path: str) -> list[RawFile]:
-    return list_files(SourceRecipe(name="evaluation", paths=[path]))
+    """Links are followed: nothing of these files is published."""
+    return list_files(SourceRecipe(name="evaluation", paths=[path], follow_links=True))
 
 
 def _texts(path: str) -> Iterator[str]:

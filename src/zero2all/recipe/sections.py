@@ -44,6 +44,8 @@ class SourceRecipe(Section):
     """Written to every document of the source."""
     exclude: list[str] = []
     """Globs on the path below a given directory, such as ``test/*``."""
+    follow_links: bool = False
+    """Read what symbolic links inside the paths lead to outside of them; they are counted and left out otherwise."""
     fields: dict[str, str] = {}
     """For records: which of their fields becomes which of ours. What is not named is found by its usual names."""
     mapping: str | None = None

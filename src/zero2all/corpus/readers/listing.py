@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import posixpath
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from zero2all.errors import UsageError
 from zero2all.paths import is_url, open_url, plain_errors, store_of
 from zero2all.recipe import SourceRecipe
 
+LEAVES = "link out of the source"
 SPECIAL = "link or device"  # and FIFOs and sockets, as in archives
 NEVER_ENTERED = {"__pycache__", "node_modules", "site-packages", "dist-packages", "__MACOSX"}
 
@@ -40,12 +42,15 @@ class RawFile:
     bytes: int
     modified_ns: int = 0
     etag: str = ""  # what a remote store says instead of a time
+    refused: str = ""  # why it is not opened
     piece: Piece | None = None  # of a file that several tasks read; ``bytes`` is then its share of the file
 
     @classmethod
-    def at(cls, path: Path, top: Path | None = None) -> RawFile:
+    def at(cls, path: Path, top: Path | None = None, refused: str = "") -> RawFile:
         name = path.relative_to(top).as_posix() if top is not None and path != top else path.name
         clean = os.fsencode(name).decode("utf-8", "replace")
+        if refused:
+            return cls(os.fspath(path), clean, 0, refused=refused)
         try:
             status = path.stat()
         except OSError:  # a dangling link, say: opening it fails later, and is counted then
@@ -56,9 +61,11 @@ class RawFile:
     def fingerprint(self) -> str:
         """Changes when the file does, without reading it."""
         of_piece = f"-{self.piece.start}-{self.piece.stop}" if self.piece else ""
-        return f"{self.bytes}-{self.etag or self.modified_ns}{of_piece}"
+        return f"{self.bytes}-{self.etag or self.modified_ns}{of_piece}{self.refused}"
 
     def open(self) -> BinaryIO:
+        if self.refused:
+            raise Unreadable(self.refused)
         if not is_url(self.path):
             # Python's open takes names that are not UTF-8.
             return open(self.path, "rb", opener=_open_regular)
@@ -95,7 +102,7 @@ def list_files(source: SourceRecipe) -> list[RawFile]:
     """Every file of a source in a fixed order."""
     found: dict[str, RawFile] = {}
     for pattern in source.paths:
-        files = list(_remote(pattern) if is_url(pattern) else _local(pattern))
+        files = list(_remote(pattern) if is_url(pattern) else _local(pattern, source.follow_links))
         if not files:
             raise UsageError(f"corpus source {source.name!r}: nothing at {os.path.expanduser(pattern)}")
         for file in files:
@@ -113,16 +120,48 @@ def find_file(path: str) -> RawFile:
     return file
 
 
-def _local(pattern: str) -> Iterator[RawFile]:
+def _local(pattern: str, follow: bool = False) -> Iterator[RawFile]:
+    """Files below what the pattern names. Without ``follow`` no link leads out of there: a folder that was unpacked
+    from a download may hold links to anything that this machine has."""
     pattern = os.path.expanduser(pattern)
-    tops = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-    for top in map(Path, tops):
-        for path in sorted(_walk(top, set())) if top.is_dir() else [top]:
-            yield RawFile.at(path, top)
+    if os.path.exists(pattern):  # named by the user, and so good even if it is a link
+        found, home = [Path(pattern)], os.path.realpath(pattern)
+    else:
+        found, home = _matches(pattern, follow)
+    for top in found:
+        if not follow and not _is_inside(top, home):
+            yield RawFile.at(top, top, LEAVES)
+            continue
+        for path in sorted(_walk(top, set(), None if follow else home)) if top.is_dir() else [top]:
+            leaves = not follow and path != top and path.is_symlink() and not _is_inside(path, home)
+            yield RawFile.at(path, top, LEAVES if leaves else "")
 
 
-def _walk(directory: Path, entered: set[Path]) -> Iterator[Path]:
-    """Every file below; links are followed once. A directory that may not be entered stands for itself."""
+def _matches(pattern: str, follow: bool) -> tuple[list[Path], str]:
+    """What a pattern finds, and the folder it starts from: its part before the first wildcard."""
+    parts = Path(pattern).parts
+    fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    start = Path(*parts[:fixed])
+    if follow:
+        found = list(map(Path, glob.glob(pattern, recursive=True)))
+    else:  # pathlib's "**" enters no links; glob's goes round in circles of them
+        wanted = [part if part == "**" else re.sub(r"\*\*+", "*", part) for part in parts[fixed:]]
+        found = [
+            path
+            for path in start.glob(os.path.join(*wanted))
+            if not any(part.startswith(".") and part not in wanted for part in path.parts[fixed:])
+        ]
+    return sorted(found, key=os.fspath), os.path.realpath(start)
+
+
+def _is_inside(path: Path, home: str) -> bool:
+    """Where the path really leads. realpath takes links in a circle too, which lead nowhere."""
+    return Path(os.path.realpath(path)).is_relative_to(home)
+
+
+def _walk(directory: Path, entered: set[Path], home: str | None) -> Iterator[Path]:
+    """Every file below; links are followed once, and none out of ``home``. A directory that may not be entered stands
+    for itself."""
     entered.add(directory.resolve())
     try:
         entries = list(directory.iterdir())
@@ -132,10 +171,11 @@ def _walk(directory: Path, entered: set[Path]) -> Iterator[Path]:
     for entry in entries:
         if is_hidden(entry.name):
             continue
-        if not entry.is_dir():
+        leaves = home is not None and entry.is_symlink() and not _is_inside(entry, home)
+        if leaves or not entry.is_dir():
             yield entry
         elif entry.resolve() not in entered:
-            yield from _walk(entry, entered)
+            yield from _walk(entry, entered, home)
 
 
 def _remote(pattern: str) -> Iterator[RawFile]:
