@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from zero2all.corpus import build_corpus
+from zero2all.corpus import build, build_corpus
 from zero2all.corpus.readers import BrokenRecord, Limits, RawFile, Unreadable, json_records, read_batches, read_records
 from zero2all.corpus.sniff import sniff
+from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 TEXT = "An ordinary text that is there to be read, and long enough to stay.\n" * 20
@@ -257,3 +258,70 @@ def test_links_that_a_pattern_finds_are_not_followed_out_of_its_folder(tmp_path:
         wanted = {"a text"} if number < 3 else {"a text", "a secret"}  # of the last one the folder is above
         assert contents(tmp_path / f"documents{number}") == wanted, pattern
         assert bool(files_left_out(manifest)) == (number < 3)
+
+
+DIGITS = "1" * 5000  # Python reads numbers of 4300 digits
+
+
+@pytest.mark.parametrize("small", [1 << 16, 10])  # the second is for the streaming parser
+def test_a_number_too_long_is_broken_json_in_every_reader(
+    tmp_path: Path, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_records, "SMALL", small)
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    bad, good = f'{{"text": "bad", "n": -{DIGITS}}}', '{"text": "good"}'
+    (raw / "lines.jsonl").write_text(f"{bad}\n{good}\n")
+    (raw / "array.json").write_text(f"[{good}, {bad}]")
+    (raw / "first.json").write_text(f"[{bad}, {good}]")
+    (raw / "list.json").write_text(f'{{"data": [{good}, {bad}, {good}]}}')
+    manifest = built(raw, tmp_path / "documents")
+    left_out = manifest["left_out"]["raw"]
+    reasons = set(left_out["documents"]) | set(left_out["files"])
+    assert reasons <= {"broken JSON", "broken JSON from here on", "no text in it"}
+    assert left_out["documents"]["broken JSON"] >= 3
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_files_that_vanish_or_change_while_the_corpus_is_built_are_named(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    pq.write_table(pa.table({"text": ["a row"]}), raw / "cut.parquet")
+    for name in ("good", "gone", "grown", "shorter"):
+        (raw / f"{name}.jsonl").write_text(f'{{"text": "first of {name}"}}\n{{"text": "second of {name}"}}\n')
+    listed = build.list_files
+
+    def then_change(source: SourceRecipe) -> list[RawFile]:
+        files = listed(source)
+        (raw / "gone.jsonl").unlink()
+        with open(raw / "grown.jsonl", "a") as stream:
+            stream.write('{"text": "third of grown"}\n')
+        os.truncate(raw / "shorter.jsonl", 40)
+        os.truncate(raw / "cut.parquet", 100)
+        return files
+
+    monkeypatch.setattr(build, "list_files", then_change)
+    source = SourceRecipe(name="raw", paths=[str(raw)])
+    recipe = CorpusRecipe(sources=[source], filters=[], holdout=0)
+    manifest = build_corpus(recipe, tmp_path / "documents", Engine(workers=workers))
+    assert files_left_out(manifest) == {
+        "changed while it was read": ["cut.parquet", "grown.jsonl", "shorter.jsonl"],
+        "file not found": ["gone.jsonl"],
+    }
+    assert contents(tmp_path / "documents") >= {"first of good", "second of good", "first of grown", "first of shorter"}
+    monkeypatch.setattr(build, "list_files", listed)
+    again = build_corpus(recipe, tmp_path / "documents")
+    assert "third of grown" in contents(tmp_path / "documents")
+    assert [names for reason, names in files_left_out(again).items()] == [["cut.parquet"]]
+
+
+def test_a_file_cut_short_in_the_middle_of_being_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a line of some length"}\n' * 100_000)
+    batches = read_batches(RawFile.at(path))
+    assert next(batches)
+    os.truncate(path, 0)
+    with pytest.raises(Unreadable, match="changed while it was read"):
+        list(batches)

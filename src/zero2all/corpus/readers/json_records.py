@@ -20,6 +20,7 @@ from zero2all.corpus.readers.streams import Stream, line_batches
 
 SMALL = 16 << 20  # an object up to this size is read whole, and so needs no streaming parser
 WINDOW = 1 << 14  # characters in which a value is looked for first: an error costs as much as the text before it
+PREFIX = 20_000  # characters of all names above a value
 _NEXT_OBJECT = re.compile(r"\n[^\S\n]*\{|\}\s*,\s*\{|[\]\[]\s*\{")
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN = re.compile(r"[\s,]*")
@@ -197,6 +198,8 @@ class _Scanner:
                 unfinished = error.pos >= len(text) - 16 or error.msg.startswith("Unterminated")
                 if not unfinished:
                     raise ValueError("broken JSON") from None
+            except ValueError:  # a number of more digits than Python reads
+                raise ValueError("broken JSON") from None
             except RecursionError:
                 self._skip_openings()
                 raise ValueError(TOO_DEEP) from None
@@ -288,7 +291,10 @@ def _list_inside(ijson: Any, source: _Kept) -> str | None:
     """The key of the longest list of objects in the first object, as far as that is looked at; None without one."""
     objects: Counter[str] = Counter()
     try:
-        for prefix, event, _ in ijson.parse(source, buf_size=1 << 16):
+        # Numbers as C has them: making a Python int of more than 4300 digits, ijson's compiled parser crashes.
+        for prefix, event, _ in ijson.parse(source, buf_size=1 << 16, use_float=True):
+            if len(prefix) > PREFIX:  # and costs its own length for every level
+                raise Unreadable(TOO_DEEP)
             if event == "start_map" and prefix.endswith(".item") and prefix.count(".item") == 1:
                 objects[prefix.removesuffix(".item")] += 1
             if (event == "end_map" and prefix == "") or (objects and source.bytes > source.LOOKED_AT // 2):

@@ -71,6 +71,14 @@ class RawFile:
             return open(self.path, "rb", opener=_open_regular)
         return open_url(self.path)
 
+    def has_changed(self, opened: BinaryIO) -> bool:
+        """Whether a local file, open, is another than the one that was listed: written to since, or cut short."""
+        if is_url(self.path) or not self.modified_ns:
+            return False
+        status = os.fstat(opened.fileno())
+        is_resized = self.piece is None and status.st_size != self.bytes
+        return is_resized or status.st_mtime_ns != self.modified_ns
+
 
 def _open_regular(path: str, flags: int) -> int:
     """Never waits: opening a FIFO would, for a writer that may never come, and a device may do anything.

@@ -29,6 +29,7 @@ from zero2all.corpus.readers.parquet import parquet
 from zero2all.corpus.readers.pieces import read_piece
 from zero2all.corpus.readers.streams import HEAD, Stream, compression_of, unpacked
 
+CHANGED = "changed while it was read"
 BATCH_RECORDS, BATCH_CHARACTERS = 1000, 1 << 20
 
 _PATH_FIELDS = frozenset(PATH_FIELDS)
@@ -49,10 +50,19 @@ def read_batches(file: RawFile, limits: Limits | None = None, exclude: Sequence[
     limits = limits or Limits()
     try:
         with file.open() as raw:
-            if file.piece:
-                yield from map(_sound, read_piece(raw, file.piece, limits))
-            else:
-                yield from _batches(raw, file.name, limits, exclude)
+            try:
+                if file.piece:
+                    yield from map(_sound, read_piece(raw, file.piece, limits))
+                else:
+                    yield from _batches(raw, file.name, limits, exclude)
+            except (*BROKEN, Unreadable) as error:
+                if file.has_changed(raw):  # which explains the other reason
+                    raise Unreadable(CHANGED) from error
+                raise
+            if file.has_changed(raw):
+                raise Unreadable(CHANGED)
+    except FileNotFoundError as error:
+        raise Unreadable("file not found") from error
     except BROKEN as error:
         raise Unreadable(f"broken file ({type(error).__name__})") from error
 
