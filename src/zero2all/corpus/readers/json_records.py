@@ -20,7 +20,7 @@ from zero2all.corpus.readers.streams import Stream, line_batches
 
 SMALL = 16 << 20  # an object up to this size is read whole, and so needs no streaming parser
 WINDOW = 1 << 14  # characters in which a value is looked for first: an error costs as much as the text before it
-PREFIX = 20_000  # characters of all names above a value
+PREFIX = 100_000  # characters of all names above a value
 _NEXT_OBJECT = re.compile(r"\n[^\S\n]*\{|\}\s*,\s*\{|[\]\[]\s*\{")
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN = re.compile(r"[\s,]*")
