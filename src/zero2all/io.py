@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,22 +46,28 @@ def atomic_path(target: Path) -> Iterator[Path]:
             target.put(directory / target.name)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    try:
-        yield partial
-        with open(partial, "r+b") as stream:
-            os.fsync(stream.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with _marked() as mark:
+        partial = target.with_name(f".{target.name}.partial-{mark}")
+        try:
+            yield partial
+            _sync(partial)
+            os.replace(partial, target)
+            _sync(target.parent)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager
 def staging() -> Iterator[Path]:
     """A local directory for what is on its way to an object store."""
     remove_staging_of_the_dead()
-    with tempfile.TemporaryDirectory(prefix=".z2a.staging-", suffix=f"-{os.getpid()}") as directory:
-        yield Path(directory)
+    with _marked() as mark:
+        directory = Path(tempfile.gettempdir()) / f".z2a.staging-{mark}"
+        directory.mkdir(mode=0o700)
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @cache
@@ -78,19 +89,37 @@ def atomic_dir(target: Path, kind: str) -> Iterator[Path]:
     refuse_strangers(target, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    partial.mkdir()
+    with _marked() as mark:
+        partial = target.with_name(f".{target.name}.partial-{mark}")
+        partial.mkdir()
+        try:
+            yield partial
+            for directory, _, names in os.walk(partial):
+                for path in (*(Path(directory, name) for name in names), Path(directory)):
+                    _sync(path)
+            _put_in_place(partial, target, mark)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _put_in_place(partial: Path, target: Path, mark: str) -> None:
+    old = target.with_name(f".{target.name}.old-{mark}")
+    if target.exists():
+        os.rename(target, old)
+    os.rename(partial, target)
+    _sync(target.parent)  # the name too must outlive a power cut
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        yield partial
-        if target.exists():
-            old = target.with_name(f".{target.name}.old-{os.getpid()}")
-            target.rename(old)
-            partial.rename(target)
-            shutil.rmtree(old)
-        else:
-            partial.rename(target)
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems do not sync directories
+            raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
 
 
 def refuse_strangers(target: Path, kind: str) -> None:
@@ -114,12 +143,54 @@ def _empty(target: RemotePath, kind: str) -> None:
             path.unlink(missing_ok=True)
 
 
+@contextmanager
+def _marked() -> Iterator[str]:
+    """A name for something half-written: who writes it, unlike any other, also of other hosts and containers."""
+    mark = f"{host_id()}-{os.getpid()}-{secrets.token_hex(4)}"
+    _in_use.add(mark)
+    try:
+        yield mark
+    finally:
+        _in_use.discard(mark)
+
+
+_in_use: set[str] = set()
+_MARK = re.compile(r"-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}$")
+OLD = 86400.0  # seconds after which what another host left half-written is taken for abandoned
+
+
+@cache
+def host_id() -> str:
+    """Where a process id means what it means here: this boot of this machine, and this container."""
+    known = [socket.gethostname()]
+    for place, read in (("/proc/sys/kernel/random/boot_id", Path.read_text), ("/proc/self/ns/pid", os.readlink)):
+        with suppress(OSError):
+            known.append(str(read(Path(place))))
+    return fingerprint(known)[:8]
+
+
 def _remove_leftovers(target: Path) -> None:
     """Directories beside ``target`` that a killed process left half-written or half-removed."""
     for leftover in target.parent.glob(f".{glob.escape(target.name)}.*-*"):
-        pid = leftover.name.rpartition("-")[2]
-        if not pid.isdigit() or not _is_alive(int(pid)) or int(pid) == os.getpid():
+        if not _is_abandoned(leftover):
+            continue
+        if leftover.name.startswith(f".{target.name}.old-") and not target.exists():
+            leftover.rename(target)  # killed between two renames
+        else:
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_abandoned(leftover: Path) -> bool:
+    found = _MARK.search(leftover.name)
+    if found is not None and found["host"] == host_id():
+        return not _is_alive(int(found["pid"])) or (
+            int(found["pid"]) == os.getpid() and found[0].removeprefix("-") not in _in_use
+        )
+    try:
+        newest = max(path.stat().st_mtime for path in (leftover, *leftover.rglob("*")))
+    except OSError:  # somebody is at work there
+        return False
+    return time.time() - newest > OLD
 
 
 def _is_alive(pid: int) -> bool:

@@ -19,6 +19,7 @@ from zero2all.corpus.filters import DEFAULT_FILTERS
 from zero2all.corpus.filters.quality import train_quality
 from zero2all.engine import Engine
 from zero2all.errors import UsageError, Z2aError
+from zero2all.io import host_id
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 
@@ -143,7 +144,7 @@ def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path) -> None:
     (tmp_path / "raw" / "a.txt").write_text("one")
     gone = subprocess.Popen(["true"])
     gone.wait()
-    (tmp_path / f".out.partial-{gone.pid}" / "train").mkdir(parents=True)
+    (tmp_path / f".out.partial-{host_id()}-{gone.pid}-00000000" / "train").mkdir(parents=True)
     build(tmp_path / "raw", tmp_path / "out", holdout=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.work", "raw"]
 

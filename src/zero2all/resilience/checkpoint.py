@@ -150,7 +150,7 @@ class Checkpoints:
                 inner.unlink(missing_ok=True)
         else:
             # Not under its name while files vanish one by one; the next start removes what a killed process left.
-            removed = path.with_name(f".{path.name}.old-{os.getpid()}")
+            removed = path.with_name(f".{path.name}.removed-{os.getpid()}")
             path.rename(removed)
             shutil.rmtree(removed)
 
@@ -172,7 +172,7 @@ class Checkpoints:
                     warn(f"{self.path(step)} is left as it is: {error}")
             return
         for name in self._names():
-            if re.fullmatch(r"\.step-\d+\.(partial|old)-.+", name):
+            if re.fullmatch(r"\.step-\d+\.(partial|old|removed)-.+", name):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def best(self) -> list[int]:
