@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
+
+from zero2all.masking import mask
 
 
 class Z2aError(Exception):
-    """Something failed that the message tells how to mend."""
+    """Something failed that the message tells how to mend. Secrets of URLs in it are masked, wherever it goes."""
 
     exit_code = 1
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(mask(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class UsageError(Z2aError):
@@ -41,9 +46,10 @@ class RecipeError(UsageError):
     """Every mistake found in a recipe, not only the first."""
 
     def __init__(self, origin: str, problems: list[Problem]) -> None:
-        self.origin, self.problems = origin, problems
+        self.origin = mask(origin)
+        self.problems = [replace(one, message=mask(one.message), hint=mask(one.hint)) for one in problems]
         count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
-        super().__init__("\n".join([f"{origin}: {count}", *(f"  - {problem}" for problem in problems)]))
+        super().__init__("\n".join([f"{origin}: {count}", *(f"  - {problem}" for problem in self.problems)]))
 
 
 def need(module: str, extra: str) -> ModuleType:

@@ -13,7 +13,8 @@ from io import BufferedReader, RawIOBase
 from pathlib import Path, PosixPath
 from typing import Any, NoReturn
 
-from zero2all.errors import Z2aError, need
+from zero2all.errors import UsageError, Z2aError, need
+from zero2all.masking import is_masked, mask
 
 BLOCK = 8 << 20  # asked of a store at once
 BUFFER = 1 << 18  # between that and small reads
@@ -32,8 +33,19 @@ def to_path(text: str | Path) -> Path:
     return RemotePath(text) if isinstance(text, str) and is_url(text) else Path(text)
 
 
+def url_problem(url: str) -> str:
+    """What is wrong with the credentials of a URL; empty if nothing. Stores take theirs from the environment only."""
+    if url.startswith(("s3://", "s3a://")) and (mask(url) != url or is_masked(url)):
+        return "put no keys into it: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    return ""
+
+
 def store_of(url: str) -> tuple[Any, str]:
     """The fsspec file system that a URL is in, and the URL's name there."""
+    if problem := url_problem(url):
+        raise UsageError(f"{url}: {problem}")
+    if is_masked(url):
+        raise UsageError(f"{url}: its secret was masked when this was written down; give the URL with the secret")
     # Listings are never remembered: other processes write to the same place.
     found: tuple[Any, str] = need("fsspec", "corpus").core.url_to_fs(url, use_listings_cache=False)
     return found

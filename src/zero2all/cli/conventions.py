@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import Annotated, Any, Literal, ParamSpec
 
 import typer
 
-from zero2all.console import console, say
+from zero2all.console import say
 from zero2all.errors import RecipeError, Z2aError
+from zero2all.masking import mask
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
 RecipePath = Annotated[Path, typer.Argument(help="A recipe in YAML.", metavar="RECIPE")]
@@ -76,7 +78,7 @@ def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None
             )
         except Exception as error:
             if ERROR_FILE not in os.environ:  # under an agent, which shows the one that matters
-                console.print_exception()
+                say(traceback.format_exc().rstrip())
             _fail(f"this is a bug in zero2all: {type(error).__name__}: {error}", 1, as_json, error)
         else:
             result.show(as_json)
@@ -100,5 +102,5 @@ def _fail(message: str, status: int, as_json: bool, error: Exception | None = No
         leave_word(error)
     if as_json:
         problems = error.problems if isinstance(error, RecipeError) else []
-        print_json({"error": message, "problems": [vars(problem) for problem in problems]})
+        print_json({"error": mask(message), "problems": [vars(problem) for problem in problems]})
     raise typer.Exit(status)

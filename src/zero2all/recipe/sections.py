@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
-from zero2all.paths import RemotePath, is_url, to_path
+from zero2all.masking import mask
+from zero2all.paths import RemotePath, is_url, to_path, url_problem
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.parallel import ParallelRecipe, layout_problems
 from zero2all.recipe.training import TrainRecipe
@@ -21,8 +22,14 @@ def _local(path: Any) -> Any:
     return path
 
 
+def _no_keys(url: Any) -> Any:
+    if isinstance(url, str) and (problem := url_problem(url)):
+        raise ValueError(problem)
+    return url
+
+
 def _anywhere(path: Any) -> Any:
-    found = to_path(path) if isinstance(path, str) else path
+    found = to_path(_no_keys(path)) if isinstance(path, str) else path
     if isinstance(found, RemotePath) and len(found.parts) < 3:
         raise ValueError(f"needs a name below the bucket, such as {found}/documents")
     return found
@@ -30,6 +37,8 @@ def _anywhere(path: Any) -> Any:
 
 LocalDir = Annotated[Path, BeforeValidator(_local)]
 AnyDir = Annotated[Path, BeforeValidator(_anywhere)]
+# A password in the URL of a text is used to read it; it is not written into the recipe of a run, nor shown.
+Readable = Annotated[str, BeforeValidator(_no_keys), PlainSerializer(mask, when_used="json")]
 DOCUMENT_FIELDS = ("id", "category", "title", "content", "desc")
 
 
@@ -38,7 +47,7 @@ class SourceRecipe(Section):
 
     name: Slug
     """Name of the source; losses, weights and token counts are kept by it."""
-    paths: list[str] = Field(min_length=1)
+    paths: list[Readable] = Field(min_length=1)
     """Files, directories or globs, relative to where the command runs."""
     category: str = ""
     """Written to every document of the source."""
@@ -91,7 +100,7 @@ class CorpusRecipe(Section):
     filters: list[str | dict[str, Any]] | None = None
     """Cleaning steps in order, each a name or a mapping of name and options; a sane default if not given."""
     dedup: DedupRecipe = DedupRecipe()
-    decontaminate: list[str] = []
+    decontaminate: list[Readable] = []
     """Files or directories of evaluation sets; documents that share long n-grams with them are dropped."""
     contamination: ContaminationRecipe = ContaminationRecipe()
     shard_size: Bytes = 200_000_000

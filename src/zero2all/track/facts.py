@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero2all.errors import UsageError
+from zero2all.masking import mask
 from zero2all.recipe.safe_yaml import LARGEST, read_yaml
 from zero2all.track.lines import is_count, is_shallow
 from zero2all.track.places import Place
@@ -35,7 +36,8 @@ def read_facts(place: Place, sizes: dict[str, int]) -> Facts:
         if size > LARGEST:
             damage.append(f"{file}: not read, since it has {show_bytes(size)}")
             return ""
-        return place.read(file, 0, size).decode("utf-8", "replace") if size else ""
+        # Runs of older versions may have written down what must not be shown.
+        return mask(place.read(file, 0, size).decode("utf-8", "replace")) if size else ""
 
     def mapping(file: str, text: str, parse: Callable[[str], Any]) -> dict[str, Any]:
         if not text:
