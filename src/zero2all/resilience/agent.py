@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from zero2all.console import say
 from zero2all.resilience.beat import Beat, Mark, Pulse, new_beat, run_note
@@ -58,6 +59,8 @@ class Agent(LocalElasticAgent):
         self.history = History()
         self.last: Account | None = None
         """The failure that ended the job, or the latest one."""
+        self.leaves = False
+        """This node alone failed too often: it stays out, and the job continues without it."""
         self._beats: dict[int, Beat] = {}
         self._ended_by_us: set[int] = set()
         self._oom_kills = 0
@@ -209,6 +212,9 @@ class Agent(LocalElasticAgent):
         reason = self.history.give_up(kind, step, worker_group.group_world_size, self._remaining_restarts)
         if deaths and self.run_directory is None and all(death.status >= 0 for death in deaths):
             reason = "not tried again: it is no training, and ended of its own accord"
+        if leaves_alone(self.rendezvous, kind, step, worker_group.group_world_size or 1) and reason is not None:
+            self.leaves = True
+            reason = f"{reason}: this node leaves the job, and the others continue; look at it with 'z2a doctor'"
         if reason is not None:
             self._remaining_restarts = 0
         pause = self.history.pause()
@@ -272,6 +278,23 @@ class Agent(LocalElasticAgent):
         return self._report()
 
 
+class Elsewhere(Protocol):
+    """What an agent asks the rendezvous about the other nodes."""
+
+    def stand_without_us(self, step: int) -> tuple[int, bool]: ...
+
+
+def leaves_alone(rendezvous: Elsewhere, kind: Kind, step: int, nodes: int) -> bool:
+    """Tell of a failure that began on this node; whether, if it is given up, only this node need go."""
+    if nodes == 1 or kind not in ("crash", "out of memory", "wrong usage"):
+        return False
+    try:
+        left, elsewhere = rendezvous.stand_without_us(step)
+    except RendezvousError:
+        return False  # the rendezvous is lost; that is noticed elsewhere
+    return left > 0 and not elsewhere
+
+
 class History:
     """How often the job failed where."""
 
@@ -293,7 +316,8 @@ class History:
         if kind == "stopped":
             # Of several nodes another one may be leaving; those that stay go on.
             return None if (nodes or 1) > 1 else "stopped: the same command goes on from there"
-        self._at[step] += 1
+        if kind != "cut off" or (nodes or 1) == 1:  # otherwise another node failed at this step, not this one
+            self._at[step] += 1
         self._fruitless += 1
         where = f"after step {step}" if step >= 0 else "before the first step"
         if self._at[step] >= TRIES:

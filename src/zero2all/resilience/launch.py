@@ -19,7 +19,7 @@ import yaml
 
 from zero2all.console import say
 from zero2all.engine import all_cores
-from zero2all.errors import UsageError
+from zero2all.errors import UsageError, Z2aError
 from zero2all.io import fingerprint
 from zero2all.resilience.addresses import PORT, interface_of
 from zero2all.resilience.secret import VARIABLE
@@ -121,7 +121,7 @@ class Job:
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # the reports say it better
         place = Place(self.rendezvous, self.listen, self.advertise, self.secret_file, self.patience)
-        rules = Rules(tuple(range(self.nodes[0], self.nodes[1] + 1)))
+        rules = Rules(node_counts(self.command, self.procs, self.nodes))
         rendezvous = Rendezvous(place, rules, fingerprint([*self.command]), self.procs)
         try:
             return self._stay(directory, rendezvous)
@@ -156,7 +156,8 @@ class Job:
                 rendezvous.leave()
             raise
         failed = result is None or result.is_failed()
-        rendezvous.close("failed" if failed else "done")
+        if not agent.leaves:  # to the others a node that leaves with a failure is lost, and they continue
+            rendezvous.close("failed" if failed else "done")
         if not failed:
             return 0
         if (report := agent.conclude()) is not None:
@@ -271,6 +272,32 @@ exec srun --export=ALL {bad_exit} {inner} -- {shlex.join(self.command)}
                 "spec": {"nprocPerNode": str(self.procs), "pytorchReplicaSpecs": kinds},
             }
         )
+
+
+def node_counts(command: Sequence[str], procs: int, nodes: tuple[int, int]) -> tuple[int, ...]:
+    """Numbers of nodes between the least and the most that the layout of the recipe can use.
+
+    All of them if there are none: then the ranks say what is wrong.
+    """
+    from zero2all.parallel.layout import Sizes
+    from zero2all.recipe import load_recipe
+
+    every = tuple(range(nodes[0], nodes[1] + 1))
+    if len(command) < 2 or command[0] != "train":
+        return every
+    try:
+        recipe = load_recipe(command[1], [word for word in command[2:] if not word.startswith("-")])
+    except (Z2aError, OSError):
+        return every
+
+    def fits(count: int) -> bool:
+        try:
+            Sizes.of(recipe.parallel, count * procs)
+        except UsageError:
+            return False
+        return True
+
+    return tuple(filter(fits, every)) or every
 
 
 def near_their_gpus() -> NumaOptions | None:
