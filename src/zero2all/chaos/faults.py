@@ -12,10 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero2all.chaos.limits import memory_limit, why_no_memory_limit
-from zero2all.chaos.machines import why_not
-from zero2all.chaos.nodes import cut_cable, lose_node, lose_the_holder, preempt_node, restart_rendezvous
+from zero2all.chaos.machines import TEMPORARY, Machine, some_machines, why_not
+from zero2all.chaos.nodes import (
+    cut_cable,
+    fewer_and_more_nodes,
+    lose_node,
+    lose_the_holder,
+    other_histories,
+    preempt_node,
+    restart_rendezvous,
+)
 from zero2all.chaos.plants import Plant, Where
-from zero2all.chaos.scene import Scene, mounted, small_disk, why_no_mount
+from zero2all.chaos.scene import Scene
 from zero2all.chaos.world import PROCS
 from zero2all.errors import Z2aError
 from zero2all.resilience.exits import Kind
@@ -24,6 +32,7 @@ from zero2all.resilience.flash import staged_in
 Dice = random.Random
 DURABLE_ONLY = ("checkpoint.flash_every=null",)
 CLOSE = 1e-5  # of losses, where the number of ranks changes
+SMALL_DISK, SMALL_MEMORY = TEMPORARY / "disk", TEMPORARY / "memory"  # of a machine: file systems with little room
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,16 @@ def at(
     def plants(dice: Dice) -> list[Plant]:
         chosen = dice.randrange(PROCS) if rank is None else rank
         return [Plant(act, chosen, dice.randrange(first, last), where, times)]
+
+    return plants
+
+
+def wrong_history(*held: int) -> Callable[[Dice], list[Plant]]:
+    """A batch is spoiled before the first of these steps, at which the job is held; none of it may be seen later."""
+
+    def plants(dice: Dice) -> list[Plant]:
+        spoiled = [Plant("spoil", rank, held[0] - 2, where="batch") for rank in range(PROCS)]
+        return [*(Plant("hold", 0, step) for step in held), *spoiled]
 
     return plants
 
@@ -152,40 +171,49 @@ def between(first: int, last: int) -> Callable[[Dice], list[Plant]]:
 
 
 def on_small_memory(scene: Scene) -> None:
-    with small_disk(Path(str(scene.recipe.checkpoint.flash_dir)), "64k"):
-        expect(scene.run(), 0)
+    with some_machines(1) as [machine]:
+        machine.small_disk(SMALL_MEMORY, "64k")
+        expect(scene.run(machine=machine), 0)
 
 
 def held(rank: int = 0, step: int = 13) -> Callable[[Dice], list[Plant]]:
     return lambda dice: [Plant("hold", rank, step)]
 
 
-def while_disk(spoil: Callable[[Path], None], mend: Callable[[Path], None]) -> Callable[[Scene], None]:
+def while_disk(spoil: Callable[[Machine], None], mend: Callable[[Machine], None]) -> Callable[[Scene], None]:
     """From the first held step to the second, checkpoints have a disk that something is wrong with."""
 
     def drive(scene: Scene) -> None:
-        with small_disk(Path(str(scene.recipe.checkpoint.dir)), "64m") as place:
-            process = scene.start()
+        with some_machines(1) as [machine]:
+            machine.small_disk(SMALL_DISK, "64m")
+            process = scene.start(machine=machine)
             scene.until_struck(0)
-            spoil(place)
+            spoil(machine)
             scene.strike()
             scene.let_go(0)
             scene.until_struck(1)
-            mend(place)
+            mend(machine)
             scene.let_go(1)
             expect(scene.wait(process), 0)
 
     return drive
 
 
-def fill(place: Path) -> None:
-    with open(place / "filler", "wb") as stream, suppress(OSError):
+def fill(machine: Machine) -> None:
+    with open(machine.path(SMALL_DISK) / "filler", "wb") as stream, suppress(OSError):
         while True:
             stream.write(bytes(1 << 20))
 
 
-def remount(how: str) -> Callable[[Path], None]:
-    return lambda place: mounted(place, how)
+def make_room(machine: Machine) -> None:
+    (machine.path(SMALL_DISK) / "filler").unlink()
+
+
+def remount(how: str) -> Callable[[Machine], None]:
+    def act(machine: Machine) -> None:
+        machine.run("mount", "-o", f"remount,{how}", str(SMALL_DISK))
+
+    return act
 
 
 def _alive(pid: int) -> bool:
@@ -256,28 +284,28 @@ ON_ONE_MACHINE = (
     Fault(
         "full disk",
         between(10, 20),
-        while_disk(fill, lambda place: (place / "filler").unlink()),
-        ("checkpoint.dir=/tmp/z2a-chaos-disk", *DURABLE_ONLY),
+        while_disk(fill, make_room),
+        (f"checkpoint.dir={SMALL_DISK}", *DURABLE_ONLY),
         kind=None,
         says=("could not be written",),
-        why_not=why_no_mount,
+        why_not=why_not,
     ),
     Fault(
         "read-only disk",
         between(10, 20),
         while_disk(remount("ro"), remount("rw")),
-        ("checkpoint.dir=/tmp/z2a-chaos-disk", *DURABLE_ONLY),
+        (f"checkpoint.dir={SMALL_DISK}", *DURABLE_ONLY),
         kind=None,
         says=("could not be written",),
-        why_not=why_no_mount,
+        why_not=why_not,
     ),
     Fault(
         "no room for states in memory",
         at("kill"),
         on_small_memory,
-        ("checkpoint.flash_dir=/tmp/z2a-chaos-memory",),
+        (f"checkpoint.flash_dir={SMALL_MEMORY}",),
         says=("from the state on durable storage",),
-        why_not=why_no_mount,
+        why_not=why_not,
     ),
     Fault(
         "NaN in a gradient",
@@ -308,7 +336,7 @@ ON_ONE_MACHINE = (
         within=CLOSE,
     ),
 )
-ON_TWO_MACHINES = (
+ON_MACHINES = (
     Fault("a node is lost for good", held(rank=1), lose_node(1), kind="cut off", within=CLOSE, why_not=why_not),
     Fault(
         "the node of the first rank is lost", held(rank=1), lose_node(0), kind="cut off", within=CLOSE, why_not=why_not
@@ -348,5 +376,20 @@ ON_TWO_MACHINES = (
         says=("'z2a rendezvous' on a machine that stays",),
         why_not=why_not,
     ),
+    Fault(
+        "nodes A and B, then A and C, then A and B",
+        wrong_history(13, 14),
+        other_histories,
+        kind=None,
+        why_not=why_not,
+    ),
+    Fault(
+        "2 nodes, then 1, then 2",
+        wrong_history(13, 14),
+        fewer_and_more_nodes,
+        kind=None,
+        within=CLOSE,
+        why_not=why_not,
+    ),
 )
-FAULTS: tuple[Fault, ...] = (*ON_ONE_MACHINE, *ON_TWO_MACHINES)
+FAULTS: tuple[Fault, ...] = (*ON_ONE_MACHINE, *ON_MACHINES)

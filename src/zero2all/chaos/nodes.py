@@ -1,9 +1,8 @@
-"""Faults of whole nodes: machines of their own, as network namespaces, with the rendezvous on one that stays."""
+"""Faults of whole nodes: machines of their own, each with its own memory, and the rendezvous on one that stays."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zero2all.chaos.machines import Machine, some_machines
+from zero2all.chaos.machines import Network, a_network
 from zero2all.chaos.scene import Scene
 from zero2all.errors import Z2aError
+from zero2all.resilience.flash import staged_in
 from zero2all.resilience.secret import VARIABLE, new_secret
 
 PORT = 29500
@@ -23,11 +23,11 @@ Node = subprocess.Popen[bytes]
 
 
 class Cluster:
-    """Two nodes and a login machine that holds the rendezvous."""
+    """Nodes and a login machine that holds the rendezvous."""
 
-    def __init__(self, scene: Scene, machines: list[Machine]) -> None:
-        self.scene = scene
-        *self.nodes, self.login = machines
+    def __init__(self, scene: Scene, network: Network) -> None:
+        self.scene, self._network = scene, network
+        *self.nodes, self.login = network.machines
         scene.environment[VARIABLE] = new_secret()
         self._store: Node | None = None
 
@@ -38,8 +38,8 @@ class Cluster:
         return self._store
 
     def start(self, number: int, at: str | None = None, **options: Any) -> Node:
-        place = at or f"{self.login.ip}:{PORT}"
-        return self.scene.start(EACH, self.nodes[number], nodes=(1, 2), rendezvous=place, **options)
+        options = {"nodes": (1, 2), "rendezvous": at or f"{self.login.ip}:{PORT}", **options}
+        return self.scene.start(EACH, self.nodes[number], **options)
 
     def ended_well(self, *processes: Node) -> None:
         for process in processes:
@@ -47,11 +47,17 @@ class Cluster:
                 raise Z2aError(f"a node ended with status {status}")
 
     def lose(self, number: int) -> None:
-        """Everything that ran there ends, and what it kept in memory is gone. Ranks go by the order of addresses."""
-        self.nodes[number].kill_all()
-        for rank in range(EACH * number, EACH * (number + 1)):
-            for path in self.scene.memory.glob(f"rank-{rank}-of-*"):
-                shutil.rmtree(path)
+        """Its power is cut: everything that ran there ends, and what it kept in memory is gone."""
+        self._network.power_cycle(self.nodes[number])
+
+    def until_staged(self, number: int, step: int) -> None:
+        """Until every rank of a node has the state after that step, or a later one, in the node's memory."""
+        memory = self.nodes[number].path(self.scene.memory)
+
+        def staged() -> bool:
+            return len({slot.rank for slot in staged_in(memory) if slot.hash is not None and slot.step >= step}) >= EACH
+
+        self.scene.until(staged, f"node {number} has the state of step {step} in memory")
 
     def close(self) -> None:
         if self._store is not None:
@@ -60,9 +66,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(scene: Scene) -> Iterator[Cluster]:
-    with some_machines(3) as machines:
-        found = Cluster(scene, machines)
+def cluster(scene: Scene, nodes: int = 2) -> Iterator[Cluster]:
+    with a_network(nodes + 1) as network:
+        found = Cluster(scene, network)
         try:
             yield found
         finally:
@@ -153,3 +159,38 @@ def preempt_node(scene: Scene) -> None:
         if scene.wait(processes[1]) != 1:
             raise Z2aError("the node that was told to leave did not")
         nodes.ended_well(processes[0])
+
+
+def other_histories(scene: Scene) -> None:
+    """Nodes A and B, then A and C, then A and B again: B still holds states of a history that was given up.
+
+    In that history a batch was spoiled, so that its states are wrong. C comes with empty memory, so A and C begin at
+    the last durable state; B comes back with a state in memory of the same step as one that A has by then.
+    """
+    with cluster(scene, nodes=3) as nodes:
+        nodes.hold_rendezvous()
+        _change_of_nodes(scene, nodes, [(0, 1), (0, 2), (0, 1)])
+
+
+def fewer_and_more_nodes(scene: Scene) -> None:
+    """Nodes A and B, then A alone, then both again: their states in memory are whole, and of a history given up."""
+    with cluster(scene) as nodes:
+        nodes.hold_rendezvous()
+        _change_of_nodes(scene, nodes, [(0, 1), (0,), (0, 1)])
+
+
+def _change_of_nodes(scene: Scene, nodes: Cluster, turns: list[tuple[int, ...]]) -> None:
+    """Each turn is held at a step and then killed on all of its nodes; what they kept in memory stays there."""
+    *held, last = turns
+    for number, turn in enumerate(held):
+        processes = [nodes.start(node, nodes=(len(turn), len(turn))) for node in turn]
+        scene.until_struck(number)
+        for node in turn:
+            nodes.until_staged(node, 12)
+        scene.until(lambda: scene.open().checkpoints.newest() is not None, "there is a checkpoint")
+        scene.strike()
+        for node in turn:
+            nodes.nodes[node].kill_all()
+        for process in processes:
+            process.wait()
+    nodes.ended_well(*(nodes.start(node, nodes=(len(last), len(last))) for node in last))

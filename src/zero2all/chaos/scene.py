@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,8 @@ class Scene:
         self.ended.append((time.time(), status))
         return status
 
-    def run(self, procs: int = PROCS, **options: Any) -> int:
-        return self.wait(self.start(procs, **options))
+    def run(self, procs: int = PROCS, machine: Machine | None = None, **options: Any) -> int:
+        return self.wait(self.start(procs, machine, **options))
 
     def until_struck(self, number: int = 0) -> int:
         """Wait for a plant to strike; the pid of its rank."""
@@ -146,22 +146,3 @@ class Scene:
                     process.wait(5)
                 process.kill()  # its ranks end with it
                 process.wait()
-
-
-def why_no_mount() -> str | None:
-    return None if os.geteuid() == 0 else "only root can mount a disk"
-
-
-def mounted(directory: Path, how: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{how}", str(directory)], check=True, timeout=10)
-
-
-@contextmanager
-def small_disk(directory: Path, size: str) -> Iterator[Path]:
-    """A file system of its own with so much room; needs root."""
-    directory.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)], check=True, timeout=10)
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", "-l", str(directory)], check=True, timeout=10)
