@@ -9,6 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -16,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from zero2all.errors import Z2aError, need
+from zero2all.processes import watch_parent
 
 Result = TypeVar("Result")
 RETRIES = 8  # of a task whose Ray node is lost
+FINISH = 10.0  # seconds that tasks have to end in when the run is stopped
 
 
 @dataclass(frozen=True)
@@ -81,15 +85,15 @@ def _in_processes(
     if workers not in _pools:
         # Spawned, not forked: threads of tokenizers or Arrow do not survive a fork.
         context = multiprocessing.get_context("spawn")
-        _pools[workers] = ProcessPoolExecutor(workers, mp_context=context, initializer=_leave_ctrl_c_to_the_parent)
+        _pools[workers] = ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker)
     pool = _pools[workers]
     try:
         futures = {pool.submit(function, *task): number for number, task in enumerate(tasks)}
         for future in as_completed(futures):
             yield futures[future], future.result()
     except BaseException as error:
-        pool.shutdown(wait=True, cancel_futures=True)  # what is running ends, what waits is not begun
         del _pools[workers]
+        _stop(pool)
         if isinstance(error, BrokenProcessPool):
             raise Z2aError(
                 "a worker process was killed, perhaps for want of memory: finished parts are kept, "
@@ -98,8 +102,24 @@ def _in_processes(
         raise
 
 
-def _leave_ctrl_c_to_the_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _stop(pool: ProcessPoolExecutor) -> None:
+    """Tasks that wait are not begun; those that run have a while to end, and what they write is whole or not there."""
+    processes = list(pool._processes.values())  # a pool that is shut down forgets them
+    pool.shutdown(wait=False, cancel_futures=True)
+    deadline = time.monotonic() + FINISH
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:  # also where a second Ctrl-C ends the waiting
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _prepare_worker() -> None:
+    watch_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
 
 
 def _on_ray(
@@ -128,6 +148,7 @@ def _join_cluster(ray: Any, address: str | None) -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing of a user's work is reported to anybody
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         # "local" starts a cluster of its own; None would join whatever ran here last.
         ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", include_dashboard=False)
@@ -136,6 +157,8 @@ def _join_cluster(ray: Any, address: str | None) -> None:
             f"cannot join the Ray cluster at {address}: is it running ('ray start --head' prints its address), and are "
             "RAY_AUTH_MODE and RAY_AUTH_TOKEN here what they are on its nodes?"
         ) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process with another status
 
 
 def _ray_result(ray: Any, reference: Any) -> Any:

@@ -7,6 +7,7 @@ what it measured.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from torch import Tensor
 from zero2all.errors import Z2aError
 from zero2all.hardware import compute_dtype, pick_device, synchronize
 from zero2all.model import Z2all
+from zero2all.processes import end_with_parent
 from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
 from zero2all.train.optimizer import build_optimizers
 
@@ -118,7 +120,7 @@ def measure_step(recipe: Recipe, steps: int, plain_adamw: bool = False) -> dict[
 def measure_in_process(recipe: Recipe, steps: int, plain_adamw: bool, timeout: float) -> dict[str, Any]:
     """``measure_step`` in a fresh process."""
     order = json.dumps({"recipe": recipe_yaml(recipe), "steps": steps, "plain_adamw": plain_adamw})
-    command = [sys.executable, "-m", "zero2all.bench.step"]
+    command = [sys.executable, "-m", "zero2all.bench.step", str(os.getpid())]
     try:
         done = subprocess.run(command, input=order, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -131,6 +133,7 @@ def measure_in_process(recipe: Recipe, steps: int, plain_adamw: bool, timeout: f
 
 
 def main() -> None:
+    end_with_parent(int(sys.argv[1]))
     order = json.load(sys.stdin)
     measured = measure_step(parse_recipe(order["recipe"]), order["steps"], order["plain_adamw"])
     sys.stdout.write(json.dumps(measured) + "\n")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
+from zero2all.processes import end_with_parent
 from zero2all.resilience.launch import Job
-from zero2all.resilience.rank import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()

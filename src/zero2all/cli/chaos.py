@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +24,6 @@ def chaos(
     """
     from zero2all.chaos.suite import run_suite, table
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # machines and disks are taken down as after Ctrl-C
     rows = run_suite(out, only or [], seed)
     failed = [row.fault for row in rows if row.problems]
     result = Result({"failed": failed, "rows": [asdict(row) for row in rows]}, table(rows))

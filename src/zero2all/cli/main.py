@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import Annotated
 
@@ -25,7 +26,8 @@ from zero2all.cli import (
     watch,
 )
 from zero2all.cli import quickstart as quickstart_command
-from zero2all.cli.conventions import print_json
+from zero2all.cli.conventions import ERROR_FILE, print_json
+from zero2all.processes import stop_on_sigterm
 
 app = typer.Typer(
     name="z2a",
@@ -74,6 +76,8 @@ def root(
 
 
 def main() -> None:
+    if ERROR_FILE not in os.environ:  # an agent reads from the way a rank ends what has happened to it
+        stop_on_sigterm()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # text in any script must come out on any console
             stream.reconfigure(encoding="utf-8", errors="replace")

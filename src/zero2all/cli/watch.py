@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -138,7 +139,8 @@ def _documents(directory: Path, step: int, losses: bool) -> dict[str, Any]:
     from zero2all.errors import Z2aError
 
     words = ["blame"] if losses else ["tokens", "trace"]
-    program = [sys.executable, "-c", "from zero2all.cli.main import main; main()"]
+    start = f"from zero2all.processes import end_with_parent; end_with_parent({os.getpid()})"
+    program = [sys.executable, "-c", f"{start}; from zero2all.cli.main import main; main()"]
     done = subprocess.run(
         [*program, *words, str(directory), "--step", str(step), "--json"], capture_output=True, text=True, timeout=600
     )

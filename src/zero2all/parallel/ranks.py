@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from zero2all.errors import Z2aError
+from zero2all.processes import watch_parent
 
 
 def run_ranks(
@@ -44,14 +45,16 @@ def stream_ranks(
             processes[-1].start()
             send.close()
             pipes.append(receive)
+        patience = 0.0  # where one has failed, time is up or the caller stops, the others are of no use
         try:
             yield from _collect(pipes, time.monotonic() + seconds)
+            patience = 10.0
         finally:
+            deadline = time.monotonic() + patience
             for process in processes:
-                process.join(timeout=2)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                process.join(timeout=max(0.0, deadline - time.monotonic()))
+                process.kill()
+                process.join()
 
 
 def _once(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
@@ -101,6 +104,7 @@ def _rank(
     function: Callable[..., Iterator[Any]],
     args: Any,
 ) -> None:
+    watch_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing leaves this machine
     import torch
     import torch.distributed as dist

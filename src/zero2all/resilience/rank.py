@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -11,9 +10,9 @@ import threading
 from pathlib import Path
 from typing import IO
 
+from zero2all.processes import end_with_parent
 from zero2all.resilience.beat import AGENT_DIR, Beat, Mark, has_agent
 
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _kept_open: list[IO[str]] = []  # files that faulthandler writes to at any later time
 
 
@@ -53,15 +52,6 @@ def bell_path(directory: Path, local_rank: int) -> Path:
 
 def collectives_path(directory: Path, local_rank: int) -> Path:
     return directory / f"collectives-{local_rank}.json"
-
-
-def end_with_parent() -> None:
-    """Ranks whose agent was killed would train on, unseen, beside those that are started in their place."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-        if os.getppid() != parent:  # it was killed in between
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _show_collectives(bell: Path, to: Path) -> None:
