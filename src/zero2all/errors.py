@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import re
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -22,6 +24,27 @@ class UsageError(Z2aError):
     """The command or the recipe asks for something that cannot be."""
 
     exit_code = 2
+
+
+class DiskFullError(Z2aError):
+    """Nothing more fits on a disk, or in a user's share of it."""
+
+    @classmethod
+    def of(cls, place: object) -> DiskFullError:
+        return cls(
+            f"no space left for {place}: free some on that disk or choose another place, and run the same command again"
+        )
+
+
+# As Rust libraries and numpy say it, which give no number.
+_FULL = re.compile(r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written")
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write failed for want of space, whichever library it was."""
+    if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno is not None):
+        return isinstance(error, DiskFullError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return not isinstance(error, Z2aError) and _FULL.search(str(error)) is not None
 
 
 class Interrupted(Z2aError):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all import __version__
-from zero2all.errors import UsageError, Z2aError
+from zero2all.errors import DiskFullError, UsageError, Z2aError, is_disk_full
 from zero2all.paths import RemotePath, open_bytes
 
 MANIFEST = "manifest.json"
@@ -46,7 +46,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
             target.put(directory / target.name)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _marked() as mark:
+    with _marked() as mark, _room_for(target):
         partial = target.with_name(f".{target.name}.partial-{mark}")
         try:
             yield partial
@@ -61,7 +61,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
 def staging() -> Iterator[Path]:
     """A local directory for what is on its way to an object store."""
     remove_staging_of_the_dead()
-    with _marked() as mark:
+    with _marked() as mark, _room_for(Path(tempfile.gettempdir())):
         directory = Path(tempfile.gettempdir()) / f".z2a.staging-{mark}"
         directory.mkdir(mode=0o700)
         try:
@@ -89,7 +89,7 @@ def atomic_dir(target: Path, kind: str) -> Iterator[Path]:
     refuse_strangers(target, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target)
-    with _marked() as mark:
+    with _marked() as mark, _room_for(target):
         partial = target.with_name(f".{target.name}.partial-{mark}")
         partial.mkdir()
         try:
@@ -109,6 +109,17 @@ def _put_in_place(partial: Path, target: Path, mark: str) -> None:
     os.rename(partial, target)
     _sync(target.parent)  # the name too must outlive a power cut
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _room_for(target: Path) -> Iterator[None]:
+    """A full disk by the name of what is being written: few libraries say which file it was."""
+    try:
+        yield
+    except Exception as error:
+        if is_disk_full(error):
+            raise DiskFullError.of(target) from error
+        raise
 
 
 def _sync(path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, ParamSpec
 import typer
 
 from zero2all.console import say
-from zero2all.errors import RecipeError, Z2aError
+from zero2all.errors import DiskFullError, RecipeError, Z2aError, is_disk_full
 from zero2all.masking import mask
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
@@ -71,7 +71,8 @@ def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None
         except Z2aError as error:
             _fail(str(error), error.exit_code, as_json, error)
         except OSError as error:
-            _fail(str(error), 1, as_json, error)
+            full = DiskFullError.of(error.filename or "what was being written")
+            _fail(str(full if is_disk_full(error) else error), 1, as_json, error)
         except KeyboardInterrupt:
             _fail(
                 "stopped; what was finished is kept, and nothing half-written: run the same command again", 1, as_json

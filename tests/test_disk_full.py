@@ -1,0 +1,119 @@
+"""A disk that is full: one line that names the place and the way out, and a rerun that works."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import zero2all.cli.conventions as conventions
+from tests.conftest import tiny_recipe
+from zero2all.cli.main import app
+from zero2all.errors import Z2aError
+from zero2all.io import atomic_dir, atomic_path, write_text
+from zero2all.recipe import recipe_yaml
+from zero2all.train import train
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 48 KB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "none", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk to test on: mounting one needs root ({mounted.stderr.decode().strip()})")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def z2a(*words: object) -> tuple[int, str]:
+    conventions.printed = False
+    done = CliRunner().invoke(app, [*map(str, words), "--json"])
+    conventions.printed = False
+    return done.exit_code, json.loads(done.stdout).get("error", "")
+
+
+def expect(error: str, place: Path) -> None:
+    assert "no space left" in error
+    assert str(place) in error
+    assert "run the same command again" in error
+    assert "bug" not in error
+    assert "\n" not in error
+
+
+def test_export(world: Path, tmp_path: Path, small: Path) -> None:
+    recipe = tiny_recipe(world, f"out={tmp_path}/out", "train.steps=1")
+    train(recipe)
+    code, error = z2a("export", recipe.run_dir, "--to", small / "hf")
+    assert code == 1
+    expect(error, small / "hf")
+    assert os.listdir(small) == []
+    assert z2a("export", recipe.run_dir, "--to", tmp_path / "hf")[0] == 0
+
+
+def test_tokenizer_train(world: Path, tmp_path: Path, small: Path) -> None:
+    recipe = tiny_recipe(world, f"tokenizer.dir={small}/tokenizer")
+    write_text(tmp_path / "recipe.yaml", recipe_yaml(recipe))
+    code, error = z2a("tokenizer", "train", tmp_path / "recipe.yaml", "--workers", 1)
+    assert code == 1
+    expect(error, small)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        OSError("262144 requested and 8064 written"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_however_a_library_says_it(failure: Exception, tmp_path: Path) -> None:
+    with pytest.raises(Z2aError) as caught, atomic_path(tmp_path / "a"):
+        raise failure
+    expect(str(caught.value), tmp_path / "a")
+    with (
+        pytest.raises(Z2aError) as caught,
+        atomic_dir(tmp_path / "out", "things") as partial,
+        atomic_path(partial / "inner"),
+    ):
+        raise failure
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # workers send it
+    expect(str(caught.value), tmp_path / "out")
+    assert "partial" not in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_other_failures_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Input/output error"), atomic_path(tmp_path / "a"):
+        raise OSError(errno.EIO, "Input/output error")
+    with pytest.raises(ZeroDivisionError), atomic_dir(tmp_path / "out", "things"):
+        raise ZeroDivisionError
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_outside_of_atomic_writes_too() -> None:
+    @conventions.command
+    def fill(json: bool = False) -> conventions.Result:
+        with open("/dev/full", "wb") as stream:
+            np.zeros(1 << 16).tofile(stream)
+        raise AssertionError
+
+    import typer
+
+    application = typer.Typer()
+    application.command()(fill)
+    done = CliRunner().invoke(application, [])
+    assert done.exit_code == 1
+    assert "no space left" in done.output
