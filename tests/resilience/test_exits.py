@@ -27,12 +27,30 @@ GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:54
         (1, "DistBackendError: NCCL error: remote process exited or there was a network error", "cut off", "lost"),
         (1, "ValueError: no", "crash", "raised an error"),
         (7, "", "crash", "exit status 7"),
+        (126, "", "crash", "exit status 126: the command cannot be executed"),
+        (127, "", "crash", "exit status 127: the command was not found"),
+        (128, "", "crash", "exit status 128: no signal"),
+        (143, "", "crash", "SIGTERM (exit status 143)"),
+        (255, "", "crash", "exit status 255: exit(-1)"),
     ],
 )
 def test_an_exit_is_read(status: int, message: str, kind: str, words: str) -> None:
     found = read_exit(status, message)
     assert found.kind == kind
     assert words in found.words
+
+
+WATCHDOG = (
+    "[rank3]:[E ProcessGroupNCCL.cpp:685] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)",
+    "[rank3]:[E ProcessGroupNCCL.cpp:1895] Process group watchdog thread terminated with exception: [Rank 3] Timeout",
+)
+
+
+@pytest.mark.parametrize("line", WATCHDOG)
+def test_an_abort_by_nccl_s_watchdog_is_the_fault_of_another_rank(line: str) -> None:
+    found = read_exit(-6, "", log=["step 7", line, "frame #0: c10::Error"])
+    assert (found.kind, "waited too long for another rank" in found.words) == ("cut off", True)
+    assert read_exit(-6, "", log=["terminate called after throwing"]).kind == "crash"
 
 
 def test_a_kill_by_the_kernel_is_want_of_memory() -> None:

@@ -108,8 +108,11 @@ def test_the_slurm_script_quotes_and_is_written(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", str(to)]).returncode == 0
     assert "srun --export=ALL --kill-on-bad-exit=1" in script
     assert "srun --export=ALL --no-kill --kill-on-bad-exit=0" in Job(WORDS, 8, (2, 4), "head:29500").slurm()
-    asked = Job(WORDS, 8, (2, 2), "head:1", restarts=2, hang_after=3600, grace=110)
-    assert "--nodes 2:2 --rendezvous head:1 --restarts 2 --hang-after 3600 --grace 110 -- train" in asked.slurm()
+    asked = Job(WORDS, 8, (2, 2), "head:1", restarts=2, hang_after=3600, grace=290)
+    assert "--nodes 2:2 --rendezvous head:1 --restarts 2 --hang-after 3600 --grace 290 -- train" in asked.slurm()
+    assert "--signal=B:TERM@300 " in asked.slurm(), "the ranks have all the time that Slurm gives, but for a margin"
+    assert "--signal=B:TERM@120 " in script
+    assert "--grace 110 -- train" in script
     with pytest.raises(
         UsageError, match="leave out --restarts, --hang-after, --grace, --rendezvous: in Kubernetes torchrun"
     ):
@@ -161,6 +164,18 @@ def test_the_slurm_script_gives_the_nodes_a_secret(tmp_path: Path) -> None:
     named = Job(WORDS, 8, (2, 2), "login:29500", secret_file=Path("/home/me/my secret")).slurm()
     assert "--secret-file '/home/me/my secret'" in named
     assert "Z2A_JOB_SECRET=" not in named
+
+
+@pytest.mark.parametrize(("rank", "said"), [(None, True), ("0", True), ("1", False)])
+def test_one_rank_says_that_the_run_is_done(rank: str | None, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero2all.recipe.load_recipe", lambda *words: None)
+    monkeypatch.setattr("zero2all.train.train", lambda *words, **options: {"steps": 7, "run": "there"})
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    done = CliRunner().invoke(app, ["train", "recipe.yaml"])
+    assert done.exit_code == 0, done.output
+    assert ("7 steps done" in done.stdout) == said
 
 
 def test_ranks_stay_near_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

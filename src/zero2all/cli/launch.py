@@ -43,7 +43,7 @@ def launch(
     hang_after: Annotated[
         float, typer.Option("--hang-after", min=1, help="Seconds without a step that count as a hang.")
     ] = 600,
-    grace: Annotated[float, typer.Option("--grace", min=1, help="Seconds to save in when told to stop.")] = 30,
+    grace: Annotated[float, typer.Option("--grace", min=1, help="Seconds to save in when told to stop.")] = 110,
     check: Annotated[
         bool, typer.Option("--check", help="Examine the nodes first ('z2a doctor'), and stop if something is bad.")
     ] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,8 @@ def train(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -
     from zero2all.train import train
 
     summary = train(load_recipe(recipe, overrides), evaluate=bits_per_byte, began=process_started())
-    return Result(summary, f"{summary['steps']} steps done; the run is in {summary['run']}")
+    first = os.environ.get("RANK", "0") == "0"  # of several ranks one says it
+    return Result(summary, f"{summary['steps']} steps done; the run is in {summary['run']}" if first else "")
 
 
 @command

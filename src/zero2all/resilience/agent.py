@@ -4,6 +4,7 @@ knows one failure from another, and says what happened."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import time
@@ -24,6 +25,7 @@ from zero2all.console import say
 from zero2all.resilience.beat import Beat, Mark, Pulse, new_beat, run_note
 from zero2all.resilience.exits import Exit, Kind, gpu_faults, oom_kills, read_exit
 from zero2all.resilience.hang import Stuck, is_stuck, look, ring
+from zero2all.resilience.logs import last_lines, trim
 from zero2all.resilience.rank import collectives_path
 from zero2all.resilience.rendezvous import Rendezvous
 from zero2all.resilience.report import (
@@ -43,6 +45,7 @@ TRIES = 3  # failures at one step before the job is given up
 FRUITLESS = 10  # failures in a row without getting further than before, wherever
 LAST_WORDS = 1.0  # seconds in which ranks that lost a peer may end by themselves and say so
 LONGEST_PAUSE = 60.0
+TRIM_EVERY = 10.0  # seconds between two looks at the size of the logs
 PEER_LOST = 5.0  # seconds in which ranks that lost a peer on another node may notice it by themselves
 
 
@@ -65,6 +68,7 @@ class Agent(LocalElasticAgent):
         self._ended_by_us: set[int] = set()
         self._oom_kills = 0
         self._recovery: Recovery | None = None
+        self._next_trim = time.monotonic() + TRIM_EVERY
         self._asked, self._next_look = False, time.monotonic() + EVERY
         self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
 
@@ -125,6 +129,7 @@ class Agent(LocalElasticAgent):
         if self._recovery is not None and self._recovery.over(pulses):
             self._recovery = None
         self._look_for_stragglers(worker_group)
+        self._trim_logs()
         return result
 
     def _peers_are_gone(self, pulses: dict[int, Pulse]) -> bool:
@@ -133,6 +138,12 @@ class Agent(LocalElasticAgent):
         lost_for = self.rendezvous.lost_for()
         saving = any(pulse.marks[Mark.ENDING] for pulse in pulses.values())
         return lost_for is not None and lost_for > (self.grace if saving else PEER_LOST)
+
+    def _trim_logs(self) -> None:
+        if (now := time.monotonic()) >= self._next_trim:
+            self._next_trim = now + TRIM_EVERY
+            for log in self.directory.glob("logs/**/stderr.log"):
+                trim(log)
 
     def _look_for_stragglers(self, worker_group: WorkerGroup) -> None:
         """Ask the ranks of this node, and a second later read what they say."""
@@ -166,9 +177,20 @@ class Agent(LocalElasticAgent):
         self._shutdown(signal.SIGTERM, timeout=int(self.grace))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if death_sig != signal.SIGKILL and self._pcontext is not None and self._running():
+        if death_sig != signal.SIGKILL and self._pcontext is not None and (running := self._running()):
             say(f"telling the ranks to save and end; they have {timeout} s")
+            for pid in running.values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, death_sig)
+            self._wait_for_ranks(timeout)
+            timeout = 1  # and whatever is left is killed
         super()._shutdown(death_sig, timeout)
+
+    def _wait_for_ranks(self, grace: float) -> None:
+        """Until they have ended, or there is no use in waiting: a peer that they need for it is lost."""
+        deadline = time.monotonic() + grace
+        while self._running() and time.monotonic() < deadline and not self._peers_are_gone(self._pulses()):
+            time.sleep(0.05)
 
     def _pulses(self) -> dict[int, Pulse]:
         return {local: beat.read() for local, beat in self._beats.items()}
@@ -250,16 +272,15 @@ class Agent(LocalElasticAgent):
         for rank, failure in failures.items():
             local = failure.local_rank
             message, trace, when = _last_words(Path(failure.error_file))
-            how = read_exit(failure.exitcode, message, oom_killed)
+            lines = last_lines(Path(failure.error_file).with_name("stderr.log"), LOG_LINES)
+            how = read_exit(failure.exitcode, message, oom_killed, lines)
             if local in self._ended_by_us:
                 lost = ", ".join(self.rendezvous.link.status.lost)
                 how = Exit("ended by the agent", f"waited for {lost}, lost" if lost else "ended with the others")
-            log = Path(failure.error_file).with_name("stderr.log")
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
             found.append(
                 Death(
                     rank, socket.gethostname(), failure.pid, failure.exitcode, how.kind, how.words,
-                    when or failure.timestamp, pulses[local].step, message, trace, lines[-LOG_LINES:],
+                    when or failure.timestamp, pulses[local].step, message, trace, lines,
                 )
             )  # fmt: skip
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,13 @@ _CUT_OFF = re.compile(
     re.IGNORECASE,
 )
 _TIME_OUT = re.compile(r"timed out waiting|collective operation timeout|wait timeout|DistStoreError", re.IGNORECASE)
+_WATCHDOG = re.compile(r"watchdog caught collective operation timeout|watchdog thread terminated.*time", re.IGNORECASE)
+_STATUSES = {
+    126: "the command cannot be executed: check its permissions, and the interpreter in its first line",
+    127: "the command was not found: check PATH, and that the environment is the same on every node",
+    128: "no signal, but an invalid argument to exit; some programs (git) give up this way: see the last log lines",
+    255: "exit(-1), or an ssh connection that failed: see the last log lines",
+}
 _SIGNALS = {
     signal.SIGKILL: "killed from outside: for want of memory if the kernel did it (dmesg), or by a person or scheduler",
     signal.SIGSEGV: "segmentation fault: a fault of native code or of the machine's memory",
@@ -52,9 +60,14 @@ class Exit:
     words: str
 
 
-def read_exit(status: int, message: str, oom_killed: bool = False) -> Exit:
-    """``status`` as a shell (137) or as Python (-9) gives it; ``message`` is the rank's error, if it left one."""
-    number = -status if status < 0 else status - 128 if status > 128 else None
+def read_exit(status: int, message: str, oom_killed: bool = False, log: Sequence[str] = ()) -> Exit:
+    """``status`` as a shell (137) or as Python (-9) gives it; ``message`` is the rank's error, if it left one.
+
+    ``log`` has its last lines.
+    """
+    number = -status if status < 0 else status - 128 if 128 < status <= 128 + signal.NSIG else None
+    if number == signal.SIGABRT and any(map(_WATCHDOG.search, log)):
+        return Exit("cut off", "waited too long for another rank: ended by NCCL's watchdog (exit status 134)")
     if number == signal.SIGKILL and oom_killed:
         return Exit("out of memory", "killed by the kernel: the memory limit was reached (exit status 137)")
     if number is not None:
@@ -71,7 +84,9 @@ def read_exit(status: int, message: str, oom_killed: bool = False) -> Exit:
         return Exit("cut off", "lost its connection to another rank")
     if _TIME_OUT.search(message):
         return Exit("cut off", "waited too long for another rank (time-out of a collective)")
-    return Exit("crash", f"raised an error (exit status {status})" if message else f"exit status {status}")
+    if message:
+        return Exit("crash", f"raised an error (exit status {status})")
+    return Exit("crash", f"exit status {status}" + (f": {_STATUSES[status]}" if status in _STATUSES else ""))
 
 
 def oom_kills() -> int:

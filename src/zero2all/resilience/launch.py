@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 NO_LIMIT = 1_000_000
 LOST_STORE = 3  # tries to find the rendezvous again
+MARGIN = 10  # seconds that Slurm has to give the ranks more than their grace
 MONITOR = 0.1  # seconds between two looks at the ranks
 
 
@@ -59,8 +60,8 @@ class Job:
     """How often the ranks are started again after a failure. A step that fails three times ends the job anyway."""
     hang_after: float = 600
     """Seconds without a step after which the ranks are taken to hang; five times as long before the first."""
-    grace: float = 30
-    """Seconds that the ranks have to save when they are told to stop."""
+    grace: float = 110
+    """Seconds that the ranks have to save when they are told to stop. Slurm gives two minutes (``slurm``)."""
     patience: float = 60
     """Seconds to wait for the rendezvous to answer."""
     module: str = "zero2all.cli"
@@ -193,7 +194,8 @@ class Job:
                 head += f"{VARIABLE}=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')\nexport {VARIABLE}\n"
         elastic = self.nodes[0] < self.nodes[1]  # the job outlives a node
         bad_exit = "--no-kill --kill-on-bad-exit=0" if elastic else "--kill-on-bad-exit=1"
-        inner += "".join(f" {option} {value:g}" for option, value in self._chosen().items())
+        options = {**self._chosen(), "--grace": self.grace}
+        inner += "".join(f" {option} {value:g}" for option, value in options.items())
         return f"""#!/bin/bash
 #SBATCH --job-name=z2a
 #SBATCH --nodes={self.nodes[1]}
@@ -202,7 +204,7 @@ class Job:
 ##SBATCH --time=24:00:00       # and here to set a limit
 #SBATCH --output=z2a-%j.log
 {"#SBATCH --no-kill" if elastic else "##SBATCH --no-kill"}
-#SBATCH --signal=B:TERM@120    # two minutes before the limit, so that the run can save
+#SBATCH --signal=B:TERM@{self.grace + MARGIN:g}    # seconds before the limit, so that the run can save
 
 set -euo pipefail
 {head}# The ranks get the signal through srun; without exec the shell would keep it to itself.
