@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.ranks import on_ranks
 from zero2all.model import document_starts
+from zero2all.model.flops import flops_per_token
 from zero2all.model.moe import MoE
 from zero2all.parallel import Layout, Spread
 from zero2all.recipe import ModelConfig, ParallelRecipe
@@ -23,7 +26,7 @@ SHAPE: dict[str, Any] = {
     "intermediate_size": 64,
     "n_layers": 3,
     "n_heads": 2,
-    "n_kv_heads": 1,
+    "n_kv_heads": 2,
     "context": 32,
     "vocab_size": 64,
 }
@@ -110,7 +113,75 @@ def test_the_balance_loss_is_in_the_gradient_with_checkpointing_too() -> None:
     assert (routers[1] - routers[0]).abs().max() > 1e-4
 
 
-LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+class Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.of[str(op)] += 1
+        return op(*args, **(kwargs or {}))
+
+
+PRODUCTS = {
+    "aten.mm.default",
+    "aten.bmm.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "zero2all.document_attention.default",
+    "zero2all.expert_product.default",
+}
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["documents", "causal"])
+@pytest.mark.parametrize("moe", [None, MOE], ids=["dense", "experts"])
+def test_selective_runs_every_product_once(moe: dict[str, Any] | None, masked: bool) -> None:
+    calls = {}
+    for mode in MODES:
+        spread = spread_of(mode, moe)
+        with Calls() as counted:
+            step(spread, masked)
+        calls[mode] = {op: count for op, count in counted.of.items() if op in PRODUCTS}
+        calls[mode]["cheap"] = counted.of["aten.silu.default"]
+    attention = "zero2all.document" if masked else "aten._scaled_dot"
+    assert sum(count for op, count in calls["none"].items() if op.startswith(attention)) == 3, "one for each layer"
+    assert ("zero2all.expert_product.default" in calls["none"]) is (moe is not None)
+    assert calls["selective"].pop("cheap") == calls["full"]["cheap"] == 2 * calls["none"].pop("cheap")
+    assert calls["selective"] == calls["none"]
+    assert sum(calls["full"].values()) > sum(calls["none"].values()) + 3
+
+
+def test_operations_of_packages_are_known_by_name() -> None:
+    """Those of a GPU cannot run here; what they are called can be checked where they are defined."""
+    from torch._higher_order_ops.flex_attention import flex_attention
+    from torch._higher_order_ops.wrap import inductor_compiled_code
+    from torch.nn.attention import varlen  # noqa: F401 - which registers its operation
+
+    from zero2all.parallel.selective import is_kept
+
+    ops = torch.ops
+    forward = (ops.aten._grouped_mm, ops._c10d_functional.all_to_all_single, ops.torch_attn._varlen_attn)
+    assert all(is_kept(op.default) for op in forward)
+    assert all(is_kept(op) for op in (flex_attention, inductor_compiled_code))
+    assert not is_kept(ops.aten.silu.default)
+    library = torch.library.Library("flash_attn", "FRAGMENT")
+    for name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):
+        if not hasattr(ops.flash_attn, name):
+            library.define(f"{name}(Tensor q) -> Tensor")
+        assert is_kept(getattr(ops.flash_attn, name).default)
+
+
+@pytest.mark.parametrize("moe", [None, MOE], ids=["dense", "experts"])
+def test_hardware_flops_are_those_that_torch_counts(moe: dict[str, Any] | None) -> None:
+    for mode in MODES:
+        spread = spread_of(mode, moe, ops={"cross_entropy": "reference"})
+        with FlopCounterMode(display=False) as counter:
+            step(spread)
+        flops = flops_per_token(spread.config, 32).hardware(mode)
+        assert flops * 128 == pytest.approx(counter.get_total_flops(), rel=0.01), mode
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "tp": ({"tp": 2}, None),
     "ep": ({"ep": 2}, MOE),
     "copies": ({"dp_replicate": 2, "dp_shard": 1}, MOE),
     "pipeline": ({"pp": 2}, {**MOE, "balance": "bias"}),
@@ -120,7 +191,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def on_every_layout() -> dict[tuple[str, str], tuple[float, dict[str, Tensor], list[list[float]]]]:
     found = {}
     for name, (sizes, moe) in LAYOUTS.items():
-        for mode in ("none", "full"):
+        for mode in MODES:
             spread = spread_of(mode, moe, sizes)
             total = float(spread.total(step(spread).sum()))
             found[name, mode] = total, gradients(spread), loads(spread)
@@ -132,13 +203,13 @@ def test_checkpointing_changes_nothing_on_ranks_either() -> None:
     for found in ranks:
         for name in LAYOUTS:
             plain_loss, plain, plain_load = found[name, "none"]
-            for mode in ("full",):
+            for mode in MODES[1:]:
                 loss, gradient, load = found[name, mode]
                 assert loss == pytest.approx(plain_loss, rel=1e-6)
                 assert load == plain_load
                 assert gradient.keys() == plain.keys()
                 for parameter, value in plain.items():
                     torch.testing.assert_close(gradient[parameter], value, atol=1e-6, rtol=1e-5)
-    for name in LAYOUTS:
+    for name in LAYOUTS.keys() - {"tp"}:
         counted = sum(sum(map(sum, found[name, "full"][2])) for found in ranks)
         assert counted == 3 * 128 * 2, "layers, tokens, experts of a token, whichever rank has them"

@@ -15,7 +15,8 @@ from typing import Literal
 
 from zero2all.recipe import ModelConfig
 
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
+"""What activation checkpointing computes a second time: selective keeps every product, so none that is counted."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Flops:
         """What the device really computes. HFU counts these.
 
         Fused attention keeps no scores, so its backward computes them once more: five products for two. With
-        ``recompute="full"`` (activation checkpointing) each block runs forward once more.
+        ``recompute="full"`` (activation checkpointing) each block runs forward once more; ``selective`` repeats
+        norms, rotary positions and activations, but no product.
         """
         again = self.scores // 2 if fused_attention else 0
         if recompute == "full":

@@ -183,7 +183,8 @@ def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
     if layout.rank == 0:
         run.write_down(identity, tokenizer, device)
     peak = peak_flops(device, dtype)
-    recompute: Recompute = "full" if recipe.parallel.activation_checkpointing == "full" else "none"
+    mode = recipe.parallel.activation_checkpointing
+    recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is not known
     _say_job(recipe, plan, spread, peak.source)
     beat.mark(Mark.LOADED, done=None if found is None else found.step)
     job = Job(

@@ -110,9 +110,14 @@ def _plan_flex(starts_BS: Tensor | None, length: int, window: int | None, device
 
 
 def _flex() -> AttentionForm:
+    import torch._inductor.config as inductor
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled = torch.compile(flex_attention)  # without compiling it keeps all scores in memory
+    # Without compiling it keeps all scores in memory. As a region of its own it is one operation for activation
+    # checkpointing, which can keep what it gives.
+    region = "wrap_inductor_compiled_regions"
+    options = {region: True} if hasattr(inductor, region) else None
+    compiled = torch.compile(flex_attention, options=options)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
         out: Tensor = compiled(q, k, v, block_mask=plan, enable_gqa=q.shape[1] != k.shape[1])
