@@ -116,7 +116,7 @@ def _flex() -> AttentionForm:
     # Without compiling it keeps all scores in memory. As a region of its own it is one operation for activation
     # checkpointing, which can keep what it gives.
     region = "wrap_inductor_compiled_regions"
-    options = {region: True} if hasattr(inductor, region) else None
+    options: dict[str, Any] | None = {region: True} if hasattr(inductor, region) else None
     compiled = torch.compile(flex_attention, options=options)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:

@@ -17,22 +17,35 @@ from zero2all.model.ops.forms import IGNORE
 
 CHUNK_BYTES = 64 * 2**20  # of fp32 logits under one matrix product
 PIECE_BYTES = 4 * 2**20  # of them in one step on a CPU, where fresh memory costs more than the arithmetic
+GPU_CHUNK_BYTES = 512 * 2**20
+GPU_ROWS = (1024, 4096)  # every chunk reads the whole weight three times: fewer rows than this wait for memory
 
 
-def _rows(weight: Tensor, size: int) -> int:
-    return max(16, size // (4 * weight.shape[0]))
+def chunk_rows(vocab_rows: int, device: torch.device) -> int:
+    """Rows of logits under one matrix product."""
+    if device.type == "cpu":
+        return _rows(vocab_rows, CHUNK_BYTES)
+    least, most = GPU_ROWS
+    return min(most, max(least, GPU_CHUNK_BYTES // (4 * vocab_rows)))
+
+
+def _rows(vocab_rows: int, size: int) -> int:
+    return max(16, size // (4 * vocab_rows))
 
 
 def _pass(
     x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, and with a scale for each row the gradients of x and weight, else empty ones."""
+    """Losses, and with a scale for each row the gradients of x and weight, else empty ones.
+
+    That of the weight is in fp32 whatever the weight is: in bf16 each addition of a chunk would round the sum so far.
+    """
     losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
     grad_x = torch.empty_like(x) if scale is not None else x.new_empty(0)
-    grad_weight = torch.zeros_like(weight) if scale is not None else weight.new_empty(0)
+    grad_weight = weight.new_zeros(weight.shape if scale is not None else (0,), dtype=torch.float32)
     narrow = weight.to(x.dtype)
-    rows = min(_rows(weight, CHUNK_BYTES), len(x))
-    few = _rows(weight, PIECE_BYTES) if x.device.type == "cpu" else rows
+    rows = min(chunk_rows(len(weight), x.device), len(x))
+    few = _rows(len(weight), PIECE_BYTES) if x.device.type == "cpu" else rows
     room = x.new_empty(rows, len(weight))
     for begin in range(0, len(x), rows):
         chunk = slice(begin, min(begin + rows, len(x)))
@@ -46,8 +59,20 @@ def _pass(
             )
         if scale is not None:
             grad_x[chunk] = logits @ narrow
-            grad_weight += logits.T @ x[chunk]
+            _add_product(grad_weight, logits, x[chunk])
     return losses, grad_x, grad_weight
+
+
+def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """``into += left.T @ right``, in fp32; the product is not rounded to the half precision of its factors first."""
+    if left.dtype == into.dtype:
+        into.addmm_(left.T, right)
+    elif left.device.type == "cpu":  # knows no product of bf16 in fp32; and this is faster than a rounded one and a sum
+        into.addmm_(left.T.float(), right.float())
+    elif left.device.type == "cuda" and torch.cuda.get_device_capability(left.device) >= (8, 0):
+        torch.addmm(into, left.T, right, out_dtype=torch.float32, out=into)
+    else:
+        into += left.T @ right
 
 
 def _lose(logits: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float, scale: Tensor | None) -> Tensor:
@@ -83,9 +108,12 @@ def _(
     x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     losses = x.new_empty(targets.shape, dtype=torch.float32)
-    if not with_gradient:
-        return losses, x.new_empty(0), weight.new_empty(0)
-    return losses, torch.empty_like(x), torch.empty_like(weight)
+    shape = weight.shape if with_gradient else (0,)
+    return (
+        losses,
+        torch.empty_like(x) if with_gradient else x.new_empty(0),
+        weight.new_empty(shape, dtype=torch.float32),
+    )
 
 
 @torch.library.custom_op("zero2all::chunked_loss_backward", mutates_args=())
@@ -99,7 +127,7 @@ def _backward(
 def _(
     grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
+    return torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -114,14 +142,14 @@ def _gradient(ctx: Any, grad: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor | N
         grad_x, grad_weight = grad_x * grad[0].to(grad_x.dtype), grad_weight * grad[0]
     else:
         grad_x, grad_weight = _backward(grad.contiguous(), x, weight, targets, *ctx.settings)
-    return grad_x, grad_weight, None, None, None, None, None
+    return grad_x, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_keep)
 
 
 def chunked_loss(x_ND: Tensor, weight: Tensor, targets_N: Tensor, vocab: int, softcap: float, z_loss: float) -> Tensor:
-    """Losses [N] in fp32. The products are in the precision of x, their sum in that of the weight."""
+    """Losses [N] in fp32. The products are in the precision of x, their sum in fp32, rounded once at the end."""
     with_gradient = torch.is_grad_enabled() and (x_ND.requires_grad or weight.requires_grad)
     losses: Tensor = _forward(x_ND, weight, targets_N, vocab, softcap, z_loss, with_gradient)[0]
     return losses

@@ -68,7 +68,8 @@ def _liger() -> CrossEntropy:
 
     def cross_entropy(x_ND: Tensor, weight: Tensor, targets_N: Tensor, head: HeadShape) -> Tensor:
         weight = weight[: head.vocab].to(x_ND.dtype)
-        settings = (None, None, IGNORE, head.z_loss, 0.0, "none", head.softcap or None, True)
+        # The last one is what it adds up the weight's gradient in.
+        settings = (None, None, IGNORE, head.z_loss, 0.0, "none", head.softcap or None, True, torch.float32)
         losses, z_losses, *_ = LigerFusedLinearCrossEntropyFunction.apply(x_ND, weight, targets_N, *settings)
         value: Tensor = losses - z_losses.detach()
         return value
