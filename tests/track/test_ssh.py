@@ -31,7 +31,8 @@ class Wire:
     """Passes bytes between a client and sshd until it is cut; while it is cut nobody gets through."""
 
     def __init__(self, port: int) -> None:
-        self._target = port
+        self.target = port
+        self.listens_on_ipv6 = False
         self._sockets: list[socket.socket] = []
         self._cut = threading.Event()
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -60,7 +61,7 @@ class Wire:
             if self._cut.is_set():
                 client.close()
                 continue
-            server = socket.create_connection(("127.0.0.1", self._target))
+            server = socket.create_connection(("127.0.0.1", self.target))
             self._sockets += [client, server]
             for source, sink in ((client, server), (server, client)):
                 threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
@@ -94,7 +95,8 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Wire, Pat
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (home / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {home}/host\nAuthorizedKeysFile {home}/authorized\n"
+        f"Port {port}\nListenAddress 127.0.0.1\nListenAddress ::1\nHostKey {home}/host\n"
+        f"AuthorizedKeysFile {home}/authorized\n"
         "PidFile none\nUsePAM no\nStrictModes no\nPasswordAuthentication no\nPermitRootLogin yes\n"
     )
     separation = Path("/run/sshd")  # sshd asks for it; Debian's service would make it
@@ -110,6 +112,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Wire, Pat
         if server.poll() is not None:
             pytest.skip(f"sshd cannot be started here (status {server.returncode})")
         write_client(home, wire, "host")
+        wire.listens_on_ipv6 = answers(port, "::1")
         yield wire, home
     finally:
         wire.close()
@@ -128,9 +131,9 @@ def write_client(home: Path, wire: Wire, known: str) -> None:
     )
 
 
-def answers(port: int) -> bool:
+def answers(port: int, host: str = "127.0.0.1") -> bool:
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1):
+        with socket.create_connection((host, port), timeout=1):
             return True
     except OSError:
         return False
@@ -249,3 +252,20 @@ def test_without_ssh_it_says_so() -> None:
     address, path = parse_address("ssh://host/x")
     with pytest.raises(UsageError, match="OpenSSH"):
         Connection(address, "no-such-ssh").matches(path, ["record.jsonl"])
+
+
+def test_an_ipv6_address_is_reached(remote: tuple[Wire, Path], tmp_path: Path) -> None:
+    wire, home = remote
+    if not wire.listens_on_ipv6:
+        pytest.skip("no IPv6 loopback here")
+    with Record(tmp_path / "record.jsonl", system_every=None) as record:
+        record.step(7, loss=1.0)
+    (home / "client_ipv6").write_text(
+        f"IdentityFile {home}/user\nIdentitiesOnly yes\nUserKnownHostsFile /dev/null\nStrictHostKeyChecking no\n"
+        "BatchMode yes\nLogLevel ERROR\n"
+    )
+    [place] = find_runs(f"ssh://{getpass.getuser()}@[::1]:{wire.target}{tmp_path}", f"ssh -F {home}/client_ipv6")
+    run = WatchedRun(place)
+    run.refresh()
+    assert (run.last_step, run.trouble) == (7, None)
+    assert place.name.startswith("[::1]:")

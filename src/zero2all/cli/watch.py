@@ -42,6 +42,8 @@ def watch(
 
     opened = _open(runs, ssh)
     if once:
+        for run in opened:
+            run.catch_up()
         return Result(
             {"runs": [_status(run) for run in opened]}, "\n".join(line for run in opened for line in verdict_lines(run))
         )
@@ -70,6 +72,8 @@ def report(
     from zero2all.track.report import report_html
 
     opened = _open(runs, ssh)
+    for run in opened:
+        run.catch_up()
     write_text(html, report_html(opened))
     return Result({"html": str(html), "bytes": html.stat().st_size}, f"written to {html}")
 

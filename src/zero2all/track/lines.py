@@ -45,16 +45,15 @@ class LineReader:
                 else:
                     yield block + done, self.at, data[done:end]
                 done = end + 1
-            if done:
-                continue
-            if len(data) < LONGEST and not self._inside_long:
+            if not done and (len(data) == LONGEST or self._inside_long):
+                if not self._inside_long:
+                    self._inside_long = True
+                    yield block, block + len(data), None
+                self.at = block + len(data)
+            elif not done:
                 return  # the last line, which has no end yet
-            if not self._inside_long:
-                self._inside_long = True
-                yield block, block + len(data), None
-            self.at = block + len(data)
             if len(data) < length:
-                return
+                return  # the file ends before the size that was named
 
 
 def parse_line(raw: bytes | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Protocol
 
+from zero2all.console import plain
 from zero2all.errors import UsageError
 from zero2all.track.ssh import Connection, Unreachable, parse_address
 
@@ -32,7 +33,7 @@ class LocalPlace:
     def __init__(self, directory: Path) -> None:
         self.directory = directory.resolve()
         parts = self.directory.parts
-        self.name = "/".join(parts[-2:-1] if parts[-1] == "run" else parts[-1:])
+        self.name = plain("/".join(parts[-2:-1] if parts[-1] == "run" else parts[-1:]))
 
     def sizes(self) -> dict[str, int]:
         try:
@@ -60,7 +61,8 @@ class SshPlace:
     def __init__(self, connection: Connection, directory: str) -> None:
         self.connection, self.directory = connection, directory
         parts = directory.rstrip("/").split("/")
-        self.name = f"{connection.host}:{parts[-2] if parts[-1] == 'run' and len(parts) > 1 else parts[-1]}"
+        host = f"[{connection.host}]" if ":" in connection.host else connection.host
+        self.name = plain(f"{host}:{parts[-2] if parts[-1] == 'run' and len(parts) > 1 else parts[-1]}")
 
     def sizes(self) -> dict[str, int]:
         listed = self.connection.sizes(self.directory, ["record*.jsonl", *FACTS])
@@ -76,6 +78,12 @@ def is_run_file(name: str) -> bool:
     return name in FACTS or IS_RECORD.fullmatch(name) is not None
 
 
+def _is_below(name: str) -> bool:
+    """Whether a record that was found lies where it was looked for."""
+    parts = name.split("/")
+    return parts[-1] == RECORD and len(parts) <= 3 and not {"", ".", ".."} & set(parts)
+
+
 def find_runs(target: str, ssh: str = "ssh") -> list[Place]:
     """The runs in or below ``target``: a run directory, the one above it, or a directory of several."""
     if target.startswith("ssh://"):
@@ -83,11 +91,12 @@ def find_runs(target: str, ssh: str = "ssh") -> list[Place]:
         connection = Connection(address, ssh)
         patterns = [f"{below}/{RECORD}" if below else RECORD for below in BELOW]
         found = connection.matches(path, patterns)
-        places: list[Place] = [SshPlace(connection, f"{path}/{name}".removesuffix(f"/{RECORD}")) for name in found]
+        records = [name for name in found if _is_below(name)]
+        places: list[Place] = [SshPlace(connection, f"{path}/{name}".removesuffix(f"/{RECORD}")) for name in records]
     else:
         top = Path(target)
-        records = sorted({path for below in BELOW for path in top.glob(f"{below}/{RECORD}" if below else RECORD)})
-        places = [LocalPlace(path.parent) for path in records]
+        local = sorted({path for below in BELOW for path in top.glob(f"{below}/{RECORD}" if below else RECORD)})
+        places = [LocalPlace(path.parent) for path in local]
     if not places:
         raise UsageError(f"no run in {target}: it should hold the {RECORD} that 'z2a train' writes")
     return places

@@ -24,6 +24,8 @@ from zero2all.track.places import Place
 
 Array = NDArray[np.float64]
 RAW = 16 * 2**20  # a range of up to so many bytes is read whole, a longer one is drawn from its chunks
+PER_LOOK = 256 * 2**20  # of a record that grows without end, or says so, there is more to read at the next look
+LARGEST_INDEX = 2**30
 RECENT = 2000  # lines kept for pages that follow
 CACHED = 2048  # chunks whose rows stay in memory
 
@@ -87,13 +89,17 @@ class Stream:
             covered = self._take_index(sizes.get(self.index_file, 0), size)
             self._reader, self._indexer = LineReader(covered), Indexer(covered)
         before = self._reader.at
-        for first, after, raw in self._reader.lines(self._read, size):
+        for first, after, raw in self._reader.lines(self._read, min(size, before + PER_LOOK)):
             try:
                 self._add_line(record_line(raw), first, after)
             except BadLine as error:
                 self.skipped += 1
                 self.damage.setdefault(self.file, f"byte {first}: {error}")
         return self._reader.at > before
+
+    @property
+    def read_to(self) -> int:
+        return self._reader.at
 
     def _read(self, start: int, length: int) -> bytes:
         return self.place.read(self.file, start, length)
@@ -132,7 +138,8 @@ class Stream:
         """Its chunks as far as they are right; the byte of the record up to which they go."""
         names: tuple[str, ...] = ()
         covered = 0
-        lines = LineReader().lines(lambda start, length: self.place.read(self.index_file, start, length), index_size)
+        stop = min(index_size, LARGEST_INDEX)
+        lines = LineReader().lines(lambda start, length: self.place.read(self.index_file, start, length), stop)
         for first, _, raw in lines:
             try:
                 entry = index_entry(raw, names)

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from zero2all.console import plain
 from zero2all.track.stream import Array
 from zero2all.track.verdicts import Verdict, judge
 from zero2all.track.watched import WatchedRun, reason
@@ -26,7 +27,11 @@ JUDGE_EVERY = 5.0
 
 
 def verdict_lines(run: WatchedRun) -> list[str]:
-    """What ``--once`` prints of a run."""
+    """What ``--once`` prints of a run; names and reasons come from files, and a terminal must not obey them."""
+    return [plain(line) for line in _verdict_lines(run)]
+
+
+def _verdict_lines(run: WatchedRun) -> list[str]:
     try:
         status = run.status()
     except Exception as error:
@@ -71,7 +76,7 @@ def _panel_or_trouble(run: WatchedRun, verdicts: list[Verdict], width: int) -> P
     try:
         return _panel(run, verdicts, width)
     except Exception as error:
-        return Panel(Text(reason(error), style="red"), title=escape(run.name))
+        return Panel(Text(plain(reason(error)), style="red"), title=escape(run.name))
 
 
 def _panel(run: WatchedRun, verdicts: list[Verdict], width: int) -> Panel:
@@ -81,7 +86,7 @@ def _panel(run: WatchedRun, verdicts: list[Verdict], width: int) -> Panel:
     if status["seconds_left"]:
         head.append(f"  left {show_seconds(status['seconds_left'])}")
     if status["trouble"]:
-        head.append(f"  {status['trouble']}", style="red")
+        head.append(plain(f"  {status['trouble']}"), style="red")
     half = max(20, (width - 8) // 2)
     plots = [
         _titled(name, run.table([name], points=2 * half).mean[name], half)
@@ -91,7 +96,7 @@ def _panel(run: WatchedRun, verdicts: list[Verdict], width: int) -> Panel:
     grid = Table.grid(padding=(0, 2))
     for left, right in zip_longest(plots[::2], plots[1::2], fillvalue=Group()):
         grid.add_row(left, right)
-    said = [Text(f"● {one.rule}: {one.text}", style=COLOURS[one.level]) for one in verdicts]
+    said = [Text(plain(f"● {one.rule}: {one.text}"), style=COLOURS[one.level]) for one in verdicts]
     return Panel(Group(head, grid, *said), title=escape(run.name))
 
 

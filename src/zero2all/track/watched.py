@@ -15,6 +15,7 @@ from zero2all.track.facts import Facts, read_facts
 from zero2all.track.lines import is_count, is_restart
 from zero2all.track.places import FACTS, RECORD, Place
 from zero2all.track.stream import Stream, Table
+from zero2all.units import show_bytes
 
 RANK_FILE = re.compile(r"record\.rank([0-9]+)\.jsonl")
 HEADLINES: tuple[str, ...] = ("loss", "tokens_per_second", "mfu", "tokens")
@@ -53,6 +54,17 @@ class WatchedRun:
             except Exception as error:  # the other files, and the other runs, are shown all the same
                 self._note(error)
         return changed or self.trouble != before
+
+    def catch_up(self, seconds: float = 300.0) -> None:
+        """Read all that is there, which may take several looks."""
+        until = time.monotonic() + seconds
+        read = -1
+        while (now := sum(stream.read_to for stream in self.streams.values())) > read:
+            if time.monotonic() > until:
+                self.trouble = f"only its first {show_bytes(now)} were read in {seconds:.0f} s"
+                return
+            read = now
+            self.refresh()
 
     def _note(self, error: Exception) -> None:
         self.trouble = reason(error)
