@@ -111,6 +111,22 @@ def test_numbers_that_are_none_are_refused(client: TestClient) -> None:
     assert client.get("/api/runs/0/documents", params={"step": "1; rm"}).status_code == 400
 
 
+@pytest.mark.parametrize("points", ["-5", "0", "9" * 5000, "1e3", "", "x"])
+def test_a_number_of_points_that_cannot_be_is_refused(client: TestClient, points: str) -> None:
+    assert client.get("/api/runs/0/series", params={"name": "loss", "points": points}).status_code == 400
+
+
+@pytest.mark.parametrize("query", ["from=nan&to=nan", "from=inf&to=-inf", "from=1e400", "from=5&to=2"])
+def test_an_odd_range_is_empty_or_all(client: TestClient, query: str) -> None:
+    assert client.get(f"/api/runs/0/series?key={KEY}&name=loss&points=5&{query}").status_code == 200
+
+
+@pytest.mark.parametrize("step", ["-1", "9" * 400])
+def test_a_step_that_cannot_be_is_refused(client: TestClient, step: str) -> None:
+    assert client.get("/api/runs/0/documents", params={"step": step}).status_code == 400
+    assert client.get("/api/runs/0/text", params={"kind": "sample", "name": "zh", "step": step}).status_code == 400
+
+
 def test_news_are_the_lines_since_and_a_resume_asks_for_everything_again(tmp_path: Path) -> None:
     followed = Followed(make_run(tmp_path, steps=10))
     sequence, version = followed.run.streams[0].sequence, followed.version
@@ -137,6 +153,8 @@ def test_news_are_the_lines_since_and_a_resume_asks_for_everything_again(tmp_pat
 def test_the_page_forbids_foreign_scripts(client: TestClient) -> None:
     page = client.get("/")
     assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in page.headers["content-security-policy"], "no page may put this one into a frame"
+    assert page.headers["x-frame-options"] == "DENY"
     assert "http" not in page.text
 
 

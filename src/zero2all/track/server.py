@@ -41,7 +41,9 @@ EVERY = 0.5  # seconds between two looks at a run
 JUDGE_EVERY = 5.0
 HEARTBEAT = 10.0
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:",
+    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Frame-Options": "DENY",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
@@ -119,7 +121,7 @@ class Pages:
 
     def series(self, request: Request) -> Response:
         followed, asked = self._run(request), request.query_params
-        points = _integer(asked.get("points", "1500"))
+        points = _integer(asked.get("points", "1500"), least=1)
         first, last = _number(asked.get("from"), -math.inf), _number(asked.get("to"), math.inf)
         with followed.lock:
             names = [name for name in asked.getlist("name") if name in set(followed.run.names)]
@@ -316,11 +318,10 @@ def _finite(value: Any) -> Any:
     return [_finite(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise HTTPException(400, f"{text!r} is not a whole number") from None
+def _integer(text: str, least: int = 0) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 15 and int(text) >= least):
+        raise HTTPException(400, f"{text[:40]!r} is not an integer from {least} on")
+    return int(text)
 
 
 def _number(text: str | None, default: float) -> float:
