@@ -45,8 +45,10 @@ def blame_step(run: Run, step: int) -> dict[str, Any]:
 
 def _nearest_checkpoint(run: Run, step: int) -> int:
     """The newest one from before the step saw its batch; else the first after it."""
-    kept = [number for number in run.checkpoints.steps() if run.checkpoints.is_whole(number)]
+    problems = {number: run.checkpoints.problem(number) for number in run.checkpoints.steps()}
+    kept = [number for number, problem in problems.items() if problem is None]
     if not kept:
-        raise Z2aError(f"no checkpoint in {run.directory} to compute losses with; 'z2a tokens trace' needs none")
+        why = "".join(f"; {run.checkpoints.path(number)}: {problem}" for number, problem in problems.items())
+        raise Z2aError(f"no checkpoint in {run.directory} to compute losses with ('z2a tokens trace' needs none){why}")
     before = [number for number in kept if number <= step]
     return before[-1] if before else kept[0]

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from zero2all import __version__
-from zero2all.errors import UsageError, Z2aError
+from zero2all.errors import RecipeError, UsageError, Z2aError
 from zero2all.io import read_json, write_json, write_text
 from zero2all.model import Z2all
 from zero2all.paths import to_path
 from zero2all.recipe import ModelConfig, Recipe, load_recipe, recipe_yaml
 from zero2all.resilience import Checkpoints, flash_directory
+from zero2all.resilience.checkpoint import STATE
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.train.plan import Plan
@@ -42,7 +44,7 @@ class Run:
         """An existing run; ``directory`` may also be the one above it that holds every stage."""
         for candidate in (Path(directory), Path(directory) / "run"):
             if (candidate / "identity.json").exists():
-                recipe = load_recipe(candidate / "recipe.yaml")
+                recipe = _own_recipe(candidate / "recipe.yaml")
                 # Where it is now, not where it was made: a run may be moved, or opened from elsewhere.
                 return cls(recipe.model_copy(update={"out": candidate.absolute().parent}), candidate)
         raise UsageError(f"no run in {directory}: it should hold what 'z2a train' writes")
@@ -78,7 +80,10 @@ class Run:
 
     def identity(self) -> dict[str, Any]:
         """Fingerprints of what the run is made of: stages, tokenizer, model, optimizer."""
-        identity: dict[str, Any] = read_json(self.directory / "identity.json")
+        path = self.directory / "identity.json"
+        identity = read_json(path)
+        if not isinstance(identity, dict) or not {"stages", "model"} <= set(identity):
+            raise _damaged(path, "it does not describe a run")
         return identity
 
     def tokenizer(self) -> Tokenizer:
@@ -100,13 +105,41 @@ class Run:
         if step is None or not self.checkpoints.is_whole(step):
             there = ", ".join(map(str, self.checkpoints.steps())) or "none"
             raise Z2aError(f"no checkpoint {'' if step is None else step} in {self.directory}; steps there: {there}")
-        # A stage may have changed the rotary positions since the run began.
-        config = {**self.identity()["model"], **self.checkpoints.state(step)["rope"]}
+        config = self._config(step)
         with torch.device("meta"):
-            model = Z2all(ModelConfig.model_validate(config))
+            model = Z2all(config)
         model = model.to_empty(device="cpu").prepare()
         self.checkpoints.load_model(step, model)
         return model.eval()
+
+    def _config(self, step: int) -> ModelConfig:
+        path = self.directory / "identity.json"
+        try:
+            config = ModelConfig.model_validate(self.identity()["model"])
+            # A stage may have changed the rotary positions since the run began.
+            path = self.checkpoints.path(step) / STATE
+            rope = self.checkpoints.state(step)["rope"]
+            return ModelConfig.model_validate({**config.model_dump(mode="json"), **rope})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise _damaged(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        except (KeyError, TypeError) as error:
+            raise _damaged(path, f"{type(error).__name__}: {error}") from error
+
+
+def _own_recipe(path: Path) -> Recipe:
+    """The recipe that a run wrote down of itself."""
+    try:
+        recipe = load_recipe(path)
+    except RecipeError as error:
+        raise _damaged(path, str(error.problems[0])) from error
+    if not path.read_text(encoding="utf-8").strip():
+        raise _damaged(path, "it is empty")
+    return recipe
+
+
+def _damaged(path: Path, reason: str) -> Z2aError:
+    return Z2aError(f"{path} is damaged ({reason}): restore it from a copy of the run, or train again (out=DIR)")
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
