@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.conftest import tiny_recipe
 from tests.resilience.threads import OneWriter, run_threads
 from zero2all.resilience import Checkpoints, Keeper, Team
+from zero2all.resilience.beat import Beat, new_beat
 from zero2all.resilience.flash import staged_in
+from zero2all.train import train
 
 
 def a_model() -> tuple[nn.Linear, list[torch.optim.Optimizer]]:
@@ -93,3 +97,61 @@ def test_without_room_a_flash_step_does_not_wait_for_storage(
     said = " ".join(capsys.readouterr().err.split())
     for remedy in ("--shm-size=", "--ipc=host", "emptyDir", "medium: Memory"):
         assert remedy in said
+
+
+# Slow storage
+
+
+def test_waiting_for_storage_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero2all.resilience.keeper.SIGN", 0.01)
+    monkeypatch.setattr("zero2all.resilience.keeper.SAY", 0.02)
+    model, optimizers = a_model()
+    storage = SlowStorage(tmp_path / "durable")
+    keeper = Keeper(storage, None, tmp_path, model, optimizers, Team())
+    beat, seen = new_beat(tmp_path, 0), []
+    beat(41)
+    before = beat.read()
+
+    def sign() -> None:
+        beat.alive()
+        seen.append(beat.read())
+        if len(seen) == 3:
+            storage.done.set()
+
+    keeper.on_wait = sign
+    keeper.save(1, {"skipped": []}, durable=True)
+    keeper.settle()
+    assert len(seen) >= 3
+    assert seen[2].time > before.time
+    assert (seen[2].step, seen[2].marks) == (41, before.marks)
+
+
+def test_storage_that_never_answers_is_one_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero2all.resilience.keeper.SIGN", 0.01)
+    monkeypatch.setattr("zero2all.resilience.keeper.PATIENCE", timedelta(0))
+    model, optimizers = a_model()
+    storage = SlowStorage(tmp_path / "durable")
+    keeper = Keeper(storage, None, tmp_path, model, optimizers, Team())
+    signs: list[int] = []
+    keeper.on_wait = lambda: signs.append(1)
+    keeper.save(1, {"skipped": []}, durable=True)
+    threading.Timer(0.2, storage.done.set).start()
+    keeper.settle()
+    assert signs == []
+
+
+def test_a_run_sends_heartbeats_while_it_waits_for_storage(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint every step, and a write that takes until the run has given a sign of life."""
+    monkeypatch.setattr("zero2all.resilience.keeper.SIGN", 0.01)
+    alive, write = threading.Event(), Checkpoints.write
+    monkeypatch.setattr(Beat, "alive", lambda self: alive.set(), raising=False)
+
+    def slow(*args: Any) -> None:
+        assert alive.wait(30), "no heartbeat"
+        write(*args)
+
+    monkeypatch.setattr(Checkpoints, "write", slow)
+    train(tiny_recipe(world, f"out={tmp_path}/out", "checkpoint.every=1 steps", "train.steps=3"))
+    assert alive.is_set()

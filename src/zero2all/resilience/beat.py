@@ -80,6 +80,11 @@ class Beat:
         marks = tuple(now if number == mark else before for number, before in enumerate(pulse.marks))
         _LAYOUT.pack_into(self._page, 0, pulse.step if done is None else done, now, *marks)
 
+    def alive(self) -> None:
+        """No step, and yet no hang: for what may take long and says so."""
+        pulse = self.read()
+        _LAYOUT.pack_into(self._page, 0, pulse.step, time.monotonic(), *pulse.marks)
+
     def read(self) -> Pulse:
         step, when, *marks = _LAYOUT.unpack_from(self._page)
         return Pulse(step, when, tuple(marks))

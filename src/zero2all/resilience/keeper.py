@@ -41,10 +41,12 @@ from zero2all.resilience.lineage import HISTORY, UNKNOWN, Lineage, descend, from
 from zero2all.resilience.replicas import compare_copies
 from zero2all.resilience.restore import Chosen, Decision, DurableReport, RankReport, SlotReport, decide, summary
 from zero2all.resilience.state import like, local, put_state, rng_state, state_of, tensors_in, with_tensors
-from zero2all.resilience.team import Team
-from zero2all.units import show_bytes
+from zero2all.resilience.team import PATIENCE, Team
+from zero2all.units import show_bytes, show_seconds
 
 GRACE = 5.0  # seconds
+SIGN = 1.0  # seconds between two heartbeats while storage is waited for
+SAY = 60.0  # seconds between two lines that say so
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Keeper:
         self.checkpoints, self.directory, self.run, self.team = checkpoints, directory, run, team
         self.model, self.optimizers = model, optimizers
         self.on_saved: Callable[[int, float], None] = lambda step, seconds: None
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called every second while training waits for storage: a heartbeat, or that would look like a hang."""
         self.before_commit: Callable[[], Any] = lambda: None
         self.lineage = descend((), 0, team.first(new_history))
         """Of the states that are saved from now on."""
@@ -238,7 +242,7 @@ class Keeper:
         """
         begin = time.perf_counter()
         if durable and self._persist is not None and not self._persist.done():
-            say("the checkpoint before is still being written; waiting for it (a larger checkpoint.every would not)")
+            say("waiting for storage: the previous checkpoint is still being written (a larger checkpoint.every helps)")
         if durable or (self._persist is not None and self._persist.done()):
             self.settle()
         self._collect()
@@ -251,7 +255,7 @@ class Keeper:
             if durable:
                 whole = self._state
                 self._persist = in_background(lambda: self._write(step, whole, state, lineage))
-                self._persist.exception()
+                self._wait_for(self._persist)
             return time.perf_counter() - begin
         if self.copies is not None:
             compare_copies(self._tensors, self.copies)
@@ -301,10 +305,24 @@ class Keeper:
     def _outcome(self) -> Exception | None:
         """The outcome of the write under way, once it is over."""
         persist, self._persist = self._persist, None
-        error = None if persist is None else persist.exception()
+        error = None if persist is None else self._wait_for(persist)
         if error is not None and not isinstance(error, Z2aError | OSError):
             raise error
         return error
+
+    def _wait_for(self, write: Future[None]) -> BaseException | None:
+        """The outcome of a write, with heartbeats until then; but not for ever, since storage itself may hang."""
+        began = time.monotonic()
+        say_at = SAY
+        while True:
+            with suppress(TimeoutError):
+                return write.exception(SIGN)
+            waited = time.monotonic() - began
+            if waited < PATIENCE.total_seconds():
+                self.on_wait()
+            if waited >= say_at:
+                say(f"still waiting for storage, for {show_seconds(waited)} so far")
+                say_at = waited + SAY
 
     def _collect(self) -> None:
         """The live tensors, once the optimizer has its state, and anew after a load has replaced them."""

@@ -179,6 +179,7 @@ def _prepare(run: Run, layout: Layout, team: Team, beat: Beat) -> Job:
     flash = team.first(run.claim_memory) if recipe.checkpoint.flash_every is not None else None
     copies = layout.mesh("dp_replicate").get_group() if layout.sizes.dp_replicate > 1 else None
     keeper = Keeper(run.checkpoints, flash, run.directory, spread.model, optimizers, team, copies)
+    keeper.on_wait = beat.alive
     found = _resume(run, keeper, identity, plan)
     if layout.rank == 0:
         run.write_down(identity, tokenizer, device)
