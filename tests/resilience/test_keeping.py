@@ -18,6 +18,9 @@ from tests.resilience.threads import OneWriter, run_threads
 from zero2all.resilience import Checkpoints, Keeper, Team
 from zero2all.resilience.beat import Beat, new_beat
 from zero2all.resilience.flash import staged_in
+from zero2all.track import Record
+from zero2all.track.pump import Pump
+from zero2all.track.reslog import AppendFile
 from zero2all.train import train
 
 
@@ -155,3 +158,55 @@ def test_a_run_sends_heartbeats_while_it_waits_for_storage(
     monkeypatch.setattr(Checkpoints, "write", slow)
     train(tiny_recipe(world, f"out={tmp_path}/out", "checkpoint.every=1 steps", "train.steps=3"))
     assert alive.is_set()
+
+
+# A record that lags behind, a marker that cannot be written
+
+
+def test_a_state_that_the_record_lags_behind_does_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizers = a_model()
+    keeper = Keeper(Checkpoints(tmp_path / "durable"), tmp_path / "z2a-key-0", tmp_path, model, optimizers, Team())
+    for step, written in ((10, True), (20, True), (30, False), (40, False)):
+        keeper.before_commit = lambda written=written: written
+        keeper.save(step, {"skipped": []}, durable=False)
+        keeper.wait()
+    assert {slot.step for slot in staged_in(tmp_path / "z2a-key-0") if slot.hash is not None} == {20}
+    assert "the state of step 30 is not kept in memory" in capsys.readouterr().err
+    found = keeper.newest()
+    assert found is not None
+    assert found.step == 20
+
+
+def test_a_run_asks_whether_its_record_is_written(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Record, "flush", lambda self, timeout=0.0: False)
+    monkeypatch.setattr(Pump, "waiting", 1, raising=False)
+    overrides = ("checkpoint.flash_every=1 steps", f"checkpoint.flash_dir={tmp_path}/memory", "train.steps=2")
+    train(tiny_recipe(world, f"out={tmp_path}/out", *overrides))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the state of step 1 is not kept in memory" in said
+    assert "the run record has not caught up with the checkpoint of step 2" in said
+
+
+def test_lines_that_were_lost_do_not_hold_up_states_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Record(tmp_path / "record.jsonl", system_every=None) as record:
+        record.step(0, loss=1.0)
+        assert not record.lags(30.0)
+        record._pumps[0].lost = 1
+        assert not record.flush()
+        assert not record.lags()
+        monkeypatch.setattr(AppendFile, "write", no_room)
+        record.step(1, loss=1.0)
+        assert record.lags(0.2)
+
+
+def test_a_state_without_a_marker_is_overwritten_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizers = a_model()
+    keeper = Keeper(Checkpoints(tmp_path / "durable"), tmp_path / "z2a-key-0", tmp_path, model, optimizers, Team())
+    replace = Path.replace
+    for step, full in ((10, False), (20, False), (30, True), (40, True)):
+        monkeypatch.setattr(Path, "replace", no_room if full else replace)
+        keeper.save(step, {"skipped": []}, durable=False)
+        keeper.wait()
+    assert {slot.step for slot in staged_in(tmp_path / "z2a-key-0") if slot.hash is not None} == {20}

@@ -129,9 +129,14 @@ class Slot:
         """From here on it counts."""
         if self.path is not None:
             found = {"time": time.time(), "layout": layout, "hash": digest(self.data), "state": state}
-            self._mark(found)
+            if not self._mark(found):
+                self.discard()
 
-    def _mark(self, found: dict[str, Any]) -> None:
+    def discard(self) -> None:
+        """What it holds is not used after a restart: it is overwritten before the other, which may be."""
+        self.step = -1
+
+    def _mark(self, found: dict[str, Any]) -> bool:
         partial = self.marker.with_suffix(".partial")
         marker = {"step": self.step, "lineage": to_json(self._lineage), **found}
         try:
@@ -139,6 +144,8 @@ class Slot:
             partial.replace(self.marker)
         except OSError as error:  # somebody filled the place up: training goes on
             warn(f"the state of step {self.step} cannot be kept in memory: {error}")
+            return False
+        return True
 
 
 def _marked_step(marker: Path) -> int:
@@ -184,17 +191,20 @@ class Slots:
         lineage: Lineage,
         tensors: dict[str, Tensor],
         state: dict[str, Any],
-        before_commit: Callable[[], Any],
+        before_commit: Callable[[], bool],
     ) -> Slot:
-        """Copy the state; the checksum and the marker follow in the background, after ``before_commit``."""
+        """Copy the state; the checksum and the marker follow in the background, if ``before_commit`` agrees."""
         slot = self._free()
         slot.begin(step, lineage)
         views = self._views[self.slots.index(slot)]
         torch._foreach_copy_(views, [local(tensors[piece.name]) for piece in self.pieces])
 
         def finish() -> None:
-            before_commit()
-            slot.finish(self._layout, state)
+            if before_commit():
+                slot.finish(self._layout, state)
+            else:
+                warn(f"the state of step {step} is not kept in memory: the run record has not caught up with it")
+                slot.discard()
 
         slot.commit = in_background(finish)
         return slot

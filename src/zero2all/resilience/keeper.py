@@ -23,6 +23,7 @@ from zero2all.console import say, warn
 from zero2all.errors import Z2aError
 from zero2all.io import write_json
 from zero2all.resilience.checkpoint import Checkpoints
+from zero2all.resilience.condition import glance
 from zero2all.resilience.flash import (
     SlotReader,
     Slots,
@@ -91,7 +92,8 @@ class Keeper:
         self.on_saved: Callable[[int, float], None] = lambda step, seconds: None
         self.on_wait: Callable[[], None] = lambda: None
         """Called every second while training waits for storage: a heartbeat, or that would look like a hang."""
-        self.before_commit: Callable[[], Any] = lambda: None
+        self.before_commit: Callable[[], bool] = lambda: True
+        """Whether a state may count, asked in the background: not while the run record lags behind it."""
         self.lineage = descend((), 0, team.first(new_history))
         """Of the states that are saved from now on."""
         self.decision: Decision | None = None
@@ -145,12 +147,15 @@ class Keeper:
         for step in self.checkpoints.steps():
             path = str(self.checkpoints.path(step))
             try:
-                saved = self.checkpoints.state(step).get("lineage")
-                found.append(DurableReport(path, step, UNKNOWN if saved is None else from_json(saved)))
+                found.append(DurableReport(path, step, self._lineage_of(step)))
             except (OSError, Z2aError) as error:
-                problem = self.checkpoints.problem(step) or str(error)
-                found.append(DurableReport(path, step, None, (problem,)))
+                problem = glance(self.checkpoints.path(step), step).reason  # patient with storage that stumbles
+                found.append(DurableReport(path, step, None, (problem or str(error),)))
         return found
+
+    def _lineage_of(self, step: int) -> Lineage:
+        saved = self.checkpoints.state(step).get("lineage")
+        return UNKNOWN if saved is None else from_json(saved)
 
     def _line(self) -> Lineage | None:
         try:
@@ -299,6 +304,10 @@ class Keeper:
 
     def _write(self, step: int, staged: dict[str, Any], state: dict[str, Any], lineage: Lineage) -> None:
         begin = time.perf_counter()
+        if not self.before_commit():  # the checkpoint is worth more than the record
+            warn(
+                f"the run record has not caught up with the checkpoint of step {step}: a restart may leave a gap in it"
+            )
         self.checkpoints.write(step, staged, {**state, "lineage": to_json(lineage)}, self.team)
         self.on_saved(step, time.perf_counter() - begin)
 

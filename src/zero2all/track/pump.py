@@ -69,6 +69,10 @@ class Pump:
             time.sleep(0.001)
         return self.lost == 0
 
+    @property
+    def waiting(self) -> int:
+        return self._put - self._done
+
     def close(self) -> None:
         self._closing.set()
         self._wake.set()

@@ -80,6 +80,10 @@ class Record:
         """Whether all so far is handed to the operating system, where a killed process cannot lose it."""
         return self._pumps[0].flush(timeout)
 
+    def lags(self, timeout: float = 5.0) -> bool:
+        """Whether lines still wait to be written after so many seconds. Those that were lost do not come back."""
+        return not self.flush(timeout) and self._pumps[0].waiting > 0
+
     def close(self) -> None:
         if not self._closed.is_set():
             self._closed.set()

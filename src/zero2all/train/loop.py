@@ -59,7 +59,9 @@ def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluat
         Loader(plan, job.first, layout.dp_rank, layout.sizes.dp, pin, job.skipped) as loader,
         collected_at_set_steps(),
     ):
-        job.keeper.before_commit = record.flush  # a resume begins after that step: what comes before must be written
+        job.keeper.before_commit = lambda: (
+            not record.lags()
+        )  # a resume begins after that step: what comes before must be written
         job.keeper.on_saved = lambda done, seconds: record.event("checkpoint", step=done, seconds=round(seconds, 3))
         startup = round(time.time() - job.began, 3)
         record.event("resume" if job.first else "start", step=job.first, steps=plan.total, startup=startup)
