@@ -7,6 +7,7 @@ import os
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 
 from tests.conftest import tiny_recipe
 from tests.resilience.threads import OneWriter, run_threads
-from zero2all.resilience import Checkpoints, Keeper, Team
+from zero2all.resilience import Checkpoints, Keeper, Team, flash
 from zero2all.resilience.beat import Beat, new_beat
 from zero2all.resilience.flash import staged_in
 from zero2all.track import Record
@@ -210,3 +211,31 @@ def test_a_state_without_a_marker_is_overwritten_first(tmp_path: Path, monkeypat
         keeper.save(step, {"skipped": []}, durable=False)
         keeper.wait()
     assert {slot.step for slot in staged_in(tmp_path / "z2a-key-0") if slot.hash is not None} == {20}
+
+
+# What needs a GPU, with a stand-in
+
+
+def test_memory_that_cannot_be_pinned_costs_speed_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes, cleared = [2, 0], []
+    runtime = SimpleNamespace(cudaHostRegister=lambda pointer, size, flags: codes.pop(0))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(flash, "clear_cuda_error", lambda: cleared.append(True))
+    flash.pin(torch.zeros(8, dtype=torch.uint8))
+    assert "cannot be pinned (CUDA error 2)" in capsys.readouterr().err
+    assert cleared == [True], "the next kernel would fail for it"
+    flash.pin(torch.zeros(8, dtype=torch.uint8))
+    assert capsys.readouterr().err == ""
+    assert cleared == [True]
+
+
+def test_a_background_thread_works_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.get_ident())))
+    seen: list[int] = []
+    flash.in_background(lambda: seen.append(threading.get_ident())).result(30)
+    assert chosen == [(3, seen[0])]

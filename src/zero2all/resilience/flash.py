@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from zero2all.errors import Z2aError
 from zero2all.io import fingerprint, read_json, write_json, write_text
 from zero2all.resilience.lineage import Lineage, from_json, passes_through, to_json
 from zero2all.resilience.state import local
+from zero2all.units import show_bytes
 
 PLACE = Path("/dev/shm")
 ALIGN = 64  # bytes
@@ -180,9 +182,8 @@ class Slots:
             _make_room(directory, self.pieces)
             self.slots = [Slot(size, directory / f"slot-{number}.bin") for number in range(2)]
         if any(tensor.is_cuda for tensor in tensors.values()):
-            for slot in self.slots:  # the copy from the device is several times as fast to memory that cannot move
-                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-                runtime.cudaHostRegister(slot.data.data_ptr(), slot.data.numel(), 0)
+            for slot in self.slots:
+                pin(slot.data)
         self._views = [[piece.view(slot.data) for piece in self.pieces] for slot in self.slots]
 
     def stage(
@@ -230,11 +231,33 @@ class Slots:
         return min(free, key=lambda slot: slot.step)
 
 
+def pin(data: Tensor) -> None:
+    """Lock memory in place: copies from the device to it are several times as fast. Without it they still work."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostRegister(data.data_ptr(), data.numel(), 0))
+    if code != 0:
+        clear_cuda_error()
+        warn(
+            f"{show_bytes(data.numel())} for states in memory cannot be pinned (CUDA error {code}): checkpoints stall "
+            "training for longer; see 'ulimit -l'"
+        )
+
+
+def clear_cuda_error() -> None:
+    """A failed call stays CUDA's last error, which the next kernel would be blamed for: let one report it here."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
 def in_background(function: Callable[[], None]) -> Future[None]:
     """On a thread that ends with the process: one that waits for a lost rank must not keep this one alive."""
     outcome: Future[None] = Future()
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.cuda.current_device() if on_gpu else None
 
     def run() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # a new thread works on the first one
         if sys.platform == "linux":  # where a thread has a priority of its own: training goes first
             me = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, me, min(19, os.getpriority(os.PRIO_PROCESS, me) + NICER))
