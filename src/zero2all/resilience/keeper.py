@@ -130,12 +130,13 @@ class Keeper:
         if self.directory is None:
             return {}
         layout = layout_of(cut(dict(tensors_in({"model": get_model_state_dict(self.model)}))))
+        once: dict[Lineage | None, Lineage | None] = {}  # sent to all ranks: one object is pickled once
         return {
             SlotReport(
                 rank=slot.rank,
                 world=slot.world,
                 step=slot.step,
-                lineage=slot.lineage,
+                lineage=once.setdefault(slot.lineage, slot.lineage),
                 fits=slot.layout == layout,
                 problem=f"{slot.data.name} was not finished" if slot.hash is None else None,
             ): slot
@@ -230,9 +231,9 @@ class Keeper:
         self.load(found)
         if found.slots and not any(step <= found.step for step in self.team.first(self.checkpoints.steps)):
             # All that is durable is of later steps, and a run must not hang on memory alone.
-            try:
-                self._write(found.step, state_of(self.model, self.optimizers), found.state, self.lineage)
-            except (Z2aError, OSError) as error:
+            state, lineage = state_of(self.model, self.optimizers), self.lineage
+            self._persist = in_background(lambda: self._write(found.step, state, found.state, lineage))
+            if (error := self._outcome()) is not None:
                 warn(f"checkpoints of later steps stay, for the state of step {found.step} cannot be written: {error}")
                 return found
         self.team.first(lambda: self.checkpoints.remove_after(found.step))

@@ -137,7 +137,12 @@ Candidate = _InMemory | DurableReport
 
 
 def _in_memory(ranks: Sequence[RankReport]) -> list[_InMemory]:
-    return list({_InMemory(slot.step, slot.lineage): None for rank in ranks for slot in rank.slots})
+    """Each once. An id stands for its lineage: those of a thousand ranks are long to compare."""
+    found: dict[tuple[int, str | None], _InMemory] = {}
+    for rank in ranks:
+        for slot in rank.slots:
+            found.setdefault((slot.step, slot.history), _InMemory(slot.step, slot.lineage))
+    return list(found.values())
 
 
 def _newest_first(candidate: Candidate) -> tuple[int, bool, int, str]:
@@ -180,10 +185,11 @@ def _state_of(candidate: Candidate, ranks: Sequence[RankReport]) -> Chosen | str
         return Chosen(candidate.step, candidate.lineage, "durable")
     if candidate.lineage is None:
         return "written by an older version that kept no history"
+    state = (candidate.step, candidate.lineage[-1].history)
     sources: list[tuple[SlotReport, ...]] = []
     missing: list[tuple[int, str]] = []
     for rank, report in enumerate(ranks):
-        there = [slot for slot in report.slots if (slot.step, slot.lineage) == (candidate.step, candidate.lineage)]
+        there = [slot for slot in report.slots if (slot.step, slot.history) == state]
         found = _of_rank(rank, len(ranks), there)
         if isinstance(found, str):
             missing.append((rank, found))
