@@ -42,6 +42,43 @@ def test_experts_add_up() -> None:
     assert sum(stage["parameters"] for stage in shown["stages"]) == shown["parameters"]
 
 
+def memory(*overrides: str, world: int = 4) -> dict[str, int]:
+    found: dict[str, int] = show_layout(parse_recipe(SMALL, overrides), world)["memory_per_rank"]
+    return found
+
+
+def test_the_gradient_that_accumulation_holds_is_counted() -> None:
+    whole = show_layout(parse_recipe(SMALL), 1)["parameters"]
+    micro, last = "train.micro_batch_tokens=64", "parallel.gradient_sync=last"
+    every = memory(micro)
+    assert every["parameters"] == every["gradients"] == whole  # 4 bytes over 4 ranks
+    assert every["optimizer"] == 2 * whole
+    assert every["total"] == sum(size for name, size in every.items() if name != "total")
+    assert memory(micro, last)["unsharded_gradients"] == every["unsharded_gradients"] + 4 * whole
+    assert memory(last) == memory(), "one micro-batch: nothing to accumulate"
+    # Copies are not sharded, so nothing is gathered: autocast casts all but embedding and norms.
+    copies = memory(micro, "parallel={dp_replicate: 4, dp_shard: 1}")
+    assert (copies["gradients"], copies["unsharded_gradients"]) == (4 * whole, 0)
+    assert 1.0 * whole < copies["gathered_weights"] < 2 * (whole - 8192 * 64)
+
+
+def test_gathered_weights_are_counted_where_they_are_kept() -> None:
+    whole = show_layout(parse_recipe(SMALL), 1)["parameters"]
+    kept = memory("parallel.reshard=never")
+    assert kept["gathered_weights"] == 2 * whole
+    assert memory("parallel.reshard=never", "train.precision=fp32")["gathered_weights"] == 4 * whole
+    ends = 2 * (2 * 8192 + 1) * 64  # embedding, head, last norm
+    block = (kept["gathered_weights"] - ends) // 4
+    assert memory("parallel.reshard=always")["gathered_weights"] == ends + 2 * block
+    assert memory("parallel.reshard=2")["gathered_weights"] == ends + 3 * block
+    # A pipeline keeps the weights of its stages, cut by tp.
+    shown = show_layout(parse_recipe(SMALL, ["parallel={pp: 2, tp: 2}"]), 8)
+    for stage in shown["stages"]:
+        cut = stage["memory"]["gathered_weights"]
+        assert 1.0 * stage["parameters"] <= cut < 1.01 * stage["parameters"]  # norms are on both tp ranks
+    assert memory("train.optimizer.name=lion")["optimizer"] * 2 == memory()["optimizer"]
+
+
 def test_a_layout_that_does_not_fit_is_refused() -> None:
     with pytest.raises(UsageError, match="there are 12"):
         show_layout(parse_recipe(SMALL, ["parallel={tp: 8}", "model.n_kv_heads=8"]), 12)
@@ -56,4 +93,8 @@ def test_70b_on_1024_ranks_needs_no_memory() -> None:
     # Norms are whole on the 8 tp ranks; all else is on one rank alone.
     held = sum(stage["most"] for stage in shown["stages"]) * 256
     assert shown["parameters"] < held < 1.001 * shown["parameters"]
+    # Unsharded: a stage's weights over tp 8, in bf16. Its gradient in fp32 would be twice as much.
+    memory = shown["memory_per_rank"]
+    assert memory["gathered_weights"] == pytest.approx(18.16e9 / 8 * 2, rel=0.01)
+    assert memory["unsharded_gradients"] < 0.25 * memory["gathered_weights"]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "in KiB: less than 1 GiB"

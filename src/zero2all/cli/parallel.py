@@ -29,10 +29,20 @@ def show(
 
     shown = show_layout(load_recipe(recipe, overrides), world)
     mesh = " x ".join(f"{name} {size}" for name, size in shown["mesh"].items() if size > 1) or "one process"
+    held, parts = (
+        shown["memory_per_rank"],
+        {
+            "parameters": "parameters (fp32)",
+            "gradients": "gradients (fp32)",
+            "optimizer": "optimizer",
+            "gathered_weights": f"gathered weights ({shown['compute_dtype']})",
+            "unsharded_gradients": "gradients before they are reduced",
+        },
+    )
     lines = [
         f"{show_count(shown['parameters'])} parameters on {world} ranks: {mesh}",
-        f"a rank holds at most {shown['bytes_per_rank'] / 2**30:.2f} GiB of parameters in fp32, "
-        f"{shown['training_bytes_per_rank'] / 2**30:.2f} GiB with gradients and Adam",
+        f"a rank holds at most {held['total'] / 2**30:.2f} GiB, activations aside: "
+        + ", ".join(f"{held[name] / 2**30:.2f} {text}" for name, text in parts.items()),
     ]
     for stage in shown["stages"]:
         lines.append(

@@ -30,9 +30,8 @@ def shard_parameters(
     """
     # Losses leave the model as a view; nobody changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    free: bool | int = recipe.pp == 1 if recipe.reshard == "auto" else recipe.reshard == "always"
     options: dict[str, Any] = {
-        "reshard_after_forward": recipe.reshard if isinstance(recipe.reshard, int) else free,
+        "reshard_after_forward": frees_gathered_weights(recipe),
         # Inputs are not cast: the residual stream stays in fp32 if the model wants it so.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=dtype if dtype.itemsize == 2 else None,
@@ -51,6 +50,13 @@ def shard_parameters(
             # Added up, not averaged: losses are divided by the tokens of the whole batch already.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
+
+
+def frees_gathered_weights(recipe: ParallelRecipe) -> bool | int:
+    """After a block's forward: all of them, none, or all but one in so many."""
+    if isinstance(recipe.reshard, int):
+        return recipe.reshard
+    return recipe.pp == 1 if recipe.reshard == "auto" else recipe.reshard == "always"
 
 
 def _shard_experts(block: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from zero2all.errors import UsageError, Z2aError
+from zero2all.hardware import compute_dtype, dtype_name
 from zero2all.model import Z2all
 from zero2all.parallel.laid import Laid
 from zero2all.parallel.layout import Layout, Sizes
+from zero2all.parallel.memory import RankMemory, rank_memory
 from zero2all.recipe import ModelConfig, Recipe
 
 BYTES = 4  # parameters are kept in fp32
-TRAINING_BYTES = 16  # with a gradient and the two moments of Adam
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class StageShare:
     least: int
     most: int
     """Elements on the rank with the fewest and on that with the most."""
+    memory: RankMemory
+    """Of the rank with the most."""
     examples: dict[str, str]
     """Some parameters: whole shape, placements, shape on a rank."""
 
@@ -56,10 +59,20 @@ def show_layout(recipe: Recipe, world: int) -> dict[str, Any]:
         "mesh": {name: getattr(sizes, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
         "parameters": whole,
         "bytes": whole * BYTES,
-        "bytes_per_rank": max(share.most for share in shares) * BYTES,
-        "training_bytes_per_rank": max(share.most for share in shares) * TRAINING_BYTES,
-        "stages": [vars(share) for share in shares],
+        "compute_dtype": dtype_name(_compute_dtype(recipe)),
+        "memory_per_rank": _described_memory(max((share.memory for share in shares), key=lambda memory: memory.total)),
+        "stages": [vars(share) | {"memory": _described_memory(share.memory)} for share in shares],
     }
+
+
+def _described_memory(memory: RankMemory) -> dict[str, int]:
+    return asdict(memory) | {"total": memory.total}
+
+
+def _compute_dtype(recipe: Recipe) -> torch.dtype:
+    """On paper there is no device to ask: auto is taken to be bf16."""
+    precision = recipe.train.precision
+    return compute_dtype("bf16" if precision == "auto" else precision, torch.device("cpu"))
 
 
 @contextmanager
@@ -78,16 +91,16 @@ def _as_rank(rank: int, world: int) -> Iterator[None]:
 
 def _share(config: ModelConfig, recipe: Recipe, sizes: Sizes, stage: int) -> StageShare:
     """Lay out as the first rank of a stage, then count for all ranks of it."""
-    if sizes.world == 1:
-        return _counted(Laid(config, recipe.parallel, Layout(sizes, torch.device("cpu")), dtype=torch.float32), stage)
-    with _as_rank(stage * (sizes.world // sizes.pp), sizes.world):
-        return _counted(Laid(config, recipe.parallel, Layout(sizes, torch.device("cpu")), dtype=torch.float32), stage)
+    with nullcontext() if sizes.world == 1 else _as_rank(stage * (sizes.world // sizes.pp), sizes.world):
+        laid = Laid(config, recipe.parallel, Layout(sizes, torch.device("cpu")), _compute_dtype(recipe))
+        return _counted(laid, recipe, sizes, stage)
 
 
-def _counted(laid: Laid, stage: int) -> StageShare:
+def _counted(laid: Laid, recipe: Recipe, sizes: Sizes, stage: int) -> StageShare:
     names = {name: parameter for part in laid.parts for name, parameter in part.named_parameters()}
     counts: dict[Any, list[int]] = {}  # parameters of one shape on one mesh are alike
-    least = most = total = 0
+    shards: dict[str, int] = {}  # elements on the rank with the most
+    least = total = 0
     for name, parameter in names.items():
         if not isinstance(parameter, DTensor):
             on_ranks = [parameter.numel()]
@@ -104,13 +117,15 @@ def _counted(laid: Laid, stage: int) -> StageShare:
             if sum(on_ranks) != parameter.numel() * copies:
                 raise Z2aError(f"the shards of {name} do not add up to it: this is a bug in zero2all")
         total += parameter.numel()
-        least, most = least + min(on_ranks), most + max(on_ranks)
+        least += min(on_ranks)
+        shards[name] = max(on_ranks)
     layers = sorted(int(name) for part in laid.parts for name, _ in part.layers.named_children())
     picked = [f"layers.{layers[0]}.self_attn.q_proj.weight", f"layers.{layers[0]}.mlp.down_proj.weight"]
     examples = {
         name: _described(names[name]) for name in ("embed_tokens.weight", *picked, "lm_head.weight") if name in names
     }
-    return StageShare(stage, layers, total, least, most, examples)
+    memory = rank_memory(laid, shards, recipe, sizes, _compute_dtype(recipe))
+    return StageShare(stage, layers, total, least, sum(shards.values()), memory, examples)
 
 
 def _elements_by_rank(parameter: DTensor) -> list[int]:
