@@ -23,6 +23,7 @@ from zero2all.errors import UsageError, Z2aError
 from zero2all.io import fingerprint
 from zero2all.resilience.addresses import PORT, interface_of
 from zero2all.resilience.secret import VARIABLE
+from zero2all.threads import waiting
 
 if TYPE_CHECKING:
     from torch.numa.binding import NumaOptions
@@ -170,7 +171,7 @@ class Job:
         from zero2all.resilience.beat import AGENT_DIR, STORE
 
         # Cores are shared out; torch's own default of one thread would leave most of them idle.
-        settings = {"OMP_NUM_THREADS": str(max(1, all_cores() // self.procs))}
+        settings = {"OMP_NUM_THREADS": str(max(1, all_cores() // self.procs)), **waiting(os.environ)}
         if (interface := interface_of(rendezvous.address)) is not None:
             settings["GLOO_SOCKET_IFNAME"] = interface
             if self.rendezvous is None:  # ports of ranks that are all on one machine concern nobody else

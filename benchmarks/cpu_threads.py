@@ -1,0 +1,124 @@
+"""How long OpenMP threads should spin at a barrier: the quickstart's training step, alone and beside busy processes.
+
+    python benchmarks/cpu_threads.py            # under 4 minutes; the machine must be idle otherwise
+    python benchmarks/cpu_threads.py --spins 0 300 3000 --seconds 3 --rounds 6
+
+Every setting has a process of its own that lives from beginning to end, and they take turns, so that all see the same
+machine. ``default`` is libgomp's own (GOMP_SPINCOUNT unset), ``passive`` is OMP_WAIT_POLICY=PASSIVE. Beside the step
+run no busy processes, then as many as there are cores. Tokens a second: the median over turns; ratios are medians of
+ratios to the turn of ``default`` in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+BUSY = "from zero2all.processes import end_with_parent; end_with_parent()\nwhile True: sum(range(100_000))"
+UNSET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
+Figures = dict[str, list[float]]
+
+
+class Contender:
+    """A process that trains for some seconds each time it is told to."""
+
+    def __init__(self, settings: dict[str, str]) -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in UNSET}
+        command = [sys.executable, __file__, "--contender"]
+        self.process = subprocess.Popen(
+            command, env=environment | settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, seconds: float) -> float:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{seconds}\n")
+        self.process.stdin.flush()
+        return float(json.loads(self.process.stdout.readline()))
+
+
+def contend() -> None:
+    """Tokens a second for each line of seconds; the end of input ends it."""
+    from zero2all.bench.step import Step
+    from zero2all.recipe import load_recipe
+
+    recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "quickstart.yaml", ["model.vocab_size=4096"])
+    step = Step(recipe, False)
+    step.run()
+    for line in sys.stdin:
+        begin, steps = time.monotonic(), 0
+        while time.monotonic() < begin + float(line):
+            step.run()
+            steps += 1
+        speed = steps * recipe.train.batch_tokens / (time.monotonic() - begin)
+        sys.stdout.write(f"{speed}\n")
+        sys.stdout.flush()
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def turns(contenders: dict[str, Contender], rounds: int, seconds: float, beside: int) -> Figures:
+    figures: Figures = {name: [] for name in contenders}
+    with busy(beside):
+        for _ in range(rounds):
+            for name, contender in contenders.items():
+                figures[name].append(contender.run(seconds))
+    return figures
+
+
+def table(idle: Figures, loaded: Figures) -> str:
+    lines = ["| setting | idle tokens/s | of default | busy tokens/s | of default |", "|---|---|---|---|---|"]
+    for name in idle:
+        cells = [name]
+        for figures in (idle, loaded):
+            ratios = [own / default for own, default in zip(figures[name], figures["default"], strict=True)]
+            cells += [f"{statistics.median(figures[name]):,.0f}", f"{statistics.median(ratios):.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--spins", type=int, nargs="*", default=[300, 1000, 3000, 10_000])
+    parser.add_argument("--seconds", type=float, default=2.0, help="of one turn")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--contender", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contender:
+        contend()
+        return
+    settings: dict[str, dict[str, str]] = {"default": {}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"}}
+    settings |= {f"GOMP_SPINCOUNT={spins}": {"GOMP_SPINCOUNT": str(spins)} for spins in options.spins}
+    contenders = {name: Contender(environment) for name, environment in settings.items()}
+    try:
+        for contender in contenders.values():
+            contender.run(1.0)  # has started, and is warm
+        idle = turns(contenders, options.rounds, options.seconds, 0)
+        loaded = turns(contenders, options.rounds, options.seconds, os.cpu_count() or 1)
+    finally:
+        for contender in contenders.values():
+            contender.process.kill()
+            contender.process.wait()
+    sys.stdout.write(table(idle, loaded) + "\n")
+    sys.stdout.write(json.dumps({"idle": idle, "busy": loaded}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
