@@ -47,6 +47,9 @@ GPUS = {
 }
 
 
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_FIXED = (":4096:8", ":16:8")  # the two that torch takes for deterministic; the second is smaller and slower
+
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -92,6 +95,25 @@ def pick_device(wanted: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def set_deterministic(on: bool, wanted: str) -> None:
+    """``train.deterministic`` of a recipe, for its ``train.device``. To be called before anything else uses the GPU.
+
+    cuBLAS gives the same bits only with a fixed workspace, which it reads from the environment once, and torch refuses
+    every product without it.
+    """
+    torch.use_deterministic_algorithms(on)
+    if not on or wanted == "cpu" or not torch.cuda.is_available():
+        return
+    given = os.environ.get(CUBLAS)
+    if given is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise UsageError(f"train.deterministic was set after CUDA was used: start with {CUBLAS}={CUBLAS_FIXED[0]}")
+    if given is not None and given not in CUBLAS_FIXED:
+        raise UsageError(
+            f"train.deterministic cannot be kept with {CUBLAS}={given}: unset it, or set {CUBLAS}={CUBLAS_FIXED[0]}"
+        )
+    os.environ.setdefault(CUBLAS, CUBLAS_FIXED[0])
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

@@ -42,17 +42,18 @@ def describe_model(recipe: Recipe, device: torch.device, gpu: Gpu) -> dict[str, 
             "precision": dtype_name(compute_dtype(options.precision, device)),
             **asdict(training_memory(recipe, device)),
         },
-        "ops": _chosen_ops(config, device),
+        "ops": _chosen_ops(config, device, options.deterministic),
         "gpu": gpu.name,
         "products": [asdict(product) for product in products(config, options.micro_tokens, gpu, recipe.parallel.tp)],
         "advice": [asdict(advice) for advice in advise(recipe, gpu)],
     }
 
 
-def _chosen_ops(config: ModelConfig, device: torch.device) -> list[dict[str, Any]]:
+def _chosen_ops(config: ModelConfig, device: torch.device, deterministic: bool) -> list[dict[str, Any]]:
     """The table of ``device``; a form that the recipe names may need another one, which is said in its place."""
     try:
-        return [asdict(choice) for choice in choose(config, device).table if config.moe or choice.op != "experts"]
+        table = choose(config, device, deterministic).table
+        return [asdict(choice) for choice in table if config.moe or choice.op != "experts"]
     except UsageError as error:
         return [{"op": "not on this machine", "form": "", "others": {"why": str(error)}}]
 

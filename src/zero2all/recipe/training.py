@@ -159,7 +159,8 @@ class TrainRecipe(Length):
     document_mask: bool = False
     """Tokens see only their own document, which begins at its end-of-text token, with positions counted from there."""
     deterministic: bool = False
-    """Only operations that give the same bits every time, where they exist; slower on GPUs."""
+    """Only operations that give the same bits every time, where they exist; slower on GPUs. Sets
+    CUBLAS_WORKSPACE_CONFIG, asks flash-attn for its deterministic backward, and leaves out flex attention."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
     schedule: ScheduleRecipe = ScheduleRecipe()
     guard: GuardRecipe = GuardRecipe()

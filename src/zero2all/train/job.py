@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero2all.console import console, say, warn
 from zero2all.errors import Interrupted, UsageError, Z2aError
-from zero2all.hardware import compute_dtype, dtype_name, peak_flops, pick_device
+from zero2all.hardware import compute_dtype, dtype_name, peak_flops, pick_device, set_deterministic
 from zero2all.model import document_starts, why_not_hf
 from zero2all.model.anatomy import count_parameters
 from zero2all.model.flops import Recompute
@@ -132,7 +131,7 @@ class Job:
 def prepare(recipe: Recipe, began: float) -> Iterator[Job]:
     """Lay out the model, build the optimizers, load the newest checkpoint, write down what the run is; and tidy up."""
     options = recipe.train
-    torch.use_deterministic_algorithms(options.deterministic)
+    set_deterministic(options.deterministic, options.device)
     device = pick_device(options.device)
     beat = Beat.of_this_rank()
     beat.tell(recipe.run_dir)

@@ -152,12 +152,14 @@ def _flash() -> AttentionForm:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan | int) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        # Its backward adds up in any order unless it is asked not to; torch's setting does not reach it.
+        more = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
         if isinstance(plan, int):
-            whole: Tensor = flash_attn_func(q, k, v, causal=True, window_size=(plan, 0))
+            whole: Tensor = flash_attn_func(q, k, v, causal=True, window_size=(plan, 0), **more)
             return whole.transpose(1, 2)
         flat = (x.flatten(0, 1) for x in (q, k, v))
         sizes = (plan.cuts, plan.cuts, plan.longest, plan.longest)
-        out: Tensor = flash_attn_varlen_func(*flat, *sizes, causal=True, window_size=plan.window)
+        out: Tensor = flash_attn_varlen_func(*flat, *sizes, causal=True, window_size=plan.window, **more)
         return out.view_as(q).transpose(1, 2)
 
     return AttentionForm(_plan_flash, attend)
@@ -165,7 +167,7 @@ def _flash() -> AttentionForm:
 
 FORMS = {
     "flash": Form(_flash, needs_cuda("flash_attn")),
-    "flex": Form(_flex, _why_not_flex),
+    "flex": Form(_flex, _why_not_flex, "torch does not promise the same bits from its backward"),
     "sdpa": plain(AttentionForm(_plan_sdpa, _sdpa)),
     "reference": plain(AttentionForm(visible, _reference)),
 }

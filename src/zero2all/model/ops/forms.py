@@ -38,6 +38,8 @@ class Form:
     """Gives what computes it. Packages that may be missing are imported here and not before."""
     why_not: WhyNot = runs_everywhere
     """Why it cannot be used on a device for a model, or None if it can."""
+    not_deterministic: str | None = None
+    """Why it cannot be used on a GPU that is to give the same bits every time, or None if it can."""
 
 
 def plain(function: Any) -> Form:

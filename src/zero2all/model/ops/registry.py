@@ -55,20 +55,34 @@ class Ops:
         return next(choice for choice in self.table if choice.op == op)
 
 
-def choose(config: ModelConfig, device: torch.device) -> Ops:
-    """The forms that the recipe names, or where it says auto the first that runs on the device."""
+def choose(config: ModelConfig, device: torch.device, deterministic: bool | None = None) -> Ops:
+    """The forms that the recipe names, or where it says auto the first that runs on the device.
+
+    ``deterministic`` leaves only those that give the same bits every time; if not given, it is as torch is set.
+    """
     wanted: dict[str, Any] = config.ops.model_dump()
-    return Ops([_choose(op, forms, wanted[op], config, device) for op, forms in OPS.items()])
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    strict = deterministic and device.type == "cuda"
+    return Ops([_choose(op, forms, wanted[op], config, device, strict) for op, forms in OPS.items()])
 
 
-def _choose(op: str, forms: dict[str, Form], wanted: str, config: ModelConfig, device: torch.device) -> Choice:
-    reasons = {name: form.why_not(device, config) for name, form in forms.items()}
+def _choose(
+    op: str, forms: dict[str, Form], wanted: str, config: ModelConfig, device: torch.device, strict: bool
+) -> Choice:
+    reasons = {
+        name: form.why_not(device, config) or (form.not_deterministic if strict else None)
+        for name, form in forms.items()
+    }
     if wanted == "auto":
         chosen = next(name for name, reason in reasons.items() if reason is None)
         otherwise = f"{chosen} comes first"
     else:
         chosen, otherwise = wanted, "the recipe names another"
         if reasons[chosen] is not None:
-            raise UsageError(f"model.ops.{op}={chosen} cannot be used: {reasons[chosen]}; try model.ops.{op}=auto")
+            remedy = f"try model.ops.{op}=auto"
+            if reasons[chosen] == forms[chosen].not_deterministic:
+                remedy += ", or train.deterministic=false"
+            raise UsageError(f"model.ops.{op}={chosen} cannot be used: {reasons[chosen]}; {remedy}")
     others = {name: reason or otherwise for name, reason in reasons.items() if name != chosen}
     return Choice(op, chosen, others)
