@@ -35,6 +35,7 @@ from zero2all.resilience.wire import (
 )
 
 HANDSHAKE = 10.0  # seconds in which a stranger must prove what he knows
+STRANGERS = 1024  # at a time
 TICK = 0.1
 BACKLOG = 4096
 SAY_AGAIN = 60.0  # seconds before the same address is complained about again
@@ -109,6 +110,7 @@ class Host:
         self.place = f"[{address}]:{self.port}" if ":" in address else f"{address}:{self.port}"
         self._jobs: dict[str, Job] = {}
         self._peers: set[Peer] = set()
+        self._strangers = 0
         self._complained: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -158,7 +160,13 @@ class Host:
         address = str((writer.get_extra_info("peername") or ("?",))[0])
         peer: Peer | None = None
         try:
-            peer = await asyncio.wait_for(self._handshake(reader, writer, address), HANDSHAKE)
+            if self._strangers >= STRANGERS:
+                raise OSError("too many that have proved nothing")
+            self._strangers += 1
+            try:
+                peer = await asyncio.wait_for(self._handshake(reader, writer, address), HANDSHAKE)
+            finally:
+                self._strangers -= 1
             if peer is not None:
                 self._peers.add(peer)
                 await self._converse(reader, peer)
@@ -190,6 +198,8 @@ class Host:
     def _complain(self, address: str, text: str) -> None:
         now = time.monotonic()
         if now - self._complained.get(address, -SAY_AGAIN) >= SAY_AGAIN:
+            if len(self._complained) >= STRANGERS:
+                self._complained.clear()
             self._complained[address] = now
             say(f"rendezvous: {text}")
 

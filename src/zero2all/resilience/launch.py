@@ -222,7 +222,11 @@ exec srun --export=ALL {bad_exit} {inner} -- {shlex.join(self.command)}
         return {option: value for option, (value, usual) in options.items() if value != usual}
 
     def _left_to_torchrun(self) -> None:
-        given = [*self._chosen(), *(["--rendezvous"] if self.rendezvous else [])]
+        places = {
+            "--rendezvous": self.rendezvous, "--rdzv-listen": self.listen, "--advertise": self.advertise,
+            "--secret-file": self.secret_file,
+        }  # fmt: skip
+        given = [*self._chosen(), *(option for option, value in places.items() if value is not None)]
         if given:
             raise UsageError(
                 f"leave out {', '.join(given)}: in Kubernetes torchrun starts the ranks, and the job starts them again"

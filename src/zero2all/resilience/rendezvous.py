@@ -145,7 +145,7 @@ class Rendezvous(RendezvousHandler):
                     say(f"the job is running on {self.link.status.running} nodes: this one waits to be taken in")
                     told = True
             elif time.monotonic() > deadline:
-                raise RendezvousTimeoutError(f"no {self.rules.counts[0]} nodes in {JOIN:.0f} s")
+                raise RendezvousTimeoutError(f"fewer than {self.rules.counts[0]} nodes came in {JOIN:.0f} s")
         seat: dict[str, Any] = self.link.value(pending)
         return seat
 

@@ -7,6 +7,7 @@ import secrets
 import time
 from pathlib import Path
 
+from zero2all.console import say
 from zero2all.errors import UsageError
 
 VARIABLE = "Z2A_JOB_SECRET"
@@ -35,13 +36,16 @@ def find_secret(file: Path | None, make: bool, patience: float = 0.0) -> tuple[s
     path = file or default_file()
     if make:
         _write_new(path)
-    deadline = time.monotonic() + patience
+    deadline, told = time.monotonic() + patience, False
     while True:
         try:
             return _checked(_read(path), str(path)), path
         except FileNotFoundError:
             if time.monotonic() >= deadline:
                 raise UsageError(how_to_get_it(path)) from None
+            if not told:
+                say(f"waiting for the job secret in {path}: the node that holds the rendezvous writes it")
+                told = True
         time.sleep(_LOOK)
 
 
