@@ -40,6 +40,28 @@ def test_seed_decides_the_text(run: Run) -> None:
     assert one != other
 
 
+def test_no_special_token_is_sampled(run: Run) -> None:
+    """At a very high temperature all tokens are as likely, the dozens that are reserved too."""
+    model, tokenizer = run.load_model(), run.tokenizer()
+    text = "".join(generate(model, tokenizer, "the", temperature=1e9, top_k=0, seed=seed) for seed in range(20))
+    assert text
+    assert [name for name in tokenizer.special_ids if name in text] == []
+
+
+@pytest.mark.parametrize("name", ["<|endoftext|>", "<|im_end|>"])
+def test_text_ends_with_the_document_or_the_message(name: str, run: Run) -> None:
+    model, tokenizer = run.load_model(), run.tokenizer()
+    end, letter = tokenizer.special_ids[name], tokenizer.encode("x")[0]
+    given = []
+
+    def next_logits(*args: object, **kwargs: object) -> torch.Tensor:
+        given.append(letter if len(given) < 3 else end)
+        return torch.nn.functional.one_hot(torch.tensor([[given[-1]]]), tokenizer.vocab_size).float()
+
+    model.forward = next_logits  # type: ignore[method-assign]
+    assert generate(model, tokenizer, "the", max_tokens=10, temperature=0) == "xxx"
+
+
 def test_text_stops_at_the_context_and_long_prompts_keep_their_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = run.load_model(), run.tokenizer()
     letter = tokenizer.encode("x")[0]

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 
 from tests.conftest import tiny_recipe
 from zero2all.errors import UsageError, Z2aError
+from zero2all.serve import generate
 from zero2all.train import Run, export_run, train
 from zero2all.train.export import TOLERANCE
 
@@ -30,6 +34,35 @@ def test_exported_run_loads_in_transformers_without_our_code(run: Run, tmp_path:
         "tokenizer.json",
         "tokenizer_config.json",
     }
+
+
+def test_generation_ends_where_a_document_or_a_message_does(run: Run, tmp_path: Path) -> None:
+    export_run(run, tmp_path / "hf")
+    special = run.tokenizer().special_ids
+    ends = json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [special["<|endoftext|>"], special["<|im_end|>"]]
+
+
+def test_every_file_of_an_export_may_be_read_by_the_same_people(run: Run, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        export_run(run, tmp_path / "hf")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.filemode(path.stat().st_mode) for path in (tmp_path / "hf").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"] == "-rw-r-----"
+
+
+def test_transformers_generates_the_same_text(run: Run, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    export_run(run, tmp_path / "hf")
+    model, tokenizer = run.load_model(), run.tokenizer()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    prompt = [tokenizer.end_of_text, *tokenizer.encode("the model")]
+    ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+    ends = [at for at, id in enumerate(ids) if id in tokenizer.end_ids]
+    text = tokenizer.decode(ids[: ends[0]] if ends else ids)
+    assert generate(model, tokenizer, "the model", max_tokens=12, temperature=0) == text
 
 
 def test_a_wrong_export_does_not_pass_the_check(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

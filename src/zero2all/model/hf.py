@@ -7,7 +7,8 @@ there are experts besides. The names of the weights are ours behind ``model.``; 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -47,15 +48,19 @@ def hf_weights(model: Z2all) -> dict[str, Tensor]:
 def export_hf(
     model: Z2all,
     out: Path,
-    end_of_text: int | None = None,
+    end_ids: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write config and weights to an existing directory. Beside the model only one shard is in memory at a time."""
+    """Write config and weights to an existing directory. Beside the model only one shard is in memory at a time.
+
+    ``end_ids`` are the tokens at which generation ends, that of a document first.
+    """
     from safetensors.torch import save_file
 
+    end_of_text = end_ids[0] if end_ids else None
     write_json(out / "config.json", hf_config(model.config, end_of_text, str(dtype).removeprefix("torch.")))
-    write_json(out / "generation_config.json", {"eos_token_id": end_of_text, "do_sample": False})
+    write_json(out / "generation_config.json", {"eos_token_id": list(end_ids) or None, "do_sample": False})
     weights = hf_weights(model)
     shards = list(_shards(weights, dtype.itemsize, shard_bytes))
     files: dict[str, str] = {}
@@ -63,6 +68,7 @@ def export_hf(
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         part = {name: weights[name].detach().to("cpu", dtype).contiguous() for name in names}
         save_file(part, str(out / file), metadata={"format": "pt"})
+        shutil.copymode(out / "config.json", out / file)  # safetensors lets only the owner read it
         files |= dict.fromkeys(names, file)
     if len(shards) > 1:
         size = sum(weight.numel() for weight in weights.values()) * dtype.itemsize

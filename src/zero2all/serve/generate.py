@@ -19,7 +19,10 @@ def generate(
     top_k: int = 50,
     seed: int = 0,
 ) -> str:
-    """The continuation of ``prompt``, up to the end of the document. Temperature 0 always takes the likeliest token."""
+    """The continuation of ``prompt``, up to the end of the document or message.
+
+    Temperature 0 always takes the likeliest token. Of the special tokens only those that end a text are ever taken.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     # A document starts after the end of another, so that is how a prompt starts too.
@@ -28,12 +31,14 @@ def generate(
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)][-room:]
     length = min(len(ids) + max_tokens, model.config.context)
     cache = KVCache(model.config, batch=1, length=length, device=device, dtype=model.embed_tokens.weight.dtype)
+    ends = set(tokenizer.end_ids)
+    never = torch.tensor(sorted(set(tokenizer.special_ids.values()) - ends), dtype=torch.long, device=device)
     out: list[int] = []
     next_input = torch.tensor([ids], device=device)
     while len(ids) + len(out) < length:
-        logits = model(next_input, cache=cache)[0, -1].float()
-        token = _pick(logits[: tokenizer.vocab_size], temperature, top_k, generator)
-        if token == tokenizer.end_of_text:
+        logits = model(next_input, cache=cache)[0, -1, : tokenizer.vocab_size].float()
+        token = _pick(logits.index_fill(0, never, -torch.inf), temperature, top_k, generator)
+        if token in ends:
             break
         out.append(token)
         next_input = torch.tensor([[token]], device=device)

@@ -22,7 +22,7 @@ from zero2all.tokenizer.chat import Message, chat_pieces
 from zero2all.tokenizer.definition import read_definition
 from zero2all.tokenizer.engines import Encoder, EngineName, HuggingFace, Ids, TextVocabulary, choose_engine
 from zero2all.tokenizer.special import AllowSpecial, allowed_names, split_special
-from zero2all.tokenizer.vocabulary import END_OF_TEXT
+from zero2all.tokenizer.vocabulary import END_OF_TEXT, IM_END
 
 _NO_UTF8 = re.compile("[\udc80-\udcff]")  # what the error handler "surrogateescape" makes of bytes that are no text
 
@@ -63,6 +63,11 @@ class Tokenizer:
     @property
     def end_of_text(self) -> int:
         return self.special_ids[END_OF_TEXT]
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Where generation ends: with the document, or with a chat message where the vocabulary has such an end."""
+        return [self.special_ids[name] for name in (END_OF_TEXT, IM_END) if name in self.special_ids]
 
     @cached_property
     def reference(self) -> HuggingFace:

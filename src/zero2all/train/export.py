@@ -31,7 +31,7 @@ def export_run(run: Run, out: Path, step: int | None = None, bf16: bool = False,
     model, tokenizer = run.load_model(step), run.tokenizer()
     result: dict[str, Any] = {"out": str(out), "parameters": sum(p.numel() for p in model.parameters())}
     with atomic_dir(out, KIND) as partial:
-        export_hf(model, partial, tokenizer.end_of_text, torch.bfloat16 if bf16 else torch.float32)
+        export_hf(model, partial, tokenizer.end_ids, torch.bfloat16 if bf16 else torch.float32)
         for path in tokenizer_files(tokenizer):
             shutil.copy(path, partial / path.name)
         if check:
