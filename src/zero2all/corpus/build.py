@@ -28,7 +28,7 @@ from zero2all.recipe import CorpusRecipe, SourceRecipe
 from zero2all.units import show_bytes
 
 KIND = "documents"
-FORMAT = 4  # raised when the same inputs and options give other documents than before
+FORMAT = 5  # raised when the same inputs and options give other documents than before
 NAMES_KEPT = 20  # of files left out, per reason, in the manifest
 PLACES_KEPT = 100  # of broken records, per source, in the manifest
 SAMPLES_KEPT = 5  # of dropped documents, per source and reason, in the manifest
@@ -66,7 +66,7 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
             f"no document is left of {len(files)} files. Dropped: {dropped}; left out: {_left_out(recipe, parts)}"
         )
     lean = strip_shared_lines(engine, recipe, full, work)
-    drops = find_drops(engine, recipe, list(lean.values()), work)
+    drops = find_drops(engine, recipe, list(lean.values()), work, key)
     with atomic_dir(out, KIND) as partial:
         written = _write_shards(engine, recipe, parts, stems, lean, drops, partial)
         splits = _splits(recipe, written)

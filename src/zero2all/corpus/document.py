@@ -56,6 +56,11 @@ def gid_maker(data_src: str) -> Callable[[bytes, bytes | memoryview], str]:
     return gid
 
 
+def is_held_out(gid: str, share: float) -> bool:
+    """By the document itself, so that growing a corpus never moves a document across the split."""
+    return int(gid[:12], 16) < share * 2**48
+
+
 def clean(text: str) -> str:
     """JSON may hold halves of surrogate pairs, which no UTF-8 file can."""
     try:

@@ -15,8 +15,11 @@ from zero2all.corpus.dedup import (
     build_index,
     contamination_drops,
     find_copies,
+    index_validation,
     line_counts,
+    sign_validation,
     strip_boilerplate,
+    validation_drops,
 )
 from zero2all.corpus.readers import BrokenRecord, RawFile, Unreadable, list_files, read_records
 from zero2all.engine import Engine
@@ -24,12 +27,18 @@ from zero2all.io import fingerprint, read_json, write_json
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 
-def find_drops(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, list[Path]]:
-    """For each part the files that name its documents to drop. Unchanged parts and options are not looked at again."""
+def find_drops(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path, key: str) -> dict[Path, list[Path]]:
+    """For each part the files that name its documents to drop. Unchanged parts and options are not looked at again.
+
+    ``key`` is of all that the documents depend on.
+    """
     drops = {part: [copies] for part, copies in _copies(engine, recipe, parts, work / "dedup").items()}
     if recipe.decontaminate:
         for part, contaminated in _contaminated(engine, recipe, parts, work / "decontaminate").items():
             drops[part].append(contaminated)
+    if recipe.holdout:  # last, since a validation document that goes itself takes nothing with it
+        for part, copies in _validation_copies(engine, recipe, drops, work / "validation", key).items():
+            drops[part].append(copies)
     return drops
 
 
@@ -80,6 +89,36 @@ def _copies(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path)
         drops, counts = find_copies(parts, work, params, run_tasks, near=recipe.dedup.near)
     write_json(done, {"key": key, **counts})
     return drops
+
+
+def _validation_copies(
+    engine: Engine, recipe: CorpusRecipe, drops: dict[Path, list[Path]], work: Path, key: str
+) -> dict[Path, Path]:
+    """For each part a file that names its train documents that are near copies of validation documents."""
+    found = {part: work / "drops" / part.name for part in drops}
+    done = work / "done.json"
+    if done.exists() and read_json(done)["key"] == key:
+        return found
+    done.unlink(missing_ok=True)
+    params = DedupParams(threshold=recipe.dedup.threshold)
+    signed = [work / "signed" / f"{part.name}.npy" for part in drops]
+    with progress("looking for copies of validation documents", 2 * len(drops) + 1) as advance:
+
+        def run_tasks(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
+            return engine.run(function, tasks, lambda task: advance(1))
+
+        given = list(drops.items())
+        run_tasks(
+            sign_validation,
+            [(part, files, recipe.holdout, out, params) for (part, files), out in zip(given, signed, strict=True)],
+        )
+        (documents,) = run_tasks(index_validation, [(signed, work / "index", params)])
+        counts = run_tasks(
+            validation_drops,
+            [(part, files, recipe.holdout, work / "index", found[part], params) for part, files in given],
+        )
+    write_json(done, {"key": key, "validation": documents, "dropped": sum(counts)})
+    return found
 
 
 def _contaminated(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, Path]:

@@ -11,15 +11,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from zero2all.corpus.account import count_drop
-from zero2all.corpus.document import Document
+from zero2all.corpus.dedup import read_drops
+from zero2all.corpus.document import Document, is_held_out
 from zero2all.corpus.parts import DocumentWriter
 from zero2all.io import atomic_path, sha256_file
 from zero2all.paths import arrow_source
-
-
-def is_held_out(gid: str, share: float) -> bool:
-    """By the document itself, so that growing a corpus never moves a document across the split."""
-    return int(gid[:12], 16) < share * 2**48
 
 
 def group_parts(records: list[dict[str, Any]], shard_size: int) -> list[list[int]]:
@@ -47,7 +43,7 @@ def write_shards(
     writers = {split: ShardWriter(out / split, name, shard_size) for split in ("train", "valid")}
     dropped: dict[str, dict[str, Any]] = {}
     for part, drop_files in parts:
-        drops = _read_drops(drop_files)
+        drops = read_drops(drop_files)
         with pq.ParquetFile(arrow_source(part)) as table:
             for batch in table.iter_batches(batch_size=256):
                 chosen: dict[str, list[int]] = {"train": [], "valid": []}
@@ -65,16 +61,6 @@ def write_shards(
         result[split] = {"documents": writer.documents, "bytes": writer.bytes, "shards": writer.shards}
         result["files"] |= {f"{split}/{shard}": sha256_file(out / split / shard) for shard in writer.shards}
     return result
-
-
-def _read_drops(files: list[Path]) -> dict[str, list[str]]:
-    """Reasons by gid, one for each copy that goes: the same record twice has one gid, and one of the two stays."""
-    drops: dict[str, list[str]] = {}
-    for path in files:
-        table = pq.read_table(arrow_source(path), columns=["gid", "reason"])
-        for gid, reason in zip(table["gid"].to_pylist(), table["reason"].to_pylist(), strict=True):
-            drops.setdefault(gid, []).append(reason)
-    return drops
 
 
 class ShardWriter:

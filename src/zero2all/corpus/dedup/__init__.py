@@ -6,12 +6,13 @@ those for whole documents together.
 """
 
 from zero2all.corpus.dedup.decontaminate import Index, build_index, contaminated, contamination_drops, load_index
-from zero2all.corpus.dedup.drops import shard_drops
+from zero2all.corpus.dedup.drops import read_drops, shard_drops
 from zero2all.corpus.dedup.exact import exact_keys, exact_partition
 from zero2all.corpus.dedup.near import connected_components, near_drops, near_partition, near_signatures
 from zero2all.corpus.dedup.paragraphs import LineParams, boilerplate_partition, line_counts, strip_boilerplate
 from zero2all.corpus.dedup.params import DedupParams
 from zero2all.corpus.dedup.run import find_copies, run_here
+from zero2all.corpus.dedup.validation import index_validation, sign_validation, validation_drops
 
 __all__ = [
     "DedupParams",
@@ -25,12 +26,16 @@ __all__ = [
     "exact_keys",
     "exact_partition",
     "find_copies",
+    "index_validation",
     "line_counts",
     "load_index",
     "near_drops",
     "near_partition",
     "near_signatures",
+    "read_drops",
     "run_here",
     "shard_drops",
+    "sign_validation",
     "strip_boilerplate",
+    "validation_drops",
 ]

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from zero2all.corpus.dedup.shuffle import GID, Rows, gid_texts, rows_between, sorted_by
 from zero2all.io import atomic_path
+from zero2all.paths import arrow_source
 
 DROP = np.dtype([("shard", "<u4"), ("gid", GID), ("kept", GID), ("reason", "u1")])
 EXACT, NEAR = 0, 1
@@ -42,3 +43,13 @@ def write_drops(out: Path, gids: list[str], kept: list[str], reasons: list[str])
     table = pa.table([gids, kept, reasons], schema=DROP_SCHEMA)
     with atomic_path(out) as partial:
         pq.write_table(table, partial, compression="zstd")
+
+
+def read_drops(files: Sequence[Path]) -> dict[str, list[str]]:
+    """Reasons by gid, one for each copy that goes: the same record twice has one gid, and one of the two stays."""
+    drops: dict[str, list[str]] = {}
+    for path in files:
+        table = pq.read_table(arrow_source(path), columns=["gid", "reason"])
+        for gid, reason in zip(table["gid"].to_pylist(), table["reason"].to_pylist(), strict=True):
+            drops.setdefault(gid, []).append(reason)
+    return drops

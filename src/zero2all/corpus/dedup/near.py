@@ -64,29 +64,41 @@ def near_signatures(
     parts = [np.zeros(0, dtype=band_type(params))]
     documents = compared = 0
     for columns in read_columns(shard, [*LABELS, "content"]):
-        gids = gids_of(columns["gid"])
-        ranks, codes = labels_of(columns, params)
-        documents += len(gids)
-        present = np.ones(len(gids), dtype=bool)
-        for place, gid in enumerate(columns["gid"]):
-            if gone[gid] > 0:  # as often as it was dropped: twins in one file have one gid, and one of them stays
-                gone[gid] -= 1
-                present[place] = False
-        for code in (False, True):
-            chosen = np.flatnonzero(present & (np.array(codes) == code))
-            for batch in batches(columns["content"], chosen, BATCH_CHARACTERS):
-                texts = [columns["content"][place] for place in batch]
-                shingles, counts = shingle_hashes(texts, code, params)
-                long_enough = counts >= params.min_shingles
-                values = signatures(shingles, counts, params.slots, params.seed)[long_enough]
-                nodes = np.zeros(len(values), dtype=node_type(params))
-                places = batch[long_enough]
-                nodes["gid"], nodes["rank"], nodes["shard"] = gids[places], np.array(ranks)[places], number
-                nodes["sketch"] = compress(values)
-                parts.append(_band_rows(nodes, band_hashes(values, params.bands), params))
-                compared += len(nodes)
+        documents += len(columns["gid"])
+        for nodes, hashes in signed(columns, still_there(columns["gid"], gone), number, params):
+            parts.append(band_rows(nodes, hashes, params))
+            compared += len(nodes)
     save_sorted(out, np.concatenate(parts), "hash", "rank", "gid")
     return {"documents": documents, "compared": compared}
+
+
+def still_there(gids: Sequence[str], gone: Counter[str]) -> NDArray[np.bool_]:
+    """Which documents are not gone. A gid goes as often as it was dropped: of twins in one file one stays."""
+    present = np.ones(len(gids), dtype=bool)
+    for place, gid in enumerate(gids):
+        if gone[gid] > 0:
+            gone[gid] -= 1
+            present[place] = False
+    return present
+
+
+def signed(
+    columns: dict[str, list[str]], wanted: NDArray[np.bool_], number: int, params: DedupParams
+) -> Iterator[tuple[Rows, Hashes]]:
+    """Nodes and band hashes of the wanted documents that are long enough, some at a time."""
+    gids = gids_of(columns["gid"])
+    ranks, codes = labels_of(columns, params)
+    for code in (False, True):
+        chosen = np.flatnonzero(wanted & (np.array(codes) == code))
+        for batch in batches(columns["content"], chosen, BATCH_CHARACTERS):
+            shingles, counts = shingle_hashes([columns["content"][place] for place in batch], code, params)
+            long_enough = counts >= params.min_shingles
+            values = signatures(shingles, counts, params.slots, params.seed)[long_enough]
+            nodes = np.zeros(len(values), dtype=node_type(params))
+            places = batch[long_enough]
+            nodes["gid"], nodes["rank"], nodes["shard"] = gids[places], np.array(ranks)[places], number
+            nodes["sketch"] = compress(values)
+            yield nodes, band_hashes(values, params.bands)
 
 
 def shingle_hashes(texts: Sequence[str], code: bool, params: DedupParams) -> tuple[Hashes, Counts]:
@@ -98,7 +110,7 @@ def shingle_hashes(texts: Sequence[str], code: bool, params: DedupParams) -> tup
     return np.concatenate([hashes for hashes, _ in parts]), np.concatenate([counts for _, counts in parts])
 
 
-def _band_rows(nodes: Rows, hashes: Hashes, params: DedupParams) -> Rows:
+def band_rows(nodes: Rows, hashes: Hashes, params: DedupParams) -> Rows:
     rows = np.zeros(hashes.shape, dtype=band_type(params))
     rows["hash"] = hashes
     for name in nodes.dtype.names or ():
