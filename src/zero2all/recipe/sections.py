@@ -106,7 +106,7 @@ class CorpusRecipe(Section):
     shard_size: Bytes = 200_000_000
     """Text bytes in one Parquet shard."""
     holdout: Fraction = 0.01
-    """Share of documents kept for validation, chosen by a hash of their gid."""
+    """Share of documents kept for validation, chosen by a hash of their gid. Near copies of them never train."""
     dir: AnyDir | None = None
     """Where the documents are: a directory, or a place in an object store such as ``s3://bucket/documents``;
     ``<out>/documents`` if not given."""
