@@ -25,7 +25,6 @@ from zero2all.io import write_json
 from zero2all.resilience.checkpoint import Checkpoints
 from zero2all.resilience.condition import glance
 from zero2all.resilience.flash import (
-    SlotReader,
     Slots,
     Staged,
     claim,
@@ -41,6 +40,7 @@ from zero2all.resilience.flash import (
 from zero2all.resilience.lineage import HISTORY, UNKNOWN, Lineage, descend, from_json, new_history, read_line, to_json
 from zero2all.resilience.replicas import compare_copies
 from zero2all.resilience.restore import Chosen, Decision, DurableReport, RankReport, SlotReport, decide, summary
+from zero2all.resilience.slot_reader import SlotReader
 from zero2all.resilience.state import like, local, put_state, rng_state, state_of, tensors_in, with_tensors
 from zero2all.resilience.team import PATIENCE, Team
 from zero2all.units import show_bytes, show_seconds
