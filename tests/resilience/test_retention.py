@@ -6,6 +6,9 @@ import errno
 import json
 import os
 import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +88,52 @@ def test_an_unreadable_checkpoint_is_not_damaged(tmp_path: Path, monkeypatch: py
         write(checkpoints, 400, 500)
     assert checkpoints.is_whole(500)
     assert checkpoints.steps() == [400, 500]  # by age, as any other
+
+
+def test_states_of_an_abandoned_history_do_not_count(tmp_path: Path) -> None:
+    """A run that could not read 300 went on from 200. It never restores 300 again, so 300 must not push out 250."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 100, 200, 300, lineage=[["a", 0]])
+    line = [["a", 0], ["b", 200]]
+    write(checkpoints, 250, 350, lineage=line)
+    assert checkpoints.steps() == [250, 300, 350]
+    write(checkpoints, 400, lineage=line)
+    assert checkpoints.steps() == [350, 400]
+
+
+class Ranks:
+    """Threads that act as the ranks of a team."""
+
+    def __init__(self, world: int) -> None:
+        self.found: list[Any] = [None] * world
+        self.barrier = threading.Barrier(world)
+
+    def together(self, rank: int, function: Callable[[], Any]) -> list[Any]:
+        self.found[rank] = function()
+        self.barrier.wait(60)
+        found = list(self.found)
+        self.barrier.wait(60)
+        return found
+
+
+class Rank(Team):
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks, self.rank, self.world, self.group = ranks, rank, len(ranks.found), None
+
+    def together(self, function: Callable[[], Any]) -> list[Any]:
+        return self.ranks.together(self.rank, function)
+
+
+def test_ranks_agree_when_only_one_of_them_sees_the_damage(tmp_path: Path) -> None:
+    write(Checkpoints(tmp_path, keep=3), 100, 200, 300)
+    damaged = Checkpoints(tmp_path).path(200) / "state.json"  # the last of three files by name: the third rank's
+    damaged.write_text(damaged.read_text().replace("200", "201"))
+    ranks, kept = Ranks(3), [Checkpoints(tmp_path, keep=2) for _ in range(3)]
+    kept[0].examine(300)  # the first knows more than the others
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda rank: kept[rank]._keep_within_bounds(300, Rank(ranks, rank)), range(3), timeout=120))
+    assert kept[0].steps() == [100, 200, 300]
+    assert [100 in checkpoints._verified for checkpoints in kept] == [True] * 3
 
 
 def test_nothing_is_removed_before_enough_valid_ones_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

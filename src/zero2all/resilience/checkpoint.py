@@ -36,6 +36,7 @@ from zero2all.io import (
 )
 from zero2all.paths import RemotePath
 from zero2all.resilience.condition import KIND, VALID, Condition, examine, glance, is_unfinished, worst
+from zero2all.resilience.lineage import UNKNOWN, from_json, passes_through
 from zero2all.resilience.reader import CheckpointReader, reasons
 from zero2all.resilience.state import put_state, state_of, tensors_in
 from zero2all.resilience.team import Team
@@ -189,14 +190,16 @@ class Checkpoints:
     def _keep_within_bounds(self, newest: int, team: Team) -> None:
         """The newest valid ones stay, the best by held-out text, and those that are to stay for good.
 
-        A damaged one counts for nothing: it goes with those as old as itself, or at once if it is of a later step,
-        which the run comes to again. One that cannot be read is never removed for that.
+        A damaged one counts for nothing, nor does one of a history that the run has left: it goes with those as old as
+        itself, or at once if it is damaged and of a later step, which the run comes to again. One that cannot be read
+        is never removed for that.
         """
         steps: list[int] = team.first(self.steps)
         doomed = [step for step in steps if step > newest and self._condition(step, team).kind == "damaged"]
         earlier = [step for step in steps if step <= newest]
         notes = team.first(lambda: {step: self._note(step) for step in earlier})
-        kept = self._first_valid(earlier[::-1], self.keep, team)
+        restorable = [step for step in reversed(earlier) if _is_on_line(step, notes[step], notes.get(newest, {}))]
+        kept = self._first_valid(restorable, self.keep, team)
         if len(kept) == self.keep:
             old = [step for step in earlier if step < min(kept) and not notes[step].get("permanent")]
             best = self._first_valid(_by_quality(notes), self.keep_best, team)
@@ -252,6 +255,17 @@ class Checkpoints:
 
     def reader(self, step: int) -> CheckpointReader:
         return CheckpointReader(self.path(step))
+
+
+def _is_on_line(step: int, note: dict[str, Any], newest: dict[str, Any]) -> bool:
+    """Whether the newest state descends from this one: no other would be restored."""
+    if "lineage" not in newest:
+        return True
+    try:
+        history = from_json(note["lineage"])[-1].history if "lineage" in note else UNKNOWN[-1].history
+    except Z2aError:
+        return False
+    return passes_through(from_json(newest["lineage"]), step, history)
 
 
 def _by_quality(notes: dict[int, dict[str, Any]]) -> list[int]:
