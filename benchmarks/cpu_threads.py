@@ -1,7 +1,7 @@
 """How long OpenMP threads should spin at a barrier: the quickstart's training step, alone and beside busy processes.
 
     python benchmarks/cpu_threads.py            # under 4 minutes; the machine must be idle otherwise
-    python benchmarks/cpu_threads.py --spins 0 300 3000 --seconds 3 --rounds 6
+    python benchmarks/cpu_threads.py --spins 300 3000 --seconds 3 --rounds 6 --beside 2
 
 Every setting has a process of its own that lives from beginning to end, and they take turns, so that all see the same
 machine. ``default`` is libgomp's own (GOMP_SPINCOUNT unset), ``passive`` is OMP_WAIT_POLICY=PASSIVE. Beside the step
@@ -83,11 +83,12 @@ def turns(contenders: dict[str, Contender], rounds: int, seconds: float, beside:
     return figures
 
 
-def table(idle: Figures, loaded: Figures) -> str:
-    lines = ["| setting | idle tokens/s | of default | busy tokens/s | of default |", "|---|---|---|---|---|"]
-    for name in idle:
+def table(measured: dict[int, Figures]) -> str:
+    heads = [f"tokens/s beside {beside} | of default" for beside in measured]
+    lines = [f"| setting | {' | '.join(heads)} |", f"|---|{'---|---|' * len(heads)}"]
+    for name in next(iter(measured.values())):
         cells = [name]
-        for figures in (idle, loaded):
+        for figures in measured.values():
             ratios = [own / default for own, default in zip(figures[name], figures["default"], strict=True)]
             cells += [f"{statistics.median(figures[name]):,.0f}", f"{statistics.median(ratios):.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--spins", type=int, nargs="*", default=[300, 1000, 3000, 10_000])
     parser.add_argument("--seconds", type=float, default=2.0, help="of one turn")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--beside", type=int, nargs="*", default=[0, os.cpu_count() or 1], help="busy processes")
     parser.add_argument("--contender", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contender:
@@ -110,14 +112,13 @@ def main() -> None:
     try:
         for contender in contenders.values():
             contender.run(1.0)  # has started, and is warm
-        idle = turns(contenders, options.rounds, options.seconds, 0)
-        loaded = turns(contenders, options.rounds, options.seconds, os.cpu_count() or 1)
+        measured = {beside: turns(contenders, options.rounds, options.seconds, beside) for beside in options.beside}
     finally:
         for contender in contenders.values():
             contender.process.kill()
             contender.process.wait()
-    sys.stdout.write(table(idle, loaded) + "\n")
-    sys.stdout.write(json.dumps({"idle": idle, "busy": loaded}) + "\n")
+    sys.stdout.write(table(measured) + "\n")
+    sys.stdout.write(json.dumps(measured) + "\n")
 
 
 if __name__ == "__main__":
