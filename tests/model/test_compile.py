@@ -42,9 +42,10 @@ def test_a_block_is_one_graph_and_gives_the_same(variant: str, packed: bool, bac
     for block in (model.layers[0], torch.compile(model.layers[0], fullgraph=True, backend=backend)):
         x = model.embed_tokens(tokens).detach().requires_grad_()
         model.zero_grad()
-        out = block(x, rotary, plan)
-        out.square().mean().backward()
-        results.append([out, x.grad, *(p.grad for p in model.layers[0].parameters())])
+        out, routed = block(x, rotary, plan)
+        extra = [] if routed is None else [routed.counts_E, routed.balance_loss]
+        (out.square().mean() + sum(extra[1:])).backward()
+        results.append([out, *extra, x.grad, *(p.grad for p in model.layers[0].parameters())])
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, atol=2e-5, rtol=1e-4)
 

@@ -80,7 +80,7 @@ def test_residual_stream_has_the_precision_asked_for(fp32: bool) -> None:
     model = make(residual_fp32=fp32)
     seen: list[torch.dtype] = []
     for layer in model.layers:
-        layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+        layer.register_forward_hook(lambda module, inputs, output: seen.append(output[0].dtype))
     with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
         model(some_tokens())
     assert set(seen) == {torch.float32 if fp32 else torch.bfloat16}

@@ -183,7 +183,6 @@ def test_hardware_flops_are_those_that_torch_counts(moe: dict[str, Any] | None) 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "tp": ({"tp": 2}, None),
     "ep": ({"ep": 2}, MOE),
-    "copies": ({"dp_replicate": 2, "dp_shard": 1}, MOE),
     "pipeline": ({"pp": 2}, {**MOE, "balance": "bias"}),
 }
 
@@ -199,7 +198,7 @@ def on_every_layout() -> dict[tuple[str, str], tuple[float, dict[str, Tensor], l
 
 
 def test_checkpointing_changes_nothing_on_ranks_either() -> None:
-    ranks = on_ranks(2, on_every_layout, detail=False)
+    ranks = on_ranks(2, on_every_layout)
     for found in ranks:
         for name in LAYOUTS:
             plain_loss, plain, plain_load = found[name, "none"]
