@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import tiny_recipe
 from zero2all.recipe import recipe_yaml
-from zero2all.resilience.agent import History, leaves_alone
+from zero2all.resilience.history import History, leaves_alone
 from zero2all.resilience.launch import node_counts
 from zero2all.resilience.secret import VARIABLE, new_secret
 

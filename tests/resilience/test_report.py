@@ -10,10 +10,10 @@ import pytest
 
 from tests.conftest import tiny_recipe
 from tests.resilience.helpers import crashed
-from zero2all.resilience.agent import FRUITLESS, TRIES, History
 from zero2all.resilience.beat import AGENT_DIR, new_beat
 from zero2all.resilience.exits import Kind
 from zero2all.resilience.hang import Stuck, odd_ones
+from zero2all.resilience.history import FRUITLESS, TRIES, History
 from zero2all.resilience.report import Account, Cost, Death, add_cost, leave_account, make_report, summarize
 
 

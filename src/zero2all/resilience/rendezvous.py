@@ -142,7 +142,7 @@ class Rendezvous(RendezvousHandler):
             if self.link.status.running:
                 deadline = time.monotonic() + JOIN
                 if not told:
-                    say(f"the job is running on {self.link.status.running} nodes: this one waits to be taken in")
+                    say(f"the job is running (nodes: {self.link.status.running}); this one waits to be taken in")
                     told = True
             elif time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"fewer than {self.rules.counts[0]} nodes came in {JOIN:.0f} s")
