@@ -39,7 +39,7 @@ class SlowStorage(Checkpoints):
 
     def write(self, *args: Any) -> None:
         self.begun.set()
-        assert self.done.wait(60)
+        assert self.done.wait(120)
         super().write(*args)
 
 
@@ -153,7 +153,7 @@ def test_a_run_sends_heartbeats_while_it_waits_for_storage(
     monkeypatch.setattr(Beat, "alive", lambda self: alive.set(), raising=False)
 
     def slow(*args: Any) -> None:
-        assert alive.wait(30), "no heartbeat"
+        assert alive.wait(120), "no heartbeat"
         write(*args)
 
     monkeypatch.setattr(Checkpoints, "write", slow)

@@ -28,9 +28,9 @@ class ThreadTeam(Team):
                 self._shared[self.rank] = (function(), None)
         except Exception as error:
             self._shared[self.rank], kept = (None, str(error)), error
-        self._barrier.wait(60)
+        self._barrier.wait(120)
         found = list(self._shared)
-        self._barrier.wait(60)  # before any of them writes again
+        self._barrier.wait(120)  # before any of them writes again
         if kept is not None:
             raise kept
         for _, reason in found:
