@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from zero2all.parallel import Layout, Sizes, Spread
 from zero2all.parallel.accumulation import parameter_groups
@@ -135,7 +136,25 @@ def shape_of(sizes: dict[str, Any]) -> Sizes:
     return Sizes.of(ParallelRecipe(**sizes), RANKS)
 
 
-def everything(references: dict[tuple[int, bool], dict[str, Tensor]]) -> dict[tuple[str, str], Held]:
+def buffers_sent() -> int:
+    """How often DDP broadcasts buffers in two steps of two micro-batches."""
+    recipe = ParallelRecipe(dp_replicate=RANKS, dp_shard=1)
+    layout = Layout(Sizes.of(recipe, RANKS), torch.device("cpu"))
+    spread = Spread(config(moe=True), recipe, layout, seed=3, micro_samples=1)
+    sent: list[None] = []
+    patch = pytest.MonkeyPatch()
+    original = DistributedDataParallel._sync_buffers  # type: ignore[attr-defined]
+    patch.setattr(DistributedDataParallel, "_sync_buffers", lambda ddp: (sent.append(None), original(ddp)))
+    tokens = torch.randint(0, VOCAB, (2, LENGTH + 1))
+    for _ in range(2):
+        spread.backward(tokens[:, :-1], tokens[:, 1:], divisor=1)
+    patch.undo()
+    return len(sent)
+
+
+def everything(
+    references: dict[tuple[int, bool], dict[str, Tensor]],
+) -> tuple[dict[tuple[str, str], Held], int]:
     found = {}
     for name, (sizes, moe, modes) in CASES.items():
         one = references[MICROS * shape_of(sizes).dp, moe]
@@ -143,13 +162,14 @@ def everything(references: dict[tuple[int, bool], dict[str, Tensor]]) -> dict[tu
             found[name, mode] = accumulate({**sizes, "gradient_sync": mode}, moe, torch.float32, one)
         if "zbv" in name or name == "FSDP 4":
             found[name, "bf16"] = accumulate(sizes, moe, torch.bfloat16, one)
-    return found
+    return found, buffers_sent()
 
 
 @pytest.mark.slow
 def test_between_micro_batches_a_rank_holds_the_gradient_of_its_shards_only() -> None:
     references = {(MICROS * dp, moe): alone(MICROS * dp, moe) for dp in (2, 4) for moe in (False, True)}
-    for rank, found in enumerate(run_ranks(RANKS, everything, references, seconds=240)):
+    for rank, (found, broadcasts) in enumerate(run_ranks(RANKS, everything, references, seconds=240)):
+        assert broadcasts == 0, "buffers are the same on every rank: each fills or computes its own"
         for (name, mode), held in found.items():
             sizes, where = shape_of(CASES[name][0]), f"{name}, {mode}, rank {rank}: {held}"
             assert len(held.between) >= MICROS - 1, where

@@ -80,7 +80,8 @@ class Spread:
         self._sharded = laid.sharded
         self._ddp: DistributedDataParallel | None = None
         if layout.sizes.world > 1 and layout.sizes.dp_replicate == layout.sizes.world:
-            self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            # Buffers need no sending: rotary tables and expert biases come out the same on every rank.
+            self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False)
             if layout.sizes.world > 2 and not compile:
                 self._order_buckets(self._ddp)
 
