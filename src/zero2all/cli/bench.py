@@ -79,8 +79,9 @@ def parity(
     Example: z2a bench parity --only FSDP
     """
     from zero2all.bench import write_report
+    from zero2all.bench.parity import Outcome, as_data, measure, table
+    from zero2all.bench.parity_cases import cases
     from zero2all.errors import UsageError, Z2aError
-    from zero2all.parallel.parity import Outcome, as_data, cases, measure, table
 
     chosen = [case for case in cases() if only is None or only in case.name]
     if not chosen:

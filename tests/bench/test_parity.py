@@ -1,0 +1,135 @@
+"""Layouts against one process. ``z2a bench parity`` runs all of them for longer."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero2all.bench import parity
+from zero2all.bench.parity_cases import KINDS, Case, Kind, cases, kind
+from zero2all.parallel import Layout, Sizes, Spread
+from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe
+
+ON_TWO = (
+    "FSDP 2, accumulated",
+    "TP 2 + SP, parallel loss",
+    "TP 2",
+    "PP 2 1f1b",
+    "PP 2 zbv",
+    "CP 2 gather",
+    "CP 2 ulysses",
+    "EP 2",
+)
+ON_FOUR = ("HSDP 2x2, accumulated", "FSDP 2 x TP 2", "TP 2 x PP 2", "EP 2 x FSDP 2")
+HARD, MUON = kind("SGD, document mask, full checkpointing"), kind("Muon")
+
+
+def chosen(*names: str) -> list[Case]:
+    found = [case for case in cases() if case.name in names]
+    assert {case.name for case in found} == set(names)
+    return found
+
+
+def check(names: tuple[str, ...], *kinds: Kind, detail: bool = True) -> None:
+    found = list(parity.measure(chosen(*names), 3, kinds, seconds=240, detail=detail))
+    wrong = [outcome for outcome in found if not outcome.equal]
+    assert not wrong, wrong
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one_process() -> None:
+    check(ON_TWO, HARD, MUON)
+
+
+@pytest.mark.slow
+def test_tied_and_width_transfer_equal_one_process() -> None:
+    check(("FSDP 2, accumulated", "TP 2 + SP, parallel loss"), kind("tied"), kind("muP"))
+
+
+@pytest.mark.slow
+def test_four_ranks_equal_one_process() -> None:
+    check(ON_FOUR, HARD)
+
+
+@pytest.mark.slow
+def test_copies_equal_one_process() -> None:
+    check(("DDP 2, accumulated",), kind("SGD"), detail=False)
+
+
+def test_every_choice_of_a_recipe_is_in_the_table() -> None:
+    """A new schedule, a new form of attention and so on without a line here would be one that nobody has compared."""
+    table = cases()
+    assert len({case.name for case in table}) == len(table)
+    assert len({kind.name for kind in KINDS}) == len(KINDS)
+    for size in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"):
+        assert {getattr(Sizes.of(case.parallel, case.ranks), size) for case in table} >= {1, 2}, size
+    for field, more in {
+        "schedule": (),
+        "cp_attention": (),
+        "gradient_sync": (),
+        "sp": (True, False),
+        "loss_parallel": (True, False),
+        "reshard": ("auto", "always", "never", 2),
+    }.items():
+        wanted = more or get_args(ParallelRecipe.model_fields[field].annotation)
+        assert len(wanted) > 1
+        assert {getattr(case.parallel, field) for case in table if case.ranks > 1} >= set(wanted), field
+    # budget is the compiler's; Lion and 8-bit AdamW work on each element alone, as AdamW does.
+    assert {kind.checkpointing for kind in KINDS} == {"none", "full", "selective"}
+    assert {kind.optimizer for kind in KINDS} == set(get_args(OptimizerRecipe.model_fields["name"].annotation)) - {
+        "lion",
+        "adamw-8bit",
+    }
+    sharded = [case for case in table if case.micro_samples is not None and case.ranks > 1]
+    assert {case.parallel.gradient_sync for case in sharded} == {"every", "last"}
+    assert any(case.moe for case in table if case.parallel.ep == 1)
+
+
+@pytest.mark.parametrize("wrong", ["scale", "mask", "norm"])
+def test_what_is_wrong_with_a_layout_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison itself, in one process: a gradient 0.01 % off, a mask that is lost, clipping at another norm."""
+    case, way = chosen("one process, accumulated")[0], kind("SGD, document mask, full checkpointing")
+    trial = parity.Trial(case, way, steps=2)
+    references = {parity._reference_key(trial): parity._run(parity._in_one_process(trial))}
+    assert all(outcome.equal for outcome in parity._compare([trial], references))
+    backward, clip = Spread.backward, Spread.clip
+
+    def broken(self: Spread, tokens: Tensor, targets: Tensor, divisor: float, starts: Tensor | None = None) -> Tensor:
+        divisor = divisor * 1.0001 if wrong == "scale" else divisor
+        return backward(self, tokens, targets, divisor, None if wrong == "mask" else starts)
+
+    def longer(self: Spread, longest: float) -> Any:
+        return clip(self, longest * 0.5 if wrong == "norm" else longest)
+
+    monkeypatch.setattr(Spread, "backward", broken)
+    monkeypatch.setattr(Spread, "clip", longer)
+    outcomes = list(parity._compare([trial], references))
+    assert not any(outcome.equal for outcome in outcomes)
+    assert "| NO |" in parity.table(outcomes)
+
+
+def test_one_process_is_the_model_itself() -> None:
+    """The trivial layout adds nothing: same gradients and the same norm as a bare loop, bit for bit."""
+    from zero2all.model import Z2all
+
+    config = ModelConfig(
+        hidden_size=32, intermediate_size=64, n_layers=2, n_heads=4, n_kv_heads=2, context=16, vocab_size=64
+    )
+    tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(0))
+    spread = Spread(config, ParallelRecipe(), Layout(Sizes(), torch.device("cpu")), seed=5, micro_samples=2)
+    losses = spread.backward(tokens[:, :-1], tokens[:, 1:], divisor=64)
+    bare = Z2all(config).init_weights(5)
+    for piece in tokens.split(2):
+        (bare(piece[:, :-1], targets_BS=piece[:, 1:]).sum() * (1 / 64)).backward()
+    ours = dict(spread.model.named_parameters())
+    for name, parameter in bare.named_parameters():
+        assert torch.equal(ours[name].grad, parameter.grad), name
+    norm = torch.nn.utils.clip_grad_norm_(bare.parameters(), 0.1)
+    assert spread.clip(0.1).item() == pytest.approx(norm.item(), rel=1e-6)
+    for name, parameter in bare.named_parameters():
+        assert torch.allclose(ours[name].grad, parameter.grad, rtol=1e-5, atol=1e-9), name
+    assert spread.total(losses.sum()).item() == losses.sum().item()
+    assert losses.shape == (4, 16)
