@@ -224,6 +224,22 @@ def test_a_line_over_the_limit_is_skipped_once_and_not_read_again(
     assert run.last_step == 15
 
 
+def test_a_line_over_the_limit_of_our_own_does_not_spoil_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero2all.track.lines.LONGEST", 4096)
+    with Record(tmp_path / "record.jsonl", system_every=None) as record:
+        for step in range(200):
+            record.step(step, loss=1.0)
+            if step == 100:
+                record.sample(step, "zh", "x" * 5000)
+    run = WatchedRun(LocalPlace(tmp_path))
+    run.refresh()
+    assert len(run.streams[0].chunks) == 3
+    assert run.damage == []
+    assert run.table(["loss"]).steps.tolist() == list(range(200))
+
+
 GOOD_ENTRY = {"at": [0, 47], "lines": 1, "steps": [0, 0], "times": [0, 0], "names": ["loss"],
               "min": [0], "mean": [0], "max": [0]}  # fmt: skip
 BAD_ENTRIES = {

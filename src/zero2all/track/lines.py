@@ -56,6 +56,11 @@ class LineReader:
                 return  # the file ends before the size that was named
 
 
+def fits(line: bytes) -> bool:
+    """Whether readers will take a line, which then may be in the index."""
+    return len(line) <= LONGEST
+
+
 def parse_line(raw: bytes | None) -> dict[str, Any]:
     if raw is None:
         raise BadLine(f"longer than {LONGEST} bytes")

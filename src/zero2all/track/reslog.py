@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from zero2all.track.index import Indexer, index_path
-from zero2all.track.lines import BadLine, LineReader, index_entry, is_restart, is_step, record_line
+from zero2all.track.lines import BadLine, LineReader, fits, index_entry, is_restart, is_step, record_line
 from zero2all.track.pump import Pump
 from zero2all.track.sinks import Sink, hand_over
 from zero2all.track.system import System
@@ -119,7 +119,8 @@ class RecordFile:
         for line in lines[self._taken :]:
             encoded = _encode(line)
             first = self._file.put(encoded)
-            self._add_to_index(self._index, line, first, first + len(encoded))
+            if fits(encoded):
+                self._add_to_index(self._index, line, first, first + len(encoded))
             self._taken += 1
         self._file.write()
         self._index.write()
