@@ -116,6 +116,7 @@ def optimizer_state(variant: str, **optimizer: Any) -> int:
         ({"name": "lion"}, "moe"),
         ({"name": "sgd"}, "dense"),
         ({"name": "sgd", "momentum": 0.0}, "dense"),
+        ({"name": "muon"}, "moe"),
         ({"name": "muon"}, "dense"),
     ],
     ids=str,
