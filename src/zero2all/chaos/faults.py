@@ -349,7 +349,7 @@ ON_MACHINES = (
         within=CLOSE,
         why_not=why_not,
     ),
-    Fault("a node is cut off", held(rank=1), cut_cable, kind="hang", also=("cut off",), within=CLOSE, why_not=why_not),
+    Fault("a node is cut off", held(rank=1), cut_cable, kind="cut off", also=("hang",), within=CLOSE, why_not=why_not),
     Fault(
         "a node is told to leave",
         held(rank=1),
