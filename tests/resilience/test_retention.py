@@ -21,6 +21,7 @@ from tests.conftest import tiny_recipe
 from zero2all.errors import Z2aError
 from zero2all.paths import RemotePath, to_path
 from zero2all.resilience import Checkpoints, Team
+from zero2all.resilience.lineage import from_json
 from zero2all.resilience.state import state_of
 from zero2all.train import train
 
@@ -294,3 +295,17 @@ def test_a_store_that_does_not_answer_costs_no_checkpoint(s3: str, monkeypatch: 
     checkpoints.remove_leftovers()
     monkeypatch.undo()
     assert checkpoints.newest() == 1
+
+
+def test_the_newest_checkpoint_is_of_the_current_history(tmp_path: Path) -> None:
+    """Exports and evaluations take the state that a resume would continue from, not one that the run has left."""
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    write(checkpoints, 900, 1000, lineage=[["a1", 0]])
+    write(checkpoints, 950, lineage=[["a1", 0], ["b2", 900]])
+    line = from_json([["a1", 0], ["b2", 900]])
+    assert checkpoints.newest(line) == 950
+    flip_a_bit(checkpoints, 950)
+    assert checkpoints.newest(line) == 900
+    flip_a_bit(checkpoints, 900)
+    assert checkpoints.newest(line) == 1000  # better than none
+    assert checkpoints.newest() == 1000

@@ -36,7 +36,7 @@ from zero2all.io import (
 )
 from zero2all.paths import RemotePath
 from zero2all.resilience.condition import KIND, VALID, Condition, examine, glance, is_unfinished, worst
-from zero2all.resilience.lineage import UNKNOWN, from_json, passes_through
+from zero2all.resilience.lineage import UNKNOWN, Lineage, from_json, passes_through, to_json
 from zero2all.resilience.reader import CheckpointReader, reasons
 from zero2all.resilience.state import put_state, state_of, tensors_in
 from zero2all.resilience.team import Team
@@ -75,13 +75,21 @@ class Checkpoints:
             raise Z2aError(f"{self.path(step) / STATE} is damaged: choose another step") from ValueError(state)
         return state
 
-    def newest(self) -> int | None:
-        """The newest whole checkpoint; damaged ones are passed over aloud."""
-        for step in reversed(self.steps()):
+    def newest(self, line: Lineage | None = None) -> int | None:
+        """The newest valid checkpoint; damaged ones are skipped with a warning.
+
+        With the lineage of a run, one of a history that it has abandoned is taken only if there is no other.
+        """
+        current = {} if line is None else {"lineage": to_json(line)}
+        steps = list(reversed(self.steps()))
+        abandoned = [step for step in steps if not _is_on_line(step, self.noted(step), current)]
+        for step in sorted(steps, key=lambda step: step in abandoned):
             problem = self.problem(step)
             if problem is None:
+                if step in abandoned:
+                    warn(f"checkpoint {self.path(step)} is of an abandoned history: no later one is valid")
                 return step
-            warn(f"checkpoint {self.path(step)} is passed over: {problem}")
+            warn(f"checkpoint {self.path(step)} is skipped: {problem}")
         return None
 
     def is_whole(self, step: int) -> bool:

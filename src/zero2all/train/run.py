@@ -20,6 +20,7 @@ from zero2all.paths import to_path
 from zero2all.recipe import ModelConfig, Recipe, load_recipe, recipe_yaml
 from zero2all.resilience import Checkpoints, flash_directory
 from zero2all.resilience.checkpoint import STATE
+from zero2all.resilience.lineage import read_line
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.train.plan import Plan
@@ -101,7 +102,7 @@ class Run:
 
     def load_model(self, step: int | None = None) -> Z2all:
         """The weights of a checkpoint, by default the newest."""
-        step = self.checkpoints.newest() if step is None else step
+        step = self.checkpoints.newest(read_line(self.directory)) if step is None else step
         if step is None or not self.checkpoints.is_whole(step):
             there = ", ".join(map(str, self.checkpoints.steps())) or "none"
             raise Z2aError(f"no checkpoint {'' if step is None else step} in {self.directory}; steps there: {there}")
