@@ -32,6 +32,9 @@ class Nothing:
     def flush(self) -> bool:
         return True
 
+    def lags(self) -> bool:
+        return False
+
 
 class Raising:
     """A sink that raises on every call."""

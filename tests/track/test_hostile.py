@@ -355,3 +355,11 @@ def test_once_and_report_show_the_other_runs_as_well(tmp_path: Path, monkeypatch
         assert done.exit_code == 0, done.output
         assert "ZeroDivisionError: on purpose" in done.output
         assert "b" in judged
+
+
+def test_every_command_of_a_process_prints_its_object(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    make(tmp_path / "a")
+    outputs = [CliRunner().invoke(z2a, ["watch", "--once", "--json", str(tmp_path)]).stdout for _ in range(2)]
+    assert [len(json.loads(output)["runs"]) for output in outputs] == [1, 1]

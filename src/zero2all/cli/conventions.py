@@ -63,6 +63,8 @@ def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None
 
     @functools.wraps(function)
     def wrapped(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        global printed
+        printed = False  # a process may run several commands
         as_json = bool(kwargs.get("json"))
         try:
             result = function(*args, **kwargs)
