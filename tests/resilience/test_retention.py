@@ -8,7 +8,8 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import zero2all.resilience.checkpoint as checkpoint
 import zero2all.resilience.condition as condition
 from tests.conftest import tiny_recipe
 from zero2all.errors import Z2aError
@@ -103,17 +105,23 @@ def test_states_of_an_abandoned_history_do_not_count(tmp_path: Path) -> None:
 
 
 class Ranks:
-    """Threads that act as the ranks of a team."""
+    """Threads that act as the ranks of a team: where one fails, all do."""
 
     def __init__(self, world: int) -> None:
         self.found: list[Any] = [None] * world
         self.barrier = threading.Barrier(world)
 
     def together(self, rank: int, function: Callable[[], Any]) -> list[Any]:
-        self.found[rank] = function()
+        try:
+            self.found[rank] = function()
+        except Exception as error:
+            self.found[rank] = error
         self.barrier.wait(60)
         found = list(self.found)
         self.barrier.wait(60)
+        for value in found:
+            if isinstance(value, Exception):
+                raise value
         return found
 
 
@@ -135,6 +143,34 @@ def test_ranks_agree_when_only_one_of_them_sees_the_damage(tmp_path: Path) -> No
         list(threads.map(lambda rank: kept[rank]._keep_within_bounds(300, Rank(ranks, rank)), range(3), timeout=120))
     assert kept[0].steps() == [100, 200, 300]
     assert [100 in checkpoints._verified for checkpoints in kept] == [True] * 3
+
+
+def test_no_rank_starts_to_write_when_one_has_no_room_to_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait for it in a collective, until its time-out."""
+    pytest.importorskip("fsspec")
+    ranks, saving, rank_of = Ranks(3), [], threading.local()
+    staging = checkpoint.staging
+
+    def full_on_one() -> AbstractContextManager[Path]:
+        if rank_of.rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp")
+        return staging()
+
+    monkeypatch.setattr(checkpoint, "staging", full_on_one)
+    monkeypatch.setattr(checkpoint.state_dict_saver, "save", lambda *args, **kwargs: saving.append(rank_of.rank))
+
+    def save(rank: int) -> str:
+        rank_of.rank = rank
+        checkpoints = Checkpoints(to_path("memory://no-room-to-stage/checkpoints"))
+        with pytest.raises(OSError, match="No space left") as failed:
+            checkpoints.write(1, {}, {}, Rank(ranks, rank))
+        return str(failed.value)
+
+    with ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(save, rank) for rank in range(3)]
+        wait(found, timeout=120)
+    assert saving == []
+    assert len({each.result(0) for each in found}) == 1
 
 
 def test_nothing_is_removed_before_enough_valid_ones_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

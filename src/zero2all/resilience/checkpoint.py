@@ -113,8 +113,9 @@ class Checkpoints:
         with ExitStack() as stack:
             partial = team.first(lambda: stack.enter_context(atomic_dir(self.path(step), KIND)))
             place = partial
-            if isinstance(partial, RemotePath):  # written here, then put there whole
-                place = stack.enter_context(staging())
+            if isinstance(partial, RemotePath):  # written here, then uploaded
+                # One rank without room must stop all of them: the next step is a collective.
+                place = team.together(lambda: stack.enter_context(staging()))[team.rank]
             try:
                 state_dict_saver.save(
                     dict(tensors_in(tensors)),  # DCP would pickle all else
