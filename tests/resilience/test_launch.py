@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from typer.testing import CliRunner
 
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
+from zero2all.resilience import launch as launch_module
 from zero2all.resilience.addresses import address_towards, interface_of, is_ours
 from zero2all.resilience.launch import Job, near_their_gpus
+from zero2all.resilience.link import Link
 from zero2all.resilience.rendezvous import Place, Rendezvous
 from zero2all.resilience.rounds import Rules
 
@@ -43,6 +46,51 @@ def test_a_command_that_fails_fails_the_launch() -> None:
     assert done.returncode == 2, done.stderr
     assert "no recipe at no-such-file.yaml" in done.stderr
     assert "not tried again" in done.stderr
+
+
+def lose_the_rendezvous(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """Attempts so far; after so many that lost the rendezvous one ends well."""
+    attempts: list[int] = []
+
+    def stay(job: Job, directory: Path, rendezvous: Rendezvous) -> int:
+        attempts.append(len(attempts))
+        if len(attempts) <= times:
+            raise RendezvousConnectionError("the connection is lost")
+        return 0
+
+    monkeypatch.setattr(Job, "_stay", stay)
+    monkeypatch.setattr(launch_module, "PAUSE", 0.0)
+    return attempts
+
+
+def test_a_rendezvous_lost_now_and_then_does_not_end_a_long_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = lose_the_rendezvous(monkeypatch, times=3 * launch_module.LOST_STORE)
+    monkeypatch.setattr(launch_module, "STEADY", 0.0)  # every attempt was connected for long
+    assert Job(["--version"], procs=1).run() == 0
+    assert len(attempts) == 3 * launch_module.LOST_STORE + 1
+
+
+def test_a_rendezvous_lost_at_once_every_time_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempts = lose_the_rendezvous(monkeypatch, times=100)
+    assert Job(["--version"], procs=1).run() == 1
+    assert len(attempts) == launch_module.LOST_STORE
+    assert "given up" in capsys.readouterr().err
+
+
+def test_waiting_long_for_a_rendezvous_that_never_answers_is_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+
+    def connect(self: Link, place: str, secret: str, patience: float) -> None:
+        tries.append(place)
+        raise RendezvousConnectionError(f"{place} does not answer")
+
+    monkeypatch.setattr(Link, "__init__", connect)
+    monkeypatch.setattr(launch_module, "PAUSE", 0.0)
+    monkeypatch.setattr(launch_module, "STEADY", 0.0)
+    assert Job(["--version"], procs=1).run() == 1
+    assert len(tries) == launch_module.LOST_STORE
 
 
 def test_nodes_need_a_place_to_meet() -> None:

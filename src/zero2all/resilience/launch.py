@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from zero2all.resilience.rendezvous import Rendezvous
 
 NO_LIMIT = 1_000_000
-LOST_STORE = 3  # tries to find the rendezvous again
+LOST_STORE = 3  # times in a row that the rendezvous may be lost soon after it was found
+STEADY = 600.0  # seconds connected after which a loss is a new one, not one more of the same
+PAUSE = 2.0  # seconds before the rendezvous is looked for again
 MARGIN = 10  # seconds that Slurm has to give the ranks more than their grace
 MONITOR = 0.1  # seconds between two looks at the ranks
 
@@ -96,9 +98,16 @@ class Job:
 
         from zero2all.resilience.link import JobEndedError
 
-        for left in reversed(range(LOST_STORE)):
+        losses = 0  # in a row
+        while losses < LOST_STORE:
+            connected: float | None = None
             try:
-                return self._attend(directory)
+                rendezvous = self._meet()
+                connected = time.monotonic()
+                try:
+                    return self._stay(directory, rendezvous)
+                finally:
+                    rendezvous.shutdown()
             except SignalException as stop:
                 say(_stopped(stop.sigval))
                 return 1
@@ -110,12 +119,13 @@ class Job:
                 return 1
             except RendezvousError as error:
                 say(f"the rendezvous {self.rendezvous or 'of this node'} is lost: {error}")
-                time.sleep(2 if left else 0)
+                was_steady = connected is not None and time.monotonic() - connected >= STEADY
+                losses = 1 if was_steady else losses + 1
+                time.sleep(PAUSE if losses < LOST_STORE else 0)
         say("given up: it is gone. 'z2a rendezvous' on a machine that stays lets a job outlive any node")
         return 1
 
-    def _attend(self, directory: Path) -> int:
-        """One meeting with the other nodes, from its beginning to its end."""
+    def _meet(self) -> Rendezvous:
         from zero2all.resilience.rendezvous import Place, Rendezvous
         from zero2all.resilience.rounds import Rules
 
@@ -124,11 +134,7 @@ class Job:
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # the reports say it better
         place = Place(self.rendezvous, self.listen, self.advertise, self.secret_file, self.patience)
         rules = Rules(node_counts(self.command, self.procs, self.nodes))
-        rendezvous = Rendezvous(place, rules, fingerprint([*self.command]), self.procs)
-        try:
-            return self._stay(directory, rendezvous)
-        finally:
-            rendezvous.shutdown()
+        return Rendezvous(place, rules, fingerprint([*self.command]), self.procs)
 
     def _stay(self, directory: Path, rendezvous: Rendezvous) -> int:
         from torch.distributed.elastic.agent.server.api import WorkerSpec
