@@ -30,8 +30,8 @@ class Condition:
 VALID = Condition("valid")
 
 
-class _DamagedError(Exception):
-    pass
+class DamagedError(Exception):
+    """What was read is wrong, and will be when it is read again."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ def examine(path: Path, step: int, share: tuple[int, int] = (0, 1)) -> Condition
             try:
                 digest = sha256_file(path / name)
             except GONE:
-                raise _DamagedError(f"{name} is missing") from None
+                raise DamagedError(f"{name} is missing") from None
             if digest != manifest.files[name]:
-                raise _DamagedError(f"{name} does not match its checksum")
+                raise DamagedError(f"{name} does not match its checksum")
 
-    return _patiently(look)
+    return patiently(look)
 
 
 def glance(path: Path, step: int) -> Condition:
@@ -64,11 +64,11 @@ def glance(path: Path, step: int) -> Condition:
         manifest, there = _read_manifest(path, step), _sizes(path)
         for name in manifest.files:
             if name not in there:
-                raise _DamagedError(f"{name} is missing")
+                raise DamagedError(f"{name} is missing")
             if there[name] != manifest.sizes.get(name, there[name]):
-                raise _DamagedError(f"{name} has {there[name]} bytes instead of {manifest.sizes[name]}")
+                raise DamagedError(f"{name} has {there[name]} bytes instead of {manifest.sizes[name]}")
 
-    return _patiently(look)
+    return patiently(look)
 
 
 def worst(conditions: list[Condition]) -> Condition:
@@ -98,12 +98,13 @@ def _is_ours(name: str) -> bool:
     return name in (".metadata", "state.json") or (name.startswith("__") and name.endswith(".distcp"))
 
 
-def _patiently(look: Callable[[], None]) -> Condition:
+def patiently(look: Callable[[], None]) -> Condition:
+    """What ``look`` finds; where it fails other than by ``DamagedError`` it is tried again."""
     for pause in (*RETRY_AFTER, None):
         try:
             look()
             return VALID
-        except _DamagedError as error:
+        except DamagedError as error:
             return Condition("damaged", str(error))
         except (OSError, Z2aError) as error:  # of a disk, or of a store
             if pause is None:
@@ -116,16 +117,16 @@ def _read_manifest(path: Path, step: int) -> _Manifest:
     try:
         found = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except GONE:
-        raise _DamagedError(f"{MANIFEST} is missing") from None
+        raise DamagedError(f"{MANIFEST} is missing") from None
     except ValueError:
-        raise _DamagedError(f"{MANIFEST} is damaged") from None
+        raise DamagedError(f"{MANIFEST} is damaged") from None
     if not isinstance(found, dict) or found.get("kind") != KIND or found.get("unfinished"):
-        raise _DamagedError(f"{MANIFEST} is damaged or of something unfinished")
+        raise DamagedError(f"{MANIFEST} is damaged or of something unfinished")
     if found.get("key") != str(step):
-        raise _DamagedError(f"{MANIFEST} is of another step")
+        raise DamagedError(f"{MANIFEST} is of another step")
     files, sizes = found.get("files"), found.get("sizes", {})
     if not isinstance(files, dict) or not files or not isinstance(sizes, dict):
-        raise _DamagedError(f"{MANIFEST} lists no files")
+        raise DamagedError(f"{MANIFEST} lists no files")
     return _Manifest(files, sizes)
 
 

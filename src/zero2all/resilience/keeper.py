@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from zero2all.console import say, warn
 from zero2all.errors import Z2aError
 from zero2all.io import write_json
-from zero2all.resilience.checkpoint import Checkpoints
-from zero2all.resilience.condition import glance
+from zero2all.resilience.checkpoint import STATE, Checkpoints
+from zero2all.resilience.condition import GONE, DamagedError, glance, patiently, worst
 from zero2all.resilience.flash import (
     Slots,
     Staged,
@@ -39,7 +39,16 @@ from zero2all.resilience.flash import (
 )
 from zero2all.resilience.lineage import HISTORY, UNKNOWN, Lineage, descend, from_json, new_history, read_line, to_json
 from zero2all.resilience.replicas import compare_copies
-from zero2all.resilience.restore import Chosen, Decision, DurableReport, RankReport, SlotReport, decide, summary
+from zero2all.resilience.restore import (
+    SHOWN,
+    Chosen,
+    Decision,
+    DurableReport,
+    RankReport,
+    SlotReport,
+    decide,
+    summary,
+)
 from zero2all.resilience.slot_reader import SlotReader
 from zero2all.resilience.state import like, local, put_state, rng_state, state_of, tensors_in, with_tensors
 from zero2all.resilience.team import PATIENCE, Team
@@ -121,7 +130,8 @@ class Keeper:
         if chosen is None:
             return None
         if chosen.where == "durable":
-            return Found(chosen.step, self.checkpoints.state(chosen.step), chosen.lineage)
+            state = self.team.first(lambda: self.checkpoints.state(chosen.step))  # one that fails, fails for all
+            return Found(chosen.step, state, chosen.lineage)
         slots = tuple(mine[report] for report in chosen.sources[self.team.rank])
         return Found(chosen.step, slots[0].state, chosen.lineage, slots)
 
@@ -144,19 +154,28 @@ class Keeper:
         }
 
     def _durable(self) -> list[DurableReport]:
-        found = []
-        for step in self.checkpoints.steps():
-            path = str(self.checkpoints.path(step))
-            try:
-                found.append(DurableReport(path, step, self._lineage_of(step)))
-            except (OSError, Z2aError) as error:
-                problem = glance(self.checkpoints.path(step), step).reason  # patient with storage that stumbles
-                found.append(DurableReport(path, step, None, (problem or str(error),)))
-        return found
+        return [self._report(step) for step in self.checkpoints.steps()]
+
+    def _report(self, step: int) -> DurableReport:
+        path, read = self.checkpoints.path(step), list[Lineage]()
+        condition = patiently(lambda: read.append(self._lineage_of(step)))
+        if condition.kind == "valid":
+            return DurableReport(str(path), step, read[0])
+        seen = glance(path, step)  # names the file that is missing or cut short
+        if seen.kind == "damaged":
+            condition = seen
+        return DurableReport(str(path), step, None, (condition.reason,), condition.kind == "unreadable")
 
     def _lineage_of(self, step: int) -> Lineage:
-        saved = self.checkpoints.state(step).get("lineage")
-        return UNKNOWN if saved is None else from_json(saved)
+        try:
+            saved = self.checkpoints.state(step).get("lineage")
+            return UNKNOWN if saved is None else from_json(saved)
+        except GONE:
+            raise DamagedError(f"{STATE} is missing") from None
+        except Z2aError as error:
+            if isinstance(error.__cause__, ValueError):  # it was read, and says nothing
+                raise DamagedError(str(error)) from error
+            raise
 
     def _line(self) -> Lineage | None:
         try:
@@ -166,7 +185,10 @@ class Keeper:
             return None
 
     def _is_valid(self, chosen: Chosen, mine: dict[SlotReport, Staged], durable: list[DurableReport]) -> bool:
-        """Whether no rank finds fault with its part; what it finds is added to the reports."""
+        """Whether no rank finds fault with its part; what it finds is added to the reports.
+
+        Damage that one rank sees is damage; where some ranks merely cannot read, nobody knows.
+        """
         if chosen.where == "memory":
             bad = {}
             for report in chosen.sources[self.team.rank]:
@@ -176,14 +198,15 @@ class Keeper:
                 mine[replace(report, problem=problem)] = mine.pop(report)
             return not any(self.team.together(lambda: bool(bad)))
         share = (self.team.rank, self.team.world)
-        found = self.team.together(lambda: self.checkpoints.problem(chosen.step, share))
+        found = self.team.together(lambda: self.checkpoints.examine(chosen.step, share))
+        kind = worst(found).kind
         problems = [
-            f"{problem} (rank {rank})" if self.team.world > 1 else problem
-            for rank, problem in enumerate(found)
-            if problem is not None
-        ]
+            f"{condition.reason} (rank {rank})" if self.team.world > 1 else condition.reason
+            for rank, condition in enumerate(found)
+            if condition.kind == kind != "valid"
+        ][:SHOWN]
         [at] = [number for number, report in enumerate(durable) if report.step == chosen.step]
-        durable[at] = replace(durable[at], problems=tuple(problems))
+        durable[at] = replace(durable[at], problems=tuple(problems), unreadable=kind == "unreadable")
         return not problems
 
     def begin(self, found: Found | None) -> None:

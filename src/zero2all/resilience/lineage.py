@@ -64,7 +64,7 @@ def from_json(value: Any) -> Lineage:
         case [_, *_] if all(isinstance(entry, list) and len(entry) == 2 for entry in value):
             if all(isinstance(history, str) and isinstance(first, int) for history, first in value):
                 return tuple(Branch(history, first) for history, first in value)
-    raise Z2aError(f"not a lineage: {str(value)[:80]}")
+    raise Z2aError(f"not a lineage: {str(value)[:80]}") from ValueError(value)
 
 
 def read_line(run: Path) -> Lineage | None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from zero2all.errors import Z2aError
 from zero2all.resilience.lineage import Lineage, is_later, passes_through
 
 Where = Literal["memory", "durable"]
@@ -52,6 +53,8 @@ class DurableReport:
     lineage: Lineage | None
     """None if it cannot be read; then there is a problem too."""
     problems: tuple[str, ...] = ()
+    unreadable: bool = False
+    """The problems are those of storage that does not answer: the checkpoint may well be valid."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ def decide(
 
     ``line`` is the lineage that the run directory keeps; without one the newest durable checkpoint gives it. If no
     state on the line is valid, the newest valid durable checkpoint of an abandoned history is better than none.
+
+    A checkpoint that cannot be read is not skipped: resuming from an older state would abandon it for good.
     """
     line = _extended(line, durable)
     candidates: list[Candidate] = [*_in_memory(ranks), *durable]
@@ -117,8 +122,10 @@ def decide(
             return Decision(found, _reason(found, len(ranks)), tuple(rejected))
         rejected.append(_rejected(candidate, found))
     for candidate in sorted(durable, key=_newest_first):
+        if candidate.step > at_most:
+            continue
         found = _state_of(candidate, ranks)
-        if candidate.step <= at_most and isinstance(found, Chosen):
+        if isinstance(found, Chosen):
             others = tuple(one for one in rejected if one.what != f"checkpoint {candidate.path}")
             reason = (
                 f"{_reason(found, len(ranks))}; of an abandoned history, since no state of the current one is valid"
@@ -180,6 +187,11 @@ def _rejected(candidate: Candidate, why: str) -> Rejected:
 def _state_of(candidate: Candidate, ranks: Sequence[RankReport]) -> Chosen | str:
     """How every rank can read this state, or why not."""
     if isinstance(candidate, DurableReport):
+        if candidate.unreadable:
+            raise Z2aError(
+                f"checkpoint {candidate.path} cannot be read: {'; '.join(candidate.problems)}; start again once it can "
+                "be, or move it away to resume from an older state"
+            )
         if candidate.problems or candidate.lineage is None:
             return "; ".join(candidate.problems) or "its lineage cannot be read"
         return Chosen(candidate.step, candidate.lineage, "durable")
