@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
@@ -400,3 +401,40 @@ def test_a_secret_that_another_node_is_about_to_write_is_waited_for(
     file = tmp_path / "below" / "job.secret"
     threading.Timer(0.3, find_secret, (file, True)).start()
     assert len(find_secret(file, make=False, patience=PATIENCE)[0]) == 64
+
+
+class Naps(threading.Event):
+    """Ends a loop after the given waits; each lasts as many seconds of the clock as it says."""
+
+    def __init__(self, lengths: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.lengths, self.taken, self.now = lengths, 0, time.monotonic()
+        monkeypatch.setattr(link_module, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=time.sleep))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self.taken == len(self.lengths):
+            return True
+        self.now += self.lengths[self.taken]
+        self.taken += 1
+        return False
+
+
+@pytest.mark.parametrize("asleep", [0, 3600])
+def test_an_agent_that_was_asleep_does_not_take_the_rendezvous_for_lost(
+    host: Host, monkeypatch: pytest.MonkeyPatch, asleep: int
+) -> None:
+    """Stopped by Ctrl-Z, or in a virtual machine that was paused. Silence while awake still counts."""
+    beat, patience = link_module.BEAT, PATIENCE
+    link = Link(host.place, SECRET, patience)
+    awake = int(patience / beat)
+    naps = Naps([beat, asleep or beat, *[beat] * 10 * awake], monkeypatch)
+    sent: list[str] = []
+    monkeypatch.setattr(link, "send", sent.append)  # so that nobody answers
+    monkeypatch.setattr(link, "_ending", naps)
+    link._heard = naps.now
+    link._beat()
+    with pytest.raises(RendezvousConnectionError, match="no sign of life"):
+        link.must_be_there()
+    assert naps.taken == awake + (3 if asleep else 1)
+    assert len(sent) == naps.taken - 1
+    link.close()

@@ -41,6 +41,7 @@ from zero2all.resilience.wire import (
 )
 
 BEAT = 2.0  # seconds between two signs of life
+ASLEEP = 5 * BEAT  # seconds of such a pause after which silence proves nothing
 TRY_AGAIN = 0.5
 STORE_TIMEOUT = timedelta(seconds=300)
 
@@ -197,12 +198,17 @@ class Link:
         self.status = status
 
     def _beat(self) -> None:
+        before = time.monotonic()
         while not self._ending.wait(BEAT) and self._why_lost is None:
-            if time.monotonic() - self._heard > self.patience:
+            now = time.monotonic()
+            if now - before > ASLEEP:  # we ourselves were: stopped, or on a machine that was paused
+                self._heard = now
+            if now - self._heard > self.patience:
                 self._lose(f"no sign of life from {self.place} for {self.patience:.0f} s")
                 return
             with suppress(RendezvousConnectionError):
                 self.send("beat")
+            before = time.monotonic()  # a send that blocks is not sleep: the other side does not read
 
     def _lose(self, why: str) -> None:
         self._why_lost = self._why_lost or why
