@@ -14,10 +14,11 @@ from torch import nn
 
 import zero2all.resilience.checkpoint as checkpoint
 import zero2all.resilience.condition as condition
+import zero2all.resilience.keeper as keeper_module
 from tests.resilience.threads import OneWriter, run_threads
 from zero2all.errors import Z2aError
 from zero2all.resilience import Keeper, Team
-from zero2all.resilience.lineage import UNKNOWN
+from zero2all.resilience.lineage import UNKNOWN, read_line
 from zero2all.resilience.restore import Chosen, DurableReport, decide
 
 
@@ -119,3 +120,42 @@ def test_an_unreadable_checkpoint_matters_only_if_nothing_newer_is_valid() -> No
     with pytest.raises(Z2aError, match="x cannot be read"):
         decide([], [unreadable], None)
     assert decide([], older, lineage, at_most=899).chosen is not None
+
+
+# What the run directory says
+
+
+def test_a_lost_note_of_the_history_is_written_with_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """History B began at 900 and is noted; C began there too, and its note could not be written."""
+    trained(tmp_path, 900)
+    later = a_keeper(tmp_path, Team())
+    found = later.newest()
+    assert found is not None
+    later.load(found)
+
+    written, full = keeper_module.write_json, [True]
+
+    def write_json(path: Path, value: Any) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        written(path, value)
+
+    monkeypatch.setattr(keeper_module, "write_json", write_json)
+
+    def rank(team: Team) -> None:
+        keeper = a_keeper(tmp_path, team)
+        found = keeper.newest()
+        assert found is not None
+        keeper.load(found)
+        keeper.save(950, {"skipped": []}, durable=True)
+        keeper.wait()  # the checkpoint is worth more than the note
+        team.together(lambda: None)
+        full[0] = False
+        keeper.save(1000, {"skipped": []}, durable=True)
+        keeper.wait()
+        assert read_line(tmp_path) == keeper.lineage
+
+    run_threads(2, rank)
+    assert restored(tmp_path) == [1000]

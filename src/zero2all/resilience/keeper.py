@@ -111,6 +111,7 @@ class Keeper:
         self._state: dict[str, Any] | None = None  # the live tensors, collected once
         self._tensors: dict[str, Tensor] = {}
         self._persist: Future[None] | None = None
+        self._note: dict[str, Any] | None = None  # for the run directory, as long as it is not written there
 
     # Restoring
 
@@ -217,14 +218,25 @@ class Keeper:
         history = self.team.first(new_history)
         self.lineage = descend((), 0, history) if found is None else descend(found.lineage, found.step, history)
         restored = None if self.decision is None else summary(self.decision)
-        note = {"lineage": to_json(self.lineage), "time": round(time.time(), 3), "restored": restored}
-        try:
-            self.team.first(lambda: write_json(self.run / HISTORY, note))
-        except (Z2aError, OSError) as error:
-            warn(f"{self.run / HISTORY} cannot be written: {error}; a node that is away may come back with old states")
+        self._note = {"lineage": to_json(self.lineage), "time": round(time.time(), 3), "restored": restored}
+        self._write_note()
         if self.directory is not None:
             forget_abandoned(self.directory, self.lineage)
         self.team.together(lambda: None)
+
+    def _write_note(self) -> None:
+        """All ranks together. What fails is tried again with every durable checkpoint, until the note is there."""
+        if self._note is None:
+            return
+        note = self._note
+        try:
+            self.team.first(lambda: write_json(self.run / HISTORY, note))
+            self._note = None
+        except (Z2aError, OSError) as error:
+            warn(
+                f"{self.run / HISTORY} cannot be written: {error}; a restart may take an older history for the current "
+                "one; it is tried again with the next durable checkpoint"
+            )
 
     def load(self, found: Found) -> None:
         """Put a state back and begin a history from it, on every rank before any goes on."""
@@ -332,6 +344,7 @@ class Keeper:
             warn(
                 f"the run record has not caught up with the checkpoint of step {step}: a restart may leave a gap in it"
             )
+        self._write_note()  # first, for a checkpoint of a history that is not noted may be skipped by a restart
         self.checkpoints.write(step, staged, {**state, "lineage": to_json(lineage)}, self.team)
         self.on_saved(step, time.perf_counter() - begin)
 
