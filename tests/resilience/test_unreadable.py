@@ -159,3 +159,28 @@ def test_a_lost_note_of_the_history_is_written_with_the_next_checkpoint(
 
     run_threads(2, rank)
     assert restored(tmp_path) == [1000]
+
+
+# Rolling back
+
+
+def test_checkpoints_that_cannot_be_removed_after_a_rollback_do_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, 900, 1000)
+
+    def remove(self: object, step: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), f"step-{step}")
+
+    monkeypatch.setattr(OneWriter, "remove", remove)
+
+    def rank(team: Team) -> None:
+        keeper = a_keeper(tmp_path, team)
+        found = keeper.roll_back(950)
+        assert found is not None
+        assert found.step == 900
+
+    run_threads(2, rank)
+    assert "checkpoints after step 900 cannot be removed" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.undo()
+    assert restored(tmp_path) == [900], "what was left is of an abandoned history"

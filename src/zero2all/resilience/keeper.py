@@ -271,7 +271,10 @@ class Keeper:
             if (error := self._outcome()) is not None:
                 warn(f"checkpoints of later steps stay, for the state of step {found.step} cannot be written: {error}")
                 return found
-        self.team.first(lambda: self.checkpoints.remove_after(found.step))
+        try:
+            self.team.first(lambda: self.checkpoints.remove_after(found.step))
+        except (OSError, Z2aError) as error:  # they are of an abandoned history, and not restored
+            warn(f"checkpoints after step {found.step} cannot be removed: {error}")
         return found
 
     # Keeping
