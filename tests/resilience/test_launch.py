@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import yaml
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from typer.testing import CliRunner
 
@@ -24,6 +26,7 @@ from zero2all.resilience.launch import Job, near_their_gpus
 from zero2all.resilience.link import Link
 from zero2all.resilience.rendezvous import Place, Rendezvous
 from zero2all.resilience.rounds import Rules
+from zero2all.resilience.secret import VARIABLE, default_file
 
 WORDS = ["train", "my recipe.yaml", "train.steps=5"]
 
@@ -91,6 +94,47 @@ def test_waiting_long_for_a_rendezvous_that_never_answers_is_no_connection(monke
     monkeypatch.setattr(launch_module, "STEADY", 0.0)
     assert Job(["--version"], procs=1).run() == 1
     assert len(tries) == launch_module.LOST_STORE
+
+
+class LosesItOnce:
+    """An agent whose rendezvous is lost in the first attempt and comes back with another secret."""
+
+    secret_file: Path
+    secrets: ClassVar[list[str]] = []
+    leaves = False
+
+    def __init__(self, *of_an_agent: object) -> None:
+        self.secrets.append(os.environ[VARIABLE])
+
+    def run(self) -> RunResult:
+        if len(self.secrets) > 1:
+            return RunResult(WorkerState.SUCCEEDED)
+        self.secret_file.write_text("the secret of the second rendezvous")
+        raise RendezvousConnectionError("the connection is lost")
+
+
+@pytest.mark.parametrize("by_user", [None, "a secret that the user has set"])
+def test_a_rendezvous_that_comes_back_with_another_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_user: str | None
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    if by_user is not None:
+        monkeypatch.setenv(VARIABLE, by_user)
+    monkeypatch.setattr(launch_module, "PAUSE", 0.0)
+    monkeypatch.setattr(LosesItOnce, "secrets", [])
+    monkeypatch.setattr(LosesItOnce, "secret_file", default_file(), raising=False)
+    monkeypatch.setattr("zero2all.resilience.agent.Agent", LosesItOnce)
+    default_file().parent.mkdir()
+    default_file().write_text("the secret of the first rendezvous")
+    default_file().chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    before = dict(os.environ)
+    assert Job(["--version"], procs=1, rendezvous=f"127.0.0.1:{port}").run() == 0
+    files = ["the secret of the first rendezvous", "the secret of the second rendezvous"]
+    assert LosesItOnce.secrets == ([by_user] * 2 if by_user else files)
+    assert dict(os.environ) == before, "what is for the ranks stays with them"
 
 
 def test_nodes_need_a_place_to_meet() -> None:

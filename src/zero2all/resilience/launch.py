@@ -9,7 +9,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -105,7 +106,8 @@ class Job:
                 rendezvous = self._meet()
                 connected = time.monotonic()
                 try:
-                    return self._stay(directory, rendezvous)
+                    with _in_environment(self.environment(directory, rendezvous)):
+                        return self._stay(directory, rendezvous)
                 finally:
                     rendezvous.shutdown()
             except SignalException as stop:
@@ -142,7 +144,6 @@ class Job:
 
         from zero2all.resilience.agent import Agent
 
-        os.environ.update(self.environment(directory, rendezvous))
         spec = WorkerSpec(
             role="z2a",
             local_world_size=self.procs,
@@ -330,6 +331,22 @@ class _NoAliases(yaml.SafeDumper):
 
 def _yaml(value: dict[str, Any]) -> str:
     return yaml.dump(value, Dumper=_NoAliases, sort_keys=False, width=10_000)
+
+
+@contextmanager
+def _in_environment(values: dict[str, str]) -> Iterator[None]:
+    """torch gives its ranks the environment of this process. Afterwards it is as it was: the secret of a rendezvous
+    that is gone must not be taken for one that the user has set."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _raise_signal(number: int, frame: FrameType | None) -> None:
