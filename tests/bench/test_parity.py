@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -94,7 +96,7 @@ def test_what_is_wrong_with_a_layout_is_seen(wrong: str, monkeypatch: pytest.Mon
     case, way = chosen("one process, accumulated")[0], kind("SGD, document mask, full checkpointing")
     trial = parity.Trial(case, way, steps=2)
     references = {parity._reference_key(trial): parity._run(parity._in_one_process(trial))}
-    assert all(outcome.equal for outcome in parity._compare([trial], references))
+    assert all(compared.outcome.equal for compared in parity._compare([trial], references))
     backward, clip = Spread.backward, Spread.clip
 
     def broken(self: Spread, tokens: Tensor, targets: Tensor, divisor: float, starts: Tensor | None = None) -> Tensor:
@@ -106,7 +108,7 @@ def test_what_is_wrong_with_a_layout_is_seen(wrong: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Spread, "backward", broken)
     monkeypatch.setattr(Spread, "clip", longer)
-    outcomes = list(parity._compare([trial], references))
+    outcomes = [compared.outcome for compared in parity._compare([trial], references)]
     assert not any(outcome.equal for outcome in outcomes)
     assert "| NO |" in parity.table(outcomes)
 
@@ -133,3 +135,18 @@ def test_one_process_is_the_model_itself() -> None:
         assert torch.allclose(ours[name].grad, parameter.grad, rtol=1e-5, atol=1e-9), name
     assert spread.total(losses.sum()).item() == losses.sum().item()
     assert losses.shape == (4, 16)
+
+
+@pytest.mark.parametrize("values", [[1e-9, math.nan, 1e-9], [math.nan, 0.0], [0.0, math.inf]])
+def test_what_is_not_finite_is_never_equal(values: list[float]) -> None:
+    assert parity.largest(values) == math.inf
+
+
+def test_a_gradient_that_no_rank_has_is_never_equal() -> None:
+    trial = parity.Trial(chosen("one process, accumulated")[0], HARD, 1)
+    reference = parity._run(parity._in_one_process(trial))
+    references = {parity._reference_key(trial): reference}
+    [compared] = parity._compare([trial], references)
+    assert parity._of_all_ranks([compared], references).equal
+    lost = replace(compared, parameters=compared.parameters[1:])
+    assert not parity._of_all_ranks([lost], references).equal

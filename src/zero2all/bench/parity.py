@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -57,6 +58,15 @@ class Outcome:
         return self.loss <= self.loss_tolerance and self.gradient <= GRADIENT_TOLERANCE
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A trial as one rank saw it, and the parameters whose gradients it compared."""
+
+    trial: Trial
+    outcome: Outcome
+    parameters: tuple[str, ...]
+
+
 def measure(
     chosen: Iterable[Case],
     steps: int = 20,
@@ -82,9 +92,17 @@ def measure(
         for ranks, own in _together(trials):
             needed = {key: references[key] for key in map(_reference_key, own)}
             for seen in stream_ranks(ranks, _compare, own, needed, seconds=seconds, detail=detail):
-                # As the rank saw it that was farthest off: pipeline ranks know different parameters.
-                yield max(seen, key=lambda outcome: outcome.gradient)
+                yield _of_all_ranks(seen, needed)
                 advance(1)
+
+
+def _of_all_ranks(seen: Sequence[Compared], references: dict[Any, _Run]) -> Outcome:
+    """As the rank saw it that was farthest off: pipeline ranks know different parameters. Each must have a gradient."""
+    farthest = max((compared.outcome for compared in seen), key=lambda outcome: outcome.gradient)
+    names = {name for compared in seen for name in compared.parameters}
+    if names != references[_reference_key(seen[0].trial)].gradients.keys():
+        return replace(farthest, gradient=math.inf)
+    return farthest
 
 
 def _together(trials: Sequence[Trial]) -> Iterator[tuple[int, list[Trial]]]:
@@ -173,23 +191,29 @@ def _layout(sizes: Sizes) -> Layout:
     return Layout(sizes, CPU)
 
 
-def _compare(trials: list[Trial], references: dict[Any, _Run]) -> Iterator[Outcome]:
+def _compare(trials: list[Trial], references: dict[Any, _Run]) -> Iterator[Compared]:
     """On every rank: each trial against what one process had."""
     # Where FSDP and TP cut the same dimension, gathering a gradient takes two collectives, and torch warns of it.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for trial in trials:
         began = time.perf_counter()
         run, alone = _run(trial), references[_reference_key(trial)]
-        yield Outcome(
+        outcome = Outcome(
             trial.case.name,
             trial.case.ranks,
             trial.kind.name,
-            max(abs(ours - theirs) for ours, theirs in zip(run.losses, alone.losses, strict=True)),
-            max(_relative(gradient, alone.gradients[name]) for name, gradient in run.gradients.items()),
-            max(abs(ours / theirs - 1) for ours, theirs in zip(run.norms, alone.norms, strict=True)),
+            largest(abs(ours - theirs) for ours, theirs in zip(run.losses, alone.losses, strict=True)),
+            largest(_relative(gradient, alone.gradients[name]) for name, gradient in run.gradients.items()),
+            largest(abs(ours / theirs - 1) for ours, theirs in zip(run.norms, alone.norms, strict=True)),
             time.perf_counter() - began,
             trial.kind.loss_tolerance(trial.case),
         )
+        yield Compared(trial, outcome, tuple(run.gradients))
+
+
+def largest(differences: Iterable[float]) -> float:
+    """Python's ``max`` ignores a NaN unless it comes first; here what is not finite is farther off than anything."""
+    return max((value if math.isfinite(value) else math.inf for value in differences), default=0.0)
 
 
 def _in_one_process(trial: Trial) -> Trial:
