@@ -110,3 +110,13 @@ def test_a_pattern_that_backtracks_without_end_is_an_error(tokenizer: Path) -> N
 
 def test_a_sound_tokenizer_passes(tokenizer: Path) -> None:
     use(tokenizer)
+
+
+def test_a_tokenizer_of_others_encodes_without_our_end_of_text(tokenizer: Path) -> None:
+    """Llama 3 says <|end_of_text|>: it can be inspected and compared, but makes no token store."""
+    path = tokenizer / "tokenizer.json"
+    path.write_text(path.read_text("utf-8").replace("<|endoftext|>", "<|end_of_text|>"), encoding="utf-8")
+    theirs = Tokenizer(tokenizer)
+    assert theirs.decode(theirs.encode("the 春")) == "the 春"
+    with pytest.raises(Z2aError, match=r"tokenizer\.json has no special token <\|endoftext\|>"):
+        _ = theirs.end_of_text

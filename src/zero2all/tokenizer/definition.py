@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.errors import Z2aError
-from zero2all.tokenizer.vocabulary import END_OF_TEXT, byte_alphabet
+from zero2all.tokenizer.vocabulary import byte_alphabet
 
 MOST_IDS = 1 << 24  # tables have a row for every id up to the largest
 
@@ -38,7 +38,6 @@ def read_definition(path: Path, data: bytes) -> Definition:
     rules = [
         (model.get("type", "BPE") != "BPE", f"its model is {model.get('type')}, not BPE"),
         (not text, "its vocabulary is empty"),
-        (END_OF_TEXT not in special, f"it has no special token {END_OF_TEXT}"),
         (not (cut is None or isinstance(cut, dict)), "its pre_tokenizer is no object"),
         (bool(set().union(*text) - set(byte_alphabet())), "its tokens are not written in the byte-level alphabet"),
         (why := _wrong_ids([*text.values(), *special.values()]), why),

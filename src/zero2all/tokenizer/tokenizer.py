@@ -57,11 +57,16 @@ class Tokenizer:
         self.special_ids: dict[str, int] = definition.special_ids
         model = {**definition.all["model"], "vocab": definition.text_ids}
         self.vocabulary = TextVocabulary({**definition.all, "added_tokens": [], "model": model})
-        self.vocab_size = 1 + max(*definition.text_ids.values(), *self.special_ids.values())
+        self.vocab_size = 1 + max([*definition.text_ids.values(), *self.special_ids.values()])
         self.fingerprint = sha256(self.file).hexdigest()
 
     @property
     def end_of_text(self) -> int:
+        if END_OF_TEXT not in self.special_ids:
+            raise Z2aError(
+                f"{self.directory / 'tokenizer.json'} has no special token {END_OF_TEXT}, which ends a document: "
+                "train one with 'z2a tokenizer train RECIPE'"
+            )
         return self.special_ids[END_OF_TEXT]
 
     @property
