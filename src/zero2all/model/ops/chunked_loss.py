@@ -139,9 +139,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _gradient(ctx: Any, grad: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, targets, grad_x, grad_weight = ctx.saved_tensors
     if grad.stride() == (0,):  # every loss weighs the same
-        grad_x, grad_weight = grad_x * grad[0].to(grad_x.dtype), grad_weight * grad[0]
-    else:
-        grad_x, grad_weight = _backward(grad.contiguous(), x, weight, targets, *ctx.settings)
+        grad_x = grad_x * grad[0].to(grad_x.dtype)
+        # Rounded as it is scaled: a second fp32 buffer of the head's size would stand where memory peaks.
+        scaled = torch.mul(grad_weight, grad[0], out=torch.empty_like(weight))
+        return grad_x, scaled, None, None, None, None, None
+    grad_x, grad_weight = _backward(grad.contiguous(), x, weight, targets, *ctx.settings)
     return grad_x, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
