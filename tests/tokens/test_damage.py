@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import tiny_recipe
 from zero2all.errors import Z2aError
 from zero2all.evals import bits_per_byte
-from zero2all.tokens import Samples, TokenStore, build_tokens
+from zero2all.tokens import Samples, TokenStore, build_tokens, check_store
 from zero2all.train import Run, train
 
 FORMAT_ONLY: dict[str, object] = {"format": 2}
@@ -149,3 +149,15 @@ def test_a_rebuild_survives_a_damaged_record(world: Path, tokens: Path) -> None:
         (tokens / "train" / "en-00000.json").write_text(text)
         build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tokens)
         assert (tokens / "manifest.json").read_bytes() == (world / "tokens" / "manifest.json").read_bytes()
+
+
+def test_a_thousand_ranks_read_few_blocks_each(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr("zero2all.tokens.verify._check_block", lambda shard, record, number: read.append(number))
+    store = TokenStore(tokens, "train")
+    check_store(store)
+    assert len(read) == 3  # a block of every shard
+    read.clear()
+    for rank in range(0, 1024, 128):
+        check_store(store, rank, 1024, seed=rank)
+    assert len(read) == 8

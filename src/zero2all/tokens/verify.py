@@ -18,7 +18,8 @@ from zero2all.io import read_json, sha256_file
 from zero2all.tokens.store import TokenShard, TokenStore, damaged
 
 BLOCK = 1 << 20
-BLOCKS_CHECKED = 32  # of each rank at each start: 32 MiB
+BLOCKS_CHECKED = 32  # of a rank at each start: 32 MiB
+BLOCKS_IN_ALL = 1024  # of all ranks, where there are many: they share one file system
 
 
 def block_checksums(path: Path) -> list[int]:
@@ -38,7 +39,8 @@ def check_store(store: TokenStore, rank: int = 0, ranks: int = 1, seed: int | No
     # From the manifest, not from the files: a thousand ranks need not ask the file system for each of them.
     firsts = np.cumsum([0, *(-(-shard.bin_bytes // BLOCK) for shard in shards)])
     total = int(firsts[-1])
-    chosen = sorted(random.Random(seed).sample(range(total), min(total, BLOCKS_CHECKED)))
+    count = min(total, BLOCKS_CHECKED, max(1, BLOCKS_IN_ALL // ranks))
+    chosen = sorted(random.Random(seed).sample(range(total), count))
     records: dict[int, dict[str, Any]] = {}
     for block in chosen:
         number = int(np.searchsorted(firsts, block, side="right")) - 1
