@@ -159,3 +159,17 @@ def test_a_replacement_that_is_killed_half_way_loses_nothing(tmp_path: Path) -> 
     with pytest.raises(RuntimeError), atomic_dir(tmp_path / "out", "things"):
         raise RuntimeError  # the new one fails too
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_planted_name_with_an_impossible_process_id_breaks_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may make directories in /tmp."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for pid in ("9" * 20, "0"):
+        planted = Path(f".z2a.staging-{io.host_id()}-{pid}-00000000")
+        assert io._is_abandoned(planted)
+    (tmp_path / f".z2a.staging-{io.host_id()}-{'9' * 20}-00000000").mkdir()
+    io.remove_staging_of_the_dead.cache_clear()
+    with staging() as directory:
+        assert directory.exists()

@@ -194,7 +194,7 @@ def _remove_leftovers(target: Path) -> None:
 def _is_abandoned(leftover: Path) -> bool:
     found = _MARK.search(leftover.name)
     if found is not None and found["host"] == host_id():
-        return not _is_alive(int(found["pid"])) or (
+        return not is_alive(int(found["pid"])) or (
             int(found["pid"]) == os.getpid() and found[0].removeprefix("-") not in _in_use
         )
     try:
@@ -204,10 +204,13 @@ def _is_abandoned(leftover: Path) -> bool:
     return time.time() - newest > OLD
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process of this host runs. The number may come from a name that anybody can write."""
+    if pid <= 0:  # to kill() that is a whole group
+        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -51,6 +51,13 @@ def test_a_dead_holder_of_this_host_does_not_keep_the_run(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("no_flock", [errno.ENOSYS], indirect=True)
+def test_an_impossible_process_id_in_the_file_is_a_dead_holder(tmp_path: Path, no_flock: None) -> None:
+    (tmp_path / "lock.held").write_text(json.dumps({"pid": 10**20, "host": "here", "host_id": lock.host_id()}))
+    with locked(tmp_path, patience=60):
+        pass
+
+
+@pytest.mark.parametrize("no_flock", [errno.ENOSYS], indirect=True)
 def test_a_holder_on_another_host_is_judged_by_its_signs_of_life(
     tmp_path: Path, no_flock: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from zero2all.console import warn
 from zero2all.errors import UsageError
-from zero2all.io import host_id
+from zero2all.io import host_id, is_alive
 from zero2all.resilience.beat import has_agent
 
 PATIENCE = 5.0  # seconds: ranks that start again may meet the last moments of those they replace
@@ -148,13 +148,7 @@ def _is_dead(name: bytes) -> bool:
     holder = _parsed(name)
     if holder.get("host_id") != host_id() or not isinstance(holder.get("pid"), int):
         return False
-    try:
-        os.kill(holder["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+    return not is_alive(holder["pid"])
 
 
 def _holder(name: bytes) -> str:
