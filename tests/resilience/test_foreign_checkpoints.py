@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import shutil
+import tracemalloc
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from typer.testing import CliRunner
 
+import zero2all.resilience.reader as reader
 from tests.conftest import tiny_recipe
 from zero2all.cli.main import app
 from zero2all.errors import Z2aError
@@ -207,6 +209,61 @@ def test_damaged_metadata_is_one_line_that_names_it(damage: bytes, tmp_path: Pat
     (checkpoints.path(1) / ".metadata").write_bytes(damage)
     with pytest.raises(Z2aError, match=r"step-00000001/\.metadata"):
         checkpoints.reader(1).read_metadata()
+
+
+NESTED = {
+    "_get_layout": b"ctorch.serialization\n_get_layout\n",
+    "_MEM_FORMAT_ENCODING": b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n",
+    "Size": b"ctorch\nSize\n",
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_few_bytes_of_metadata_do_not_keep_a_reader_busy(name: str, tmp_path: Path) -> None:
+    """A tuple that holds the one before twice: to print it takes twice as long per level."""
+    checkpoints = a_checkpoint(tmp_path)
+    # What comes of the call is dropped; the last tuple stays, so an error that prints it would take as long.
+    nested = b"))" + b"".join(b"q\x000h\x00h\x00\x86" for _ in range(22)) + b"q\x01"
+    hostile = b"\x80\x02" + nested + b"0" + NESTED[name] + b"h\x01\x85R" + b"."
+    (checkpoints.path(1) / ".metadata").write_bytes(hostile)
+    tracemalloc.start()
+    try:
+        with pytest.raises(Z2aError, match="is damaged"):
+            checkpoints.reader(1).read_metadata()
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+
+
+class Counted(tuple[Any, ...]):
+    """Counts how often something goes through what it holds."""
+
+    seen = 0
+
+    def __repr__(self) -> str:
+        Counted.seen += 1
+        return "()"
+
+    def __hash__(self) -> int:
+        Counted.seen += 1
+        return 0
+
+
+@pytest.mark.parametrize("place", ["size", "dtype", "name", "index"])
+def test_no_error_prints_what_a_checkpoint_holds(place: str, tmp_path: Path) -> None:
+    """It may be nested so deep that printing or hashing it never ends."""
+    nested = Counted()
+    properties, index, info = (reader._Record() for _ in range(3))
+    properties.kept = (nested if place == "dtype" else torch.float32,)
+    tensor, root = reader._Record(), type("Metadata", (reader._Record,), {})()
+    tensor.kept = {"properties": properties, "size": (nested,) if place == "size" else (4,), "chunks": []}
+    index.kept = {"fqn": "a", "index": nested if place == "index" else None}
+    info.kept = {"relative_path": "__0_0.distcp", "offset": 0, "length": 1}
+    root.kept = {"state_dict_metadata": {nested if place == "name" else "a": tensor}, "storage_data": {index: info}}
+    Counted.seen = 0
+    with pytest.raises(ValueError, match=r"type|dtype|name|lengths"):
+        reader._metadata(root)
+    assert Counted.seen == 0
 
 
 def test_a_pickle_cannot_change_the_classes_it_may_name(tmp_path: Path) -> None:
