@@ -6,19 +6,22 @@ import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from tests.conftest import tiny_recipe
 from tests.resilience.helpers import crashed, losses
 from zero2all.errors import Interrupted
 from zero2all.parallel.ranks import run_ranks
 from zero2all.recipe import Recipe, recipe_yaml
-from zero2all.resilience import flash
+from zero2all.resilience import Checkpoints, Keeper, Team, flash
 from zero2all.train import Run, train
 
 FLASH = ["checkpoint.flash_every=3 steps", "checkpoint.every=8 steps"]
@@ -231,3 +234,55 @@ def test_states_of_a_run_that_is_no_more_are_removed(tmp_path: Path) -> None:
     flash.claim(flash.flash_directory(place, "new"), tmp_path / "new")
     kept = {"here", "young", "new"}
     assert set(place.iterdir()) == {flash.flash_directory(place, name) for name in kept}
+
+
+def planted(how: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the valid states in ``directory`` ones that somebody else may have put there."""
+    if how == "link":
+        directory.rename(directory.with_name("elsewhere"))
+        directory.symlink_to(directory.with_name("elsewhere"))
+    elif how == "owner":
+        monkeypatch.setattr(flash.os, "getuid", lambda: directory.stat().st_uid + 1)
+    else:
+        directory.chmod({"group": 0o720, "world": 0o702}[how])
+
+
+@pytest.mark.parametrize("how", ["link", "owner", "group", "world"])
+def test_states_that_others_could_have_written_are_neither_restored_nor_touched(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "z2a-key-0"
+
+    def a_keeper() -> Keeper:
+        model = nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        return Keeper(Checkpoints(tmp_path / "durable"), directory, tmp_path, model, [optimizer], Team())
+
+    first = a_keeper()
+    first.begin(None)
+    first.save(10, {"skipped": []}, durable=False)
+    first.wait()
+    again = a_keeper().newest()
+    assert again is not None
+    assert again.step == 10
+    with monkeypatch.context() as patch:
+        planted(how, directory, patch)
+        keeper = a_keeper()
+        assert keeper.newest() is None
+        keeper.begin(None)
+        assert [slot.step for slot in flash.staged_in(directory)] == [10], "a link may lead anywhere"
+        with pytest.raises(PermissionError, match="z2a-key-0"):
+            flash.claim(directory, tmp_path)
+        keeper.save(20, {"skipped": []}, durable=False)  # training goes on without it
+    assert "is not used" in capsys.readouterr().err
+
+
+def test_the_key_of_a_run_is_for_its_owner_alone(world: Path, tmp_path: Path) -> None:
+    """It is the name of the directory of states in memory."""
+    run = Run(tiny_recipe(world, f"out={tmp_path}/out"), tmp_path / "run")
+    run.directory.mkdir()
+    memory = run.claim_memory()
+    assert stat.S_IMODE((run.directory / "key").stat().st_mode) == 0o600
+    (run.directory / "key").chmod(0o644)  # as an earlier version wrote it
+    assert run.claim_memory() == memory
+    assert stat.S_IMODE((run.directory / "key").stat().st_mode) == 0o600

@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -363,11 +364,26 @@ def flash_directory(place: Path, key: str) -> Path:
     return place / f"z2a-{key}-{os.getuid()}"
 
 
+def why_not_private(directory: Path) -> str | None:
+    """Why others may have written what is in a directory; nothing if only this user can, or if there is none."""
+    try:
+        found = directory.lstat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{directory} is not a directory"
+    if found.st_uid != os.getuid():
+        return f"{directory} belongs to another user"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{directory} can be written by other users"
+    return None
+
+
 def claim(directory: Path, run: Path) -> None:
     """Make the directory of a run, and remove those of runs that are long gone."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if directory.stat().st_uid != os.getuid():
-        raise PermissionError(f"{directory} belongs to somebody else")
+    if (reason := why_not_private(directory)) is not None:
+        raise PermissionError(reason)
     write_text(directory / "run", f"{run.absolute()}\n")
     for other in _abandoned(directory.parent):
         shutil.rmtree(other, ignore_errors=True)

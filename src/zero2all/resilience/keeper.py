@@ -36,6 +36,7 @@ from zero2all.resilience.flash import (
     remove_stale,
     size_of,
     staged_in,
+    why_not_private,
 )
 from zero2all.resilience.lineage import HISTORY, UNKNOWN, Lineage, descend, from_json, new_history, read_line, to_json
 from zero2all.resilience.replicas import compare_copies
@@ -140,6 +141,9 @@ class Keeper:
         """What lies in the memory of this machine."""
         if self.directory is None:
             return {}
+        if (reason := why_not_private(self.directory)) is not None:
+            warn(f"{reason}: it is not used, and a restart begins at the last durable checkpoint")
+            return {}
         layout = layout_of(cut(dict(tensors_in({"model": get_model_state_dict(self.model)}))))
         once: dict[Lineage | None, Lineage | None] = {}  # sent to all ranks: one object is pickled once
         return {
@@ -220,7 +224,7 @@ class Keeper:
         restored = None if self.decision is None else summary(self.decision)
         self._note = {"lineage": to_json(self.lineage), "time": round(time.time(), 3), "restored": restored}
         self._write_note()
-        if self.directory is not None:
+        if self.directory is not None and why_not_private(self.directory) is None:
             forget_abandoned(self.directory, self.lineage)
         self.team.together(lambda: None)
 
@@ -401,7 +405,8 @@ class Keeper:
             self.team.together(lambda: made.append(Slots(tensors, own)))
         except (Z2aError, OSError) as error:
             warn(_no_room(directory.parent, 2 * size_of(cut(tensors)), str(error)))
-            shutil.rmtree(directory, ignore_errors=True)
+            if why_not_private(directory) is None:
+                shutil.rmtree(directory, ignore_errors=True)
             self.directory = None
             return Slots(tensors, None)
         return made[0]

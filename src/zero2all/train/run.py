@@ -6,6 +6,7 @@ import os
 import platform
 import secrets
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 
 from zero2all import __version__
 from zero2all.errors import RecipeError, UsageError, Z2aError
-from zero2all.io import read_json, write_json, write_text
+from zero2all.io import atomic_path, read_json, write_json, write_text
 from zero2all.model import Z2all
 from zero2all.paths import to_path
 from zero2all.recipe import ModelConfig, Recipe, load_recipe, recipe_yaml
@@ -66,8 +67,13 @@ class Run:
 
     def claim_memory(self) -> Path:
         """Where states in memory go: its name is this run's alone, also after one with the same path was removed."""
+        path = self.directory / "key"
         if self.memory is None:
-            write_text(self.directory / "key", f"{secrets.token_hex(8)}\n")
+            with atomic_path(path) as partial:
+                partial.touch(mode=0o600)  # who knows the name could make that directory first
+                partial.write_text(f"{secrets.token_hex(8)}\n", encoding="utf-8")
+        with suppress(OSError):
+            path.chmod(0o600)  # earlier versions let others read it
         assert self.memory is not None
         return self.memory
 
@@ -75,7 +81,7 @@ class Run:
     def memory(self) -> Path | None:
         try:
             key = (self.directory / "key").read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):  # it is for the owner of the run
             return None
         return flash_directory(self.recipe.checkpoint.flash_dir, key)
 
