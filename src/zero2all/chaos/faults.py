@@ -268,8 +268,8 @@ ON_ONE_MACHINE = (
     Fault("Ctrl-C", held(), signal_to_agent(signal.SIGINT), kind=None, says=("stopped by the user",)),
     Fault("kill the agent", held(), signal_to_agent(signal.SIGKILL), kind=None),
     Fault("one step fails three times", at("fail", times=3), twice, says=("given up: it failed 3 times after step",)),
-    Fault("kill while staging", at("kill", where="staging"), says=("did not finish it",)),
-    Fault("kill between state and marker", at("kill", where="marker"), says=("did not finish it",)),
+    Fault("kill while staging", at("kill", where="staging"), says=("was not finished",)),
+    Fault("kill between state and marker", at("kill", where="marker"), says=("was not finished",)),
     Fault("kill while writing a checkpoint", at("kill", where="persist", first=8, last=9), overrides=DURABLE_ONLY),
     Fault(
         "kill between data and manifest",
@@ -304,7 +304,7 @@ ON_ONE_MACHINE = (
         at("kill"),
         on_small_memory,
         (f"checkpoint.flash_dir={SMALL_MEMORY}",),
-        says=("from the state on durable storage",),
+        says=("from durable storage",),
         why_not=why_not,
     ),
     Fault(
