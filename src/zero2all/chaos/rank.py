@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from zero2all.resilience.rank import attend, leave_word
+from zero2all.resilience.rank import attend, leave_word, run_rank
 
 attend()
 
@@ -53,4 +53,4 @@ def main(recipe: str, directory: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    run_rank(lambda: main(sys.argv[1], Path(sys.argv[2])))

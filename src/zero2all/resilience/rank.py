@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import signal
 import sys
 import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from zero2all.processes import end_with_parent
 from zero2all.resilience.beat import AGENT_DIR, Beat, Mark, has_agent
@@ -32,6 +36,28 @@ def attend() -> None:
     answer = (bell, collectives_path(directory, local_rank))
     threading.Thread(target=_show_collectives, args=answer, name="z2a-bell", daemon=True).start()
     Beat.of_this_rank().mark(Mark.IMPORTED)
+
+
+def run_rank(program: Callable[[], int | None]) -> NoReturn:
+    """Run the program of a rank and end the process with its exit status, without the interpreter's own shutdown.
+
+    Native threads of torch that are still there have been seen to abort a process whose work was done and saved: its
+    agent would take a rank that stopped politely for one that crashed. Exit handlers of Python still run.
+    """
+    status = 1
+    try:
+        status = program() or 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    if not has_agent():
+        sys.exit(status)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def leave_word(error: BaseException) -> None:
