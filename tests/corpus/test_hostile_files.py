@@ -179,6 +179,79 @@ def test_parquet_that_decodes_to_far_more_than_its_size_stays_small_in_memory(tm
     assert reasons == expected.get(kind, ["unpacks to more than 100 times its size"])
 
 
+@pytest.fixture
+def parquet_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int]]:
+    """Of every read of a row group: the columns read as dictionaries, and the largest batch in bytes."""
+    reads: list[tuple[list[str], int]] = []
+
+    class Watched(pq.ParquetFile):
+        def iter_batches(self, *args: Any, **kwargs: Any) -> Any:
+            largest, kinds = 0, {}
+            for batch in super().iter_batches(*args, **kwargs):
+                largest = max(largest, batch.get_total_buffer_size())
+                kinds = dict(zip(batch.schema.names, batch.schema.types, strict=True))
+                yield batch
+            reads.append(([name for name, kind in kinds.items() if "dictionary" in str(kind)], largest))
+
+    monkeypatch.setattr(pq, "ParquetFile", Watched)
+    return reads
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dictionary": False}, {"version": "1.0"}])
+def test_ordinary_text_is_not_read_as_dictionaries(
+    tmp_path: Path, parquet_reads: list[tuple[list[str], int]], options: dict[str, Any]
+) -> None:
+    texts = [None, *(f"{n} {n * n} " * (200 + n % 50) for n in range(5999))]
+    table = pa.table({"text": texts, "lang": ["en", "zh"] * 3000})
+    pq.write_table(table, tmp_path / "a.parquet", **options)
+    assert list(read_records(RawFile.at(tmp_path / "a.parquet"))) == table.to_pylist()
+    ((columns, largest),) = parquet_reads
+    assert columns == []
+    assert largest < 8 << 20
+
+
+def test_small_row_groups_are_read_once_and_in_one_batch(
+    tmp_path: Path, parquet_reads: list[tuple[list[str], int]]
+) -> None:
+    table = pa.table({"text": [f"{n} {n * n} " * 200 for n in range(6000)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1500)
+    batches = list(read_batches(RawFile.at(tmp_path / "a.parquet")))
+    assert [record for batch in batches for record in batch] == table.to_pylist()
+    assert max(sum(len(record["text"]) for record in batch) for batch in batches) < 2 << 20
+    assert [columns for columns, _ in parquet_reads] == [["text"]] * 4
+    assert min(size for _, size in parquet_reads) > 2 << 20
+
+
+def test_text_with_a_large_value_in_its_dictionary_is_read_as_one(
+    tmp_path: Path, parquet_reads: list[tuple[list[str], int]]
+) -> None:
+    texts = [MEGABYTE, *(f"{n} " * 2000 for n in range(2000))]
+    table = pa.table({"text": texts, "name": [f"file {n}" for n in range(2001)], "tags": [["a"]] * 2001})
+    pq.write_table(table, tmp_path / "a.parquet")
+    batches = list(read_batches(RawFile.at(tmp_path / "a.parquet")))
+    assert [record for batch in batches for record in batch] == table.to_pylist()
+    assert max(sum(len(record["text"]) for record in batch) for batch in batches) < 3 << 20
+    assert [columns for columns, _ in parquet_reads] == [["text", "tags"]]
+
+
+@pytest.mark.parametrize("size", [1 << 18, 1 << 20])
+def test_values_of_a_dictionary_limit_the_rows_that_are_decoded_at_once(tmp_path: Path, size: int) -> None:
+    """Small text for long, so that the average says nothing, and then a large value many times."""
+    indices = pa.array(np.repeat(np.arange(2, dtype=np.int32), [30_000, 300]))
+    texts = pa.DictionaryArray.from_arrays(indices, pa.array(["small", "y" * size]))
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": texts}), path, store_schema=False)
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    try:
+        characters = [sum(len(str(record)) for record in batch) for batch in read_batches(RawFile.at(path), SMALL)]
+    finally:
+        pa.set_memory_pool(before)
+    assert max(characters) < 3 << 20
+    assert pool.max_memory() < 60 << 20
+
+
 def test_a_parquet_bomb_is_counted_and_the_rest_is_built(tmp_path: Path) -> None:
     raw = tmp_path / "raw"
     raw.mkdir()

@@ -1,13 +1,15 @@
 """Rows of Parquet files, in memory that is bounded by what the rows decode to and not by what the file looks like.
 
 A value that repeats costs a Parquet file next to nothing: a megabyte once in a dictionary, and a few bytes that say
-"four thousand times". So text is read as dictionaries, how large each row will be is known from their lengths, and only
-some rows at a time are decoded.
+"four thousand times". So the longest value in the dictionary of a column limits how many rows are decoded at once.
+Where that would be too few, the column is read as a dictionary, how large each row will be is known from the lengths
+in it, and only some rows at a time are decoded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
@@ -19,6 +21,9 @@ from numpy.typing import NDArray
 from zero2all.corpus.readers.base import BrokenRecord, Limits
 
 ROWS, BATCH_BYTES = 1000, 1 << 20  # at a time; rows of a megabyte exist
+DICTIONARY_ROWS, DICTIONARY_BATCH_BYTES = 10_000, 8 << 20  # the same for rows that are not decoded yet
+DECODED_BYTES = 32 << 20  # of the text of a batch that is decoded at once, if every value is the longest
+ROWS_WORTH_IT = 64  # in a batch, at least; with fewer, dictionaries are cheaper
 VALUE_BYTES = 8  # of a number or of a place in a list, at least
 
 Records = list[dict[str, Any]]
@@ -32,25 +37,74 @@ def parquet(
     size = file.seek(0, 2)
     file.seek(0)
     metadata = pq.read_metadata(file)
-    text = _dictionary_columns(metadata)
-    options = {"buffer_size": 1 << 20, "pre_buffer": False}
-    with pq.ParquetFile(file, metadata=metadata, read_dictionary=text, **options) as table:
-        groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-        first_row = sum(group.num_rows for group in groups[:first_group])
-        for group in range(first_group, len(groups) if last_group is None else last_group):
-            yield from _group_rows(table, group, first_row, size, limits)
-            first_row += groups[group].num_rows
-
-
-def _dictionary_columns(metadata: pq.FileMetaData) -> list[str]:
-    """Columns of text, but those in an encoding that Arrow cannot read as a dictionary."""
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    first_row = sum(group.num_rows for group in groups[:first_group])
+    for group in range(first_group, len(groups) if last_group is None else last_group):
+        yield from _group_rows(file, metadata, group, first_row, size, limits)
+        first_row += groups[group].num_rows
+
+
+def _opened(file: IO[bytes] | pa.BufferReader, metadata: pq.FileMetaData, dictionaries: list[str]) -> pq.ParquetFile:
+    return pq.ParquetFile(file, metadata=metadata, read_dictionary=dictionaries, buffer_size=1 << 20, pre_buffer=False)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How to read one row group."""
+
+    dictionaries: list[str]
+    """Columns to read as dictionaries; that costs several times the CPU of decoding them at once."""
+    rows: int
+    """In one batch."""
+
+
+def _plan(file: IO[bytes] | pa.BufferReader, metadata: pq.FileMetaData, number: int) -> _Plan:
+    """Text is decoded at once where its dictionary has no large values: then the rows of a batch cannot be large."""
+    group = metadata.row_group(number)
+    columns = [group.column(column) for column in range(group.num_columns)]
+    text = _text_columns(metadata, columns)
+    average: int = group.total_byte_size // max(group.num_rows, 1) + 1
+    in_one_batch = min(DICTIONARY_BATCH_BYTES // average, DICTIONARY_ROWS)
+    # A group that is one batch has its dictionaries read once either way.
+    longest = {} if group.num_rows <= in_one_batch else _longest_values(file, metadata, number, text)
+    decoded = {path: length for path, length in longest.items() if length <= DECODED_BYTES // ROWS_WORTH_IT}
+    dictionaries = [path for path in text if path not in decoded]
+    # Every batch brings its dictionaries along, so fewer batches are cheaper.
+    rows = in_one_batch if dictionaries else min(BATCH_BYTES // average, ROWS)
+    rows = min(rows, DECODED_BYTES // (sum(decoded.values()) + 1))
+    # A delta is decoded as it is read. One value is at most all that the column has, and each may be that one.
+    largest: int = max((column.total_uncompressed_size for column in columns if _is_delta(column)), default=0)
+    return _Plan(dictionaries, max(min(rows, 64 * BATCH_BYTES // (largest + 1)), 1))
+
+
+def _text_columns(metadata: pq.FileMetaData, columns: list[pq.ColumnChunkMetaData]) -> list[str]:
+    """Columns of text, but those in an encoding that Arrow cannot read as a dictionary."""
     return [
         metadata.schema.column(number).path
-        for number in range(metadata.num_columns)
-        if metadata.schema.column(number).physical_type == "BYTE_ARRAY"
-        and not any(_is_delta(group.column(number)) for group in groups)
+        for number, column in enumerate(columns)
+        if column.physical_type == "BYTE_ARRAY" and not _is_delta(column)
     ]
+
+
+def _longest_values(
+    file: IO[bytes] | pa.BufferReader, metadata: pq.FileMetaData, number: int, text: list[str]
+) -> dict[str, int]:
+    """The length of the longest value in the dictionary of each column of text that has one value a row.
+
+    From the dictionary itself, which comes with the first row: what the metadata say of it proves nothing. In lists
+    one row may have all values, so how long each is bounds nothing.
+    """
+    flat = set(metadata.schema.to_arrow_schema().names)
+    names = [path for path in text if path in flat]
+    if not names:
+        return {}
+    table = _opened(file, metadata, names)
+    first = next(table.iter_batches(batch_size=1, row_groups=[number], columns=names, use_threads=False))
+    return {
+        name: int(row_sizes(column.dictionary).max(initial=0))
+        for name, column in zip(first.schema.names, first.columns, strict=True)
+        if pa.types.is_dictionary(column.type)
+    }
 
 
 def _is_delta(column: pq.ColumnChunkMetaData) -> bool:
@@ -58,10 +112,15 @@ def _is_delta(column: pq.ColumnChunkMetaData) -> bool:
 
 
 def _group_rows(
-    table: pq.ParquetFile, number: int, first_row: int, file_size: int, limits: Limits
+    file: IO[bytes] | pa.BufferReader,
+    metadata: pq.FileMetaData,
+    number: int,
+    first_row: int,
+    file_size: int,
+    limits: Limits,
 ) -> Iterator[Records]:
     """The rows of one group, as far as they are not more than its bytes can honestly hold."""
-    group = table.metadata.row_group(number)
+    group = metadata.row_group(number)
     columns = [group.column(column) for column in range(group.num_columns)]
     packed = min(sum(column.total_compressed_size for column in columns), file_size)
     bomb = BrokenRecord(f"unpacks to more than {limits.ratio} times its size", f"row group {number}")
@@ -69,11 +128,15 @@ def _group_rows(
         yield [bomb]
         return
     decoded = 0
-    for batch in table.iter_batches(batch_size=_rows_at_once(group, columns), row_groups=[number], use_threads=False):
+    plan = _plan(file, metadata, number)
+    table = _opened(file, metadata, plan.dictionaries)
+    for batch in table.iter_batches(batch_size=plan.rows, row_groups=[number], use_threads=False):
         sizes = sum((row_sizes(column) for column in batch.columns), np.zeros(len(batch), dtype=np.int64))
         too_large = sizes > limits.record_bytes
         sizes[too_large] = 0
-        for places in np.split(np.arange(len(batch)), _cuts(sizes)):
+        reserved = sum((row_sizes(column, mean=True) for column in batch.columns), np.zeros(len(batch), dtype=np.int64))
+        cuts = np.union1d(_cuts(sizes, BATCH_BYTES), _cuts(reserved, DECODED_BYTES))
+        for places in np.split(np.arange(len(batch)), cuts):
             decoded += int(sizes[places].sum())
             if _is_bomb(decoded, packed, limits):
                 yield [bomb]
@@ -86,36 +149,33 @@ def _is_bomb(size: int, packed: int, limits: Limits) -> bool:
     return size > limits.ratio_after and size > limits.ratio * max(packed, 1)
 
 
-def _rows_at_once(group: pq.RowGroupMetaData, columns: list[pq.ColumnChunkMetaData]) -> int:
-    """By the size in the file. What dictionaries add to that is dealt with when it is known."""
-    average: int = group.total_byte_size // max(group.num_rows, 1) + 1
-    rows = min(max(BATCH_BYTES // average, 1), ROWS)
-    # A delta is decoded as it is read. One value is at most all that the column has, and each may be that one.
-    largest: int = max((column.total_uncompressed_size for column in columns if _is_delta(column)), default=0)
-    return max(min(rows, 64 * BATCH_BYTES // (largest + 1)), 1)
-
-
-def _cuts(sizes: Sizes) -> NDArray[np.intp]:
-    """Where to cut rows so that each part has about ``BATCH_BYTES``, or one row."""
-    part = (np.cumsum(sizes) - sizes) // BATCH_BYTES
+def _cuts(sizes: Sizes, limit: int) -> NDArray[np.intp]:
+    """Where to cut rows so that each part has about ``limit`` bytes, or one row."""
+    part = (np.cumsum(sizes) - sizes) // limit
     return np.flatnonzero(part[1:] != part[:-1]) + 1
 
 
-def row_sizes(column: pa.Array) -> Sizes:
-    """Bytes of every row once dictionaries are decoded."""
+def row_sizes(column: pa.Array, mean: bool = False) -> Sizes:
+    """Bytes of every row once dictionaries are decoded.
+
+    With ``mean``, every value of a dictionary counts as its mean one: that is what Arrow allocates to decode them.
+    """
     kind = column.type
     if pa.types.is_dictionary(kind):
         lengths = np.append(row_sizes(column.dictionary), 0)
+        if mean:
+            lengths[:] = lengths.sum() // max(len(lengths) - 1, 1)
         places = column.indices.fill_null(len(lengths) - 1).to_numpy(zero_copy_only=False)
         return np.asarray(lengths[places], dtype=np.int64)
     if pa.types.is_struct(kind):
-        return sum(map(row_sizes, column.flatten()), np.zeros(len(column), dtype=np.int64))
+        fields = (row_sizes(field, mean) for field in column.flatten())
+        return sum(fields, np.zeros(len(column), dtype=np.int64))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
-        before = np.concatenate([[0], np.cumsum(row_sizes(column.values) + VALUE_BYTES)])
+        before = np.concatenate([[0], np.cumsum(row_sizes(column.values, mean) + VALUE_BYTES)])
         ends = column.offsets.to_numpy(zero_copy_only=False)
         return np.asarray(before[ends[1:]] - before[ends[:-1]], dtype=np.int64)
     if pa.types.is_fixed_size_list(kind):
-        every = row_sizes(column.values.slice(column.offset * kind.list_size, len(column) * kind.list_size))
+        every = row_sizes(column.values.slice(column.offset * kind.list_size, len(column) * kind.list_size), mean)
         return np.asarray(every.reshape(len(column), kind.list_size).sum(axis=1), dtype=np.int64)
     try:
         lengths = pc.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)
