@@ -17,6 +17,7 @@ _CONTROLS = {
     for code in (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 }
 console = Console(stderr=True, soft_wrap=True, highlight=False)
+_never_quiet = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def plain(text: str) -> str:
@@ -29,8 +30,9 @@ def say(message: str) -> None:
     console.print(escape(plain(message)), emoji=False)
 
 
-def warn(message: str) -> None:
-    console.print(f"[yellow]warning:[/yellow] {escape(plain(message))}", emoji=False)
+def warn(message: str, every_rank: bool = False) -> None:
+    """``every_rank``: also where the console is quiet, for what concerns one rank alone."""
+    (_never_quiet if every_rank else console).print(f"[yellow]warning:[/yellow] {escape(plain(message))}", emoji=False)
 
 
 def heading(message: str) -> None:

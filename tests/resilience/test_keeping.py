@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.conftest import tiny_recipe
 from tests.resilience.threads import OneWriter, run_threads
+from zero2all.console import console
 from zero2all.resilience import Checkpoints, Keeper, Team, flash
 from zero2all.resilience.beat import Beat, new_beat
 from zero2all.resilience.flash import staged_in
@@ -176,6 +177,38 @@ def test_a_state_that_the_record_lags_behind_does_not_count(tmp_path: Path, caps
     found = keeper.newest()
     assert found is not None
     assert found.step == 20
+
+
+def test_a_lagging_record_of_another_rank_leaves_a_common_state(tmp_path: Path) -> None:
+    """The record of the run is the first rank's: one that lags elsewhere is no reason to lose the state of all."""
+
+    def rank(team: Team) -> int | None:
+        model, optimizers = a_model()
+        directory = tmp_path / f"node-{team.rank}" / "z2a-key-0"
+        keeper = Keeper(OneWriter(tmp_path / "durable"), directory, tmp_path, model, optimizers, team)
+        keeper.begin(None)
+        for step in (10, 20, 30, 40):
+            keeper.before_commit = lambda step=step: team.rank == 0 or step < 30
+            keeper.save(step, {"skipped": []}, durable=False)
+            keeper.wait()
+        found = keeper.newest()
+        return None if found is None else found.step
+
+    assert run_threads(2, rank) == [40, 40]
+
+
+def test_a_rank_with_a_quiet_console_says_that_its_state_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizers = a_model()
+    keeper = Keeper(Checkpoints(tmp_path / "durable"), tmp_path / "z2a-key-0", tmp_path, model, optimizers, Team())
+    keeper.save(10, {"skipped": []}, durable=False)
+    keeper.wait()
+    monkeypatch.setattr(console, "quiet", True)
+    monkeypatch.setattr(Path, "replace", no_room)
+    keeper.save(20, {"skipped": []}, durable=False)
+    keeper.wait()
+    assert "the state of step 20 cannot be kept in memory" in capsys.readouterr().err
 
 
 def test_a_run_asks_whether_its_record_is_written(

@@ -136,7 +136,7 @@ class Slot:
             partial.write_text(json.dumps(marker), encoding="utf-8")
             partial.replace(self.marker)
         except OSError as error:  # somebody filled the place up: training goes on
-            warn(f"the state of step {self.step} cannot be kept in memory: {error}")
+            warn(f"the state of step {self.step} cannot be kept in memory: {error}", every_rank=True)
             return False
         return True
 

@@ -103,7 +103,10 @@ class Keeper:
         self.on_wait: Callable[[], None] = lambda: None
         """Called every second while training waits for storage: a heartbeat, or that would look like a hang."""
         self.before_commit: Callable[[], bool] = lambda: True
-        """Whether a state may count, asked in the background: not while the run record lags behind it."""
+        """Whether a state may count, asked in the background: not while the run record lags behind it.
+
+        Only the first rank asks: its record is the run's, and each refusal of one rank costs all a common state.
+        """
         self.lineage = descend((), 0, team.first(new_history))
         """Of the states that are saved from now on."""
         self.decision: Decision | None = None
@@ -312,7 +315,7 @@ class Keeper:
         if self.directory is None and not durable:
             return time.perf_counter() - begin  # nothing to gain from it, and the only copy may be being written
         slots = self._open()
-        slot = slots.stage(step, lineage, self._tensors, state, self.before_commit)
+        slot = slots.stage(step, lineage, self._tensors, state, self._may_commit)
         if durable:
             views, live = slots.views(slot), self._tensors
             staged = with_tensors(self._state, lambda name: like(live[name], views[name]))
@@ -345,9 +348,12 @@ class Keeper:
             self.team.together(lambda: None)
             shutil.rmtree(self.directory, ignore_errors=True)
 
+    def _may_commit(self) -> bool:
+        return self.team.rank != 0 or self.before_commit()
+
     def _write(self, step: int, staged: dict[str, Any], state: dict[str, Any], lineage: Lineage) -> None:
         begin = time.perf_counter()
-        if not self.before_commit():  # the checkpoint is worth more than the record
+        if not self._may_commit():  # the checkpoint is worth more than the record
             warn(
                 f"the run record has not caught up with the checkpoint of step {step}: a restart may leave a gap in it"
             )
