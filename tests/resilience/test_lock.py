@@ -105,3 +105,56 @@ def test_other_errors_of_a_lock_are_errors(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(OSError, match="Input/output error"), locked(tmp_path):
         pass
+
+
+def other_holder(path: Path) -> str:
+    """Takes the run over, as one does that saw no sign of life of the present holder."""
+    path.unlink(missing_ok=True)
+    path.write_text(json.dumps({"pid": 1, "host": "there", "host_id": "0badcafe", "token": "other"}))
+    os.utime(path, (1000, 1000))
+    return path.read_text()
+
+
+@pytest.mark.parametrize("no_flock", [errno.ENOSYS], indirect=True)
+def test_a_holder_that_was_replaced_leaves_the_file_to_its_successor(
+    tmp_path: Path, no_flock: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped for minutes (a paused machine), it comes back and finds another at work."""
+    held = tmp_path / "lock.held"
+    monkeypatch.setattr(lock, "BEAT", 0.01)
+    with locked(tmp_path, patience=60):
+        successor = other_holder(tmp_path / "new")
+        os.rename(tmp_path / "new", held)
+        for thread in threading.enumerate():
+            if thread.name == "z2a-lock":
+                thread.join(60)  # it ends when it sees the other
+    assert held.read_text() == successor
+    assert held.stat().st_mtime == 1000
+    assert "another trainer has taken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["replaced", "refreshed"])
+def test_a_lock_that_changes_hands_while_it_is_removed_is_put_back(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, rename = tmp_path / "lock.held", os.rename
+    monkeypatch.setattr(lock, "STALE", -1.0)
+    first = other_holder(held).replace("other", "stale")
+    held.write_text(first)
+
+    def late(source: Path, target: Path) -> None:
+        if change == "replaced":
+            other_holder(held)
+        else:
+            os.utime(held, (2000, 2000))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    assert not lock._Claim(held).take()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock.held"]
+    assert held.read_text() == (first if change == "refreshed" else first.replace("stale", "other"))
+    monkeypatch.setattr(os, "rename", rename)
+    claim = lock._Claim(held)
+    assert not claim.take()
+    assert not held.exists()
+    assert claim.take()

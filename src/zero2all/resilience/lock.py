@@ -6,11 +6,13 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +86,14 @@ def _exclusive_file(directory: Path, patience: float, reason: OSError) -> Iterat
     claim = _Claim(path)
     _wait(claim.take, patience, directory, lambda: f"{_holder(claim.read())}; if it is gone, remove {path}")
     stop = threading.Event()
-    beat = threading.Thread(target=_give_signs, args=(path, stop), name="z2a-lock", daemon=True)
+    beat = threading.Thread(target=claim.give_signs, args=(stop,), name="z2a-lock", daemon=True)
     beat.start()
     try:
         yield
     finally:
         stop.set()
         beat.join()
-        path.unlink(missing_ok=True)
+        claim.release()
 
 
 class _Claim:
@@ -99,21 +101,21 @@ class _Claim:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._seen: tuple[int, float] | None = None  # when it was last touched there, and since when we know, here
+        self._token = secrets.token_hex(8)
+        self._name = _own_name(self._token)
+        self._seen: tuple[_Look, float] | None = None  # the file at our last look, and since when it is like that
 
     def take(self) -> bool:
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
-            if self._is_stale():
-                # Two may come to this: only one of them gets the file away, and both try to create it again.
-                removed = self.path.with_name(f"{self.path.name}.{host_id()}-{os.getpid()}")
-                with suppress(FileNotFoundError):
-                    os.rename(self.path, removed)
-                    removed.unlink()
+            with suppress(FileNotFoundError):
+                stale = _look(self.path)
+                if self._is_stale(stale):
+                    self._remove(stale)
             return False
         with open(descriptor, "wb") as stream:
-            stream.write(_own_name())
+            stream.write(self._name)
         return True
 
     def read(self) -> bytes:
@@ -122,25 +124,51 @@ class _Claim:
         except OSError:
             return b""
 
-    def _is_stale(self) -> bool:
+    def give_signs(self, stop: threading.Event) -> None:
+        while not stop.wait(BEAT):
+            with suppress(OSError), open(self.path, "rb") as stream:
+                if stream.read() != self._name:
+                    warn(
+                        f"another trainer has taken {self.path}, since this one gave no sign of life: stop one of them"
+                    )
+                    return
+                os.utime(stream.fileno())  # of the file that was read, whatever has its name by now
+
+    def release(self) -> None:
+        """One that was taken over belongs to another."""
+        if self.read() == self._name:
+            self.path.unlink(missing_ok=True)
+
+    def _is_stale(self, look: _Look) -> bool:
         """By our own clock alone: those of two hosts may differ."""
-        try:
-            touched = self.path.stat().st_mtime_ns
-        except FileNotFoundError:
-            return False
-        if self._seen is None or self._seen[0] != touched:
-            self._seen = (touched, time.monotonic())
-        return _is_dead(self.read()) or time.monotonic() - self._seen[1] > STALE
+        if self._seen is None or self._seen[0] != look:
+            self._seen = (look, time.monotonic())
+        return _is_dead(look.name) or time.monotonic() - self._seen[1] > STALE
+
+    def _remove(self, stale: _Look) -> None:
+        """Several may come to this, and one of them may hold the run by now: then what was moved is not what we saw."""
+        moved = self.path.with_name(f"{self.path.name}.{self._token}")
+        os.rename(self.path, moved)
+        if _look(moved) != stale:
+            with suppress(FileExistsError):
+                os.link(moved, self.path)
+        moved.unlink()
 
 
-def _give_signs(path: Path, stop: threading.Event) -> None:
-    while not stop.wait(BEAT):
-        with suppress(OSError):
-            os.utime(path)
+@dataclass(frozen=True)
+class _Look:
+    name: bytes
+    touched: int
 
 
-def _own_name() -> bytes:
-    return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "host_id": host_id()}).encode()
+def _look(path: Path) -> _Look:
+    with open(path, "rb") as stream:
+        return _Look(stream.read(), os.fstat(stream.fileno()).st_mtime_ns)
+
+
+def _own_name(token: str = "") -> bytes:
+    name = {"pid": os.getpid(), "host": socket.gethostname(), "host_id": host_id()}
+    return json.dumps(name | ({"token": token} if token else {})).encode()
 
 
 def _is_dead(name: bytes) -> bool:
