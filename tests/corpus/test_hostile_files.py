@@ -18,6 +18,7 @@ from zero2all.corpus import build, build_corpus
 from zero2all.corpus.readers import BrokenRecord, Limits, RawFile, Unreadable, json_records, read_batches, read_records
 from zero2all.corpus.sniff import sniff
 from zero2all.engine import Engine
+from zero2all.errors import Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 TEXT = "An ordinary text that is there to be read, and long enough to stay.\n" * 20
@@ -283,7 +284,9 @@ def test_rows_of_dictionaries_of_every_shape_are_the_rows_that_were_written(tmp_
         assert list(read_records(RawFile.at(tmp_path / "a.parquet"))) == table.to_pylist()
 
 
-def test_links_out_of_a_source_are_counted_and_not_followed(tmp_path: Path) -> None:
+def test_links_out_of_a_source_are_counted_and_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(build, "warn", warnings.append)
     raw, outside = tmp_path / "raw", tmp_path / "outside"
     (raw / "inside").mkdir(parents=True)
     (outside / "deep").mkdir(parents=True)
@@ -301,10 +304,35 @@ def test_links_out_of_a_source_are_counted_and_not_followed(tmp_path: Path) -> N
     manifest = built(raw, tmp_path / "documents")
     assert contents(tmp_path / "documents") == {"a text"}
     names = ["folder", "passwd.txt", "raw", "through.txt", "up.txt"]
-    assert files_left_out(manifest) == {"link out of the source": names}
+    assert files_left_out(manifest) == {"link out of the source (follow_links: true reads it)": names}
+    (warning,) = warnings
+    assert warning.startswith("corpus source 'raw': 5 links")
+    assert "follow_links: true" in warning
+    warnings.clear()
     followed = built(raw, tmp_path / "followed", follow_links=True)
     assert contents(tmp_path / "followed") == {"a text", "a secret", "more secrets", "text beside it"}
     assert not files_left_out(followed)
+    assert not warnings
+
+
+def test_links_out_are_warned_of_once_a_source_and_also_if_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(build, "warn", warnings.append)
+    (tmp_path / "blob").write_text(TEXT)
+    for name, count in (("a", 1), ("b", 2), ("c", 0)):
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            (tmp_path / name / f"{number}.txt").symlink_to(tmp_path / "blob")
+        (tmp_path / name / "empty.txt").touch()
+    sources = [SourceRecipe(name=name, paths=[str(tmp_path / name)]) for name in "abc"]
+    with pytest.raises(Z2aError, match="no document is left"):
+        build_corpus(CorpusRecipe(sources=sources, filters=[], holdout=0), tmp_path / "documents")
+    assert [warning.split(" out of")[0] for warning in warnings] == [
+        "corpus source 'a': 1 link",
+        "corpus source 'b': 2 links",
+    ]
 
 
 def test_a_source_that_is_a_link_itself_is_read(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from zero2all.corpus.filters.quality import quality_models
 from zero2all.corpus.finish import group_parts, write_shards
 from zero2all.corpus.mapping import mapping_for
 from zero2all.corpus.parts import make_part
-from zero2all.corpus.readers import RawFile, in_pieces, list_files
+from zero2all.corpus.readers import LEAVES, RawFile, in_pieces, list_files
 from zero2all.engine import Engine, all_cores
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import all_files, atomic_dir, fingerprint, is_current, read_json, refuse_strangers, write_manifest
@@ -45,6 +45,7 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
     for source in recipe.sources:
         mapping_for(source)
     files = [(source, piece) for source in recipe.sources for file in list_files(source) for piece in in_pieces(file)]
+    _warn_of_links(files)
     keys = _part_keys(files, [specs, models])
     evaluation = [file.fingerprint for path in recipe.decontaminate for file in evaluation_files(path)]
     options = recipe.model_dump(
@@ -86,6 +87,15 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
         if not splits["train"][source.name]["documents"]:
             warn(f"corpus source {source.name!r} gave no documents; see left_out in {out}/manifest.json")
     return {"kind": KIND, **body, "reused": False}
+
+
+def _warn_of_links(files: list[tuple[SourceRecipe, RawFile]]) -> None:
+    """Before hours of reading: a folder of links, such as a Hugging Face cache, gives nothing without the option."""
+    for name, links in Counter(source.name for source, file in files if file.refused == LEAVES).items():
+        warn(
+            f"corpus source {name!r}: {links} link{'s' * (links > 1)} out of the source will not be read; "
+            "if you trust the data, set follow_links: true on the source"
+        )
 
 
 def useful_workers(recipe: CorpusRecipe) -> int:

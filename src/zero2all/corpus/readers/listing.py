@@ -18,7 +18,7 @@ from zero2all.errors import UsageError
 from zero2all.paths import is_url, open_url, plain_errors, store_of
 from zero2all.recipe import SourceRecipe
 
-LEAVES = "link out of the source"
+LEAVES = "link out of the source (follow_links: true reads it)"
 SPECIAL = "link or device"  # and FIFOs and sockets, as in archives
 NEVER_ENTERED = {"__pycache__", "node_modules", "site-packages", "dist-packages", "__MACOSX"}
 
