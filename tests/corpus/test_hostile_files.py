@@ -16,9 +16,10 @@ import pytest
 
 from zero2all.corpus import build, build_corpus
 from zero2all.corpus.readers import BrokenRecord, Limits, RawFile, Unreadable, json_records, read_batches, read_records
+from zero2all.corpus.readers.listing import find_file
 from zero2all.corpus.sniff import sniff
 from zero2all.engine import Engine
-from zero2all.errors import Z2aError
+from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 TEXT = "An ordinary text that is there to be read, and long enough to stay.\n" * 20
@@ -426,3 +427,14 @@ def test_a_file_cut_short_in_the_middle_of_being_read_is_named(tmp_path: Path) -
     os.truncate(path, 0)
     with pytest.raises(Unreadable, match="changed while it was read"):
         list(batches)
+
+
+@pytest.mark.parametrize("listing", ["source", "evaluation", "one file"])
+def test_an_empty_path_is_an_error_of_one_line(tmp_path: Path, listing: str) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    paths = ["" if listing == "source" else str(tmp_path / "a.txt")]
+    source = SourceRecipe(name="raw", paths=paths)
+    recipe = CorpusRecipe(sources=[source], holdout=0, decontaminate=[""] if listing == "evaluation" else [])
+    with pytest.raises(UsageError, match="empty path") as caught:
+        find_file("") if listing == "one file" else build_corpus(recipe, tmp_path / "documents")
+    assert "\n" not in str(caught.value)

@@ -112,7 +112,7 @@ def list_files(source: SourceRecipe) -> list[RawFile]:
     for pattern in source.paths:
         files = list(_remote(pattern) if is_url(pattern) else _local(pattern, source.follow_links))
         if not files:
-            raise UsageError(f"corpus source {source.name!r}: nothing at {os.path.expanduser(pattern)}")
+            raise UsageError(f"corpus source {source.name!r}: {_nothing_at(pattern)}")
         for file in files:
             if not any(fnmatch(file.name, excluded) for excluded in source.exclude):
                 found.setdefault(file.path, file)
@@ -124,13 +124,19 @@ def find_file(path: str) -> RawFile:
     files = _remote(path) if is_url(path) else _local(path)
     file = next(iter(files), None)
     if file is None or (not is_url(file.path) and not os.path.exists(file.path)):
-        raise UsageError(f"nothing at {path}")
+        raise UsageError(_nothing_at(path))
     return file
+
+
+def _nothing_at(pattern: str) -> str:
+    return f"nothing at {os.path.expanduser(pattern)}" if pattern else "empty path; name a file, a directory or a glob"
 
 
 def _local(pattern: str, follow: bool = False) -> Iterator[RawFile]:
     """Files below what the pattern names. Without ``follow`` no link leads out of there: a folder that was unpacked
     from a download may hold links to anything that this machine has."""
+    if not pattern:
+        return
     pattern = os.path.expanduser(pattern)
     if os.path.exists(pattern):  # named by the user, and so good even if it is a link
         found, home = [Path(pattern)], os.path.realpath(pattern)
