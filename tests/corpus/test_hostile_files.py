@@ -16,6 +16,7 @@ import pytest
 
 from zero2all.corpus import build, build_corpus
 from zero2all.corpus.readers import BrokenRecord, Limits, RawFile, Unreadable, json_records, read_batches, read_records
+from zero2all.corpus.readers import parquet as parquet_reader
 from zero2all.corpus.readers.listing import find_file
 from zero2all.corpus.sniff import sniff
 from zero2all.engine import Engine
@@ -252,6 +253,21 @@ def test_values_of_a_dictionary_limit_the_rows_that_are_decoded_at_once(tmp_path
         pa.set_memory_pool(before)
     assert max(characters) < 3 << 20
     assert pool.max_memory() < 60 << 20
+
+
+@pytest.mark.parametrize("names", [["text", "text"], ["text.list.element", "text"]])
+def test_small_text_does_not_vouch_for_another_column_with_the_same_path(tmp_path: Path, names: list[str]) -> None:
+    indices = pa.array(np.repeat(np.arange(2, dtype=np.int32), [30_000, 300]))
+    large: pa.Array = pa.DictionaryArray.from_arrays(indices, pa.array(["small", MEGABYTE]))
+    if names[0] != names[1]:
+        large = pa.ListArray.from_arrays(pa.array(range(30_301), pa.int32()), large)
+    for arrays in ([pa.array(["tiny"] * 30_300), large], [large, pa.array(["tiny"] * 30_300)]):
+        ordered = names if arrays[1] is large else names[::-1]
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.Table.from_arrays(arrays, ordered), path, store_schema=False)
+        metadata = pq.read_metadata(path)
+        with path.open("rb") as file:
+            assert set(parquet_reader._plan(file, metadata, 0).dictionaries) == {metadata.schema.column(0).path}
 
 
 def test_a_parquet_bomb_is_counted_and_the_rest_is_built(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ in it, and only some rows at a time are decoded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
@@ -95,7 +96,8 @@ def _longest_values(
     one row may have all values, so how long each is bounds nothing.
     """
     flat = set(metadata.schema.to_arrow_schema().names)
-    names = [path for path in text if path in flat]
+    # Two columns may have the same path, and the dictionary of one says nothing of the other.
+    names = [path for path, columns in Counter(text).items() if columns == 1 and path in flat]
     if not names:
         return {}
     table = _opened(file, metadata, names)
