@@ -20,7 +20,7 @@ from torch import nn
 import zero2all.resilience.checkpoint as checkpoint
 import zero2all.resilience.condition as condition
 from tests.conftest import tiny_recipe
-from zero2all.errors import Z2aError
+from zero2all.errors import UsageError, Z2aError
 from zero2all.paths import RemotePath, to_path
 from zero2all.resilience import Checkpoints, Team
 from zero2all.resilience.lineage import from_json
@@ -314,6 +314,25 @@ def test_in_an_object_store_unfinished_checkpoints_are_removed(
     write(checkpoints, 5, 6)
     assert checkpoints.steps() == [5, 6]
     assert os.listdir(tmp_path) == []  # staged files
+
+
+@pytest.mark.parametrize(("name", "is_ours"), [("__0_0.distcp", True), ("thesis.txt", False)])
+def test_a_half_removed_step_of_an_object_store_is_written_again(name: str, is_ours: bool, tmp_path: Path) -> None:
+    """A run that rolls back comes to it again; what removed it was killed after the manifest."""
+    pytest.importorskip("fsspec")
+    place = to_path(f"memory://half-removed-{is_ours}/checkpoints")
+    assert isinstance(place, RemotePath)
+    (tmp_path / "file").write_bytes(b"x")
+    (place / "step-00000002" / name).put(tmp_path / "file")
+    (place / "step-00000002" / "state.json").put(tmp_path / "file")
+    checkpoints = Checkpoints(place)
+    if is_ours:
+        write(checkpoints, 2)
+        assert checkpoints.problem(2) is None
+    else:
+        with pytest.raises(UsageError, match="something else"):
+            write(checkpoints, 2)
+        assert (place / "step-00000002" / name).exists()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 import warnings
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ class Checkpoints:
     def write(self, step: int, tensors: dict[str, Any], state: dict[str, Any], team: Team) -> None:
         """All ranks together: each its own file and that file's checksum, then the first the manifest of all."""
         with ExitStack() as stack:
-            partial = team.first(lambda: stack.enter_context(atomic_dir(self.path(step), KIND)))
+            partial = team.first(lambda: stack.enter_context(self._begin(step)))
             place = partial
             if isinstance(partial, RemotePath):  # written here, then uploaded
                 # One rank without room must stop all of them: the next step is a collective.
@@ -150,6 +150,14 @@ class Checkpoints:
             self._keep_within_bounds(step, team)
         except (OSError, Z2aError) as error:  # this one is written all the same
             warn(f"old checkpoints in {self.directory} are not removed: {error}")
+
+    def _begin(self, step: int) -> AbstractContextManager[Path]:
+        path = self.path(step)
+        if isinstance(path, RemotePath) and is_unfinished(path):
+            # Its removal was cut short after the manifest, without which nobody could tell that it is ours.
+            for inner in path.objects():
+                inner.unlink(missing_ok=True)
+        return atomic_dir(path, KIND)
 
     def remove(self, step: int) -> None:
         path = self.path(step)
