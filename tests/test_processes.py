@@ -40,6 +40,14 @@ if __name__ == "__main__":
     run_ranks(2, spin, sys.argv[1], seconds=1000)
 """
 
+AGENT = """
+import os, subprocess, sys
+own = {"Z2A_AGENT_DIR": sys.argv[1], "Z2A_AGENT_PID": str(os.getpid()), "LOCAL_RANK": "0"}
+path = os.pathsep.join([sys.argv[1], os.environ["PYTHONPATH"]])
+rank = [sys.executable, "-m", "zero2all.cli", "--version"]
+subprocess.run(rank, env={**os.environ, **own, "PYTHONPATH": path})
+"""
+
 
 def work(directory: str, number: int, busy: bool) -> None:
     Path(directory, f"worker-{number}").touch()
@@ -114,6 +122,45 @@ def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> 
     script = Started("-c", RANKS, str(tmp_path))
     script.until(lambda: len(list(tmp_path.glob("rank-*"))) == 2)
     script.ends(number)
+
+
+def fake_torch(directory: Path, then: str) -> Path:
+    """A torch that says when it is imported; the file that it leaves then."""
+    (directory / "torch").mkdir()
+    imported = directory / "imported"
+    (directory / "torch" / "__init__.py").write_text(f"open({str(imported)!r}, 'w').close()\n{then}\n")
+    return imported
+
+
+def test_a_rank_ends_with_an_agent_that_is_killed_while_it_imports_torch(tmp_path: Path) -> None:
+    imported = fake_torch(tmp_path, "import time; time.sleep(1000)")
+    agent = Started("-c", AGENT, str(tmp_path))
+    agent.until(imported.exists)
+    agent.ends(signal.SIGKILL)
+
+
+def test_a_rank_whose_agent_was_killed_before_it_could_ask_ends_at_once(tmp_path: Path) -> None:
+    imported = fake_torch(tmp_path, "raise SystemExit(3)")
+    agent = subprocess.Popen([sys.executable, "-c", ""])
+    agent.wait()
+    own = {"Z2A_AGENT_DIR": str(tmp_path), "Z2A_AGENT_PID": str(agent.pid), "LOCAL_RANK": "0"}
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    rank = [sys.executable, "-m", "zero2all.cli", "--version"]
+    done = subprocess.run(rank, env={**os.environ, **own, "PYTHONPATH": path}, timeout=START)
+    assert done.returncode == -signal.SIGKILL
+    assert not imported.exists()
+
+
+@pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; exit $?', "sh"]])
+def test_a_rank_lives_with_its_agent_and_its_children_are_no_ranks(wrapper: list[str]) -> None:
+    """Also where something stands between the two, such as a program that binds the rank to its cores."""
+    script = (
+        "import os, subprocess, sys; from zero2all.processes import AGENT_PID, end_with_agent; end_with_agent();"
+        "sys.exit(subprocess.call([sys.executable, '-c', f'import os; assert {AGENT_PID!r} not in os.environ']))"
+    )
+    environment = {**os.environ, "Z2A_AGENT_PID": str(os.getpid()), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([*wrapper, sys.executable, "-c", script], env=environment, timeout=START)
+    assert done.returncode == 0
 
 
 def test_a_pool_outlives_the_thread_that_started_it(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import signal
 import sys
 import threading
 from multiprocessing.connection import wait
+from pathlib import Path
 from types import FrameType
 
+AGENT_PID = "Z2A_AGENT_PID"  # the environment variable that tells a rank which process has started it
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -25,6 +27,17 @@ def end_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         if os.getppid() != parent:  # it had been killed before
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_agent() -> None:
+    """Called first thing in a rank, before it imports torch: an agent may be killed in those seconds, or before.
+
+    What the rank starts is no rank, so the variable is not passed on.
+    """
+    agent = int(os.environ.pop(AGENT_PID, "0"))
+    if agent and sys.platform == "linux" and not _descends_from(agent):
+        os.kill(os.getpid(), signal.SIGKILL)
+    end_with_parent(agent if agent == os.getppid() else None)
 
 
 def watch_parent() -> None:
@@ -45,6 +58,18 @@ def stop_on_sigterm() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _descends_from(ancestor: int) -> bool:
+    """Something may stand between the two, such as numactl; the children of a killed process go to another one."""
+    pid = os.getppid()
+    while pid > 1 and pid != ancestor:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return True  # it cannot be told, as where /proc shows no process of another user
+        pid = int(stat.rpartition(")")[2].split()[1])  # the name before may contain anything
+    return pid in (ancestor, 0)  # 0: the parent is in another PID namespace
 
 
 def _end_after(sentinel: int) -> None:

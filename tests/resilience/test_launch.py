@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
+from zero2all.processes import AGENT_PID
 from zero2all.resilience import launch as launch_module
 from zero2all.resilience.addresses import address_towards, interface_of, is_ours
 from zero2all.resilience.launch import Job, near_their_gpus
@@ -105,6 +106,7 @@ class LosesItOnce:
 
     def __init__(self, *of_an_agent: object) -> None:
         self.secrets.append(os.environ[VARIABLE])
+        assert os.environ[AGENT_PID] == str(os.getpid())
 
     def run(self) -> RunResult:
         if len(self.secrets) > 1:

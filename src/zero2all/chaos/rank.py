@@ -8,6 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+from zero2all.processes import AGENT_PID, end_with_agent
+
+if AGENT_PID in os.environ:
+    end_with_agent()  # the next import takes seconds
+
 from zero2all.resilience.rank import attend, leave_word, run_rank
 
 attend()

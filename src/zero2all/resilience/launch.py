@@ -22,6 +22,7 @@ from zero2all.console import say
 from zero2all.engine import all_cores
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import fingerprint
+from zero2all.processes import AGENT_PID
 from zero2all.resilience.addresses import PORT, interface_of
 from zero2all.resilience.secret import VARIABLE
 from zero2all.threads import waiting
@@ -184,6 +185,7 @@ class Job:
             if self.rendezvous is None:  # ports of ranks that are all on one machine concern nobody else
                 settings["NCCL_SOCKET_IFNAME"] = interface
         own = {AGENT_DIR: str(directory), STORE: rendezvous.place, VARIABLE: rendezvous.secret}
+        own[AGENT_PID] = str(os.getpid())
         return {**settings, **os.environ, **own}
 
     def slurm(self, gpus: int = 0) -> str:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
-from zero2all.processes import end_with_parent
+from zero2all.processes import end_with_agent
 from zero2all.resilience.beat import AGENT_DIR, Beat, Mark, has_agent
 
 _kept_open: list[IO[str]] = []  # files that faulthandler writes to at any later time
@@ -25,7 +25,7 @@ def attend() -> None:
     if not has_agent():
         return
     directory, local_rank = Path(os.environ[AGENT_DIR]), int(os.environ["LOCAL_RANK"])
-    end_with_parent()
+    end_with_agent()
     faulthandler.enable()
     stacks = open(stacks_path(directory, local_rank), "w", encoding="utf-8")  # noqa: SIM115
     _kept_open.append(stacks)
