@@ -38,9 +38,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def z2a(*words: object) -> tuple[int, str]:
-    conventions.printed = False
     done = CliRunner().invoke(app, [*map(str, words), "--json"])
-    conventions.printed = False
     return done.exit_code, json.loads(done.stdout).get("error", "")
 
 

@@ -28,9 +28,7 @@ from zero2all.train import Run, train
 
 def z2a(*words: object) -> tuple[int, dict[str, object]]:
     done = CliRunner().invoke(app, ["ckpt", *map(str, words), "--json"])
-    import zero2all.cli.conventions as conventions
 
-    conventions.printed = False
     return done.exit_code, json.loads(done.stdout)
 
 

@@ -101,11 +101,8 @@ COMMANDS = {
 
 
 def z2a(words: list[str], run: Path) -> tuple[int, str]:
-    import zero2all.cli.conventions as conventions
 
-    conventions.printed = False
     done = CliRunner().invoke(app, [*(word.replace("RUN", str(run)) for word in words), "--json"])
-    conventions.printed = False
     return done.exit_code, json.loads(done.stdout).get("error", "")
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import zero2all.cli.conventions as conventions
 from tests.conftest import tiny_recipe
 from zero2all.cli.main import app
 from zero2all.errors import Z2aError
@@ -41,9 +40,7 @@ def run(trained: Recipe, tmp_path: Path) -> Path:
 
 
 def z2a(words: list[str], run: Path) -> tuple[int, str, str]:
-    conventions.printed = False
     done = CliRunner().invoke(app, [*(word.replace("RUN", str(run)) for word in words), "--json"])
-    conventions.printed = False
     return done.exit_code, json.loads(done.stdout).get("error", ""), done.stderr
 
 
