@@ -438,3 +438,10 @@ def test_an_agent_that_was_asleep_does_not_take_the_rendezvous_for_lost(
     assert naps.taken == awake + (3 if asleep else 1)
     assert len(sent) == naps.taken - 1
     link.close()
+
+
+def test_a_directory_is_no_secret_and_its_mode_is_left_alone(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(UsageError, match="is a directory: give a file") as raised:
+        find_secret(tmp_path, make=False)
+    assert "chmod" not in str(raised.value)

@@ -57,12 +57,14 @@ def how_to_get_it(path: Path | None = None) -> str:
 
 
 def _read(path: Path) -> str:
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory: give a file with --secret-file")
     try:
         mode = path.stat().st_mode
         if mode & 0o007:
             raise UsageError(f"{path} can be read by every user of this machine: chmod 600 {path}")
         return path.read_text(encoding="ascii")
-    except (PermissionError, IsADirectoryError, UnicodeDecodeError) as error:
+    except (PermissionError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read as a job secret ({error}): give another with --secret-file") from None
 
 
