@@ -21,18 +21,18 @@ from typing import Any
 
 import torch
 
-from zero2all.bench.report import write_report
+from zero2all.bench.report_files import write_report
+from zero2all.checkpoint import SHM_DIRECTORY, CheckpointManager, CheckpointStore, RankGroup
+from zero2all.checkpoint.state_dict import flatten_tensors, training_state_dict
 from zero2all.model import Z2all
-from zero2all.recipe import recipe_or_preset
-from zero2all.resilience import PLACE, Checkpoints, Keeper, Team
-from zero2all.resilience.state import state_of, tensors_in
+from zero2all.recipe import load_recipe_or_preset
 
 
 class Trained:
     """A model with Adam state, and a step of it."""
 
     def __init__(self, preset: str, samples: int, length: int) -> None:
-        config = recipe_or_preset(preset).model.model_copy(update={"vocab_size": 8192})
+        config = load_recipe_or_preset(preset).model.model_copy(update={"vocab_size": 8192})
         self.model = Z2all(config).init_weights(0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         tokens = torch.randint(0, 8192, (samples, length + 1), generator=torch.Generator().manual_seed(0))
@@ -48,15 +48,17 @@ class Trained:
 
 
 def stalls(trained: Trained, directory: Path, memory: Path, rounds: int) -> dict[str, Any]:
-    keeper = Keeper(Checkpoints(directory), memory, directory, trained.model, [trained.optimizer], Team())
-    state = state_of(trained.model, [trained.optimizer])
-    size = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_in(state))
+    keeper = CheckpointManager(
+        CheckpointStore(directory), memory, directory, trained.model, [trained.optimizer], RankGroup()
+    )
+    state = training_state_dict(trained.model, [trained.optimizer])
+    size = sum(tensor.numel() * tensor.element_size() for _, tensor in flatten_tensors(state))
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.zeros(size, dtype=torch.uint8)
     found: dict[str, list[float]] = {"flash": [], "memcpy": [], "torch_save": []}
     for step in range(1, rounds + 2):
         flash = keeper.save(step, {}, durable=False)
-        keeper.wait()  # the checksum is computed off the training path, but must not disturb the next figure
+        keeper.wait_until_saved()  # the checksum is computed off the training path, but must not disturb the next time
         begin = time.perf_counter()
         target.copy_(source)
         copied = time.perf_counter() - begin
@@ -81,18 +83,20 @@ def stalls(trained: Trained, directory: Path, memory: Path, rounds: int) -> dict
 
 def while_writing(trained: Trained, directory: Path, memory: Path, rounds: int) -> dict[str, Any]:
     """Steps while a checkpoint is being written against steps just before; the stall itself is not in them."""
-    keeper = Keeper(Checkpoints(directory), memory, directory, trained.model, [trained.optimizer], Team())
+    keeper = CheckpointManager(
+        CheckpointStore(directory), memory, directory, trained.model, [trained.optimizer], RankGroup()
+    )
     written: list[float] = []
     keeper.on_saved = lambda step, seconds: written.append(seconds)
     keeper.save(0, {}, durable=True)
-    keeper.wait()
+    keeper.wait_until_saved()
     alone, beside = [], []
     for turn in range(1, rounds + 1):
         alone += [trained.step() for _ in range(3)]
         keeper.save(turn, {}, durable=True)
         while len(written) <= turn:
             beside.append(trained.step())
-        keeper.wait()
+        keeper.wait_until_saved()
     keeper.close("finished")
     quiet, busy = statistics.median(alone), statistics.median(beside)
     return {
@@ -118,7 +122,7 @@ def main() -> None:
     trained = Trained(options.preset, options.samples, options.length)
     with (
         tempfile.TemporaryDirectory(dir=options.disk) as disk,
-        tempfile.TemporaryDirectory(dir=PLACE, prefix="z2a-bench-") as memory,
+        tempfile.TemporaryDirectory(dir=SHM_DIRECTORY, prefix="z2a-bench-") as memory,
     ):
         report = {
             "preset": options.preset,

@@ -2,9 +2,9 @@
 
     python benchmarks/corpus_engines.py --text TEXT/zh TEXT/en TEXT/code --work /tmp/engines
 
-The input is the text repeated to 200 MB, each copy with another last line, so that none is dropped as a copy. Ray
+The input is the text repeated to 200 MB, each copy with another last line, so that none is a duplicate. Ray
 starts a cluster of its own on this machine and leaves one core free. How soon the first part is there is measured on
-the first megabyte, since a part is a whole file.
+the first megabyte, since a part is one file.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def main() -> None:
     for engine in options.engines:
         small = build(options.work, options.work / "first", "--engine", engine)
         large = build(options.work, options.work / "raw", "--engine", engine)
-        figures = {"first_part_seconds": small["first_part_seconds"], "seconds": large["seconds"]}
+        metrics = {"first_part_seconds": small["first_part_seconds"], "seconds": large["seconds"]}
         speed = round(options.megabytes / large["seconds"], 1)
-        sys.stdout.write(json.dumps({"engine": engine, **figures, "mb_per_second": speed}) + "\n")
+        sys.stdout.write(json.dumps({"engine": engine, **metrics, "mb_per_second": speed}) + "\n")
         sys.stdout.flush()
     shutil.rmtree(options.work)
 

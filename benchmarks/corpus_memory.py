@@ -2,7 +2,7 @@
 
     python benchmarks/corpus_memory.py --text TEXT/zh/wiki2019zh_style/wiki_zh_00.jsonl --work /tmp/memory
 
-Each file is read in a process of its own; the figure is that process's peak resident memory.
+Each file is read in a process of its own; the result is that process's peak resident memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zero2all.corpus.parts import make_part
+from zero2all.corpus.part_files import write_part
 from zero2all.corpus.readers import RawFile
 from zero2all.recipe import SourceRecipe
 
@@ -42,15 +42,17 @@ def make_file(kind: str, size: int, records: list[dict[str, str]], path: Path) -
 
 def read_one(path: Path, out: Path) -> None:
     start = time.perf_counter()
-    record = make_part(RawFile.at(path), SourceRecipe(name="s", paths=[str(path)]), [], out / path.stem, path.name)
+    sidecar = write_part(
+        RawFile.from_path(path), SourceRecipe(name="s", paths=[str(path)]), [], out / path.stem, path.name
+    )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     seconds = time.perf_counter() - start
-    figures = {
-        "documents": record["documents"],
+    metrics = {
+        "documents": sidecar["documents"],
         "peak_mb": round(peak / 1e6),
         "mb_per_second": round(path.stat().st_size / 1e6 / seconds),
     }
-    sys.stdout.write(json.dumps({"file": path.name, "bytes": path.stat().st_size, **figures}) + "\n")
+    sys.stdout.write(json.dumps({"file": path.name, "bytes": path.stat().st_size, **metrics}) + "\n")
 
 
 def main() -> None:
@@ -65,9 +67,9 @@ def main() -> None:
         read_one(options.read, options.work)
         return
     records = [json.loads(line) for line in options.text.read_text(encoding="utf-8").split("\n") if line]
-    for kind, ending in (("json", "json"), ("lines", "jsonl"), ("parquet", "parquet")):
+    for kind, extension in (("json", "json"), ("lines", "jsonl"), ("parquet", "parquet")):
         for gigabytes in options.gigabytes:
-            path = options.work / f"{kind}-{round(1000 * gigabytes)}MB.{ending}"
+            path = options.work / f"{kind}-{round(1000 * gigabytes)}MB.{extension}"
             make_file(kind, int(gigabytes * 1e9), records, path)
             subprocess.run([sys.executable, __file__, "--work", options.work / "out", "--read", path], check=True)
             path.unlink()

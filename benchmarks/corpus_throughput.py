@@ -2,8 +2,8 @@
 
     python benchmarks/corpus_throughput.py --corpus TEXT --work /tmp/throughput > throughput.md
 
-Ingest is reading, parsing, mapping to the schema and naming by gid, into Arrow batches, without cleaning and without
-writing. It is measured against the barest way to get at the same text (orjson a line, orjson for a whole array, pyarrow
+Ingest is reading, parsing, mapping to the schema and assigning gids, into Arrow batches, without cleaning and without
+writing. It is measured against a minimal baseline for the same text (orjson per line, orjson for a full array, pyarrow
 for Parquet, bytes decoded for a text file), turn by turn in one process, in CPU seconds. MB are 10^6 bytes of the file
 for ingest, and of text in UTF-8 everywhere else.
 """
@@ -28,30 +28,30 @@ import pyarrow.parquet as pq
 import tokenizers
 
 from zero2all.corpus import build_corpus
-from zero2all.corpus.account import Account
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters import DEFAULT_FILTERS, Change, Drop, build_filters, kind_of
+from zero2all.corpus.file_stats import FileStats
+from zero2all.corpus.filters import DEFAULT_FILTERS, Change, Drop, build_filters, classify_text
 from zero2all.corpus.ingest import read_documents
-from zero2all.corpus.parts import DocumentWriter
+from zero2all.corpus.part_files import DocumentWriter
 from zero2all.corpus.readers import RawFile, list_files
 from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, SourceRecipe, TokenizerRecipe, TokensRecipe
 from zero2all.tokenizer import train_tokenizer
-from zero2all.tokens.build import build_tokens
+from zero2all.tokens.build_store import build_tokens
 
 KINDS = ("zh", "en", "code")
 STAGES = {
-    "make_part": "read, clean, write parts",
-    "exact_keys": "exact copies",
-    "exact_partition": "exact copies",
-    "near_signatures": "near copies",
-    "near_partition": "near copies",
-    "connected_components": "near copies",
-    "near_drops": "near copies",
-    "shard_drops": "exact copies",
-    "sign_validation": "copies of validation documents",
-    "index_validation": "copies of validation documents",
-    "validation_drops": "copies of validation documents",
+    "write_part": "read, clean, write parts",
+    "write_exact_keys": "exact duplicates",
+    "write_exact_drops": "exact duplicates",
+    "write_signatures": "near duplicates",
+    "write_near_links": "near duplicates",
+    "connected_components": "near duplicates",
+    "write_near_drops": "near duplicates",
+    "collect_shard_drops": "exact duplicates",
+    "write_validation_signatures": "duplicates of validation documents",
+    "build_validation_index": "duplicates of validation documents",
+    "write_validation_drops": "duplicates of validation documents",
     "write_shards": "split and write shards",
     "_encode_shard": "tokenize",
 }
@@ -120,7 +120,7 @@ def bare(path: Path) -> None:
 
 
 def batches(path: Path) -> Iterator[pa.RecordBatch]:
-    return read_documents(RawFile.at(path), SourceRecipe(name="s", paths=[str(path)]), Account())
+    return read_documents(RawFile.from_path(path), SourceRecipe(name="s", paths=[str(path)]), FileStats())
 
 
 def write(made: list[pa.RecordBatch], path: Path) -> None:
@@ -164,7 +164,7 @@ def measure_filters(corpus: Path) -> None:
     for kind in KINDS:
         source = SourceRecipe(name=kind, paths=[str(corpus / kind)])
         for file in list_files(source):
-            for batch in read_documents(file, source, Account()):
+            for batch in read_documents(file, source, FileStats()):
                 for row in batch.to_pylist():
                     document = Document(**row)
                     for one in filters:
@@ -172,20 +172,20 @@ def measure_filters(corpus: Path) -> None:
                         sizes[key] += len(document.content.encode())
                         seen[key] += 1
                         start = time.perf_counter()
-                        kind_of(document)  # which the first filter to ask pays for, for all after it
+                        classify_text(document)  # cached: the first filter pays for all after it
                         asked = time.perf_counter()
-                        verdict = one(document)
+                        result = one(document)
                         seconds[key] += time.perf_counter() - asked
-                        seconds["kind_of", kind] += asked - start
-                        if isinstance(verdict, Drop):
+                        seconds["classify_text", kind] += asked - start
+                        if isinstance(result, Drop):
                             dropped[key] += 1
                             break
-                        if isinstance(verdict, Change):
-                            document = replace(document, content=verdict.content)
+                        if isinstance(result, Change):
+                            document = replace(document, content=result.content)
     say("Filters of the default list, one process, MB of text per second, and documents dropped:\n")
-    names = ["kind_of", *(one.name for one in filters)]
+    names = ["classify_text", *(one.name for one in filters)]
     for kind in KINDS:
-        sizes["kind_of", kind], seen["kind_of", kind] = sizes["normalize", kind], seen["normalize", kind]
+        sizes["classify_text", kind], seen["classify_text", kind] = sizes["normalize", kind], seen["normalize", kind]
     rows = []
     for name in names:
         cells = []
@@ -229,7 +229,7 @@ def measure_build(corpus: Path, work: Path, workers: int) -> tuple[Path, Path]:
     encoded = time.perf_counter() - start
     say(f"Stages, local engine, {workers} workers, wall seconds; {read:.0f} MB of text read, {kept:.0f} MB kept:\n")
     rows = [(stage, f"{taken:.1f}", f"{read / taken:.0f}") for stage, taken in engine.seconds.items()]
-    rows.append(("all, with what lies between", f"{built + encoded:.1f}", f"{read / (built + encoded):.1f}"))
+    rows.append(("total, with overhead", f"{built + encoded:.1f}", f"{read / (built + encoded):.1f}"))
     table(("stage", "seconds", "MB/s"), rows)
     return work / "documents", work / "tokenizer"
 

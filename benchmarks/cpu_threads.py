@@ -24,11 +24,11 @@ from pathlib import Path
 
 BUSY = "from zero2all.processes import end_with_parent; end_with_parent()\nwhile True: sum(range(100_000))"
 UNSET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
-Figures = dict[str, list[float]]
+Speeds = dict[str, list[float]]
 
 
 class Contender:
-    """A process that trains for some seconds each time it is told to."""
+    """A process that trains for some seconds for each line on stdin."""
 
     def __init__(self, settings: dict[str, str]) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in UNSET}
@@ -47,11 +47,11 @@ class Contender:
 
 def contend() -> None:
     """Tokens a second for each line of seconds; the end of input ends it."""
-    from zero2all.bench.step import Step
+    from zero2all.bench.step import BenchStep
     from zero2all.recipe import load_recipe
 
     recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "quickstart.yaml", ["model.vocab_size=4096"])
-    step = Step(recipe, False)
+    step = BenchStep(recipe, False)
     step.run()
     for line in sys.stdin:
         begin, steps = time.monotonic(), 0
@@ -74,23 +74,23 @@ def busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-def turns(contenders: dict[str, Contender], rounds: int, seconds: float, beside: int) -> Figures:
-    figures: Figures = {name: [] for name in contenders}
+def turns(contenders: dict[str, Contender], rounds: int, seconds: float, beside: int) -> Speeds:
+    speeds: Speeds = {name: [] for name in contenders}
     with busy(beside):
         for _ in range(rounds):
             for name, contender in contenders.items():
-                figures[name].append(contender.run(seconds))
-    return figures
+                speeds[name].append(contender.run(seconds))
+    return speeds
 
 
-def table(measured: dict[int, Figures]) -> str:
+def table(measured: dict[int, Speeds]) -> str:
     heads = [f"tokens/s beside {beside} | of default" for beside in measured]
     lines = [f"| setting | {' | '.join(heads)} |", f"|---|{'---|---|' * len(heads)}"]
     for name in next(iter(measured.values())):
         cells = [name]
-        for figures in measured.values():
-            ratios = [own / default for own, default in zip(figures[name], figures["default"], strict=True)]
-            cells += [f"{statistics.median(figures[name]):,.0f}", f"{statistics.median(ratios):.2f}"]
+        for speeds in measured.values():
+            ratios = [own / default for own, default in zip(speeds[name], speeds["default"], strict=True)]
+            cells += [f"{statistics.median(speeds[name]):,.0f}", f"{statistics.median(ratios):.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

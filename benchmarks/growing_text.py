@@ -2,7 +2,7 @@
 
     python benchmarks/growing_text.py --documents runs/mine/documents --gigabytes 5 --out growing
 
-Chinese clauses of the given documents (as ``z2a corpus build`` leaves them) are cut in two at a random character; a new
+Chinese clauses of the given documents (of ``z2a corpus build``) are split in two at a random character; a new
 clause is the first part of one and the second part of another, so that a million clauses give a million million. Three
 quarters of the bytes are such Chinese; the rest are lines of English and code, with numbers of their own. The result
 is a directory of documents in shards of 100 MB, written as a stream: memory does not grow with size.
@@ -61,9 +61,9 @@ def drawn(strings: pa.Array, rng: np.random.Generator, number: int) -> pa.Array:
     return strings.take(pa.array(rng.integers(len(strings), size=number)))
 
 
-def joined(pieces: pa.Array, to_a_document: int) -> pa.Array:
-    ends = pa.array(np.arange(0, len(pieces) + 1, to_a_document, dtype=np.int64))
-    return pc.binary_join(pa.LargeListArray.from_arrays(ends, pieces), "")
+def joined(strings: pa.Array, to_a_document: int) -> pa.Array:
+    ends = pa.array(np.arange(0, len(strings) + 1, to_a_document, dtype=np.int64))
+    return pc.binary_join(pa.LargeListArray.from_arrays(ends, strings), "")
 
 
 def some_documents(first: pa.Array, second: pa.Array, lines: pa.Array, rng: np.random.Generator) -> pa.Table:

@@ -18,7 +18,7 @@ import time
 import torch
 
 from zero2all.model.ops import OPS
-from zero2all.model.ops.cross_entropy import HeadShape
+from zero2all.model.ops.cross_entropy import HeadConfig
 
 
 def peak() -> int:
@@ -36,12 +36,12 @@ def measure(form: str, vocab: int, tokens: int, hidden: int, repeats: int, dtype
     weight = (torch.randn(vocab, hidden, generator=generator) * 0.02).requires_grad_()
     targets = torch.randint(0, vocab, (tokens,), generator=generator)
     loss_of = OPS["cross_entropy"][form].load()
-    (loss_of(x[:64], weight, targets[:64], HeadShape(vocab)).sum() / tokens).backward()  # starts threads and kernels
+    (loss_of(x[:64], weight, targets[:64], HeadConfig(vocab)).sum() / tokens).backward()  # starts threads and kernels
     before, seconds = current(), []
     for _ in range(repeats):
         weight.grad = x.grad = None
         begin = time.process_time()
-        (loss_of(x, weight, targets, HeadShape(vocab)).sum() / tokens).backward()
+        (loss_of(x, weight, targets, HeadConfig(vocab)).sum() / tokens).backward()
         seconds.append(time.process_time() - begin)
     return {"cpu_seconds": statistics.median(seconds), "added_bytes": peak() - before}
 

@@ -1,4 +1,4 @@
-"""MinHash signatures per second: ours against datasketch, on the same documents, turn by turn in one run.
+"""MinHash signatures per second: ours against datasketch, on the same documents, interleaved in one run.
 
     python benchmarks/minhash.py code=files.jsonl.zst wiki_zh.jsonl wiki_en.parquet --mb 4 --rounds 3
 
@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 from datasketch import MinHash
 
 from zero2all.corpus.dedup import DedupParams
-from zero2all.corpus.dedup.near import BATCH_CHARACTERS, shingle_hashes
-from zero2all.corpus.dedup.sketch import band_hashes, signatures
+from zero2all.corpus.dedup.minhash import band_hashes, minhash_signatures
+from zero2all.corpus.dedup.near import SIGNATURE_CHARACTERS, shingle_hashes
 
 FIELDS = ("text", "content", "markdown", "body", "answer", "code")
 PROSE = re.compile(r"[\u4e00-\u9fff]|[^\W_\u4e00-\u9fff]+")
@@ -58,8 +58,8 @@ def ours(texts: Sequence[str], code: bool) -> np.ndarray[Any, Any]:
     for place, text in enumerate(texts):
         batch.append(text)
         size += len(text)
-        if size >= BATCH_CHARACTERS or place + 1 == len(texts):
-            values = signatures(*shingle_hashes(batch, code, PARAMS), PARAMS.slots)
+        if size >= SIGNATURE_CHARACTERS or place + 1 == len(texts):
+            values = minhash_signatures(*shingle_hashes(batch, code, PARAMS), PARAMS.slots)
             band_hashes(values, PARAMS.bands)
             rows.append(values)
             batch, size = [], 0

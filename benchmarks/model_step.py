@@ -84,11 +84,13 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     with torch.device("meta"):
         model = Z2all(config)
     weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
-    weights += config.vocab_rows * config.hidden_size * config.tied
+    weights += config.padded_vocab_size * config.hidden_size * config.tie_word_embeddings
     if config.moe is not None:
         every = sum(p.numel() for p in model.parameters() if p.dim() == 3)
-        weights += every * config.moe.top_k // config.moe.experts
-    scores = config.n_layers * config.n_heads * config.head_size * length  # half of 2 x 2 S E, being causal
+        weights += every * config.moe.num_experts_per_tok // config.moe.num_experts
+    scores = (
+        config.num_hidden_layers * config.num_attention_heads * config.head_size * length
+    )  # half of 2 x 2 S E, being causal
     return 6 * weights + 3 * 2 * scores
 
 
@@ -127,7 +129,7 @@ def main() -> None:
     shape = (options.samples, options.length + 1)
     batch = torch.randint(0, options.vocab, shape, generator=torch.Generator().manual_seed(0))
     if options.experts:
-        moe = {"experts": 8, "top_k": 2, "expert_intermediate": config.intermediate_size // 2}
+        moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": config.intermediate_size // 2}
         mixture = ModelConfig.model_validate({**config.model_dump(), "moe": moe})
         makers = {
             f"{name} {how}": lambda c=c, how=how: ours(c, batch, how == "compiled")

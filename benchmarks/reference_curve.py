@@ -17,9 +17,9 @@ from typing import Any
 
 from zero2all.io import write_text
 from zero2all.track import read_steps
-from zero2all.track.places import LocalPlace
-from zero2all.track.verdicts import reference_curve
-from zero2all.track.watched import WatchedRun
+from zero2all.track.health_checks import reference_curve
+from zero2all.track.run_locations import LocalRunLocation
+from zero2all.track.run_view import RunView
 
 
 def held_out(run: Path) -> dict[str, list[float]]:
@@ -29,8 +29,8 @@ def held_out(run: Path) -> dict[str, list[float]]:
     for line in lines:
         if line.get("event") == "evaluation":
             found["step"].append(line["step"] + 1)
-            for name, figures in {"all": line, **line["sources"]}.items():
-                found.setdefault(name, []).append(figures["bits_per_byte"])
+            for name, metrics in {"all": line, **line["sources"]}.items():
+                found.setdefault(name, []).append(metrics["bits_per_byte"])
     return found
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     differ = sorted(step for step in first.keys() | second.keys() if first.get(step) != second.get(step))
     if differ or held_out(one) != held_out(two):
         sys.exit(f"the two runs are not equal: the losses of {len(differ)} steps differ ({differ[:5]} ...)")
-    watched = WatchedRun(LocalPlace(one))
+    watched = RunView(LocalRunLocation(one))
     watched.refresh()
     curve = {**reference_curve(watched), "held_out": held_out(one), "equal_runs": 2}
     write_text(options.to, json.dumps(curve, allow_nan=False) + "\n")

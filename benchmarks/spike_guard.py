@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.resilience.poison import poison
+from tests.train.poison import poison
 
-from zero2all.evals import bits_per_byte
+from zero2all.evals import evaluate_bpb
 from zero2all.recipe import load_recipe
 from zero2all.train import Run, train
 
@@ -29,13 +29,13 @@ def outcome(out: Path, work: Path, tokens: Path, seed: int, policy: str, steps: 
     changes = [
         f"out={work}", f"tokenizer.dir={out / 'tokenizer'}", f"tokens.dir={tokens}", f"seed={seed}",
         f"train.steps={steps}", f"evals.every={steps} steps", f"train.guard.policy={policy}",
-        "checkpoint.flash_every=10 steps", "track.print_every=1000",
+        "checkpoint.flash_every=10 steps", "track.log_every=1000",
     ]  # fmt: skip
     recipe = load_recipe(out / "recipe.yaml", changes)
     if tokens.parent == work:
         shutil.copytree(out / "tokens", tokens)
         poison(recipe, *bad_steps(steps))
-    train(recipe, evaluate=bits_per_byte)
+    train(recipe, evaluate=evaluate_bpb)
     lines = [json.loads(line) for line in Run.open(recipe.run_dir).record_path.read_text("utf-8").splitlines()]
     spikes = [line for line in lines if line.get("event") == "spike"]
     [held_out] = [line["bits_per_byte"] for line in lines if line.get("event") == "evaluation"]

@@ -1,10 +1,10 @@
-"""Memory and time of ``z2a tokenizer train`` on texts of growing size, under one ceiling.
+"""Memory and time of ``z2a tokenizer train`` on texts of growing size, under one memory limit.
 
     python benchmarks/tokenizer_ceiling.py --documents runs/mine/documents --work /tmp/ceiling \\
         --gigabytes 0.2 1 5 --max-memory 2GiB --vocabulary 65536 --workers 2
 
 The texts are made by growing_text.py and removed afterwards. Memory is the largest sum, sampled four times a second,
-of what the kernel says is resident in the command and all its children; pages that they share count more than once.
+of the resident memory of the command and all its children; shared pages count more than once.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def main() -> None:
         make(options.documents, int(gigabytes * 1e9), documents)
         made = time.perf_counter() - start
         changes = [f"corpus.dir={documents}", f"tokenizer.dir={out}", f"tokenizer.vocab_size={options.vocabulary}"]
-        train = ["tokenizer", "train", str(recipe), *changes, "tokenizer.sample=1TB", "--json"]
+        train = ["tokenizer", "train", str(recipe), *changes, "tokenizer.train_bytes=1TB", "--json"]
         limits = ["--max-memory", options.max_memory, "--workers", str(options.workers)]
-        figures = measure([sys.executable, "-c", RUN, *train, *limits])
+        metrics = measure([sys.executable, "-c", RUN, *train, *limits])
         manifest = json.loads((out / "manifest.json").read_text())
-        told = {"gigabytes": gigabytes, **figures, **manifest["counted"], "made_in_s": round(made)}
-        sys.stdout.write(json.dumps(told) + "\n")
+        result = {"gigabytes": gigabytes, **metrics, **manifest["counted"], "made_in_s": round(made)}
+        sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
         shutil.rmtree(documents)
 

@@ -1,14 +1,14 @@
-"""How fast, how large and how alike the encoders are, on your tokenizer and text.
+"""Speed, memory and parity of the encoding backends, on your tokenizer and text.
 
     python benchmarks/tokenizer_encode.py speed  TOKENIZER zh=zh.jsonl en=en.jsonl code=code.jsonl
     python benchmarks/tokenizer_encode.py memory TOKENIZER zh=raw/zh --mb 500 --engines gigatoken
     python benchmarks/tokenizer_encode.py build  TOKENIZER zh=raw/zh en=raw/en code=raw/code
     python benchmarks/tokenizer_encode.py alike  TOKENIZER all=raw
 
-``speed``: each engine through our interface and bare, turn by turn in one process. ``memory``: one process encodes text
-whose words keep being new, through our interface and then, in another process, bare. ``build``: ``z2a tokens build``
-against the bare engine on the same documents. ``alike``: every line of the text, and random byte strings, on every
-engine: same ids, and back to the same text. A path is anything that ``z2a corpus build`` reads. Prints one JSON object;
+``speed``: each backend through our interface and bare, alternating in one process. ``memory``: one process encodes text
+with ever new words, through our interface and then, in another process, bare. ``build``: ``z2a tokens build`` against
+the bare backend on the same documents. ``alike``: every line of the text, and random byte strings, on every backend:
+same ids, and an exact round trip. A path is anything that ``z2a corpus build`` reads. Prints one JSON object;
 MB are 10^6 bytes of UTF-8.
 """
 
@@ -31,19 +31,19 @@ import numpy as np
 
 from zero2all.corpus import build_corpus
 from zero2all.corpus.ingest import document_texts
-from zero2all.engine import all_cores
+from zero2all.engine import available_cores
 from zero2all.recipe import CorpusRecipe, SourceRecipe, TokensRecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import build_tokens
-from zero2all.tokens.build import loaded_tokenizer
+from zero2all.tokens.build_store import cached_tokenizer
 
-ENGINES = ("gigatoken", "tiktoken", "hf")
+BACKENDS = ("gigatoken", "tiktoken", "hf")
 BATCH = 256  # documents, as in tokens build
 Encode = Callable[[list[str]], Any]
 
 
 def bare(name: str, tokenizer: Tokenizer) -> Encode:
-    """The engine's own fastest call, made as its documentation says."""
+    """The backend's own fastest call, as in its documentation."""
     vocabulary = tokenizer.vocabulary
     if name == "gigatoken":
         import gigatoken
@@ -55,7 +55,7 @@ def bare(name: str, tokenizer: Tokenizer) -> Encode:
         encoding = tiktoken.Encoding(
             "bare", pat_str=vocabulary.pattern, mergeable_ranks=vocabulary.ranks, special_tokens={}
         )
-        return lambda texts: encoding.encode_ordinary_batch(texts, num_threads=all_cores())
+        return lambda texts: encoding.encode_ordinary_batch(texts, num_threads=available_cores())
     import tokenizers
 
     reference = tokenizers.Tokenizer.from_str(vocabulary.json)
@@ -94,7 +94,7 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
         size = megabytes(texts)
         results[domain] = {"mb": round(size, 2)}
         for name in options.engines:
-            tokenizer = Tokenizer(options.tokenizer, engine=name)
+            tokenizer = Tokenizer(options.tokenizer, backend=name)
             sides = {"ours": tokenizer.encode_batch, "bare": bare(name, tokenizer)}
             for encode in sides.values():
                 in_batches(encode, texts[:BATCH])  # made and checked before the clock runs
@@ -145,7 +145,7 @@ def resident() -> int:
 
 
 def memory_of(side: str, name: str, directory: Path, path: str, limit: float, answers: Any) -> None:
-    tokenizer = Tokenizer(directory, engine=name)  # type: ignore[arg-type]
+    tokenizer = Tokenizer(directory, backend=name)  # type: ignore[arg-type]
     encode = tokenizer.encode_batch if side == "ours" else bare(name, tokenizer)
     texts = list(document_texts([path]))
     before, most, cpu, size = resident(), 0, 0.0, 0.0
@@ -178,17 +178,17 @@ def build(options: argparse.Namespace) -> dict[str, Any]:
         tokenizer = Tokenizer(options.tokenizer)
         size, taken = megabytes(texts), {"ours": [], "bare": []}
         for number in range(options.rounds):
-            engine = bare(tokenizer.engine.name, tokenizer)
-            loaded_tokenizer.cache_clear()
-            _ = loaded_tokenizer(options.tokenizer, tokenizer.fingerprint).engine  # as new as the bare one, and ready
-            taken["bare"].append(seconds(in_batches, engine, texts))
+            encode = bare(tokenizer.backend.name, tokenizer)
+            cached_tokenizer.cache_clear()
+            _ = cached_tokenizer(options.tokenizer, tokenizer.fingerprint).backend  # as new as the bare one, and ready
+            taken["bare"].append(seconds(in_batches, encode, texts))
             out = Path(root) / f"tokens-{number}"
             taken["ours"].append(seconds(build_tokens, TokensRecipe(), documents, options.tokenizer, out))
-    return {"engine": tokenizer.engine.name, "mb": round(size, 1), **speeds(size, taken)}
+    return {"engine": tokenizer.backend.name, "mb": round(size, 1), **speeds(size, taken)}
 
 
 def alike(options: argparse.Namespace) -> dict[str, Any]:
-    tokenizers = {name: Tokenizer(options.tokenizer, engine=name) for name in ENGINES}
+    tokenizers = {name: Tokenizer(options.tokenizer, backend=name) for name in BACKENDS}
     reference, rng = tokenizers["hf"], random.Random(0)
     strings = [rng.randbytes(rng.randint(0, 200)) for _ in range(options.strings)]
     results: dict[str, Any] = {
@@ -201,7 +201,7 @@ def alike(options: argparse.Namespace) -> dict[str, Any]:
         (data.decode("utf-8", "replace") for data in strings),
         (line for path in options.text.values() for text in document_texts([path]) for line in text.splitlines(True)),
     )
-    counts = dict.fromkeys(("texts", "mb", "not back", *(f"differ: {name}" for name in ENGINES[:2])), 0.0)
+    counts = dict.fromkeys(("texts", "mb", "not back", *(f"differ: {name}" for name in BACKENDS[:2])), 0.0)
     while lines := list(itertools.islice(texts, 20_000)):
         encoded = {name: tokenizer.encode_batch(lines) for name, tokenizer in tokenizers.items()}
         counts["texts"] += len(lines)
@@ -209,7 +209,7 @@ def alike(options: argparse.Namespace) -> dict[str, Any]:
         counts["not back"] += sum(
             reference.decode(ids.tolist()) != line for ids, line in zip(encoded["hf"], lines, strict=True)
         )
-        for name in ENGINES[:2]:
+        for name in BACKENDS[:2]:
             pairs = zip(encoded[name], encoded["hf"], strict=True)
             counts[f"differ: {name}"] += sum(not np.array_equal(ours, theirs) for ours, theirs in pairs)
     return {**results, **{name: round(count) for name, count in counts.items()}}
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("text", nargs="+", help="name=path")
     parser.add_argument("--mb", type=float, default=20.0, help="text of each domain for speed; to encode for memory")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each side; speeds are of the best")
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES, help="for speed, memory")
+    parser.add_argument("--engines", nargs="+", default=list(BACKENDS), choices=BACKENDS, help="for speed, memory")
     parser.add_argument("--strings", type=int, default=100_000, help="random byte strings for alike")
     options = parser.parse_args()
     options.text = dict(given.split("=", 1) for given in options.text)

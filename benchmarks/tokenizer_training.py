@@ -4,9 +4,9 @@
     python benchmarks/tokenizer_training.py --documents runs/mine/documents --megabytes 100 --vocabulary 32768 \\
         --valid zh=valid/zh.jsonl --valid en=valid/en.jsonl --valid code=valid/code.jsonl --work /tmp/compare
 
-Each trainer runs in a process of its own, one after the other; figures are its CPU-seconds and its peak resident
-memory. ``ours-exact`` has chopping and sampling off, and its merges are compared one by one with those of ``hf``.
-Bytes per token are measured on the held-out files (JSONL with a field text or content, or plain text).
+Each trainer runs in a process of its own, one after the other; metrics are its CPU-seconds and its peak resident
+memory. ``ours-exact`` has max_han_run and sampling off, and its merges are compared one by one with those of ``hf``.
+Bytes per token are measured on the validation files (JSONL with a field text or content, or plain text).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from zero2all.io import read_json
 from zero2all.recipe import TokenizerRecipe
 from zero2all.tokenizer import train_tokenizer
-from zero2all.tokenizer.count import in_sample
 from zero2all.tokenizer.vocabulary import PATTERNS, SPECIAL_TOKENS
+from zero2all.tokenizer.word_count import select_documents
 
-MOST = 1 << 40  # of memory: no sampling
+UNLIMITED = 1 << 40  # of memory: no sampling
 
 
 def sample(documents: Path, size: int) -> Iterator[str]:
@@ -40,14 +40,14 @@ def sample(documents: Path, size: int) -> Iterator[str]:
         for shard in source["shards"]:
             with pq.ParquetFile(documents / "train" / shard) as file:
                 for batch in file.iter_batches(batch_size=256, columns=["gid", "content"]):
-                    taken = in_sample(batch.column("gid"), share)
-                    for text, mine in zip(batch.column("content").to_pylist(), taken, strict=True):
-                        if mine:
+                    selected = select_documents(batch.column("gid"), share)
+                    for text, is_selected in zip(batch.column("content").to_pylist(), selected, strict=True):
+                        if is_selected:
                             yield text
 
 
 def train_ours(documents: Path, out: Path, size: int, vocabulary: int, **options: int) -> None:
-    train_tokenizer(TokenizerRecipe(vocab_size=vocabulary, sample=size, **options), documents, out)
+    train_tokenizer(TokenizerRecipe(vocab_size=vocabulary, train_bytes=size, **options), documents, out)
 
 
 def train_hf(documents: Path, out: Path, size: int, vocabulary: int, pattern: str) -> None:
@@ -89,7 +89,7 @@ def train_sentencepiece(documents: Path, out: Path, size: int, vocabulary: int) 
 
 TRAINERS: dict[str, Callable[[Path, Path, int, int], None]] = {
     "ours": train_ours,
-    "ours-exact": lambda *given: train_ours(*given, chop=0, max_memory=MOST),
+    "ours-exact": lambda *given: train_ours(*given, max_han_run=0, max_memory=UNLIMITED),
     "hf": lambda *given: train_hf(*given, "zh-en-code"),
     "hf-gpt2": lambda *given: train_hf(*given, "gpt2"),
     "hf-qwen2": lambda *given: train_hf(*given, "qwen2"),
@@ -109,7 +109,7 @@ def encoder(directory: Path) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def held_out(path: Path) -> list[str]:
+def read_validation(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         return [text]
@@ -136,25 +136,25 @@ def main() -> None:
         start = time.perf_counter()
         TRAINERS[options.one](options.documents, options.work, int(options.megabytes * 1e6), options.vocabulary)
         used = resource.getrusage(resource.RUSAGE_SELF)
-        figures = {
+        metrics = {
             "cpu_s": round(used.ru_utime + used.ru_stime, 1),
             "wall_s": round(time.perf_counter() - start, 1),
             "peak_mib": round(used.ru_maxrss / 1024),
         }
-        sys.stdout.write(json.dumps(figures))
+        sys.stdout.write(json.dumps(metrics))
         return
-    domains = {name: held_out(Path(path)) for name, _, path in (entry.partition("=") for entry in options.valid)}
+    domains = {name: read_validation(Path(path)) for name, _, path in (entry.partition("=") for entry in options.valid)}
     for name in options.trainers:
         directory = options.work / name
         size = ["--documents", str(options.documents), "--megabytes", str(options.megabytes)]
         command = [sys.executable, __file__, *size, "--vocabulary", str(options.vocabulary)]
         ran = subprocess.run([*command, "--work", str(directory), "--one", name], stdout=subprocess.PIPE, check=True)
         tokens = encoder(directory)
-        figures = {
+        metrics = {
             domain: round(sum(len(text.encode()) for text in texts) / sum(map(tokens, texts)), 4)
             for domain, texts in domains.items()
         }
-        sys.stdout.write(json.dumps({"trainer": name, **json.loads(ran.stdout), **figures}) + "\n")
+        sys.stdout.write(json.dumps({"trainer": name, **json.loads(ran.stdout), **metrics}) + "\n")
         sys.stdout.flush()
     if {"ours-exact", "hf"} <= set(options.trainers):
         ours, theirs = merges(options.work / "ours-exact"), merges(options.work / "hf")

@@ -1,9 +1,9 @@
-"""Step time of training with the record on, and with each way for it to go wrong, against logging off.
+"""Step time of training with the record on, and with each fault, relative to logging off.
 
     OMP_NUM_THREADS=1 python -m benchmarks.track_chaos --out runs/first --work /somewhere --rounds 3
 
 ``--out`` is a finished quickstart: its tokens are trained on, in batches half as large. Runs of 100 steps, each in a
-process of its own, take turns of a few steps, so that a machine that is slow for a while is slow for all; the figure is
+process of its own, take turns of a few steps, so that a machine that is slow for a while is slow for all; the result is
 the ratio of median step times.
 """
 
@@ -24,7 +24,7 @@ from tests.track.chaos import KINDS, chaos
 
 from zero2all.recipe import Recipe, load_recipe
 from zero2all.train import train
-from zero2all.train.batches import Batch
+from zero2all.train.data_loader import Batch
 
 STEPS, SKIPPED = 100, 20
 TURN = 5  # steps
@@ -60,12 +60,12 @@ def round_of_turns(recipes: dict[str, tuple[Recipe, Path]]) -> dict[str, list[fl
     seconds: dict[str, list[float]] = {}
     order = list(ends)
     while ends:
-        order.append(order.pop(0))  # nobody always comes after the same one
+        order.append(order.pop(0))  # so that no run always follows the same one
         for kind in [kind for kind in order if kind in ends]:
             end = ends[kind]
             end.send(None)
-            if (told := end.recv()) is not None:
-                seconds[kind] = told
+            if (timings := end.recv()) is not None:
+                seconds[kind] = timings
                 del ends[kind]
     return seconds
 
@@ -78,7 +78,7 @@ def main() -> None:
     options = parser.parse_args()
     stages = [f"{name}.dir={options.out / place}" for name, place in (("tokenizer", "tokenizer"), ("tokens", "tokens"))]
     changes = [f"train.steps={STEPS}", "train.batch_tokens=1024"]
-    changes += ["checkpoint.every=1000 steps", "track.print_every=1000"]
+    changes += ["checkpoint.every=1000 steps", "track.log_every=1000"]
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for turn in range(options.rounds):
         works = {kind: options.work / f"{turn}-{kind.replace(' ', '-')}" for kind in KINDS}
@@ -86,13 +86,13 @@ def main() -> None:
             kind: (load_recipe(options.out / "recipe.yaml", [*stages, *changes, f"out={work / 'out'}"]), work)
             for kind, work in works.items()
         }
-        for kind, told in round_of_turns(recipes).items():
-            seconds[kind] += told
+        for kind, timings in round_of_turns(recipes).items():
+            seconds[kind] += timings
         for work in works.values():
             shutil.rmtree(work, ignore_errors=True)
-    middle = {kind: statistics.median(told) for kind, told in seconds.items()}
-    found = {kind: {"step_seconds": took, "against_off": took / middle["off"]} for kind, took in middle.items()}
-    sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    medians = {kind: statistics.median(timings) for kind, timings in seconds.items()}
+    report = {kind: {"step_seconds": took, "against_off": took / medians["off"]} for kind, took in medians.items()}
+    sys.stdout.write(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A record of a million steps of 60 scalars: bytes on disk, and how soon a real browser shows its first chart.
+"""A record of a million steps of 60 scalars: bytes on disk, and the time until a real browser shows its first chart.
 
 python -m benchmarks.track_million --work /somewhere/large
 """
@@ -16,19 +16,19 @@ from selenium.webdriver.support.ui import WebDriverWait
 from tests.track.browser import browser, watching
 
 from zero2all.console import say
-from zero2all.track.index import index_path
-from zero2all.track.reslog import RecordFile
+from zero2all.track.record_index import index_path
+from zero2all.track.run_record import RunRecordWriter
 
 BATCH = 1000
 DRAWN = "return performance.getEntriesByName('drawn loss').map(one => one.startTime)"
 
 
 def write(record: Path, steps: int, scalars: int) -> float:
-    """Through the writing end itself; seconds that it took."""
+    """Write with RunRecordWriter. Returns the seconds it took."""
     rng = random.Random(1)
     names = ["loss", "lr", "grad_norm", "tokens_per_second", "loss/zh", "loss/en", "loss/code"]
     names += [f"layer{number}/norm" for number in range(scalars - len(names))]
-    file, begun = RecordFile(record), time.perf_counter()
+    file, begun = RunRecordWriter(record), time.perf_counter()
     file.write([{"event": "start", "step": 0, "steps": steps, "time": 0.0}])
     for first in range(0, steps, BATCH):
         lines = []
@@ -69,7 +69,7 @@ def main() -> None:
                 page.execute_script("window.scrollTo(0, document.body.scrollHeight)")
                 time.sleep(3)
             say(
-                f"z2a watch ready after {ready:.2f} s; first chart {drawn:.2f} s after the page was asked for; "
+                f"z2a watch ready after {ready:.2f} s; first chart {drawn:.2f} s after the page was requested; "
                 f"server {resident_mb(server.pid, 'VmRSS'):.0f} MB, at most {resident_mb(server.pid, 'VmHWM'):.0f} MB"
             )
 

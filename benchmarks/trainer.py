@@ -6,7 +6,7 @@
 
 RUN is a directory with a tokenizer and tokens, such as a quickstart leaves; only its token store is read. The shape is
 the 25M preset, bf16 where the machine has it; beside peers all are compiled, as litgpt always is. Each contender runs
-alone in a process (or two ranks) of its own, the bare loop with its data in memory; a figure is the median over rounds
+alone in a process (or two ranks) of its own, the bare loop with its data in memory; a number is the median over rounds
 of the median step. Prints one JSON object.
 """
 
@@ -32,7 +32,7 @@ from zero2all.model import Z2all
 from zero2all.recipe import Recipe, load_recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.train import Run, train
-from zero2all.train.run import model_config
+from zero2all.train.run import resolve_model_config
 
 WARM = 3  # steps that are not counted
 
@@ -76,9 +76,9 @@ def ours(recipe: Recipe, watch: Watch) -> dict[str, Any]:
 
 
 def bare(recipe: Recipe, watch: Watch, layout: str) -> dict[str, Any]:
-    """What one writes by hand for one layout: no plan, no record, no channels, data in memory."""
+    """What one writes by hand for one layout: no plan, no record, no sources, data in memory."""
     options = recipe.train
-    config = model_config(recipe, Tokenizer(recipe.tokenizer_dir))
+    config = resolve_model_config(recipe, Tokenizer(recipe.tokenizer_dir))
     model: nn.Module = Z2all(config).init_weights(0)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
@@ -95,18 +95,20 @@ def bare(recipe: Recipe, watch: Watch, layout: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     rows = options.batch_samples // ranks
     data = torch.randint(0, config.vocab_size or 0, (rows, options.seq_len + 1))
-    pieces = torch.split(data, options.micro_tokens // options.seq_len)
+    micro_batches = torch.split(data, options.effective_micro_batch_tokens // options.seq_len)
     bf16 = (compute_dtype(options.precision, torch.device("cpu")) == torch.bfloat16) and layout != "fsdp"
     for _ in range(options.steps or 0):
         watch.tick()
-        for number, piece in enumerate(pieces):
-            last = number == len(pieces) - 1
+        for number, micro_batch in enumerate(micro_batches):
+            last = number == len(micro_batches) - 1
             if layout == "fsdp":
                 model.set_requires_gradient_sync(last)  # type: ignore[operator]
             if layout == "ddp":
                 model.require_backward_grad_sync = last  # type: ignore[assignment]
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss: Tensor = model(piece[:, :-1], targets_BS=piece[:, 1:]).sum() / (rows * options.seq_len)
+                loss: Tensor = model(micro_batch[:, :-1], targets_BS=micro_batch[:, 1:]).sum() / (
+                    rows * options.seq_len
+                )
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -124,11 +126,11 @@ def transformers(recipe: Recipe, watch: Watch) -> dict[str, Any]:
     from zero2all.model.hf_config import hf_config
 
     options = recipe.train
-    config = model_config(recipe, Tokenizer(recipe.tokenizer_dir))
+    config = resolve_model_config(recipe, Tokenizer(recipe.tokenizer_dir))
     model = LlamaForCausalLM(LlamaConfig(**{**hf_config(config), "use_cache": False, "attn_implementation": "sdpa"}))
     row = torch.randint(0, config.vocab_size or 0, (options.seq_len,))
     data = [{"input_ids": row, "labels": row}] * (options.batch_samples * (options.steps or 0))
-    micro = options.micro_tokens // options.seq_len
+    micro = options.effective_micro_batch_tokens // options.seq_len
 
     class Ticks(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -153,7 +155,7 @@ def transformers(recipe: Recipe, watch: Watch) -> dict[str, Any]:
 
 
 def contend(options: argparse.Namespace) -> None:
-    """In a process of its own: one contender, its figures as the last line of stdout."""
+    """In a process of its own: one contender, its metrics as the last line of stdout."""
     with tempfile.TemporaryDirectory() as out:
         recipe = recipe_of(options.run, options.steps, options.layout, Path(out), options.peers)
         watch = Watch()
@@ -169,14 +171,22 @@ def contend(options: argparse.Namespace) -> None:
 def litgpt(options: argparse.Namespace) -> dict[str, Any]:
     """In the Python that has it: what we need of a shape goes there as JSON."""
     recipe = recipe_of(options.run, options.steps, "one", Path("unused"))
-    config, train_options = model_config(recipe, Tokenizer(recipe.tokenizer_dir)), recipe.train
+    config, train_options = resolve_model_config(recipe, Tokenizer(recipe.tokenizer_dir)), recipe.train
     shape = {
-        **config.model_dump(include={"hidden_size", "intermediate_size", "n_layers", "n_heads", "n_kv_heads"}),
+        **config.model_dump(
+            include={
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+            }
+        ),
         "vocab_size": config.vocab_size,
-        "head_dim": config.hidden_size // config.n_heads if config.head_dim is None else config.head_dim,
+        "head_dim": config.hidden_size // config.num_attention_heads if config.head_dim is None else config.head_dim,
         "seq_len": train_options.seq_len,
         "batch_samples": train_options.batch_samples,
-        "micro_samples": train_options.micro_tokens // train_options.seq_len,
+        "micro_batch_size": train_options.effective_micro_batch_tokens // train_options.seq_len,
         "steps": options.steps,
         "bf16": compute_dtype(train_options.precision, torch.device("cpu")) == torch.bfloat16,
     }
@@ -187,8 +197,8 @@ def litgpt(options: argparse.Namespace) -> dict[str, Any]:
 def last_line(command: list[str], threads: int) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    metrics: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return metrics
 
 
 def measured(options: argparse.Namespace, contender: str) -> dict[str, Any]:

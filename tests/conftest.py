@@ -1,4 +1,4 @@
-"""A small world of our own making, built once for each test process, and the shared corpus where it is there."""
+"""A small workspace of generated text, built once per test process, and the shared corpus where it exists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hypothesis import settings
 
 from tests.seaweed import Server, program, seaweed
 from zero2all.corpus import build_corpus
-from zero2all.engine import end_workers
+from zero2all.engine import shutdown_workers
 from zero2all.recipe import Recipe, parse_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import build_tokens
@@ -36,7 +36,8 @@ seed: 11
 corpus: {holdout: 0.1, filters: []}
 tokenizer: {vocab_size: 512, min_frequency: 1}
 tokens: {verify: 1.0}
-model: {hidden_size: 32, intermediate_size: 64, n_layers: 2, n_heads: 4, n_kv_heads: 2, context: 64}
+model: {hidden_size: 32, intermediate_size: 64,
+  num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}
 train:
   steps: 12
   seq_len: 32
@@ -94,20 +95,24 @@ def write_raw(root: Path) -> None:
         (root / "code" / "pkg" / f"m{number}.py").write_text(text, encoding="utf-8")
 
 
-def tiny_recipe(world: Path, *overrides: str) -> Recipe:
-    """A recipe that uses the stages of ``world`` and trains wherever ``out`` says."""
-    places = [f"corpus.dir={world}/documents", f"tokenizer.dir={world}/tokenizer", f"tokens.dir={world}/tokens"]
+def tiny_recipe(workspace: Path, *overrides: str) -> Recipe:
+    """A recipe that uses the stages of ``workspace``; override ``out`` to train elsewhere."""
+    directories = [
+        f"corpus.dir={workspace}/documents",
+        f"tokenizer.dir={workspace}/tokenizer",
+        f"tokens.dir={workspace}/tokens",
+    ]
     sources = json.dumps(
-        [{"name": "en", "paths": [f"{world}/raw/en.jsonl"]}]
-        + [{"name": name, "paths": [f"{world}/raw/{name}"]} for name in ("zh", "code")]
+        [{"name": "en", "paths": [f"{workspace}/raw/en.jsonl"]}]
+        + [{"name": name, "paths": [f"{workspace}/raw/{name}"]} for name in ("zh", "code")]
     )
-    return parse_recipe(TINY, [f"out={world}", f"corpus.sources={sources}", *places, *overrides])
+    return parse_recipe(TINY, [f"out={workspace}", f"corpus.sources={sources}", *directories, *overrides])
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Raw text, documents, tokenizer and tokens. Tests read it and train elsewhere (``out=...``)."""
-    root = tmp_path_factory.mktemp("world")
+    root = tmp_path_factory.mktemp("workspace")
     write_raw(root / "raw")
     recipe = tiny_recipe(root)
     build_corpus(recipe.corpus, recipe.documents_dir)
@@ -134,14 +139,14 @@ def s3(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.setenv(name, value)
     bucket = f"z2a-{uuid.uuid4().hex[:12]}"
     fsspec.filesystem("s3").mkdir(bucket)
-    end_workers()  # those of earlier tests were started without the keys
+    shutdown_workers()  # those of earlier tests were started without the keys
     yield f"s3://{bucket}"
-    end_workers()
+    shutdown_workers()
 
 
 @pytest.fixture(scope="session")
 def shared_corpus() -> Path:
-    """Real text in messy shapes, beside the repository; not part of it."""
+    """Real text in messy formats, beside the repository; not part of it."""
     default = Path(__file__).parents[2] / "shared" / "corpus"
     path = Path(os.environ.get("Z2A_TEST_CORPUS", default))
     if not (path / "SHA256SUMS").exists():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from zero2all.parallel.ranks import run_ranks
+from zero2all.bench.rank_harness import run_ranks
 
 
 def on_ranks(
@@ -16,7 +16,7 @@ def on_ranks(
 ) -> list[Any]:
     """``function(*args)`` on every rank; results in the order of ranks.
 
-    torch's checks of collectives are on: gloo adds up tensors of different shapes without a word. Turn ``detail`` off
+    torch's checks of collectives are on: gloo silently reduces tensors of different shapes. Turn ``detail`` off
     for DDP, which torch 2.13 ends with a segmentation fault under them.
     """
     return run_ranks(ranks, function, *args, seconds=seconds, detail=detail)

@@ -1,4 +1,4 @@
-"""A disk that is full: one line that names the place and the way out, and a rerun that works."""
+"""A full disk: one line that names the path and the remedy, and a rerun that works."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def expect(error: str, place: Path) -> None:
     assert "\n" not in error
 
 
-def test_export(world: Path, tmp_path: Path, small: Path) -> None:
-    recipe = tiny_recipe(world, f"out={tmp_path}/out", "train.steps=1")
+def test_export(workspace: Path, tmp_path: Path, small: Path) -> None:
+    recipe = tiny_recipe(workspace, f"out={tmp_path}/out", "train.steps=1")
     train(recipe)
     code, error = z2a("export", recipe.run_dir, "--to", small / "hf")
     assert code == 1
@@ -60,8 +60,8 @@ def test_export(world: Path, tmp_path: Path, small: Path) -> None:
     assert z2a("export", recipe.run_dir, "--to", tmp_path / "hf")[0] == 0
 
 
-def test_tokenizer_train(world: Path, tmp_path: Path, small: Path) -> None:
-    recipe = tiny_recipe(world, f"tokenizer.dir={small}/tokenizer")
+def test_tokenizer_train(workspace: Path, tmp_path: Path, small: Path) -> None:
+    recipe = tiny_recipe(workspace, f"tokenizer.dir={small}/tokenizer")
     write_text(tmp_path / "recipe.yaml", recipe_yaml(recipe))
     code, error = z2a("tokenizer", "train", tmp_path / "recipe.yaml", "--workers", 1)
     assert code == 1
@@ -77,7 +77,7 @@ def test_tokenizer_train(world: Path, tmp_path: Path, small: Path) -> None:
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_however_a_library_says_it(failure: Exception, tmp_path: Path) -> None:
+def test_whatever_error_a_library_raises(failure: Exception, tmp_path: Path) -> None:
     with pytest.raises(Z2aError) as caught, atomic_path(tmp_path / "a"):
         raise failure
     expect(str(caught.value), tmp_path / "a")
@@ -93,7 +93,7 @@ def test_however_a_library_says_it(failure: Exception, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_other_failures_stay_what_they_are(tmp_path: Path) -> None:
+def test_other_errors_are_unchanged(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Input/output error"), atomic_path(tmp_path / "a"):
         raise OSError(errno.EIO, "Input/output error")
     with pytest.raises(ZeroDivisionError), atomic_dir(tmp_path / "out", "things"):

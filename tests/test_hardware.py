@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zero2all.errors import UsageError
-from zero2all.hardware import compute_dtype, known_gpu, measured_flops, peak_flops, pick_gpu
+from zero2all.hardware import compute_dtype, lookup_gpu, measure_matmul_flops, peak_flops, pick_gpu
 
 CPU = torch.device("cpu")
 
@@ -23,18 +23,18 @@ CPU = torch.device("cpu")
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )
-def test_a_gpu_is_known_by_the_words_of_its_name(device_name: str, sheet: str | None) -> None:
-    gpu = known_gpu(device_name)
+def test_a_gpu_is_matched_by_the_words_of_its_name(device_name: str, sheet: str | None) -> None:
+    gpu = lookup_gpu(device_name)
     assert (gpu.name if gpu else None) == sheet
 
 
-def test_a_gpu_can_be_asked_for_that_is_not_here() -> None:
+def test_a_gpu_can_be_requested_that_is_not_installed() -> None:
     assert pick_gpu("h100").sms == 132
     with pytest.raises(UsageError, match="no data sheet of 'RTX 4090'; there are V100"):
         pick_gpu("RTX 4090")
 
 
-def test_on_cpu_the_peak_is_measured_once_and_says_so() -> None:
+def test_on_cpu_the_peak_is_measured_once_and_labelled() -> None:
     peak = peak_flops(CPU, torch.float32)
     assert peak.source == "fp32 matrix products of 2048 measured here"
     assert peak.flops > 1e8
@@ -48,11 +48,11 @@ def test_a_known_gpu_has_the_peak_of_its_data_sheet(monkeypatch: pytest.MonkeyPa
 
 
 def test_measured_flops_count_a_multiply_and_an_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.hardware.timed_product", lambda left, right, out: 0.5)
-    assert measured_flops(CPU, torch.float32, 64, seconds=0.0) == 2 * 64**3 / 0.5
+    monkeypatch.setattr("zero2all.hardware.time_matmul", lambda left, right, out: 0.5)
+    assert measure_matmul_flops(CPU, torch.float32, 64, seconds=0.0) == 2 * 64**3 / 0.5
 
 
-def test_bf16_where_it_is_asked_for_or_native(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_where_it_is_requested_or_native(monkeypatch: pytest.MonkeyPatch) -> None:
     for native in (True, False):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda native=native: native)
         assert compute_dtype("bf16", CPU) == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Files that are there after a power cut, and leftovers that are removed only when nobody writes them."""
+"""Files survive a power failure, and leftovers are removed only when nobody writes them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import zero2all.io as io
-from zero2all.io import atomic_dir, atomic_path, staging, write_manifest
+from zero2all.io import atomic_dir, atomic_path, staging_dir, write_manifest
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What is synced to disk and renamed, in this order."""
+    """Records fsync and rename calls, in order."""
     seen: list[tuple[str, str]] = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
@@ -98,16 +98,14 @@ def make(target: Path) -> None:
         write_manifest(partial, "things", {})
 
 
-def test_what_a_killed_process_of_this_host_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_of_this_host_are_removed(tmp_path: Path) -> None:
     left = killed_while_writing(tmp_path / "out")
     assert left.exists()
     make(tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_what_another_host_writes_is_left_alone_until_it_is_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_another_host_are_kept_until_they_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = killed_while_writing(tmp_path / "out")  # its process id is free here, but means nothing elsewhere
     (left / "part").write_text("x")
     monkeypatch.setattr(io, "host_id", lambda: "0badcafe")
@@ -119,11 +117,11 @@ def test_what_another_host_writes_is_left_alone_until_it_is_old(
     assert not left.exists()
 
 
-def test_another_thread_of_this_process_is_left_alone(tmp_path: Path) -> None:
+def test_files_of_another_thread_of_this_process_are_kept(tmp_path: Path) -> None:
     inside, done = threading.Event(), threading.Event()
 
     def slow() -> None:
-        with staging() as directory:
+        with staging_dir() as directory:
             (directory / "part").write_text("x")
             inside.set()
             done.wait(60)
@@ -133,8 +131,8 @@ def test_another_thread_of_this_process_is_left_alone(tmp_path: Path) -> None:
     thread = threading.Thread(target=slow)
     thread.start()
     assert inside.wait(60)
-    io.remove_staging_of_the_dead.cache_clear()
-    io.remove_staging_of_the_dead()
+    io.remove_stale_staging.cache_clear()
+    io.remove_stale_staging()
     done.set()
     thread.join()
     assert found == [True]
@@ -143,15 +141,15 @@ def test_another_thread_of_this_process_is_left_alone(tmp_path: Path) -> None:
 def test_staging_of_a_process_with_the_same_id_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container the trainer is often process 1, every time."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with staging() as directory:
+    with staging_dir() as directory:
         name = directory.name
     (tmp_path / f"{name[:-8]}00000000").mkdir()
-    io.remove_staging_of_the_dead.cache_clear()
-    io.remove_staging_of_the_dead()
+    io.remove_stale_staging.cache_clear()
+    io.remove_stale_staging()
     assert os.listdir(tmp_path) == []
 
 
-def test_a_replacement_that_is_killed_half_way_loses_nothing(tmp_path: Path) -> None:
+def test_a_replacement_that_is_killed_midway_loses_nothing(tmp_path: Path) -> None:
     make(tmp_path / "out")
     left = killed_while_writing(tmp_path / "out")
     mark = left.name.partition("partial-")[2]
@@ -161,7 +159,7 @@ def test_a_replacement_that_is_killed_half_way_loses_nothing(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_planted_name_with_an_impossible_process_id_breaks_no_start(
+def test_a_forged_name_with_an_impossible_process_id_breaks_no_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Anybody may make directories in /tmp."""
@@ -170,6 +168,6 @@ def test_a_planted_name_with_an_impossible_process_id_breaks_no_start(
         planted = Path(f".z2a.staging-{io.host_id()}-{pid}-00000000")
         assert io._is_abandoned(planted)
     (tmp_path / f".z2a.staging-{io.host_id()}-{'9' * 20}-00000000").mkdir()
-    io.remove_staging_of_the_dead.cache_clear()
-    with staging() as directory:
+    io.remove_stale_staging.cache_clear()
+    with staging_dir() as directory:
         assert directory.exists()

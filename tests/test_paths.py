@@ -19,7 +19,7 @@ WHOLE = 2000 * LINE
 
 
 class Unreliable(BaseHTTPRequestHandler):
-    """Promises a whole file. Hangs up in the middle of ``/cut.jsonl``."""
+    """Announces the full length, but closes the connection in the middle of ``/cut.jsonl``."""
 
     def do_HEAD(self) -> None:
         self.send_response(200)
@@ -43,7 +43,7 @@ def web() -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_remote_path_has_the_words_of_a_path_and_touches_no_disk() -> None:
+def test_a_remote_path_has_the_methods_of_a_path_and_touches_no_disk() -> None:
     path = to_path("s3://bucket/documents")
     assert isinstance(path, RemotePath)
     assert str(path / "train" / "a.parquet") == "s3://bucket/documents/train/a.parquet"
@@ -68,7 +68,7 @@ def test_only_documents_may_be_remote() -> None:
         parse_recipe("corpus: {dir: s3://bucket}")
 
 
-def test_a_store_that_fails_in_the_middle_is_not_a_broken_file(web: str, tmp_path: Path) -> None:
+def test_a_store_that_fails_midway_is_not_a_damaged_file(web: str, tmp_path: Path) -> None:
     with open_url(f"{web}/whole.jsonl") as stream:
         assert stream.read() == WHOLE
     recipe = CorpusRecipe(sources=[SourceRecipe(name="web", paths=[f"{web}/cut.jsonl"])], filters=[])

@@ -1,4 +1,4 @@
-"""No command leaves a process behind, however it is ended."""
+"""No command leaves a process behind, however it ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if __name__ == "__main__":
 RANKS = """
 import sys
 from tests.test_processes import spin
-from zero2all.parallel.ranks import run_ranks
+from zero2all.bench.rank_harness import run_ranks
 if __name__ == "__main__":
     run_ranks(2, spin, sys.argv[1], seconds=1000)
 """
@@ -88,7 +88,7 @@ class Started:
         return self.process.stdout.read().decode(errors="replace")
 
     def ends(self, number: signal.Signals, status: int | None = None) -> None:
-        """Send the signal; then nobody with the mark is left, and a command has ended as after Ctrl-C."""
+        """Send the signal; then no process with the mark is left, and a command has exited as after Ctrl-C."""
         try:
             self.process.send_signal(number)
             self.process.wait(60)
@@ -125,7 +125,7 @@ def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> 
 
 
 def fake_torch(directory: Path, then: str) -> Path:
-    """A torch that says when it is imported; the file that it leaves then."""
+    """A fake torch; returns the file that it creates when it is imported."""
     (directory / "torch").mkdir()
     imported = directory / "imported"
     (directory / "torch" / "__init__.py").write_text(f"open({str(imported)!r}, 'w').close()\n{then}\n")
@@ -139,7 +139,7 @@ def test_a_rank_ends_with_an_agent_that_is_killed_while_it_imports_torch(tmp_pat
     agent.ends(signal.SIGKILL)
 
 
-def test_a_rank_whose_agent_was_killed_before_it_could_ask_ends_at_once(tmp_path: Path) -> None:
+def test_a_rank_whose_agent_was_killed_earlier_ends_at_once(tmp_path: Path) -> None:
     imported = fake_torch(tmp_path, "raise SystemExit(3)")
     agent = subprocess.Popen([sys.executable, "-c", ""])
     agent.wait()
@@ -153,7 +153,7 @@ def test_a_rank_whose_agent_was_killed_before_it_could_ask_ends_at_once(tmp_path
 
 @pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; exit $?', "sh"]])
 def test_a_rank_lives_with_its_agent_and_its_children_are_no_ranks(wrapper: list[str]) -> None:
-    """Also where something stands between the two, such as a program that binds the rank to its cores."""
+    """Also with a wrapper between the two, such as numactl."""
     script = (
         "import os, subprocess, sys; from zero2all.processes import AGENT_PID, end_with_agent; end_with_agent();"
         "sys.exit(subprocess.call([sys.executable, '-c', f'import os; assert {AGENT_PID!r} not in os.environ']))"
@@ -165,16 +165,16 @@ def test_a_rank_lives_with_its_agent_and_its_children_are_no_ranks(wrapper: list
 
 def test_a_pool_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
     """Workers watch the process, not the thread: the kernel's signal on a parent's death is sent at a thread's end."""
-    from zero2all.engine import Engine, end_workers
+    from zero2all.engine import Engine, shutdown_workers
 
-    end_workers()
+    shutdown_workers()
     engine, results = Engine(workers=2), []
     thread = threading.Thread(target=lambda: results.extend(engine.run(abs, [(-1,), (-2,)])))
     thread.start()
     thread.join()
     assert results == [1, 2]
     assert engine.run(abs, [(-3,), (-4,)]) == [3, 4]
-    end_workers()
+    shutdown_workers()
 
 
 def write_sources(directory: Path) -> Path:
@@ -228,9 +228,9 @@ def test_a_benchmark_in_a_process_of_its_own(number: signal.Signals) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_launched_run(world: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_launched_run(workspace: Path, tmp_path: Path, number: signal.Signals) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(recipe_yaml(tiny_recipe(world, f"out={tmp_path}", "train.steps=100000")), encoding="utf-8")
+    recipe.write_text(recipe_yaml(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=100000")), encoding="utf-8")
     command = z2a("launch", "--procs", "2", "--", "train", str(recipe))
     command.until(lambda: any(tmp_path.glob("**/record.jsonl")) and command.children() >= 2)
     command.ends(number, 1)

@@ -1,6 +1,6 @@
-"""zero2all: from raw text to a language model that answers.
+"""zero2all: train language models from raw text, end to end.
 
-Each room is a stage that can be run alone, from Python or with the ``z2a`` command::
+Each package is a stage that can be run alone, from Python or with the ``z2a`` command::
 
     from zero2all.recipe import load_recipe
     from zero2all.train import train
@@ -8,4 +8,4 @@ Each room is a stage that can be run alone, from Python or with the ``z2a`` comm
     train(load_recipe("recipes/quickstart.yaml", ["train.steps=200"]))
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,6 +1,6 @@
-"""Where tasks run: here, in local processes, or on a Ray cluster. The same functions, the same results.
+"""Task execution in this process, in local worker processes or on a Ray cluster. Same functions, same results.
 
-A task is a plain function over small data: paths, options, counts. Text never travels between processes, because a
+A task is a plain function over small data: paths, options, counts. Text is never sent between processes, because a
 pool that ships text is slower than one process; a task reads its input and writes its output itself.
 """
 
@@ -20,9 +20,9 @@ from typing import Any, Literal, TypeVar
 from zero2all.errors import Z2aError, need
 from zero2all.processes import watch_parent
 
-Result = TypeVar("Result")
+TaskResult = TypeVar("TaskResult")
 RETRIES = 8  # of a task whose Ray node is lost
-FINISH = 10.0  # seconds that tasks have to end in when the run is stopped
+SHUTDOWN_SECONDS = 10.0  # for running tasks to end when the run is stopped
 
 
 @dataclass(frozen=True)
@@ -34,30 +34,30 @@ class Engine:
 
     kind: Literal["local", "ray"] = "local"
     workers: int = 1
-    """Local processes; 1 runs everything in this one, which any script or notebook can do."""
+    """Number of local processes; 1 runs everything in this process, which works in any script or notebook."""
     ray_address: str | None = None
 
     @property
     def in_process(self) -> bool:
-        """Whether tasks may be closures over things of this process, such as a progress bar."""
+        """Whether tasks may be closures over objects of this process, such as a progress bar."""
         return self.kind == "local" and self.workers == 1
 
     def run(
         self,
-        function: Callable[..., Result],
+        function: Callable[..., TaskResult],
         tasks: Sequence[tuple[Any, ...]],
-        done: Callable[[int], None] = lambda number: None,
-    ) -> list[Result]:
-        """Results in the order of the tasks; ``done(number)`` is called as each one ends, in any order."""
-        results: dict[int, Result] = {}
-        for number, result in self._unordered(function, tasks):
+        on_done: Callable[[int], None] = lambda number: None,
+    ) -> list[TaskResult]:
+        """Results in the order of the tasks; ``on_done(number)`` is called as each one ends, in any order."""
+        results: dict[int, TaskResult] = {}
+        for number, result in self._run_unordered(function, tasks):
             results[number] = result
-            done(number)
+            on_done(number)
         return [results[number] for number in range(len(tasks))]
 
-    def _unordered(
-        self, function: Callable[..., Result], tasks: Sequence[tuple[Any, ...]]
-    ) -> Iterator[tuple[int, Result]]:
+    def _run_unordered(
+        self, function: Callable[..., TaskResult], tasks: Sequence[tuple[Any, ...]]
+    ) -> Iterator[tuple[int, TaskResult]]:
         if self.kind == "ray":
             return _on_ray(function, tasks, self.ray_address)
         if self.in_process or len(tasks) <= 1:
@@ -65,23 +65,23 @@ class Engine:
         return _in_processes(function, tasks, self.workers)
 
 
-def all_cores() -> int:
-    """Cores that this process may use, which in a container are fewer than the machine has."""
+def available_cores() -> int:
+    """Cores that this process may use: in a container, fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_pools: dict[int, ProcessPoolExecutor] = {}  # kept between calls: a worker takes a second to start
+_pools: dict[int, ProcessPoolExecutor] = {}  # reused between calls: a worker takes a second to start
 
 
-def end_workers() -> None:
-    """Let the local processes go, and their memory with them; the next run starts new ones."""
+def shutdown_workers() -> None:
+    """Shut down the local worker processes to free their memory; the next run starts new ones."""
     while _pools:
         _pools.popitem()[1].shutdown()
 
 
 def _in_processes(
-    function: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], workers: int
-) -> Iterator[tuple[int, Result]]:
+    function: Callable[..., TaskResult], tasks: Sequence[tuple[Any, ...]], workers: int
+) -> Iterator[tuple[int, TaskResult]]:
     if workers not in _pools:
         # Spawned, not forked: threads of tokenizers or Arrow do not survive a fork.
         context = multiprocessing.get_context("spawn")
@@ -93,24 +93,24 @@ def _in_processes(
             yield futures[future], future.result()
     except BaseException as error:
         del _pools[workers]
-        _stop(pool)
+        _stop_pool(pool)
         if isinstance(error, BrokenProcessPool):
             raise Z2aError(
-                "a worker process was killed, perhaps for want of memory: finished parts are kept, "
+                "a worker process was killed, perhaps because memory ran out: finished parts are kept, "
                 "so run the same command again, with fewer --workers if it repeats"
             ) from error
         raise
 
 
-def _stop(pool: ProcessPoolExecutor) -> None:
-    """Tasks that wait are not begun; those that run have a while to end, and what they write is whole or not there."""
+def _stop_pool(pool: ProcessPoolExecutor) -> None:
+    """Cancel pending tasks; running ones get time to end, and their output is complete or absent."""
     processes = list(pool._processes.values())  # a pool that is shut down forgets them
     pool.shutdown(wait=False, cancel_futures=True)
-    deadline = time.monotonic() + FINISH
+    deadline = time.monotonic() + SHUTDOWN_SECONDS
     try:
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
-    finally:  # also where a second Ctrl-C ends the waiting
+    finally:  # also if a second Ctrl-C interrupts the wait
         for process in processes:
             if process.is_alive():
                 process.kill()
@@ -123,18 +123,18 @@ def _prepare_worker() -> None:
 
 
 def _on_ray(
-    function: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], address: str | None
-) -> Iterator[tuple[int, Result]]:
-    """A task whose node is lost is run again elsewhere. Its output is a file that is whole or not there, so a task that
-    had ended, or still runs on a node that only the network lost, does no harm."""
+    function: Callable[..., TaskResult], tasks: Sequence[tuple[Any, ...]], address: str | None
+) -> Iterator[tuple[int, TaskResult]]:
+    """A task whose node is lost is retried elsewhere. Its output is a file that is complete or absent, so a task that
+    had ended, or still runs on a disconnected node, does no harm."""
     ray = need("ray", "ray")
     _join_cluster(ray, address)
     remote = ray.remote(function).options(num_cpus=1, max_retries=RETRIES)
     waiting = list(enumerate(tasks))[::-1]
     running: dict[Any, int] = {}
     while waiting or running:
-        # One core stays free: a cluster whose every core waits for a task cannot start the next one. Asked each time,
-        # because nodes come and go.
+        # One core stays free: a cluster whose every core waits for a task cannot start the next one. Queried each
+        # time, because nodes come and go.
         at_once = max(1, int(ray.cluster_resources().get("CPU", 1)) - 1)
         while waiting and len(running) < at_once:
             number, task = waiting.pop()
@@ -147,7 +147,7 @@ def _on_ray(
 def _join_cluster(ray: Any, address: str | None) -> None:
     if ray.is_initialized():
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing of a user's work is reported to anybody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage data leaves the machine
     handler = signal.getsignal(signal.SIGTERM)
     try:
         # "local" starts a cluster of its own; None would join whatever ran here last.

@@ -1,4 +1,4 @@
-"""Errors a person can act on. Anything else that escapes is a bug and keeps its traceback."""
+"""Errors that a user can act on. Anything else that escapes is a bug and keeps its traceback."""
 
 from __future__ import annotations
 
@@ -8,52 +8,52 @@ import re
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-from zero2all.masking import mask
+from zero2all.redact import redact
 
 
 class Z2aError(Exception):
-    """Something failed that the message tells how to mend. Secrets of URLs in it are masked, wherever it goes."""
+    """A failure whose message says how to fix it. Secrets in URLs are redacted, wherever the message goes."""
 
     exit_code = 1
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(mask(arg) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class UsageError(Z2aError):
-    """The command or the recipe asks for something that cannot be."""
+    """The command or the recipe requests something impossible."""
 
     exit_code = 2
 
 
 class DiskFullError(Z2aError):
-    """Nothing more fits on a disk, or in a user's share of it."""
+    """The disk or the user's quota is full."""
 
     @classmethod
-    def of(cls, place: object) -> DiskFullError:
+    def for_path(cls, path: object) -> DiskFullError:
         return cls(
-            f"no space left for {place}: free some on that disk or choose another place, and run the same command again"
+            f"no space left for {path}: free some on that disk or choose another place, and run the same command again"
         )
 
 
-# As Rust libraries and numpy say it, which give no number.
-_FULL = re.compile(r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written")
+# Messages of Rust libraries and numpy, which set no errno.
+_DISK_FULL_MESSAGE = re.compile(r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written")
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a write failed for want of space, whichever library it was."""
+    """Whether a write failed because the disk is full, in whichever library."""
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno is not None):
         return isinstance(error, DiskFullError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return not isinstance(error, Z2aError) and _FULL.search(str(error)) is not None
+    return not isinstance(error, Z2aError) and _DISK_FULL_MESSAGE.search(str(error)) is not None
 
 
 class Interrupted(Z2aError):
-    """The user stopped the work; the message says how to go on."""
+    """The user interrupted the work; the message says how to resume."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One mistake in a recipe: where it is, what is wrong, and a mend if there is an obvious one."""
+class RecipeProblem:
+    """One mistake in a recipe: where it is, what is wrong, and a fix if there is an obvious one."""
 
     path: str
     message: str
@@ -61,22 +61,24 @@ class Problem:
     line: int | None = None
 
     def __str__(self) -> str:
-        where = f"line {self.line}, {self.path}" if self.line else self.path
-        return f"{where}: {self.message}" + (f" ({self.hint})" if self.hint else "")
+        line = f"line {self.line}" if self.line else ""
+        path = "" if self.message.startswith(f"`{self.path}") else self.path  # the message begins with it
+        place = ", ".join(filter(None, (line, path)))
+        return (f"{place}: " if place else "") + self.message + (f" ({self.hint})" if self.hint else "")
 
 
 class RecipeError(UsageError):
-    """Every mistake found in a recipe, not only the first."""
+    """All mistakes found in a recipe, not only the first."""
 
-    def __init__(self, origin: str, problems: list[Problem]) -> None:
-        self.origin = mask(origin)
-        self.problems = [replace(one, message=mask(one.message), hint=mask(one.hint)) for one in problems]
+    def __init__(self, origin: str, problems: list[RecipeProblem]) -> None:
+        self.origin = redact(origin)
+        self.problems = [replace(one, message=redact(one.message), hint=redact(one.hint)) for one in problems]
         count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
         super().__init__("\n".join([f"{origin}: {count}", *(f"  - {problem}" for problem in self.problems)]))
 
 
 def need(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency, or say in one line what to install."""
+    """Import an optional dependency, or raise an error that names what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

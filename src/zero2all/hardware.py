@@ -1,4 +1,4 @@
-"""What a device can do at best: data sheets of known GPUs, and a matrix product timed on anything else."""
+"""Peak performance of a device: data sheets of known GPUs, and a timed matrix product on anything else."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zero2all.errors import UsageError
 
 @dataclass(frozen=True)
 class Gpu:
-    """Dense bf16 figures of a data sheet, without sparsity."""
+    """Dense bf16 numbers of a data sheet, without sparsity."""
 
     name: str
-    """How it is called in ``torch.cuda.get_device_name()``; of two that fit, the longer wins."""
+    """Its name in ``torch.cuda.get_device_name()``; if two match, the longer wins."""
     flops: float
-    """Floating-point operations a second in bf16 with fp32 accumulation."""
+    """Floating-point operations per second in bf16 with fp32 accumulation."""
     sms: int
     """Streaming multiprocessors: how many output tiles are computed at once."""
     align: int
@@ -47,35 +47,38 @@ GPUS = {
 }
 
 
-CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-CUBLAS_FIXED = (":4096:8", ":16:8")  # the two that torch takes for deterministic; the second is smaller and slower
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_DETERMINISTIC = (
+    ":4096:8",
+    ":16:8",
+)  # the two that torch takes for deterministic; the second is smaller and slower
 
-_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
-class Peak:
-    """Operations a second that a utilisation is measured against, and where the figure is from."""
+class PeakFlops:
+    """Peak operations per second that utilisation is measured against, and the source of the number."""
 
     flops: float
     source: str
 
 
-def known_gpu(device_name: str) -> Gpu | None:
+def lookup_gpu(device_name: str) -> Gpu | None:
     """``"NVIDIA A100-SXM4-80GB"`` -> the A100. A name is compared word by word: an A1000 is no A100."""
     words = device_name.replace("-", " ").split()
-    fitting = [gpu for gpu in GPUS.values() if all(word in words for word in gpu.name.split())]
-    return max(fitting, key=lambda gpu: len(gpu.name), default=None)
+    matching = [gpu for gpu in GPUS.values() if all(word in words for word in gpu.name.split())]
+    return max(matching, key=lambda gpu: len(gpu.name), default=None)
 
 
 def pick_gpu(name: str = "") -> Gpu:
-    """By name; without one the GPU of this machine, or where there is none that is known, A100."""
+    """By name; without one the GPU of this machine, or A100 if that is unknown."""
     if name:
         for gpu in GPUS.values():
             if gpu.name.lower() == name.lower():
                 return gpu
         raise UsageError(f"no data sheet of {name!r}; there are {', '.join(GPUS)}")
-    here = known_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    here = lookup_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return here or GPUS["A100"]
 
 
@@ -87,7 +90,7 @@ def device_title(device: torch.device) -> str:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """``train.device`` of a recipe: auto is a GPU if there is one, of several the one that the launcher gave us."""
+    """``train.device`` of a recipe: auto is the GPU that the launcher assigned if there is one, else the CPU."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UsageError("train.device is cuda, but torch sees no GPU here; use train.device=auto")
     if wanted == "cpu" or not torch.cuda.is_available():
@@ -106,14 +109,17 @@ def set_deterministic(on: bool, wanted: str) -> None:
     torch.use_deterministic_algorithms(on)
     if not on or wanted == "cpu" or not torch.cuda.is_available():
         return
-    given = os.environ.get(CUBLAS)
+    given = os.environ.get(CUBLAS_VARIABLE)
     if given is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise UsageError(f"train.deterministic was set after CUDA was used: start with {CUBLAS}={CUBLAS_FIXED[0]}")
-    if given is not None and given not in CUBLAS_FIXED:
         raise UsageError(
-            f"train.deterministic cannot be kept with {CUBLAS}={given}: unset it, or set {CUBLAS}={CUBLAS_FIXED[0]}"
+            f"train.deterministic was set after CUDA was used: start with {CUBLAS_VARIABLE}={CUBLAS_DETERMINISTIC[0]}"
         )
-    os.environ.setdefault(CUBLAS, CUBLAS_FIXED[0])
+    if given is not None and given not in CUBLAS_DETERMINISTIC:
+        raise UsageError(
+            f"train.deterministic cannot be kept with {CUBLAS_VARIABLE}={given}: "
+            f"unset it, or set {CUBLAS_VARIABLE}={CUBLAS_DETERMINISTIC[0]}"
+        )
+    os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_DETERMINISTIC[0])
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
@@ -134,32 +140,34 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Peak:
+def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> PeakFlops:
     """The data sheet in bf16 on a known GPU; otherwise the fastest of some large matrix products, right here.
 
     >>> peak_flops(torch.device("cpu")).source
     'bf16 matrix products of 2048 measured here'
     """
-    if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(torch.cuda.get_device_name(device))):
-        return Peak(gpu.flops, f"data sheet of {gpu.name}")
+    if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := lookup_gpu(torch.cuda.get_device_name(device))):
+        return PeakFlops(gpu.flops, f"data sheet of {gpu.name}")
     size = 8192 if device.type == "cuda" else 2048
-    return Peak(measured_flops(device, dtype, size), f"{_SHORT[dtype]} matrix products of {size} measured here")
+    return PeakFlops(
+        measure_matmul_flops(device, dtype, size), f"{_DTYPE_NAMES[dtype]} matrix products of {size} measured here"
+    )
 
 
-def measured_flops(device: torch.device, dtype: torch.dtype, size: int, seconds: float = 0.7) -> float:
-    """The fastest square matrix product of at least three, as operations a second."""
+def measure_matmul_flops(device: torch.device, dtype: torch.dtype, size: int, seconds: float = 0.7) -> float:
+    """The fastest square matrix product of at least three, in operations per second."""
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
     out = torch.empty_like(left)
-    timed_product(left, right, out)  # the first one sets up threads and kernels
+    time_matmul(left, right, out)  # the first one sets up threads and kernels
     times: list[float] = []
     while len(times) < 3 or sum(times) < seconds:
-        times.append(timed_product(left, right, out))
+        times.append(time_matmul(left, right, out))
     return 2 * size**3 / min(times)
 
 
-def timed_product(left: Tensor, right: Tensor, out: Tensor) -> float:
-    """Seconds of one matrix product, finished when they are read."""
+def time_matmul(left: Tensor, right: Tensor, out: Tensor) -> float:
+    """Seconds of one matrix product, synchronized."""
     synchronize(left.device)
     start = time.perf_counter()
     torch.mm(left, right, out=out)

@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and the manifest that every stage leaves beside its output."""
+"""Atomic file writes, and the manifest that every stage writes beside its output."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from zero2all.errors import DiskFullError, UsageError, Z2aError, is_disk_full
 from zero2all.paths import RemotePath, open_bytes
 
 MANIFEST = "manifest.json"
+HISTORY_FILE = "history.json"  # of a run: see checkpoint/lineage.py
 
 
 def sha256_file(path: Path) -> str:
@@ -32,36 +33,36 @@ def sha256_file(path: Path) -> str:
 
 
 def fingerprint(value: Any) -> str:
-    """A short stable name for any JSON-able value."""
+    """A short stable hash of any JSON-serializable value."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
-    """Give a local path to write a file to; it becomes ``target`` only on success, and then all of it at once."""
+    """Yield a local path to write a file to; it replaces ``target`` atomically, and only on success."""
     if isinstance(target, RemotePath):
-        with staging() as directory:
+        with staging_dir() as directory:
             yield directory / target.name
             target.put(directory / target.name)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _marked() as mark, _room_for(target):
+    with _unique_suffix() as mark, _name_disk_full(target):
         partial = target.with_name(f".{target.name}.partial-{mark}")
         try:
             yield partial
-            _sync(partial)
+            _fsync(partial)
             os.replace(partial, target)
-            _sync(target.parent)
+            _fsync(target.parent)
         finally:
             partial.unlink(missing_ok=True)
 
 
 @contextmanager
-def staging() -> Iterator[Path]:
-    """A local directory for what is on its way to an object store."""
-    remove_staging_of_the_dead()
-    with _marked() as mark, _room_for(Path(tempfile.gettempdir())):
+def staging_dir() -> Iterator[Path]:
+    """A local directory for files to be uploaded to an object store."""
+    remove_stale_staging()
+    with _unique_suffix() as mark, _name_disk_full(Path(tempfile.gettempdir())):
         directory = Path(tempfile.gettempdir()) / f".z2a.staging-{mark}"
         directory.mkdir(mode=0o700)
         try:
@@ -71,58 +72,58 @@ def staging() -> Iterator[Path]:
 
 
 @cache
-def remove_staging_of_the_dead() -> None:
+def remove_stale_staging() -> None:
     _remove_leftovers(Path(tempfile.gettempdir()) / "z2a")
 
 
 @contextmanager
 def atomic_dir(target: Path, kind: str) -> Iterator[Path]:
-    """Give a directory to fill; it replaces ``target`` whole on success and vanishes on failure.
+    """Yield a directory to fill; it replaces ``target`` atomically on success and is removed on failure.
 
-    Only what an earlier call made is ever replaced: a directory with other things in it is refused.
+    Only the output of an earlier call is ever replaced: a directory with other contents is refused.
     """
     if isinstance(target, RemotePath):
-        _empty(target, kind)
+        _clear_remote(target, kind)
         yield target
         return
     target = target.absolute()
     refuse_strangers(target, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target)
-    with _marked() as mark, _room_for(target):
+    with _unique_suffix() as mark, _name_disk_full(target):
         partial = target.with_name(f".{target.name}.partial-{mark}")
         partial.mkdir()
         try:
             yield partial
             for directory, _, names in os.walk(partial):
                 for path in (*(Path(directory, name) for name in names), Path(directory)):
-                    _sync(path)
-            _put_in_place(partial, target, mark)
+                    _fsync(path)
+            _swap_into_place(partial, target, mark)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _put_in_place(partial: Path, target: Path, mark: str) -> None:
+def _swap_into_place(partial: Path, target: Path, mark: str) -> None:
     old = target.with_name(f".{target.name}.old-{mark}")
     if target.exists():
         os.rename(target, old)
     os.rename(partial, target)
-    _sync(target.parent)  # the name too must outlive a power cut
+    _fsync(target.parent)  # the name too must survive a power failure
     shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
-def _room_for(target: Path) -> Iterator[None]:
-    """A full disk by the name of what is being written: few libraries say which file it was."""
+def _name_disk_full(target: Path) -> Iterator[None]:
+    """Name the file in the error of a full disk: few libraries do."""
     try:
         yield
     except Exception as error:
         if is_disk_full(error):
-            raise DiskFullError.of(target) from error
+            raise DiskFullError.for_path(target) from error
         raise
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -134,19 +135,19 @@ def _sync(path: Path) -> None:
 
 
 def refuse_strangers(target: Path, kind: str) -> None:
-    """An error if ``target`` holds anything that ``atomic_dir`` did not make, since it would be replaced."""
-    if _kind_of(target) == kind:
+    """Raise if ``target`` contains anything that ``atomic_dir`` did not create, since it would be replaced."""
+    if _manifest_kind(target) == kind:
         return
     if isinstance(target, RemotePath):
         taken = bool(target.objects())
     else:
         taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if taken:
-        raise UsageError(f"{target} holds something else than {kind}; choose another directory, or empty it")
+        raise UsageError(f"{target} contains something else, not {kind}; choose another directory, or empty it")
 
 
-def _empty(target: RemotePath, kind: str) -> None:
-    """Make room for what comes. An object store renames nothing, so what is whole is what has its final manifest."""
+def _clear_remote(target: RemotePath, kind: str) -> None:
+    """Remove the old objects. An object store cannot rename, so output is complete once its final manifest is there."""
     refuse_strangers(target, kind)
     write_json(target / MANIFEST, {"kind": kind, "unfinished": True})
     for path in target.objects():
@@ -155,24 +156,24 @@ def _empty(target: RemotePath, kind: str) -> None:
 
 
 @contextmanager
-def _marked() -> Iterator[str]:
-    """A name for something half-written: who writes it, unlike any other, also of other hosts and containers."""
+def _unique_suffix() -> Iterator[str]:
+    """A suffix for a partial file that names its writer, unique across hosts and containers."""
     mark = f"{host_id()}-{os.getpid()}-{secrets.token_hex(4)}"
-    _in_use.add(mark)
+    _live_suffixes.add(mark)
     try:
         yield mark
     finally:
-        _in_use.discard(mark)
+        _live_suffixes.discard(mark)
 
 
-_in_use: set[str] = set()
-_MARK = re.compile(r"-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}$")
-OLD = 86400.0  # seconds after which what another host left half-written is taken for abandoned
+_live_suffixes: set[str] = set()
+_SUFFIX_PATTERN = re.compile(r"-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}$")
+ABANDONED_SECONDS = 86400.0  # after which partial files of another host count as abandoned
 
 
 @cache
 def host_id() -> str:
-    """Where a process id means what it means here: this boot of this machine, and this container."""
+    """Identifies the scope of process ids: this boot of this machine, and this container."""
     known = [socket.gethostname()]
     for place, read in (("/proc/sys/kernel/random/boot_id", Path.read_text), ("/proc/self/ns/pid", os.readlink)):
         with suppress(OSError):
@@ -181,7 +182,7 @@ def host_id() -> str:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Directories beside ``target`` that a killed process left half-written or half-removed."""
+    """Remove directories beside ``target`` that a killed process left partially written or removed."""
     for leftover in target.parent.glob(f".{glob.escape(target.name)}.*-*"):
         if not _is_abandoned(leftover):
             continue
@@ -192,21 +193,21 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _is_abandoned(leftover: Path) -> bool:
-    found = _MARK.search(leftover.name)
-    if found is not None and found["host"] == host_id():
-        return not is_alive(int(found["pid"])) or (
-            int(found["pid"]) == os.getpid() and found[0].removeprefix("-") not in _in_use
+    match = _SUFFIX_PATTERN.search(leftover.name)
+    if match is not None and match["host"] == host_id():
+        return not is_process_alive(int(match["pid"])) or (
+            int(match["pid"]) == os.getpid() and match[0].removeprefix("-") not in _live_suffixes
         )
     try:
         newest = max(path.stat().st_mtime for path in (leftover, *leftover.rglob("*")))
     except OSError:  # somebody is at work there
         return False
-    return time.time() - newest > OLD
+    return time.time() - newest > ABANDONED_SECONDS
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process of this host runs. The number may come from a name that anybody can write."""
-    if pid <= 0:  # to kill() that is a whole group
+def is_process_alive(pid: int) -> bool:
+    """Whether a process of this host runs. The pid may come from an untrusted file name."""
+    if pid <= 0:  # kill() would address a process group
         return False
     try:
         os.kill(pid, 0)
@@ -217,8 +218,8 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def _kind_of(directory: Path) -> str | None:
-    """What a directory's manifest says it holds; None without a manifest that can be read."""
+def _manifest_kind(directory: Path) -> str | None:
+    """The kind in a directory's manifest; None without a readable manifest."""
     try:
         kind: str = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["kind"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -238,7 +239,7 @@ def write_json(target: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
+    except ValueError as error:  # invalid JSON or UTF-8
         raise Z2aError(f"{path} is damaged ({error}); remove it and run the stage again") from error
 
 
@@ -247,7 +248,7 @@ def write_manifest(directory: Path, kind: str, body: dict[str, Any]) -> None:
 
 
 def read_manifest(directory: Path, kind: str, made_by: str) -> dict[str, Any]:
-    """The manifest of a stage's output, or an error that names the command which makes it."""
+    """The manifest of a stage's output, or an error that names the command that creates it."""
     path = directory / MANIFEST
     if not path.exists():
         raise Z2aError(f"no {kind} in {directory}: make them with '{made_by}'")
@@ -262,8 +263,8 @@ def read_manifest(directory: Path, kind: str, made_by: str) -> dict[str, Any]:
 
 
 def is_current(directory: Path, kind: str, key: str) -> bool:
-    """Whether ``directory`` already holds what a stage with this key would make, byte for byte as recorded."""
-    if _kind_of(directory) != kind:
+    """Whether ``directory`` already contains the output of a stage with this key, byte for byte as recorded."""
+    if _manifest_kind(directory) != kind:
         return False
     manifest = read_json(directory / MANIFEST)
     if manifest.get("key") != key:
@@ -275,7 +276,7 @@ def is_current(directory: Path, kind: str, key: str) -> bool:
 
 
 def checksums(directory: Path) -> dict[str, str]:
-    """sha256 of every file below ``directory``, by relative path, the manifest itself left out."""
+    """sha256 of every file below ``directory``, by relative path, without the manifest itself."""
     files = [path for path in all_files(directory) if path.name != MANIFEST]
     return {path.relative_to(directory).as_posix(): sha256_file(path) for path in files}
 

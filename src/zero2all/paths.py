@@ -1,6 +1,6 @@
-"""Paths that are on this machine's disks, or in an object store such as S3.
+"""Paths on local disks or in an object store such as S3.
 
-``to_path("s3://bucket/documents")`` gives a path with the words of ``pathlib`` that our stages use; every other text
+``to_path("s3://bucket/documents")`` gives a path with the ``pathlib`` methods that our stages use; every other text
 gives a plain ``Path``. Keys and endpoint come from where every S3 tool takes them: ``AWS_ACCESS_KEY_ID``,
 ``AWS_SECRET_ACCESS_KEY``, ``AWS_ENDPOINT_URL``, ``~/.aws``, or the role of the machine.
 """
@@ -14,11 +14,11 @@ from pathlib import Path, PosixPath
 from typing import Any, NoReturn
 
 from zero2all.errors import UsageError, Z2aError, need
-from zero2all.masking import is_masked, mask
+from zero2all.redact import is_redacted, redact
 
-BLOCK = 8 << 20  # asked of a store at once
-BUFFER = 1 << 18  # between that and small reads
-CLIENTS = {"botocore", "aiobotocore", "aiohttp"}  # packages whose errors are a store's or the network's
+READ_BLOCK_BYTES = 8 << 20  # of one request to a store
+READ_BUFFER_BYTES = 1 << 18  # between that and small reads
+STORE_CLIENT_PACKAGES = {"botocore", "aiobotocore", "aiohttp"}  # packages whose errors are a store's or the network's
 
 
 def is_url(path: str) -> bool:
@@ -33,27 +33,27 @@ def to_path(text: str | Path) -> Path:
     return RemotePath(text) if isinstance(text, str) and is_url(text) else Path(text)
 
 
-def url_problem(url: str) -> str:
+def credentials_problem(url: str) -> str:
     """What is wrong with the credentials of a URL; empty if nothing. Stores take theirs from the environment only."""
-    if url.startswith(("s3://", "s3a://")) and (mask(url) != url or is_masked(url)):
+    if url.startswith(("s3://", "s3a://")) and (redact(url) != url or is_redacted(url)):
         return "put no keys into it: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     return ""
 
 
-def store_of(url: str) -> tuple[Any, str]:
+def resolve_store(url: str) -> tuple[Any, str]:
     """The fsspec file system that a URL is in, and the URL's name there."""
-    if problem := url_problem(url):
+    if problem := credentials_problem(url):
         raise UsageError(f"{url}: {problem}")
-    if is_masked(url):
-        raise UsageError(f"{url}: its secret was masked when this was written down; give the URL with the secret")
-    # Listings are never remembered: other processes write to the same place.
-    found: tuple[Any, str] = need("fsspec", "corpus").core.url_to_fs(url, use_listings_cache=False)
-    return found
+    if is_redacted(url):
+        raise UsageError(f"{url}: its secret was redacted when this was saved; give the URL with the secret")
+    # Listings are never cached: other processes write to the same location.
+    store_and_name: tuple[Any, str] = need("fsspec", "corpus").core.url_to_fs(url, use_listings_cache=False)
+    return store_and_name
 
 
 @contextmanager
-def plain_errors(url: str) -> Iterator[None]:
-    """A store that refuses, fails or does not answer becomes one line that says what to do, without what was set."""
+def store_errors(url: str) -> Iterator[None]:
+    """Turn refusals, failures and timeouts of a store into one line that names the remedy, without credentials."""
     try:
         yield
     except FileNotFoundError:
@@ -68,22 +68,22 @@ def plain_errors(url: str) -> Iterator[None]:
         if kind in ("NoCredentialsError", "PartialCredentialsError"):
             raise Z2aError(f"no keys for {url}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from error
         if kind == "EndpointConnectionError":
-            raise Z2aError(f"no store answers for {url}: is AWS_ENDPOINT_URL right?") from error
-        if isinstance(error, OSError) or type(error).__module__.split(".")[0] in CLIENTS:
+            raise Z2aError(f"no store answers for {url}: is AWS_ENDPOINT_URL correct?") from error
+        if isinstance(error, OSError) or type(error).__module__.split(".")[0] in STORE_CLIENT_PACKAGES:
             raise Z2aError(
                 f"the store failed at {url} ({kind}: {error}): what is finished is kept, so run the same command again"
             ) from error
         raise
 
 
-class StoreFile(RawIOBase):
-    """A remote file to read. That its store fails is never taken for a file that is broken inside."""
+class RemoteFile(RawIOBase):
+    """A remote file to read. A failure of its store is never mistaken for a damaged file."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        with plain_errors(url):
-            store, name = store_of(url)
-            self._inner = store.open(name, "rb", block_size=BLOCK, cache_type="readahead")
+        with store_errors(url):
+            store, name = resolve_store(url)
+            self._inner = store.open(name, "rb", block_size=READ_BLOCK_BYTES, cache_type="readahead")
 
     def readable(self) -> bool:
         return True
@@ -92,7 +92,7 @@ class StoreFile(RawIOBase):
         return bool(self._inner.seekable())
 
     def readinto(self, buffer: Any) -> int:
-        with plain_errors(self.url):
+        with store_errors(self.url):
             block = self._inner.read(len(buffer))
         buffer[: len(block)] = block
         return len(block)
@@ -109,11 +109,11 @@ class StoreFile(RawIOBase):
 
 
 def open_url(url: str) -> BufferedReader:
-    return BufferedReader(StoreFile(url), BUFFER)
+    return BufferedReader(RemoteFile(url), READ_BUFFER_BYTES)
 
 
 class RemotePath(PosixPath):
-    """A path in an object store. It does only what is written here: anything else would look at the local disk."""
+    """A path in an object store. It supports only the methods below: any other would access the local disk."""
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
@@ -135,7 +135,7 @@ class RemotePath(PosixPath):
         return self.read_range(None, None)
 
     def read_range(self, start: int | None, stop: int | None) -> bytes:
-        """The bytes from start to stop, or as many as there are, in one request."""
+        """The bytes from start to stop, or to the end, in one request."""
         with self._store() as (store, name):
             data: bytes = store.cat_file(name, start=start, end=stop)
             return data
@@ -151,7 +151,7 @@ class RemotePath(PosixPath):
                 raise FileNotFoundError(str(self))
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        """An object store has no directories: a name is there when something is put below it."""
+        """A no-op: an object store has no directories."""
 
     def objects(self) -> list[RemotePath]:
         """All objects below, at any depth."""
@@ -161,22 +161,22 @@ class RemotePath(PosixPath):
     def sizes(self) -> dict[RemotePath, int]:
         """Of all objects below, in one request for each thousand."""
         with self._store() as (store, name):
-            found = store.find(name, detail=True)
-            return {RemotePath(store.unstrip_protocol(inner)): int(info["size"]) for inner, info in found.items()}
+            infos = store.find(name, detail=True)
+            return {RemotePath(store.unstrip_protocol(inner)): int(info["size"]) for inner, info in infos.items()}
 
     def size(self) -> int:
         with self._store() as (store, name):
             return int(store.size(name))
 
     def put(self, local: Path) -> None:
-        """Make this object a copy of a local file: all of it, or nothing."""
+        """Upload a local file atomically."""
         with self._store() as (store, name):
             store.put_file(str(local), name)
 
     @contextmanager
     def _store(self) -> Iterator[tuple[Any, str]]:
-        with plain_errors(str(self)):
-            yield store_of(str(self))
+        with store_errors(str(self)):
+            yield resolve_store(str(self))
 
 
 def open_bytes(path: Path) -> BufferedReader:
@@ -185,5 +185,5 @@ def open_bytes(path: Path) -> BufferedReader:
 
 
 def arrow_source(path: Path) -> Path | BufferedReader:
-    """What Arrow reads a file from: its path, or a stream where Arrow cannot reach it by itself."""
+    """What Arrow reads a file from: its path, or a stream for remote files."""
     return open_url(str(path)) if isinstance(path, RemotePath) else path

@@ -1,4 +1,4 @@
-"""No process that we start outlives the one that started it, however that one ends."""
+"""Child processes end with their parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ import os
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 
-AGENT_PID = "Z2A_AGENT_PID"  # the environment variable that tells a rank which process has started it
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+AGENT_PID = "Z2A_AGENT_PID"  # environment variable: pid of the agent that started this rank
+_PR_SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Called first thing in a program that one of ours has started and waits for; ``parent`` is its pid, where known.
+    """Call first in a program whose parent waits for it; ``parent`` is the pid of the parent, if known.
 
-    The kernel's signal is tied to the thread that started the process, not to its process. So this is for children of a
-    thread that stays with them; workers that are kept in a pool call :func:`watch_parent`.
+    The kernel ties the signal to the thread that started the child, not to its process. So this is for children of a
+    thread that outlives them; pool workers call :func:`watch_parent`.
     """
     if sys.platform == "linux":
         parent = parent or os.getppid()
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-        if os.getppid() != parent:  # it had been killed before
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent was killed before prctl
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_agent() -> None:
-    """Called first thing in a rank, before it imports torch: an agent may be killed in those seconds, or before.
+    """Call first in a rank, before it imports torch: the agent may be killed in those seconds, or before.
 
-    What the rank starts is no rank, so the variable is not passed on.
+    Children of the rank are not ranks, so they do not inherit the variable.
     """
     agent = int(os.environ.pop(AGENT_PID, "0"))
     if agent and sys.platform == "linux" and not _descends_from(agent):
@@ -41,17 +42,17 @@ def end_with_agent() -> None:
 
 
 def watch_parent() -> None:
-    """Called first thing in a process of :mod:`multiprocessing`: when its parent is gone, it is killed.
+    """Call first in a :mod:`multiprocessing` worker: it is killed when its parent dies.
 
-    A worker that waits for its next task would not notice, and one that has a task would finish it for nobody.
+    An idle worker would not notice, and a busy one would finish a task that nobody reads.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_end_after, args=(parent.sentinel,), name="z2a-parent", daemon=True).start()
+        threading.Thread(target=_kill_when_ready, args=(parent.sentinel,), name="z2a-parent", daemon=True).start()
 
 
 def stop_on_sigterm() -> None:
-    """SIGTERM ends a command as Ctrl-C does: with all that it started, and nothing half-written."""
+    """SIGTERM ends a command as Ctrl-C does: with its child processes, and no partial files."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
 
@@ -61,17 +62,27 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _descends_from(ancestor: int) -> bool:
-    """Something may stand between the two, such as numactl; the children of a killed process go to another one."""
+    """A wrapper such as numactl may be in between; orphans are reparented."""
     pid = os.getppid()
     while pid > 1 and pid != ancestor:
         try:
             stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
-            return True  # it cannot be told, as where /proc shows no process of another user
-        pid = int(stat.rpartition(")")[2].split()[1])  # the name before may contain anything
+            return True  # unknown: /proc may hide processes of other users
+        pid = int(stat.rpartition(")")[2].split()[1])  # the process name before it may contain anything
     return pid in (ancestor, 0)  # 0: the parent is in another PID namespace
 
 
-def _end_after(sentinel: int) -> None:
+def _kill_when_ready(sentinel: int) -> None:
     wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def process_start_time() -> float:
+    """Start time of this process in seconds since the epoch; now, if the system does not report it."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        after_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot)
+    except (OSError, ValueError, AttributeError, IndexError):
+        return time.time()

@@ -1,4 +1,4 @@
-"""``z2a quickstart``: every stage in a row, from raw text to a model that speaks."""
+"""``z2a quickstart``: every stage in a row, from raw text to a model that generates text."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.console import heading, say, warn
-from zero2all.corpus import build_corpus, useful_workers
+from zero2all.corpus import build_corpus, recommended_workers
 from zero2all.engine import Engine
 from zero2all.errors import UsageError
-from zero2all.evals import bits_per_byte
+from zero2all.evals import evaluate_bpb
+from zero2all.generation import generate
 from zero2all.io import write_text
-from zero2all.recipe import Recipe, builtin, load_recipe, recipe_yaml
-from zero2all.serve import generate
+from zero2all.recipe import Recipe, builtin_recipe_path, load_recipe, recipe_yaml
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokens import TokenStore, build_tokens
 from zero2all.train import Run, train
 from zero2all.units import show_bytes, show_count, show_seconds
 
-# Parts of the standard library that are tests, data, or so large and alike that a small model speaks of little else.
-LIBRARY_EXCLUDED = [
+# Parts of the standard library that are tests, data, or so large and uniform that a small model learns little else.
+STDLIB_EXCLUDED = [
     "test/*",
     "*/test/*",
     "*/tests/*",
@@ -36,46 +36,48 @@ LIBRARY_EXCLUDED = [
     "lib-dynload/*",
     "*.txt",
 ]
-SAMPLES = 3
+NUM_GENERATIONS = 3
 PROMPT_TOKENS = 12
 REASONS_SHOWN = 4
 
 
 def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str] | None = None) -> dict[str, Any]:
-    """Build documents, vocabulary, tokens and a model below ``out``; measure it and let it speak.
+    """Build documents, tokenizer, tokens and a model below ``out``; evaluate it and generate text.
 
-    Stopped half-way, the same call goes on where it was.
+    If interrupted, the same call resumes where it stopped.
     """
     recipe = quickstart_recipe(out, corpus or [], overrides or [])
-    _refuse_other_text(recipe, out / "recipe.yaml")
+    _refuse_other_recipe(recipe, out / "recipe.yaml")
     write_text(out / "recipe.yaml", recipe_yaml(recipe))
     seconds: dict[str, float] = {}
 
-    with _stage("1/5 corpus: raw files to documents", "corpus", seconds):
-        documents = build_corpus(recipe.corpus, recipe.documents_dir, Engine(workers=useful_workers(recipe.corpus)))
+    with _timed_stage("1/5 corpus: raw files to documents", "corpus", seconds):
+        documents = build_corpus(
+            recipe.corpus, recipe.documents_dir, Engine(workers=recommended_workers(recipe.corpus))
+        )
         _say_documents(documents)
-    with _stage("2/5 tokenizer: documents to a vocabulary", "tokenizer", seconds):
+    with _timed_stage("2/5 tokenizer: documents to a vocabulary", "tokenizer", seconds):
         vocabulary = train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
         say(f"{vocabulary['vocab_size']} tokens from {show_bytes(vocabulary['trained_on_bytes'])} of text")
-    with _stage("3/5 tokens: documents to a token store", "tokens", seconds):
+    with _timed_stage("3/5 tokens: documents to a token store", "tokens", seconds):
         tokens = build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
         say(f"{show_count(tokens['tokens'])} tokens, {tokens['bytes'] / tokens['tokens']:.2f} bytes each")
-    held_out = TokenStore(recipe.tokens_dir, "valid").has_a_sample(recipe.train.seq_len)
-    if not held_out:
-        warn("no document was held out: the model will not be measured. Give more documents, or raise corpus.holdout")
-    with _stage("4/5 train: tokens to a model", "train", seconds):
+    has_validation = TokenStore(recipe.tokens_dir, "valid").has_full_sequence(recipe.train.seq_len)
+    if not has_validation:
+        warn("no validation set: the model will not be evaluated. Give more documents, or raise corpus.holdout")
+    with _timed_stage("4/5 train: tokens to a model", "train", seconds):
         trained = train(recipe)
-    with _stage("5/5 evals: the model on text it has not seen", "evals", seconds):
+    with _timed_stage("5/5 evals: the model on text it has not seen", "evals", seconds):
         run = Run.open(recipe.run_dir)
         model, tokenizer = run.load_model(), run.tokenizer()
-        quality = bits_per_byte(model, tokenizer, recipe) if held_out else {}
-        prompts = recipe.evals.prompts or held_out_openings(recipe, tokenizer)
+        validation = evaluate_bpb(model, tokenizer, recipe) if has_validation else {}
+        prompts = recipe.evals.prompts or validation_prompts(recipe, tokenizer)
         samples = [
             {
                 "prompt": prompt,
                 "text": generate(model, tokenizer, prompt, max_tokens=80, temperature=0.6, seed=recipe.seed),
             }
-            for prompt in prompts[:SAMPLES]
+            for prompt in prompts[:NUM_GENERATIONS]
         ]
     return {
         "out": str(out),
@@ -85,32 +87,32 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
         "parameters": trained["parameters"],
         "steps": trained["steps"],
         "loss": trained["loss"],
-        **quality,
+        **validation,
         "samples": samples,
         "seconds": seconds,
     }
 
 
 def quickstart_recipe(out: Path, corpus: list[Path], overrides: list[str]) -> Recipe:
-    """The built-in recipe with the user's text, or with Python's own source where none is given."""
+    """The built-in recipe with the user's text, or with Python's standard library if none is given."""
     for override in overrides:
         if override.startswith(("out=", "corpus.sources=")):
             raise UsageError(f"{override!r}: the quickstart takes --out and --corpus for that")
     missing = [str(path) for path in corpus if not path.exists()]
     if missing:
         raise UsageError(f"--corpus: nothing at {', '.join(missing)}")
-    library = {"name": "stdlib", "paths": [sysconfig.get_paths()["stdlib"]], "exclude": LIBRARY_EXCLUDED}
-    sources = _sources(corpus) if corpus else [library]
-    # As JSON, which is YAML whatever the paths are called.
+    library = {"name": "stdlib", "paths": [sysconfig.get_paths()["stdlib"]], "exclude": STDLIB_EXCLUDED}
+    sources = _source_entries(corpus) if corpus else [library]
+    # As JSON, which is valid YAML whatever the paths contain.
     places = [f"out={json.dumps(str(out.absolute()))}", f"corpus.sources={json.dumps(sources)}"]
-    return load_recipe(builtin("quickstart.yaml"), [*overrides, *places])
+    return load_recipe(builtin_recipe_path("quickstart.yaml"), [*overrides, *places])
 
 
-def _refuse_other_text(recipe: Recipe, path: Path) -> None:
-    """An earlier quickstart in the same place goes on, or stays as it is: never half of each."""
+def _refuse_other_recipe(recipe: Recipe, path: Path) -> None:
+    """An earlier quickstart in the same directory is resumed or left as it is, never mixed with another."""
     if not path.exists():
         return
-    before = load_recipe(path)
+    before = load_recipe(path, stored=True)
     changed = [
         name for name in ("seed", "corpus", "tokenizer", "model") if getattr(before, name) != getattr(recipe, name)
     ]
@@ -121,21 +123,21 @@ def _refuse_other_text(recipe: Recipe, path: Path) -> None:
         )
 
 
-def held_out_openings(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
-    """How held-out documents begin, taking the sources in turn: prompts in the language of the corpus.
+def validation_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
+    """The beginnings of validation documents, from each source in turn: prompts in the language of the corpus.
 
-    Where nothing was held out, the training text has to do.
+    Without a validation set, those of training documents.
     """
     valid = TokenStore(recipe.tokens_dir, "valid").sources.values()
     training = TokenStore(recipe.tokens_dir, "train").sources.values()
-    shards = [of_source[0] for of_source in valid if of_source] or [of_source[0] for of_source in training if of_source]
+    shards = [shards[0] for shards in valid if shards] or [shards[0] for shards in training if shards]
     openings: list[str] = []
-    for turn in range(SAMPLES * max(1, len(shards))):
-        if not shards or len(openings) == SAMPLES:
+    for turn in range(NUM_GENERATIONS * max(1, len(shards))):
+        if not shards or len(openings) == NUM_GENERATIONS:
             break
         shard, number = shards[turn % len(shards)], turn // len(shards)
-        if number + 1 < len(shard.document_starts):
-            first, last = shard.document_starts[number : number + 2]
+        if number + 1 < len(shard.document_offsets):
+            first, last = shard.document_offsets[number : number + 2]
             openings.append(
                 tokenizer.decode(shard.tokens[first : min(last - 1, first + PROMPT_TOKENS)]).strip("\ufffd")
             )
@@ -143,18 +145,18 @@ def held_out_openings(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
 
 
 def summary_text(result: dict[str, Any]) -> str:
-    """What a person reads at the end."""
+    """The summary printed at the end."""
     lines = [""]
     for number, sample in enumerate(result["samples"], 1):
         lines += [f"── sample {number} " + "─" * 40, f"{sample['prompt']}▸{sample['text']}"]
     out = result["out"]
     lines += [
         "─" * 52,
-        *_quality_lines(result),
+        *_bits_per_byte_lines(result),
         f"everything is in {out}, made in {show_seconds(sum(result['seconds'].values()))}",
         "",
         "what to do next:",
-        f'  z2a generate {out} --prompt "..."            let it speak',
+        f'  z2a generate {out} --prompt "..."            generate text',
         f"  z2a train {out}/recipe.yaml train.steps=1000   train it further",
         f"  z2a tokens trace {out} --step 10             see which documents were in a step",
         f"  z2a export {out} --to {out}/hf               a directory for transformers, vLLM, llama.cpp",
@@ -162,18 +164,18 @@ def summary_text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _quality_lines(result: dict[str, Any]) -> list[str]:
+def _bits_per_byte_lines(result: dict[str, Any]) -> list[str]:
     if "bits_per_byte" not in result:
-        return ["no text was held out, so there is no bits-per-byte"]
+        return ["there is no validation set, so there is no bits-per-byte"]
     below = f"{100 * result['below_unigram']:.0f} % below a unigram model ({result['unigram_bits_per_byte']:.3f})"
-    return [f"held-out bits-per-byte {result['bits_per_byte']:.3f}, {below}"] + [
-        f"  {name}: {part['bits_per_byte']:.3f} against {part['unigram_bits_per_byte']:.3f}"
-        for name, part in result["sources"].items()
+    return [f"validation bits-per-byte {result['bits_per_byte']:.3f}, {below}"] + [
+        f"  {name}: {metrics['bits_per_byte']:.3f} against {metrics['unigram_bits_per_byte']:.3f}"
+        for name, metrics in result["sources"].items()
     ]
 
 
 @contextmanager
-def _stage(title: str, name: str, seconds: dict[str, float]) -> Iterator[None]:
+def _timed_stage(title: str, name: str, seconds: dict[str, float]) -> Iterator[None]:
     heading(title)
     start = time.perf_counter()
     yield
@@ -186,12 +188,12 @@ def _say_documents(manifest: dict[str, Any]) -> None:
         valid_part = manifest["splits"]["valid"][source]
         say(
             f"{source}: {train_part['documents']} documents, {show_bytes(train_part['bytes'])}; "
-            f"held out {valid_part['documents']}, {show_bytes(valid_part['bytes'])}"
+            f"validation {valid_part['documents']}, {show_bytes(valid_part['bytes'])}"
         )
-        left_out = manifest["left_out"][source]
+        skipped = manifest["left_out"][source]
         dropped = manifest["sources"][source]["dropped"]
-        reasons = [(count, f"{count} records ({reason})") for reason, count in left_out["documents"].items()]
-        reasons += [(part["count"], f"{part['count']} files ({reason})") for reason, part in left_out["files"].items()]
+        reasons = [(count, f"{count} records ({reason})") for reason, count in skipped["documents"].items()]
+        reasons += [(part["count"], f"{part['count']} files ({reason})") for reason, part in skipped["files"].items()]
         reasons += [
             (part["documents"], f"{part['documents']} documents ({reason})") for reason, part in dropped.items()
         ]
@@ -201,15 +203,15 @@ def _say_documents(manifest: dict[str, Any]) -> None:
             say(f"  skipped: {', '.join(text for _, text in reasons[:REASONS_SHOWN])}{more}")
 
 
-def _sources(paths: list[Path]) -> list[dict[str, Any]]:
-    """A directory is a source; single files beside each other are one together, so that ``notes/*.txt`` is."""
+def _source_entries(paths: list[Path]) -> list[dict[str, Any]]:
+    """A directory is a source; files given from one directory are one source together, as in ``notes/*.txt``."""
     grouped: dict[Path, list[str]] = {}
     for path in paths:
         absolute = path.absolute()
         grouped.setdefault(absolute if absolute.is_dir() else absolute.parent, []).append(str(absolute))
     sources: list[dict[str, Any]] = []
     for top, members in grouped.items():
-        # One file gives its own name, several that of their directory.
+        # One file gives its own name, several the name of their directory.
         label = Path(members[0]).name.split(".")[0] if len(members) == 1 else top.name
         base = re.sub(r"[^A-Za-z0-9_-]+", "_", label).lstrip("-") or "text"
         taken = [source["name"] for source in sources]

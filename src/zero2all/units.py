@@ -1,4 +1,4 @@
-"""Numbers the way people write them: 64Ki tokens, 200MB, 2 epochs, 1.1B."""
+"""Human-readable numbers: 64Ki tokens, 200MB, 2 epochs, 1.1B."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FACTORS = {
 _QUANTITY = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
-LARGEST = 2**63
+INT64_LIMIT = 2**63
 
 
 def parse_count(value: Any) -> int:
@@ -45,7 +45,7 @@ def _parse(value: Any, wanted: str, strip_bytes: bool) -> int:
         number = Decimal(digits) * _FACTORS[suffix]
     except ArithmeticError:  # an exponent beyond those of Decimal
         raise ValueError(f"{shown} is too large") from None
-    if number >= LARGEST:  # before it is made an integer, which may have a billion digits
+    if number >= INT64_LIMIT:  # before it is made an integer, which may have a billion digits
         raise ValueError(f"{shown} is too large")
     if number != int(number):
         raise ValueError(f"{value!r} is not a whole number")
@@ -86,7 +86,7 @@ Unit = Literal["steps", "tokens", "epochs"]
 
 @dataclass(frozen=True)
 class Duration:
-    """A stretch of training in steps, tokens or passes over the training text."""
+    """A training duration in steps, tokens or epochs."""
 
     value: float
     unit: Unit
@@ -100,11 +100,11 @@ class Duration:
         for unit in get_args(Unit):
             for ending in (unit, unit[:-1]):
                 if text.endswith(ending):
-                    return cls._of(text.removesuffix(ending).strip(), unit)
-        return cls._of(value, "steps")
+                    return cls._from_number(text.removesuffix(ending).strip(), unit)
+        return cls._from_number(value, "steps")
 
     @classmethod
-    def _of(cls, number: Any, unit: Unit) -> Duration:
+    def _from_number(cls, number: Any, unit: Unit) -> Duration:
         try:
             value = float(number) if unit == "epochs" else parse_count(number)
         except (TypeError, ValueError):
@@ -116,7 +116,7 @@ class Duration:
         return cls(value, unit)
 
     def in_steps(self, tokens_per_step: int, tokens_per_epoch: int) -> int:
-        """Whole steps that fit: a run never takes more data than was asked for."""
+        """Full steps that fit: a run never uses more data than requested."""
         per_unit = {"steps": 1.0, "tokens": 1 / tokens_per_step, "epochs": tokens_per_epoch / tokens_per_step}
         # The small term keeps 2 epochs of 10 steps at 20 where the division gives 19.999...
         return int(self.value * per_unit[self.unit] + 1e-9)

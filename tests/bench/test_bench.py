@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from zero2all.bench import bench_ops, bench_shapes, ops_markdown, shapes_markdown, write_report
-from zero2all.bench.shapes import Timing, best_size, candidates
-from zero2all.bench.step import Step, measure_in_process
+from zero2all.bench.shapes import Timing, best_size, candidate_sizes
+from zero2all.bench.step import BenchStep, measure_in_process
 from zero2all.errors import UsageError, Z2aError
-from zero2all.recipe import Recipe, recipe_or_preset
+from zero2all.recipe import Recipe, load_recipe_or_preset
 
 TINY = [
-    "model={hidden_size: 32, intermediate_size: 64, n_layers: 2, n_heads: 2, context: 32, vocab_size: 512}",
+    "model={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2, "
+    "max_position_embeddings: 32, vocab_size: 512}",
     "tokenizer.vocab_size=512", "train.seq_len=32", "train.batch_tokens=128", "train.micro_batch_tokens=64",
     "train.device=cpu", "train.precision=fp32",
 ]  # fmt: skip
@@ -21,28 +22,40 @@ TINY = [
 
 @pytest.fixture(autouse=True)
 def _no_time_for_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.hardware.measured_flops", lambda *args: 1e11)
+    monkeypatch.setattr("zero2all.hardware.measure_matmul_flops", lambda *args: 1e11)
 
 
 def tiny(*overrides: str) -> Recipe:
-    return recipe_or_preset("z2all-3m", [*TINY, *overrides])
+    return load_recipe_or_preset("z2all-3m", [*TINY, *overrides])
 
 
 def test_a_preset_or_a_recipe_file_gives_a_model_that_can_be_built(tmp_path: Path) -> None:
-    preset = recipe_or_preset("z2all-25m")
+    preset = load_recipe_or_preset("z2all-25m")
     assert (preset.train.seq_len, preset.train.batch_tokens, preset.model.vocab_size) == (1024, 2048, 8192)
     (tmp_path / "a.yaml").write_text("{tokenizer: {vocab_size: 640}, train: {steps: 3}}")
-    assert recipe_or_preset(str(tmp_path / "a.yaml"), ["model.n_layers=2"]).model.vocab_size == 640
+    assert load_recipe_or_preset(str(tmp_path / "a.yaml"), ["model.num_hidden_layers=2"]).model.vocab_size == 640
     with pytest.raises(UsageError, match="z2all-9000 is no recipe and no preset; presets: z2all-3m"):
-        recipe_or_preset("z2all-9000")
+        load_recipe_or_preset("z2all-9000")
 
 
 def test_candidates_are_around_eight_thirds() -> None:
-    sizes = candidates(512)
+    sizes = candidate_sizes(512)
     assert 1365 in sizes
     assert all(size % 16 == 0 for size in sizes if size != 1365)
     assert 1365 * 0.94 <= min(sizes) <= max(sizes) <= 1365 * 1.06
-    assert candidates(4096, step=128) == [10368, 10496, 10624, 10752, 10880, 10923, 11008, 11136, 11264, 11392, 11520]
+    assert candidate_sizes(4096, step=128) == [
+        10368,
+        10496,
+        10624,
+        10752,
+        10880,
+        10923,
+        11008,
+        11136,
+        11264,
+        11392,
+        11520,
+    ]
 
 
 def test_the_nearest_of_those_as_good_as_the_fastest_is_best() -> None:
@@ -67,14 +80,14 @@ def test_shapes_are_timed_and_the_best_is_named(tmp_path: Path) -> None:
 
 
 def test_every_row_of_the_table_computes_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, which is quicker; the loss after a step tells whether forms agree."""
+    """In this process, which is quicker; the loss after a step shows whether kernels agree."""
 
     def here(recipe: Recipe, steps: int, plain_adamw: bool, timeout: float) -> dict[str, Any]:
-        step = Step(
+        step = BenchStep(
             recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": False})}), plain_adamw
         )
         step.run()
-        return {"seconds": [step.timed()], "peak_bytes": step.peak_bytes(), "loss": step.run()}
+        return {"seconds": [step.time_run()], "peak_bytes": step.peak_bytes(), "loss": step.run()}
 
     monkeypatch.setattr("zero2all.bench.ops.measure_in_process", here)
     report = bench_ops(tiny(), rounds=1, steps=1)
@@ -97,7 +110,7 @@ def test_every_row_of_the_table_computes_the_same_step(monkeypatch: pytest.Monke
     assert "(fp32 matrix products of 2048 measured here)" in markdown
 
 
-def test_a_row_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_fails_is_reported_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def sometimes(recipe: Recipe, steps: int, plain_adamw: bool, timeout: float) -> dict[str, Any]:
@@ -123,21 +136,21 @@ def test_a_row_runs_in_a_process_of_its_own() -> None:
     assert measured["peak_bytes"] > 0
 
 
-def test_a_process_that_dies_gives_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_reports_its_last_line_of_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dying = tmp_path / "python"
-    dying.write_text("#!/bin/sh\necho 'RuntimeError: no room' >&2\necho >&2\nexit 1\n")
+    dying.write_text("#!/bin/sh\necho 'RuntimeError: out of memory' >&2\necho >&2\nexit 1\n")
     dying.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(dying))
-    with pytest.raises(Z2aError, match=r"^RuntimeError: no room$"):
+    with pytest.raises(Z2aError, match=r"^RuntimeError: out of memory$"):
         measure_in_process(tiny(), steps=1, plain_adamw=False, timeout=60)
 
 
 def test_peak_memory_holds_weights_states_gradients_and_activations() -> None:
-    step = Step(tiny())
+    step = BenchStep(tiny())
     step.run()
     weights = sum(parameter.numel() for parameter in step.model.parameters())
     small = step.peak_bytes()
     assert small > 4 * 4 * weights
-    large = Step(tiny("train.batch_tokens=8192", "train.micro_batch_tokens=8192"))
+    large = BenchStep(tiny("train.batch_tokens=8192", "train.micro_batch_tokens=8192"))
     large.run()
     assert large.peak_bytes() > 5 * small

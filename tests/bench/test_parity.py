@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from zero2all.bench import parity
-from zero2all.bench.parity_cases import KINDS, Case, Kind, cases, kind
-from zero2all.parallel import Layout, Sizes, Spread
+from zero2all.bench.parity_cases import TRAINING_SETUPS, ParityCase, TrainingSetup, cases, training_setup
+from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe
 
 ON_TWO = (
@@ -26,18 +26,18 @@ ON_TWO = (
     "EP 2",
 )
 ON_FOUR = ("HSDP 2x2, accumulated", "FSDP 2 x TP 2", "TP 2 x PP 2", "EP 2 x FSDP 2")
-HARD, MUON = kind("SGD, document mask, full checkpointing"), kind("Muon")
+HARD, MUON = training_setup("SGD, document mask, full checkpointing"), training_setup("Muon")
 
 
-def chosen(*names: str) -> list[Case]:
+def chosen(*names: str) -> list[ParityCase]:
     found = [case for case in cases() if case.name in names]
     assert {case.name for case in found} == set(names)
     return found
 
 
-def check(names: tuple[str, ...], *kinds: Kind, detail: bool = True) -> None:
-    found = list(parity.measure(chosen(*names), 3, kinds, seconds=240, detail=detail))
-    wrong = [outcome for outcome in found if not outcome.equal]
+def check(names: tuple[str, ...], *setups: TrainingSetup, detail: bool = True) -> None:
+    found = list(parity.measure_parity(chosen(*names), 3, setups, seconds=240, detail=detail))
+    wrong = [result for result in found if not result.equal]
     assert not wrong, wrong
 
 
@@ -48,7 +48,7 @@ def test_two_ranks_equal_one_process() -> None:
 
 @pytest.mark.slow
 def test_tied_and_width_transfer_equal_one_process() -> None:
-    check(("FSDP 2, accumulated", "TP 2 + SP, parallel loss"), kind("tied"), kind("muP"))
+    check(("FSDP 2, accumulated", "TP 2 + SP, parallel loss"), training_setup("tied"), training_setup("muP"))
 
 
 @pytest.mark.slow
@@ -58,34 +58,36 @@ def test_four_ranks_equal_one_process() -> None:
 
 @pytest.mark.slow
 def test_copies_equal_one_process() -> None:
-    check(("DDP 2, accumulated",), kind("SGD"), detail=False)
+    check(("DDP 2, accumulated",), training_setup("SGD"), detail=False)
 
 
 def test_every_choice_of_a_recipe_is_in_the_table() -> None:
-    """A new schedule, a new form of attention and so on without a line here would be one that nobody has compared."""
+    """A new schedule, a new kind of attention and so on without a line here would be one that nobody has compared."""
     table = cases()
     assert len({case.name for case in table}) == len(table)
-    assert len({kind.name for kind in KINDS}) == len(KINDS)
+    assert len({setup.name for setup in TRAINING_SETUPS}) == len(TRAINING_SETUPS)
     for size in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"):
-        assert {getattr(Sizes.of(case.parallel, case.ranks), size) for case in table} >= {1, 2}, size
+        assert {getattr(ParallelDims.from_recipe(case.parallel, case.ranks), size) for case in table} >= {1, 2}, size
     for field, more in {
         "schedule": (),
         "cp_attention": (),
         "gradient_sync": (),
         "sp": (True, False),
         "loss_parallel": (True, False),
-        "reshard": ("auto", "always", "never", 2),
+        "reshard_after_forward": ("auto", "always", "never", 2),
     }.items():
         wanted = more or get_args(ParallelRecipe.model_fields[field].annotation)
         assert len(wanted) > 1
         assert {getattr(case.parallel, field) for case in table if case.ranks > 1} >= set(wanted), field
     # budget is the compiler's; Lion and 8-bit AdamW work on each element alone, as AdamW does.
-    assert {kind.checkpointing for kind in KINDS} == {"none", "full", "selective"}
-    assert {kind.optimizer for kind in KINDS} == set(get_args(OptimizerRecipe.model_fields["name"].annotation)) - {
+    assert {kind.checkpointing for kind in TRAINING_SETUPS} == {"none", "full", "selective"}
+    assert {kind.optimizer for kind in TRAINING_SETUPS} == set(
+        get_args(OptimizerRecipe.model_fields["name"].annotation)
+    ) - {
         "lion",
         "adamw-8bit",
     }
-    sharded = [case for case in table if case.micro_samples is not None and case.ranks > 1]
+    sharded = [case for case in table if case.micro_batch_size is not None and case.ranks > 1]
     assert {case.parallel.gradient_sync for case in sharded} == {"every", "last"}
     assert any(case.moe for case in table if case.parallel.ep == 1)
 
@@ -93,24 +95,26 @@ def test_every_choice_of_a_recipe_is_in_the_table() -> None:
 @pytest.mark.parametrize("wrong", ["scale", "mask", "norm"])
 def test_what_is_wrong_with_a_layout_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison itself, in one process: a gradient 0.01 % off, a mask that is lost, clipping at another norm."""
-    case, way = chosen("one process, accumulated")[0], kind("SGD, document mask, full checkpointing")
-    trial = parity.Trial(case, way, steps=2)
-    references = {parity._reference_key(trial): parity._run(parity._in_one_process(trial))}
-    assert all(compared.outcome.equal for compared in parity._compare([trial], references))
-    backward, clip = Spread.backward, Spread.clip
+    case, setup = chosen("one process, accumulated")[0], training_setup("SGD, document mask, full checkpointing")
+    trial = parity.Trial(case, setup, steps=2)
+    references = {parity._reference_key(trial): parity._run(parity._single_process_trial(trial))}
+    assert all(compared.result.equal for compared in parity._compare([trial], references))
+    backward, clip = ParallelModel.forward_backward, ParallelModel.clip_grad_norm_
 
-    def broken(self: Spread, tokens: Tensor, targets: Tensor, divisor: float, starts: Tensor | None = None) -> Tensor:
+    def broken(
+        self: ParallelModel, tokens: Tensor, targets: Tensor, divisor: float, starts: Tensor | None, size: int | None
+    ) -> Tensor:
         divisor = divisor * 1.0001 if wrong == "scale" else divisor
-        return backward(self, tokens, targets, divisor, None if wrong == "mask" else starts)
+        return backward(self, tokens, targets, divisor, None if wrong == "mask" else starts, size)
 
-    def longer(self: Spread, longest: float) -> Any:
-        return clip(self, longest * 0.5 if wrong == "norm" else longest)
+    def longer(self: ParallelModel, max_norm: float) -> Any:
+        return clip(self, max_norm * 0.5 if wrong == "norm" else max_norm)
 
-    monkeypatch.setattr(Spread, "backward", broken)
-    monkeypatch.setattr(Spread, "clip", longer)
-    outcomes = [compared.outcome for compared in parity._compare([trial], references)]
-    assert not any(outcome.equal for outcome in outcomes)
-    assert "| NO |" in parity.table(outcomes)
+    monkeypatch.setattr(ParallelModel, "forward_backward", broken)
+    monkeypatch.setattr(ParallelModel, "clip_grad_norm_", longer)
+    results = [compared.result for compared in parity._compare([trial], references)]
+    assert not any(result.equal for result in results)
+    assert "| NO |" in parity.parity_markdown(results)
 
 
 def test_one_process_is_the_model_itself() -> None:
@@ -118,35 +122,41 @@ def test_one_process_is_the_model_itself() -> None:
     from zero2all.model import Z2all
 
     config = ModelConfig(
-        hidden_size=32, intermediate_size=64, n_layers=2, n_heads=4, n_kv_heads=2, context=16, vocab_size=64
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        vocab_size=64,
     )
     tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(0))
-    spread = Spread(config, ParallelRecipe(), Layout(Sizes(), torch.device("cpu")), seed=5, micro_samples=2)
-    losses = spread.backward(tokens[:, :-1], tokens[:, 1:], divisor=64)
+    parallel_model = ParallelModel(config, ParallelRecipe(), ParallelMesh(ParallelDims(), torch.device("cpu")), seed=5)
+    losses = parallel_model.forward_backward(tokens[:, :-1], tokens[:, 1:], divisor=64, micro_batch_size=2)
     bare = Z2all(config).init_weights(5)
-    for piece in tokens.split(2):
-        (bare(piece[:, :-1], targets_BS=piece[:, 1:]).sum() * (1 / 64)).backward()
-    ours = dict(spread.model.named_parameters())
+    for micro_batch in tokens.split(2):
+        (bare(micro_batch[:, :-1], targets_BS=micro_batch[:, 1:]).sum() * (1 / 64)).backward()
+    ours = dict(parallel_model.model.named_parameters())
     for name, parameter in bare.named_parameters():
         assert torch.equal(ours[name].grad, parameter.grad), name
     norm = torch.nn.utils.clip_grad_norm_(bare.parameters(), 0.1)
-    assert spread.clip(0.1).item() == pytest.approx(norm.item(), rel=1e-6)
+    assert parallel_model.clip_grad_norm_(0.1).item() == pytest.approx(norm.item(), rel=1e-6)
     for name, parameter in bare.named_parameters():
         assert torch.allclose(ours[name].grad, parameter.grad, rtol=1e-5, atol=1e-9), name
-    assert spread.total(losses.sum()).item() == losses.sum().item()
+    assert parallel_model.all_reduce_sum(losses.sum()).item() == losses.sum().item()
     assert losses.shape == (4, 16)
 
 
 @pytest.mark.parametrize("values", [[1e-9, math.nan, 1e-9], [math.nan, 0.0], [0.0, math.inf]])
 def test_what_is_not_finite_is_never_equal(values: list[float]) -> None:
-    assert parity.largest(values) == math.inf
+    assert parity.max_difference(values) == math.inf
 
 
 def test_a_gradient_that_no_rank_has_is_never_equal() -> None:
     trial = parity.Trial(chosen("one process, accumulated")[0], HARD, 1)
-    reference = parity._run(parity._in_one_process(trial))
+    reference = parity._run(parity._single_process_trial(trial))
     references = {parity._reference_key(trial): reference}
     [compared] = parity._compare([trial], references)
-    assert parity._of_all_ranks([compared], references).equal
+    assert parity._merge_ranks([compared], references).equal
     lost = replace(compared, parameters=compared.parameters[1:])
-    assert not parity._of_all_ranks([lost], references).equal
+    assert not parity._merge_ranks([lost], references).equal

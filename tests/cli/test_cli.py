@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe, write_raw
+from zero2all.cli.groups import PANELS
 from zero2all.cli.main import app
 from zero2all.errors import Z2aError, need
 from zero2all.recipe import recipe_yaml
@@ -22,7 +25,8 @@ Z2A = Path(sys.executable).with_name("z2a")
 
 # Steps of a second at most, for commands that train.
 SMALL = [
-    "tokenizer.vocab_size=512", "model={hidden_size: 32, intermediate_size: 64, n_layers: 2, n_heads: 2}",
+    "tokenizer.vocab_size=512",
+    "model={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}",
     "train.steps=120", "train.seq_len=32", "train.batch_tokens=256", "corpus.holdout=0.1", "corpus.filters=[]",
 ]  # fmt: skip
 
@@ -43,6 +47,58 @@ def every_command() -> list[list[str]]:
             yield from walk(child, [*words, name])
 
     return list(walk(typer.main.get_command(app), []))
+
+
+def every_group() -> Iterator[tuple[list[str], dict[str, typer.core.TyperCommand]]]:
+    def walk(command: object, words: list[str]) -> Iterator[tuple[list[str], dict[str, typer.core.TyperCommand]]]:
+        if children := getattr(command, "commands", None):
+            yield words, children
+            for name, child in children.items():
+                yield from walk(child, [*words, name])
+
+    return walk(typer.main.get_command(app), [])
+
+
+def test_every_summary_is_complete_in_the_help_of_its_group() -> None:
+    for words, commands in every_group():
+        shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).output
+        for name, command in commands.items():
+            summary = (command.help or "").split("\n")[0]
+            assert len(summary) < 60, summary
+            assert summary.endswith("."), summary
+            assert re.search(rf"^  {name} +{re.escape(summary.removesuffix('.'))}\.?$", shown, re.MULTILINE), shown
+
+
+def test_every_option_and_argument_has_a_sentence_of_help() -> None:
+    for words, commands in every_group():
+        for name, command in commands.items():
+            for parameter in command.params:
+                text = getattr(parameter, "help", None)
+                shown = f"{' '.join([*words, name])}: {parameter.name}: {text!r}"
+                assert text, shown
+                if parameter.name not in ("help", "show_completion", "install_completion"):
+                    assert re.fullmatch(r"[A-Z].*\.", text, re.DOTALL), shown
+
+
+def test_every_command_is_in_one_panel() -> None:
+    names = [name for panel in PANELS.values() for name in panel]
+    assert sorted(names) == sorted(set(names)) == sorted(next(every_group())[1])
+
+
+def test_eval_names_its_command_when_given_a_run() -> None:
+    done = CliRunner().invoke(app, ["eval", "runs/first", "--step", "4"])
+    assert done.exit_code == 2
+    assert "z2a eval loss runs/first --step 4" in done.output
+
+
+def test_launch_takes_the_flags_of_torchrun_and_its_own() -> None:
+    ours = ["--procs", "8", "--nodes", "2:4", "--rendezvous", "head:1", "--restarts", "2"]
+    torchrun = ["--nproc-per-node", "8", "--nnodes", "2:4", "--rdzv-endpoint", "head:1", "--max-restarts", "2"]
+    words = ["--emit", "slurm", "--", "train", "my.yaml"]
+    scripts = [CliRunner().invoke(app, ["launch", *flags, *words]) for flags in (ours, torchrun)]
+    assert scripts[0].exit_code == 0
+    assert scripts[0].output == scripts[1].output
+    assert "--max-restarts 2" in scripts[0].output
 
 
 @pytest.mark.parametrize("words", every_command(), ids=" ".join)
@@ -78,7 +134,7 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
     assert json.loads(trained.stdout)["resumed_at"] == 120
     traced = json.loads(z2a("tokens", "trace", out, "--step", 3, "--json").stdout)
     assert {"gid", "source", "title"} <= set(traced["documents"][0])
-    assert json.loads(z2a("eval", out, "--json").stdout)["bits_per_byte"] > 0
+    assert json.loads(z2a("eval", "loss", out, "--json").stdout)["bits_per_byte"] > 0
     spoken = z2a("generate", out, "--prompt", "the model", "--max-tokens", 10)
     assert spoken.stdout.startswith("the model")
     exported = json.loads(z2a("export", out, "--to", out / "hf", "--check", "--json").stdout)
@@ -86,7 +142,7 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
 
 
 def test_quickstart_on_one_book_in_an_odd_place(tmp_path: Path) -> None:
-    """One file is one document, so nothing can be held out; a directory may be called like a date."""
+    """One file is one document, so there is no validation set; a directory may be called like a date."""
     (tmp_path / "book: a story.txt").write_text(
         " ".join(f"{word} {n % 7}" for n, word in enumerate(["so", "it"] * 900))
     )
@@ -95,14 +151,14 @@ def test_quickstart_on_one_book_in_an_odd_place(tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     assert "bits_per_byte" not in result
     assert len(result["samples"]) == 1
-    assert "no document was held out" in done.stderr
+    assert "no validation set" in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"book: a story.txt", "2026-02-01"}
     # From another directory, by another name.
     (tmp_path / "2026-02-01").rename(tmp_path / "moved")
     assert z2a("generate", "moved/run", cwd=tmp_path).returncode == 0
 
 
-def test_text_in_any_script_comes_out_on_any_console(tmp_path: Path, world: Path) -> None:
+def test_text_in_any_script_comes_out_on_any_console(tmp_path: Path, workspace: Path) -> None:
     (tmp_path / "a.yaml").write_text("{train: {steps: 1}, evals: {prompts: [你好]}}", encoding="utf-8")
     for extra in ([], ["--json"]):
         shown = z2a("recipe", "show", tmp_path / "a.yaml", *extra, PYTHONIOENCODING="ascii")
@@ -145,11 +201,11 @@ def test_a_users_mistake_gives_a_line_to_act_on(tmp_path: Path, words: list[str]
             assert failed.stdout == ""
 
 
-def test_recipe_show_prints_what_loads_again(tmp_path: Path, world: Path) -> None:
-    (tmp_path / "a.yaml").write_text(recipe_yaml(tiny_recipe(world)))
-    shown = z2a("recipe", "show", tmp_path / "a.yaml", "model.n_layers=4")
+def test_recipe_show_prints_what_loads_again(tmp_path: Path, workspace: Path) -> None:
+    (tmp_path / "a.yaml").write_text(recipe_yaml(tiny_recipe(workspace)))
+    shown = z2a("recipe", "show", tmp_path / "a.yaml", "model.num_hidden_layers=4")
     (tmp_path / "b.yaml").write_text(shown.stdout)
-    assert json.loads(z2a("recipe", "show", tmp_path / "b.yaml", "--json").stdout)["model"]["n_layers"] == 4
+    assert json.loads(z2a("recipe", "show", tmp_path / "b.yaml", "--json").stdout)["model"]["num_hidden_layers"] == 4
     assert json.loads(z2a("recipe", "schema").stdout)["title"] == "Recipe"
 
 

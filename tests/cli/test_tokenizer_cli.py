@@ -6,8 +6,8 @@ from pathlib import Path
 from tests.cli.test_cli import z2a
 
 
-def test_a_tokenizer_is_measured_shown_extended_and_exported(world: Path, tmp_path: Path) -> None:
-    tokenizer, raw = world / "tokenizer", world / "raw"
+def test_a_tokenizer_is_measured_shown_extended_and_exported(workspace: Path, tmp_path: Path) -> None:
+    tokenizer, raw = workspace / "tokenizer", workspace / "raw"
     bigger = tmp_path / "bigger"
     made = z2a("tokenizer", "extend", tokenizer, "--text", raw / "en.jsonl", "--add", 80, "--out", bigger, "--json")
     assert made.returncode == 0, made.stderr
@@ -31,9 +31,9 @@ def test_a_tokenizer_is_measured_shown_extended_and_exported(world: Path, tmp_pa
     assert json.loads(exported.stdout)["tokens"] == len((tmp_path / "a.tiktoken").read_text().splitlines())
 
 
-def test_wrong_usage_of_tokenizer_commands_says_what_to_do(world: Path, tmp_path: Path) -> None:
-    unnamed = z2a("tokenizer", "eval", world / "tokenizer", "--text", "some.txt")
+def test_wrong_usage_of_tokenizer_commands_says_what_to_do(workspace: Path, tmp_path: Path) -> None:
+    unnamed = z2a("tokenizer", "eval", workspace / "tokenizer", "--text", "some.txt")
     assert unnamed.returncode == 2
     assert "--text zh=some.txt" in unnamed.stderr
-    assert z2a("tokenizer", "inspect", world / "tokenizer").returncode == 2
+    assert z2a("tokenizer", "inspect", workspace / "tokenizer").returncode == 2
     assert "z2a tokenizer train" in z2a("tokenizer", "inspect", tmp_path, "a").stderr

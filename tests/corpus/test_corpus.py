@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from zero2all.corpus import SCHEMA, build_corpus, useful_workers
+from zero2all.corpus import SCHEMA, build_corpus, recommended_workers
 from zero2all.corpus.filters import DEFAULT_FILTERS
-from zero2all.corpus.filters.quality import train_quality
+from zero2all.corpus.filters.quality_classifier import train_quality_model
 from zero2all.engine import Engine
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import host_id
@@ -54,7 +54,7 @@ def test_every_readable_format_gives_its_documents(tmp_path: Path) -> None:
     assert pq.read_schema(next((tmp_path / "out").glob("train/*.parquet"))).equals(SCHEMA)
 
 
-def test_what_is_left_out_is_counted_with_its_reason(tmp_path: Path) -> None:
+def test_what_is_skipped_is_counted_with_its_reason(tmp_path: Path) -> None:
     raw = tmp_path / "raw"
     raw.mkdir()
     (raw / "a.jsonl").write_bytes(b'{"text": "better"}\n{"text": \n[1]\n{"other": 5}\n{"text": "  "}\n\xff\xfe\n')
@@ -90,15 +90,15 @@ def test_gid_does_not_depend_on_the_order_of_arrival(tmp_path: Path, own_ids: bo
 
 def test_growing_a_corpus_moves_no_document_across_the_split(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
-    held_out = []
+    validation_ids = []
     for count in (200, 400):
         lines = [json.dumps({"id": n, "text": f"text {n}"}) for n in range(count)]
         (tmp_path / "raw" / "a.jsonl").write_text("\n".join(lines))
         build(tmp_path / "raw", tmp_path / "out", holdout=0.1)
         table = pq.read_table(tmp_path / "out" / "valid" / "s-00000.parquet")
-        held_out.append({int(id) for id in table["id"].to_pylist()})
-    assert {n for n in held_out[1] if n < 200} == held_out[0]
-    assert 0.05 < len(held_out[1]) / 400 < 0.15
+        validation_ids.append({int(id) for id in table["id"].to_pylist()})
+    assert {n for n in validation_ids[1] if n < 200} == validation_ids[0]
+    assert 0.05 < len(validation_ids[1]) / 400 < 0.15
 
 
 def test_shards_roll_over_and_keep_every_document(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.work", "raw"]
 
 
-def test_odd_files_and_names_never_stop_a_build(tmp_path: Path) -> None:
+def test_unusual_files_and_names_never_stop_a_build(tmp_path: Path) -> None:
     raw = tmp_path / "raw [old]"  # brackets that are no pattern
     (raw / "real").mkdir(parents=True)
     (raw / "real" / "a.txt").write_text("kept")
@@ -267,7 +267,7 @@ def test_a_long_text_file_passes_the_default_filters(tmp_path: Path) -> None:
     assert sum(len(row["content"]) for row in rows) >= len(text) - len(rows)
 
 
-def test_near_copies_of_a_text_that_has_a_twin_are_found(tmp_path: Path) -> None:
+def test_near_duplicates_of_a_text_that_occurs_twice_are_found(tmp_path: Path) -> None:
     text = " ".join(f"word{n * n % 977}" for n in range(400))
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in (text, text, text + " tail")))
@@ -275,14 +275,14 @@ def test_near_copies_of_a_text_that_has_a_twin_are_found(tmp_path: Path) -> None
     assert len(rows) == 1
 
 
-def test_a_quality_model_that_was_trained_anew_is_noticed(tmp_path: Path) -> None:
+def test_a_retrained_quality_model_is_noticed(tmp_path: Path) -> None:
     good = [f"The river had been rising since noon, and field {n} was gone by evening." for n in range(40)]
     bad = [f"BUY NOW !!! cheap pills at www.spam{n}.cn CLICK HERE" for n in range(40)]
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in (good[0], bad[0])))
     filters = [{"name": "quality_score", "model": str(tmp_path / "model")}]
     for sides, left in (((good, bad), good[0]), ((bad, good), bad[0])):
-        train_quality(*sides, tmp_path / "model")
+        train_quality_model(*sides, tmp_path / "model")
         manifest, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, filters=filters)
         assert not manifest["reused"]
         assert [row["content"] for row in rows] == [left]
@@ -318,10 +318,10 @@ def test_shared_corpus_is_read_or_reported(shared_corpus: Path, tmp_path: Path) 
 
 
 def test_a_small_build_is_not_worth_a_second_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.corpus.build.all_cores", lambda: 7)
+    monkeypatch.setattr("zero2all.corpus.build.available_cores", lambda: 7)
     (tmp_path / "a.txt").write_text("x" * 1000)
     small = CorpusRecipe(sources=[SourceRecipe(name="s", paths=[str(tmp_path)])])
-    assert useful_workers(small) == 1
-    monkeypatch.setattr("zero2all.corpus.build.SMALL", 1000)
-    assert useful_workers(small) == 7
-    assert useful_workers(CorpusRecipe(sources=[SourceRecipe(name="s", paths=["s3://bucket/text"])])) == 7
+    assert recommended_workers(small) == 1
+    monkeypatch.setattr("zero2all.corpus.build.MIN_PARALLEL_BYTES", 1000)
+    assert recommended_workers(small) == 7
+    assert recommended_workers(CorpusRecipe(sources=[SourceRecipe(name="s", paths=["s3://bucket/text"])])) == 7

@@ -1,7 +1,7 @@
-"""Deduplication against brute force over sets of shingles, on planted copies and on real families of documents.
+"""Deduplication against brute force over sets of shingles, on injected duplicates and on real families of documents.
 
 Recall: of all pairs with Jaccard >= 0.8, the share in which at least one document was dropped.
-Precision: of all documents dropped as near copies, the share with Jaccard >= 0.7 to the very document kept for them.
+Precision: of all documents dropped as near duplicates, the share with Jaccard >= 0.7 to the document kept for them.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ import pyarrow.parquet as pq
 import pytest
 
 from zero2all.corpus.dedup import (
+    BoilerplateParams,
     DedupParams,
-    LineParams,
-    boilerplate_partition,
-    build_index,
-    contaminated,
-    contamination_drops,
-    find_copies,
-    line_counts,
-    load_index,
+    build_decontamination_index,
+    count_lines,
+    find_contamination,
+    find_duplicates,
+    load_decontamination_index,
     strip_boilerplate,
+    write_boilerplate_lines,
+    write_contamination_drops,
 )
 from zero2all.corpus.dedup.exact import nfkc
-from zero2all.corpus.dedup.near import components, shingle_hashes
-from zero2all.corpus.dedup.shingles import split_units
-from zero2all.corpus.dedup.sketch import compress, signatures, similarity
+from zero2all.corpus.dedup.minhash import estimate_jaccard, minhash_signatures, pack_sketches
+from zero2all.corpus.dedup.near import shingle_hashes, union_find
+from zero2all.corpus.dedup.shingles import hash_units
 from zero2all.corpus.document import SCHEMA, Document, make_gid
 from zero2all.errors import UsageError
 
-PARAMS = DedupParams(preference=("good", "en", "zh"), partitions=4)
+PARAMS = DedupParams(source_priority=("good", "en", "zh"), partitions=4)
 PROSE = re.compile(r"[\u4e00-\u9fff]|[^\W_\u4e00-\u9fff]+")
 CODE = re.compile(r"\w+|[^\w\s]")
 
@@ -73,7 +73,7 @@ def jaccard(one: set[Any], other: set[Any]) -> float:
 
 
 def edit(rng: random.Random, units: list[str], share: float, words: Callable[[], str], block: bool) -> list[str]:
-    """Change a share of the units: scattered, or in one block as when a section is written anew."""
+    """Change a share of the units: scattered, or in one block as when a section is rewritten."""
     units = list(units)
     count = max(1, round(share * len(units)))
     if block:
@@ -97,7 +97,7 @@ def generated(kind: str, rng: random.Random) -> tuple[Callable[[], str], str]:
     return lambda: rng.choice(vocabulary), " "
 
 
-def plant(kind: str, texts: Sequence[str], rng: random.Random) -> Iterator[Document]:
+def inject_duplicates(kind: str, texts: Sequence[str], rng: random.Random) -> Iterator[Document]:
     """Every text, and for most of them a copy with 1-20 % of its units edited."""
     words, between = generated(kind, rng)
     split = re.compile(r"[\u4e00-\u9fff]|[^\u4e00-\u9fff]" if kind == "zh" else r"\s+|\S+")
@@ -114,26 +114,26 @@ def measure(documents: Sequence[Document], work: Path) -> dict[str, float]:
     unique = {one.gid: one for one in documents}
     sets = {gid: plain_shingles(one.content, one.data_src == "code") for gid, one in unique.items()}
     shards = write_shards(work / "in", list(unique.values()), 3)
-    find_copies(shards, work / "out", PARAMS)
+    find_duplicates(shards, work / "out", PARAMS)
     kept_for = {}
     near = []
     for path in sorted((work / "out" / "drops").iterdir()):
         for row in pq.read_table(path).to_pylist():
             kept_for[row["gid"]] = row["kept"]
             near += [row["gid"]] if row["reason"] == "near copy" else []
-    alike = [pair for pair in itertools.combinations(sets, 2) if _may_be_alike(sets, *pair)]
-    found = [one in kept_for or other in kept_for for one, other in alike]
+    similar = [pair for pair in itertools.combinations(sets, 2) if _are_similar(sets, *pair)]
+    found = [one in kept_for or other in kept_for for one, other in similar]
     right = [jaccard(sets[gid], sets[kept_for[gid]]) >= 0.7 for gid in near]
-    assert not {kept_for[gid] for gid in near} & set(kept_for), "what a near copy was dropped for must stay"
+    assert not {kept_for[gid] for gid in near} & set(kept_for), "what a near duplicate was dropped for must be kept"
     return {
-        "pairs": len(alike),
+        "pairs": len(similar),
         "recall": sum(found) / max(1, len(found)),
         "dropped": len(near),
         "precision": sum(right) / max(1, len(right)),
     }
 
 
-def _may_be_alike(sets: dict[str, set[Any]], one: str, other: str) -> bool:
+def _are_similar(sets: dict[str, set[Any]], one: str, other: str) -> bool:
     small, large = sorted((len(sets[one]), len(sets[other])))
     return small >= 5 and small >= 0.8 * large and jaccard(sets[one], sets[other]) >= 0.8
 
@@ -145,8 +145,8 @@ def generated_texts(kind: str, count: int, seed: int = 3) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["zh", "en", "code"])
-def test_planted_near_copies_are_found_and_nothing_else(kind: str, tmp_path: Path) -> None:
-    documents = list(plant(kind, generated_texts(kind, 300), random.Random(7)))
+def test_injected_near_duplicates_are_found_and_nothing_else(kind: str, tmp_path: Path) -> None:
+    documents = list(inject_duplicates(kind, generated_texts(kind, 300), random.Random(7)))
     result = measure(documents, tmp_path)
     assert result["pairs"] > 60
     assert result["recall"] >= 0.95, result
@@ -155,7 +155,7 @@ def test_planted_near_copies_are_found_and_nothing_else(kind: str, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zh", "en", "code"])
-def test_near_copies_planted_in_real_text(kind: str, shared_corpus: Path, tmp_path: Path) -> None:
+def test_near_duplicates_injected_into_real_text(kind: str, shared_corpus: Path, tmp_path: Path) -> None:
     if kind == "zh":
         lines = (shared_corpus / "zh/wiki2019zh_style/wiki_zh_00.jsonl").read_text(encoding="utf-8").splitlines()
         texts = [json.loads(line)["text"] for line in lines[:400]]
@@ -166,7 +166,7 @@ def test_near_copies_planted_in_real_text(kind: str, shared_corpus: Path, tmp_pa
         with tarfile.open(shared_corpus / "code/cpython_stdlib_3.11.7.tar.gz") as archive:
             members = [one for one in archive if one.name.endswith(".py") and 500 < one.size < 30000][:300]
             texts = [_text(archive, one) for one in members]
-    result = measure(list(plant(kind, texts, random.Random(11))), tmp_path)
+    result = measure(list(inject_duplicates(kind, texts, random.Random(11))), tmp_path)
     assert result["pairs"] > 80
     assert result["recall"] >= 0.95, result
     assert result["precision"] >= 0.99, result
@@ -215,10 +215,10 @@ def test_shingles_are_the_plain_ones() -> None:
 
 
 def test_width_case_and_punctuation_do_not_count_in_prose() -> None:
-    one = split_units(["Hello, World! 你好，世界 １２３"], code=False)
-    other = split_units(["hello world 你 好 世界 123"], code=False)
+    one = hash_units(["Hello, World! 你好，世界 １２３"], code=False)
+    other = hash_units(["hello world 你 好 世界 123"], code=False)
     assert one.hashes.tolist() == other.hashes.tolist()
-    assert split_units(["on no"], code=False).hashes.tolist() != split_units(["no on"], code=False).hashes.tolist()
+    assert hash_units(["on no"], code=False).hashes.tolist() != hash_units(["no on"], code=False).hashes.tolist()
 
 
 @pytest.mark.parametrize("size", [8, 40, 300, 5000])
@@ -231,28 +231,28 @@ def test_signatures_estimate_jaccard(size: int, true: float) -> None:
     exact = shared / (2 * size - shared)
     sets = rng.integers(0, 2**64, size=(tries, 2 * size - shared), dtype=np.uint64)
     pairs = np.concatenate([np.concatenate([row[:size], row[-size:]]) for row in sets])
-    rows = signatures(pairs, np.full(2 * tries, size), slots)
+    rows = minhash_signatures(pairs, np.full(2 * tries, size), slots)
     agree = (rows[::2] == rows[1::2]).mean(axis=1)
     classic = (exact * (1 - exact) / slots) ** 0.5
     assert abs(agree.mean() - exact) <= 4 * classic / tries**0.5
     assert agree.std() <= 1.15 * classic
-    few = similarity(compress(rows[::2]), compress(rows[1::2]), slots)
+    few = estimate_jaccard(pack_sketches(rows[::2]), pack_sketches(rows[1::2]), slots)
     assert abs(few - agree).max() < 0.15
 
 
 def test_signature_does_not_depend_on_the_batch() -> None:
     texts = [*generated_texts("zh", 20), "春眠不觉晓处处闻啼鸟", "短"]
-    together = signatures(*shingle_hashes(texts, False, PARAMS), 112)
+    together = minhash_signatures(*shingle_hashes(texts, False, PARAMS), 112)
     for row, text in zip(together, texts, strict=True):
-        assert row.tolist() == signatures(*shingle_hashes([text], False, PARAMS), 112)[0].tolist()
+        assert row.tolist() == minhash_signatures(*shingle_hashes([text], False, PARAMS), 112)[0].tolist()
 
 
 def test_components() -> None:
     chain = np.arange(999)
-    assert set(components(chain, chain + 1, 1000).tolist()) == {0}
+    assert set(union_find(chain, chain + 1, 1000).tolist()) == {0}
     rng = random.Random(1)
     edges = [(rng.randrange(300), rng.randrange(300)) for _ in range(120)]
-    found = components(np.array([one for one, _ in edges]), np.array([other for _, other in edges]), 300)
+    found = union_find(np.array([one for one, _ in edges]), np.array([other for _, other in edges]), 300)
     expected = list(range(300))
     for _ in range(300):
         for one, other in edges:
@@ -261,7 +261,7 @@ def test_components() -> None:
 
 
 def many_documents() -> list[Document]:
-    parts = [plant(kind, generated_texts(kind, 40), random.Random(2)) for kind in ("zh", "en", "code")]
+    parts = [inject_duplicates(kind, generated_texts(kind, 40), random.Random(2)) for kind in ("zh", "en", "code")]
     documents = [one for part in parts for one in part]
     copies = [document(one.content.upper(), "good", one.id) for one in documents[:60:7] if one.data_src != "code"]
     return documents + copies
@@ -278,10 +278,10 @@ def in_processes(function: Callable[..., Any], arguments: Sequence[tuple[Any, ..
 
 def test_same_bytes_whatever_the_order_of_shards_and_the_partitions(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", many_documents(), 4)
-    _, first = find_copies(shards, tmp_path / "a", PARAMS)
+    _, first = find_duplicates(shards, tmp_path / "a", PARAMS)
     assert first["dropped"]["exact copy"] >= 5
     assert first["dropped"]["near copy"] >= 20
-    _, second = find_copies(shards[::-1], tmp_path / "b", DedupParams(**{**vars(PARAMS), "partitions": 7}))
+    _, second = find_duplicates(shards[::-1], tmp_path / "b", DedupParams(**{**vars(PARAMS), "partitions": 7}))
     assert first == second
     assert digest_of(tmp_path / "a" / "drops") == digest_of(tmp_path / "b" / "drops")
 
@@ -290,8 +290,8 @@ def test_same_bytes_whatever_the_order_of_shards_and_the_partitions(tmp_path: Pa
 def test_same_bytes_from_other_processes(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", many_documents(), 2)
     params = DedupParams(**{**vars(PARAMS), "partitions": 2})
-    _, here = find_copies(shards, tmp_path / "a", params)
-    _, there = find_copies(shards, tmp_path / "b", params, in_processes)
+    _, here = find_duplicates(shards, tmp_path / "a", params)
+    _, there = find_duplicates(shards, tmp_path / "b", params, in_processes)
     assert here == there
     assert digest_of(tmp_path / "a" / "drops") == digest_of(tmp_path / "b" / "drops")
 
@@ -301,13 +301,13 @@ def test_what_is_dropped_does_not_depend_on_how_documents_are_sharded(tmp_path: 
     gone = []
     for name, count in (("one", 1), ("five", 5)):
         shards = write_shards(tmp_path / name / "in", documents, count)
-        drops, _ = find_copies(shards, tmp_path / name / "out", PARAMS)
+        drops, _ = find_duplicates(shards, tmp_path / name / "out", PARAMS)
         gone.append(sorted(tuple(row.values()) for path in drops.values() for row in pq.read_table(path).to_pylist()))
     assert gone[0] == gone[1]
     assert len(gone[0]) >= 25
 
 
-def test_exact_copies_go_by_preference_of_source(tmp_path: Path) -> None:
+def test_exact_duplicates_are_dropped_by_source_priority(tmp_path: Path) -> None:
     text = "Ｆirst 春眠不觉晓\r\n second"
     documents = [
         document(text, "zh", "1"),
@@ -317,7 +317,7 @@ def test_exact_copies_go_by_preference_of_source(tmp_path: Path) -> None:
     code = [document("x = 1\r\ny = 2\n", "code", "4"), document("x = 1\ny = 2\n", "code", "5")]
     other = document("x=1\ny=2\n", "code", "6")
     shards = write_shards(tmp_path / "in", [*documents, *code, other], 2)
-    drops, _ = find_copies(shards, tmp_path / "out", PARAMS)
+    drops, _ = find_duplicates(shards, tmp_path / "out", PARAMS)
     rows = [row for path in drops.values() for row in pq.read_table(path).to_pylist()]
     kept = {row["gid"]: row["kept"] for row in rows}
     stays, goes = sorted(one.gid for one in code)
@@ -338,13 +338,13 @@ def test_empty_and_tiny_documents_pass(tmp_path: Path) -> None:
     documents = [document("a b c d", "en", "1"), document("a b c e", "en", "2"), document("。", "zh", "3")]
     shards = [*write_shards(tmp_path / "in", documents, 1), *write_shards(tmp_path / "none", [], 1)]
     shards[1] = shards[1].rename(shards[1].with_name("nothing.parquet"))
-    _, counts = find_copies(shards, tmp_path / "out", PARAMS)
+    _, counts = find_duplicates(shards, tmp_path / "out", PARAMS)
     assert (counts["dropped"], counts["compared"]) == ({"exact copy": 0, "near copy": 0}, 0)
 
 
 def test_shards_of_the_same_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="same name"):
-        find_copies([tmp_path / "a" / "x.parquet", tmp_path / "b" / "x.parquet"], tmp_path / "out", PARAMS)
+        find_duplicates([tmp_path / "a" / "x.parquet", tmp_path / "b" / "x.parquet"], tmp_path / "out", PARAMS)
     with pytest.raises(UsageError, match="at least 1"):
         DedupParams(partitions=0)
 
@@ -356,14 +356,14 @@ def test_boilerplate_lines_are_stripped_from_their_source_only(tmp_path: Path) -
     documents += [document(f"{text}\n{footer}", "wiki", str(place)) for place, text in enumerate(texts[:3])]
     documents += [document(f"# {footer}\nx = {place}\n" * 2, "code", str(place)) for place in range(30)]
     documents += [document(footer, "news", "nothing else")]
-    lines = LineParams()
+    lines = BoilerplateParams()
     shards = write_shards(tmp_path / "in", documents, 2)
-    counted = [line_counts(path, tmp_path / f"{path.name}.npy", lines) for path in shards]
+    counted = [count_lines(path, tmp_path / f"{path.name}.npy", lines) for path in shards]
     totals = {source: sum(counts.get(source, 0) for counts in counted) for source in ("news", "wiki")}
     assert totals == {"news": 61, "wiki": 3}
     files = [tmp_path / f"{path.name}.npy" for path in shards]
     found = [tmp_path / f"{part}.npy" for part in range(3)]
-    assert sum(boilerplate_partition(files, part, 3, totals, found[part], lines) for part in range(3)) == 1
+    assert sum(write_boilerplate_lines(files, part, 3, totals, found[part], lines) for part in range(3)) == 1
     left = {}
     for path in shards:
         counts = strip_boilerplate(path, found, tmp_path / "out" / path.name, lines)
@@ -378,9 +378,9 @@ def test_real_translation_footers_are_boilerplate(shared_corpus: Path, tmp_path:
     raw = (shared_corpus / "zh/news2016zh_style/news_zh_train.jsonl").read_text(encoding="utf-8").splitlines()
     documents = [document(json.loads(line)["content"], "news", str(place)) for place, line in enumerate(raw)]
     shard = write_shards(tmp_path / "in", documents, 1)[0]
-    totals = line_counts(shard, tmp_path / "lines.npy", LineParams())
-    boilerplate_partition([tmp_path / "lines.npy"], 0, 1, totals, tmp_path / "found.npy", LineParams())
-    counts = strip_boilerplate(shard, [tmp_path / "found.npy"], tmp_path / "out.parquet", LineParams())
+    totals = count_lines(shard, tmp_path / "lines.npy", BoilerplateParams())
+    write_boilerplate_lines([tmp_path / "lines.npy"], 0, 1, totals, tmp_path / "found.npy", BoilerplateParams())
+    counts = strip_boilerplate(shard, [tmp_path / "found.npy"], tmp_path / "out.parquet", BoilerplateParams())
     assert counts["documents_changed"] > 0.5 * len(documents)
     assert counts["documents_out"] == len(documents)
     text = "\n".join(pq.read_table(tmp_path / "out.parquet")["content"].to_pylist())
@@ -389,24 +389,28 @@ def test_real_translation_footers_are_boilerplate(shared_corpus: Path, tmp_path:
     assert len(text) > 0.93 * len(before)
 
 
-def test_planted_evaluation_text_is_found(tmp_path: Path) -> None:
+def test_injected_evaluation_text_is_found(tmp_path: Path) -> None:
     english, chinese = generated_texts("en", 30), generated_texts("zh", 30)
     questions = [" ".join(text.split()[:25]) for text in generated_texts("en", 20, seed=8)]
     exam = [text[:40] for text in generated_texts("zh", 20, seed=9)]
-    build_index({"questions": [*questions, "too short"], "exam": exam, "both": exam[:1]}, tmp_path / "index")
-    index = load_index(tmp_path / "index")
+    build_decontamination_index(
+        {"questions": [*questions, "too short"], "exam": exam, "both": exam[:1]}, tmp_path / "index"
+    )
+    index = load_decontamination_index(tmp_path / "index")
     assert index.names == ("both", "exam", "questions")
     assert index.too_short == (0, 0, 1)
-    assert not any(contaminated(text, index) for text in english + chinese)
-    assert contaminated(english[0] + " " + questions[3].upper().replace(" ", ", ") + ".", index) == {"questions": 13}
-    assert contaminated(chinese[0] + "。" + exam[0] + "。" + chinese[1], index) == {"both": 21, "exam": 21}
-    assert contaminated(" ".join(questions[0].split()[:12]), index) == {}
-    assert contaminated(english[0] + " ".join(questions[0].split()[:14]), index, min_hits=3) == {}
+    assert not any(find_contamination(text, index) for text in english + chinese)
+    assert find_contamination(english[0] + " " + questions[3].upper().replace(" ", ", ") + ".", index) == {
+        "questions": 13
+    }
+    assert find_contamination(chinese[0] + "。" + exam[0] + "。" + chinese[1], index) == {"both": 21, "exam": 21}
+    assert find_contamination(" ".join(questions[0].split()[:12]), index) == {}
+    assert find_contamination(english[0] + " ".join(questions[0].split()[:14]), index, min_hits=3) == {}
 
     documents = [document(text, "en", str(place)) for place, text in enumerate(english)]
     documents.append(document(f"{english[5]}\n{questions[7]}\n{english[6]}", "en", "planted"))
     shard = write_shards(tmp_path / "in", documents, 1)[0]
-    found = contamination_drops(shard, tmp_path / "index", tmp_path / "drops.parquet")
+    found = write_contamination_drops(shard, tmp_path / "index", tmp_path / "drops.parquet")
     assert found == {"both": 0, "exam": 0, "questions": 1}
     assert pq.read_table(tmp_path / "drops.parquet")["gid"].to_pylist() == [documents[-1].gid]
 
@@ -418,13 +422,13 @@ def test_one_shared_n_gram_drops_a_note_and_not_a_book(tmp_path: Path, kind: str
         generated_texts(kind, 1, seed=8)[0].split() if kind == "en" else list(generated_texts(kind, 1, seed=8)[0])
     )
     n = 13 if kind == "en" else 20
-    build_index({"exam": [between.join(question[:60])]}, tmp_path / "index")
-    index = load_index(tmp_path / "index")
+    build_decontamination_index({"exam": [between.join(question[:60])]}, tmp_path / "index")
+    index = load_decontamination_index(tmp_path / "index")
     book = between.join(generated_texts(kind, 40))
     note = generated_texts(kind, 1)[0][:300]
     quote, whole = between.join(question[:n]), between.join(question[:60])
     limits = {"min_hits": 8, "min_share": 0.01}
-    assert contaminated(f"{book}\n{quote}", index) == {"exam": 1}
-    assert contaminated(f"{book}\n{quote}", index, **limits) == {}
-    assert contaminated(f"{note}\n{quote}", index, **limits) == {"exam": 1}
-    assert contaminated(f"{book}\n{whole}", index, **limits) == {"exam": 60 - n + 1}
+    assert find_contamination(f"{book}\n{quote}", index) == {"exam": 1}
+    assert find_contamination(f"{book}\n{quote}", index, **limits) == {}
+    assert find_contamination(f"{note}\n{quote}", index, **limits) == {"exam": 1}
+    assert find_contamination(f"{book}\n{whole}", index, **limits) == {"exam": 60 - n + 1}

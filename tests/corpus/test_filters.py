@@ -13,8 +13,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters import DEFAULT_FILTERS, FILTERS, Change, Drop, Keep, apply, build_filters, kind_of
-from zero2all.corpus.filters.quality import load_quality, train_quality
+from zero2all.corpus.filters import (
+    DEFAULT_FILTERS,
+    FILTERS,
+    Change,
+    Drop,
+    Keep,
+    apply_filters,
+    build_filters,
+    classify_text,
+)
+from zero2all.corpus.filters.quality_classifier import load_quality_model, train_quality_model
 from zero2all.errors import UsageError
 
 ZH = (
@@ -71,23 +80,23 @@ def kept(name: str, *documents: Document, **options: Any) -> None:
 
 
 def test_kind_of_text() -> None:
-    assert kind_of(doc(ZH)) == kind_of(doc(VERSE)) == "zh"
-    assert kind_of(doc(EN)) == kind_of(doc("Un café près de la forêt, où l'été était déjà fini.")) == "en"
-    assert kind_of(doc("吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。")) == "other"
-    assert kind_of(doc("Все счастливые семьи похожи друг на друга.")) == "other"
-    assert kind_of(doc("")) == kind_of(doc("12345 !!!")) == "other"
+    assert classify_text(doc(ZH)) == classify_text(doc(VERSE)) == "zh"
+    assert classify_text(doc(EN)) == classify_text(doc("Un café près de la forêt, où l'été était déjà fini.")) == "en"
+    assert classify_text(doc("吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。")) == "other"
+    assert classify_text(doc("Все счастливые семьи похожи друг на друга.")) == "other"
+    assert classify_text(doc("")) == classify_text(doc("12345 !!!")) == "other"
     listing = "```\n" + "for item in collection: print(item)\n" * 40 + "```\n"
-    assert kind_of(doc("下面的例子说明怎样遍历一个集合。\n" + listing + "这样就可以了。")) == "zh"
+    assert classify_text(doc("下面的例子说明怎样遍历一个集合。\n" + listing + "这样就可以了。")) == "zh"
 
 
 def test_kind_of_code() -> None:
-    assert kind_of(doc(CODE)) == "code"  # by its look
-    assert kind_of(doc("x = 1", title="a/b.py")) == kind_of(doc("x = 1", title="setup.py")) == "code"
-    assert kind_of(doc("x = 1", category="code")) == "code"
-    assert kind_of(doc("x = 1", others=json.dumps({"path": "src/x.rs"}))) == "code"
-    assert kind_of(doc("# 注释\n" * 30, title="注释.py")) == "code"
-    assert kind_of(doc(EN, title="Node.js")) == "en"  # an article about a program with such a name
-    assert kind_of(doc(EN, title="docs/intro.md", others='{"path": "docs/intro.md"}')) == "en"
+    assert classify_text(doc(CODE)) == "code"  # by its appearance
+    assert classify_text(doc("x = 1", title="a/b.py")) == classify_text(doc("x = 1", title="setup.py")) == "code"
+    assert classify_text(doc("x = 1", category="code")) == "code"
+    assert classify_text(doc("x = 1", others=json.dumps({"path": "src/x.rs"}))) == "code"
+    assert classify_text(doc("# 注释\n" * 30, title="注释.py")) == "code"
+    assert classify_text(doc(EN, title="Node.js")) == "en"  # an article about a program with such a name
+    assert classify_text(doc(EN, title="docs/intro.md", others='{"path": "docs/intro.md"}')) == "en"
 
 
 # --- text ----------------------------------------------------------------------------------------------------------
@@ -488,7 +497,7 @@ GOOD = [f"{line} {number}" for number in range(5) for line in (ZH + EN).splitlin
 
 
 def test_quality_score(tmp_path: Path) -> None:
-    about = train_quality(GOOD, BAD, tmp_path / "model")
+    about = train_quality_model(GOOD, BAD, tmp_path / "model")
     assert about["held_out_accuracy"] >= 0.9
     model = str(tmp_path / "model")
     spam = doc("点击领取红包!!! 限时抢购 www.spam.cn"), doc("cheap pills !!! BUY NOW at www.spam7.cn"), doc(BAD[0] * 3)
@@ -506,16 +515,16 @@ def test_quality_score(tmp_path: Path) -> None:
 
 def test_quality_model_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        train_quality(GOOD, BAD, tmp_path / name, seed=seed)
+        train_quality_model(GOOD, BAD, tmp_path / name, seed=seed)
     files = [(tmp_path / f"{name}.npz").read_bytes() for name in "abc"]
     assert files[0] == files[1] != files[2]
-    scores = [load_quality(tmp_path / name).score(BAD[3]) for name in "ab"]
+    scores = [load_quality_model(tmp_path / name).score(BAD[3]) for name in "ab"]
     assert scores[0] == scores[1] < 0.5
 
 
 def test_quality_mistakes_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least two good"):
-        train_quality([], BAD, tmp_path / "model")
+        train_quality_model([], BAD, tmp_path / "model")
     with pytest.raises(UsageError, match="no quality model at"):
         verdict("quality_score", doc(EN), model=str(tmp_path / "nothing"))
     with pytest.raises(UsageError, match="option model"):
@@ -538,42 +547,44 @@ def test_a_wrong_name_or_option_gets_the_nearest_right_one() -> None:
 
 def test_apply_says_what_happened() -> None:
     filters = build_filters([*DEFAULT_FILTERS])
-    clean = apply(filters, doc(EN))
+    clean = apply_filters(filters, doc(EN))
     assert (clean.document, clean.changed_by, clean.dropped_by) == (doc(EN), (), "")
-    mended = apply(filters, doc(EN.replace("\n", " \r\n") + "Ask jane@corp.com for more.\n", gid="the-gid"))
-    assert mended.document == doc(EN + "Ask <email> for more.\n", gid="the-gid")
-    assert mended.changed_by == ("normalize", "pii")
-    gone = apply(filters, doc("Menu\r\n"))
+    fixed = apply_filters(filters, doc(EN.replace("\n", " \r\n") + "Ask jane@corp.com for more.\n", gid="the-gid"))
+    assert fixed.document == doc(EN + "Ask <email> for more.\n", gid="the-gid")
+    assert fixed.changed_by == ("normalize", "pii")
+    gone = apply_filters(filters, doc("Menu\r\n"))
     assert (gone.document, gone.dropped_by, gone.reason, gone.changed_by) == (
         None,
         "too_short",
         "too short",
         ("normalize",),
     )
-    emptied = apply(build_filters(["html_comments"]), doc("<!-- all of it -->"))
+    emptied = apply_filters(build_filters(["html_comments"]), doc("<!-- all of it -->"))
     assert (emptied.document, emptied.reason) == (None, "nothing left")
 
 
 def test_good_text_passes_the_default_list_unchanged() -> None:
     filters = build_filters(DEFAULT_FILTERS)
     for document in (doc(ZH), doc(VERSE), doc(EN), code(CODE)):
-        assert apply(filters, document).document == document
+        assert apply_filters(filters, document).document == document
 
 
 def test_code_is_byte_identical_through_the_default_list() -> None:
     filters = build_filters(DEFAULT_FILTERS)
-    odd = (
+    unusual = (
         "if x:\n\tif y:   \n \t  z = 'a\u200bb\u00adc'\t\n\n\n\n\n\n\n"
         "\x0c\nclass Ａ:\n\tmail = 'jane@corp.com'  # e\u0301\n"
     )
-    assert apply(filters, code(odd)).document == code(odd)
-    windows = apply(filters, code(odd.replace("\n", "\r\n"))).document  # \r\n becomes \n, and nothing else changes
-    assert windows == code(odd)
+    assert apply_filters(filters, code(unusual)).document == code(unusual)
+    windows = apply_filters(
+        filters, code(unusual.replace("\n", "\r\n"))
+    ).document  # \r\n becomes \n, and nothing else changes
+    assert windows == code(unusual)
 
 
 def test_bound_filters_travel_to_other_processes() -> None:
     filters = pickle.loads(pickle.dumps(build_filters(DEFAULT_FILTERS)))
-    assert apply(filters, doc("Menu")).dropped_by == "too_short"
+    assert apply_filters(filters, doc("Menu")).dropped_by == "too_short"
 
 
 def test_every_filter_has_help_and_a_test() -> None:
@@ -595,7 +606,7 @@ ODD_TEXT = st.text(
 @pytest.fixture(scope="module")
 def quality_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("quality") / "model"
-    train_quality(GOOD[:10], BAD[:10], out, epochs=1)
+    train_quality_model(GOOD[:10], BAD[:10], out, epochs=1)
     return str(out)
 
 
@@ -640,7 +651,7 @@ HOSTILE += ["'a=", "#", "的", "\u200d", "a" * 70 + "@", "-----BEGIN PRIVATE KEY
 @pytest.mark.slow
 @pytest.mark.parametrize("title", ["", "a/b.py"])
 def test_hostile_text_is_passed_in_time(quality_model: str, title: str) -> None:
-    """A pattern that looks at everything again from every place would take a minute for one of these."""
+    """A pattern that scans everything again from every position would take a minute for one of these."""
     for part in HOSTILE:
         document = doc("{{< 一些字 and words " + part * (200_000 // len(part)), title=title)
         for name in FILTERS:

@@ -15,7 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from zero2all.corpus import build, build_corpus
-from zero2all.corpus.readers import BrokenRecord, Limits, RawFile, Unreadable, json_records, read_batches, read_records
+from zero2all.corpus.readers import (
+    BrokenRecord,
+    RawFile,
+    ReadLimits,
+    UnreadableFileError,
+    json_records,
+    read_record_chunks,
+    read_records,
+)
 from zero2all.corpus.readers import parquet as parquet_reader
 from zero2all.corpus.readers.listing import find_file
 from zero2all.corpus.sniff import sniff
@@ -64,10 +72,10 @@ def test_fifos_sockets_and_devices_are_counted_not_opened(tmp_path: Path) -> Non
 def test_a_file_that_becomes_a_fifo_after_it_was_listed_does_not_hang(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text(TEXT)
-    file = RawFile.at(path)
+    file = RawFile.from_path(path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(Unreadable, match="link or device"):
+    with pytest.raises(UnreadableFileError, match="link or device"):
         list(read_records(file))
 
 
@@ -77,12 +85,12 @@ def test_a_fifo_put_in_place_between_the_check_and_the_open_does_not_hang(
 ) -> None:
     path = tmp_path / "a.txt"
     path.write_text(TEXT)
-    file, regular = RawFile.at(path), os.stat(path)
+    file, regular = RawFile.from_path(path), os.stat(path)
     path.unlink()
     os.mkfifo(path)
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", lambda *_, **__: regular)  # what was seen before the swap
-        with pytest.raises(Unreadable, match="link or device"):
+        with pytest.raises(UnreadableFileError, match="link or device"):
             file.open()
 
 
@@ -94,7 +102,7 @@ def nested(depth: int) -> str:
 def test_nesting_too_deep_breaks_one_record_in_every_reader(
     tmp_path: Path, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_records, "SMALL", 1 << 16)
+    monkeypatch.setattr(json_records, "MAX_IN_MEMORY_BYTES", 1 << 16)
     raw = tmp_path / "raw"
     raw.mkdir()
     deep, fine = f'{{"text": "deep", "x": {nested(depth)}}}', '{"text": "NAME", "x": [[1]]}'
@@ -134,7 +142,7 @@ def test_nesting_that_is_usual_is_kept(tmp_path: Path) -> None:
 
 MEGABYTE = "x" * (1 << 20)
 ROWS = 200
-SMALL = Limits(ratio=100, ratio_after=32 << 20, record_bytes=8 << 20)
+SMALL = ReadLimits(max_compression_ratio=100, ratio_check_bytes=32 << 20, record_bytes=8 << 20)
 
 
 def repeated(text: str, count: int) -> pa.Array:
@@ -170,7 +178,7 @@ def test_parquet_that_decodes_to_far_more_than_its_size_stays_small_in_memory(tm
     pa.set_memory_pool(pool)
     characters, reasons = [0], []
     try:
-        for batch in read_batches(RawFile.at(path), SMALL):
+        for batch in read_record_chunks(RawFile.from_path(path), SMALL):
             reasons += [record.reason for record in batch if isinstance(record, BrokenRecord)]
             characters.append(sum(len(str(record)) for record in batch if not isinstance(record, BrokenRecord)))
     finally:
@@ -207,7 +215,7 @@ def test_ordinary_text_is_not_read_as_dictionaries(
     texts = [None, *(f"{n} {n * n} " * (200 + n % 50) for n in range(5999))]
     table = pa.table({"text": texts, "lang": ["en", "zh"] * 3000})
     pq.write_table(table, tmp_path / "a.parquet", **options)
-    assert list(read_records(RawFile.at(tmp_path / "a.parquet"))) == table.to_pylist()
+    assert list(read_records(RawFile.from_path(tmp_path / "a.parquet"))) == table.to_pylist()
     ((columns, largest),) = parquet_reads
     assert columns == []
     assert largest < 8 << 20
@@ -218,7 +226,7 @@ def test_small_row_groups_are_read_once_and_in_one_batch(
 ) -> None:
     table = pa.table({"text": [f"{n} {n * n} " * 200 for n in range(6000)]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=1500)
-    batches = list(read_batches(RawFile.at(tmp_path / "a.parquet")))
+    batches = list(read_record_chunks(RawFile.from_path(tmp_path / "a.parquet")))
     assert [record for batch in batches for record in batch] == table.to_pylist()
     assert max(sum(len(record["text"]) for record in batch) for batch in batches) < 2 << 20
     assert [columns for columns, _ in parquet_reads] == [["text"]] * 4
@@ -231,7 +239,7 @@ def test_text_with_a_large_value_in_its_dictionary_is_read_as_one(
     texts = [MEGABYTE, *(f"{n} " * 2000 for n in range(2000))]
     table = pa.table({"text": texts, "name": [f"file {n}" for n in range(2001)], "tags": [["a"]] * 2001})
     pq.write_table(table, tmp_path / "a.parquet")
-    batches = list(read_batches(RawFile.at(tmp_path / "a.parquet")))
+    batches = list(read_record_chunks(RawFile.from_path(tmp_path / "a.parquet")))
     assert [record for batch in batches for record in batch] == table.to_pylist()
     assert max(sum(len(record["text"]) for record in batch) for batch in batches) < 3 << 20
     assert [columns for columns, _ in parquet_reads] == [["text", "tags"]]
@@ -248,7 +256,9 @@ def test_values_of_a_dictionary_limit_the_rows_that_are_decoded_at_once(tmp_path
     pool = pa.proxy_memory_pool(before)
     pa.set_memory_pool(pool)
     try:
-        characters = [sum(len(str(record)) for record in batch) for batch in read_batches(RawFile.at(path), SMALL)]
+        characters = [
+            sum(len(str(record)) for record in batch) for batch in read_record_chunks(RawFile.from_path(path), SMALL)
+        ]
     finally:
         pa.set_memory_pool(before)
     assert max(characters) < 3 << 20
@@ -267,7 +277,9 @@ def test_small_text_does_not_vouch_for_another_column_with_the_same_path(tmp_pat
         pq.write_table(pa.Table.from_arrays(arrays, ordered), path, store_schema=False)
         metadata = pq.read_metadata(path)
         with path.open("rb") as file:
-            assert set(parquet_reader._plan(file, metadata, 0).dictionaries) == {metadata.schema.column(0).path}
+            assert set(parquet_reader._choose_read_options(file, metadata, 0).dictionaries) == {
+                metadata.schema.column(0).path
+            }
 
 
 def test_a_parquet_bomb_is_counted_and_the_rest_is_built(tmp_path: Path) -> None:
@@ -298,7 +310,7 @@ def test_rows_of_dictionaries_of_every_shape_are_the_rows_that_were_written(tmp_
     table = table.append_column("none", pa.nulls(3000, pa.string()))
     for options in ({}, {"use_dictionary": False}, {"row_group_size": 700}):
         pq.write_table(table, tmp_path / "a.parquet", **options)
-        assert list(read_records(RawFile.at(tmp_path / "a.parquet"))) == table.to_pylist()
+        assert list(read_records(RawFile.from_path(tmp_path / "a.parquet"))) == table.to_pylist()
 
 
 def test_links_out_of_a_source_are_counted_and_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +327,7 @@ def test_links_out_of_a_source_are_counted_and_not_followed(tmp_path: Path, monk
     (raw / "folder").symlink_to(outside)
     (raw / "through.txt").symlink_to(raw / "folder" / "secret.txt")
     (raw / "same.txt").symlink_to(raw / "inside" / "a.txt")
-    (raw / "raw").symlink_to(tmp_path / "raw2")  # a name that begins alike is not inside
+    (raw / "raw").symlink_to(tmp_path / "raw2")  # a name with the same prefix is not inside
     (tmp_path / "raw2").mkdir()
     (tmp_path / "raw2" / "b.txt").write_text("text beside it")
     manifest = built(raw, tmp_path / "documents")
@@ -385,7 +397,7 @@ DIGITS = "1" * 5000  # Python reads numbers of 4300 digits
 def test_a_number_too_long_is_broken_json_in_every_reader(
     tmp_path: Path, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_records, "SMALL", small)
+    monkeypatch.setattr(json_records, "MAX_IN_MEMORY_BYTES", small)
     raw = tmp_path / "raw"
     raw.mkdir()
     bad, good = f'{{"text": "bad", "n": -{DIGITS}}}', '{"text": "good"}'
@@ -438,10 +450,10 @@ def test_files_that_vanish_or_change_while_the_corpus_is_built_are_named(
 def test_a_file_cut_short_in_the_middle_of_being_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a line of some length"}\n' * 100_000)
-    batches = read_batches(RawFile.at(path))
+    batches = read_record_chunks(RawFile.from_path(path))
     assert next(batches)
     os.truncate(path, 0)
-    with pytest.raises(Unreadable, match="changed while it was read"):
+    with pytest.raises(UnreadableFileError, match="changed while it was read"):
         list(batches)
 
 

@@ -1,4 +1,4 @@
-"""Batches of documents: the same ones as reading record by record gave, in pieces as in one go."""
+"""Batches of documents: the same ones as reading record by record gave, in ranges as in one read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from zero2all.corpus import build_corpus
-from zero2all.corpus.account import Account
+from zero2all.corpus.file_stats import FileStats
 from zero2all.corpus.ingest import read_documents
-from zero2all.corpus.readers import RawFile, in_pieces, list_files, pieces
-from zero2all.corpus.readers.encoding import _SIDE_BY_SIDE, _odd_places, mend_mojibake
+from zero2all.corpus.readers import RawFile, file_ranges, list_files, split_large_file
+from zero2all.corpus.readers.encoding import _MOJIBAKE_CANDIDATE, _suspect_positions, fix_mojibake
 from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
@@ -48,7 +48,7 @@ DIGESTS = {
 
 def documents(file: RawFile, **options: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     source = SourceRecipe(**{"name": "s", "paths": ["x"], **options})
-    account = Account()
+    account = FileStats()
     rows = [row for batch in read_documents(file, source, account) for row in batch.to_pylist()]
     return rows, account.summary()
 
@@ -66,7 +66,7 @@ def test_every_shape_gives_the_documents_it_gave_record_by_record(shared_corpus:
 
 
 def lines_of(count: int, rng: random.Random) -> list[bytes]:
-    """Records with and without ids, broken ones, blank lines, and some longer than a piece."""
+    """Records with and without ids, broken ones, blank lines, and some longer than a range."""
     lines = []
     for number in range(count):
         record = {"text": f"第{number}行 " + "长" * rng.choice([1, 30, 300]), "n": number}
@@ -77,11 +77,11 @@ def lines_of(count: int, rng: random.Random) -> list[bytes]:
 
 @pytest.mark.parametrize("size", [1000, 1234, 9000])
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_pieces_of_jsonl_hold_every_line_once(tmp_path: Path, size: int, mark: bytes) -> None:
+def test_ranges_of_jsonl_contain_every_line_once(tmp_path: Path, size: int, mark: bytes) -> None:
     lines = lines_of(400, random.Random(size))
     (tmp_path / "a.jsonl").write_bytes(mark + b"\n".join(lines))
-    file = RawFile.at(tmp_path / "a.jsonl")
-    parts = in_pieces(file, size)
+    file = RawFile.from_path(tmp_path / "a.jsonl")
+    parts = split_large_file(file, size)
     assert len(parts) > 3
     assert sum(part.bytes for part in parts) == file.bytes
     assert len({part.fingerprint for part in parts}) == len(parts)
@@ -96,16 +96,16 @@ def test_pieces_of_jsonl_hold_every_line_once(tmp_path: Path, size: int, mark: b
     assert len(set(places)) == len(places)
 
 
-def test_pieces_of_parquet_are_row_groups_and_keep_every_name(tmp_path: Path) -> None:
+def test_ranges_of_parquet_are_row_groups_and_keep_every_name(tmp_path: Path) -> None:
     texts = [f"text {number} " * 50 for number in range(1000)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=90, compression="none")
-    file = RawFile.at(tmp_path / "a.parquet")
-    parts = in_pieces(file, file.bytes // 4)
+    file = RawFile.from_path(tmp_path / "a.parquet")
+    parts = split_large_file(file, file.bytes // 4)
     assert 3 <= len(parts) <= 5
     assert [row for part in parts for row in documents(part)[0]] == documents(file)[0]
 
 
-def test_what_cannot_be_cut_stays_whole(tmp_path: Path) -> None:
+def test_what_cannot_be_split_stays_one_file(tmp_path: Path) -> None:
     rows = [{"text": f"text {number}"} for number in range(500)]
     contents = {
         "array.json": json.dumps(rows).encode(),
@@ -118,10 +118,10 @@ def test_what_cannot_be_cut_stays_whole(tmp_path: Path) -> None:
     }
     for name, data in contents.items():
         (tmp_path / name).write_bytes(data)
-        file = RawFile.at(tmp_path / name)
-        assert in_pieces(file, 1000) == [file], name
-    gone = replace(RawFile.at(tmp_path / "text.txt"), path=str(tmp_path / "gone.jsonl"))
-    assert in_pieces(gone, 1000) == [gone]
+        file = RawFile.from_path(tmp_path / name)
+        assert split_large_file(file, 1000) == [file], name
+    gone = replace(RawFile.from_path(tmp_path / "text.txt"), path=str(tmp_path / "gone.jsonl"))
+    assert split_large_file(gone, 1000) == [gone]
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_a_large_file_gives_the_same_bytes_on_any_number_of_workers(
     (tmp_path / "raw" / "a.jsonl").write_bytes(b"\n".join(lines_of(400, random.Random(1))))
     recipe = CorpusRecipe(sources=[SourceRecipe(name="s", paths=[str(tmp_path / "raw")])], filters=[], holdout=0)
     whole = build_corpus(recipe, tmp_path / "whole")
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(file_ranges, "FILE_RANGE_BYTES", 20_000)
     built = [build_corpus(recipe, tmp_path / str(workers), Engine(workers=workers)) for workers in (1, 2)]
     assert built[0]["sources"]["s"]["files"] > 3
     assert built[0]["files"] == built[1]["files"]
@@ -146,17 +146,17 @@ def test_odd_places_are_all_that_the_pattern_finds() -> None:
     too_many = 0
     for _ in range(5000):
         text = "".join(rng.choices(pool, k=rng.randint(1, 8)))
-        expected = {found.start() for found in re.finditer(f"(?={_SIDE_BY_SIDE.pattern})", text)}
+        expected = {found.start() for found in re.finditer(f"(?={_MOJIBAKE_CANDIDATE.pattern})", text)}
         data = text.encode("utf-8", "surrogatepass")
-        found = {len(data[:place].decode("utf-8", "surrogatepass")) for place in _odd_places(data).tolist()}
+        found = {len(data[:place].decode("utf-8", "surrogatepass")) for place in _suspect_positions(data).tolist()}
         assert expected <= found, ascii(text)
         too_many += len(found) - len(expected)
     assert too_many < 1000  # these are only asked again
-    assert not len(_odd_places("春眠不觉晓，“处处”——闻啼鸟……\nＡ·Ｂ\ncafé".encode()))
+    assert not len(_suspect_positions("春眠不觉晓，“处处”——闻啼鸟……\nＡ·Ｂ\ncafé".encode()))
 
 
 def test_only_bad_lines_of_bad_texts_are_mended() -> None:
     pytest.importorskip("ftfy")
     bad = "naïve café".encode().decode("latin-1")
     texts = [f"Шостакович\n{bad}\nend", "fine", bad, f"😀\n{bad}"]
-    assert mend_mojibake(texts) == {0: "Шостакович\nnaïve café\nend", 2: "naïve café", 3: "😀\nnaïve café"}
+    assert fix_mojibake(texts) == {0: "Шостакович\nnaïve café\nend", 2: "naïve café", 3: "😀\nnaïve café"}

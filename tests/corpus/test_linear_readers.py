@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from zero2all.corpus.readers import BrokenRecord, RawFile, read_records
+from zero2all.corpus.readers.formats import guess_format
 from zero2all.corpus.readers.json_records import _NEXT_OBJECT
-from zero2all.corpus.readers.kinds import kind_of
-from zero2all.corpus.readers.pages import with_templates
-from zero2all.corpus.readers.texts import attributes
+from zero2all.corpus.readers.plain_text import parse_attributes
+from zero2all.corpus.readers.web_pages import inline_templates
 
 SMALL = 40_000  # characters; quadratic patterns took seconds here, the exponential one years
 GROWTH, FLOOR = 8, 0.4  # four times the size may take this many times the time, and this many seconds besides
@@ -34,16 +34,16 @@ def repeated(piece: str, size: int) -> str:
 @pytest.mark.parametrize(
     ("function", "head", "piece"),
     [
-        (lambda text: kind_of("page.txt", text.encode()), "", "<!-- a licence -->\n"),
-        (lambda text: kind_of("page.txt", text.encode()), "", "<!-- "),
-        (lambda text: kind_of("page.txt", text.encode()), "", '<?xml version="1.0"?>\n'),
-        (with_templates, "", "<script type=text/html>"),
-        (with_templates, "", "<script "),
-        (with_templates, "<script ", "type=text/"),
-        (attributes, "", "a"),
-        (attributes, "", 'a="'),
-        (attributes, "", 'a=" '),
-        (attributes, 'a="', '"' + " " * 50),
+        (lambda text: guess_format("page.txt", text.encode()), "", "<!-- a licence -->\n"),
+        (lambda text: guess_format("page.txt", text.encode()), "", "<!-- "),
+        (lambda text: guess_format("page.txt", text.encode()), "", '<?xml version="1.0"?>\n'),
+        (inline_templates, "", "<script type=text/html>"),
+        (inline_templates, "", "<script "),
+        (inline_templates, "<script ", "type=text/"),
+        (parse_attributes, "", "a"),
+        (parse_attributes, "", 'a="'),
+        (parse_attributes, "", 'a=" '),
+        (parse_attributes, 'a="', '"' + " " * 50),
         (_NEXT_OBJECT.search, "", "\n"),
         (_NEXT_OBJECT.search, "", "}  "),
     ],
@@ -67,7 +67,7 @@ def test_patterns_are_linear(function: Callable[[str], object], head: str, piece
 def test_broken_arrays_are_linear(tmp_path: Path, head: str, piece: str) -> None:
     def read(size: int) -> None:
         (tmp_path / "a.json").write_text(head + repeated(piece, size) + '\n{"text": "the last one"}]')
-        records = list(read_records(RawFile.at(tmp_path / "a.json")))
+        records = list(read_records(RawFile.from_path(tmp_path / "a.json")))
         assert not isinstance(records[-1], BrokenRecord)
 
     once = seconds(lambda: read(SMALL))
@@ -77,19 +77,19 @@ def test_broken_arrays_are_linear(tmp_path: Path, head: str, piece: str) -> None
 
 def test_pages_behind_comments_are_still_known_as_html() -> None:
     for head in ("", "<!-- a -->\n<!-- b - -- > -->", '<?xml version="1.0"?>\n<!-- a\n-->\n', "  \n"):
-        assert kind_of("page.txt", f"{head}<!DOCTYPE html>\n<p>".encode()) == "html"
-        assert kind_of("page.txt", f"{head}<html lang=en>".encode()) == "html"
-        assert kind_of("page.txt", f"{head}<htmlx>".encode()) == "text"
-    assert kind_of("page.txt", b"<!-- <html> ") == "text"
+        assert guess_format("page.txt", f"{head}<!DOCTYPE html>\n<p>".encode()) == "html"
+        assert guess_format("page.txt", f"{head}<html lang=en>".encode()) == "html"
+        assert guess_format("page.txt", f"{head}<htmlx>".encode()) == "text"
+    assert guess_format("page.txt", b"<!-- <html> ") == "text"
 
 
 def test_templates_take_the_place_of_their_scripts() -> None:
     page = (
         '<p>a</p><SCRIPT id=1 type="text/x-template"><b>x</b><script></SCRIPT><p>b</p><script type=text/html>y</script>'
     )
-    assert with_templates(page) == "<p>a</p><b>x</b><script><p>b</p>y"
+    assert inline_templates(page) == "<p>a</p><b>x</b><script><p>b</p>y"
     for other in ("<script>x</script>", "<script type=text/javascript>x</script>", "<script type=text/html>x", "x"):
-        assert with_templates(other) == other
+        assert inline_templates(other) == other
 
 
 def test_attributes_are_those_of_the_pattern_that_says_what_they_are() -> None:
@@ -98,5 +98,5 @@ def test_attributes_are_those_of_the_pattern_that_says_what_they_are() -> None:
     pieces = ['id="1"', 'title="a "b" c"', 'title=""', 'x-y="é"', " ", "  ", 'url="http://a?b=c"', 'note="d="e" f"']
     for _ in range(2000):
         text = " ".join(rng.choice(pieces) for _ in range(rng.randrange(6)))
-        assert list(attributes(text)) == slow.findall(text), text
-    assert list(attributes('junk id="1" title="unfinished')) == [("id", "1")]
+        assert list(parse_attributes(text)) == slow.findall(text), text
+    assert list(parse_attributes('junk id="1" title="unfinished')) == [("id", "1")]

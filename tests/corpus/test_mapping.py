@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 
-from zero2all.corpus.account import Account
 from zero2all.corpus.document import Document, make_gid
-from zero2all.corpus.ingest import to_batch
-from zero2all.corpus.mapping import AUTOMATIC, OURS, READY, FieldMapping, mapping_for, propose
-from zero2all.corpus.readers import RawFile, WholeFile, read_records
+from zero2all.corpus.file_stats import FileStats
+from zero2all.corpus.ingest import to_record_batch
+from zero2all.corpus.mapping import (
+    AUTOMATIC,
+    DOCUMENT_FIELDS,
+    MAPPING_PRESETS,
+    FieldMapping,
+    find_preset,
+    resolve_mapping,
+)
+from zero2all.corpus.readers import RawFile, TextRecord, read_records
 from zero2all.errors import UsageError
 from zero2all.recipe import SourceRecipe
 
@@ -20,7 +27,7 @@ def source(**options: Any) -> SourceRecipe:
 
 
 def map_one(mapping: FieldMapping, record: dict[str, Any], category: str = "") -> Document | None:
-    batch = to_batch([record], mapping, source(category=category), "place", 0, Account())
+    batch = to_record_batch([record], mapping, source(category=category), "place", 0, FileStats())
     return Document(**batch.to_pylist()[0]) if len(batch) else None
 
 
@@ -78,10 +85,10 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 @pytest.mark.parametrize("name", RECORDS)
 def test_ready_mappings_know_their_records(name: str) -> None:
     record, expected = RECORDS[name]
-    assert propose(record) == name
-    document = map_one(mapping_for(source(mapping=name)), record)
+    assert find_preset(record) == name
+    document = map_one(resolve_mapping(source(mapping=name)), record)
     assert document is not None
-    assert {ours: getattr(document, ours) for ours in OURS if ours in expected} == expected
+    assert {ours: getattr(document, ours) for ours in DOCUMENT_FIELDS if ours in expected} == expected
     others = json.loads(document.others) if document.others else {}
     used = " ".join(expected.values())
     for key, value in record.items():  # nothing that a record says is lost
@@ -90,7 +97,7 @@ def test_ready_mappings_know_their_records(name: str) -> None:
 
 
 def test_every_ready_mapping_is_tried_above() -> None:
-    assert set(READY) == {*RECORDS, "automatic"}
+    assert set(MAPPING_PRESETS) == {*RECORDS, "automatic"}
 
 
 def test_a_rule_is_a_name_a_path_or_a_template() -> None:
@@ -108,22 +115,22 @@ def test_a_rule_is_a_name_a_path_or_a_template() -> None:
 
 def test_a_template_cannot_reach_into_objects() -> None:
     with pytest.raises(UsageError, match="not a template"):
-        mapping_for(source(fields={"content": "{text.__class__!r}"}))
+        resolve_mapping(source(fields={"content": "{text.__class__!r}"}))
     assert map_one(AUTOMATIC.with_rules({"content": "{text.__class__}"}), {"text": "x"}) is None
 
 
 def test_fields_go_over_a_ready_mapping_and_mistakes_are_named() -> None:
-    mapping = mapping_for(source(mapping="alpaca", fields={"title": "output"}))
+    mapping = resolve_mapping(source(mapping="alpaca", fields={"title": "output"}))
     document = map_one(mapping, {"instruction": "I", "output": "O"})
     assert document is not None
     assert (document.title, document.content) == ("O", "I\nO")
     with pytest.raises(UsageError, match="no mapping 'alpacca'; there are automatic, baike2018qa"):
-        mapping_for(source(mapping="alpacca"))
+        resolve_mapping(source(mapping="alpacca"))
 
 
-def test_a_whole_file_is_not_mapped() -> None:
-    record = WholeFile(id="a.txt", title="a.txt", content="text")
-    document = map_one(mapping_for(source(mapping="alpaca")), record)
+def test_a_file_that_is_one_text_is_not_mapped() -> None:
+    record = TextRecord(id="a.txt", title="a.txt", content="text")
+    document = map_one(resolve_mapping(source(mapping="alpaca")), record)
     assert document is not None
     assert document.content == "text"
 
@@ -165,10 +172,10 @@ def test_the_gid_is_of_source_own_id_and_content() -> None:
     ],
 )
 def test_ready_mappings_fit_files_of_their_shape(shared_corpus: Path, path: str, name: str) -> None:
-    records = list(read_records(RawFile.at(shared_corpus / path)))
-    assert propose(set.intersection(*(set(record) for record in records))) == name
+    records = list(read_records(RawFile.from_path(shared_corpus / path)))
+    assert find_preset(set.intersection(*(set(record) for record in records))) == name
     with_text = [record for record in records if record.get("text", "x").strip()]
-    assert all(READY[name].row(record) for record in with_text)
+    assert all(MAPPING_PRESETS[name].map_record(record) for record in with_text)
 
 
 def test_html_in_a_field_becomes_text_where_the_mapping_says_so() -> None:
@@ -178,7 +185,7 @@ def test_html_in_a_field_becomes_text_where_the_mapping_says_so() -> None:
     assert plain is not None
     assert plain.content == record["body"]
     for rule, expected in (("body|html", "one & two"), ("{title}: {body|html}", "T: one & two")):
-        document = map_one(mapping_for(source(fields={"content": rule})), record)
+        document = map_one(resolve_mapping(source(fields={"content": rule})), record)
         assert document is not None
         assert document.content == expected
         assert json.loads(document.others) == {"n": 1}

@@ -20,7 +20,7 @@ import pytest
 
 from tests.conftest import ENGLISH, write_raw
 from tests.corpus.test_resume import contents, recipe_for
-from zero2all.chaos.machines import Machine, two_machines, why_not
+from zero2all.chaos.simulated_nodes import SimulatedNode, simulation_unavailable_reason, two_simulated_nodes
 from zero2all.corpus import build_corpus
 from zero2all.recipe import load_recipe
 
@@ -74,7 +74,7 @@ def write_files(directory: Path) -> None:
 
 
 @contextmanager
-def ray_cluster(machines: tuple[Machine, Machine]) -> Iterator[dict[str, str]]:
+def ray_cluster(machines: tuple[SimulatedNode, SimulatedNode]) -> Iterator[dict[str, str]]:
     """A node on each machine; gives the environment that a driver needs to join.
 
     Once any ``ray.init()`` of this user has left a token in the home directory, ``ray start --head`` turns token
@@ -101,14 +101,14 @@ def ray_cluster(machines: tuple[Machine, Machine]) -> Iterator[dict[str, str]]:
 
 @pytest.mark.slow
 def test_a_node_is_lost_and_no_document_is(tmp_path: Path) -> None:
-    if reason := why_not():
+    if reason := simulation_unavailable_reason():
         pytest.skip(reason)
     write_files(tmp_path / "raw")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"corpus: {{sources: [{{name: en, paths: ['{tmp_path}/raw']}}], dir: '{tmp_path}/ray'}}\n")
     local = build_corpus(load_recipe(recipe).corpus, tmp_path / "local")
     parts = tmp_path / "ray.work" / "parts"
-    with two_machines() as (head, lost), ray_cluster((head, lost)) as environment:
+    with two_simulated_nodes() as (head, lost), ray_cluster((head, lost)) as environment:
         words = [str(Z2A), "corpus", "build", str(recipe), "--engine", "ray", "--ray-address", f"{head.ip}:{PORT}"]
         driver = subprocess.Popen(head.command(*words), env=environment)
         deadline = time.monotonic() + 120
@@ -116,8 +116,8 @@ def test_a_node_is_lost_and_no_document_is(tmp_path: Path) -> None:
         while not at_work or sum(1 for _ in parts.glob("*.json")) < FILES // 4:
             assert driver.poll() is None
             assert time.monotonic() < deadline
-            time.sleep(0.02)  # between two looks; what decides is work that is begun there and not finished
-            at_work = [title for title in lost.processes().values() if title.startswith("ray::make_part")]
+            time.sleep(0.02)  # poll until a task has started there and not finished
+            at_work = [title for title in lost.processes().values() if title.startswith("ray::write_part")]
         done_before = sum(1 for _ in parts.glob("*.json"))
         lost.kill_all()
         assert driver.wait(timeout=150) == 0

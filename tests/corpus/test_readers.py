@@ -25,16 +25,16 @@ import pytest
 from zero2all.corpus.mapping import AUTOMATIC
 from zero2all.corpus.readers import (
     BrokenRecord,
-    LeftOutMember,
-    Limits,
     RawFile,
-    Unreadable,
-    WholeFile,
+    ReadLimits,
+    SkippedMember,
+    TextRecord,
+    UnreadableFileError,
     list_files,
     read_records,
 )
 from zero2all.corpus.readers import base as readers_base
-from zero2all.corpus.readers.encoding import decode, guess, mend_mojibake
+from zero2all.corpus.readers.encoding import decode_text, detect_encoding, fix_mojibake
 from zero2all.corpus.sniff import sniff
 from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe import SourceRecipe
@@ -42,23 +42,25 @@ from zero2all.recipe import SourceRecipe
 CHINESE = "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少？白日依山尽，黄河入海流。"
 FRENCH = "Déjà vu : l’été, un garçon naïf mangea des crêpes à la crème près du château. "
 LINES = [{"id": n, "text": f"第{n}行 line {n}"} for n in range(50)]
-SMALL = Limits(ratio=100, ratio_after=1 << 20, members=20, member_bytes=4 << 20, total_bytes=16 << 20)
+SMALL = ReadLimits(
+    max_compression_ratio=100, ratio_check_bytes=1 << 20, members=20, member_bytes=4 << 20, total_bytes=16 << 20
+)
 
 
-def read(path: Path, limits: Limits | None = None) -> list[dict[str, Any]]:
-    return list(read_records(RawFile.at(path), limits))
+def read(path: Path, limits: ReadLimits | None = None) -> list[dict[str, Any]]:
+    return list(read_records(RawFile.from_path(path), limits))
 
 
 def contents(path: Path) -> list[str]:
-    return [row["content"] for record in read(path) if (row := AUTOMATIC.row(record))]
+    return [row["content"] for record in read(path) if (row := AUTOMATIC.map_record(record))]
 
 
-def mended(text: str) -> str | None:
-    return mend_mojibake([text]).get(0, text)
+def fixed(text: str) -> str | None:
+    return fix_mojibake([text]).get(0, text)
 
 
-def refusals(path: Path, limits: Limits | None = None) -> dict[str, str]:
-    return {r.place.partition("!")[2]: r.reason for r in read(path, limits) if isinstance(r, LeftOutMember)}
+def refusals(path: Path, limits: ReadLimits | None = None) -> dict[str, str]:
+    return {r.place.partition("!")[2]: r.reason for r in read(path, limits) if isinstance(r, SkippedMember)}
 
 
 def as_lines(rows: list[dict[str, Any]]) -> bytes:
@@ -155,7 +157,7 @@ def test_members_of_archives_are_read_by_the_same_rules(tmp_path: Path, ending: 
     eight = texts.pop(5)
     assert texts == ["one", "two", members["./a/f.py"].decode(), "four", "seven"]
     assert str(eight).split() == ["eight"] * 40
-    broken = [(r.place, r.reason) for r in found if isinstance(r, BrokenRecord) and not isinstance(r, LeftOutMember)]
+    broken = [(r.place, r.reason) for r in found if isinstance(r, BrokenRecord) and not isinstance(r, SkippedMember)]
     assert broken == [(f"all{ending}!a/rows.jsonl line 2", "broken JSON")]
     assert refusals(path) == {"inner.zip": "archive inside an archive", "scan.pdf": "format .pdf"}
 
@@ -177,7 +179,7 @@ def test_archives_that_mean_harm_are_refused_member_by_member(tmp_path: Path) ->
     )
     links = dict.fromkeys(("link.txt", "hard.txt", "null.txt"), "link or device")
     assert refusals(tmp_path / "bad.tar") == escapes | links
-    assert [r["content"] for r in read(tmp_path / "bad.tar") if isinstance(r, WholeFile)] == ["text"]
+    assert [r["content"] for r in read(tmp_path / "bad.tar") if isinstance(r, TextRecord)] == ["text"]
 
     data = bytearray(zip_of({"/abs.txt": b"x", "../up.txt": b"x", "..\\up.txt": b"x", "good.txt": b"text"}))
     with zipfile.ZipFile(tmp_path / "bad.zip", "w") as zipped:
@@ -202,7 +204,7 @@ def test_bombs_are_refused_and_do_not_take_the_rest_with_them(tmp_path: Path) ->
     zeros = b" " * (3 << 20)
     (tmp_path / "ratio.zip").write_bytes(zip_of({"bomb.txt": zeros, "good.txt": b"text"}))
     assert refusals(tmp_path / "ratio.zip", SMALL) == {"bomb.txt": "unpacks to more than 100 times its size"}
-    assert sum(isinstance(r, WholeFile) for r in read(tmp_path / "ratio.zip", SMALL)) == 1
+    assert sum(isinstance(r, TextRecord) for r in read(tmp_path / "ratio.zip", SMALL)) == 1
 
     # a directory that lies about the size: what comes out is counted as well
     lying = bytearray(zip_of({"bomb.jsonl": b'{"text": "' + zeros + b'"}', "good.txt": b"text"}))
@@ -210,7 +212,7 @@ def test_bombs_are_refused_and_do_not_take_the_rest_with_them(tmp_path: Path) ->
     lying[place + 24 : place + 28] = struct.pack("<I", 100)
     (tmp_path / "lying.zip").write_bytes(bytes(lying))
     kept = read(tmp_path / "lying.zip", SMALL)
-    assert [r["content"] for r in kept if isinstance(r, WholeFile)] == ["text"]
+    assert [r["content"] for r in kept if isinstance(r, TextRecord)] == ["text"]
     assert sum(len(str(r)) for r in kept) < 1 << 20
 
     (tmp_path / "large.tar").write_bytes(
@@ -221,18 +223,18 @@ def test_bombs_are_refused_and_do_not_take_the_rest_with_them(tmp_path: Path) ->
     many = {f"{n}.txt": b"x" for n in range(30)}
     (tmp_path / "many.tar").write_bytes(tar_of(many))
     assert refusals(tmp_path / "many.tar", SMALL) == {"": "more than 20 members"}
-    assert sum(isinstance(r, WholeFile) for r in read(tmp_path / "many.tar", SMALL)) == 20
+    assert sum(isinstance(r, TextRecord) for r in read(tmp_path / "many.tar", SMALL)) == 20
     (tmp_path / "many.zip").write_bytes(zip_of(many))
-    with pytest.raises(Unreadable, match="more than 20 members"):
+    with pytest.raises(UnreadableFileError, match="more than 20 members"):
         read(tmp_path / "many.zip", SMALL)
 
     (tmp_path / "bomb.tar.gz").write_bytes(gzip.compress(tar_of({"a.txt": b"text", "b.jsonl": b" " * (3 << 20)})))
     assert set(refusals(tmp_path / "bomb.tar.gz", SMALL).values()) == {"unpacks to more than 100 times its size"}
 
     (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(b'{"text": "first"}\n' + b"\n" * (5 << 20)))
-    records = read_records(RawFile.at(tmp_path / "bomb.jsonl.gz"), SMALL)
+    records = read_records(RawFile.from_path(tmp_path / "bomb.jsonl.gz"), SMALL)
     assert next(records) == {"text": "first"}
-    with pytest.raises(Unreadable, match="100 times"):
+    with pytest.raises(UnreadableFileError, match="100 times"):
         next(records)
 
 
@@ -240,7 +242,7 @@ def test_a_tar_header_that_claims_gigabytes_is_not_read_into_memory(tmp_path: Pa
     info = tarfile.TarInfo("././@LongLink")
     info.type, info.size = tarfile.GNUTYPE_LONGNAME, 3 << 30
     (tmp_path / "long.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + b"a" * 4096)
-    with pytest.raises(Unreadable, match="header too large"):
+    with pytest.raises(UnreadableFileError, match="header too large"):
         read(tmp_path / "long.tar")
 
 
@@ -291,7 +293,7 @@ def test_a_mended_line_may_hold_half_a_surrogate_pair(tmp_path: Path) -> None:
 )
 def test_every_refusal_has_its_reason(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(Unreadable, match=reason):
+    with pytest.raises(UnreadableFileError, match=reason):
         read(tmp_path / name)
 
 
@@ -322,7 +324,7 @@ def test_a_broken_record_says_where_it_is_and_spares_the_others(tmp_path: Path) 
 
 
 def test_what_is_too_long_for_one_record_is_passed_over_or_cut(tmp_path: Path) -> None:
-    limits = Limits(record_bytes=1 << 16, text_piece=1 << 16)
+    limits = ReadLimits(record_bytes=1 << 16, max_document_characters=1 << 16)
     long = {"text": "x" * (3 << 20)}
     rows = [{"text": "before"}, long, {"text": "after"}]
     for name, data in (("a.jsonl", as_lines(rows)), ("a.json", json.dumps(rows).encode())):
@@ -331,16 +333,16 @@ def test_what_is_too_long_for_one_record_is_passed_over_or_cut(tmp_path: Path) -
         assert [r["text"] for r in found if not isinstance(r, BrokenRecord)] == ["before", "after"]
     text = "".join(f"line {n} 行\n" for n in range(20_000))
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    pieces = [record["content"] for record in read(tmp_path / "a.txt", limits)]
-    assert len(pieces) > 1
-    assert "".join(pieces) == text
-    assert all(piece.endswith("\n") for piece in pieces)
+    chunks = [record["content"] for record in read(tmp_path / "a.txt", limits)]
+    assert len(chunks) > 1
+    assert "".join(chunks) == text
+    assert all(chunk.endswith("\n") for chunk in chunks)
 
 
-def test_large_json_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_json_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that lie across the edges of blocks, and the streaming way to a list inside an object."""
     rows = [{"id": n, "text": f'{n} \\ " {CHINESE * (n % 300)}'} for n in range(400)]
-    monkeypatch.setattr("zero2all.corpus.readers.json_records.SMALL", 1 << 16)
+    monkeypatch.setattr("zero2all.corpus.readers.json_records.MAX_IN_MEMORY_BYTES", 1 << 16)
     first = {"meta": {"list": [1, 2], "x": {}}, "licences": [{"name": "MIT"}]}
     shapes = {"array": rows, "held": {**first, "rows": rows, "last": [{"name": "x"}] * 9}}
     for name, value in shapes.items():
@@ -406,8 +408,8 @@ def test_warc_gives_its_html_responses(tmp_path: Path) -> None:
         records.append(head.encode() + body + b"\r\n\r\n")
     (tmp_path / "a.warc.gz").write_bytes(b"".join(gzip.compress(record) for record in records))
     found = read(tmp_path / "a.warc.gz")
-    assert [r["id"] for r in found if isinstance(r, WholeFile)] == ["chunked", "unchunked", "packed", "after"]
-    assert all(FRENCH.strip() in r["content"] for r in found if isinstance(r, WholeFile))
+    assert [r["id"] for r in found if isinstance(r, TextRecord)] == ["chunked", "unchunked", "packed", "after"]
+    assert all(FRENCH.strip() in r["content"] for r in found if isinstance(r, TextRecord))
     assert found[0]["url"] == "http://x/chunked"
     assert [r.place for r in found if isinstance(r, BrokenRecord)] == ["headless", "unknown", "back"]
     (tmp_path / "cut.warc").write_bytes(b"".join(records)[:-8])
@@ -434,8 +436,8 @@ def test_warc_gives_its_html_responses(tmp_path: Path) -> None:
 )
 def test_encodings_are_found_out(tmp_path: Path, text: str, encoding: str, found: str) -> None:
     data = text.encode(encoding)
-    assert guess(data, ends=True).name == found
-    assert decode(data).lstrip("\ufeff") == text
+    assert detect_encoding(data, is_complete=True).name == found
+    assert decode_text(data).lstrip("\ufeff") == text
     (tmp_path / "a.txt").write_bytes(data)
     assert [record["content"].lstrip("\ufeff") for record in read(tmp_path / "a.txt")] == [text]
     (tmp_path / "a.jsonl").write_bytes("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n").encode(encoding))
@@ -444,9 +446,9 @@ def test_encodings_are_found_out(tmp_path: Path, text: str, encoding: str, found
 
 def test_a_few_damaged_characters_do_not_change_the_encoding() -> None:
     data = (CHINESE * 100).encode() + b"\xff" + (CHINESE * 100).encode()
-    assert decode(data) == CHINESE * 100 + "\ufffd" + CHINESE * 100
+    assert decode_text(data) == CHINESE * 100 + "\ufffd" + CHINESE * 100
     late = b"plain ascii\n" * 200_000 + (CHINESE * 10).encode("gb18030")
-    assert decode(late).endswith(CHINESE)
+    assert decode_text(late).endswith(CHINESE)
 
 
 def test_mojibake_is_mended_and_nothing_else_is_touched(shared_corpus: Path) -> None:
@@ -454,15 +456,15 @@ def test_mojibake_is_mended_and_nothing_else_is_touched(shared_corpus: Path) -> 
     checked = 0
     for case in wild:
         if case["expect"] == "pass":
-            assert mended(case["original"]) == case.get("fixed-encoding", case["fixed"]), case["label"]
+            assert fixed(case["original"]) == case.get("fixed-encoding", case["fixed"]), case["label"]
             checked += 1
     assert checked > 60
     for case in json.loads((shared_corpus / "dirty/mojibake/ftfy_negative.json").read_text()):
         if case["expect"] == "pass" and case["original"] == case["fixed"]:
-            assert mended(case["original"]) == case["original"], case["label"]
+            assert fixed(case["original"]) == case["original"], case["label"]
     for name in ("zh/txt/三国演义.txt", "zh/wiki2019zh_style/wiki_zh_00.jsonl", "en/books/Jane-Eyre_1260.txt"):
         text = (shared_corpus / name).read_bytes().decode("utf-8-sig")
-        assert mended(text) == text
+        assert fixed(text) == text
 
 
 def test_mojibake_is_mended_in_records_but_not_in_code(tmp_path: Path) -> None:
@@ -484,7 +486,7 @@ def test_without_the_extra_only_what_needs_it_is_left_out(tmp_path: Path, monkey
     (tmp_path / "a.html").write_text("<html><p>x</p></html>")
     (tmp_path / "a.jsonl").write_bytes(as_lines([{"text": "une œuvre"}, {"text": "schÃ¶n"}]))
     assert len(read(tmp_path / "a.json")) == len(LINES)
-    with pytest.raises(Unreadable, match=r"needs pip install 'zero2all\[corpus\]'"):
+    with pytest.raises(UnreadableFileError, match=r"needs pip install 'zero2all\[corpus\]'"):
         read(tmp_path / "a.html")
     good, bad = read(tmp_path / "a.jsonl")
     assert good == {"text": "une œuvre"}
@@ -538,10 +540,10 @@ def test_remote_directories_and_globs_are_listed() -> None:
 
 def test_a_fingerprint_changes_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
-    before = RawFile.at(tmp_path / "a.txt").fingerprint
-    assert RawFile.at(tmp_path / "a.txt").fingerprint == before
+    before = RawFile.from_path(tmp_path / "a.txt").fingerprint
+    assert RawFile.from_path(tmp_path / "a.txt").fingerprint == before
     (tmp_path / "a.txt").write_text("three")
-    assert RawFile.at(tmp_path / "a.txt").fingerprint != before
+    assert RawFile.from_path(tmp_path / "a.txt").fingerprint != before
 
 
 # Documents in the corpus's own table, and where reading gives another number, why.
@@ -560,7 +562,7 @@ DIFFERENCES = {
     "valid": {"valid.txt and test.txt of wikitext-2 are two files of 60 and 62 articles": -120},
     "dirty": {
         "the WARC file has 9 records; 4 are responses, the rest requests and the information record": -5,
-        "the malformed array has a comma too many at its end; its elements are whole": +2_801,
+        "the malformed array has a comma too many at its end; its elements are valid": +2_801,
     },
 }
 
@@ -571,7 +573,7 @@ def test_every_file_of_the_shared_corpus_is_read(shared_corpus: Path, part: str)
     for file in list_files(SourceRecipe(name=part, paths=[str(shared_corpus / part)])):
         for record in read_records(file):
             assert not isinstance(record, BrokenRecord), (file.name, record)
-            documents["read" if AUTOMATIC.row(record) else "without text"] += 1
+            documents["read" if AUTOMATIC.map_record(record) else "without text"] += 1
     assert documents["read"] == TABLE[part] + sum(DIFFERENCES[part].values())
     assert documents["without text"] == (541 if part == "zh" else 0)
 

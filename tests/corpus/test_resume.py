@@ -97,7 +97,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
         deadline = time.monotonic() + 60
         while process.poll() is None and sum(1 for _ in work.rglob("*")) < moment:
             assert time.monotonic() < deadline
-            time.sleep(0.01)  # between two looks; what decides is the number of files
+            time.sleep(0.01)  # polls; what decides is the number of files
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             kills += 1

@@ -19,8 +19,8 @@ from tests.conftest import TINY, write_raw
 from tests.corpus.test_resume import BUILDER, contents, recipe_for
 from tests.seaweed import SECRET_KEY
 from zero2all.corpus import build_corpus
+from zero2all.corpus.corpus_report import corpus_report
 from zero2all.corpus.dedup.shuffle import rows_between, save_rows
-from zero2all.corpus.report import corpus_report
 from zero2all.engine import Engine
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import all_files, read_manifest, write_json
@@ -103,7 +103,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(s3: str, raw: Path
         deadline = time.monotonic() + 90
         while process.poll() is None and len(all_files(to_path(s3))) < before + made + moment:
             assert time.monotonic() < deadline
-            time.sleep(0.01)  # between two looks; what decides is the number of objects
+            time.sleep(0.01)  # polls; what decides is the number of objects
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             kills += 1
@@ -138,7 +138,7 @@ def test_later_stages_read_documents_from_s3(s3: str, raw: Path, tmp_path: Path)
     assert stages["remote"] == stages["local"]
 
 
-def test_an_unfinished_corpus_is_not_taken_for_a_whole_one(s3: str, raw: Path) -> None:
+def test_an_unfinished_corpus_is_not_taken_for_a_complete_one(s3: str, raw: Path) -> None:
     out = to_path(f"{s3}/documents")
     build_corpus(one_file(raw), out)
     write_json(out / "manifest.json", {"kind": "documents", "unfinished": True})  # as a kill leaves it

@@ -8,13 +8,13 @@ from zero2all.recipe import ModelConfig
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
-    "n_layers": 3,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "context": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
     "vocab_size": 320,
 }
-EXPERTS = {"experts": 8, "top_k": 2, "expert_intermediate": 32}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def make(seed: int = 0, **changes: object) -> Z2all:

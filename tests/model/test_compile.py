@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 VARIANTS = {
     "plain": {},
-    "everything": {"qk_norm": True, "qkv_bias": True, "sliding_window": 7, "moe": {**EXPERTS, "shared_experts": 1}},
+    "everything": {"qk_norm": True, "qkv_bias": True, "sliding_window": 7, "moe": {**EXPERTS, "n_shared_experts": 1}},
 }
 
 
@@ -34,15 +34,15 @@ def fresh() -> None:
     ],
 )
 def test_a_block_is_one_graph_and_gives_the_same(variant: str, packed: bool, backend: str) -> None:
-    model = make(**VARIANTS[variant], n_layers=1).train()
+    model = make(**VARIANTS[variant], num_hidden_layers=1).train()
     tokens = some_tokens(below=20)
     starts = document_starts(tokens, 7) if packed else None
-    rotary, plan = model.rotary(0, 40, starts), model.plans(40, starts)[model.config.window(0)]
+    rotary, mask = model.rotary(0, 40, starts), model.attention_masks(40, starts)[model.config.layer_window(0)]
     results = []
     for block in (model.layers[0], torch.compile(model.layers[0], fullgraph=True, backend=backend)):
         x = model.embed_tokens(tokens).detach().requires_grad_()
         model.zero_grad()
-        out, routed = block(x, rotary, plan)
+        out, routed = block(x, rotary, mask)
         extra = [] if routed is None else [routed.counts_E, routed.balance_loss]
         (out.square().mean() + sum(extra[1:])).backward()
         results.append([out, *extra, x.grad, *(p.grad for p in model.layers[0].parameters())])
@@ -51,10 +51,10 @@ def test_a_block_is_one_graph_and_gives_the_same(variant: str, packed: bool, bac
 
 
 @pytest.mark.parametrize(
-    ("form", "backend"), [("chunked", "inductor"), ("torch", "aot_eager"), ("reference", "aot_eager")]
+    ("kernel", "backend"), [("chunked", "inductor"), ("torch", "aot_eager"), ("reference", "aot_eager")]
 )
-def test_the_loss_is_one_graph_and_gives_the_same(form: str, backend: str) -> None:
-    model = make(ops={"cross_entropy": form}).train()
+def test_the_loss_is_one_graph_and_gives_the_same(kernel: str, backend: str) -> None:
+    model = make(ops={"cross_entropy": kernel}).train()
     x, targets = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(0)), some_tokens()
     results = []
     for head in (model.lm_head, torch.compile(model.lm_head, fullgraph=True, backend=backend)):
@@ -67,14 +67,14 @@ def test_the_loss_is_one_graph_and_gives_the_same(form: str, backend: str) -> No
         torch.testing.assert_close(compiled, eager, atol=2e-5, rtol=1e-4)
 
 
-def test_a_whole_training_pass_is_one_graph() -> None:
+def test_a_full_training_pass_is_one_graph() -> None:
     model = make(moe=EXPERTS, z_loss=1e-3, mtp_weight=0.3).train()
     tokens = some_tokens(below=20)
     starts = document_starts(tokens, 7)
     gradients = []
     for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         model.zero_grad()
-        call(tokens, targets_BS=tokens.roll(-1, 1), starts_BS=starts).sum().backward()
+        call(tokens, targets_BS=tokens.roll(-1, 1), doc_starts_BS=starts).sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for eager, compiled in zip(*gradients, strict=True):
         torch.testing.assert_close(compiled, eager, atol=2e-4, rtol=1e-3)

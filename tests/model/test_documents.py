@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from tests.model.helpers import EXPERTS, make
-from zero2all.model import IGNORE, document_starts
+from zero2all.model import IGNORE_INDEX, document_starts
 
 END = 7
 LENGTHS = [[9, 1, 22, 8], [40], [1, 1, 38], [20, 20]]
 VARIANTS = {
     "plain": {},
-    "window": {"sliding_window": 5, "global_every": 2},
+    "window": {"sliding_window": 5, "full_attention_interval": 2},
     "qk-norm, bias": {"qk_norm": True, "qkv_bias": True},
     "experts": {"moe": EXPERTS},
-    "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_context": 16}},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
 }
 
 
@@ -30,8 +30,8 @@ def packed_rows(seed: int = 3) -> torch.Tensor:
 def next_inside(tokens: torch.Tensor) -> torch.Tensor:
     """Targets: the next token of the same document, none at its end."""
     targets = tokens.roll(-1, dims=-1)
-    targets[..., -1] = IGNORE
-    return torch.where(targets == END, IGNORE, targets)
+    targets[..., -1] = IGNORE_INDEX
+    return torch.where(targets == END, IGNORE_INDEX, targets)
 
 
 def test_where_documents_begin() -> None:
@@ -39,12 +39,12 @@ def test_where_documents_begin() -> None:
     assert document_starts(tokens, END).tolist() == [[0, 0, 2, 3, 3, 3], [0, 0, 0, 0, 0, 5]]
 
 
-@pytest.mark.parametrize("form", ["reference", "sdpa"])
+@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_packed_loss_is_that_of_the_documents_alone(variant: str, form: str) -> None:
-    model, rows = make(**VARIANTS[variant], ops={"attention": form}), packed_rows()
+def test_packed_loss_is_that_of_the_documents_alone(variant: str, kernel: str) -> None:
+    model, rows = make(**VARIANTS[variant], ops={"attention": kernel}), packed_rows()
     with torch.inference_mode():
-        packed = model(rows, targets_BS=next_inside(rows), starts_BS=document_starts(rows, END))
+        packed = model(rows, targets_BS=next_inside(rows), doc_starts_BS=document_starts(rows, END))
         alone = []
         for row, lengths in zip(rows, LENGTHS, strict=True):
             for document in row.split(lengths):
@@ -53,16 +53,16 @@ def test_packed_loss_is_that_of_the_documents_alone(variant: str, form: str) -> 
     assert packed.sum() / 152 == pytest.approx(float(torch.cat(alone).sum() / 152), abs=1e-5)
 
 
-@pytest.mark.parametrize("form", ["reference", "sdpa"])
+@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_another_documents_text_changes_no_bit(variant: str, form: str) -> None:
-    model, rows = make(**VARIANTS[variant], ops={"attention": form}), packed_rows()
+def test_another_documents_text_changes_no_bit(variant: str, kernel: str) -> None:
+    model, rows = make(**VARIANTS[variant], ops={"attention": kernel}), packed_rows()
     changed = rows.clone()
     changed[0, 11:32] = torch.randint(8, 320, (21,), generator=torch.Generator().manual_seed(8))  # the third document
     starts = document_starts(rows, END)
     assert torch.equal(starts, document_starts(changed, END))
     with torch.inference_mode():
-        before, after = model(rows, starts_BS=starts), model(changed, starts_BS=starts)
+        before, after = model(rows, doc_starts_BS=starts), model(changed, doc_starts_BS=starts)
     same = torch.ones(4, 40, dtype=torch.bool)
     same[0, 10:32] = False
     if variant == "experts":  # tokens share an expert's product, whose rows are summed in another order
@@ -76,6 +76,6 @@ def test_without_starts_documents_do_see_each_other() -> None:
     """Else the tests above would pass for no reason."""
     model, rows = make(), packed_rows()
     with torch.inference_mode():
-        one, other = model(rows), model(rows, starts_BS=document_starts(rows, END))
+        one, other = model(rows), model(rows, doc_starts_BS=document_starts(rows, END))
     assert (one[0, 10:] - other[0, 10:]).abs().max() > 1e-2
     torch.testing.assert_close(one[1], other[1], atol=1e-5, rtol=1e-5)

@@ -10,27 +10,27 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from zero2all.model import Z2all
-from zero2all.model.flops import flops_per_token
+from zero2all.model.cost.flops import flops_per_token
 from zero2all.recipe import ModelConfig
 
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 176,
-    "n_layers": 3,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "context": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
     "vocab_size": 320,
     "ops": {"cross_entropy": "reference"},
 }
-MOE = {"experts": 8, "top_k": 2, "expert_intermediate": 96, "balance": "none"}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "load_balancing": "none"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "mha, tied": {"n_kv_heads": 4, "tied": True},
+    "mha, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "wide heads": {"head_dim": 32},
     "odd vocabulary": {"vocab_size": 300},
     "moe": {"moe": MOE},
-    "moe, shared, first dense": {"moe": {**MOE, "shared_experts": 1, "first_dense": 1}},
+    "moe, shared, first dense": {"moe": {**MOE, "n_shared_experts": 1, "first_k_dense_replace": 1}},
 }
 ROWS, LENGTH = 2, 48
 
@@ -52,7 +52,7 @@ UNKNOWN_TO_TORCH = {
 
 
 def counted(config: ModelConfig, recompute: bool) -> tuple[int, int]:
-    """FLOPs of the forward pass, and of a forward and backward pass, over the whole batch."""
+    """FLOPs of the forward pass, and of a forward and backward pass, over the full batch."""
     model = Z2all(config).init_weights(0)
     if recompute:
         for layer in model.layers:
@@ -88,7 +88,7 @@ def test_plain_attention_keeps_its_scores() -> None:
 
 @pytest.mark.parametrize("window", [None, 5, 64, 100])
 def test_scores_are_those_of_the_pairs(window: int | None) -> None:
-    config = ModelConfig.model_validate({**SHAPE, "n_layers": 1, "sliding_window": window})
+    config = ModelConfig.model_validate({**SHAPE, "num_hidden_layers": 1, "sliding_window": window})
     flops = flops_per_token(config, 64)
     reach = min(window or 64, 64)
     seen = sum(1 for query in range(64) for key in range(query + 1) if query - key < reach)

@@ -13,7 +13,7 @@ from torch import Tensor
 from zero2all.model.ops import OPS
 from zero2all.model.ops import chunked_loss as chunked_loss_module
 from zero2all.model.ops.chunked_loss import chunk_rows
-from zero2all.model.ops.cross_entropy import HeadShape
+from zero2all.model.ops.cross_entropy import HeadConfig
 
 VOCAB, TOKENS, SIZE = 2048, 4096, 32
 
@@ -28,9 +28,9 @@ def case() -> tuple[Tensor, Tensor, Tensor]:
     return x, weight, torch.multinomial(frequency, TOKENS, replacement=True, generator=generator)
 
 
-def gradient(form: str, x: Tensor, weight: Tensor, targets: Tensor, scale: float, even: bool) -> Tensor:
+def gradient(kernel: str, x: Tensor, weight: Tensor, targets: Tensor, scale: float, even: bool) -> Tensor:
     weight = weight.detach().clone().requires_grad_()
-    losses = OPS["cross_entropy"][form].load()(x, weight, targets, HeadShape(VOCAB))
+    losses = OPS["cross_entropy"][kernel].load()(x, weight, targets, HeadConfig(VOCAB))
     (losses.sum() * scale if even else (losses * torch.full_like(losses, scale)).sum()).backward()
     assert weight.grad is not None
     assert weight.grad.dtype == weight.dtype
@@ -53,8 +53,8 @@ def test_the_sum_over_chunks_is_as_good_as_one_product(
     x, weight, targets = case
     truth = exact(x, weight, targets, scale)
 
-    def error(form: str, rows: slice) -> float:
-        found = gradient(form, x, weight, targets, scale, even).double()
+    def error(kernel: str, rows: slice) -> float:
+        found = gradient(kernel, x, weight, targets, scale, even).double()
         return float((found - truth)[rows].norm() / truth[rows].norm())
 
     for rows in (slice(None), slice(50)):  # all, and the commonest
@@ -65,7 +65,7 @@ def test_chunks_are_as_large_as_the_device_likes() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert chunk_rows(131072, cpu) == 128
     assert chunk_rows(10**7, cpu) == 16
-    # Each chunk reads the whole weight three times, so that a GPU wants many rows in one.
+    # Each chunk reads the full weight three times, so that a GPU wants many rows in one.
     assert [chunk_rows(vocab, cuda) for vocab in (1024, 32768, 65536, 131072, 10**7)] == [4096, 4096, 2048, 1024, 1024]
 
 
@@ -97,5 +97,5 @@ def test_liger_is_asked_to_add_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     loss = OPS["cross_entropy"]["liger"].load()
-    loss(torch.ones(2, 8), torch.ones(64, 8), torch.zeros(2, dtype=torch.int64), HeadShape(60))
+    loss(torch.ones(2, 8), torch.ones(64, 8), torch.zeros(2, dtype=torch.int64), HeadConfig(60))
     assert given == {"reduction": "none", "return_z_loss": True, "accum_dtype": torch.float32}

@@ -11,32 +11,35 @@ from safetensors.torch import load_file, save_file
 
 from tests.model.helpers import EXPERTS, SMALL, make, some_tokens
 from zero2all.errors import UsageError, Z2aError
-from zero2all.model import Z2all, export_hf, load_hf, why_not_hf
+from zero2all.model import Z2all, export_hf, hf_incompatibility, load_hf
 from zero2all.model.hf_config import from_hf_config, hf_config
 from zero2all.recipe import ModelConfig
 
-YARN = {"type": "yarn", "factor": 4.0, "original_context": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MOE = {"qk_norm": True, "moe": EXPERTS}
 VARIANTS = {
     "gqa": {},
-    "mha": {"n_kv_heads": 4},
-    "mqa": {"n_kv_heads": 1},
-    "tied": {"tied": True},
+    "mha": {"num_key_value_heads": 4},
+    "mqa": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
     "bias": {"qkv_bias": True},
-    "bias, window": {"qkv_bias": True, "sliding_window": 7, "global_every": 2},
+    "bias, window": {"qkv_bias": True, "sliding_window": 7, "full_attention_interval": 2},
     "qk-norm": {"qk_norm": True},
-    "qk-norm, bias, tied": {"qk_norm": True, "qkv_bias": True, "tied": True},
+    "qk-norm, bias, tied": {"qk_norm": True, "qkv_bias": True, "tie_word_embeddings": True},
     "qk-norm, window": {"qk_norm": True, "sliding_window": 7},
     "wide heads": {"head_dim": 32},
-    "odd vocabulary": {"vocab_size": 301, "tied": True},
-    "other theta": {"rope_theta": 500.0, "norm_eps": 1e-3},
-    "linear rope": {"rope_scaling": {"type": "linear", "factor": 4.0}},
-    "dynamic rope": {"rope_scaling": {"type": "dynamic", "factor": 4.0, "original_context": 16}},
+    "odd vocabulary": {"vocab_size": 301, "tie_word_embeddings": True},
+    "other theta": {"rope_theta": 500.0, "rms_norm_eps": 1e-3},
+    "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "dynamic rope": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 16}},
     "yarn": {"rope_scaling": YARN},
     "yarn, set": {"rope_scaling": {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.3}},
-    "llama3 rope": {"rope_scaling": {"type": "llama3", "factor": 8.0, "original_context": 16}},
+    "llama3 rope": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}},
     "experts": MOE,
-    "experts, one dense layer": {"qk_norm": True, "moe": {**EXPERTS, "first_dense": 1, "norm_topk_prob": False}},
+    "experts, one dense layer": {
+        "qk_norm": True,
+        "moe": {**EXPERTS, "first_k_dense_replace": 1, "norm_topk_prob": False},
+    },
     "experts, window, yarn": {**MOE, "sliding_window": 7, "rope_scaling": YARN},
 }
 
@@ -115,15 +118,18 @@ def test_in_shards_it_is_the_same_and_bf16_survives(tmp_path: Path) -> None:
 
 def test_what_no_standard_architecture_computes_is_refused_with_what_to_change() -> None:
     for changes, named in [
-        ({"logit_softcap": 30.0}, "logit_softcap"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"sliding_window": 8}, "qk_norm"),
         ({"moe": EXPERTS}, "qk_norm"),
-        ({"qk_norm": True, "moe": {**EXPERTS, "router": "sigmoid"}}, "softmax"),
-        ({"qk_norm": True, "moe": {**EXPERTS, "shared_experts": 1}}, "shared"),
-        ({"qk_norm": True, "moe": EXPERTS, "sliding_window": 8, "global_every": 2}, "global_every"),
+        ({"qk_norm": True, "moe": {**EXPERTS, "scoring_func": "sigmoid"}}, "softmax"),
+        ({"qk_norm": True, "moe": {**EXPERTS, "n_shared_experts": 1}}, "shared"),
+        (
+            {"qk_norm": True, "moe": EXPERTS, "sliding_window": 8, "full_attention_interval": 2},
+            "full_attention_interval",
+        ),
     ]:
         config = ModelConfig.model_validate({**SMALL, **changes})
-        assert named in str(why_not_hf(config))
+        assert named in str(hf_incompatibility(config))
         with pytest.raises(UsageError, match=named):
             hf_config(config)
 

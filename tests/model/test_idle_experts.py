@@ -16,12 +16,12 @@ from zero2all.model.ops import OPS, swiglu
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-def outputs_and_gradients(form: str, counts: list[int], dtype: torch.dtype) -> list[Tensor]:
+def outputs_and_gradients(kernel: str, counts: list[int], dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(counts), 12), (len(counts), 20, 12), (len(counts), 20, 12), (len(counts), 12, 20)]
     inputs = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
     x, *weights = inputs
-    out = OPS["experts"][form].load()(x, torch.tensor(counts), *weights, swiglu.fused)
+    out = OPS["experts"][kernel].load()(x, torch.tensor(counts), *weights, swiglu.fused)
     out.backward(torch.randn(out.shape, generator=generator).to(dtype))
     gradients = [tensor.grad for tensor in inputs if tensor.grad is not None]
     assert len(gradients) == len(inputs), "also what had nothing to do has a gradient: ranks add it up together"

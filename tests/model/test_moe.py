@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.model.helpers import EXPERTS, make, some_tokens
 from zero2all.model.moe import MoE
-from zero2all.model.ops import choose
+from zero2all.model.ops import choose_kernels
 from zero2all.recipe import ModelConfig, MoeConfig
 
 
@@ -18,43 +18,43 @@ def mixture(**changes: object) -> MoE:
     return part
 
 
-def by_the_book(part: MoE, x_ND: torch.Tensor) -> torch.Tensor:
+def dense_reference(part: MoE, x_ND: torch.Tensor) -> torch.Tensor:
     """Every expert on every token, weighed by a dense matrix that is zero where the router did not choose."""
     config = part.config
     logits = x_ND @ part.gate.weight.T
-    scores = logits.softmax(-1) if config.router == "softmax" else logits.sigmoid()
-    wanted = scores + part.bias if config.balance == "bias" else scores
-    chosen = torch.zeros_like(scores).scatter(1, wanted.topk(config.top_k).indices, 1.0)
+    scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
+    wanted = scores + part.bias if config.load_balancing == "bias" else scores
+    chosen = torch.zeros_like(scores).scatter(1, wanted.topk(config.num_experts_per_tok).indices, 1.0)
     weights = scores * chosen
     if config.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
     out = torch.zeros_like(x_ND)
-    for e in range(config.experts):
+    for e in range(config.num_experts):
         inner = F.silu(x_ND @ part.experts.gate_proj[e].T) * (x_ND @ part.experts.up_proj[e].T)
         out = out + weights[:, e, None] * (inner @ part.experts.down_proj[e].T)
     return out if part.shared_experts is None else out + part.shared_experts(x_ND)
 
 
-@pytest.mark.parametrize("form", ["grouped", "reference"])
+@pytest.mark.parametrize("kernel", ["grouped", "reference"])
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"top_k": 1},
-        {"top_k": 8},
-        {"router": "sigmoid", "balance": "bias"},
-        {"shared_experts": 2, "norm_topk_prob": False},
+        {"num_experts_per_tok": 1},
+        {"num_experts_per_tok": 8},
+        {"scoring_func": "sigmoid", "load_balancing": "bias"},
+        {"n_shared_experts": 2, "norm_topk_prob": False},
     ],
 )
-def test_routing_is_a_dense_loop_over_experts(changes: dict[str, object], form: str) -> None:
+def test_routing_is_a_dense_loop_over_experts(changes: dict[str, object], kernel: str) -> None:
     part = mixture(**changes)
-    config = ModelConfig.model_validate({"vocab_size": 64, "ops": {"experts": form}})
-    part.experts.ops = choose(config, torch.device("cpu"))
-    if part.config.balance == "bias":
+    config = ModelConfig.model_validate({"vocab_size": 64, "ops": {"experts": kernel}})
+    part.experts.ops = choose_kernels(config, torch.device("cpu"))
+    if part.config.load_balancing == "bias":
         part.bias += torch.linspace(-0.3, 0.3, 8)
     x = torch.randn(2, 30, 64, generator=torch.Generator().manual_seed(0))
     found = []
-    for function in (lambda x: part(x)[0].flatten(0, 1), lambda x: by_the_book(part, x.flatten(0, 1))):
+    for function in (lambda x: part(x)[0].flatten(0, 1), lambda x: dense_reference(part, x.flatten(0, 1))):
         part.zero_grad()
         x = x.detach().requires_grad_()
         out = function(x)
@@ -81,8 +81,11 @@ def test_balance_loss_is_one_when_even_and_more_when_not() -> None:
 
 @pytest.mark.parametrize("balance", ["aux", "bias", "none"])
 def test_the_load_becomes_even_on_skewed_data(balance: str) -> None:
-    """Tokens that are much alike go to the same experts; balancing spreads them, and without it they stay."""
-    changes = {"moe": {**EXPERTS, "balance": balance, "aux_weight": 0.3, "bias_rate": 0.02}, "n_layers": 2}
+    """Similar tokens go to the same experts; balancing spreads them, and without it they stay."""
+    changes = {
+        "moe": {**EXPERTS, "load_balancing": balance, "router_aux_loss_coef": 0.3, "bias_update_rate": 0.02},
+        "num_hidden_layers": 2,
+    }
     model = make(**changes).train()
     tokens = some_tokens(rows=8, length=33, below=12)  # a dozen different tokens, so inputs cluster
     with torch.no_grad():
@@ -95,7 +98,7 @@ def test_the_load_becomes_even_on_skewed_data(balance: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         worst.append(max(float(block.mlp.load.max() / block.mlp.load.mean()) for block in model.layers))
-        model.even_load()
+        model.update_expert_bias()
     start, end = worst[0], sum(worst[-10:]) / 10
     assert start > 2.0
     if balance == "none":
@@ -108,7 +111,7 @@ def test_the_gradient_has_the_balance_loss_and_the_value_has_not() -> None:
     tokens = some_tokens()
     values, gradients = [], []
     for weight in (0.0, 10.0):
-        model = make(moe={**EXPERTS, "aux_weight": weight}).train()
+        model = make(moe={**EXPERTS, "router_aux_loss_coef": weight}).train()
         loss = model(tokens, targets_BS=tokens.roll(-1, 1)).mean()
         loss.backward()
         values.append(loss.item())
@@ -118,12 +121,12 @@ def test_the_gradient_has_the_balance_loss_and_the_value_has_not() -> None:
 
 
 def test_the_bias_moves_towards_the_idle_and_is_saved() -> None:
-    model = make(moe={**EXPERTS, "balance": "bias", "bias_rate": 0.01}).train()
+    model = make(moe={**EXPERTS, "load_balancing": "bias", "bias_update_rate": 0.01}).train()
     part = model.layers[0].mlp
     model(some_tokens(), targets_BS=some_tokens())
     load = part.load.clone()
     assert load.sum() == 2 * 80
-    model.even_load()
+    model.update_expert_bias()
     assert torch.equal(part.bias, 0.01 * torch.sign(20.0 - load))
     assert not part.load.any()
     names = [name for name in model.state_dict() if name.endswith("bias")]
@@ -131,18 +134,18 @@ def test_the_bias_moves_towards_the_idle_and_is_saved() -> None:
 
 
 def test_first_layers_may_be_dense() -> None:
-    model = make(moe={**EXPERTS, "first_dense": 2})
+    model = make(moe={**EXPERTS, "first_k_dense_replace": 2})
     assert [isinstance(block.mlp, MoE) for block in model.layers] == [False, False, True]
 
 
 def test_experts_are_filled_one_by_one_whatever_else_is_there() -> None:
-    """So that a device that holds some of them gets what the whole model has."""
+    """So that a device that holds some of them gets what the full model has."""
     few = make(moe=EXPERTS).init_weights(5).layers[1].mlp.experts
-    more = make(moe={**EXPERTS, "experts": 16}).init_weights(5).layers[1].mlp.experts
+    more = make(moe={**EXPERTS, "num_experts": 16}).init_weights(5).layers[1].mlp.experts
     assert torch.equal(few.up_proj, more.up_proj[:8])
     assert not torch.equal(few.up_proj[0], few.up_proj[1])
 
 
 def test_more_experts_for_a_token_than_there_are_is_refused() -> None:
-    with pytest.raises(ValueError, match="top_k"):
-        MoeConfig(experts=4, top_k=5, expert_intermediate=32)
+    with pytest.raises(ValueError, match="num_experts_per_tok"):
+        MoeConfig(num_experts=4, num_experts_per_tok=5, moe_intermediate_size=32)

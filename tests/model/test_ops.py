@@ -1,4 +1,4 @@
-"""Every form of every operation against its reference, forward and gradient, on shapes that nobody chose."""
+"""Every kernel of every operation against its reference, forward and gradient, on shapes that nobody chose."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.model.helpers import EXPERTS, make, some_tokens
 from zero2all.errors import UsageError
-from zero2all.model import IGNORE, Z2all, document_starts
-from zero2all.model.ops import OPS, choose
+from zero2all.model import IGNORE_INDEX, Z2all, document_starts
+from zero2all.model.ops import OPS, choose_kernels
 from zero2all.model.ops import chunked_loss as chunked_loss_module
-from zero2all.model.ops.attention import visible
-from zero2all.model.ops.cross_entropy import HeadShape
-from zero2all.model.ops.documents import pieces
+from zero2all.model.ops.attention import attention_mask
+from zero2all.model.ops.cross_entropy import HeadConfig
+from zero2all.model.ops.document_attention import segments
 from zero2all.recipe import ModelConfig, OpsRecipe
 
 CPU = torch.device("cpu")
@@ -44,8 +44,8 @@ def with_gradients(function: Callable[..., Any], inputs: list[Tensor]) -> list[T
     return [out.detach() for out in outputs] + [x.grad for x in inputs if x.grad is not None]
 
 
-def compare(op: str, forms: tuple[str, str], inputs: list[Tensor], *rest: Any) -> list[list[Tensor]]:
-    functions = [OPS[op][form].load() for form in forms]
+def compare(op: str, kernels: tuple[str, str], inputs: list[Tensor], *rest: Any) -> list[list[Tensor]]:
+    functions = [OPS[op][kernel].load() for kernel in kernels]
     return [with_gradients(lambda *given, f=function: f(*given, *rest), inputs) for function in functions]
 
 
@@ -82,16 +82,16 @@ def test_swiglu(dtype: torch.dtype, shape: list[int], seed: int) -> None:
 
 
 @st.composite
-def losses(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, HeadShape]:
+def losses(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, HeadConfig]:
     rows, size, vocab = draw(st.integers(1, 70)), draw(st.integers(1, 40)), draw(st.integers(1, 150))
     padding = draw(st.integers(0, 40))
     softcap, z_loss = draw(st.sampled_from([0.0, 4.0])), draw(st.sampled_from([0.0, 0.01]))
     targets = torch.randint(0, vocab, (rows,), generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
     ignored = draw(st.sampled_from(["none", "some", "all"]))
-    targets[:: {"none": rows + 1, "some": 3, "all": 1}[ignored]] = IGNORE
+    targets[:: {"none": rows + 1, "some": 3, "all": 1}[ignored]] = IGNORE_INDEX
     if ignored == "none":
         targets[0] = 0
-    return random(1, rows, size), random(2, vocab + padding, size), targets, HeadShape(vocab, softcap, z_loss)
+    return random(1, rows, size), random(2, vocab + padding, size), targets, HeadConfig(vocab, softcap, z_loss)
 
 
 @pytest.fixture
@@ -103,21 +103,21 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cross_entropy() -> None:
     @settings(few, max_examples=60)
     @given(losses(), dtypes, st.booleans())
-    def check(case: tuple[Tensor, Tensor, Tensor, HeadShape], dtype: torch.dtype, even: bool) -> None:
+    def check(case: tuple[Tensor, Tensor, Tensor, HeadConfig], dtype: torch.dtype, even: bool) -> None:
         x, weight, targets, head = case
         x, weight = x.to(dtype) * 0.5, (weight * 0.5).to(dtype).float()
         scale = torch.full(targets.shape, 0.1) if even else random(3, len(targets))
         found = {}
-        for name, form in OPS["cross_entropy"].items():
+        for name, kernel in OPS["cross_entropy"].items():
             if name == "liger" or (name == "torch" and (head.softcap or head.z_loss)):
                 continue
             a, w = x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
-            out = form.load()(a, w, targets, head)
+            out = kernel.load()(a, w, targets, head)
             (out.sum() * 0.1 if even else (out * scale).sum()).backward()
             assert out.dtype == torch.float32
-            assert not out[targets == IGNORE].any()
+            assert not out[targets == IGNORE_INDEX].any()
             assert w.grad is not None
-            assert not w.grad[head.vocab :].any()
+            assert not w.grad[head.vocab_size :].any()
             found[name] = [out.detach(), a.grad, w.grad]
         for name in found.keys() - {"reference"}:
             assert_close(found[name], found["reference"], DTYPES[dtype])
@@ -127,21 +127,21 @@ def test_cross_entropy() -> None:
 
 def test_even_losses_need_no_second_pass_and_none_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[bool] = []
-    original = chunked_loss_module._pass
+    original = chunked_loss_module._chunked_forward_backward
 
     def watched(*args: Any) -> Any:
         passes.append(args[-1] is not None)
         return original(*args)
 
-    monkeypatch.setattr(chunked_loss_module, "_pass", watched)
+    monkeypatch.setattr(chunked_loss_module, "_chunked_forward_backward", watched)
     x, weight, targets = random(1, 24, 8).requires_grad_(), random(2, 64, 8), torch.arange(24)
     loss = OPS["cross_entropy"]["chunked"].load()
-    (loss(x, weight, targets, HeadShape(64)).view(3, 8).sum() / 24).backward()
+    (loss(x, weight, targets, HeadConfig(64)).view(3, 8).sum() / 24).backward()
     assert passes == [True]
-    loss(x, weight, targets, HeadShape(64)).square().sum().backward()
+    loss(x, weight, targets, HeadConfig(64)).square().sum().backward()
     assert passes == [True] * 3
     with torch.no_grad():
-        loss(x, weight, targets, HeadShape(64))
+        loss(x, weight, targets, HeadConfig(64))
     assert passes == [True, True, True, False]
 
 
@@ -155,8 +155,8 @@ def test_experts(dtype: torch.dtype, counts: list[int], size: int, width: int) -
     inputs += [random(4, experts, size, width, dtype=dtype)]
     gate = OPS["swiglu"]["torch"].load()
 
-    def apply(form: str) -> list[Tensor]:
-        function = OPS["experts"][form].load()
+    def apply(kernel: str) -> list[Tensor]:
+        function = OPS["experts"][kernel].load()
         return with_gradients(lambda x, g, u, d: function(x, torch.tensor(counts), g, u, d, gate), inputs)
 
     assert_close(apply("grouped"), apply("reference"), 3 * DTYPES[dtype])
@@ -179,31 +179,33 @@ def packed(draw: st.DrawFn) -> tuple[Tensor | None, int, int | None]:
 
 @pytest.fixture(autouse=True)
 def _flash_attn_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands for the package, which needs a GPU: the same calls by the book, so that what we hand over is tested."""
+    """Stands for the package, which needs a GPU: the same calls by the reference, so that the arguments are tested."""
 
-    def whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]) -> Tensor:
+    def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]) -> Tensor:
         assert causal
         assert window_size[1] == 0
         window = None if window_size[0] == -1 else window_size[0] + 1
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        mask = visible(None, q.shape[2], window, q.device)
+        mask = attention_mask(None, q.shape[2], window, q.device)
         out: Tensor = OPS["attention"]["reference"].load().attend(q, k, v, mask)
         return out.transpose(1, 2)
 
-    def parts(q: Tensor, k: Tensor, v: Tensor, cuts: Tensor, _: Tensor, longest: int, __: int, **more: Any) -> Tensor:
-        sizes = cuts.diff()
-        assert cuts.dtype == torch.int32
-        assert int(sizes.max()) == longest
-        cut = [x.split(sizes.tolist()) for x in (q, k, v)]
-        return torch.cat([whole(*(x[None] for x in part), **more)[0] for part in zip(*cut, strict=True)])
+    def varlen(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor, max_seqlen: int, __: int, **more: Any
+    ) -> Tensor:
+        sizes = cu_seqlens.diff()
+        assert cu_seqlens.dtype == torch.int32
+        assert int(sizes.max()) == max_seqlen
+        documents = [x.split(sizes.tolist()) for x in (q, k, v)]
+        return torch.cat([dense(*(x[None] for x in part), **more)[0] for part in zip(*documents, strict=True)])
 
     fake = ModuleType("flash_attn")
-    fake.flash_attn_func, fake.flash_attn_varlen_func = whole, parts  # type: ignore[attr-defined]
+    fake.flash_attn_func, fake.flash_attn_varlen_func = dense, varlen  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
 
 
-@pytest.mark.parametrize("form", ["sdpa", "flash"])
-def test_attention(form: str) -> None:
+@pytest.mark.parametrize("kernel", ["sdpa", "flash"])
+def test_attention(kernel: str) -> None:
     @settings(few, max_examples=60)
     @given(packed(), dtypes, st.sampled_from([(1, 1), (4, 2), (3, 1), (2, 2)]), st.sampled_from([2, 16, 40]))
     def check(
@@ -215,10 +217,10 @@ def test_attention(form: str) -> None:
             random(n, batch, count, length, size, dtype=dtype) for n, count in enumerate((heads[0], *heads[1:] * 2))
         ]
         found = []
-        for name in (form, "reference"):
+        for name in (kernel, "reference"):
             chosen = OPS["attention"][name].load()
-            plan = chosen.plan(starts, length, window, CPU)
-            found.append(with_gradients(lambda q, k, v, f=chosen, p=plan: f.attend(q, k, v, p), inputs))
+            mask = chosen.mask_for(starts, length, window, CPU)
+            found.append(with_gradients(lambda q, k, v, f=chosen, p=mask: f.attend(q, k, v, p), inputs))
         assert_close(*found, DTYPES[dtype])
 
     check()
@@ -233,16 +235,16 @@ def test_flex_attention_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [random(n, 2, heads, 200, 16) for n, heads in enumerate((4, 2, 2))]
     with torch.no_grad():
         for starts, window in ((None, None), (document_starts(tokens, 1), None), (document_starts(tokens, 1), 20)):
-            plans = (form.plan(starts, 200, window, CPU) for form in (flex, reference))
-            one, other = (form.attend(*inputs, plan) for form, plan in zip((flex, reference), plans, strict=True))
+            masks = (kernel.mask_for(starts, 200, window, CPU) for kernel in (flex, reference))
+            one, other = (kernel.attend(*inputs, mask) for kernel, mask in zip((flex, reference), masks, strict=True))
             torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
 
 
-def test_no_piece_is_larger_than_it_has_to_be() -> None:
+def test_no_segment_is_larger_than_it_has_to_be() -> None:
     """Work and memory grow with the documents and the window, not with the square of the row."""
     tokens = torch.zeros(1, 1000, dtype=torch.int64)
     tokens[0, [100, 101, 600]] = 1
-    found = [tuple(piece) for piece in pieces(document_starts(tokens, 1), 250)]
+    found = [tuple(segment) for segment in segments(document_starts(tokens, 1), 250)]
     assert found == [
         (0, 0, 0, 100),
         (0, 100, 100, 101),
@@ -253,18 +255,18 @@ def test_no_piece_is_larger_than_it_has_to_be() -> None:
     ]
 
 
-def test_a_form_for_gpus_may_be_named_where_a_model_is_only_laid_out() -> None:
+def test_a_kernel_for_gpus_may_be_named_on_the_meta_device() -> None:
     config = ModelConfig(vocab_size=320, ops=OpsRecipe(attention="flex", norm="liger"))
     with torch.device("meta"):
         model = Z2all(config)
     assert model.config.ops.attention == "flex"
     with pytest.raises(UsageError, match="cannot be used"):  # and is chosen, or refused, where it is to compute
-        model.to_empty(device="cpu").prepare()
+        model.to_empty(device="cpu").init_buffers()
 
 
 def test_auto_takes_what_runs_and_says_why_not_the_rest() -> None:
-    ops = choose(ModelConfig(vocab_size=320), CPU)
-    assert {choice.op: choice.form for choice in ops.table} == {
+    ops = choose_kernels(ModelConfig(vocab_size=320), CPU)
+    assert {choice.op: choice.form for choice in ops.choices} == {
         "attention": "sdpa",
         "norm": "torch",
         "rope": "torch",
@@ -278,7 +280,7 @@ def test_auto_takes_what_runs_and_says_why_not_the_rest() -> None:
     assert "sdpa" in str(ops["attention"])
 
 
-def test_a_form_that_cannot_run_is_refused_with_a_way_out() -> None:
+def test_a_kernel_that_cannot_run_is_refused_with_a_way_out() -> None:
     for changes, reason in [
         ({"attention": "flash"}, r"model\.ops\.attention=flash cannot be used: runs on CUDA.*try model\.ops"),
         ({"norm": "liger"}, "runs on CUDA"),
@@ -286,20 +288,20 @@ def test_a_form_that_cannot_run_is_refused_with_a_way_out() -> None:
     ]:
         config = ModelConfig.model_validate({"vocab_size": 320, "z_loss": 1e-4, "ops": changes})
         with pytest.raises(UsageError, match=reason):
-            choose(config, CPU)
-    missing = OPS["norm"]["liger"].why_not(torch.device("cuda"), ModelConfig(vocab_size=320))
+            choose_kernels(config, CPU)
+    missing = OPS["norm"]["liger"].unavailable_reason(torch.device("cuda"), ModelConfig(vocab_size=320))
     assert missing in (None, "liger_kernel is not installed")
 
 
 def test_torch_counts_our_operations_as_it_does_the_plain_ones() -> None:
-    """A training pass through the forms that it cannot look into, beside one of the references."""
+    """A training pass through the kernels that it cannot look into, beside one of the references."""
 
-    def counted(**forms: str) -> int:
-        model = make(moe=EXPERTS, ops=forms).train()
+    def counted(**kernels: str) -> int:
+        model = make(moe=EXPERTS, ops=kernels).train()
         tokens = some_tokens()
         starts = document_starts(tokens, 7)
         with FlopCounterMode(display=False) as counter:
-            model(tokens, targets_BS=tokens, starts_BS=starts).sum().backward()
+            model(tokens, targets_BS=tokens, doc_starts_BS=starts).sum().backward()
         return int(counter.get_total_flops())
 
     plain = counted(attention="reference", cross_entropy="reference", experts="reference")

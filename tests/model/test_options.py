@@ -1,4 +1,4 @@
-"""Soft-cap, z-loss, the token after next, windows, a vocabulary that is no multiple of 64."""
+"""Soft-cap, z-loss, multi-token prediction, windows, a vocabulary that is no multiple of 64."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from tests.model.helpers import EXPERTS, SMALL, make, some_tokens
-from zero2all.model import IGNORE, Z2all, document_starts
+from zero2all.model import IGNORE_INDEX, Z2all, document_starts
 from zero2all.recipe import ModelConfig
 
 
 def test_softcap_bends_the_logits() -> None:
-    plain, capped = make(), make(logit_softcap=2.0)
+    plain, capped = make(), make(final_logit_softcapping=2.0)
     with torch.inference_mode():
         logits = plain(some_tokens())
         torch.testing.assert_close(capped(some_tokens()), 2.0 * torch.tanh(logits / 2.0))
 
 
-@pytest.mark.parametrize("form", ["chunked", "torch", "reference"])
-def test_rows_past_the_vocabulary_never_count(form: str) -> None:
-    model, tokens = make(vocab_size=301, ops={"cross_entropy": form}).train(), some_tokens(below=301)
+@pytest.mark.parametrize("kernel", ["chunked", "torch", "reference"])
+def test_rows_past_the_vocabulary_never_count(kernel: str) -> None:
+    model, tokens = make(vocab_size=301, ops={"cross_entropy": kernel}).train(), some_tokens(below=301)
     assert model.lm_head.weight.shape == model.embed_tokens.weight.shape == (320, 64)
     assert model(tokens).shape == (2, 40, 301)
     with torch.no_grad():
@@ -32,20 +32,22 @@ def test_rows_past_the_vocabulary_never_count(form: str) -> None:
     assert not model.embed_tokens.weight.grad[301:].any()
 
 
-@pytest.mark.parametrize("form", ["chunked", "reference"])
-def test_z_loss_is_in_the_gradient_only_and_only_in_training(form: str) -> None:
+@pytest.mark.parametrize("kernel", ["chunked", "reference"])
+def test_z_loss_is_in_the_gradient_only_and_only_in_training(kernel: str) -> None:
     tokens = some_tokens()
     targets = tokens.roll(-1, 1)
-    targets[:, :5] = IGNORE
-    model = make(z_loss=0.1, ops={"cross_entropy": form}).train()
+    targets[:, :5] = IGNORE_INDEX
+    model = make(z_loss=0.1, ops={"cross_entropy": kernel}).train()
     losses = model(tokens, targets_BS=targets)
     with torch.no_grad():
         torch.testing.assert_close(losses, make()(tokens, targets_BS=targets), atol=1e-5, rtol=1e-5)
     losses.mean().backward()
     other = make().train()
     logits = other(tokens)
-    plain = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE, reduction="none")
-    extra = 0.1 * logits.logsumexp(-1).square() * (targets != IGNORE)
+    plain = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none"
+    )
+    extra = 0.1 * logits.logsumexp(-1).square() * (targets != IGNORE_INDEX)
     (plain + extra).mean().backward()
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one.grad, two.grad, atol=2e-5, rtol=1e-4)
@@ -65,8 +67,8 @@ def test_the_further_block_learns_the_token_after_next_and_leaves_the_loss_alone
     losses = []
     for _ in range(30):
         state = plain.embed_tokens(inputs)
-        rotary, plans = model.rotary(0, 40, None), model.plans(40, None)
-        out, _ = model.mtp(state, model.embed_tokens(targets), rotary, plans[None])
+        rotary, masks = model.rotary(0, 40, None), model.attention_masks(40, None)
+        out, _ = model.mtp(state, model.embed_tokens(targets), rotary, masks[None])
         loss = model.lm_head(out[:, :-1], targets[:, 1:]).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -83,18 +85,18 @@ def test_the_token_after_next_is_never_of_another_document() -> None:
     for shift in (0, 1):
         changed = tokens.clone()
         changed[0, 21:] = (changed[0, 21:] + shift).clamp(max=319)
-        model = make(mtp_weight=0.5, n_layers=1).train()
+        model = make(mtp_weight=0.5, num_hidden_layers=1).train()
         starts = document_starts(changed[:, :-1], 7)
         targets = changed[:, 1:].clone()
-        targets[:, 19:] = IGNORE  # the second document, and the first one's end
-        model(changed[:, :-1], targets_BS=targets, starts_BS=starts).sum().backward()
+        targets[:, 19:] = IGNORE_INDEX  # the second document, and the first one's end
+        model(changed[:, :-1], targets_BS=targets, doc_starts_BS=starts).sum().backward()
         gradients.append(model.mtp.proj.weight.grad)
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("form", ["sdpa", "reference"])
-def test_a_window_hides_what_is_farther_back(form: str) -> None:
-    model, tokens = make(sliding_window=4, n_layers=1, ops={"attention": form}), some_tokens()
+@pytest.mark.parametrize("kernel", ["sdpa", "reference"])
+def test_a_window_hides_what_is_farther_back(kernel: str) -> None:
+    model, tokens = make(sliding_window=4, num_hidden_layers=1, ops={"attention": kernel}), some_tokens()
     changed = tokens.clone()
     changed[:, 10] = (changed[:, 10] + 1) % 320
     with torch.inference_mode():
@@ -104,15 +106,17 @@ def test_a_window_hides_what_is_farther_back(form: str) -> None:
 
 
 def test_layers_with_and_without_window() -> None:
-    config = ModelConfig.model_validate({**SMALL, "n_layers": 6, "sliding_window": 8, "global_every": 3})
-    assert [config.window(layer) for layer in range(6)] == [8, 8, None, 8, 8, None]
+    config = ModelConfig.model_validate(
+        {**SMALL, "num_hidden_layers": 6, "sliding_window": 8, "full_attention_interval": 3}
+    )
+    assert [config.layer_window(layer) for layer in range(6)] == [8, 8, None, 8, 8, None]
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:
     for changes, named in [
-        ({"global_every": 2}, "sliding_window"),
-        ({"moe": {**EXPERTS, "first_dense": 3}}, "first_dense"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "original_context"),
+        ({"full_attention_interval": 2}, "sliding_window"),
+        ({"moe": {**EXPERTS, "first_k_dense_replace": 3}}, "first_k_dense_replace"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "original_max_position_embeddings"),
     ]:
         with pytest.raises(ValueError, match=named):
             ModelConfig.model_validate({**SMALL, **changes})

@@ -4,31 +4,31 @@ import pytest
 import torch
 
 from tests.model.helpers import EXPERTS, SMALL, make, some_tokens
-from zero2all.model import IGNORE, KVCache, Z2all
+from zero2all.model import IGNORE_INDEX, KVCache, Z2all
 from zero2all.recipe import PRESETS, ModelConfig
 
 VARIANTS = {
     "gqa": {},
-    "mha": {"n_kv_heads": 4},
-    "mqa": {"n_kv_heads": 1},
-    "tied": {"tied": True},
+    "mha": {"num_key_value_heads": 4},
+    "mqa": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
     "bias": {"qkv_bias": True},
     "qk-norm": {"qk_norm": True},
-    "qk-norm, bias, tied": {"qk_norm": True, "qkv_bias": True, "tied": True},
+    "qk-norm, bias, tied": {"qk_norm": True, "qkv_bias": True, "tie_word_embeddings": True},
     "wide heads": {"head_dim": 32},
-    "window": {"sliding_window": 7, "global_every": 2},
+    "window": {"sliding_window": 7, "full_attention_interval": 2},
     "experts": {"moe": EXPERTS},
-    "soft-cap": {"logit_softcap": 5.0},
+    "soft-cap": {"final_logit_softcapping": 5.0},
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("pieces", [[40], [39, 1], [1] * 40, [10, 7, 1, 22]])
-def test_cache_gives_the_logits_of_the_whole_sequence(variant: str, pieces: list[int]) -> None:
+@pytest.mark.parametrize("chunks", [[40], [39, 1], [1] * 40, [10, 7, 1, 22]])
+def test_cache_gives_the_logits_of_the_full_sequence(variant: str, chunks: list[int]) -> None:
     model, tokens = make(**VARIANTS[variant]), some_tokens()
     cache = KVCache(model.config, batch=2, length=40, device=torch.device("cpu"), dtype=torch.float32)
     with torch.inference_mode():
-        parts = [model(piece, cache=cache) for piece in tokens.split(pieces, dim=1)]
+        parts = [model(chunk, cache=cache) for chunk in tokens.split(chunks, dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), atol=2e-5, rtol=1e-4)
 
 
@@ -45,7 +45,7 @@ def test_no_token_sees_what_comes_after_it() -> None:
 def test_losses_are_those_of_the_logits_and_ignored_targets_count_for_nothing() -> None:
     model, tokens = make(), some_tokens(length=41)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
-    targets[:, :7] = IGNORE
+    targets[:, :7] = IGNORE_INDEX
     with torch.inference_mode():
         losses = model(inputs, targets_BS=targets)
         plain = -model(inputs).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
@@ -63,7 +63,7 @@ def test_a_fresh_model_knows_nothing() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_seed_decides_the_weights_and_meta_build_gives_the_same(tied: bool) -> None:
-    config = ModelConfig.model_validate({**SMALL, "tied": tied})
+    config = ModelConfig.model_validate({**SMALL, "tie_word_embeddings": tied})
     with torch.device("meta"):
         empty = Z2all(config)
     filled = empty.to_empty(device="cpu").init_weights(3)
@@ -107,7 +107,7 @@ def test_presets_have_the_size_in_their_name(preset: str, low: float, high: floa
     with torch.device("meta"):
         model = Z2all(ModelConfig(preset=preset, vocab_size=vocab_size))
     count = sum(parameter.numel() for parameter in model.parameters())
-    tables = model.embed_tokens.weight.numel() * (1 if model.config.tied else 2)
+    tables = model.embed_tokens.weight.numel() * (1 if model.config.tie_word_embeddings else 2)
     if preset == "z2all-1.1b":
         assert count == 1_255_499_776
         tables //= 2

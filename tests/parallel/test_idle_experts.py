@@ -10,19 +10,19 @@ from torch.distributed.tensor import DTensor
 from tests.model import poison
 from tests.ranks import on_ranks
 from zero2all.model.moe import MoE
-from zero2all.parallel import Layout, Spread
+from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, ParallelRecipe
 
 CONFIG = ModelConfig.model_validate(
     {
         "hidden_size": 32,
         "intermediate_size": 64,
-        "n_layers": 2,
-        "n_heads": 2,
-        "n_kv_heads": 1,
-        "context": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 16,
         "vocab_size": 64,
-        "moe": {"experts": 4, "top_k": 2, "expert_intermediate": 16, "balance": "bias"},
+        "moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "load_balancing": "bias"},
     }
 )
 
@@ -30,18 +30,18 @@ CONFIG = ModelConfig.model_validate(
 def gradients(sizes: dict[str, int]) -> dict[str, Tensor]:
     """Every token wants the first two experts of four, so with ep 2 the second rank receives nothing."""
     recipe = ParallelRecipe.model_validate(sizes)
-    layout = Layout.start(recipe, torch.device("cpu"))
-    spread = Spread(CONFIG, recipe, layout, seed=0)
-    for mixture in spread.model.modules():
-        if isinstance(mixture, MoE):
-            mixture.bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
+    mesh = ParallelMesh.init_distributed(recipe, torch.device("cpu"))
+    parallel_model = ParallelModel(CONFIG, recipe, mesh, seed=0)
+    for module in parallel_model.model.modules():
+        if isinstance(module, MoE):
+            module.bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
     tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(0))
-    own = tokens.chunk(layout.sizes.dp)[layout.dp_rank]
-    spread.backward(own[:, :-1], own[:, 1:], tokens[:, 1:].numel())
-    found = {name: p.grad for name, p in spread.model.named_parameters() if p.grad is not None}
-    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
-    spread.close()
-    return whole
+    own = tokens.chunk(mesh.dims.dp)[mesh.dp_rank]
+    parallel_model.forward_backward(own[:, :-1], own[:, 1:], tokens[:, 1:].numel())
+    found = {name: p.grad for name, p in parallel_model.model.named_parameters() if p.grad is not None}
+    full = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+    parallel_model.close()
+    return full
 
 
 def with_the_worst_kernel(sizes: dict[str, int]) -> dict[str, Tensor]:

@@ -4,21 +4,28 @@ import math
 
 import torch
 
-from zero2all.parallel import Layout, Spread
-from zero2all.parallel.loss_scale import PATIENCE, LossScale
+from zero2all.parallel import ParallelMesh, ParallelModel
+from zero2all.parallel.loss_scale import GROWTH_INTERVAL, DynamicLossScaler
 from zero2all.recipe import ModelConfig, ParallelRecipe
 
-CONFIG = ModelConfig(hidden_size=64, intermediate_size=128, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=128)
+CONFIG = ModelConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    vocab_size=128,
+)
 
 
 def gradients(dtype: torch.dtype, smaller: float = 1.0) -> tuple[float, dict[str, torch.Tensor]]:
     """Norm and gradients of one batch, its loss made smaller by a factor."""
-    layout = Layout.start(ParallelRecipe(), torch.device("cpu"))
-    spread = Spread(CONFIG, ParallelRecipe(), layout, seed=0, dtype=dtype)
+    mesh = ParallelMesh.init_distributed(ParallelRecipe(), torch.device("cpu"))
+    parallel_model = ParallelModel(CONFIG, ParallelRecipe(), mesh, seed=0, dtype=dtype)
     tokens = torch.randint(0, 128, (4, 33), generator=torch.Generator().manual_seed(0))
-    spread.backward(tokens[:, :-1], tokens[:, 1:], tokens[:, 1:].numel() * smaller)
-    norm = spread.clip(math.inf).item()
-    return norm, {name: p.grad for name, p in spread.model.named_parameters() if p.grad is not None}
+    parallel_model.forward_backward(tokens[:, :-1], tokens[:, 1:], tokens[:, 1:].numel() * smaller)
+    norm = parallel_model.clip_grad_norm_(math.inf).item()
+    return norm, {name: p.grad for name, p in parallel_model.model.named_parameters() if p.grad is not None}
 
 
 def test_a_scaled_loss_gives_the_gradient_of_the_loss() -> None:
@@ -37,11 +44,11 @@ def test_small_gradients_are_not_lost() -> None:
 
 
 def test_the_scale_falls_with_an_overflow_and_rises_after_quiet_steps() -> None:
-    scale = LossScale()
-    assert not scale.fits(math.inf)
+    scale = DynamicLossScaler()
+    assert not scale.update(math.inf)
     assert scale.value == 2.0**15
-    assert all(scale.fits(1.0) for _ in range(PATIENCE))
+    assert all(scale.update(1.0) for _ in range(GROWTH_INTERVAL))
     assert scale.value == 2.0**16
-    again = LossScale()
-    again.load(scale.state())
+    again = DynamicLossScaler()
+    again.load_state_dict(scale.state_dict())
     assert vars(again) == vars(scale)

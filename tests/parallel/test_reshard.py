@@ -1,4 +1,4 @@
-"""A checkpoint of one layout goes on in another."""
+"""A checkpoint of one parallel layout resumes in another."""
 
 from __future__ import annotations
 
@@ -17,68 +17,80 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.ranks import on_ranks
-from zero2all.parallel import Layout, Sizes, Spread
+from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, ParallelRecipe
 
 CONFIG = ModelConfig(
-    hidden_size=32, intermediate_size=64, n_layers=4, n_heads=4, n_kv_heads=2, context=16, vocab_size=64
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=16,
+    vocab_size=64,
 )
 # Groups of an optimizer list parameters by number, and pipeline ranks have different ones: names instead.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 LAYOUTS = [{}, {"tp": 2, "pp": 2, "schedule": "1f1b"}, {"pp": 2, "schedule": "zbv"}, {"dp_replicate": 2, "cp": 2}]
 
 
-def begin(sizes: dict[str, Any], world: int, seed: int) -> tuple[Spread, torch.optim.Optimizer]:
+def begin(sizes: dict[str, Any], world: int, seed: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
     recipe = ParallelRecipe(**sizes)
-    spread = Spread(CONFIG, recipe, Layout(Sizes.of(recipe, world), torch.device("cpu")), seed=seed)
-    return spread, torch.optim.AdamW(spread.groups(spread.model.parameters()), lr=1e-2, fused=True)
+    parallel_model = ParallelModel(
+        CONFIG, recipe, ParallelMesh(ParallelDims.from_recipe(recipe, world), torch.device("cpu")), seed=seed
+    )
+    return parallel_model, torch.optim.AdamW(
+        parallel_model.param_groups(parallel_model.model.parameters()), lr=1e-2, fused=True
+    )
 
 
-def step(spread: Spread, optimizer: torch.optim.Optimizer, number: int) -> float:
+def step(parallel_model: ParallelModel, optimizer: torch.optim.Optimizer, number: int) -> float:
     tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(number))
-    first, last = spread.layout.samples(8)
-    losses = spread.backward(tokens[first:last, :-1], tokens[first:last, 1:], divisor=128)
-    spread.clip(1.0)
+    first, last = parallel_model.mesh.sample_range(8)
+    losses = parallel_model.forward_backward(tokens[first:last, :-1], tokens[first:last, 1:], divisor=128)
+    parallel_model.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return spread.total(losses.sum()).item() / 128
+    return parallel_model.all_reduce_sum(losses.sum()).item() / 128
 
 
-def state(spread: Spread, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state(parallel_model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
-        "model": get_model_state_dict(spread.model),
-        "optimizer": get_optimizer_state_dict(spread.model, optimizer, options=BY_NAME),
+        "model": get_model_state_dict(parallel_model.model),
+        "optimizer": get_optimizer_state_dict(parallel_model.model, optimizer, options=BY_NAME),
     }
 
 
-def load(spread: Spread, optimizer: torch.optim.Optimizer, directory: Path, alone: bool) -> None:
-    loaded = state(spread, optimizer)
+def load(parallel_model: ParallelModel, optimizer: torch.optim.Optimizer, directory: Path, alone: bool) -> None:
+    loaded = state(parallel_model, optimizer)
     state_dict_loader.load(loaded, checkpoint_id=directory, no_dist=alone)
-    set_model_state_dict(spread.model, loaded["model"])
-    set_optimizer_state_dict(spread.model, optimizer, loaded["optimizer"], options=BY_NAME)
+    set_model_state_dict(parallel_model.model, loaded["model"])
+    set_optimizer_state_dict(parallel_model.model, optimizer, loaded["optimizer"], options=BY_NAME)
 
 
-def hand_on(directory: Path) -> list[list[float]]:
+def train_in_every_layout(directory: Path) -> list[list[float]]:
     """Two steps in each layout, from where the one before stopped; after the last, all is saved once more."""
     found = []
     for number, sizes in enumerate(LAYOUTS):
-        spread, optimizer = begin(sizes, 4, seed=number)  # another seed: what counts must come from the checkpoint
+        parallel_model, optimizer = begin(
+            sizes, 4, seed=number
+        )  # another seed: what counts must come from the checkpoint
         if number:
-            load(spread, optimizer, directory / str(number - 1), alone=False)
-        found.append([step(spread, optimizer, 2 * number + turn) for turn in range(2)])
-        state_dict_saver.save(state(spread, optimizer), checkpoint_id=directory / str(number))
+            load(parallel_model, optimizer, directory / str(number - 1), alone=False)
+        found.append([step(parallel_model, optimizer, 2 * number + turn) for turn in range(2)])
+        state_dict_saver.save(state(parallel_model, optimizer), checkpoint_id=directory / str(number))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_run_passed_from_layout_to_layout_equals_one_process(tmp_path: Path) -> None:
-    by_rank = on_ranks(4, hand_on, tmp_path)
+    by_rank = on_ranks(4, train_in_every_layout, tmp_path)
     assert all(rank == by_rank[0] for rank in by_rank)
     found = [loss for pair in by_rank[0] for loss in pair]
-    spread, optimizer = begin({}, 1, seed=0)
-    expected = [step(spread, optimizer, number) for number in range(2 * len(LAYOUTS))]
+    parallel_model, optimizer = begin({}, 1, seed=0)
+    expected = [step(parallel_model, optimizer, number) for number in range(2 * len(LAYOUTS))]
     assert found == pytest.approx(expected, abs=5e-6)
     one, its_optimizer = begin({}, 1, seed=99)
     load(one, its_optimizer, tmp_path / str(len(LAYOUTS) - 1), alone=True)
-    assert step(one, its_optimizer, 100) == pytest.approx(step(spread, optimizer, 100), abs=5e-6)
+    assert step(one, its_optimizer, 100) == pytest.approx(step(parallel_model, optimizer, 100), abs=5e-6)

@@ -64,7 +64,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "infinity": ("train: {steps: 1, optimizer: {lr: .inf}}", "train.optimizer.lr.*finite"),
     "infinity by digits": ("train: {steps: 1, optimizer: {lr: 1e400}}", "train.optimizer.lr.*finite"),
     "not a number": ("train: {steps: 1, optimizer: {lr: .nan}}", "train.optimizer.lr.*finite"),
-    "an integer beyond 64 bits": ("track: {print_every: 99999999999999999999}", "track.print_every.*too large"),
+    "an integer beyond 64 bits": ("track: {log_every: 99999999999999999999}", "track.log_every.*too large"),
     "two documents": ("seed: 1\n---\nseed: 2", "line 2"),
     "a control character": ("seed: 1\x00", "is not YAML"),
     "an open bracket": ("seed: [1", "line 1"),
@@ -112,7 +112,7 @@ def test_a_hostile_recipe_is_refused_with_its_position(tmp_path: Path, what: str
         "seed.x=1",
         "corpus.sources.0.name=x",
         "train.optimizer.lr=.inf",
-        "model.n_layers=yes",
+        "model.num_hidden_layers=yes",
         "seed=" + "x" * 2**21,
     ],
 )
@@ -143,7 +143,7 @@ def test_an_alias_may_be_used_and_an_override_changes_one_place_only() -> None:
     """
     recipe = parse_recipe(text)
     assert [(source.name, source.paths) for source in recipe.corpus.sources] == [("a", ["x"]), ("b", ["x"])]
-    shared = "model: &m {n_layers: 2}\nevals: *m"
+    shared = "model: &m {num_hidden_layers: 2}\nevals: *m"
     values, _ = read_yaml(shared, "x")
     assert values["model"] is not values["evals"]
 

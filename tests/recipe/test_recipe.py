@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,10 @@ def problems_of(text: str, *overrides: str) -> dict[str, str]:
     return {problem.path: str(problem) for problem in caught.value.problems}
 
 
-def test_five_different_mistakes_are_named_in_one_go() -> None:
+def test_five_different_mistakes_are_reported_at_once() -> None:
     found = problems_of(
         """
-        model: {preset: z2all-3m, n_head: 3}
+        model: {preset: z2all-3m, num_attention_head: 3}
         train: {steps: 10, batch_tokens: 1000, optimizer: {lr: fast}}
         tokenizer: {vocab_size: 1000}
         corpus:
@@ -30,20 +31,20 @@ def test_five_different_mistakes_are_named_in_one_go() -> None:
         """
     )
     assert set(found) == {
-        "model.n_head",  # no such key
+        "model.num_attention_head",  # no such key
         "train.optimizer.lr",  # not a number
         "tokenizer.vocab_size",  # a rule of its own
         "corpus.sources.0.paths",  # missing
         "train",  # two fields that do not fit, hidden behind the wrong lr until that is out of the way
     }
-    assert "did you mean n_heads?" in found["model.n_head"]
+    assert "did you mean num_attention_heads?" in found["model.num_attention_head"]
     assert "line 4" in found["tokenizer.vocab_size"]
     assert "1024" in found["tokenizer.vocab_size"]
 
 
-def test_sections_that_disagree_are_named_beside_single_mistakes() -> None:
+def test_sections_that_disagree_are_reported_beside_single_mistakes() -> None:
     found = problems_of("{train: {steps: 5, seq_len: 4096, batch_tokens: 4096}, evals: {token: 5}}")
-    assert "longer than model.context" in found["recipe"]
+    assert "longer than model.max_position_embeddings" in found["recipe"]
     assert "did you mean tokens?" in found["evals.token"]
 
 
@@ -73,14 +74,14 @@ def test_each_rule_can_fail(text: str, path: str) -> None:
         ("tokenizer: {vocab_size: 64}", {"tokenizer.vocab_size"}),
     ],
 )
-def test_no_mistake_is_named_that_nobody_made(text: str, paths: set[str]) -> None:
+def test_no_mistake_is_reported_that_nobody_made(text: str, paths: set[str]) -> None:
     assert set(problems_of(text)) == paths
 
 
 def test_another_preset_on_a_resolved_recipe_is_another_shape() -> None:
     resolved = recipe_yaml(parse_recipe("{train: {steps: 1}, model: {preset: z2all-3m, qk_norm: true}}"))
-    model = parse_recipe(resolved, ["model.preset=z2all-25m", "model.n_layers=3"]).model
-    assert (model.hidden_size, model.n_layers, model.qk_norm) == (512, 3, True)
+    model = parse_recipe(resolved, ["model.preset=z2all-25m", "model.num_hidden_layers=3"]).model
+    assert (model.hidden_size, model.num_hidden_layers, model.qk_norm) == (512, 3, True)
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("4.1M", 4_100_000), ("16.1K", 16_100), ("64Ki", 65536), ("1e3", 1000)])
@@ -89,8 +90,10 @@ def test_counts_as_people_write_them(text: str, tokens: int) -> None:
 
 
 def test_overrides_win_and_a_length_replaces_a_length_of_another_unit() -> None:
-    recipe = parse_recipe("train: {tokens: 10M}", ["train.steps=200", "model.n_layers=4", "train.optimizer.lr=1e-3"])
-    assert (recipe.train.steps, recipe.train.tokens, recipe.model.n_layers) == (200, None, 4)
+    recipe = parse_recipe(
+        "train: {tokens: 10M}", ["train.steps=200", "model.num_hidden_layers=4", "train.optimizer.lr=1e-3"]
+    )
+    assert (recipe.train.steps, recipe.train.tokens, recipe.model.num_hidden_layers) == (200, None, 4)
     assert recipe.train.optimizer.lr == 1e-3
 
 
@@ -105,7 +108,7 @@ def test_a_resolved_recipe_loads_as_itself() -> None:
     assert parse_recipe(recipe_yaml(recipe)) == recipe
 
 
-def test_shipped_recipes_are_right() -> None:
+def test_shipped_recipes_are_valid() -> None:
     for path in (ROOT / "recipes").glob("**/*.yaml"):
         load_recipe(path)
 
@@ -115,10 +118,15 @@ def test_a_missing_recipe_names_its_neighbours() -> None:
         load_recipe(ROOT / "recipes" / "quikstart.yaml")
 
 
-def test_schema_describes_every_section() -> None:
+def test_the_schema_describes_every_field_in_sentences() -> None:
     schema = json.loads(recipe_schema())
     assert set(schema["properties"]) == set(Recipe.model_fields)
-    assert "description" in schema["$defs"]["TrainRecipe"]["properties"]["batch_tokens"]
+    for section in (schema, *schema["$defs"].values()):
+        for name, field in section["properties"].items():
+            referenced = schema["$defs"].get(field.get("$ref", "").split("/")[-1], {})  # which may describe itself
+            text = field.get("description") or referenced.get("description", "")
+            assert re.fullmatch(r"[A-Z`].*\.", text, re.DOTALL), f"{section['title']}.{name}: {text!r}"
+            assert not text.startswith("Of "), f"{section['title']}.{name}: {text!r}"
 
 
 def test_every_preset_is_a_valid_shape() -> None:
@@ -128,8 +136,8 @@ def test_every_preset_is_a_valid_shape() -> None:
 
 def test_reference_shape() -> None:
     model = parse_recipe("model: {preset: z2all-1.1b}", ["train.steps=1"]).model
-    assert (model.hidden_size, model.intermediate_size, model.n_layers) == (2048, 5632, 22)
-    assert (model.n_heads, model.n_kv_heads, model.context) == (32, 8, 2048)
+    assert (model.hidden_size, model.intermediate_size, model.num_hidden_layers) == (2048, 5632, 22)
+    assert (model.num_attention_heads, model.num_key_value_heads, model.max_position_embeddings) == (32, 8, 2048)
     assert (model.vocab_size, model.rope_theta) == (64320, 10000.0)
 
 

@@ -11,13 +11,13 @@ from zero2all.tokenizer import Tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="session")
-def tokenizer(world: Path) -> Tokenizer:
-    return Tokenizer(world / "tokenizer")
+def tokenizer(workspace: Path) -> Tokenizer:
+    return Tokenizer(workspace / "tokenizer")
 
 
 @pytest.fixture(scope="session")
 def real_texts(shared_corpus: Path) -> dict[str, list[str]]:
-    """Held-out documents of the shared corpus by domain."""
+    """Validation documents of the shared corpus by domain."""
     return {
         name: [json.loads(line)["text"] for line in open(shared_corpus / "valid" / f"{name}_valid.jsonl", "rb")]
         for name in ("zh", "en", "code")

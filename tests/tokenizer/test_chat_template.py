@@ -10,10 +10,10 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 @pytest.fixture(scope="module")
-def theirs(world: Path) -> Any:
+def theirs(workspace: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(world / "tokenizer")
+    return AutoTokenizer.from_pretrained(workspace / "tokenizer")
 
 
 def test_messages_become_chatml(theirs: Any) -> None:

@@ -18,10 +18,10 @@ Definition = dict[str, Any]
 
 def without(*keys: str) -> Callable[[Definition], Any]:
     def change(definition: Definition) -> Definition:
-        place = definition
+        parent = definition
         for key in keys[:-1]:
-            place = place[key]
-        del place[keys[-1]]
+            parent = parent[key]
+        del parent[keys[-1]]
         return definition
 
     return change
@@ -29,10 +29,10 @@ def without(*keys: str) -> Callable[[Definition], Any]:
 
 def with_(value: Any, *keys: str | int) -> Callable[[Definition], Any]:
     def change(definition: Definition) -> Definition:
-        place: Any = definition
+        parent: Any = definition
         for key in keys[:-1]:
-            place = place[key]
-        place[keys[-1]] = value
+            parent = parent[key]
+        parent[keys[-1]] = value
         return definition
 
     return change
@@ -70,14 +70,14 @@ DAMAGES: dict[str, Callable[[Definition], Any]] = {
 
 
 @pytest.fixture
-def tokenizer(world: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(world / "tokenizer", tmp_path / "tokenizer"))
+def tokenizer(workspace: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(workspace / "tokenizer", tmp_path / "tokenizer"))
 
 
 def use(directory: Path) -> None:
     tokenizer = Tokenizer(directory)
     ids = tokenizer.encode("春 the def")
-    assert tokenizer.decode([*ids, tokenizer.end_of_text])
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id])
     tokenizer.encode_batch(["a"])
 
 
@@ -92,7 +92,7 @@ def test_a_damaged_definition_is_refused_by_name(tokenizer: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
-def test_a_file_that_is_no_json_is_refused_by_name(tokenizer: Path, data: bytes) -> None:
+def test_a_file_that_is_not_json_is_refused_by_name(tokenizer: Path, data: bytes) -> None:
     (tokenizer / "tokenizer.json").write_bytes(data)
     with pytest.raises(Z2aError, match=r"tokenizer\.json"):
         use(tokenizer)
@@ -108,7 +108,7 @@ def test_a_pattern_that_backtracks_without_end_is_an_error(tokenizer: Path) -> N
         Tokenizer(tokenizer).encode("a" * 5000 + "c")
 
 
-def test_a_sound_tokenizer_passes(tokenizer: Path) -> None:
+def test_a_valid_tokenizer_passes(tokenizer: Path) -> None:
     use(tokenizer)
 
 
@@ -119,4 +119,4 @@ def test_a_tokenizer_of_others_encodes_without_our_end_of_text(tokenizer: Path) 
     theirs = Tokenizer(tokenizer)
     assert theirs.decode(theirs.encode("the 春")) == "the 春"
     with pytest.raises(Z2aError, match=r"tokenizer\.json has no special token <\|endoftext\|>"):
-        _ = theirs.end_of_text
+        _ = theirs.eos_token_id

@@ -14,7 +14,7 @@ from zero2all.io import write_json
 from zero2all.model import Z2all, grow_embeddings
 from zero2all.recipe import ModelConfig
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokenizer.extend import extend_tokenizer, token_pieces
+from zero2all.tokenizer.extend import decompose_new_tokens, extend_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_an_extended_tokenizer_keeps_every_old_id(tokenizer: Tokenizer, extended
     assert extended.decode(extended.encode(text)) == text
 
 
-def test_the_size_is_right_without_padding_too(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_size_is_exact_without_padding_too(tokenizer: Tokenizer, tmp_path: Path) -> None:
     made = extend_tokenizer(
         tokenizer.directory, ["acetylsalicylic thrombocytopenia 乙酰水杨酸血小板减少症"] * 50, 64, tmp_path / "t"
     )
@@ -55,17 +55,17 @@ def test_every_reader_agrees_on_an_extended_tokenizer(extended: Tokenizer) -> No
     texts = ["acetylsalicylic acid <|im_end|> 乙酰水杨酸", "thrombocytopenia\n\n血小板 減少", "the model 123456"]
     expected = [theirs(text, split_special_tokens=True)["input_ids"] for text in texts]
     for name in ("hf", "tiktoken", "gigatoken"):
-        encoded = Tokenizer(extended.directory, engine=name).encode_batch(texts)  # type: ignore[arg-type]
+        encoded = Tokenizer(extended.directory, backend=name).encode_batch(texts)  # type: ignore[arg-type]
         assert [ids.tolist() for ids in encoded] == expected
     chat = [{"role": "user", "content": "乙酰水杨酸?"}]
     assert theirs.apply_chat_template(chat)["input_ids"] == extended.render_chat(chat)
 
 
-def test_the_pieces_of_new_tokens_spell_them(tokenizer: Tokenizer, extended: Tokenizer) -> None:
-    pieces = token_pieces(tokenizer, extended)
-    assert len(pieces) == extended.vocab_size - tokenizer.vocab_size
+def test_the_old_ids_of_new_tokens_spell_them(tokenizer: Tokenizer, extended: Tokenizer) -> None:
+    old_ids = decompose_new_tokens(tokenizer, extended)
+    assert len(old_ids) == extended.vocab_size - tokenizer.vocab_size
     special = set(extended.special_ids.values())
-    for id, ids in enumerate(pieces, tokenizer.vocab_size):
+    for id, ids in enumerate(old_ids, tokenizer.vocab_size):
         if id in special:
             assert ids == []
         else:
@@ -82,30 +82,32 @@ def test_an_extended_tokenizer_can_be_extended(extended: Tokenizer, tmp_path: Pa
     assert again.vocab_size == extended.vocab_size + 64
 
 
-def test_a_tokenizer_cut_in_another_way_is_not_extended(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    definition = json.loads(tokenizer.file)
+def test_a_tokenizer_with_another_pattern_is_not_extended(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    definition = json.loads(tokenizer.json_bytes)
     definition["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\w+|\W+"
     write_json(tmp_path / "tokenizer.json", definition)
-    with pytest.raises(UsageError, match="cuts text by one of"):
+    with pytest.raises(UsageError, match="splits text by one of"):
         extend_tokenizer(tmp_path, ["a"], 1, tmp_path / "out")
 
 
-def test_a_grown_model_is_the_old_one_and_knows_new_tokens_by_their_pieces(
+def test_a_grown_model_keeps_old_rows_and_averages_those_of_new_tokens(
     tokenizer: Tokenizer, extended: Tokenizer
 ) -> None:
-    pieces = token_pieces(tokenizer, extended)
+    old_ids = decompose_new_tokens(tokenizer, extended)
     for tied in (True, False):
         config = ModelConfig(
-            hidden_size=32, intermediate_size=64, n_layers=2, n_heads=4, n_kv_heads=2, context=64, tied=tied,
+            hidden_size=32, intermediate_size=64,
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=64, tie_word_embeddings=tied,
             vocab_size=tokenizer.vocab_size,
         )  # fmt: skip
         model = Z2all(config).init_weights(seed=1)
-        grown = grow_embeddings(model, pieces)
+        grown = grow_embeddings(model, old_ids)
         ids = torch.tensor([tokenizer.encode("the model reads")])
         assert torch.equal(grown(ids)[..., : tokenizer.vocab_size], model(ids))
         assert grown.config.vocab_size == extended.vocab_size
         for old, new in ((model.embed_tokens, grown.embed_tokens), (model.lm_head, grown.lm_head)):
-            for row, of in zip(new.weight[tokenizer.vocab_size :], pieces, strict=True):
+            for row, of in zip(new.weight[tokenizer.vocab_size :], old_ids, strict=True):
                 wanted = (old.weight[of] if of else old.weight).mean(0)
                 np.testing.assert_allclose(row.detach(), wanted.detach(), atol=1e-7)
         assert (grown.lm_head.weight is grown.embed_tokens.weight) == tied

@@ -1,4 +1,4 @@
-"""Text of users and documents never becomes a special token, whatever it says and wherever it stands."""
+"""Text of users and documents never becomes a special token, whatever it says and wherever it is."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def through_a_copy(tokenizer: Tokenizer, root: Path) -> Tokenizer:
 
 WAYS: dict[str, Callable[[Tokenizer, Path], Tokenizer]] = {
     "as loaded": lambda tokenizer, root: tokenizer,
-    "gigatoken": lambda tokenizer, root: Tokenizer(tokenizer.directory, engine="gigatoken"),
-    "tiktoken": lambda tokenizer, root: Tokenizer(tokenizer.directory, engine="tiktoken"),
-    "hf": lambda tokenizer, root: Tokenizer(tokenizer.directory, engine="hf"),
+    "gigatoken": lambda tokenizer, root: Tokenizer(tokenizer.directory, backend="gigatoken"),
+    "tiktoken": lambda tokenizer, root: Tokenizer(tokenizer.directory, backend="tiktoken"),
+    "hf": lambda tokenizer, root: Tokenizer(tokenizer.directory, backend="hf"),
     "pickle": lambda tokenizer, root: pickle.loads(pickle.dumps(tokenizer)),
     "deepcopy": lambda tokenizer, root: copy.deepcopy(tokenizer),
     "copied": through_a_copy,
@@ -81,7 +81,7 @@ def test_no_text_becomes_a_special_token(tokenizer: Tokenizer, way: str, tmp_pat
 
 @pytest.mark.parametrize("encode", [Tokenizer.encode, lambda t, text, allow: t.encode_batch([text], allow)[0].tolist()])
 def test_special_tokens_are_allowed_by_name_only(tokenizer: Tokenizer, encode: Callable[..., list[int]]) -> None:
-    pad, end, text = tokenizer.special_ids["<|pad|>"], tokenizer.end_of_text, "a<|pad|>b<|endoftext|>"
+    pad, end, text = tokenizer.special_ids["<|pad|>"], tokenizer.eos_token_id, "a<|pad|>b<|endoftext|>"
     a, b = tokenizer.encode("a"), tokenizer.encode("b")
     as_text = tokenizer.encode("b<|endoftext|>")
     assert encode(tokenizer, text, "all") == [*a, pad, *b, end]

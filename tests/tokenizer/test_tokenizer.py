@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from tests.conftest import tiny_recipe
 from zero2all.corpus import build_corpus
 from zero2all.corpus.document import make_gid
-from zero2all.corpus.finish import is_held_out
+from zero2all.corpus.document_shards import is_validation
 from zero2all.errors import Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe, TokenizerRecipe
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokenizer.vocabulary import SPECIAL_TOKENS, byte_alphabet
 
 
-def test_any_text_comes_back(tokenizer: Tokenizer) -> None:
+def test_any_text_round_trips(tokenizer: Tokenizer) -> None:
     @settings(max_examples=300, deadline=None, derandomize=True)
     @given(st.text())
     def check(text: str) -> None:
@@ -42,48 +42,48 @@ def test_every_byte_has_a_token(tokenizer: Tokenizer) -> None:
     assert sorted(byte_alphabet().values()) == list(range(256))
 
 
-def test_size_is_as_promised_and_special_tokens_are_at_the_end(tokenizer: Tokenizer) -> None:
+def test_size_is_as_requested_and_special_tokens_are_at_the_end(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 512
     assert max(tokenizer.special_ids.values()) == 511
-    assert tokenizer.end_of_text == 512 - len(tokenizer.special_ids)
-    assert tokenizer.text_bytes[tokenizer.end_of_text] == 0
+    assert tokenizer.eos_token_id == 512 - len(tokenizer.special_ids)
+    assert tokenizer.token_byte_lengths[tokenizer.eos_token_id] == 0
 
 
-def test_plain_transformers_loads_the_directory_and_cuts_text_alike(tokenizer: Tokenizer) -> None:
+def test_plain_transformers_loads_the_directory_and_gives_the_same_ids(tokenizer: Tokenizer) -> None:
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(tokenizer.directory)
     assert len(theirs) == tokenizer.vocab_size
-    assert theirs.eos_token_id == tokenizer.end_of_text
+    assert theirs.eos_token_id == tokenizer.eos_token_id
     for text in ("the model reads", "春眠不觉晓", "def f(x):\n\treturn 12345\n", "  mixed 中文 text\r\n"):
         assert theirs(text)["input_ids"] == tokenizer.encode(text)
         assert theirs.decode(tokenizer.encode(text)) == text
 
 
-def test_training_twice_gives_the_same_bytes_and_a_rerun_is_free(world: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(world)
+def test_training_twice_gives_the_same_bytes_and_a_rerun_is_free(workspace: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(workspace)
     manifest = train_tokenizer(recipe.tokenizer, recipe.documents_dir, tmp_path / "again")
-    first, again = (path / "tokenizer.json" for path in (world / "tokenizer", tmp_path / "again"))
+    first, again = (path / "tokenizer.json" for path in (workspace / "tokenizer", tmp_path / "again"))
     assert first.read_bytes() == again.read_bytes()
     assert not manifest["reused"]
     assert train_tokenizer(recipe.tokenizer, recipe.documents_dir, tmp_path / "again")["reused"]
 
 
-def test_a_text_too_small_for_the_vocabulary_leaves_reserved_names(world: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(world, "tokenizer.vocab_size=8192")
+def test_a_text_too_small_for_the_vocabulary_leaves_reserved_names(workspace: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(workspace, "tokenizer.vocab_size=8192")
     manifest = train_tokenizer(recipe.tokenizer, recipe.documents_dir, tmp_path / "big")
     assert manifest["learned"] < 8192 - len(SPECIAL_TOKENS)
     assert manifest["vocab_size"] == Tokenizer(tmp_path / "big").vocab_size == 8192
 
 
-def test_held_out_text_is_not_trained_on(tmp_path: Path) -> None:
-    """A word that only held-out documents have must not become a token."""
+def test_validation_text_is_not_trained_on(tmp_path: Path) -> None:
+    """A word that only validation documents contain must not become a token."""
     lines = []
     for number in range(200):
         gid = make_gid("s", str(number), text := f"plain words {number} " * 5)
         marked = f"zyxwvu {number} " * 50
-        # Find an id for which the marked text is held out, too.
-        if is_held_out(gid, 0.5) and is_held_out(make_gid("s", str(number), marked), 0.5):
+        # Find an id for which the marked text is in the validation set, too.
+        if is_validation(gid, 0.5) and is_validation(make_gid("s", str(number), marked), 0.5):
             text = marked
         lines.append(json.dumps({"id": number, "text": text}))
     assert sum("zyxwvu" in line for line in lines) > 20
@@ -101,8 +101,8 @@ def test_held_out_text_is_not_trained_on(tmp_path: Path) -> None:
     assert manifest["trained_on_bytes"] == documents["splits"]["train"]["s"]["bytes"]
 
 
-def test_missing_directories_say_which_command_makes_them(tmp_path: Path, world: Path) -> None:
+def test_missing_directories_say_which_command_makes_them(tmp_path: Path, workspace: Path) -> None:
     with pytest.raises(Z2aError, match="z2a tokenizer train"):
         Tokenizer(tmp_path)
     with pytest.raises(Z2aError, match="z2a corpus build"):
-        train_tokenizer(tiny_recipe(world).tokenizer, tmp_path, tmp_path / "out")
+        train_tokenizer(tiny_recipe(workspace).tokenizer, tmp_path, tmp_path / "out")

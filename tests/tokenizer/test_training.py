@@ -1,4 +1,4 @@
-"""Counting and merging against what they must equal: the encoder's cutting, and the Hugging Face trainer."""
+"""Word counting against the encoder's pre-tokenizer, and merging against the Hugging Face trainer."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from zero2all.engine import Engine
 from zero2all.errors import UsageError
 from zero2all.recipe import TokenizerRecipe
 from zero2all.tokenizer import train, train_tokenizer
-from zero2all.tokenizer.count import COUNTED, Cutting, RunWriter, collect
-from zero2all.tokenizer.merge import PairIndex, byte_order, learn_merges, read_words
+from zero2all.tokenizer.merge import PairIndex, bytes_by_id, learn_merges, read_words
 from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet
+from zero2all.tokenizer.word_count import COUNTS_SCHEMA, PretokenizeConfig, SpillWriter, aggregate_counts
 
-ODD_PIECES = [
+UNUSUAL_CHARACTERS = [
     *"aZ'sSſmdt1٣²½〇々汉字⺀，éﬁKｆกᄒ😀_-\u0301\u200d\u202e\x00\U000e0001\U0010ffff\ufeff",
     *" \t\n\r\x0b\u0085\u00a0\u2028\u3000",
     *("re", "RE", "ve", "ll", "LL", "...", "  ", "\r\n"),
@@ -38,65 +38,67 @@ ODD_PIECES = [
 
 @pytest.fixture(scope="module")
 def classes() -> Any:
-    from zero2all.tokenizer.cut import character_classes
+    from zero2all.tokenizer.pretokenizer import character_classes
 
     return character_classes()
 
 
-CUTTERS = {name: pre_tokenizers.Split(Regex(pattern), "isolated") for name, pattern in PATTERNS.items()}
+SPLITTERS = {name: pre_tokenizers.Split(Regex(pattern), "isolated") for name, pattern in PATTERNS.items()}
 
 
 def theirs(pattern: str, text: str) -> list[str]:
-    return [word for word, _ in CUTTERS[pattern].pre_tokenize_str(text)] if text else []
+    return [word for word, _ in SPLITTERS[pattern].pre_tokenize_str(text)] if text else []
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_odd_text_is_cut_as_the_encoder_cuts_it(pattern: str, classes: Any) -> None:
-    from zero2all.tokenizer.cut import cut
+def test_unusual_text_is_split_as_by_the_encoder(pattern: str, classes: Any) -> None:
+    from zero2all.tokenizer.pretokenizer import pretokenize
 
     @settings(max_examples=1500, deadline=None, derandomize=True)
-    @given(st.lists(st.one_of(st.sampled_from(ODD_PIECES), st.characters(exclude_categories=["Cs"]))).map("".join))
+    @given(
+        st.lists(st.one_of(st.sampled_from(UNUSUAL_CHARACTERS), st.characters(exclude_categories=["Cs"]))).map("".join)
+    )
     def check(text: str) -> None:
-        assert cut(text, pattern, classes) == theirs(pattern, text)
+        assert pretokenize(text, pattern, classes) == theirs(pattern, text)
 
     check()
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_real_text_is_cut_as_the_encoder_cuts_it(pattern: str, classes: Any, shared_corpus: Path) -> None:
-    from zero2all.tokenizer.cut import cut
+def test_real_text_is_split_as_by_the_encoder(pattern: str, classes: Any, shared_corpus: Path) -> None:
+    from zero2all.tokenizer.pretokenizer import pretokenize
 
     for path in sorted((shared_corpus / "valid").glob("*")):
         if path.is_file():
             text = path.read_text(encoding="utf-8")[:150_000]
-            assert cut(text, pattern, classes) == theirs(pattern, text), path
+            assert pretokenize(text, pattern, classes) == theirs(pattern, text), path
 
 
-def test_chopping_only_cuts_long_runs_of_han_characters(classes: Any) -> None:
-    from zero2all.tokenizer.cut import cut
+def test_max_han_run_splits_only_long_runs_of_han_characters(classes: Any) -> None:
+    from zero2all.tokenizer.pretokenizer import pretokenize
 
-    assert cut("，" + "春" * 9 + "abc" + "眠" * 4, "zh-en-code", classes, chop=4) == [
+    assert pretokenize("，" + "春" * 9 + "abc" + "眠" * 4, "zh-en-code", classes, max_han_run=4) == [
         "，春春春春", "春春春春", "春abc眠眠眠眠",
     ]  # fmt: skip
-    assert cut("internationalisation", "zh-en-code", classes, chop=4) == ["internationalisation"]
+    assert pretokenize("internationalisation", "zh-en-code", classes, max_han_run=4) == ["internationalisation"]
 
 
-def test_bytes_that_are_no_text_are_read_within_bounds(classes: Any) -> None:
-    from zero2all.tokenizer.cut import RULES, word_end
+def test_invalid_utf8_is_read_within_bounds(classes: Any) -> None:
+    from zero2all.tokenizer.pretokenizer import PATTERN_RULES, word_end
 
     rng = random.Random(3)
     for _ in range(300):
         data = np.frombuffer(rng.randbytes(rng.randint(1, 12)), np.uint8)
-        at = 0
-        while at < data.size:
-            end = word_end(data, at, data.size, classes, *RULES["zh-en-code"])
-            assert at < end <= data.size
-            at = end
+        pos = 0
+        while pos < data.size:
+            end = word_end(data, pos, data.size, classes, *PATTERN_RULES["zh-en-code"])
+            assert pos < end <= data.size
+            pos = end
 
 
-def count(texts: list[str], work: Path, classes: Any) -> RunWriter:
-    """The runs of some texts, cut as by default and not chopped, with the smallest table."""
-    writer = RunWriter(work / "run", Cutting("zh-en-code", 0, 1.0), classes, memory=1 << 20)
+def count(texts: list[str], work: Path, classes: Any) -> SpillWriter:
+    """The spills of some texts with the default pattern, without a limit of Han runs, with the smallest table."""
+    writer = SpillWriter(work / "run", PretokenizeConfig("zh-en-code", 0, 1.0), classes, memory=1 << 20)
     for start in range(0, len(texts), 100):
         batch = texts[start : start + 100]
         writer.count(pa.array(batch), np.ones(len(batch), bool))
@@ -104,10 +106,14 @@ def count(texts: list[str], work: Path, classes: Any) -> RunWriter:
     return writer
 
 
-def add_up(runs: RunWriter, work: Path, most: int = 1 << 40, seed: int = 0) -> tuple[dict[bytes, int], dict[str, Any]]:
-    """At most so many words with their counts, and the record of adding them up."""
+def add_up(
+    spills: SpillWriter, work: Path, max_words: int = 1 << 40, seed: int = 0
+) -> tuple[dict[bytes, int], dict[str, Any]]:
+    """At most this many words with their counts, and the record of their aggregation."""
     path = work / "words.arrow"
-    record = collect(runs.paths, runs.rows, path, lambda words, letters: words, most, seed, memory=1 << 20)
+    record = aggregate_counts(
+        spills.paths, spills.row_count, path, lambda words, size: words, max_words, seed, table_memory=1 << 20
+    )
     with pa.OSFile(str(path)) as stream:
         table = pa.ipc.open_file(stream).read_all()
     return dict(zip(table["word"].to_pylist(), table["count"].to_pylist(), strict=True)), record
@@ -124,9 +130,9 @@ def sentences(number: int, seed: int = 1) -> list[str]:
 
 def test_counts_are_exact_however_often_the_table_is_full(tmp_path: Path, classes: Any) -> None:
     texts = sentences(40_000)
-    runs = count(texts, tmp_path, classes)
-    words, record = add_up(runs, tmp_path)
-    assert len(runs.paths) > 2
+    spills = count(texts, tmp_path, classes)
+    words, record = add_up(spills, tmp_path)
+    assert len(spills.paths) > 2
     assert words == Counter(word.encode() for text in texts for word in theirs("zh-en-code", text))
     assert record["threshold"] == 1
 
@@ -137,14 +143,14 @@ def test_a_word_larger_than_the_table_is_counted(tmp_path: Path, classes: Any) -
     assert words == {b"a": 1, b" b": 2, long.encode(): 2}
 
 
-def test_sampling_keeps_the_ceiling_and_is_unbiased(tmp_path: Path, classes: Any) -> None:
-    runs = count(sentences(8_000), tmp_path, classes)
-    truth, _ = add_up(runs, tmp_path)
-    most, rounds = len(truth) // 4, 10
+def test_sampling_respects_the_limit_and_is_unbiased(tmp_path: Path, classes: Any) -> None:
+    spills = count(sentences(8_000), tmp_path, classes)
+    truth, _ = add_up(spills, tmp_path)
+    max_words, rounds = len(truth) // 4, 10
     estimates = Counter[bytes]()
     for seed in range(rounds):
-        words, record = add_up(runs, tmp_path, most, seed)
-        assert most / 2.5 < len(words) <= most
+        words, record = add_up(spills, tmp_path, max_words, seed)
+        assert max_words / 2.5 < len(words) <= max_words
         assert record["threshold"] > 1
         assert all(count >= record["threshold"] for count in words.values())
         assert all(words[word] == count for word, count in truth.items() if count >= record["threshold"])
@@ -162,9 +168,9 @@ def hf_merges(words: Iterable[str], size: int, min_frequency: int, split: str | 
         show_progress=False,
     )
     tokenizer = HFTokenizer(models.BPE())
-    cutter = [pre_tokenizers.Split(Regex(split), "isolated")] if split else [pre_tokenizers.WhitespaceSplit()]
+    splitter = [pre_tokenizers.Split(Regex(split), "isolated")] if split else [pre_tokenizers.WhitespaceSplit()]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*cutter, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [*splitter, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.train_from_iterator(words, trainer)
     return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
@@ -175,45 +181,45 @@ def our_merges(
 ) -> list[tuple[str, str]]:
     """``ids`` is how many the symbols of the words must be able to tell apart."""
     path = work / "counted.arrow"
-    with pa.ipc.new_file(str(path), COUNTED) as file:
+    with pa.ipc.new_file(str(path), COUNTS_SCHEMA) as file:
         table = [pa.array(list(counts), pa.large_binary()), pa.array(list(counts.values()), pa.int64())]
-        file.write_batch(pa.record_batch(table, schema=COUNTED))
-    tokens = [bytes([byte]) for byte in byte_order()]
+        file.write_batch(pa.record_batch(table, schema=COUNTS_SCHEMA))
+    tokens = [bytes([byte]) for byte in bytes_by_id()]
     merges = learn_merges(read_words(path, ids), tokens, size, min_frequency)
     character = {byte: character for character, byte in byte_alphabet().items()}
     names = ["".join(character[byte] for byte in token) for token in tokens]
     return [(names[left], names[right]) for left, right in merges]
 
 
-def test_merges_of_odd_words_equal_those_of_the_hugging_face_trainer(tmp_path: Path) -> None:
+def test_merges_of_unusual_words_equal_those_of_the_hugging_face_trainer(tmp_path: Path) -> None:
     """Few letters and many repetitions: ties, runs such as aaaa, and tokens that arise in two ways."""
 
     @settings(max_examples=150, deadline=None, derandomize=True)
     @given(st.lists(st.text("abc", min_size=1, max_size=14), min_size=1, max_size=60), st.integers(1, 3))
-    def check(words: list[str], least: int) -> None:
+    def check(words: list[str], min_frequency: int) -> None:
         counts = Counter(word.encode() for word in words)
-        assert our_merges(counts, 330, least, tmp_path) == hf_merges(words, 330, least)
+        assert our_merges(counts, 330, min_frequency, tmp_path) == hf_merges(words, 330, min_frequency)
 
     check()
 
 
-@pytest.mark.parametrize("most_pairs", [1 << 19, 64])
+@pytest.mark.parametrize("max_pairs", [1 << 19, 64])
 def test_merges_of_real_text_equal_those_of_the_hugging_face_trainer(
-    most_pairs: int, tmp_path: Path, classes: Any, shared_corpus: Path, monkeypatch: pytest.MonkeyPatch
+    max_pairs: int, tmp_path: Path, classes: Any, shared_corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when the index holds few pairs at a time and has to be made again and again."""
-    monkeypatch.setattr("zero2all.tokenizer.merge.MOST_PAIRS", most_pairs)
-    made = []
-    make = PairIndex._make
-    monkeypatch.setattr(PairIndex, "_make", lambda index: (make(index), made.append(index.floor)))
+    """Also when the index holds few pairs at a time and is rebuilt repeatedly."""
+    monkeypatch.setattr("zero2all.tokenizer.merge.MAX_INDEXED_PAIRS", max_pairs)
+    floors = []
+    build = PairIndex._build
+    monkeypatch.setattr(PairIndex, "_build", lambda index: (build(index), floors.append(index.floor)))
     texts = [path.read_text(encoding="utf-8")[:400_000] for path in sorted((shared_corpus / "valid").glob("*.*"))]
     counts, _ = add_up(count(texts, tmp_path, classes), tmp_path)
     ours = our_merges(counts, 4000, 2, tmp_path)
-    first = list(made)
+    first = list(floors)
     assert len(ours) == 4000 - 256
     assert ours == our_merges(counts, 4000, 2, tmp_path, ids=1 << 17)
     assert ours == hf_merges(texts, 4000, 2, PATTERNS["zh-en-code"])
-    assert most_pairs > 64 or (len(first) > 3 and first == sorted(first, reverse=True))
+    assert max_pairs > 64 or (len(first) > 3 and first == sorted(first, reverse=True))
 
 
 def test_counts_beyond_32_bits(tmp_path: Path) -> None:
@@ -221,27 +227,27 @@ def test_counts_beyond_32_bits(tmp_path: Path) -> None:
     assert merges == [("a", "b"), ("c", "d")]
 
 
-def test_memory_of_merging_is_as_foretold() -> None:
-    """Of random words, which have the most different pairs."""
+def test_memory_of_merging_is_within_the_estimate() -> None:
+    """With random words, which have the most distinct pairs."""
     script = """
 import resource, sys
 import numpy as np
-from zero2all.tokenizer.merge import byte_order, learn_merges, merge_memory
+from zero2all.tokenizer.merge import bytes_by_id, learn_merges, merge_memory
 from zero2all.tokenizer.pair_index import Words
 def learn(words):
     rng = np.random.default_rng(1)
     lengths = rng.integers(4, 28, words)
     rows = np.stack([np.cumsum(lengths) - lengths, lengths, rng.integers(1, 9, words)], axis=1)
     symbols = rng.integers(0, 256, int(lengths.sum())).astype(np.int32)
-    learn_merges(Words(symbols, rows), [bytes([byte]) for byte in byte_order()], 2000, 2)
+    learn_merges(Words(symbols, rows), [bytes([byte]) for byte in bytes_by_id()], 2000, 2)
     return merge_memory(words, symbols.size), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 _, before = learn(10)
-foretold, peak = learn(2_000_000)
-print(foretold, peak - before)
+estimate, peak = learn(2_000_000)
+print(estimate, peak - before)
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=250)
-    foretold, taken = map(int, ran.stdout.split())
-    assert taken <= foretold
+    estimate, taken = map(int, ran.stdout.split())
+    assert taken <= estimate
 
 
 def shards(root: Path, number: int, seed: int = 0) -> Path:
@@ -261,7 +267,7 @@ def shards(root: Path, number: int, seed: int = 0) -> Path:
     return root
 
 
-RECIPE = TokenizerRecipe(vocab_size=1024, sample=700_000)
+RECIPE = TokenizerRecipe(vocab_size=1024, train_bytes=700_000)
 
 
 @pytest.fixture(scope="module")
@@ -270,18 +276,18 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that words are sampled, as they are when a corpus is large."""
     monkeypatch.setattr("zero2all.tokenizer.train.merge_memory", heavy_words)
 
 
-def heavy_words(words: int, letters: int) -> int:
+def heavy_words(words: int, symbols: int) -> int:
     return words << 20
 
 
 @pytest.fixture(scope="module")
 def expected(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The vocabulary that one process makes in one go."""
+    """The vocabulary that one process trains without interruption."""
     out = tmp_path_factory.mktemp("one") / "tokenizer"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zero2all.tokenizer.train.merge_memory", heavy_words)
@@ -319,8 +325,8 @@ train.train_tokenizer(RECIPE, Path(sys.argv[3]), Path(sys.argv[4]))
 
 @pytest.mark.slow
 # The first call of the last two is on a tiny text, to compile them.
-@pytest.mark.parametrize(("where", "after"), [("count_shard", 3), ("collect", 1), ("learn_merges", 1)])
-def test_after_a_kill_the_same_call_goes_on_to_the_same_bytes(
+@pytest.mark.parametrize(("where", "after"), [("count_shard", 3), ("aggregate_counts", 1), ("learn_merges", 1)])
+def test_after_a_kill_the_same_call_resumes_to_the_same_bytes(
     where: str, after: int, documents: Path, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = [where, str(after), str(documents), str(tmp_path / "killed")]
@@ -346,7 +352,7 @@ def test_another_vocabulary_size_does_not_count_again(
     assert train_tokenizer(larger, documents, tmp_path / "out")["vocab_size"] == 1088
 
 
-def test_too_little_memory_for_the_workers_says_what_would_do(documents: Path, tmp_path: Path) -> None:
+def test_too_little_memory_for_the_workers_says_what_is_enough(documents: Path, tmp_path: Path) -> None:
     small = RECIPE.model_copy(update={"max_memory": 1 << 30})
     with pytest.raises(UsageError, match="fewer --workers"):
         train_tokenizer(small, documents, tmp_path / "out", Engine(workers=16))

@@ -1,4 +1,4 @@
-"""Measuring, showing and exporting tokenizers."""
+"""Evaluating, inspecting and exporting tokenizers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zero2all.errors import Z2aError
 from zero2all.io import read_json
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.evaluate import evaluate_tokenizers
-from zero2all.tokenizer.evaluate_report import as_svg, as_table
-from zero2all.tokenizer.export import export_tiktoken
-from zero2all.tokenizer.pieces import as_html, as_terminal, cut
+from zero2all.tokenizer.evaluation_report import render_svg, render_table
+from zero2all.tokenizer.export_tiktoken import export_tiktoken
+from zero2all.tokenizer.token_spans import render_html, render_terminal, token_spans
 
-SAID = "春眠不觉晓 <b>x & y</b>\n\tdef f(龘): return '<|pad|>' # \x1b[31m"
+TEXT = "春眠不觉晓 <b>x & y</b>\n\tdef f(龘): return '<|pad|>' # \x1b[31m"
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +39,22 @@ def test_tokenizers_are_measured_side_by_side(tokenizer: Tokenizer, real_tokeniz
         "en": ["the model reads a line of text <|pad|> " * 30],
     }
     paths = {"small": tokenizer.directory, "real": real_tokenizer.directory, "lossy": lossy}
-    found = evaluate_tokenizers(paths, texts)["tokenizers"]
+    metrics = evaluate_tokenizers(paths, texts)["tokenizers"]
     for name, ours in (("small", tokenizer), ("real", real_tokenizer)):
-        part = found[name]["domains"]["en"]
+        part = metrics[name]["domains"]["en"]
         assert part["tokens"] == len(ours.encode(texts["en"][0]))  # "<|pad|>" is text here too
         assert part["bytes_per_token"] == round(part["bytes"] / part["tokens"], 4)
         used = {id for documents in texts.values() for text in documents for id in ours.encode(text)}
-        assert found[name]["unused_tokens"] == ours.vocab_size - len(ours.special_ids) - len(used)
-        assert found[name]["random_bytes_back"] == part["documents_back"] == 1
-    assert found["lossy"]["random_bytes_back"] < 0.5
-    assert found["lossy"]["domains"]["zh"]["documents_back"] == 0
-    assert found["real"]["tokens_per_word"]["English names"] < found["small"]["tokens_per_word"]["English names"]
+        assert metrics[name]["unused_tokens"] == ours.vocab_size - len(ours.special_ids) - len(used)
+        assert metrics[name]["random_bytes_back"] == part["documents_back"] == 1
+    assert metrics["lossy"]["random_bytes_back"] < 0.5
+    assert metrics["lossy"]["domains"]["zh"]["documents_back"] == 0
+    assert metrics["real"]["tokens_per_word"]["English names"] < metrics["small"]["tokens_per_word"]["English names"]
 
-    table = as_table({"tokenizers": found}).splitlines()
+    table = render_table({"tokenizers": metrics}).splitlines()
     assert len({line.count("|") for line in table}) == 1
     assert re.search(r"\|\s+small \|\s+real \|\s+lossy \|", table[0])
-    assert ElementTree.fromstring(as_svg({"tokenizers": found})).tag.endswith("svg")
+    assert ElementTree.fromstring(render_svg({"tokenizers": metrics})).tag.endswith("svg")
 
 
 def test_a_tokenizer_or_text_that_is_not_there_says_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -64,12 +64,12 @@ def test_a_tokenizer_or_text_that_is_not_there_says_so(tokenizer: Tokenizer, tmp
         evaluate_tokenizers({"x": tokenizer.directory}, {"en": []})
 
 
-def test_pieces_are_the_text(real_tokenizer: Tokenizer) -> None:
-    pieces = cut(real_tokenizer, SAID)
-    assert b"".join(piece.data for piece in pieces).decode() == SAID
-    assert [piece.id for piece in pieces] == real_tokenizer.encode(SAID)
-    assert not any(piece.special for piece in pieces)
-    assert [piece.data for piece in cut(real_tokenizer, SAID, special=True) if piece.special] == [b"<|pad|>"]
+def test_token_spans_are_the_text(real_tokenizer: Tokenizer) -> None:
+    spans = token_spans(real_tokenizer, TEXT)
+    assert b"".join(span.data for span in spans).decode() == TEXT
+    assert [span.id for span in spans] == real_tokenizer.encode(TEXT)
+    assert not any(span.special for span in spans)
+    assert [span.data for span in token_spans(real_tokenizer, TEXT, special=True) if span.special] == [b"<|pad|>"]
 
 
 def test_the_page_holds_the_text_and_no_markup_of_it(real_tokenizer: Tokenizer) -> None:
@@ -83,7 +83,7 @@ def test_the_page_holds_the_text_and_no_markup_of_it(real_tokenizer: Tokenizer) 
         def handle_data(self, data: str) -> None:
             said.append(data)
 
-    page = as_html(cut(real_tokenizer, SAID + "<script>alert(1)</script>"), "a <title>")
+    page = render_html(token_spans(real_tokenizer, TEXT + "<script>alert(1)</script>"), "a <title>")
     Reader().feed(page)
     assert not {"script", "b"} & set(tags)
     assert "<script>alert(1)</script>".replace(" ", "·") in "".join(said)
@@ -91,12 +91,12 @@ def test_the_page_holds_the_text_and_no_markup_of_it(real_tokenizer: Tokenizer) 
 
 
 def test_a_terminal_gets_no_control_characters_of_the_text(real_tokenizer: Tokenizer) -> None:
-    plain = as_terminal(cut(real_tokenizer, SAID), colour=False)
+    plain = render_terminal(token_spans(real_tokenizer, TEXT), colour=False)
     assert "\x1b" not in plain
     assert "\\x1b" in plain.replace("|", "")
-    coloured = as_terminal(cut(real_tokenizer, SAID), colour=True)
+    coloured = render_terminal(token_spans(real_tokenizer, TEXT), colour=True)
     uncoloured = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
-    assert uncoloured.strip() == "".join(piece.shown for piece in cut(real_tokenizer, SAID))
+    assert uncoloured.strip() == "".join(span.display_text for span in token_spans(real_tokenizer, TEXT))
 
 
 def test_tiktoken_reads_what_is_exported(

@@ -13,8 +13,8 @@ import pytest
 
 from tests.conftest import tiny_recipe
 from zero2all.errors import Z2aError
-from zero2all.evals import bits_per_byte
-from zero2all.tokens import Samples, TokenStore, build_tokens, check_store
+from zero2all.evals import evaluate_bpb
+from zero2all.tokens import PackedDataset, TokenStore, build_tokens, verify_store
 from zero2all.train import Run, train
 
 FORMAT_ONLY: dict[str, object] = {"format": 2}
@@ -23,9 +23,9 @@ Damage = Callable[[Path], None]
 
 
 @pytest.fixture
-def tokens(world: Path, tmp_path: Path) -> Path:
+def tokens(workspace: Path, tmp_path: Path) -> Path:
     copy = tmp_path / "tokens"
-    shutil.copytree(world / "tokens", copy)
+    shutil.copytree(workspace / "tokens", copy)
     return copy
 
 
@@ -55,7 +55,7 @@ def put_id(stem: Path, id: int = 60_000) -> None:
 
 
 def swap_shards(stem: Path) -> None:
-    """All files of two shards are exchanged: each is consistent in itself."""
+    """Swap all files of two shards: each is consistent in itself."""
     other = stem.with_name("zh-00000" if stem.name.startswith("en") else "en-00000")
     for suffix in (".bin", ".idx", ".docs.arrow", ".json"):
         aside = stem.with_suffix(".aside")
@@ -65,7 +65,7 @@ def swap_shards(stem: Path) -> None:
 
 
 def swap_within(stem: Path) -> None:
-    """Same size, other content."""
+    """Same size, different content."""
     path = stem.with_suffix(".bin")
     data = path.read_bytes()
     half = len(data) // 4 * 2
@@ -90,11 +90,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_shard_stops_training_before_the_first_step(
-    world: Path, tokens: Path, tmp_path: Path, name: str
+    workspace: Path, tokens: Path, tmp_path: Path, name: str
 ) -> None:
     damage, message = DAMAGES[name]
     damage(tokens / "train" / "en-00000")
-    recipe = tiny_recipe(world, f"tokens.dir={tokens}", f"out={tmp_path}/out", "train.steps=2")
+    recipe = tiny_recipe(workspace, f"tokens.dir={tokens}", f"out={tmp_path}/out", "train.steps=2")
     with pytest.raises(Z2aError, match=message) as raised:
         train(recipe)
     assert "z2a tokens build" in str(raised.value)
@@ -105,59 +105,61 @@ def test_a_damaged_shard_stops_training_before_the_first_step(
 
 
 def test_ids_outside_the_vocabulary_are_refused_where_they_are_read(tokens: Path) -> None:
-    """Damage that happens after the check at the start, or lies in a block that it did not draw."""
+    """Damage after the check at the start, or in a block that it did not draw."""
     put_id(tokens / "train" / "zh-00000")
-    samples = Samples.open(tokens, "train", seq_len=32)
+    dataset = PackedDataset.open(tokens, "train", seq_len=32)
     with pytest.raises(Z2aError, match=r"zh-00000\.bin has ids outside the vocabulary in tokens \d+ to \d+"):
-        samples.tokens(0, samples.per_epoch)
+        dataset.tokens(0, dataset.samples_per_epoch)
 
 
 @pytest.mark.parametrize("damage", [put_id, flip_bit, swap_within])
 def test_evaluation_refuses_a_damaged_validation_split(
-    world: Path, tokens: Path, tmp_path: Path, damage: Damage
+    workspace: Path, tokens: Path, tmp_path: Path, damage: Damage
 ) -> None:
-    recipe = tiny_recipe(world, f"tokens.dir={tokens}", f"out={tmp_path}/out", "train.steps=1")
+    recipe = tiny_recipe(workspace, f"tokens.dir={tokens}", f"out={tmp_path}/out", "train.steps=1")
     train(recipe)
     damage(tokens / "valid" / "en-00000")
     run = Run.open(recipe.run_dir)
     with pytest.raises(Z2aError, match=r"valid/en-00000\.bin"):
-        bits_per_byte(run.load_model(), run.tokenizer(), run.recipe)
+        evaluate_bpb(run.load_model(), run.tokenizer(), run.recipe)
 
 
 @pytest.mark.parametrize(
     "manifest", ["[]", '"x"', "{", *(json.dumps({"kind": "tokens"} | more) for more in ({}, FORMAT_ONLY, NO_SPLITS))]
 )
-def test_a_damaged_manifest_is_named(tokens: Path, manifest: str) -> None:
+def test_a_damaged_manifest_is_reported(tokens: Path, manifest: str) -> None:
     (tokens / "manifest.json").write_text(manifest)
     with pytest.raises(Z2aError, match=str(tokens)):
         TokenStore(tokens, "train")
 
 
-@pytest.mark.parametrize("part", [{"records": []}, {"shard_tokens": None}, {"shards": "abc"}])
-def test_a_manifest_with_a_damaged_part_is_named(tokens: Path, part: dict[str, object]) -> None:
+@pytest.mark.parametrize("entry", [{"records": []}, {"shard_tokens": None}, {"shards": "abc"}])
+def test_a_manifest_with_a_damaged_entry_is_reported(tokens: Path, entry: dict[str, object]) -> None:
     path = tokens / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["splits"]["train"]["en"] |= part
+    manifest["splits"]["train"]["en"] |= entry
     path.write_text(json.dumps(manifest))
     with pytest.raises(Z2aError, match=r"manifest\.json is damaged"):
         TokenStore(tokens, "train")
 
 
-def test_a_rebuild_survives_a_damaged_record(world: Path, tokens: Path) -> None:
-    recipe = tiny_recipe(world, f"tokens.dir={tokens}")
+def test_a_rebuild_survives_a_damaged_record(workspace: Path, tokens: Path) -> None:
+    recipe = tiny_recipe(workspace, f"tokens.dir={tokens}")
     for text in ("[]", "{}", "{", '{"files": 3, "key": "x"}'):
         (tokens / "train" / "en-00000.json").write_text(text)
         build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tokens)
-        assert (tokens / "manifest.json").read_bytes() == (world / "tokens" / "manifest.json").read_bytes()
+        assert (tokens / "manifest.json").read_bytes() == (workspace / "tokens" / "manifest.json").read_bytes()
 
 
 def test_a_thousand_ranks_read_few_blocks_each(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    monkeypatch.setattr("zero2all.tokens.verify._check_block", lambda shard, record, number: read.append(number))
+    blocks_read: list[int] = []
+    monkeypatch.setattr(
+        "zero2all.tokens.verify._verify_block", lambda shard, record, number: blocks_read.append(number)
+    )
     store = TokenStore(tokens, "train")
-    check_store(store)
-    assert len(read) == 3  # a block of every shard
-    read.clear()
+    verify_store(store)
+    assert len(blocks_read) == 3  # a block of every shard
+    blocks_read.clear()
     for rank in range(0, 1024, 128):
-        check_store(store, rank, 1024, seed=rank)
-    assert len(read) == 8
+        verify_store(store, rank, 1024, seed=rank)
+    assert len(blocks_read) == 8

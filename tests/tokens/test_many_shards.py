@@ -1,4 +1,4 @@
-"""Stores with more shards than a process may hold open."""
+"""Stores with more shards than a process may have open."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from zero2all.tokens import Samples, TokenStore
-from zero2all.tokens.store import DOCS_SCHEMA, OPEN_INDEXES, OPEN_SHARDS, ShardWriter
+from zero2all.tokens import PackedDataset, TokenStore
+from zero2all.tokens.token_store import DOCS_SCHEMA, MAX_OPEN_INDEXES, MAX_OPEN_SHARDS, TokenShardWriter
 
 SHARDS = 300
-LIMIT = 200  # fewer than shards, and more than this process has open before
+LIMIT = 200  # fewer than shards, and more than this process has open already
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +23,16 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("shards")
     (root / "train").mkdir()
     for number in range(SHARDS):
-        names = pa.RecordBatch.from_arrays([[f"{number:032x}"], ["s"], ["t"], [64]], schema=DOCS_SCHEMA)
-        with ShardWriter(root / "train" / f"s-{number:05}", 320) as writer:
-            writer.write(names, [np.full(64, number % 256)], end=256)
-    part = {
+        document_rows = pa.RecordBatch.from_arrays([[f"{number:032x}"], ["s"], ["t"], [64]], schema=DOCS_SCHEMA)
+        with TokenShardWriter(root / "train" / f"s-{number:05}", 320) as writer:
+            writer.write(document_rows, [np.full(64, number % 256)], end_of_text=256)
+    entry = {
         "shards": [f"s-{number:05}" for number in range(SHARDS)],
         "shard_tokens": [65] * SHARDS,
         "sha256": ["0"] * SHARDS,
         "records": ["0"] * SHARDS,
     }
-    manifest = {"kind": "tokens", "format": 2, "tokenizer": "x", "vocab_size": 320, "splits": {"train": {"s": part}}}
+    manifest = {"kind": "tokens", "format": 2, "tokenizer": "x", "vocab_size": 320, "splits": {"train": {"s": entry}}}
     (root / "manifest.json").write_text(json.dumps(manifest))
     return root
 
@@ -40,30 +40,30 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def few_descriptors() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT + OPEN_SHARDS // 2, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT + MAX_OPEN_SHARDS // 2, hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.usefixtures("few_descriptors")
 def test_shards_beyond_the_descriptor_limit_are_read_and_released(store: Path) -> None:
-    samples = Samples(TokenStore(store, "train"), 32)
+    dataset = PackedDataset(TokenStore(store, "train"), 32)
     seen = set()
-    for first in range(0, samples.per_epoch, 8):
-        seen |= {int(row[0]) for row in samples.tokens(first, min(first + 8, samples.per_epoch))}
+    for first in range(0, dataset.samples_per_epoch, 8):
+        seen |= {int(row[0]) for row in dataset.tokens(first, min(first + 8, dataset.samples_per_epoch))}
     assert len(seen) == 256
-    assert maps(store, ".bin") <= OPEN_SHARDS
+    assert mapped_files(store, ".bin") <= MAX_OPEN_SHARDS
 
 
 @pytest.mark.usefixtures("few_descriptors")
 def test_documents_of_shards_beyond_the_descriptor_limit_are_named(store: Path) -> None:
-    samples = Samples(TokenStore(store, "train"), 32)
-    named = {part.gid for part in samples.documents(0, samples.per_epoch)}
-    assert len(named) == SHARDS
-    assert maps(store, ".docs.arrow") <= OPEN_INDEXES
+    dataset = PackedDataset(TokenStore(store, "train"), 32)
+    gids = {span.gid for span in dataset.documents(0, dataset.samples_per_epoch)}
+    assert len(gids) == SHARDS
+    assert mapped_files(store, ".docs.arrow") <= MAX_OPEN_INDEXES
 
 
-def maps(store: Path, suffix: str) -> int:
+def mapped_files(store: Path, suffix: str) -> int:
     """How many files of the store this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return len({line.split()[-1] for line in lines if str(store) in line and line.endswith(suffix)})

@@ -13,17 +13,17 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.track.browser import watching
-from zero2all.track import Record
+from zero2all.track import RunRecord
 
 KILL_AT = 50
 OnStep = Callable[[int], None]
 
 
-class Nothing:
+class NoRecord:
     """Logging off."""
 
     def __init__(self, path: Path, **options: Any) -> None: ...
-    def __enter__(self) -> Nothing:
+    def __enter__(self) -> NoRecord:
         return self
 
     def __exit__(self, *error: object) -> None: ...
@@ -32,7 +32,7 @@ class Nothing:
     def flush(self) -> bool:
         return True
 
-    def lags(self) -> bool:
+    def has_unwritten_lines(self) -> bool:
         return False
 
 
@@ -51,14 +51,14 @@ class Raising:
 
 
 @contextmanager
-def small_disk(place: Path, options: str) -> Iterator[Path]:
+def small_disk(location: Path, options: str) -> Iterator[Path]:
     """A file system of 64 KiB of its own; needs the right to mount."""
-    place.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=True, capture_output=True)
+    location.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", location], check=True, capture_output=True)
     try:
-        yield place
+        yield location
     finally:
-        subprocess.run(["umount", "-l", place], check=True)
+        subprocess.run(["umount", "-l", location], check=True)
 
 
 def may_mount() -> bool:
@@ -73,12 +73,12 @@ def chaos(kind: str, work: Path) -> Iterator[OnStep]:
     """The train loop under a fault; the yielded function is to be called at every step."""
     with ExitStack() as stack:
         on_step: OnStep = lambda step: None  # noqa: E731
-        maker: Callable[..., Any] = Record
+        maker: Callable[..., Any] = RunRecord
         if kind == "off":
-            maker = Nothing
+            maker = NoRecord
         elif kind == "disk full":
             disk = stack.enter_context(small_disk(work / "full", "size=64k"))
-            (disk / "ballast").write_bytes(bytes(60 * 1024))  # so that it fills up after a few steps
+            (disk / "ballast").write_bytes(bytes(60 * 1024))  # so that it is full after a few steps
             maker = functools.partial(_elsewhere, disk / "record.jsonl")
         elif kind == "read-only":
             disk = stack.enter_context(small_disk(work / "readonly", "ro"))
@@ -96,21 +96,21 @@ def chaos(kind: str, work: Path) -> Iterator[OnStep]:
                 if step == KILL_AT:
                     viewer.send_signal(signal.SIGKILL)
 
-        stack.enter_context(patch("zero2all.train.job.Record", maker))
+        stack.enter_context(patch("zero2all.train.job.RunRecord", maker))
         yield on_step
 
 
-def _elsewhere(place: Path, path: Path, **options: Any) -> Record:
-    return Record(place, **options)
+def _elsewhere(location: Path, path: Path, **options: Any) -> RunRecord:
+    return RunRecord(location, **options)
 
 
-def _with_raising_sink(path: Path, **options: Any) -> Record:
-    return Record(path, **{**options, "sinks": [Raising()]})
+def _with_raising_sink(path: Path, **options: Any) -> RunRecord:
+    return RunRecord(path, **{**options, "sinks": [Raising()]})
 
 
 KINDS = ("off", "on", "disk full", "read-only", "sink raises", "viewer killed")
 NEEDS_MOUNT = ("disk full", "read-only")
-SAID = {
+EXPECTED_WARNINGS = {
     "disk full": ("No space left on device", "lines are lost"),
     "read-only": ("Read-only file system", "lines are lost"),
     "sink raises": ("Broken pipe", "lines are lost"),

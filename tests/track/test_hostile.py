@@ -1,4 +1,4 @@
-"""Files of a run are input like any other: what is wrong in them is counted, shown for that run, and stops nothing."""
+"""Files of a run are input like any other: what is invalid is counted, shown for that run, and stops nothing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from zero2all.cli.main import app as z2a
-from zero2all.track import Record, read_steps
-from zero2all.track.index import index_path
-from zero2all.track.places import LocalPlace
-from zero2all.track.report import report_html
-from zero2all.track.server import Followed, build_app, series, summary
-from zero2all.track.verdicts import judge
-from zero2all.track.watched import WatchedRun
+from zero2all.track import RunRecord, read_steps
+from zero2all.track.health_checks import check_health
+from zero2all.track.html_report import report_html
+from zero2all.track.record_index import index_path
+from zero2all.track.run_locations import LocalRunLocation
+from zero2all.track.run_view import RunView
+from zero2all.track.server import LiveRun, build_app, build_series, summarize_run
 
 DIGITS = "9" * 400
 BAD_LINES: dict[str, str] = {
@@ -75,7 +75,7 @@ BAD_LINES: dict[str, str] = {
     "histogram of text": '{"histogram":"a","step":3,"counts":["a"],"edges":[0,1]}',
     "histogram, edges missing": '{"histogram":"a","step":3,"counts":[1,2],"edges":[0,1]}',
 }
-ODD_LINES: dict[str, str] = {  # odd, but a run can write them
+UNUSUAL_LINES: dict[str, str] = {  # unusual, but a run can write them
     "loss is NaN": '{"step":9,"time":5,"loss":NaN}',
     "loss is Infinity": '{"step":9,"loss":-Infinity}',
     "loss is huge": '{"step":9,"loss":1e308,"other":1e308}',
@@ -101,10 +101,10 @@ def make(directory: Path, middle: bytes = b"", last: int = 13) -> Path:
     return directory
 
 
-def show_everything(run: WatchedRun) -> None:
+def show_everything(run: RunView) -> None:
     """All that a page, a terminal and a report ask of a run."""
-    json.dumps(summary(run, judge(run)))
-    json.dumps(series(run, run.names, float("-inf"), float("inf"), 100))
+    json.dumps(summarize_run(run, check_health(run)))
+    json.dumps(build_series(run, run.names, float("-inf"), float("inf"), 100))
     report_html([run])
 
 
@@ -114,48 +114,48 @@ def as_bytes(line: str) -> bytes:
 
 @pytest.mark.parametrize("what", BAD_LINES)
 def test_a_bad_line_is_counted_and_the_lines_after_it_are_read(tmp_path: Path, what: str) -> None:
-    run = WatchedRun(LocalPlace(make(tmp_path / "a", as_bytes(BAD_LINES[what]))))
+    run = RunView(LocalRunLocation(make(tmp_path / "a", as_bytes(BAD_LINES[what]))))
     run.refresh()
     assert run.last_step == 12
     assert run.table(["loss"]).mean["loss"].tolist() == list(range(13))
-    assert run.trouble is None
+    assert run.read_error is None
     [damage] = run.damage
     assert "record.jsonl: 1 line skipped" in damage
     assert str(len(b'{"event":"start","step":0,"steps":20,"time":0}\n' + steps(0, 10))) in damage
-    assert [verdict.level for verdict in judge(run) if verdict.rule == "damaged files"] == ["note"]
+    assert [finding.level for finding in check_health(run) if finding.rule == "damaged files"] == ["note"]
     show_everything(run)
     assert list(read_steps(tmp_path / "a" / "record.jsonl")) == list(range(13))
 
 
-@pytest.mark.parametrize("what", ODD_LINES)
-def test_an_odd_line_is_no_damage(tmp_path: Path, what: str) -> None:
-    run = WatchedRun(LocalPlace(make(tmp_path / "a", as_bytes(ODD_LINES[what]))))
+@pytest.mark.parametrize("what", UNUSUAL_LINES)
+def test_an_unusual_line_is_not_damage(tmp_path: Path, what: str) -> None:
+    run = RunView(LocalRunLocation(make(tmp_path / "a", as_bytes(UNUSUAL_LINES[what]))))
     run.refresh()
-    assert (run.last_step, run.damage, run.trouble) == (12, [], None)
+    assert (run.last_step, run.damage, run.read_error) == (12, [], None)
     show_everything(run)
 
 
-@pytest.mark.parametrize("kind", ["bad", "odd"])
-def test_a_resumed_run_writes_on_after_such_lines(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["bad", "unusual"])
+def test_a_resumed_run_appends_after_such_lines(tmp_path: Path, kind: str) -> None:
     """They must not stop the writing end either, which reads what lies beyond the index when it opens a record."""
-    lines = BAD_LINES if kind == "bad" else ODD_LINES
+    lines = BAD_LINES if kind == "bad" else UNUSUAL_LINES
     directory = make(tmp_path / "a", b"".join(map(as_bytes, lines.values())))
-    with Record(directory / "record.jsonl", system_every=None) as record:
+    with RunRecord(directory / "record.jsonl", system_every=None) as record:
         for step in range(13, 200):
             record.step(step, loss=float(step), norm=1e308)
         assert record.flush(30)
     assert index_path(directory / "record.jsonl").stat().st_size
-    run = WatchedRun(LocalPlace(directory))
+    run = RunView(LocalRunLocation(directory))
     run.refresh()
-    assert run.streams[0].chunks
+    assert run.readers[0].chunks
     assert [step for step in run.table(["loss"]).steps if step != 9] == [step for step in range(200) if step != 9]
     show_everything(run)
 
 
 def test_every_bad_line_at_once_on_a_page_of_two_runs(tmp_path: Path) -> None:
-    """Appended while the page is open: run a goes on and says so, run b never notices."""
+    """Appended while the page is open: run a continues and reports it, run b is not affected."""
     a, b = make(tmp_path / "a", last=10), make(tmp_path / "b", last=10)
-    runs = [WatchedRun(LocalPlace(directory)) for directory in (a, b)]
+    runs = [RunView(LocalRunLocation(directory)) for directory in (a, b)]
     with TestClient(build_app(runs, "k")) as client:
         client.params = {"key": "k"}
         for directory, bad in ((a, BAD_LINES), (b, {})):
@@ -163,43 +163,41 @@ def test_every_bad_line_at_once_on_a_page_of_two_runs(tmp_path: Path) -> None:
                 stream.write(b"".join(map(as_bytes, bad.values())) + steps(10, 14))
         until, answer = time.monotonic() + 60, client.get("/api/runs").json()
         while [run["status"]["step"] for run in answer] != [13, 13]:
-            assert time.monotonic() < until, "a run is not followed any more"
+            assert time.monotonic() < until, "a run is no longer followed"
             time.sleep(0.05)
             answer = client.get("/api/runs").json()
     assert [len(run["status"]["damage"]) for run in answer] == [1, 0]
     assert f"{len(BAD_LINES)} lines skipped" in answer[0]["status"]["damage"][0]
 
 
-def test_a_failure_of_ours_in_one_run_is_its_trouble_and_is_retried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    followed = Followed(WatchedRun(LocalPlace(make(tmp_path / "a"))))
-    for name in ("zero2all.track.stream.Stream.refresh", "zero2all.track.server.judge"):
+def test_a_bug_of_ours_is_reported_for_its_run_and_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    live_run = LiveRun(RunView(LocalRunLocation(make(tmp_path / "a"))))
+    for name in ("zero2all.track.record_reader.RecordReader.refresh", "zero2all.track.server.check_health"):
         with monkeypatch.context() as broken:
 
             def fail(*_: object) -> None:
                 raise ZeroDivisionError("on purpose")
 
             broken.setattr(name, fail)
-            broken.setattr("zero2all.track.server.JUDGE_EVERY", -1.0)
-            followed.refresh()
-            assert "ZeroDivisionError: on purpose" in followed.summary["status"]["trouble"]
-        monkeypatch.setattr("zero2all.track.server.JUDGE_EVERY", -1.0)
-        followed.refresh()
-        assert followed.summary["status"]["trouble"] is None
+            broken.setattr("zero2all.track.server.HEALTH_CHECK_SECONDS", -1.0)
+            live_run.refresh()
+            assert "ZeroDivisionError: on purpose" in live_run.summary["status"]["trouble"]
+        monkeypatch.setattr("zero2all.track.server.HEALTH_CHECK_SECONDS", -1.0)
+        live_run.refresh()
+        assert live_run.summary["status"]["trouble"] is None
     with monkeypatch.context() as broken:
-        broken.setattr("zero2all.track.server.judge", fail)
-        first = Followed(WatchedRun(LocalPlace(make(tmp_path / "c"))))  # also at the first look
+        broken.setattr("zero2all.track.server.check_health", fail)
+        first = LiveRun(RunView(LocalRunLocation(make(tmp_path / "c"))))  # also at the first refresh
         assert "on purpose" in first.summary["status"]["trouble"]
 
 
 def test_a_line_over_the_limit_is_skipped_once_and_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zero2all.track.lines.LONGEST", 4096)
+    monkeypatch.setattr("zero2all.track.record_lines.MAX_LINE_BYTES", 4096)
     long = b'{"sample":"a","step":3,"text":"' + b"x" * 20_000 + b'"}\n'
     directory = make(tmp_path / "a", long)
-    run = WatchedRun(LocalPlace(directory))
+    run = RunView(LocalRunLocation(directory))
     run.refresh()
     assert run.last_step == 12
     assert "1 line skipped" in run.damage[0]
@@ -210,15 +208,17 @@ def test_a_line_over_the_limit_is_skipped_once_and_not_read_again(
         stream.flush()
         run.refresh()
         asked: list[int] = []
-        read = run.place.read
-        monkeypatch.setattr(run.place, "read", lambda file, at, length: asked.append(length) or read(file, at, length))
+        read = run.location.read
+        monkeypatch.setattr(
+            run.location, "read", lambda file, at, length: asked.append(length) or read(file, at, length)
+        )
         run.refresh()
         assert sum(asked) < 4096, "what is known to be too long was read again"
         stream.write(b"y\n" + steps(13, 15))
     run.refresh()
     assert run.last_step == 14
     assert "2 lines skipped" in run.damage[0]
-    with Record(directory / "record.jsonl", system_every=None) as record:
+    with RunRecord(directory / "record.jsonl", system_every=None) as record:
         record.step(15, loss=1.0)
     run.refresh()
     assert run.last_step == 15
@@ -227,15 +227,15 @@ def test_a_line_over_the_limit_is_skipped_once_and_not_read_again(
 def test_a_line_over_the_limit_of_our_own_does_not_spoil_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zero2all.track.lines.LONGEST", 4096)
-    with Record(tmp_path / "record.jsonl", system_every=None) as record:
+    monkeypatch.setattr("zero2all.track.record_lines.MAX_LINE_BYTES", 4096)
+    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         for step in range(200):
             record.step(step, loss=1.0)
             if step == 100:
                 record.sample(step, "zh", "x" * 5000)
-    run = WatchedRun(LocalPlace(tmp_path))
+    run = RunView(LocalRunLocation(tmp_path))
     run.refresh()
-    assert len(run.streams[0].chunks) == 3
+    assert len(run.readers[0].chunks) == 3
     assert run.damage == []
     assert run.table(["loss"]).steps.tolist() == list(range(200))
 
@@ -265,21 +265,21 @@ BAD_ENTRIES = {
 def test_a_damaged_index_is_not_used(tmp_path: Path, what: str) -> None:
     directory = make(tmp_path / "a")
     index_path(directory / "record.jsonl").write_text(BAD_ENTRIES[what] + "\n")
-    run = WatchedRun(LocalPlace(directory))
+    run = RunView(LocalRunLocation(directory))
     run.refresh()
     assert run.table(["loss"]).mean["loss"].tolist() == list(range(13))
     assert [event["event"] for event in run.events] == ["start"]
     assert "record.index.jsonl" in run.damage[0]
     show_everything(run)
-    with Record(directory / "record.jsonl", system_every=None) as record:  # and made anew by the next who writes
+    with RunRecord(directory / "record.jsonl", system_every=None) as record:  # and rebuilt by the next writer
         for step in range(13, 100):
             record.step(step, loss=float(step))
-    run = WatchedRun(LocalPlace(directory))
+    run = RunView(LocalRunLocation(directory))
     run.refresh()
     assert run.table(["loss"]).mean["loss"].tolist() == list(range(100))
 
 
-BAD_FACTS = [
+BAD_METADATA = [
     ("recipe.yaml", "corpus: hello"),
     ("recipe.yaml", "corpus: {sources: hello}"),
     ("recipe.yaml", "corpus: {sources: [1, [2]]}"),
@@ -303,11 +303,11 @@ BAD_FACTS = [
 ]
 
 
-@pytest.mark.parametrize(("file", "text"), BAD_FACTS)
+@pytest.mark.parametrize(("file", "text"), BAD_METADATA)
 def test_a_damaged_file_beside_the_record_is_named(tmp_path: Path, file: str, text: str) -> None:
     directory = make(tmp_path / "a")
     (directory / file).write_text(text)
-    run = WatchedRun(LocalPlace(directory))
+    run = RunView(LocalRunLocation(directory))
     run.refresh()
     assert run.last_step == 12
     assert file in run.damage[0]
@@ -321,10 +321,10 @@ def test_a_file_of_3_gb_is_not_read(tmp_path: Path, file: str, monkeypatch: pyte
     directory = make(tmp_path / "a")
     with open(directory / file, "wb") as stream:
         os.truncate(stream.fileno(), 3 * 10**9)
-    place, asked = LocalPlace(directory), []
-    read = place.read
-    monkeypatch.setattr(place, "read", lambda file, at, length: asked.append(length) or read(file, at, length))
-    run = WatchedRun(place)
+    location, asked = LocalRunLocation(directory), []
+    read = location.read
+    monkeypatch.setattr(location, "read", lambda file, at, length: asked.append(length) or read(file, at, length))
+    run = RunView(location)
     run.refresh()
     assert run.last_step == 12
     assert "3.00GB" in run.damage[0]
@@ -340,21 +340,21 @@ def test_once_and_report_show_the_other_runs_as_well(tmp_path: Path, monkeypatch
     assert done.exit_code == 0
     assert "1 line skipped" in done.output
     assert "b: step 13 of 20" in done.output
-    judged = []
+    checked = []
 
-    def fail_for_a(run: WatchedRun) -> list[object]:
-        judged.append(run.name)
+    def fail_for_a(run: RunView) -> list[object]:
+        checked.append(run.name)
         if run.name == "a":
             raise ZeroDivisionError("on purpose")
         return []
 
-    monkeypatch.setattr("zero2all.track.terminal.judge", fail_for_a)
-    monkeypatch.setattr("zero2all.track.verdicts.judge", fail_for_a)
+    monkeypatch.setattr("zero2all.track.terminal.check_health", fail_for_a)
+    monkeypatch.setattr("zero2all.track.health_checks.check_health", fail_for_a)
     for form in ([], ["--json"]):
         done = CliRunner().invoke(z2a, ["watch", "--once", *form, str(tmp_path)])
         assert done.exit_code == 0, done.output
         assert "ZeroDivisionError: on purpose" in done.output
-        assert "b" in judged
+        assert "b" in checked
 
 
 def test_every_command_of_a_process_prints_its_object(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The other end of ssh may answer anything: it is refused or cut off, in bounded time and memory, and never obeyed."""
+"""The remote host may answer anything: it is rejected or truncated, in bounded time and memory, and never executed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from zero2all.cli.main import app
-from zero2all.console import plain
+from zero2all.console import sanitize
 from zero2all.track import ssh as ssh_module
-from zero2all.track.places import SshPlace, find_runs
-from zero2all.track.ssh import Connection, Unreachable, parse_address
-from zero2all.track.watched import WatchedRun
+from zero2all.track.run_locations import SshRunLocation, find_runs
+from zero2all.track.run_view import RunView
+from zero2all.track.ssh import SshConnection, UnreachableError, parse_address
 
 FAKE = """
 import os, re, sys, time
@@ -78,8 +78,8 @@ for line in sys.stdin:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssh_module, "PATIENCE", 3.0)
-    monkeypatch.setattr(ssh_module, "SLOWEST", 2**23)
+    monkeypatch.setattr(ssh_module, "ANSWER_TIMEOUT", 3.0)
+    monkeypatch.setattr(ssh_module, "MIN_BYTES_PER_SECOND", 2**23)
 
 
 def command(tmp_path: Path, mode: str) -> str:
@@ -88,8 +88,8 @@ def command(tmp_path: Path, mode: str) -> str:
     return f"{sys.executable} {fake} '{mode}'"
 
 
-def opened(tmp_path: Path, mode: str) -> WatchedRun:
-    return WatchedRun(SshPlace(Connection(parse_address("ssh://host/p")[0], command(tmp_path, mode)), "/p"))
+def opened(tmp_path: Path, mode: str) -> RunView:
+    return RunView(SshRunLocation(SshConnection(parse_address("ssh://host/p")[0], command(tmp_path, mode)), "/p"))
 
 
 BAD = ["non-numeric", "no name", "blank", "negative", "endless number", "silent", "flood", "flood of lines",
@@ -98,41 +98,41 @@ BAD = ["non-numeric", "no name", "blank", "negative", "endless number", "silent"
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("mode", BAD)
-def test_an_answer_that_makes_no_sense_is_the_trouble_of_that_run(tmp_path: Path, mode: str) -> None:
+def test_an_invalid_response_is_a_read_error_of_that_run(tmp_path: Path, mode: str) -> None:
     run = opened(tmp_path, mode)
     begun = time.monotonic()
     run.refresh()
-    assert run.trouble is not None
-    assert "this is a bug" not in run.trouble
+    assert run.read_error is not None
+    assert "this is a bug" not in run.read_error
     assert time.monotonic() - begun < 60
     assert run.last_step is None
-    run.refresh()  # which waits before it connects again, and says so
-    assert run.trouble is not None
+    run.refresh()  # which waits before it reconnects, and reports it
+    assert run.read_error is not None
     run.status()
 
 
-def test_what_the_other_end_says_last_is_kept_and_no_more(tmp_path: Path) -> None:
+def test_only_the_last_line_of_stderr_is_kept(tmp_path: Path) -> None:
     run = opened(tmp_path, "flood on stderr")
     run.refresh()
-    assert run.trouble is not None
-    assert run.trouble.endswith("last words \x1b[31m")
-    assert len(run.trouble) < 1000
-    assert "\x1b" not in plain(run.trouble)
+    assert run.read_error is not None
+    assert run.read_error.endswith("last words \x1b[31m")
+    assert len(run.read_error) < 1000
+    assert "\x1b" not in sanitize(run.read_error)
 
 
 @pytest.mark.parametrize("mode", ["huge", "some bad"])
-def test_sizes_are_not_believed(tmp_path: Path, mode: str) -> None:
+def test_reported_sizes_are_not_trusted(tmp_path: Path, mode: str) -> None:
     """The record ends long before the size that was named; recipe.yaml of 3 GB is not asked for."""
     run = opened(tmp_path, mode)
     run.refresh()
-    assert (run.last_step, run.trouble) == (3, None)
+    assert (run.last_step, run.read_error) == (3, None)
     assert not run.refresh()
 
 
 def test_more_than_was_asked_for_is_refused(tmp_path: Path) -> None:
     run = opened(tmp_path, "more than asked")
     run.refresh()
-    assert "more than" in str(run.trouble)
+    assert "more than" in str(run.read_error)
 
 
 def test_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
@@ -140,12 +140,12 @@ def test_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "evil" in done.output
     assert not {"\x1b", "\x07", "\u202e"} & set(done.output)
-    places = find_runs("ssh://host/p", command(tmp_path, "strange names"))
-    assert [place.directory for place in places] == ["/p"]  # type: ignore[attr-defined]
+    locations = find_runs("ssh://host/p", command(tmp_path, "strange names"))
+    assert [location.directory for location in locations] == ["/p"]  # type: ignore[attr-defined]
 
 
 def test_a_flood_of_names_is_cut_off(tmp_path: Path) -> None:
-    with pytest.raises(Unreachable, match="more than"):
+    with pytest.raises(UnreachableError, match="more than"):
         find_runs("ssh://host/p", command(tmp_path, "flood of lines"))
 
 
@@ -159,4 +159,4 @@ def test_a_flood_of_names_is_cut_off(tmp_path: Path) -> None:
 )
 def test_an_ipv6_address(url: str, words: list[str]) -> None:
     address, path = parse_address(url)
-    assert (address.words, path) == (words, "/p")
+    assert (address.ssh_arguments, path) == (words, "/p")

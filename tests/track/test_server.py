@@ -1,4 +1,4 @@
-"""What the page's server gives, and what it refuses."""
+"""What the page's server returns, and what it rejects."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import pytest
 from starlette.testclient import TestClient
 
 from zero2all.errors import Z2aError
-from zero2all.track import Record
-from zero2all.track.places import LocalPlace
-from zero2all.track.report import report_html
-from zero2all.track.server import PAGE, Followed, _news_of, build_app
-from zero2all.track.watched import WatchedRun
+from zero2all.track import RunRecord
+from zero2all.track.html_report import report_html
+from zero2all.track.run_locations import LocalRunLocation
+from zero2all.track.run_view import RunView
+from zero2all.track.server import PAGE_DIR, LiveRun, _update_since, build_app
 
 KEY = "the-key"
 NASTY = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 
 
-def make_run(directory: Path, steps: int = 30) -> WatchedRun:
-    with Record(directory / "record.jsonl", system_every=None) as record:
+def make_run(directory: Path, steps: int = 30) -> RunView:
+    with RunRecord(directory / "record.jsonl", system_every=None) as record:
         record.event("start", step=0, steps=steps)
         for step in range(steps):
             record.step(step, **{"loss": 8.0 - step / 10, "loss/zh": 1.0 if step != 3 else float("nan")})
         record.sample(steps, "zh", NASTY)
         record.event("spike", step=5, documents=[{"gid": "a", "loss": 9.0, "text": NASTY}])
     (directory / "recipe.yaml").write_text("name: x\ntrain: {batch_tokens: 100}\n")
-    run = WatchedRun(LocalPlace(directory))
+    run = RunView(LocalRunLocation(directory))
     run.refresh()
     return run
 
@@ -106,7 +106,7 @@ def test_no_address_leads_outside_the_runs(client: TestClient, path: str) -> Non
     assert "private" not in answer.text
 
 
-def test_numbers_that_are_none_are_refused(client: TestClient) -> None:
+def test_invalid_numbers_are_rejected(client: TestClient) -> None:
     assert client.get("/api/runs/0/series", params={"name": "loss", "from": "x"}).status_code == 400
     assert client.get("/api/runs/0/documents", params={"step": "1; rm"}).status_code == 400
 
@@ -117,7 +117,7 @@ def test_a_number_of_points_that_cannot_be_is_refused(client: TestClient, points
 
 
 @pytest.mark.parametrize("query", ["from=nan&to=nan", "from=inf&to=-inf", "from=1e400", "from=5&to=2"])
-def test_an_odd_range_is_empty_or_all(client: TestClient, query: str) -> None:
+def test_an_unusual_range_is_empty_or_all(client: TestClient, query: str) -> None:
     assert client.get(f"/api/runs/0/series?key={KEY}&name=loss&points=5&{query}").status_code == 200
 
 
@@ -127,27 +127,27 @@ def test_a_step_that_cannot_be_is_refused(client: TestClient, step: str) -> None
     assert client.get("/api/runs/0/text", params={"kind": "sample", "name": "zh", "step": step}).status_code == 400
 
 
-def test_news_are_the_lines_since_and_a_resume_asks_for_everything_again(tmp_path: Path) -> None:
-    followed = Followed(make_run(tmp_path, steps=10))
-    sequence, version = followed.run.streams[0].sequence, followed.version
-    with Record(tmp_path / "record.jsonl", system_every=None) as record:
+def test_an_update_has_the_lines_since_and_a_resume_reloads_everything(tmp_path: Path) -> None:
+    live_run = LiveRun(make_run(tmp_path, steps=10))
+    sequence, version = live_run.run.readers[0].sequence, live_run.version
+    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         record.step(10, loss=7.0)
-    followed.refresh()
-    assert followed.version > version
-    news, sequence = _news_of(followed, sequence)
-    assert [line["step"] for line in news["lines"]] == [10]
-    assert not news["reload"]
-    with Record(tmp_path / "record.jsonl", rank=1, system_every=None) as other:
+    live_run.refresh()
+    assert live_run.version > version
+    update, sequence = _update_since(live_run, sequence)
+    assert [line["step"] for line in update["lines"]] == [10]
+    assert not update["reload"]
+    with RunRecord(tmp_path / "record.jsonl", rank=1, system_every=None) as other:
         other.step(10, loss=7.0)
-    with Record(tmp_path / "record.jsonl", system_every=None) as record:
+    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         record.step(11, loss=7.0)
-    followed.refresh()
-    news, sequence = _news_of(followed, sequence)
-    assert (news["ranks"], news["reload"]) == (True, False)
-    with Record(tmp_path / "record.jsonl", system_every=None) as record:
+    live_run.refresh()
+    update, sequence = _update_since(live_run, sequence)
+    assert (update["ranks"], update["reload"]) == (True, False)
+    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         record.event("resume", step=8)
-    followed.refresh()
-    assert _news_of(followed, sequence)[0]["reload"]
+    live_run.refresh()
+    assert _update_since(live_run, sequence)[0]["reload"]
 
 
 def test_the_page_forbids_foreign_scripts(client: TestClient) -> None:
@@ -172,4 +172,4 @@ def test_the_built_page_is_of_the_sources_beside_it() -> None:
     if not sources.exists():
         pytest.skip("not a source checkout")
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources.iterdir()))).hexdigest()
-    assert digest in (PAGE / "app.js").read_text(encoding="utf-8")[:300], "run 'npm ci && npm run build' in web/"
+    assert digest in (PAGE_DIR / "app.js").read_text(encoding="utf-8")[:300], "run 'npm ci && npm run build' in web/"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from zero2all.errors import UsageError, Z2aError
-from zero2all.track import Record, open_sinks, read_steps
+from zero2all.track import RunRecord, open_sinks, read_steps
 
 
 def write(directory: Path, *sinks: str) -> None:
     opened = open_sinks(sinks, directory)
-    with Record(directory / "record.jsonl", sinks=opened, system_every=None) as record:
+    with RunRecord(directory / "record.jsonl", sinks=opened, system_every=None) as record:
         record.event("start", step=0)
         for step in range(5):
             record.step(step, **{"loss": 5.0 - step, "loss/zh": 1.0})
@@ -49,7 +49,7 @@ def test_wandb_takes_it_offline(
         monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr("zero2all.track.pump.LAST_WORDS", 200.0)  # a loaded machine starts its service slowly
+    monkeypatch.setattr("zero2all.track.async_writer.CLOSE_TIMEOUT", 200.0)  # its service starts slowly under load
     write(tmp_path, "wandb")
     assert "the sink Wandb" not in capsys.readouterr().err
     [file] = tmp_path.rglob("*.wandb")
@@ -60,8 +60,8 @@ def test_wandb_takes_it_offline(
         time.sleep(0.1)
 
 
-class Kept:
-    """A sink of somebody else's, as documented."""
+class RecordingSink:
+    """A custom sink, as documented."""
 
     calls: list[tuple[Any, ...]] = []  # noqa: RUF012 - the test reads it
 
@@ -84,10 +84,17 @@ class Kept:
         self.calls.append(("close",))
 
 
-def test_a_sink_of_ones_own_by_its_name(tmp_path: Path) -> None:
-    write(tmp_path, "tests.track.test_sinks:Kept")
-    assert [call[0] for call in Kept.calls] == ["event", *["step"] * 5, "sample", "histogram", "event", "close"]
-    assert Kept.calls[1] == ("step", 0, {"loss": 5.0, "loss/zh": 1.0})
+def test_a_custom_sink_by_its_name(tmp_path: Path) -> None:
+    write(tmp_path, "tests.track.test_sinks:RecordingSink")
+    assert [call[0] for call in RecordingSink.calls] == [
+        "event",
+        *["step"] * 5,
+        "sample",
+        "histogram",
+        "event",
+        "close",
+    ]
+    assert RecordingSink.calls[1] == ("step", 0, {"loss": 5.0, "loss/zh": 1.0})
 
 
 def test_a_sink_that_is_not_there_is_named_before_training() -> None:
@@ -97,21 +104,21 @@ def test_a_sink_that_is_not_there_is_named_before_training() -> None:
         open_sinks(["no.such:Sink"], Path())
 
 
-class Deaf(Kept):
+class WrongArguments(RecordingSink):
     """Would be called with the wrong number of arguments at its first line."""
 
     def step(self, step: int) -> None: ...  # type: ignore[override]
 
 
-class Mute:
+class NoMethods:
     def __init__(self, directory: Path) -> None: ...
 
 
-class Needy(Kept):
+class ExtraArgument(RecordingSink):
     def __init__(self, directory: Path, token: str) -> None: ...
 
 
-class Broken(Kept):
+class Broken(RecordingSink):
     def __init__(self, directory: Path) -> None:
         raise RuntimeError("no server")
 
@@ -119,9 +126,9 @@ class Broken(Kept):
 called: list[Path] = []
 
 
-def a_function(directory: Path) -> Kept:
+def a_function(directory: Path) -> RecordingSink:
     called.append(directory)
-    return Kept(directory)
+    return RecordingSink(directory)
 
 
 HERE = "tests.track.test_sinks"
@@ -129,9 +136,9 @@ NOT_SINKS = [
     ("os:system", "is not a class"),
     (f"{HERE}:a_function", "is not a class"),
     ("subprocess:Popen", "no method step, event, sample, histogram, close"),
-    (f"{HERE}:Mute", "no method step"),
-    (f"{HERE}:Deaf", r"step\(step, values\)"),
-    (f"{HERE}:Needy", "run directory"),
+    (f"{HERE}:NoMethods", "no method step"),
+    (f"{HERE}:WrongArguments", r"step\(step, values\)"),
+    (f"{HERE}:ExtraArgument", "run directory"),
     ("zero2all.track.sinks:Sink", "abstract"),
     (":Sink", "cannot be loaded"),
     (".x:Sink", "cannot be loaded"),
@@ -151,7 +158,7 @@ def test_what_is_not_a_sink_class_is_refused_and_never_called(
     assert not called
 
 
-def test_recipe_check_looks_at_sinks_without_making_one(tmp_path: Path) -> None:
+def test_recipe_check_validates_sinks_without_creating_one(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from zero2all.cli.main import app
@@ -162,13 +169,13 @@ def test_recipe_check_looks_at_sinks_without_making_one(tmp_path: Path) -> None:
 
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("train: {steps: 1}\n")
-    status, said = check("'os:system'", "tensorboard", f"'{HERE}:Mute'")
+    status, output = check("'os:system'", "tensorboard", f"'{HERE}:NoMethods'")
     assert status == 2
-    assert "track.sinks.0: os:system is not a class" in said
-    assert "track.sinks.2" in said
-    Kept.calls[:] = [("untouched",)]
-    assert check(f"'{HERE}:Kept'")[0] == 0
-    assert Kept.calls == [("untouched",)], "the class was instantiated"
+    assert "track.sinks.0: os:system is not a class" in output
+    assert "track.sinks.2" in output
+    RecordingSink.calls[:] = [("untouched",)]
+    assert check(f"'{HERE}:RecordingSink'")[0] == 0
+    assert RecordingSink.calls == [("untouched",)], "the class was instantiated"
 
 
 def test_a_sink_that_fails_to_start_is_named_in_one_line(tmp_path: Path) -> None:

@@ -19,37 +19,37 @@ import pytest
 
 from tests.track.browser import watching
 from zero2all.errors import UsageError
-from zero2all.track import Record
-from zero2all.track.places import find_runs
-from zero2all.track.ssh import Connection, Unreachable, parse_address
-from zero2all.track.watched import WatchedRun
+from zero2all.track import RunRecord
+from zero2all.track.run_locations import find_runs
+from zero2all.track.run_view import RunView
+from zero2all.track.ssh import SshConnection, UnreachableError, parse_address
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
 
 class Wire:
-    """Passes bytes between a client and sshd until it is cut; while it is cut nobody gets through."""
+    """Passes bytes between a client and sshd until it is disconnected; then no connection gets through."""
 
     def __init__(self, port: int) -> None:
         self.target = port
         self.listens_on_ipv6 = False
         self._sockets: list[socket.socket] = []
-        self._cut = threading.Event()
+        self._disconnected = threading.Event()
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def cut(self) -> None:
-        self._cut.set()
+    def disconnect(self) -> None:
+        self._disconnected.set()
         for end in self._sockets:
             with_shutdown(end)
         self._sockets.clear()
 
-    def mend(self) -> None:
-        self._cut.clear()
+    def restore(self) -> None:
+        self._disconnected.clear()
 
     def close(self) -> None:
-        self.cut()
+        self.disconnect()
         self._listening.close()
 
     def _accept(self) -> None:
@@ -58,7 +58,7 @@ class Wire:
                 client, _ = self._listening.accept()
             except OSError:
                 return
-            if self._cut.is_set():
+            if self._disconnected.is_set():
                 client.close()
                 continue
             server = socket.create_connection(("127.0.0.1", self.target))
@@ -147,12 +147,12 @@ def wait_for(there: Callable[[], Any], complaint: str, seconds: float = 40.0) ->
     return found
 
 
-def test_the_page_follows_a_remote_run_and_no_step_is_missing_after_a_cut(
+def test_the_page_follows_a_remote_run_and_no_step_is_missing_after_a_disconnect(
     remote: tuple[Wire, Path], tmp_path: Path
 ) -> None:
     wire, home = remote
     directory = tmp_path / "it's a $(run) dir" / "run"  # quoted on its way through the shells
-    with Record(directory / "record.jsonl", system_every=None) as record:
+    with RunRecord(directory / "record.jsonl", system_every=None) as record:
         record.event("start", step=0, steps=1000)
         written = 0
 
@@ -173,21 +173,21 @@ def test_the_page_follows_a_remote_run_and_no_step_is_missing_after_a_cut(
                     found: list[float] = json.load(answer)[0]["steps"]
                 return found
 
-            def trouble() -> str | None:
+            def read_error() -> str | None:
                 with urllib.request.urlopen(url.replace("/?", "/api/runs?"), timeout=60) as answer:
-                    said: str | None = json.load(answer)[0]["status"]["trouble"]
-                return said
+                    message: str | None = json.load(answer)[0]["status"]["trouble"]
+                return message
 
             assert steps() == list(range(200))
             write(210)
             begun = time.monotonic()
             wait_for(lambda: len(steps()) == 210, "the page does not follow")
             assert time.monotonic() - begun < 10  # 2 s on a machine that is not loaded; see docs/track.md
-            wire.cut()
-            wait_for(trouble, "nobody noticed the cut")
+            wire.disconnect()
+            wait_for(read_error, "the disconnect was not noticed")
             write(500)
-            wire.mend()
-            wait_for(lambda: trouble() is None, "it does not connect again")
+            wire.restore()
+            wait_for(lambda: read_error() is None, "it does not reconnect")
             wait_for(lambda: len(steps()) == 500, "steps are missing")
             assert steps() == list(range(500))
 
@@ -195,27 +195,27 @@ def test_the_page_follows_a_remote_run_and_no_step_is_missing_after_a_cut(
 def test_a_wrong_host_key_is_refused(remote: tuple[Wire, Path], tmp_path: Path) -> None:
     wire, home = remote
     write_client(home, wire, "other")
-    with pytest.raises(Unreachable, match="Host key verification failed"):
+    with pytest.raises(UnreachableError, match="Host key verification failed"):
         find_runs(f"ssh://there{tmp_path}", f"ssh -F {home}/client_other")
 
 
-def test_a_long_record_is_opened_by_its_index_and_read_where_it_is_looked_at(
+def test_a_long_record_is_opened_by_its_index_and_read_only_where_it_is_viewed(
     remote: tuple[Wire, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, home = remote
-    with Record(tmp_path / "record.jsonl", system_every=None) as record:
+    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         for step in range(3000):
             record.step(step, loss=float(step))
-    [place] = find_runs(f"ssh://there{tmp_path}", f"ssh -F {home}/client_host")
+    [location] = find_runs(f"ssh://there{tmp_path}", f"ssh -F {home}/client_host")
     asked: list[tuple[str, int]] = []
-    read = place.read
+    read = location.read
     monkeypatch.setattr(
-        place, "read", lambda file, start, length: asked.append((file, length)) or read(file, start, length)
+        location, "read", lambda file, start, length: asked.append((file, length)) or read(file, start, length)
     )
-    monkeypatch.setattr("zero2all.track.stream.RAW", 20_000)
-    run = WatchedRun(place)
+    monkeypatch.setattr("zero2all.track.record_reader.MAX_RAW_BYTES", 20_000)
+    run = RunView(location)
     run.refresh()
-    assert run.trouble is None
+    assert run.read_error is None
     table = run.table(["loss"], points=100)
     assert table.high is not None
     assert max(table.high["loss"]) == 2999
@@ -236,36 +236,36 @@ def test_a_long_record_is_opened_by_its_index_and_read_where_it_is_looked_at(
         "ssh://host/a%0ab",
     ],
 )
-def test_addresses_that_are_none_are_refused(url: str) -> None:
+def test_invalid_addresses_are_rejected(url: str) -> None:
     with pytest.raises(UsageError, match="is not ssh://"):
         parse_address(url)
 
 
-def test_an_address_says_who_and_where() -> None:
+def test_an_address_has_user_host_port_and_path() -> None:
     address, path = parse_address("ssh://me@cluster:2222/runs/my%20run/")
-    assert address.words == ["-p", "2222", "--", "me@cluster"]
+    assert address.ssh_arguments == ["-p", "2222", "--", "me@cluster"]
     assert path == "/runs/my run"
     assert parse_address("ssh://cluster/~/runs")[1] == "runs"
 
 
-def test_without_ssh_it_says_so() -> None:
+def test_without_ssh_the_error_names_openssh() -> None:
     address, path = parse_address("ssh://host/x")
     with pytest.raises(UsageError, match="OpenSSH"):
-        Connection(address, "no-such-ssh").matches(path, ["record.jsonl"])
+        SshConnection(address, "no-such-ssh").glob_files(path, ["record.jsonl"])
 
 
 def test_an_ipv6_address_is_reached(remote: tuple[Wire, Path], tmp_path: Path) -> None:
     wire, home = remote
     if not wire.listens_on_ipv6:
         pytest.skip("no IPv6 loopback here")
-    with Record(tmp_path / "record.jsonl", system_every=None) as record:
+    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         record.step(7, loss=1.0)
     (home / "client_ipv6").write_text(
         f"IdentityFile {home}/user\nIdentitiesOnly yes\nUserKnownHostsFile /dev/null\nStrictHostKeyChecking no\n"
         "BatchMode yes\nLogLevel ERROR\n"
     )
-    [place] = find_runs(f"ssh://{getpass.getuser()}@[::1]:{wire.target}{tmp_path}", f"ssh -F {home}/client_ipv6")
-    run = WatchedRun(place)
+    [location] = find_runs(f"ssh://{getpass.getuser()}@[::1]:{wire.target}{tmp_path}", f"ssh -F {home}/client_ipv6")
+    run = RunView(location)
     run.refresh()
-    assert (run.last_step, run.trouble) == (7, None)
-    assert place.name.startswith("[::1]:")
+    assert (run.last_step, run.read_error) == (7, None)
+    assert location.name.startswith("[::1]:")

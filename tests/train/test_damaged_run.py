@@ -1,4 +1,4 @@
-"""A run directory with a damaged file: one line that names the file and says what to do, from every command."""
+"""A run directory with a damaged file: every command prints one line that names the file and the remedy."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ READERS = [
 
 
 @pytest.fixture(scope="module")
-def trained(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    recipe = tiny_recipe(world, f"out={tmp_path_factory.mktemp('damaged')}", "train.steps=2")
+def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    recipe = tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('damaged')}", "train.steps=2")
     train(recipe)
     return recipe
 
@@ -39,12 +39,12 @@ def run(trained: Recipe, tmp_path: Path) -> Path:
     return tmp_path / "out" / "run"
 
 
-def z2a(words: list[str], run: Path) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, [*(word.replace("RUN", str(run)) for word in words), "--json"])
+def z2a(arguments: list[str], run: Path) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, [*(word.replace("RUN", str(run)) for word in arguments), "--json"])
     return done.exit_code, json.loads(done.stdout).get("error", ""), done.stderr
 
 
-def resign(step: Path) -> None:
+def update_checksums(step: Path) -> None:
     manifest = json.loads((step / "manifest.json").read_text())
     manifest["files"] = {name: sha256_file(step / name) for name in manifest["files"]}
     (step / "manifest.json").write_text(json.dumps(manifest))
@@ -60,31 +60,31 @@ CASES = [(name, text) for name, texts in DAMAGES.items() for text in texts]
 
 
 @pytest.mark.parametrize(("name", "text"), CASES)
-def test_every_command_says_which_file(name: str, text: str, run: Path) -> None:
+def test_every_command_names_the_damaged_file(name: str, text: str, run: Path) -> None:
     (run / name).write_text(text, encoding="utf-8")
     if name.endswith("state.json"):
-        resign(run / STEP)
-    named = 0
+        update_checksums(run / STEP)
+    errors = 0
     for words in READERS:
-        code, error, said = z2a(words, run)
-        assert "Traceback" not in said, (words, said)
+        code, error, stderr = z2a(words, run)
+        assert "Traceback" not in stderr, (words, stderr)
         assert "bug" not in error, words
         if code:
-            assert Path(name).name in error or STEP in error or STEP in said, (words, error)
-            named += 1
-    assert named
+            assert Path(name).name in error or STEP in error or STEP in stderr, (words, error)
+            errors += 1
+    assert errors
 
 
-def test_training_needs_its_state_and_writes_its_identity_again(run: Path, world: Path) -> None:
-    recipe = tiny_recipe(world, f"out={run.parent}", "train.steps=3")
-    whole = (run / "identity.json").read_text(encoding="utf-8")
+def test_training_needs_its_state_and_writes_its_identity_again(run: Path, workspace: Path) -> None:
+    recipe = tiny_recipe(workspace, f"out={run.parent}", "train.steps=3")
+    identity = (run / "identity.json").read_text(encoding="utf-8")
     (run / "identity.json").write_text("{}", encoding="utf-8")
     state = (run / STEP / "state.json").read_text(encoding="utf-8")
     (run / STEP / "state.json").write_text("{}", encoding="utf-8")
-    resign(run / STEP)
+    update_checksums(run / STEP)
     with pytest.raises(Z2aError, match="trained with another"):
         train(recipe)
     (run / STEP / "state.json").write_text(state, encoding="utf-8")
-    resign(run / STEP)
+    update_checksums(run / STEP)
     train(recipe)
-    assert set(json.loads((run / "identity.json").read_text())) == set(json.loads(whole))
+    assert set(json.loads((run / "identity.json").read_text())) == set(json.loads(identity))

@@ -1,4 +1,4 @@
-"""train.deterministic on a GPU, as far as it can be seen without one."""
+"""train.deterministic on a GPU, as far as it can be tested without one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from zero2all.errors import UsageError
-from zero2all.hardware import CUBLAS, set_deterministic
-from zero2all.model.ops import OPS, choose
+from zero2all.hardware import CUBLAS_VARIABLE, set_deterministic
+from zero2all.model.ops import OPS, choose_kernels
 from zero2all.recipe import ModelConfig, Recipe
 from zero2all.train import job
 
@@ -22,98 +22,98 @@ CUDA = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv(CUBLAS, "")  # so that it is put back, whatever a test sets
-    monkeypatch.delenv(CUBLAS)
+def _restore_settings(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv(CUBLAS_VARIABLE, "")  # so that it is restored, whatever a test sets
+    monkeypatch.delenv(CUBLAS_VARIABLE)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Stands for the package; what it was asked for."""
-    asked: list[dict[str, Any]] = []
+    """A fake of the package; records the options of each call."""
+    calls: list[dict[str, Any]] = []
 
     def attention(q: Tensor, *rest: Any, **options: Any) -> Tensor:
-        asked.append(options)
+        calls.append(options)
         return q
 
     fake = ModuleType("flash_attn")
     fake.__spec__ = ModuleSpec("flash_attn", None)
     fake.flash_attn_func = fake.flash_attn_varlen_func = attention  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
-    return asked
+    return calls
 
 
 def model(**ops: str) -> ModelConfig:
     return ModelConfig.model_validate({"vocab_size": 64, "ops": ops})
 
 
-def test_auto_leaves_out_what_does_not_promise_the_same_bits() -> None:
-    assert choose(model(), CUDA, deterministic=False)["attention"].form == "flex"
-    chosen = choose(model(), CUDA, deterministic=True)["attention"]
+def test_auto_skips_kernels_that_are_not_deterministic() -> None:
+    assert choose_kernels(model(), CUDA, deterministic=False)["attention"].form == "flex"
+    chosen = choose_kernels(model(), CUDA, deterministic=True)["attention"]
     assert chosen.form == "sdpa"
     assert "same bits" in chosen.others["flex"]
     torch.use_deterministic_algorithms(True)  # as a run does, before it builds the model
-    assert choose(model(), CUDA)["attention"].form == "sdpa"
+    assert choose_kernels(model(), CUDA)["attention"].form == "sdpa"
 
 
-def test_a_named_form_is_refused_with_both_ways_out() -> None:
+def test_a_nondeterministic_kernel_is_refused_with_both_remedies() -> None:
     with pytest.raises(
         UsageError, match=r"attention=flex .*same bits.*model\.ops\.attention=auto.*deterministic=false"
     ):
-        choose(model(attention="flex"), CUDA, deterministic=True)
-    assert choose(model(attention="flex"), CUDA, deterministic=False)["attention"].form == "flex"
+        choose_kernels(model(attention="flex"), CUDA, deterministic=True)
+    assert choose_kernels(model(attention="flex"), CUDA, deterministic=False)["attention"].form == "flex"
 
 
-def test_flash_attn_is_asked_for_its_deterministic_backward(flash_attn: list[dict[str, Any]]) -> None:
-    assert choose(model(), CUDA, deterministic=True)["attention"].form == "flash"
-    form = OPS["attention"]["flash"].load()
+def test_flash_attn_uses_its_deterministic_backward(flash_attn: list[dict[str, Any]]) -> None:
+    assert choose_kernels(model(), CUDA, deterministic=True)["attention"].form == "flash"
+    backend = OPS["attention"]["flash"].load()
     q = torch.zeros(1, 2, 4, 8)
-    plans = [form.plan(starts, 4, None, q.device) for starts in (None, torch.zeros(1, 4, dtype=torch.int32))]
+    masks = [backend.mask_for(starts, 4, None, q.device) for starts in (None, torch.zeros(1, 4, dtype=torch.int32))]
     for on in (False, True):
         torch.use_deterministic_algorithms(on)
-        for plan in plans:
-            form.attend(q, q, q, plan)
+        for mask in masks:
+            backend.attend(q, q, q, mask)
     assert [options.get("deterministic", False) for options in flash_attn] == [False, False, True, True]
 
 
 class Cuda:
-    """A machine with a GPU, on paper."""
+    """A fake machine with a GPU."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, used: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, initialized: bool = False) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
 
 
 def test_cublas_gets_its_workspace_before_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     set_deterministic(False, "auto")
-    assert CUBLAS not in os.environ
+    assert CUBLAS_VARIABLE not in os.environ
     Cuda(monkeypatch)
     set_deterministic(True, "auto")
     assert torch.are_deterministic_algorithms_enabled()
-    assert os.environ[CUBLAS] == ":4096:8"
-    monkeypatch.setenv(CUBLAS, ":16:8")
+    assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
+    monkeypatch.setenv(CUBLAS_VARIABLE, ":16:8")
     set_deterministic(True, "cuda")
-    assert os.environ[CUBLAS] == ":16:8", "what the user sets stays"
+    assert os.environ[CUBLAS_VARIABLE] == ":16:8", "the user's setting is kept"
 
 
-@pytest.mark.parametrize(("value", "used"), [(":0:0", False), (None, True)], ids=["wrong", "late"])
-def test_a_workspace_that_cannot_be_is_refused(value: str | None, used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    Cuda(monkeypatch, used)
+@pytest.mark.parametrize(("value", "initialized"), [(":0:0", False), (None, True)], ids=["wrong", "late"])
+def test_an_invalid_workspace_is_refused(value: str | None, initialized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(monkeypatch, initialized)
     if value is not None:
-        monkeypatch.setenv(CUBLAS, value)
-    with pytest.raises(UsageError, match=f"{CUBLAS}=:4096:8"):
+        monkeypatch.setenv(CUBLAS_VARIABLE, value)
+    with pytest.raises(UsageError, match=f"{CUBLAS_VARIABLE}=:4096:8"):
         set_deterministic(True, "auto")
-    set_deterministic(True, "cpu")  # where nobody asks cuBLAS
+    set_deterministic(True, "cpu")  # cuBLAS is not used
 
 
-def test_a_run_sets_it_before_it_touches_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_sets_it_before_it_uses_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     class Reached(Exception):
         pass
 
     def pick_device(wanted: str) -> torch.device:
-        assert os.environ[CUBLAS] == ":4096:8"
+        assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
         assert torch.are_deterministic_algorithms_enabled()
         raise Reached
 

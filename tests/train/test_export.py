@@ -10,14 +10,14 @@ import torch
 
 from tests.conftest import tiny_recipe
 from zero2all.errors import UsageError, Z2aError
-from zero2all.serve import generate
+from zero2all.generation import generate
 from zero2all.train import Run, export_run, train
 from zero2all.train.export import TOLERANCE
 
 
 @pytest.fixture(scope="module")
-def run(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    recipe = tiny_recipe(world, f"out={tmp_path_factory.mktemp('export')}", "train.steps=4")
+def run(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    recipe = tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('export')}", "train.steps=4")
     train(recipe)
     return Run.open(recipe.run_dir)
 
@@ -36,14 +36,14 @@ def test_exported_run_loads_in_transformers_without_our_code(run: Run, tmp_path:
     }
 
 
-def test_generation_ends_where_a_document_or_a_message_does(run: Run, tmp_path: Path) -> None:
+def test_generation_stops_at_the_end_of_a_document_or_message(run: Run, tmp_path: Path) -> None:
     export_run(run, tmp_path / "hf")
     special = run.tokenizer().special_ids
-    ends = json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"]
-    assert ends == [special["<|endoftext|>"], special["<|im_end|>"]]
+    eos_token_ids = json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"]
+    assert eos_token_ids == [special["<|endoftext|>"], special["<|im_end|>"]]
 
 
-def test_every_file_of_an_export_may_be_read_by_the_same_people(run: Run, tmp_path: Path) -> None:
+def test_every_file_of_an_export_has_the_same_permissions(run: Run, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         export_run(run, tmp_path / "hf")
@@ -58,20 +58,20 @@ def test_transformers_generates_the_same_text(run: Run, tmp_path: Path) -> None:
     export_run(run, tmp_path / "hf")
     model, tokenizer = run.load_model(), run.tokenizer()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    prompt = [tokenizer.end_of_text, *tokenizer.encode("the model")]
+    prompt = [tokenizer.eos_token_id, *tokenizer.encode("the model")]
     ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
-    ends = [at for at, id in enumerate(ids) if id in tokenizer.end_ids]
-    text = tokenizer.decode(ids[: ends[0]] if ends else ids)
+    stops = [position for position, id in enumerate(ids) if id in tokenizer.stop_token_ids]
+    text = tokenizer.decode(ids[: stops[0]] if stops else ids)
     assert generate(model, tokenizer, "the model", max_tokens=12, temperature=0) == text
 
 
 def test_a_wrong_export_does_not_pass_the_check(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import zero2all.model.hf as hf
 
-    right = hf.hf_weights
+    original = hf.hf_weights
 
     def wrong(model: object) -> dict[str, torch.Tensor]:
-        weights = right(model)  # type: ignore[arg-type]
+        weights = original(model)  # type: ignore[arg-type]
         name = "model.layers.0.self_attn.q_proj.weight"
         return {**weights, name: weights[name].flip(0)}
 
@@ -88,7 +88,7 @@ def test_bf16_export_halves_the_file(run: Run, tmp_path: Path) -> None:
     assert half < 0.6 * full
 
 
-def test_nothing_that_is_not_an_export_is_written_over(run: Run, tmp_path: Path) -> None:
+def test_only_an_export_is_overwritten(run: Run, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="something else"):
@@ -98,6 +98,6 @@ def test_nothing_that_is_not_an_export_is_written_over(run: Run, tmp_path: Path)
     export_run(run, tmp_path / "hf")  # an export may replace an export
 
 
-def test_a_step_without_checkpoint_is_named(run: Run, tmp_path: Path) -> None:
+def test_a_step_without_a_checkpoint_is_reported(run: Run, tmp_path: Path) -> None:
     with pytest.raises(Z2aError, match="steps there: 4"):
         export_run(run, tmp_path / "hf", step=3)

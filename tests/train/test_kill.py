@@ -1,4 +1,4 @@
-"""The promise of the walking skeleton: SIGKILL at a random step costs nothing but the steps since the checkpoint."""
+"""SIGKILL at a random step costs nothing but the steps since the last checkpoint."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from zero2all.train import Run, train
 
 STEPS = 60
 EVERY = 7
-# A trainer that is killed as it takes up a given step, when the checkpoint before it is there: no race between us, it,
-# and the thread that writes.
+# A trainer that is killed at the start of a given step, once the checkpoint before it is written: no race between the
+# test, the trainer and the thread that writes.
 TRAINER = """
 import os, signal, sys, time
 from zero2all.recipe import load_recipe
@@ -29,38 +29,38 @@ from zero2all.train import Run, train
 recipe, kill_at, every = load_recipe(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 checkpoints = Run(recipe, recipe.run_dir).checkpoints
 
-def look(batch):
+def kill(batch):
     if batch.step == kill_at:
         due, deadline = kill_at // every * every, time.monotonic() + 60
-        while due and not checkpoints.is_whole(due) and time.monotonic() < deadline:
+        while due and not checkpoints.is_valid(due) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
-train(recipe, on_batch=look)
+train(recipe, on_batch=kill)
 """
 
 
 def run_trainer(recipe: Path, kill_at: int) -> tuple[int, list[str]]:
     """Exit status and the lines it printed."""
-    # The threads are fixed because a sum over other pieces may round otherwise.
+    # The number of threads is fixed because another partition of a sum may round differently.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", TRAINER, str(recipe), str(kill_at), str(EVERY)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-c", TRAINER, str(recipe), str(kill_at), str(EVERY)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     return done.returncode, done.stderr.splitlines()
 
 
 @pytest.mark.slow
-def test_sigkill_at_random_steps_and_resume_is_bitwise_the_undisturbed_run(world: Path, tmp_path: Path) -> None:
-    options = [f"train.steps={STEPS}", f"checkpoint.every={EVERY} steps", "track.print_every=1"]
-    whole = tiny_recipe(world, f"out={tmp_path}/whole", *options)
+def test_sigkill_at_random_steps_and_resume_is_bitwise_the_uninterrupted_run(workspace: Path, tmp_path: Path) -> None:
+    options = [f"train.steps={STEPS}", f"checkpoint.every={EVERY} steps", "track.log_every=1"]
+    uninterrupted = tiny_recipe(workspace, f"out={tmp_path}/uninterrupted", *options)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        train(whole)
+        train(uninterrupted)
     finally:
         torch.set_num_threads(threads)
 
-    killed = tiny_recipe(world, f"out={tmp_path}/killed", *options)
+    killed = tiny_recipe(workspace, f"out={tmp_path}/killed", *options)
     recipe_file = tmp_path / "killed.yaml"
     recipe_file.write_text(recipe_yaml(killed))
     printed: list[str] = []
@@ -72,11 +72,11 @@ def test_sigkill_at_random_steps_and_resume_is_bitwise_the_undisturbed_run(world
         printed += lines
     assert sum("resuming after step" in line for line in printed) == 2
 
-    one, other = Run.open(whole.run_dir), Run.open(killed.run_dir)
+    one, other = Run.open(uninterrupted.run_dir), Run.open(killed.run_dir)
     expected = {step: repr(values["loss"]) for step, values in read_steps(one.record_path).items()}
     assert len(expected) == STEPS
     assert {step: repr(values["loss"]) for step, values in read_steps(other.record_path).items()} == expected
-    # What a person saw says the same, also for the steps that were done twice.
+    # The log lines agree, also for the steps that were repeated.
     for line in printed:
         if line.startswith("step "):
             step = int(line.split()[1].split("/")[0]) - 1

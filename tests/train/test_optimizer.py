@@ -6,23 +6,23 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from zero2all.bench.rank_harness import run_ranks
 from zero2all.model import Z2all
-from zero2all.parallel import Layout, Sizes
-from zero2all.parallel.ranks import run_ranks
-from zero2all.parallel.spread import Spread
+from zero2all.parallel import ParallelDims, ParallelMesh
+from zero2all.parallel.parallel_model import ParallelModel
 from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe
 from zero2all.train.muon import Muon, newton_schulz
 from zero2all.train.optimizer import Lion, build_optimizers, set_learning_rate
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd"])
-def test_only_matrices_decay_and_every_parameter_is_moved_once(name: str) -> None:
+def test_only_matrices_decay_and_every_parameter_is_in_one_group(name: str) -> None:
     model = Z2all(ModelConfig(vocab_size=64, qkv_bias=True, qk_norm=True))
     optimizers = build_optimizers(model, OptimizerRecipe(name=name, weight_decay=0.3))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    moved = [(names[id(p)], g["weight_decay"]) for o in optimizers for g in o.param_groups for p in g["params"]]
-    assert sorted(n for n, _ in moved) == sorted(names.values())
-    for parameter, decay in moved:
+    updated = [(names[id(p)], g["weight_decay"]) for o in optimizers for g in o.param_groups for p in g["params"]]
+    assert sorted(n for n, _ in updated) == sorted(names.values())
+    for parameter, decay in updated:
         assert decay == (0.0 if parameter.endswith(("norm.weight", "bias")) else 0.3)
     if name == "muon":
         by_muon = [names[id(p)] for p in optimizers[1].param_groups[0]["params"]]
@@ -35,7 +35,7 @@ def test_the_recipe_reaches_every_group(name: str) -> None:
     model = Z2all(ModelConfig(vocab_size=64))
     recipe = OptimizerRecipe(name=name, lr=0.5, muon_lr=0.25, momentum=0.7, betas=(0.6, 0.8), eps=1e-5)
     optimizers = build_optimizers(model, recipe)
-    set_learning_rate(optimizers, recipe, share=0.5)
+    set_learning_rate(optimizers, recipe, lr_multiplier=0.5)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             assert group["lr"] == (0.125 if isinstance(optimizer, Muon) else 0.25)
@@ -45,11 +45,15 @@ def test_the_recipe_reaches_every_group(name: str) -> None:
             assert group.get("momentum", recipe.momentum) == 0.7
 
 
-MOE = MoeConfig(experts=4, top_k=2, expert_intermediate=24, shared_experts=1, balance="bias")
+MOE = MoeConfig(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1, load_balancing="bias"
+)
 
 
-def test_muon_moves_experts_and_adamw_the_router() -> None:
-    model = Z2all(ModelConfig(hidden_size=32, n_heads=2, n_kv_heads=1, vocab_size=64, qkv_bias=True, moe=MOE))
+def test_muon_updates_experts_and_adamw_the_router() -> None:
+    model = Z2all(
+        ModelConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=64, qkv_bias=True, moe=MOE)
+    )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     adamw, muon = build_optimizers(model, OptimizerRecipe(name="muon"))
     by_muon, by_adamw = ([names[id(p)] for g in o.param_groups for p in g["params"]] for o in (muon, adamw))
@@ -62,7 +66,7 @@ def test_muon_moves_experts_and_adamw_the_router() -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 32), (32, 24), (16, 16)])
-def test_muon_moves_matrices_as_torch_does_and_experts_one_by_one(rows: int, columns: int) -> None:
+def test_muon_updates_matrices_as_torch_does_and_experts_one_by_one(rows: int, columns: int) -> None:
     torch.manual_seed(0)
     stack = torch.nn.Parameter(torch.randn(4, rows, columns))
     single = torch.nn.Parameter(stack[0].detach().clone())
@@ -92,31 +96,32 @@ def test_newton_schulz_brings_the_singular_values_of_every_expert_near_1() -> No
     assert values.max() < 1.3
 
 
-def _off_whole_matrices(sizes: dict[str, int], moe: bool) -> float:
-    """Farthest that two steps over shards are from the same over whole tensors, as a share of the learning rate."""
+def _error_against_full_matrices(sizes: dict[str, int], moe: bool) -> float:
+    """Largest difference of two steps on shards from two on full tensors, as a fraction of the learning rate."""
     config = ModelConfig(
-        hidden_size=32, intermediate_size=48, n_layers=1, n_heads=4, n_kv_heads=4, context=16, vocab_size=64,
+        hidden_size=32, intermediate_size=48,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=16, vocab_size=64,
         moe=MOE if moe else None,
     )  # fmt: skip
     parallel, recipe = ParallelRecipe(**sizes), OptimizerRecipe(name="muon", muon_lr=0.01)
-    layout = Layout(Sizes.of(parallel, 4), torch.device("cpu"))
-    spread = Spread(config, parallel, layout, seed=0)
-    muon = build_optimizers(spread.model, recipe, spread.groups)[1]
+    mesh = ParallelMesh(ParallelDims.from_recipe(parallel, 4), torch.device("cpu"))
+    parallel_model = ParallelModel(config, parallel, mesh, seed=0)
+    muon = build_optimizers(parallel_model.model, recipe, parallel_model.param_groups)[1]
     ours = [parameter for group in muon.param_groups for parameter in group["params"]]
     assert all(isinstance(parameter, DTensor) for parameter in ours)
     assert sum(parameter.dim() == 3 for parameter in ours) == (3 if moe else 0)
     theirs = [torch.nn.Parameter(parameter.full_tensor().detach()) for parameter in ours]
-    alone = Muon(theirs, lr=0.01, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
-    set_learning_rate([muon], recipe, share=1.0)
+    reference = Muon(theirs, lr=0.01, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+    set_learning_rate([muon], recipe, lr_multiplier=1.0)
     tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(0))
-    first, last = layout.samples(8)
+    first, last = mesh.sample_range(8)
     for _ in range(2):
-        spread.model.zero_grad()
-        spread.backward(tokens[first:last, :-1], tokens[first:last, 1:], divisor=8 * 16)
-        for parameter, whole in zip(ours, theirs, strict=True):
-            whole.grad = parameter.grad.full_tensor()
+        parallel_model.model.zero_grad()
+        parallel_model.forward_backward(tokens[first:last, :-1], tokens[first:last, 1:], divisor=8 * 16)
+        for parameter, full in zip(ours, theirs, strict=True):
+            full.grad = parameter.grad.full_tensor()
         muon.step()
-        alone.step()
+        reference.step()
     return max(float((p.full_tensor() - w).detach().abs().max()) for p, w in zip(ours, theirs, strict=True)) / 0.01
 
 
@@ -125,22 +130,22 @@ MUON_LAYOUTS: list[tuple[dict[str, int], bool]] = [
     ({"dp_replicate": 2}, True),
     ({"ep": 2}, True),  # experts over two ranks, the rows of each over two
     ({"ep": 4}, True),
-    ({"tp": 2}, False),  # both cut the same dimension
+    ({"tp": 2}, False),  # both shard the same dimension
     ({"tp": 4}, False),
 ]
 
 
 def _on_a_mesh() -> list[float]:
-    return [_off_whole_matrices(sizes, moe) for sizes, moe in MUON_LAYOUTS]
+    return [_error_against_full_matrices(sizes, moe) for sizes, moe in MUON_LAYOUTS]
 
 
 @pytest.mark.slow
-def test_muon_moves_shards_as_it_moves_whole_matrices() -> None:
-    for found in run_ranks(4, _on_a_mesh, seconds=240):
-        assert max(found) < 0.02, list(zip(MUON_LAYOUTS, found, strict=True))  # bf16 products of another shape
+def test_muon_updates_shards_as_it_updates_full_matrices() -> None:
+    for errors in run_ranks(4, _on_a_mesh, seconds=240):
+        assert max(errors) < 0.02, list(zip(MUON_LAYOUTS, errors, strict=True))  # bf16 products of another shape
 
 
-def test_lion_moves_as_its_paper_says() -> None:
+def test_lion_updates_as_in_its_paper() -> None:
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(5, 3))
     optimizer = Lion([weight], lr=0.1, betas=(0.9, 0.99))
@@ -156,7 +161,7 @@ def test_lion_moves_as_its_paper_says() -> None:
         torch.testing.assert_close(weight.detach(), expected)
 
 
-def test_lion_comes_back_from_its_state() -> None:
+def test_lion_resumes_from_its_state_dict() -> None:
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(4))
     optimizer = Lion([weight])
@@ -173,38 +178,40 @@ def test_lion_comes_back_from_its_state() -> None:
 
 
 @pytest.mark.slow
-def test_adamw_with_states_of_8_bits_learns_as_adamw_does() -> None:
+def test_adamw_with_8_bit_states_learns_as_adamw_does() -> None:
     pytest.importorskip("torchao", reason="needs pip install 'zero2all[quant]'")
     tokens = torch.randint(0, 512, (4, 65), generator=torch.Generator().manual_seed(0))
-    ends = []
+    final_losses = []
     for name in ("adamw", "adamw-8bit"):
         config = ModelConfig(
-            hidden_size=128, intermediate_size=256, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=512
+            hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, vocab_size=512
         )  # fmt: skip
         model, recipe = Z2all(config).init_weights(0), OptimizerRecipe(name=name, lr=1e-3)
         optimizers = build_optimizers(model, recipe)
-        set_learning_rate(optimizers, recipe, share=1.0)
+        set_learning_rate(optimizers, recipe, lr_multiplier=1.0)
         for _ in range(20):
             loss = model(tokens[:, :-1], targets_BS=tokens[:, 1:]).mean()
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        ends.append(loss.item())
-    assert ends[0] < 3
-    assert ends[1] == pytest.approx(ends[0], abs=2e-3)
+        final_losses.append(loss.item())
+    assert final_losses[0] < 3
+    assert final_losses[1] == pytest.approx(final_losses[0], abs=2e-3)
 
 
-def logits_moved(width: int, base: int | None, steps: int = 4) -> float:
-    """How far a few steps of AdamW at one learning rate move the logits, on average."""
+def logit_change(width: int, base: int | None, steps: int = 4) -> float:
+    """Mean change of the logits after a few steps of AdamW at one learning rate."""
     config = ModelConfig(
-        hidden_size=width, intermediate_size=2 * width, n_layers=2, n_heads=width // 16, n_kv_heads=width // 16,
-        context=32, vocab_size=128, mup_base=base, init_std=0.05,
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=width // 16,
+        num_key_value_heads=width // 16,
+        max_position_embeddings=32, vocab_size=128, mup_base=base, initializer_range=0.05,
     )  # fmt: skip
     model = Z2all(config).init_weights(seed=1)
     recipe = OptimizerRecipe(lr=3e-3, weight_decay=0.0)
-    optimizers = build_optimizers(model, recipe, narrower=config.narrower)
-    set_learning_rate(optimizers, recipe, share=1.0)
+    optimizers = build_optimizers(model, recipe, mup_width_mult=config.mup_width_mult)
+    set_learning_rate(optimizers, recipe, lr_multiplier=1.0)
     tokens = torch.randint(0, 128, (1, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         before = model(tokens[:, :-1])
@@ -217,12 +224,12 @@ def logits_moved(width: int, base: int | None, steps: int = 4) -> float:
         return (model(tokens[:, :-1]) - before).abs().mean().item()
 
 
-def test_with_width_transfer_the_logits_move_as_far_at_every_width() -> None:
-    """The coordinate check of https://arxiv.org/abs/2203.03466: without the transfer they grow with the width."""
+def test_with_mup_the_logits_change_as_much_at_every_width() -> None:
+    """The coordinate check of https://arxiv.org/abs/2203.03466: without muP the change grows with the width."""
     widths = (64, 128, 256, 512)
-    plain = [logits_moved(width, base=None) for width in widths]
-    transferred = [logits_moved(width, base=64) for width in widths]
+    plain = [logit_change(width, base=None) for width in widths]
+    mup = [logit_change(width, base=64) for width in widths]
     assert plain == sorted(plain)
     assert plain[-1] / plain[0] > 3
-    assert max(transferred) / min(transferred) < 1.7
-    assert transferred[0] == plain[0]
+    assert max(mup) / min(mup) < 1.7
+    assert mup[0] == plain[0]

@@ -1,4 +1,4 @@
-"""The same recipe on one process and on several: the same batches, the same losses, and checkpoints that fit all."""
+"""The same recipe on one process and on several: the same batches and losses, and checkpoints for any world size."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 import torch.distributed as dist
 
 from tests.conftest import tiny_recipe
+from zero2all.bench.rank_harness import run_ranks
 from zero2all.errors import Interrupted
-from zero2all.evals import bits_per_byte
-from zero2all.parallel.ranks import run_ranks
+from zero2all.evals import evaluate_bpb
 from zero2all.recipe import Recipe
 from zero2all.track import read_steps
 from zero2all.train import Run, train
-from zero2all.train.batches import PADDING, Batch
+from zero2all.train.data_loader import PADDING_SOURCE, Batch
 
-ALIKE = 5e-6  # of losses, in fp32
+LOSS_TOLERANCE = 5e-6  # in fp32
 
 
 def losses(directory: Path) -> list[float]:
@@ -28,45 +28,46 @@ def losses(directory: Path) -> list[float]:
 
 
 def trained(recipe: Recipe, stop_at: int | None = None) -> dict[int, list[str]]:
-    """On one rank: train, and give back a hash of every row that it read, by step. One rank alone is told to stop."""
+    """On one rank: train, and return a hash of every row that it read, by step. Only the last rank gets a SIGTERM."""
     import signal
 
     rows: dict[int, list[str]] = {}
 
-    def look(batch: Batch) -> None:
-        real = [row for row, source in zip(batch.inputs, batch.sources, strict=True) if source != PADDING]
+    def record_rows(batch: Batch) -> None:
+        real = [row for row, source in zip(batch.inputs, batch.sources, strict=True) if source != PADDING_SOURCE]
         rows[batch.step] = [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in real]
         if batch.step == stop_at and dist.get_rank() == dist.get_world_size() - 1:
             signal.raise_signal(signal.SIGTERM)
 
     try:
-        train(recipe, on_batch=look, evaluate=bits_per_byte)
+        train(recipe, on_batch=record_rows, evaluate=evaluate_bpb)
     except Interrupted:
         assert stop_at is not None
     else:
-        assert stop_at is None, "the wish of one rank to stop was not heard"
+        assert stop_at is None, "the stop request of one rank was ignored"
     return rows
 
 
 @pytest.fixture(scope="module")
-def alone(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[str]]]:
-    out = tmp_path_factory.mktemp("alone")
-    return out, trained(recipe_for(world, out))
+def single(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[str]]]:
+    out = tmp_path_factory.mktemp("single")
+    return out, trained(recipe_for(workspace, out))
 
 
-def recipe_for(world: Path, out: Path, *overrides: str) -> Recipe:
+def recipe_for(workspace: Path, out: Path, *overrides: str) -> Recipe:
     stages = (
         "[{name: first, steps: 5, mixture: {en: 2, zh: 1}}, {name: long, steps: 4, seq_len: 64, rope_theta: 50000}]"
     )
     return tiny_recipe(
-        world, f"out={out}", "train.steps=null", f"train.stages={stages}", "model.n_kv_heads=4", "model.n_layers=4",
+        workspace, f"out={out}", "train.steps=null", f"train.stages={stages}", "model.num_key_value_heads=4",
+        "model.num_hidden_layers=4",
         "train.batch_tokens=384", "evals.every=4 steps", "checkpoint.every=3 steps", *overrides,
     )  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "readers", "layout"),
+    ("ranks", "readers", "parallel"),
     [
         (2, 2, "{dp_replicate: 2}"),
         (3, 3, "{}"),  # 12 samples over 3 ranks, and 6 of the longer ones
@@ -76,37 +77,37 @@ def recipe_for(world: Path, out: Path, *overrides: str) -> Recipe:
     ],
     ids=["ddp", "fsdp", "fsdp-tp", "fsdp-pp", "cp"],
 )
-def test_several_ranks_train_as_one(
-    ranks: int, readers: int, layout: str, alone: tuple[Path, dict[int, list[str]]], world: Path, tmp_path: Path
+def test_several_ranks_train_as_one_process(
+    ranks: int, readers: int, parallel: str, single: tuple[Path, dict[int, list[str]]], workspace: Path, tmp_path: Path
 ) -> None:
-    recipe = recipe_for(world, tmp_path, f"parallel={layout}")
+    recipe = recipe_for(workspace, tmp_path, f"parallel={parallel}")
     seen: list[dict[int, list[str]]] = run_ranks(ranks, trained, recipe)
-    assert losses(tmp_path) == pytest.approx(losses(alone[0]), abs=ALIKE)
+    assert losses(tmp_path) == pytest.approx(losses(single[0]), abs=LOSS_TOLERANCE)
     others = read_steps(tmp_path / "run" / "record.rank1.jsonl")
     assert list(others) == list(range(9))
     assert {name for values in others.values() for name in values} & {"loss", "loss/en", "mfu", "memory"} == {"memory"}
-    assert_same_batches(seen, alone[1], copies=ranks // readers)
-    # What several ranks saved, one process reads.
-    models = [Run.open(out).load_model() for out in (alone[0], tmp_path)]
+    assert_same_batches(seen, single[1], copies=ranks // readers)
+    # One process loads what several ranks saved.
+    models = [Run.open(out).load_model() for out in (single[0], tmp_path)]
     assert [model.config.rope_theta for model in models] == [50000, 50000]
-    one, other = (bits_per_byte(model, Run.open(tmp_path).tokenizer(), recipe) for model in models)
+    one, other = (evaluate_bpb(model, Run.open(tmp_path).tokenizer(), recipe) for model in models)
     assert one["bits_per_byte"] == pytest.approx(other["bits_per_byte"], abs=1e-3)
 
 
-def assert_same_batches(seen: list[dict[int, list[str]]], whole: dict[int, list[str]], copies: int) -> None:
+def assert_same_batches(seen: list[dict[int, list[str]]], expected: dict[int, list[str]], copies: int) -> None:
     """The union over ranks is the global batch: no gap, no overlap but between ranks that share their samples."""
-    for step, rows in whole.items():
+    for step, rows in expected.items():
         read = sorted(row for rank in seen for row in rank[step])
         assert read == sorted(rows * copies)
 
 
 @pytest.mark.slow
-def test_the_number_of_ranks_may_change_on_the_way(
-    alone: tuple[Path, dict[int, list[str]]], world: Path, tmp_path: Path
+def test_the_world_size_may_change_on_resume(
+    single: tuple[Path, dict[int, list[str]]], workspace: Path, tmp_path: Path
 ) -> None:
-    run_ranks(4, trained, recipe_for(world, tmp_path, "parallel={dp_shard: 4}"), 2)
-    run_ranks(2, trained, recipe_for(world, tmp_path, "parallel={tp: 2}"), 5)
-    trained(recipe_for(world, tmp_path))
-    assert losses(tmp_path) == pytest.approx(losses(alone[0]), abs=1e-5)
+    run_ranks(4, trained, recipe_for(workspace, tmp_path, "parallel={dp_shard: 4}"), 2)
+    run_ranks(2, trained, recipe_for(workspace, tmp_path, "parallel={tp: 2}"), 5)
+    trained(recipe_for(workspace, tmp_path))
+    assert losses(tmp_path) == pytest.approx(losses(single[0]), abs=1e-5)
     states: list[Any] = [Run.open(tmp_path).checkpoints.steps()]
     assert states == [[8, 9]] or states == [[6, 9]]

@@ -16,13 +16,13 @@ from zero2all.model import Z2all
 from zero2all.recipe import load_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.track import read_steps
-from zero2all.track.reslog import read_lines
+from zero2all.track.run_record import read_record_lines
 from zero2all.train import Run, trace_step, train
-from zero2all.train.batches import Batch
+from zero2all.train.data_loader import Batch
 
 
 def losses(run: Run) -> dict[int, str]:
-    """What was written down, digit for digit."""
+    """The recorded losses, digit for digit."""
     return {step: repr(values["loss"]) for step, values in read_steps(run.record_path).items()}
 
 
@@ -37,28 +37,28 @@ def assert_same_run(one: Run, other: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Twelve undisturbed steps."""
-    recipe = tiny_recipe(world, f"out={tmp_path_factory.mktemp('whole')}")
+def uninterrupted(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Twelve uninterrupted steps."""
+    recipe = tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('uninterrupted')}")
     train(recipe)
     return Run.open(recipe.run_dir)
 
 
-def test_training_learns(whole: Run) -> None:
-    values = [float(loss) for loss in losses(whole).values()]
+def test_training_learns(uninterrupted: Run) -> None:
+    values = [float(loss) for loss in losses(uninterrupted).values()]
     assert len(values) == 12
     assert values[0] == pytest.approx(math.log(512), rel=0.02)
     assert values[-1] < values[0] - 0.5
 
 
-def test_the_run_directory_rebuilds_the_run(whole: Run, world: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(whole.directory / "recipe.yaml", [f"out={tmp_path}"])
+def test_the_run_directory_rebuilds_the_run(uninterrupted: Run, workspace: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(uninterrupted.directory / "recipe.yaml", [f"out={tmp_path}"])
     train(recipe)
-    assert_same_run(whole, Run.open(tmp_path))
+    assert_same_run(uninterrupted, Run.open(tmp_path))
 
 
 @pytest.mark.parametrize("crash_at", [2, 4, 7, 11])
-def test_a_run_that_crashed_goes_on_bit_for_bit(crash_at: int, whole: Run, world: Path, tmp_path: Path) -> None:
+def test_a_crashed_run_resumes_bit_for_bit(crash_at: int, uninterrupted: Run, workspace: Path, tmp_path: Path) -> None:
     class CrashError(Exception):
         pass
 
@@ -66,28 +66,28 @@ def test_a_run_that_crashed_goes_on_bit_for_bit(crash_at: int, whole: Run, world
         if batch.step == crash_at:
             raise CrashError
 
-    recipe = tiny_recipe(world, f"out={tmp_path}")
+    recipe = tiny_recipe(workspace, f"out={tmp_path}")
     with pytest.raises(CrashError):
         train(recipe, on_batch=crash)
     assert train(recipe)["resumed_at"] == crash_at // 4 * 4
-    assert_same_run(whole, Run.open(tmp_path))
+    assert_same_run(uninterrupted, Run.open(tmp_path))
 
 
 def ctrl_c_at(when: int) -> Callable[[Batch], None]:
     return lambda batch: signal.raise_signal(signal.SIGINT) if batch.step == when else None
 
 
-def test_ctrl_c_saves_the_step_in_hand(whole: Run, world: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(world, f"out={tmp_path}")
+def test_ctrl_c_saves_the_current_step(uninterrupted: Run, workspace: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(workspace, f"out={tmp_path}")
     with pytest.raises(Interrupted, match="after step 6 of 12"):
         train(recipe, on_batch=ctrl_c_at(5))
     assert train(recipe)["resumed_at"] == 6
-    assert_same_run(whole, Run.open(tmp_path))
+    assert_same_run(uninterrupted, Run.open(tmp_path))
 
 
-@pytest.mark.parametrize("damage", ["bit", "cut", "missing", "no manifest", "torn manifest"])
-def test_a_damaged_checkpoint_is_passed_over(damage: str, whole: Run, world: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(world, f"out={tmp_path}", "checkpoint.every=8 steps")
+@pytest.mark.parametrize("damage", ["bit", "truncated", "missing", "no manifest", "torn manifest"])
+def test_a_damaged_checkpoint_is_skipped(damage: str, uninterrupted: Run, workspace: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(workspace, f"out={tmp_path}", "checkpoint.every=8 steps")
     with pytest.raises(Interrupted):
         train(recipe, on_batch=ctrl_c_at(8))
     run = Run.open(tmp_path)
@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, whole: Run, world: Pat
     if damage == "bit":
         data[len(data) // 2] ^= 1
         shard.write_bytes(data)
-    elif damage == "cut":
+    elif damage == "truncated":
         shard.write_bytes(data[:-10])
     elif damage == "missing":
         shard.unlink()
@@ -105,27 +105,29 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, whole: Run, world: Pat
         (run.checkpoints.path(9) / "manifest.json").unlink()
     else:
         (run.checkpoints.path(9) / "manifest.json").write_text('{"kind": "check')
-    (run.checkpoints.directory / "step-00000009.bak").mkdir()  # what people leave about
+    (run.checkpoints.directory / "step-00000009.bak").mkdir()  # a stray directory
     assert train(recipe)["resumed_at"] == 8
-    assert_same_run(whole, Run.open(tmp_path))
+    assert_same_run(uninterrupted, Run.open(tmp_path))
 
 
-def test_only_the_newest_checkpoints_are_kept(whole: Run) -> None:
-    assert whole.checkpoints.steps() == [8, 12]
+def test_only_the_newest_checkpoints_are_kept(uninterrupted: Run) -> None:
+    assert uninterrupted.checkpoints.steps() == [8, 12]
 
 
-def test_micro_batches_do_not_change_the_step(whole: Run, world: Path, tmp_path: Path) -> None:
-    train(tiny_recipe(world, f"out={tmp_path}", "train.micro_batch_tokens=256"))
+def test_micro_batches_do_not_change_the_step(uninterrupted: Run, workspace: Path, tmp_path: Path) -> None:
+    train(tiny_recipe(workspace, f"out={tmp_path}", "train.micro_batch_tokens=256"))
     for step, loss in losses(Run.open(tmp_path)).items():
-        assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=5e-6)
+        assert float(loss) == pytest.approx(float(losses(uninterrupted)[step]), abs=5e-6)
 
 
-def test_a_finished_run_is_left_alone_and_can_be_made_longer(whole: Run, world: Path, tmp_path: Path) -> None:
-    train(tiny_recipe(world, f"out={tmp_path}"))
+def test_a_finished_run_is_left_unchanged_and_can_be_extended(
+    uninterrupted: Run, workspace: Path, tmp_path: Path
+) -> None:
+    train(tiny_recipe(workspace, f"out={tmp_path}"))
     before = weights(Run.open(tmp_path))
-    assert train(tiny_recipe(world, f"out={tmp_path}"))["resumed_at"] == 12
+    assert train(tiny_recipe(workspace, f"out={tmp_path}"))["resumed_at"] == 12
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(Run.open(tmp_path)).items())
-    train(tiny_recipe(world, f"out={tmp_path}", "train.steps=14"))
+    train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=14"))
     assert list(losses(Run.open(tmp_path))) == list(range(14))
 
 
@@ -134,54 +136,54 @@ def test_a_finished_run_is_left_alone_and_can_be_made_longer(whole: Run, world: 
     [
         ("seed=12", "stages"),
         ("train.seq_len=16", "stages"),
-        ("model.n_layers=3", "model"),
+        ("model.num_hidden_layers=3", "model"),
         ("train.batch_tokens=128", "stages"),
     ],
 )
-def test_a_run_that_is_not_the_same_run_is_refused(change: str, named: str, world: Path, tmp_path: Path) -> None:
-    train(tiny_recipe(world, f"out={tmp_path}", "train.steps=2"))
+def test_a_run_with_another_identity_is_refused(change: str, named: str, workspace: Path, tmp_path: Path) -> None:
+    train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=2"))
     with pytest.raises(UsageError, match=named):
-        train(tiny_recipe(world, f"out={tmp_path}", "train.steps=4", change))
+        train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=4", change))
 
 
-def test_tokens_of_another_tokenizer_are_refused(world: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(world, f"out={tmp_path}", "tokenizer.vocab_size=576", f"tokenizer.dir={tmp_path}/other")
+def test_tokens_of_another_tokenizer_are_refused(workspace: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(workspace, f"out={tmp_path}", "tokenizer.vocab_size=576", f"tokenizer.dir={tmp_path}/other")
     train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
     with pytest.raises(Z2aError, match="another tokenizer"):
         train(recipe)
 
 
-def test_muon_resumes_bit_for_bit_too(world: Path, tmp_path: Path) -> None:
+def test_muon_resumes_bit_for_bit_too(workspace: Path, tmp_path: Path) -> None:
     muon = "train.optimizer.name=muon"
-    train(tiny_recipe(world, f"out={tmp_path}/a", muon))
+    train(tiny_recipe(workspace, f"out={tmp_path}/a", muon))
     with pytest.raises(Interrupted):
-        train(tiny_recipe(world, f"out={tmp_path}/b", muon), on_batch=ctrl_c_at(5))
-    train(tiny_recipe(world, f"out={tmp_path}/b", muon))
+        train(tiny_recipe(workspace, f"out={tmp_path}/b", muon), on_batch=ctrl_c_at(5))
+    train(tiny_recipe(workspace, f"out={tmp_path}/b", muon))
     assert_same_run(Run.open(tmp_path / "a"), Run.open(tmp_path / "b"))
 
 
-def test_settings_changed_on_resume_are_applied(world: Path, tmp_path: Path) -> None:
-    """Two runs that differ from the resume on only by a setting must differ in their weights."""
+def test_settings_changed_on_resume_are_applied(workspace: Path, tmp_path: Path) -> None:
+    """Two runs that differ only in a setting changed on resume must differ in their weights."""
     for name in "ab":
         with pytest.raises(Interrupted):
-            train(tiny_recipe(world, f"out={tmp_path}/{name}"), on_batch=ctrl_c_at(5))
-    train(tiny_recipe(world, f"out={tmp_path}/a"))
-    train(tiny_recipe(world, f"out={tmp_path}/b", "train.optimizer.weight_decay=9"))
+            train(tiny_recipe(workspace, f"out={tmp_path}/{name}"), on_batch=ctrl_c_at(5))
+    train(tiny_recipe(workspace, f"out={tmp_path}/a"))
+    train(tiny_recipe(workspace, f"out={tmp_path}/b", "train.optimizer.weight_decay=9"))
     one, other = (weights(Run.open(tmp_path / name)) for name in "ab")
     assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_a_refused_run_leaves_the_earlier_one_as_it_was(world: Path, tmp_path: Path) -> None:
-    train(tiny_recipe(world, f"out={tmp_path}", "train.steps=2"))
+def test_a_refused_run_leaves_the_earlier_one_as_it_was(workspace: Path, tmp_path: Path) -> None:
+    train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=2"))
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
     with pytest.raises(UsageError):
-        train(tiny_recipe(world, f"out={tmp_path}", "train.steps=4", "seed=12"))
+        train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=4", "seed=12"))
     with pytest.raises(UsageError, match="past the 1 asked for"):
-        train(tiny_recipe(world, f"out={tmp_path}", "train.steps=1"))
+        train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=1"))
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
 
 
-def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights(world: Path, tmp_path: Path) -> None:
+def test_a_non_finite_loss_stops_the_run_before_the_update(workspace: Path, tmp_path: Path) -> None:
     def poison(batch: Batch) -> None:
         if batch.step == 9:
             for module in torch_modules:
@@ -194,7 +196,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights(world: Pa
         torch_modules.append(self.lm_head)
         return original(self, seed)
 
-    recipe = tiny_recipe(world, f"out={tmp_path}")
+    recipe = tiny_recipe(workspace, f"out={tmp_path}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Z2all, "init_weights", remember)
         with pytest.raises(Z2aError, match=r"step 9: loss nan.*newest checkpoint is of step 8"):
@@ -203,11 +205,11 @@ def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights(world: Pa
 
 
 def test_a_run_opens_from_anywhere_and_after_a_move(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    train(tiny_recipe(world, "out=made", "train.steps=1"))
+    train(tiny_recipe(workspace, "out=made", "train.steps=1"))
     (tmp_path / "here" / "made").rename(tmp_path / "moved")
     monkeypatch.chdir(tmp_path)
     run = Run.open("moved")
@@ -216,9 +218,9 @@ def test_a_run_opens_from_anywhere_and_after_a_move(
     assert trace_step(run, 0)["documents"]
 
 
-def test_a_changed_token_store_is_not_traced(world: Path, tmp_path: Path) -> None:
-    shutil.copytree(world / "tokens", tmp_path / "tokens")
-    train(tiny_recipe(world, f"out={tmp_path}", f"tokens.dir={tmp_path}/tokens", "train.steps=1"))
+def test_a_changed_token_store_is_not_traced(workspace: Path, tmp_path: Path) -> None:
+    shutil.copytree(workspace / "tokens", tmp_path / "tokens")
+    train(tiny_recipe(workspace, f"out={tmp_path}", f"tokens.dir={tmp_path}/tokens", "train.steps=1"))
     manifest = json.loads((tmp_path / "tokens" / "manifest.json").read_text())
     manifest["splits"]["train"]["zh"]["sha256"] = ["other"]
     (tmp_path / "tokens" / "manifest.json").write_text(json.dumps(manifest))
@@ -226,22 +228,24 @@ def test_a_changed_token_store_is_not_traced(world: Path, tmp_path: Path) -> Non
         trace_step(Run.open(tmp_path), 0)
 
 
-def test_fp16_leaves_out_what_overflows(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.parallel.loss_scale.START", 2.0**40)
-    recipe = tiny_recipe(world, f"out={tmp_path}", "train.precision=fp16", "train.steps=60")
+def test_fp16_skips_updates_that_overflow(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero2all.parallel.loss_scale.INITIAL_SCALE", 2.0**40)
+    recipe = tiny_recipe(workspace, f"out={tmp_path}", "train.precision=fp16", "train.steps=60")
     train(recipe)
     run = Run.open(recipe.run_dir)
-    overflown = [line["step"] for line in read_lines(run.record_path) if line.get("event") == "overflow"]
-    found = [float(loss) for loss in losses(run).values()]
-    first = next(step for step in range(60) if step not in overflown)
+    overflows = [line["step"] for line in read_record_lines(run.record_path) if line.get("event") == "overflow"]
+    values = [float(loss) for loss in losses(run).values()]
+    first = next(step for step in range(60) if step not in overflows)
     assert 5 < first < 40
-    assert found[first] == pytest.approx(found[0], rel=0.02)  # nothing was learned from what overflowed
-    assert found[-1] < found[0] - 0.5
-    assert run.checkpoints.state(60)["loss_scale"]["value"] == 2.0 ** (40 - len(overflown))
+    assert values[first] == pytest.approx(values[0], rel=0.02)  # nothing was learned from steps that overflowed
+    assert values[-1] < values[0] - 0.5
+    assert run.checkpoints.read_state(60)["loss_scale"]["value"] == 2.0 ** (40 - len(overflows))
 
 
-def test_what_no_scale_mends_is_not_passed_over(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.parallel.loss_scale.START", 2.0**40)
-    monkeypatch.setattr("zero2all.parallel.loss_scale.LEAST", 2.0**37)
+def test_an_overflow_at_the_smallest_scale_is_not_skipped(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero2all.parallel.loss_scale.INITIAL_SCALE", 2.0**40)
+    monkeypatch.setattr("zero2all.parallel.loss_scale.MIN_SCALE", 2.0**37)
     with pytest.raises(Z2aError, match=r"step 3: loss .* gradient norm (nan|inf)"):
-        train(tiny_recipe(world, f"out={tmp_path}", "train.precision=fp16"))
+        train(tiny_recipe(workspace, f"out={tmp_path}", "train.precision=fp16"))

@@ -1,4 +1,4 @@
-// Data from the server, or, in a report that stands alone, from the page itself.
+// Data from the server, or, in a standalone report, from the page itself.
 const embedded = document.getElementById("data");
 const report = embedded ? JSON.parse(embedded.textContent) : null;
 const key = new URLSearchParams(location.search).get("key") ?? "";
@@ -16,7 +16,7 @@ export async function listRuns() {
 }
 
 export async function getSeries(run, names, from, to, points) {
-  if (report) return report.series[run].map((block) => cut(block, names, from, to)).filter((block) => block !== null);
+  if (report) return report.series[run].map((block) => sliceBlock(block, names, from, to)).filter((block) => block !== null);
   const range = [["from", from], ["to", to]].filter(([, value]) => value !== "");
   return get(`runs/${run}/series`, [...names.map((name) => ["name", name]), ...range, ["points", points]]);
 }
@@ -36,16 +36,16 @@ export async function getDocuments(run, step, losses) {
   return event ? { documents: event.documents } : { elsewhere: `z2a blame RUN --step ${step}` };
 }
 
-// news(value) for each message; state(true or false) when the server comes and goes. The browser connects again itself.
-export function follow(news, state) {
+// onUpdate(value) for each message; onState(connected) when the connection changes. The browser reconnects automatically.
+export function follow(onUpdate, onState) {
   if (report) return;
   const source = new EventSource(`api/stream?${new URLSearchParams([["key", key]])}`);
-  source.onmessage = (message) => news(JSON.parse(message.data));
-  source.onopen = () => state(true);
-  source.onerror = () => state(false);
+  source.onmessage = (message) => onUpdate(JSON.parse(message.data));
+  source.onopen = () => onState(true);
+  source.onerror = () => onState(false);
 }
 
-function cut(block, names, from, to) {
+function sliceBlock(block, names, from, to) {
   const own = names.filter((name) => name in block.mean);
   if (!own.length) return null;
   const rows = block.steps.map((_, row) => row)

@@ -1,6 +1,6 @@
 import uPlot from "uplot";
 import { getSeries } from "./api.js";
-import { append, placeOf, plotted, stepAt, xOf } from "./columns.js";
+import { append, positionOf, plotted, stepAt, xOf } from "./columns.js";
 import { element } from "./element.js";
 import { compact, duration, number } from "./format.js";
 import { change, hiddenRuns, state } from "./state.js";
@@ -9,10 +9,10 @@ import { say } from "./words.js";
 export const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#ec4899", "#14b8a6", "#a16207",
   "#64748b", "#84cc16"];
 const DASHES = [undefined, [6, 4], [2, 3], [10, 3, 2, 3]];
-const QUIET = new Set(["checkpoint", "evaluation"]);  // there are many of them: a tick at the foot
+const QUIET = new Set(["checkpoint", "evaluation"]);  // frequent: a tick at the bottom
 const EVENT_COLOURS = { checkpoint: "#94a3b8", evaluation: "#8b5cf6", resume: "#3b82f6", start: "#3b82f6", spike: "#ef4444",
   rollback: "#ef4444", failure: "#ef4444", "not finite": "#ef4444", stage: "#10b981", done: "#10b981" };
-const RELOAD_AFTER = 3000;  // rows added one by one before the chart is asked for anew, in fewer points
+const RELOAD_AFTER = 3000;  // rows added one by one before the chart is reloaded, downsampled
 const HEIGHT = 240;
 const sync = uPlot.sync("charts");
 
@@ -47,18 +47,18 @@ export class Chart {
   async reload() {
     if (!this.visible) return;
     const points = Math.max(300, Math.min(1500, Math.round(this.canvas.clientWidth * 1.5)));
-    const asked = (this.asked = {});
-    this.late = [];  // rows that come while the answers do
-    const answers = await Promise.all(this.shown.map(async (run) => {
+    const request = (this.request = {});
+    this.late = [];  // rows that arrive before the responses
+    const responses = await Promise.all(this.shown.map(async (run) => {
       const names = this.group.names.filter((name) => run.names.includes(name));
       try {
         return [run.id, await getSeries(run.id, names, state.from, state.to, points)];
-      } catch {  // a remote run that cannot be read just now keeps what is drawn
+      } catch {  // a remote run that cannot be read keeps what is drawn
         return [run.id, this.blocks.get(run.id) ?? []];
       }
     }));
-    if (asked !== this.asked) return;  // a later request overtook this one
-    this.blocks = new Map(answers);
+    if (request !== this.request) return;  // a later request overtook this one
+    this.blocks = new Map(responses);
     this.added = 0;
     const late = this.late;
     this.late = null;
@@ -82,7 +82,7 @@ export class Chart {
     return true;
   }
 
-  // Rows of ranks after the first are not in the news.
+  // Updates have only the rows of rank 0.
   get ofRanks() {
     return this.group.names.some((name) => name.includes("@"));
   }
@@ -143,10 +143,10 @@ export class Chart {
       },
     }, data, this.canvas);
     this.readOut(this.plot);
-    performance.mark(`drawn ${this.group.id}`);  // for those who measure
+    performance.mark(`drawn ${this.group.id}`);  // for benchmarks
   }
 
-  // On the element that stays while plots come and go.
+  // On the container, which outlives the plots.
   listen() {
     let downAt = 0, moved = false, waiting = 0;
     this.canvas.addEventListener("mousedown", (event) => { downAt = event.clientX; });
@@ -172,7 +172,7 @@ export class Chart {
     if (to > from) change({ from: String(from), to: String(to) });
   }
 
-  // The step under the pointer; where rows were put together, the one among them with the largest value.
+  // The step under the pointer; where rows are downsampled, the one with the largest value.
   async open(clientX) {
     const [line] = this.lines();
     const { left, width } = this.plot.over.getBoundingClientRect();
@@ -205,7 +205,7 @@ export class Chart {
       const block = this.blocks.get(run.id)?.[0];
       if (!block || !block.steps.length) return [];
       const x = xOf(block, state.x, run.begun);
-      const place = (event) => (state.x === "time" && event.time ? event.time - run.begun : placeOf(event.step, block, x));
+      const place = (event) => (state.x === "time" && event.time ? event.time - run.begun : positionOf(event.step, block, x));
       return run.events.filter((event) => event.step != null && event.step >= block.steps[0] - 1)
         .map((event) => [event, place(event)]);
     });

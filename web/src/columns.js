@@ -8,7 +8,7 @@ export function xOf(block, axis, begun) {
 }
 
 // Where a step lies on the axis, between the rows around it.
-export function placeOf(step, block, x) {
+export function positionOf(step, block, x) {
   const steps = block.steps;
   if (!steps.length) return null;
   if (step <= steps[0]) return x[0];
@@ -21,10 +21,10 @@ export function placeOf(step, block, x) {
 }
 
 export function stepAt(place, block, x) {
-  return Math.round(placeOf(place, { steps: x }, block.steps));
+  return Math.round(positionOf(place, { steps: x }, block.steps));
 }
 
-// An exponential average that is right from the first value on.
+// An exponential moving average with bias correction.
 export function smoothed(values, weight) {
   if (!weight) return values;
   let sum = 0, total = 0;
@@ -39,7 +39,7 @@ export function smoothed(values, weight) {
 const positive = (values) => values.map((value) => (value > 0 ? value : null));
 
 // lines: [{ label, run, colour, dash, block, name }] -> { data, series, bands } for uPlot. A line is its mean, smoothed;
-// behind it, faint, the band from smallest to largest where rows were put together, or else the raw values.
+// behind it, faint, the band from min to max where the rows are downsampled, or else the raw values.
 export function plotted(lines, options) {
   const tables = [], series = [{}], bands = [];
   for (const line of lines) {
@@ -57,13 +57,13 @@ export function plotted(lines, options) {
       columns.push(fit(mean));
       series.push({ faint: true, stroke: line.colour + "45", width: 1, spanGaps: true, points: { show: false } });
     }
-    tables.push(options.logx ? dropped([x, ...columns]) : [x, ...columns]);
+    tables.push(options.logx ? dropNonPositive([x, ...columns]) : [x, ...columns]);
   }
   return { data: tables.length ? uPlot.join(tables) : [[]], series, bands };
 }
 
 // A log axis has no zero.
-function dropped(table) {
+function dropNonPositive(table) {
   const keep = table[0].map((x, row) => (x > 0 ? row : -1)).filter((row) => row >= 0);
   return table.map((column) => keep.map((row) => column[row]));
 }
@@ -73,7 +73,7 @@ const lonely = (values) => values.filter((value) => value != null).length < 60;
 // A row that was just written, into a block that a chart holds.
 export function append(block, row, tokens) {
   const last = block.steps.at(-1);
-  if (row.step < last) return;  // it was in the answer that the block came from
+  if (row.step < last) return;  // already in the response that the block came from
   const again = row.step === last;
   if (!again) {
     block.steps.push(row.step);

@@ -1,13 +1,13 @@
-// Which names share a chart, in which order the charts come, and what they are called.
+// Which metrics share a chart, the order of the charts, and their titles.
 const TITLES = {
-  loss: "loss", "loss/*": "loss by channel", bpb: "bits per byte", "bpb/*": "bits per byte by channel",
-  "held_out/*": "bits per byte of held-out text", lr: "learning rate", grad_norm: "gradient norm",
+  loss: "loss", "loss/*": "loss by source", bpb: "bits per byte", "bpb/*": "bits per byte by source",
+  "validation/*": "validation bits per byte", lr: "learning rate", grad_norm: "gradient norm",
   tokens_per_second: "tokens per second", mfu: "MFU", hfu: "HFU", goodput: "goodput", memory: "memory (bytes)",
   data_wait: "waiting for data", "time/*": "time of a step by part (s)", "system/cpu_cores": "CPU cores in use",
   "system/memory_gib": "memory of the process (GiB)", "system/machine_memory_gib": "memory of the machine (GiB)",
   "system/load": "load",
 };
-const FIRST = ["loss", "loss/*", "held_out/*", "bpb", "bpb/*", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu",
+const FIRST = ["loss", "loss/*", "validation/*", "bpb", "bpb/*", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu",
   "goodput", "time/*", "data_wait", "memory"];
 const LAST = /^(system|gpu)/;
 const AXES = new Set(["tokens"]);
@@ -27,8 +27,8 @@ export function groupNames(names) {
 }
 
 function chartOf(name) {
-  if (/^gpu\d+\//.test(name)) return name.replace(/^gpu\d+/, "gpu*");  // the same figure of every GPU
-  if (name.startsWith("system/") || !name.includes("/")) return name;  // figures in units of their own
+  if (/^gpu\d+\//.test(name)) return name.replace(/^gpu\d+/, "gpu*");  // the same metric of every GPU
+  if (name.startsWith("system/") || !name.includes("/")) return name;  // metrics with different units
   return name.slice(0, name.indexOf("/")) + "/*";
 }
 

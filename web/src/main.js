@@ -12,7 +12,7 @@ let runs = [];
 let charts = [];
 let connected = true;
 let ranksReadAt = 0;
-const RANKS_EVERY = 5000;  // milliseconds
+const RANKS_REFRESH_MS = 5000;
 const page = document.getElementById("page");
 const cards = element("div", { class: "cards" });
 const grid = element("main", { class: "grid" });
@@ -25,10 +25,10 @@ const seen = new IntersectionObserver((entries) => {
 
 async function begin() {
   readAddress();
-  dress();
+  applyTheme();
   runs = (await listRuns()).map(prepared);
   build();
-  follow(take, (there) => {
+  follow(applyUpdate, (there) => {
     if (there && !connected) reloadRuns();
     connected = there;
     showLight();
@@ -48,13 +48,13 @@ async function reloadRuns() {
   build();
 }
 
-function dress() {
+function applyTheme() {
   document.documentElement.lang = language() === "zh" ? "zh-CN" : "en";
   document.documentElement.dataset.theme = state.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 }
 
 function build() {
-  dress();
+  applyTheme();
   page.replaceChildren(header(), cards, grid, below);
   drawCards();
   buildCharts();
@@ -123,17 +123,17 @@ function buildCharts() {
   for (const chart of charts) seen.observe(chart.root);
 }
 
-// News of a run: lines that were just written.
-function take(news) {
-  const run = runs[news.id];
-  const newNames = news.names.some((name) => !run.names.includes(name));
-  Object.assign(run, { names: news.names, status: news.status, verdicts: news.verdicts });
-  if (news.reload) return reloadRuns();
-  const rows = news.lines.filter((line) => "step" in line && !("event" in line || "sample" in line || "histogram" in line));
-  const events = news.lines.filter((line) => "event" in line), evaluated = events.some((event) => event.event === "evaluation");
+// An update of a run: lines that were just written.
+function applyUpdate(update) {
+  const run = runs[update.id];
+  const newNames = update.names.some((name) => !run.names.includes(name));
+  Object.assign(run, { names: update.names, status: update.status, verdicts: update.verdicts });
+  if (update.reload) return reloadRuns();
+  const rows = update.lines.filter((line) => "step" in line && !("event" in line || "sample" in line || "histogram" in line));
+  const events = update.lines.filter((line) => "event" in line), evaluated = events.some((event) => event.event === "evaluation");
   run.events.push(...events);
   let texts = false;
-  for (const line of news.lines)
+  for (const line of update.lines)
     for (const kind of ["sample", "histogram"])
       if (kind in line) {
         const steps = (run[kind + "s"][line[kind]] ??= []);
@@ -143,8 +143,8 @@ function take(news) {
   drawCards();
   if (texts) buildBelow();
   if (newNames) buildCharts();
-  else for (const chart of charts) chart.group.id === "held_out/*" ? evaluated && chart.reload() : chart.add(run, rows);
-  if (news.ranks && Date.now() - ranksReadAt > RANKS_EVERY) {
+  else for (const chart of charts) chart.group.id === "validation/*" ? evaluated && chart.reload() : chart.add(run, rows);
+  if (update.ranks && Date.now() - ranksReadAt > RANKS_REFRESH_MS) {
     ranksReadAt = Date.now();
     for (const chart of charts) if (chart.ofRanks) chart.reload();
   }

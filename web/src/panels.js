@@ -17,22 +17,22 @@ export function runCard(run) {
   return element("article", { class: "run" + (hidden.has(run.id) ? " hidden" : "") },
     element("button", { class: "name", onclick: toggle, title: run.directory ?? "" },
       element("i", { style: `background:${COLOURS[run.id % COLOURS.length]}` }), status.name),
-    element("div", { class: "figures" },
-      figure(say("step"), status.step == null ? "–" : status.step + 1 + (status.steps ? ` / ${status.steps}` : "")),
-      figure(say("loss"), number(loss)),
-      speed == null ? null : figure("tok/s", compact(speed)),
-      mfu == null ? null : figure("MFU", `${(100 * mfu).toFixed(1)} %`),
-      status.goodput == null ? null : figure(say("goodput"), `${(100 * status.goodput).toFixed(0)} %`),
-      status.ended ? figure(say("ended"), say(status.ended)) : figure(say("left"), duration(status.seconds_left))),
+    element("div", { class: "metrics" },
+      metric(say("step"), status.step == null ? "–" : status.step + 1 + (status.steps ? ` / ${status.steps}` : "")),
+      metric(say("loss"), number(loss)),
+      speed == null ? null : metric("tok/s", compact(speed)),
+      mfu == null ? null : metric("MFU", `${(100 * mfu).toFixed(1)} %`),
+      status.goodput == null ? null : metric(say("goodput"), `${(100 * status.goodput).toFixed(0)} %`),
+      status.ended ? metric(say("ended"), say(status.ended)) : metric(say("left"), duration(status.seconds_left))),
     share == null ? null : element("div", { class: "bar" }, element("div", { style: `width:${100 * share}%` })),
-    status.trouble ? element("p", { class: "trouble" }, `${say("cannot be read just now")}: ${status.trouble}`) : null,
-    element("ul", { class: "verdicts" }, ...run.verdicts.map((verdict) => element("li", { class: verdict.level },
-      element("b", {}, say(verdict.rule)), " ", language() === "zh" ? verdict.text_zh : verdict.text))));
+    status.trouble ? element("p", { class: "trouble" }, `${say("cannot be read")}: ${status.trouble}`) : null,
+    element("ul", { class: "findings" }, ...run.verdicts.map((finding) => element("li", { class: finding.level },
+      element("b", {}, say(finding.rule)), " ", language() === "zh" ? finding.text_zh : finding.text))));
 }
 
-const figure = (label, value) => element("div", {}, element("small", {}, label), element("strong", {}, value));
+const metric = (label, value) => element("div", {}, element("small", {}, label), element("strong", {}, value));
 
-// Samples and histograms: a name, a step, and what was there.
+// Samples and histograms, by name and step.
 export function textPanel(runs, kind, show) {
   const entries = runs.flatMap((run) => Object.entries(run[kind + "s"]).map(([name, steps]) => ({ run, name, steps })));
   if (!entries.length) return null;
@@ -62,7 +62,7 @@ export function histogramBars({ counts, edges }) {
 }
 
 export function factsPanel(runs) {
-  return element("section", { class: "facts" }, element("h2", {}, say("what it is")), ...runs.map((run) => {
+  return element("section", { class: "facts" }, element("h2", {}, say("run details")), ...runs.map((run) => {
     const body = element("div");
     const open = async () => {
       const facts = await getFacts(run.id);
@@ -79,7 +79,7 @@ export function factsPanel(runs) {
 // The documents of a batch, worst first where their losses are known.
 export async function openDocuments(run, step, highest) {
   document.querySelector("dialog")?.remove();
-  const body = element("div", {}, say("looking them up…"));
+  const body = element("div", {}, say("loading…"));
   const dialog = element("dialog", { onclose: () => { change({ step: "" }); dialog.remove(); } },
     element("header", {}, element("b", {}, `${say("documents of step")} ${step}`),
       highest ? element("small", {}, say("the highest between two points")) : null,
@@ -89,7 +89,7 @@ export async function openDocuments(run, step, highest) {
   dialog.showModal();
   change({ step: `${run.id}:${step}` });
   const load = async (losses) => {
-    body.replaceChildren(losses ? say("computing…") : say("looking them up…"));
+    body.replaceChildren(losses ? say("computing…") : say("loading…"));
     try {
       body.replaceChildren(documentTable(await getDocuments(run.id, step, losses), load));
     } catch (error) {
@@ -102,7 +102,7 @@ export async function openDocuments(run, step, highest) {
 function documentTable(found, load) {
   if (found.error) return element("p", {}, found.error);
   if (found.elsewhere)
-    return element("p", {}, say("they are on the machine of the run; there: "), element("code", {}, found.elsewhere));
+    return element("p", {}, say("the documents are on the machine of the run; run there: "), element("code", {}, found.elsewhere));
   const known = found.documents.some((one) => one.loss != null);
   const rows = [...found.documents].sort((a, b) => (b.loss ?? 0) - (a.loss ?? 0));
   return element("div", {},

@@ -1,4 +1,4 @@
-// What a person chose, kept in the address after '#', so that a link shows the same charts.
+// The view settings, kept in the URL fragment, so that a link shows the same charts.
 const DEFAULTS = {
   x: "step",        // step, tokens, time
   logx: "",
@@ -8,7 +8,7 @@ const DEFAULTS = {
   to: "",
   hide: "",         // runs, by number
   find: "",
-  theme: "",        // light, dark; empty is what the system says
+  theme: "",        // light, dark; empty follows the system
   lang: "",
   step: "",         // the step whose documents are open, as run:step
 };

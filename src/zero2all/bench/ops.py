@@ -1,7 +1,7 @@
-"""``z2a bench ops``: what each fused operation is worth in a training step, on the machine at hand.
+"""``z2a bench ops``: what each fused kernel saves in a training step, on this machine.
 
-Rows: everything by its plain reference, everything fused, everything fused but one. Each row runs in a process of its
-own, all rows take turns, and a row's time is that of its fastest turn: other work on the machine only ever adds.
+Variants: all reference kernels, all fused, all fused but one. Each runs in its own process, variants alternate, and a
+variant's time is that of its fastest round: other work on the machine only ever adds.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from zero2all.bench.step import measure_in_process
 from zero2all.console import say
 from zero2all.errors import Z2aError
-from zero2all.hardware import Peak, compute_dtype, device_title, peak_flops, pick_device
-from zero2all.model.flops import flops_per_token
-from zero2all.model.ops import choose
+from zero2all.hardware import PeakFlops, compute_dtype, device_title, peak_flops, pick_device
+from zero2all.model.cost.flops import flops_per_token
+from zero2all.model.ops import choose_kernels
 from zero2all.recipe import Recipe
 from zero2all.units import show_bytes
 
-PLAIN = "reference"
-ADAMW = "all but adamw"
+REFERENCE = "reference"
+ALL_BUT_ADAMW = "all but adamw"
 
 
 @dataclass
-class Row:
+class OpsVariant:
     """One configuration, and the best that was measured of it."""
 
     name: str
@@ -38,11 +38,11 @@ class Row:
     seconds: float = math.inf
     peak_bytes: int = 0
     loss: float = math.nan
-    turns: list[float] = field(default_factory=list)
-    failed: str = ""
+    round_seconds: list[float] = field(default_factory=list)
+    error: str = ""
 
 
-def shape_for_this_machine() -> str:
+def default_preset() -> str:
     """A preset whose step takes about a second."""
     return "z2all-1.1b" if torch.cuda.is_available() else "z2all-3m"
 
@@ -50,70 +50,79 @@ def shape_for_this_machine() -> str:
 def bench_ops(
     recipe: Recipe, rounds: int = 3, steps: int = 5, compiled: bool = True, timeout: float = 600.0
 ) -> dict[str, Any]:
-    """Measure every row ``rounds`` times, in turn. Returns the table as data; ``ops_markdown`` prints it."""
+    """Measure every variant ``rounds`` times, alternating. Returns the report; ``ops_markdown`` formats it."""
     device = pick_device(recipe.train.device)
     dtype = compute_dtype(recipe.train.precision, device)
-    rows = list(_rows(recipe, device, compiled))
+    variants = list(_variants(recipe, device, compiled))
     peak = peak_flops(device, dtype)
     for number in range(rounds):
-        for row in rows if number % 2 == 0 else rows[::-1]:
-            _take_turn(row, steps, timeout)
+        for variant in variants if number % 2 == 0 else variants[::-1]:
+            _measure_variant(variant, steps, timeout)
         peak_flops.cache_clear()  # a machine that was busy at first has a higher peak than it seemed
-        peak = max(peak, peak_flops(device, dtype), key=lambda found: found.flops)
+        peak = max(peak, peak_flops(device, dtype), key=lambda measured: measured.flops)
         say(f"round {number + 1} of {rounds} done")
-    return _report(recipe, device, dtype, rows, peak, rounds, steps)
+    return _report(recipe, device, dtype, variants, peak, rounds, steps)
 
 
-def _rows(recipe: Recipe, device: torch.device, compiled: bool) -> Iterator[Row]:
-    """Forms are named in full, so that a row means the same in every process."""
-    fused = {choice.op: choice.form for choice in choose(recipe.model, device).table}
-    fast = [op for op, form in fused.items() if form != PLAIN and (op != "experts" or recipe.model.moe)]
-    tables = {"naive": dict.fromkeys(fused, PLAIN), "all fused": fused}
-    tables |= {f"all but {op}": {**fused, op: PLAIN} for op in fast} | {ADAMW: fused}
+def _variants(recipe: Recipe, device: torch.device, compiled: bool) -> Iterator[OpsVariant]:
+    """Kernels are named explicitly, so that a variant means the same in every process."""
+    fused = {choice.op: choice.form for choice in choose_kernels(recipe.model, device).choices}
+    fast = [op for op, kernel in fused.items() if kernel != REFERENCE and (op != "experts" or recipe.model.moe)]
+    tables = {"naive": dict.fromkeys(fused, REFERENCE), "all fused": fused}
+    tables |= {f"all but {op}": {**fused, op: REFERENCE} for op in fast} | {ALL_BUT_ADAMW: fused}
     for compile in (False, True) if compiled else (False,):
-        for name, forms in tables.items():
-            model = recipe.model.model_copy(update={"ops": recipe.model.ops.model_copy(update=forms)})
+        for name, kernels in tables.items():
+            model = recipe.model.model_copy(update={"ops": recipe.model.ops.model_copy(update=kernels)})
             train = recipe.train.model_copy(update={"compile": compile})
-            yield Row(
-                name, compile, name in ("naive", ADAMW), recipe.model_copy(update={"model": model, "train": train})
+            yield OpsVariant(
+                name,
+                compile,
+                name in ("naive", ALL_BUT_ADAMW),
+                recipe.model_copy(update={"model": model, "train": train}),
             )
 
 
-def _take_turn(row: Row, steps: int, timeout: float) -> None:
-    if row.failed:
+def _measure_variant(variant: OpsVariant, steps: int, timeout: float) -> None:
+    if variant.error:
         return
     try:
-        measured = measure_in_process(row.recipe, steps, row.plain_adamw, timeout)
+        measured = measure_in_process(variant.recipe, steps, variant.plain_adamw, timeout)
     except Z2aError as error:
-        row.failed = str(error)
-        say(f"{row.name}{' (compiled)' if row.compile else ''}: {row.failed}")
+        variant.error = str(error)
+        say(f"{variant.name}{' (compiled)' if variant.compile else ''}: {variant.error}")
         return
-    row.turns.append(statistics.median(measured["seconds"]))
-    row.seconds = min(row.turns)
-    row.peak_bytes = max(row.peak_bytes, measured["peak_bytes"])
-    row.loss = measured["loss"]
+    variant.round_seconds.append(statistics.median(measured["seconds"]))
+    variant.seconds = min(variant.round_seconds)
+    variant.peak_bytes = max(variant.peak_bytes, measured["peak_bytes"])
+    variant.loss = measured["loss"]
 
 
 def _report(
-    recipe: Recipe, device: torch.device, dtype: torch.dtype, rows: list[Row], peak: Peak, rounds: int, steps: int
+    recipe: Recipe,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: list[OpsVariant],
+    peak: PeakFlops,
+    rounds: int,
+    steps: int,
 ) -> dict[str, Any]:
     options = recipe.train
     flops = flops_per_token(recipe.model, options.seq_len)
 
-    def measures(row: Row) -> dict[str, Any]:
+    def measures(row: OpsVariant) -> dict[str, Any]:
         named = {
             "name": row.name,
             "compile": row.compile,
             "ops": row.recipe.model.ops.model_dump(),
             "plain_adamw": row.plain_adamw,
         }
-        if row.failed:
-            return {**named, "failed": row.failed}
+        if row.error:
+            return {**named, "failed": row.error}
         rate = options.batch_tokens / row.seconds
         return {
             **named,
             "seconds_per_step": row.seconds,
-            "turns": row.turns,
+            "turns": row.round_seconds,
             "tokens_per_second": rate,
             "mfu": rate * flops.model / peak.flops,
             "peak_bytes": row.peak_bytes,
@@ -126,7 +135,7 @@ def _report(
         "torch": torch.__version__,
         "model": recipe.model.model_dump(mode="json", exclude={"ops"}),
         "batch_tokens": options.batch_tokens,
-        "micro_batch_tokens": options.micro_tokens,
+        "micro_batch_tokens": options.effective_micro_batch_tokens,
         "seq_len": options.seq_len,
         "flops_per_token": flops.model,
         "peak": asdict(peak),
@@ -140,7 +149,7 @@ def ops_markdown(report: dict[str, Any]) -> str:
     """The report as Markdown tables, eager and compiled."""
     shape = report["model"]
     lines = [
-        f"{shape['preset'] or 'custom shape'}: hidden {shape['hidden_size']}, {shape['n_layers']} layers, "
+        f"{shape['preset'] or 'custom shape'}: hidden {shape['hidden_size']}, {shape['num_hidden_layers']} layers, "
         f"{report['batch_tokens']} tokens a step in sequences of {report['seq_len']}, {report['dtype']}, "
         f"on {report['device']}, torch {report['torch']}.",
         f"MFU is against {report['peak']['flops'] / 1e12:,.2f} TFLOP/s ({report['peak']['source']}); "

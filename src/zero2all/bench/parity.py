@@ -1,4 +1,4 @@
-"""``z2a bench parity``: a few steps of a small model in every layout, compared with the same steps in one process."""
+"""``z2a bench parity``: a few steps of a small model in every parallel layout, compared with one process."""
 
 from __future__ import annotations
 
@@ -14,31 +14,40 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zero2all.bench.parity_cases import GRADIENT_TOLERANCE, KINDS, LENGTH, SAMPLES, VOCAB, Case, Kind, cases
+from zero2all.bench.parity_cases import (
+    GRADIENT_TOLERANCE,
+    LENGTH,
+    SAMPLES,
+    TRAINING_SETUPS,
+    VOCAB,
+    ParityCase,
+    TrainingSetup,
+    cases,
+)
+from zero2all.bench.rank_harness import stream_ranks
 from zero2all.console import progress
 from zero2all.model import document_starts
-from zero2all.parallel.layout import Layout, Sizes
-from zero2all.parallel.ranks import stream_ranks
-from zero2all.parallel.spread import Spread
+from zero2all.parallel.mesh import ParallelDims, ParallelMesh
+from zero2all.parallel.parallel_model import ParallelModel
 from zero2all.recipe import ParallelRecipe
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
 
 END_OF_TEXT, SEED = 0, 7
-TOGETHER = 8  # layouts
+LAYOUTS_PER_PROCESS = 8
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: a layout and a way to train."""
+    """One run: a layout and a training setup."""
 
-    case: Case
-    kind: Kind
+    case: ParityCase
+    setup: TrainingSetup
     steps: int
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ParityResult:
     """How far a layout was from one process."""
 
     layout: str
@@ -59,97 +68,97 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Compared:
+class RankComparison:
     """A trial as one rank saw it, and the parameters whose gradients it compared."""
 
     trial: Trial
-    outcome: Outcome
+    result: ParityResult
     parameters: tuple[str, ...]
 
 
-def measure(
-    chosen: Iterable[Case],
+def measure_parity(
+    selected: Iterable[ParityCase],
     steps: int = 20,
-    kinds: Sequence[Kind] = KINDS,
+    setups: Sequence[TrainingSetup] = TRAINING_SETUPS,
     seconds: float = 7200,
     detail: bool = False,
-) -> Iterator[Outcome]:
-    """Train in every layout in every way that suits it, and give each outcome as it comes.
+) -> Iterator[ParityResult]:
+    """Train every layout with every setup it supports, and yield each result as it comes.
 
-    Layouts of as many ranks share their processes, a few at a time: starting them takes seconds, and after dozens of
-    layouts in one process torch 2.13 has been seen to break its own memory. Those of few ranks come first.
+    Layouts of the same world size share their processes, a few at a time: starting them takes seconds, and after
+    dozens of layouts in one process torch 2.13 has been seen to break its own memory. Those of few ranks come first.
     """
-    trials = [Trial(case, kind, steps) for case in chosen for kind in kinds if kind.suits(case)]
+    trials = [Trial(case, setup, steps) for case in selected for setup in setups if setup.supports(case)]
     alone = {_reference_key(trial): trial for trial in trials}
     with progress(f"{len(trials)} runs against one process", total=len(trials) + len(alone)) as advance:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         references = {}
         for key, trial in alone.items():
-            references[key] = _run(_in_one_process(trial))
+            references[key] = _run(_single_process_trial(trial))
             advance(1)
         torch.set_num_threads(threads)
-        for ranks, own in _together(trials):
+        for ranks, own in _group_by_ranks(trials):
             needed = {key: references[key] for key in map(_reference_key, own)}
             for seen in stream_ranks(ranks, _compare, own, needed, seconds=seconds, detail=detail):
-                yield _of_all_ranks(seen, needed)
+                yield _merge_ranks(seen, needed)
                 advance(1)
 
 
-def _of_all_ranks(seen: Sequence[Compared], references: dict[Any, _Run]) -> Outcome:
+def _merge_ranks(seen: Sequence[RankComparison], references: dict[Any, _RunMetrics]) -> ParityResult:
     """As the rank saw it that was farthest off: pipeline ranks know different parameters. Each must have a gradient."""
-    farthest = max((compared.outcome for compared in seen), key=lambda outcome: outcome.gradient)
+    farthest = max((compared.result for compared in seen), key=lambda result: result.gradient)
     names = {name for compared in seen for name in compared.parameters}
     if names != references[_reference_key(seen[0].trial)].gradients.keys():
         return replace(farthest, gradient=math.inf)
     return farthest
 
 
-def _together(trials: Sequence[Trial]) -> Iterator[tuple[int, list[Trial]]]:
+def _group_by_ranks(trials: Sequence[Trial]) -> Iterator[tuple[int, list[Trial]]]:
     """Trials that run in the same processes, and how many of those there are."""
     for ranks in sorted({trial.case.ranks for trial in trials}):
         names = list(dict.fromkeys(trial.case.name for trial in trials if trial.case.ranks == ranks))
-        for first in range(0, len(names), TOGETHER):
-            some = names[first : first + TOGETHER]
+        for first in range(0, len(names), LAYOUTS_PER_PROCESS):
+            some = names[first : first + LAYOUTS_PER_PROCESS]
             yield ranks, [trial for trial in trials if trial.case.name in some]
 
 
-APART = ("tied", "muP", "Muon")
+SEPARATE_COLUMNS = ("tied", "muP", "Muon")
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def parity_markdown(results: Sequence[ParityResult]) -> str:
     """Markdown, a line for each layout: the worst of the plain ways to train, then the loss of the others."""
     lines = [
-        f"| layout | ranks | loss | gradients | {' | '.join(APART)} | equal |",
+        f"| layout | ranks | loss | gradients | {' | '.join(SEPARATE_COLUMNS)} | equal |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for case in cases():
-        own = [outcome for outcome in outcomes if outcome.layout == case.name]
+        own = [result for result in results if result.layout == case.name]
         if own:
-            plain = [outcome.loss for outcome in own if outcome.kind not in APART]
-            apart = [[outcome.loss for outcome in own if outcome.kind == kind] for kind in APART]
+            plain = [result.loss for result in own if result.kind not in SEPARATE_COLUMNS]
+            apart = [[result.loss for result in own if result.kind == kind] for kind in SEPARATE_COLUMNS]
             cells = [
                 f"{max(losses):.1e}" if losses else "-"
-                for losses in (plain, [outcome.gradient for outcome in own], *apart)
+                for losses in (plain, [result.gradient for result in own], *apart)
             ]
-            equal = "yes" if all(outcome.equal for outcome in own) else "NO"
+            equal = "yes" if all(result.equal for result in own) else "NO"
             lines.append(f"| {case.name} | {case.ranks} | {' | '.join(cells)} | {equal} |")
     return "\n".join(lines)
 
 
-def as_data(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    return [asdict(outcome) | {"equal": outcome.equal} for outcome in outcomes]
+def results_as_dicts(results: Sequence[ParityResult]) -> list[dict[str, Any]]:
+    return [asdict(result) | {"equal": result.equal} for result in results]
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunMetrics:
     losses: list[float]
-    norms: list[float]
+    grad_norms: list[float]
     gradients: dict[str, Tensor]
 
 
-def _batch(step: int) -> Tensor:
-    """Something to learn: sequences that count up, with ends of documents strewn in. [SAMPLES, LENGTH + 1]"""
+def _synthetic_batch(step: int) -> Tensor:
+    """Something to learn: sequences that count up, with random document ends. [SAMPLES, LENGTH + 1]"""
     generator = torch.Generator().manual_seed(1000 + step)
     first = torch.randint(1, VOCAB, (SAMPLES, 1), generator=generator)
     stride = torch.randint(1, 8, (SAMPLES, 1), generator=generator)
@@ -158,77 +167,91 @@ def _batch(step: int) -> Tensor:
     return torch.where(ends, END_OF_TEXT, tokens)
 
 
-def _run(trial: Trial) -> _Run:
-    case, kind = trial.case, trial.kind
-    recipe = case.parallel.model_copy(update={"activation_checkpointing": kind.checkpointing})
-    layout, config, optimizer_recipe = _layout(Sizes.of(recipe, case.ranks)), kind.config(case), kind.recipe()
-    spread = Spread(config, recipe, layout, seed=SEED, micro_samples=case.micro_samples)
-    optimizers = build_optimizers(spread.model, optimizer_recipe, spread.groups, config.narrower)
-    set_learning_rate(optimizers, optimizer_recipe, share=1.0)
-    run = _Run([], [], {})
-    first, last = layout.samples(SAMPLES)
+def _run(trial: Trial) -> _RunMetrics:
+    case, setup = trial.case, trial.setup
+    recipe = case.parallel.model_copy(update={"activation_checkpointing": setup.checkpointing})
+    mesh, config, optimizer_recipe = (
+        _cached_mesh(ParallelDims.from_recipe(recipe, case.ranks)),
+        setup.model_config(case),
+        setup.optimizer_recipe(),
+    )
+    parallel_model = ParallelModel(config, recipe, mesh, seed=SEED)
+    optimizers = build_optimizers(
+        parallel_model.model, optimizer_recipe, parallel_model.param_groups, config.mup_width_mult
+    )
+    set_learning_rate(optimizers, optimizer_recipe, lr_multiplier=1.0)
+    run = _RunMetrics([], [], {})
+    first, last = mesh.sample_range(SAMPLES)
     for step in range(trial.steps):
-        batch = _batch(step)[first:last]
+        batch = _synthetic_batch(step)[first:last]
         tokens, targets = batch[:, :-1], batch[:, 1:]
-        starts = document_starts(tokens, END_OF_TEXT) if kind.documents else None
-        losses = spread.backward(tokens, targets, SAMPLES * LENGTH, starts)
+        starts = document_starts(tokens, END_OF_TEXT) if setup.document_mask else None
+        losses = parallel_model.forward_backward(tokens, targets, SAMPLES * LENGTH, starts, case.micro_batch_size)
         if step == 0:
             run.gradients.update(
-                {name: _whole(p.grad) for name, p in spread.model.named_parameters() if p.grad is not None}
+                {
+                    name: _full_tensor(p.grad)
+                    for name, p in parallel_model.model.named_parameters()
+                    if p.grad is not None
+                }
             )
-        run.norms.append(spread.clip(1.0).item())
+        run.grad_norms.append(parallel_model.clip_grad_norm_(1.0).item())
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        spread.even_load()
-        run.losses.append(spread.total(losses.sum(dtype=torch.float64)).item() / (SAMPLES * LENGTH))
+        parallel_model.update_expert_bias()
+        run.losses.append(parallel_model.all_reduce_sum(losses.sum(dtype=torch.float64)).item() / (SAMPLES * LENGTH))
     return run
 
 
 @functools.cache
-def _layout(sizes: Sizes) -> Layout:
+def _cached_mesh(dims: ParallelDims) -> ParallelMesh:
     """Made once in a process: the threads of hundreds of process groups would be all that runs."""
-    return Layout(sizes, CPU)
+    return ParallelMesh(dims, CPU)
 
 
-def _compare(trials: list[Trial], references: dict[Any, _Run]) -> Iterator[Compared]:
+def _compare(trials: list[Trial], references: dict[Any, _RunMetrics]) -> Iterator[RankComparison]:
     """On every rank: each trial against what one process had."""
-    # Where FSDP and TP cut the same dimension, gathering a gradient takes two collectives, and torch warns of it.
+    # Where FSDP and TP shard the same dimension, gathering a gradient takes two collectives, and torch warns of it.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for trial in trials:
         began = time.perf_counter()
         run, alone = _run(trial), references[_reference_key(trial)]
-        outcome = Outcome(
+        result = ParityResult(
             trial.case.name,
             trial.case.ranks,
-            trial.kind.name,
-            largest(abs(ours - theirs) for ours, theirs in zip(run.losses, alone.losses, strict=True)),
-            largest(_relative(gradient, alone.gradients[name]) for name, gradient in run.gradients.items()),
-            largest(abs(ours / theirs - 1) for ours, theirs in zip(run.norms, alone.norms, strict=True)),
+            trial.setup.name,
+            max_difference(abs(ours - theirs) for ours, theirs in zip(run.losses, alone.losses, strict=True)),
+            max_difference(
+                _relative_difference(gradient, alone.gradients[name]) for name, gradient in run.gradients.items()
+            ),
+            max_difference(
+                abs(ours / theirs - 1) for ours, theirs in zip(run.grad_norms, alone.grad_norms, strict=True)
+            ),
             time.perf_counter() - began,
-            trial.kind.loss_tolerance(trial.case),
+            trial.setup.loss_tolerance(trial.case),
         )
-        yield Compared(trial, outcome, tuple(run.gradients))
+        yield RankComparison(trial, result, tuple(run.gradients))
 
 
-def largest(differences: Iterable[float]) -> float:
+def max_difference(differences: Iterable[float]) -> float:
     """Python's ``max`` ignores a NaN unless it comes first; here what is not finite is farther off than anything."""
     return max((value if math.isfinite(value) else math.inf for value in differences), default=0.0)
 
 
-def _in_one_process(trial: Trial) -> Trial:
-    case = Case(trial.case.name, 1, ParallelRecipe(), trial.case.moe, trial.case.layers)
-    return Trial(case, replace(trial.kind, checkpointing="none"), trial.steps)
+def _single_process_trial(trial: Trial) -> Trial:
+    case = ParityCase(trial.case.name, 1, ParallelRecipe(), trial.case.moe, trial.case.layers)
+    return Trial(case, replace(trial.setup, checkpointing="none"), trial.steps)
 
 
 def _reference_key(trial: Trial) -> tuple[Any, ...]:
-    kind = trial.kind
-    return kind.optimizer, kind.model, kind.documents, trial.steps, trial.case.layers, trial.case.moe
+    setup = trial.setup
+    return setup.optimizer, setup.model_variant, setup.document_mask, trial.steps, trial.case.layers, trial.case.moe
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full_tensor(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def _relative(ours: Tensor, theirs: Tensor) -> float:
+def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())

@@ -1,4 +1,4 @@
-"""What ``z2a bench parity`` compares with one process: layouts, and ways to train in each of them."""
+"""What ``z2a bench parity`` compares with one process: parallel layouts, and training setups for each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe
+from zero2all.recipe.parallel import SPLIT_BACKWARD_SCHEDULES
 
 SAMPLES, LENGTH, VOCAB = 16, 32, 250
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-6, 1e-5
@@ -16,56 +17,64 @@ MUON_LOSS_TOLERANCE, MUON_EXPERTS_LOSS_TOLERANCE = 2e-4, 2e-3
 
 
 @dataclass(frozen=True)
-class Case:
-    """A layout to be tried."""
+class ParityCase:
+    """A parallel layout to compare."""
 
     name: str
     ranks: int
     parallel: ParallelRecipe
     moe: bool = False
     layers: int = 4
-    micro_samples: int | None = None
+    micro_batch_size: int | None = None
     """Samples in a micro-batch; gradients are accumulated over the rest."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A way to train."""
+class TrainingSetup:
+    """How to train: optimizer, model variant, masking, checkpointing."""
 
     name: str
     optimizer: Literal["adamw", "sgd", "muon"]
-    model: Literal["plain", "tied", "muP"] = "plain"
-    documents: bool = False
+    model_variant: Literal["plain", "tied", "muP"] = "plain"
+    document_mask: bool = False
     checkpointing: Literal["none", "full", "selective"] = "none"
 
-    def loss_tolerance(self, case: Case) -> float:
+    def loss_tolerance(self, case: ParityCase) -> float:
         if self.optimizer != "muon":
             return LOSS_TOLERANCE
         return MUON_EXPERTS_LOSS_TOLERANCE if case.moe else MUON_LOSS_TOLERANCE
 
-    def suits(self, case: Case) -> bool:
-        return not (self.model == "tied" and case.parallel.pp > 1)  # refused: embedding and head are on different ranks
+    def supports(self, case: ParityCase) -> bool:
+        """Whether a recipe may ask for it: see ``recipe.parallel``."""
+        pipeline = case.parallel.pp > 1
+        if self.checkpointing == "selective" and pipeline and case.parallel.schedule in SPLIT_BACKWARD_SCHEDULES:
+            return False
+        return not (self.model_variant == "tied" and pipeline)
 
-    def config(self, case: Case) -> ModelConfig:
+    def model_config(self, case: ParityCase) -> ModelConfig:
         """As small as every layout allows: heads for tp 4 with grouped queries, a layer for each stage."""
-        moe = MoeConfig(experts=8, top_k=2, expert_intermediate=32, balance="bias") if case.moe else None
+        moe = (
+            MoeConfig(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, load_balancing="bias")
+            if case.moe
+            else None
+        )
         return ModelConfig(
             hidden_size=32,
             intermediate_size=64,
-            n_layers=case.layers,
-            n_heads=8,
-            n_kv_heads=4,
+            num_hidden_layers=case.layers,
+            num_attention_heads=8,
+            num_key_value_heads=4,
             head_dim=8,
-            context=LENGTH,
+            max_position_embeddings=LENGTH,
             vocab_size=VOCAB,
             qk_norm=True,
-            init_std=0.05,
+            initializer_range=0.05,
             moe=moe,
-            tied=self.model == "tied",
-            mup_base=16 if self.model == "muP" else None,
+            tie_word_embeddings=self.model_variant == "tied",
+            mup_base=16 if self.model_variant == "muP" else None,
         )
 
-    def recipe(self) -> OptimizerRecipe:
+    def optimizer_recipe(self) -> OptimizerRecipe:
         # SGD at 0.3 is chaotic here: one process that adds up its samples in another order is 4e-2 off after 20 steps.
         # At 0.03 it learns as fast and stays within 4e-7.
         lr = 0.03 if self.optimizer == "sgd" else 3e-3
@@ -73,39 +82,43 @@ class Kind:
 
 
 # Adam divides a gradient by its own size and so hides one of the wrong scale; SGD with momentum does not.
-KINDS = (
-    Kind("AdamW", "adamw"),
-    Kind("SGD", "sgd"),
-    Kind("AdamW, document mask", "adamw", documents=True),
-    Kind("SGD, document mask, full checkpointing", "sgd", documents=True, checkpointing="full"),
-    Kind("SGD, selective checkpointing", "sgd", checkpointing="selective"),
-    Kind("tied", "sgd", model="tied"),
-    Kind("muP", "adamw", model="muP"),
-    Kind("Muon", "muon"),
+TRAINING_SETUPS = (
+    TrainingSetup("AdamW", "adamw"),
+    TrainingSetup("SGD", "sgd"),
+    TrainingSetup("AdamW, document mask", "adamw", document_mask=True),
+    TrainingSetup("SGD, document mask, full checkpointing", "sgd", document_mask=True, checkpointing="full"),
+    TrainingSetup("SGD, selective checkpointing", "sgd", checkpointing="selective"),
+    TrainingSetup("tied", "sgd", model_variant="tied"),
+    TrainingSetup("muP", "adamw", model_variant="muP"),
+    TrainingSetup("Muon", "muon"),
 )
 
 
-def kind(name: str) -> Kind:
-    return next(kind for kind in KINDS if kind.name == name)
+def training_setup(name: str) -> TrainingSetup:
+    return next(setup for setup in TRAINING_SETUPS if setup.name == name)
 
 
-def _case(name: str, ranks: int, micro_samples: int | None = None, moe: bool = False, **sizes: Any) -> Case:
+def _case(name: str, ranks: int, micro_batch_size: int | None = None, moe: bool = False, **sizes: Any) -> ParityCase:
     recipe = ParallelRecipe(**sizes)
-    return Case(name, ranks, recipe, moe, max(4, recipe.pp * recipe.stages_per_rank), micro_samples)
+    return ParityCase(name, ranks, recipe, moe, max(4, recipe.pp * recipe.stages_per_rank), micro_batch_size)
 
 
-def cases() -> list[Case]:
+def cases() -> list[ParityCase]:
     """Every layout of the table."""
     schedules = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
     return [
-        _case("one process, accumulated", 1, micro_samples=2),  # what rounding alone does
+        _case("one process, accumulated", 1, micro_batch_size=2),  # what rounding alone does
         *(_case(f"DDP {n}", n, dp_replicate=n) for n in (2, 4)),
         _case("DDP 2, experts", 2, moe=True, dp_replicate=2),
-        *(_case(f"FSDP {n}, {kind} reshard", n, reshard=kind) for n in (2, 4) for kind in ("always", "never")),
-        _case("FSDP 4, reshard to 2", 4, reshard=2),
+        *(
+            _case(f"FSDP {n}, {kind} reshard", n, reshard_after_forward=kind)
+            for n in (2, 4)
+            for kind in ("always", "never")
+        ),
+        _case("FSDP 4, reshard to 2", 4, reshard_after_forward=2),
         *(_case(f"FSDP {n}, experts", n, moe=True) for n in (2, 4)),
         _case("HSDP 2x2", 4, dp_replicate=2),
-        *_accumulated(),
+        *_accumulation_cases(),
         *(_case(f"TP {n}", n, tp=n, sp=False, loss_parallel=False) for n in (2, 4)),
         *(_case(f"TP {n} + SP", n, tp=n, loss_parallel=False) for n in (2, 4)),
         *(_case(f"TP {n} + SP, parallel loss", n, tp=n) for n in (2, 4)),
@@ -129,17 +142,17 @@ def cases() -> list[Case]:
     ]
 
 
-def _accumulated() -> list[Case]:
+def _accumulation_cases() -> list[ParityCase]:
     """Several micro-batches; a pipeline has them in any case."""
     return [
-        _case("DDP 2, accumulated", 2, micro_samples=2, dp_replicate=2),
-        _case("FSDP 2, accumulated", 2, micro_samples=1),
-        _case("FSDP 4, accumulated, never reshard", 4, micro_samples=1, reshard="never"),
-        _case("HSDP 2x2, accumulated", 4, micro_samples=1, dp_replicate=2),
-        _case("FSDP 2 x TP 2, accumulated", 4, micro_samples=2, tp=2),
-        _case("EP 2 x FSDP 2, accumulated", 4, micro_samples=1, moe=True, ep=2),
+        _case("DDP 2, accumulated", 2, micro_batch_size=2, dp_replicate=2),
+        _case("FSDP 2, accumulated", 2, micro_batch_size=1),
+        _case("FSDP 4, accumulated, never reshard", 4, micro_batch_size=1, reshard_after_forward="never"),
+        _case("HSDP 2x2, accumulated", 4, micro_batch_size=1, dp_replicate=2),
+        _case("FSDP 2 x TP 2, accumulated", 4, micro_batch_size=2, tp=2),
+        _case("EP 2 x FSDP 2, accumulated", 4, micro_batch_size=1, moe=True, ep=2),
         *(
-            _case(f"{name}, reduced with the last", 4, micro_samples=1, gradient_sync="last", **sizes)
+            _case(f"{name}, reduced with the last", 4, micro_batch_size=1, gradient_sync="last", **sizes)
             for name, sizes in (
                 ("FSDP 4, accumulated", {}),
                 ("HSDP 2x2, accumulated", {"dp_replicate": 2}),

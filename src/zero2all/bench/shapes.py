@@ -13,8 +13,8 @@ from zero2all.console import progress
 from zero2all.hardware import compute_dtype, device_title, pick_device, synchronize
 from zero2all.recipe import Recipe
 
-NEARBY = 0.06  # how far from 8/3 of the hidden size is looked
-SAME = 0.02  # two speeds that differ by less are the same, and the nearer size wins
+SEARCH_RANGE = 0.06  # how far from 8/3 of the hidden size is looked
+SPEED_TOLERANCE = 0.02  # two speeds that differ by less are the same, and the nearer size wins
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Timing:
 
 def bench_shapes(recipe: Recipe, rounds: int = 9, step: int = 0) -> dict[str, Any]:
     """Time every candidate in turn, ``rounds`` times over; the fastest counts, since a busy moment only adds time."""
-    hidden, tokens = recipe.model.hidden_size, recipe.train.micro_tokens
+    hidden, tokens = recipe.model.hidden_size, recipe.train.effective_micro_batch_tokens
     device = pick_device(recipe.train.device)
     dtype = compute_dtype(recipe.train.precision, device)
-    sizes = candidates(hidden, step)
+    sizes = candidate_sizes(hidden, step)
     fastest = dict.fromkeys(sizes, math.inf)
     with progress("matrix products", rounds * len(sizes)) as advance:
         for number in range(rounds):
             for size in sizes if number % 2 else sizes[::-1]:
-                fastest[size] = min(fastest[size], layer_seconds(hidden, size, tokens, device, dtype))
+                fastest[size] = min(fastest[size], time_swiglu_layer(hidden, size, tokens, device, dtype))
                 advance(1)
     timings = [
         Timing(size, seconds, 18 * tokens * hidden * size / seconds, 3 * hidden * size)
@@ -58,7 +58,7 @@ def bench_shapes(recipe: Recipe, rounds: int = 9, step: int = 0) -> dict[str, An
 def best_size(timings: list[Timing], centre: float) -> int:
     """The nearest to the centre of those that are as good as the fastest."""
     top = max(timing.flops for timing in timings)
-    good = [timing.intermediate_size for timing in timings if timing.flops >= (1 - SAME) * top]
+    good = [timing.intermediate_size for timing in timings if timing.flops >= (1 - SPEED_TOLERANCE) * top]
     return min(good, key=lambda size: abs(size - centre))
 
 
@@ -79,15 +79,15 @@ def shapes_markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def candidates(hidden: int, step: int = 0) -> list[int]:
+def candidate_sizes(hidden: int, step: int = 0) -> list[int]:
     """8/3 of the hidden size itself, and the multiples of ``step`` around it (by default enough for about 12)."""
     centre = 8 * hidden / 3
-    step = step or max(16, 16 * round(centre * 2 * NEARBY / 12 / 16))
-    low, high = int(centre * (1 - NEARBY)), int(centre * (1 + NEARBY))
+    step = step or max(16, 16 * round(centre * 2 * SEARCH_RANGE / 12 / 16))
+    low, high = int(centre * (1 - SEARCH_RANGE)), int(centre * (1 + SEARCH_RANGE))
     return sorted({round(centre), *range(-(-low // step) * step, high + 1, step)})
 
 
-def layer_seconds(hidden: int, wide: int, tokens: int, device: torch.device, dtype: torch.dtype) -> float:
+def time_swiglu_layer(hidden: int, wide: int, tokens: int, device: torch.device, dtype: torch.dtype) -> float:
     """Seconds of the products of gate, up and down: forward, gradient of the input, gradient of the weight."""
     x, y = (torch.ones(tokens, size, device=device, dtype=dtype) for size in (hidden, wide))
     up, down = (torch.ones(*size, device=device, dtype=dtype) for size in ((wide, hidden), (hidden, wide)))

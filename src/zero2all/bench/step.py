@@ -24,7 +24,7 @@ from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
 from zero2all.train.optimizer import build_optimizers
 
 
-class Step:
+class BenchStep:
     """A model, its optimizers and one batch of made-up tokens. ``run()`` is what the training loop does each step."""
 
     def __init__(self, recipe: Recipe, plain_adamw: bool = False) -> None:
@@ -33,12 +33,14 @@ class Step:
             self.model = Z2all(recipe.model).init_weights(recipe.seed)
         self.optimizers = build_optimizers(self.model, recipe.train.optimizer)
         if plain_adamw:
-            _one_parameter_at_a_time(self.optimizers)
+            _disable_fused_adamw(self.optimizers)
         options = recipe.train
         shape = (options.batch_samples, options.seq_len + 1)
         generator = torch.Generator().manual_seed(recipe.seed)
         batch = torch.randint(0, recipe.model.vocab_size or 1, shape, generator=generator).to(self.device)
-        self.micros: tuple[Tensor, ...] = torch.split(batch, options.micro_tokens // options.seq_len)
+        self.micro_batches: tuple[Tensor, ...] = torch.split(
+            batch, options.effective_micro_batch_tokens // options.seq_len
+        )
         if options.compile:
             for layer in self.model.layers:
                 layer.compile()
@@ -47,19 +49,19 @@ class Step:
         options = self.recipe.train
         total = torch.zeros((), device=self.device)
         dtype = compute_dtype(options.precision, self.device)
-        for micro in self.micros:
+        for micro in self.micro_batches:
             with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
                 losses = self.model(micro[:, :-1], targets_BS=micro[:, 1:])
             loss = losses.sum() / options.batch_tokens
             loss.backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.optimizer.clip)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.optimizer.max_grad_norm)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return total.item()
 
-    def timed(self) -> float:
+    def time_run(self) -> float:
         synchronize(self.device)
         start = time.perf_counter()
         self.run()
@@ -72,9 +74,9 @@ class Step:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.run()
             return torch.cuda.max_memory_allocated(self.device)
-        return self._staying_bytes() + _peak_of_cpu_allocations(self)
+        return self._resident_bytes() + _peak_cpu_bytes(self)
 
-    def _staying_bytes(self) -> int:
+    def _resident_bytes(self) -> int:
         states = [
             value for optimizer in self.optimizers for state in optimizer.state.values() for value in state.values()
         ]
@@ -83,15 +85,15 @@ class Step:
         return sum(storages.values())
 
 
-def _one_parameter_at_a_time(optimizers: list[torch.optim.Optimizer]) -> None:
-    """AdamW's reference form, which no recipe would ask for: a Python loop over parameters."""
+def _disable_fused_adamw(optimizers: list[torch.optim.Optimizer]) -> None:
+    """AdamW's reference kernel, which no recipe would ask for: a Python loop over parameters."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.AdamW):
             for group in optimizer.param_groups:
                 group |= {"fused": False, "foreach": False}
 
 
-def _peak_of_cpu_allocations(step: Step) -> int:
+def _peak_cpu_bytes(step: BenchStep) -> int:
     """CPU has no allocator statistics; the profiler's events, added up in order of time, are the same thing."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step.run()
@@ -106,12 +108,12 @@ def _peak_of_cpu_allocations(step: Step) -> int:
 
 def measure_step(recipe: Recipe, steps: int, plain_adamw: bool = False) -> dict[str, Any]:
     """``{"seconds": [each step], "first_seconds": with warming up, "peak_bytes": ..., "loss": ...}``"""
-    step = Step(recipe, plain_adamw)
-    first = step.timed()
+    step = BenchStep(recipe, plain_adamw)
+    first = step.time_run()
     loss = step.run()
     return {
         "first_seconds": first,
-        "seconds": [step.timed() for _ in range(steps)],
+        "seconds": [step.time_run() for _ in range(steps)],
         "peak_bytes": step.peak_bytes(),
         "loss": loss,
     }

@@ -1,6 +1,6 @@
-"""Faults made on purpose, and proof that a run survives them: same losses, every sample once, nobody had to help.
+"""Fault injection, and proof that a run recovers: same losses, every sample seen once, no manual help.
 
-Nothing is imported here, because every rank of the suite passes through.
+Nothing is imported here, because every rank of the suite imports this package.
 
 >>> from zero2all.chaos.suite import run_suite
 >>> rows = run_suite(Path("runs/chaos"), only=["kill a rank"], seed=0)

@@ -1,4 +1,4 @@
-"""The faults of the suite: how each is caused, and what is expected of the job."""
+"""The faults of the suite: how each is injected, and what is expected of the job."""
 
 from __future__ import annotations
 
@@ -11,124 +11,130 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero2all.chaos.limits import memory_limit, why_no_memory_limit
-from zero2all.chaos.machines import TEMPORARY, Machine, some_machines, why_not
-from zero2all.chaos.nodes import (
-    cut_cable,
-    fewer_and_more_nodes,
+from zero2all.chaos.cgroup import cgroup_unavailable_reason, memory_limit
+from zero2all.chaos.injections import Injection, InjectionPoint
+from zero2all.chaos.node_faults import (
+    abandon_histories,
+    disconnect_node,
     lose_node,
-    lose_the_holder,
-    other_histories,
+    lose_rendezvous_node,
     preempt_node,
     restart_rendezvous,
+    shrink_and_grow_nodes,
 )
-from zero2all.chaos.plants import Plant, Where
-from zero2all.chaos.scene import Scene
-from zero2all.chaos.world import PROCS
+from zero2all.chaos.scenario import Scenario
+from zero2all.chaos.simulated_nodes import NODE_TMPDIR, SimulatedNode, simulated_nodes, simulation_unavailable_reason
+from zero2all.chaos.workspace import NUM_RANKS
+from zero2all.checkpoint.flash import find_staged_slots
+from zero2all.elastic.exit_reason import FailureKind
 from zero2all.errors import Z2aError
-from zero2all.resilience.exits import Kind
-from zero2all.resilience.flash import staged_in
 
-Dice = random.Random
+Rng = random.Random
 DURABLE_ONLY = ("checkpoint.flash_every=null",)
-CLOSE = 1e-5  # of losses, where the number of ranks changes
-SMALL_DISK, SMALL_MEMORY = TEMPORARY / "disk", TEMPORARY / "memory"  # of a machine: file systems with little room
+ELASTIC_LOSS_TOLERANCE = 1e-5  # where the number of ranks changes
+SMALL_DISK, SMALL_MEMORY = NODE_TMPDIR / "disk", NODE_TMPDIR / "memory"  # small file systems of a simulated node
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``plants`` are laid into ranks; ``drive`` starts the job, acts from outside, and returns when it has ended."""
+    """``injections`` act inside ranks; ``drive`` starts the job, acts from outside, and returns when it has ended."""
 
     name: str
-    plants: Callable[[Dice], list[Plant]] = lambda dice: []
-    drive: Callable[[Scene], None] = lambda scene: once(scene)
+    injections: Callable[[Rng], list[Injection]] = lambda rng: []
+    drive: Callable[[Scenario], None] = lambda scenario: run_to_completion(scenario)
     overrides: tuple[str, ...] = ()
-    kind: Kind | None = "crash"
-    """What the failure report calls it; None where there is nothing to report."""
-    also: tuple[Kind, ...] = ()
-    """What it may be called as well, on a node that sees only the consequences."""
-    says: tuple[str, ...] = ()
-    """What a person must have been told."""
-    within: float = 0.0
-    """How far a loss may be from the undisturbed run's: 0 is to the last bit."""
-    why_not: Callable[[], str | None] = lambda: None
-    """Why it cannot be caused here, if so."""
+    expected_kind: FailureKind | None = "crash"
+    """The kind in the failure report; None if there must be no report."""
+    accepted_kinds: tuple[FailureKind, ...] = ()
+    """Other kinds that a node may report that sees only the consequences."""
+    expected_messages: tuple[str, ...] = ()
+    """Messages that the log must contain."""
+    loss_tolerance: float = 0.0
+    """Largest difference of a loss from the baseline's; 0 is bit for bit."""
+    unavailable_reason: Callable[[], str | None] = lambda: None
+    """Why it cannot be injected here, if so."""
 
 
-def once(scene: Scene) -> None:
-    """The job ends by itself."""
-    expect(scene.run(), 0)
+def run_to_completion(scenario: Scenario) -> None:
+    """The job recovers and completes without help."""
+    expect_status(scenario.run(), 0)
 
 
-def twice(scene: Scene) -> None:
-    """The job is stopped, and the same command goes on."""
-    expect(scene.run(), 1)
-    expect(scene.run(), 0)
+def stop_and_resume(scenario: Scenario) -> None:
+    """The job stops, and the same command resumes it."""
+    expect_status(scenario.run(), 1)
+    expect_status(scenario.run(), 0)
 
 
-def expect(status: int, wanted: int) -> None:
+def expect_status(status: int, wanted: int) -> None:
     if status != wanted:
         raise Z2aError(f"the job ended with status {status}, not {wanted}")
 
 
-def at(
-    act: str, *, first: int = 9, last: int = 22, rank: int | None = None, where: Where = "step", times: int = 1
-) -> Callable[[Dice], list[Plant]]:
-    """One plant at a random rank and step."""
+def inject(
+    action: str,
+    *,
+    first: int = 9,
+    last: int = 22,
+    rank: int | None = None,
+    where: InjectionPoint = "step",
+    times: int = 1,
+) -> Callable[[Rng], list[Injection]]:
+    """One injection at a random rank and step."""
 
-    def plants(dice: Dice) -> list[Plant]:
-        chosen = dice.randrange(PROCS) if rank is None else rank
-        return [Plant(act, chosen, dice.randrange(first, last), where, times)]
+    def injections(rng: Rng) -> list[Injection]:
+        chosen = rng.randrange(NUM_RANKS) if rank is None else rank
+        return [Injection(action, chosen, rng.randrange(first, last), where, times)]
 
-    return plants
-
-
-def wrong_history(*held: int) -> Callable[[Dice], list[Plant]]:
-    """A batch is spoiled before the first of these steps, at which the job is held; none of it may be seen later."""
-
-    def plants(dice: Dice) -> list[Plant]:
-        spoiled = [Plant("spoil", rank, held[0] - 2, where="batch") for rank in range(PROCS)]
-        return [*(Plant("hold", 0, step) for step in held), *spoiled]
-
-    return plants
+    return injections
 
 
-def signal_to_agent(number: signal.Signals) -> Callable[[Scene], None]:
-    def drive(scene: Scene) -> None:
-        process = scene.start()
-        scene.until_struck()
-        ranks = scene.rank_pids()
-        scene.strike()
+def poisoned_history(*held_steps: int) -> Callable[[Rng], list[Injection]]:
+    """A batch is corrupted before the first of the steps at which the job is held; its effect must not survive."""
+
+    def injections(rng: Rng) -> list[Injection]:
+        poisoned = [Injection("corrupt", rank, held_steps[0] - 2, where="batch") for rank in range(NUM_RANKS)]
+        return [*(Injection("hold", 0, step) for step in held_steps), *poisoned]
+
+    return injections
+
+
+def send_signal_to_agent(number: signal.Signals) -> Callable[[Scenario], None]:
+    def drive(scenario: Scenario) -> None:
+        process = scenario.start()
+        scenario.wait_until_triggered()
+        ranks = scenario.rank_pids()
+        scenario.mark_trigger()
         process.send_signal(number)
         if number != signal.SIGKILL:
-            # The agent has passed it on once a rank says so; then the held rank may finish its step.
-            scene.until(lambda: "stopping after this step" in scene.said(), "the ranks were told")
-            scene.let_go()
-        expect(scene.wait(process), -signal.SIGKILL if number == signal.SIGKILL else 1)
-        scene.until(lambda: not any(map(_alive, ranks.values())), "the ranks have ended with their agent")
-        expect(scene.run(), 0)
+            # Once a rank logs it, the agent has forwarded the signal; then the held rank may finish its step.
+            scenario.wait_until(lambda: "stopping after this step" in scenario.log_text(), "the ranks have the signal")
+            scenario.release()
+        expect_status(scenario.wait(process), -signal.SIGKILL if number == signal.SIGKILL else 1)
+        scenario.wait_until(lambda: not any(map(_is_alive, ranks.values())), "the ranks have ended with their agent")
+        expect_status(scenario.run(), 0)
 
     return drive
 
 
-def spoil(how: Callable[[Scene], None]) -> Callable[[Scene], None]:
-    """While a rank waits, do something to what is kept, then kill it."""
+def damage_then_kill(damage: Callable[[Scenario], None]) -> Callable[[Scenario], None]:
+    """While a rank is held, damage a checkpoint, then kill the rank."""
 
-    def drive(scene: Scene) -> None:
-        process = scene.start()
-        pid = scene.until_struck()
-        how(scene)
-        scene.strike()
+    def drive(scenario: Scenario) -> None:
+        process = scenario.start()
+        pid = scenario.wait_until_triggered()
+        damage(scenario)
+        scenario.mark_trigger()
         os.kill(pid, signal.SIGKILL)
-        expect(scene.wait(process), 0)
+        expect_status(scenario.wait(process), 0)
 
     return drive
 
 
-def newest_checkpoint(scene: Scene) -> Path:
-    """Once it is whole: it is written in the background."""
-    run = scene.open()
-    scene.until(lambda: run.checkpoints.newest() is not None, "there is a checkpoint")
+def newest_checkpoint(scenario: Scenario) -> Path:
+    """Once it is complete: it is written in the background."""
+    run = scenario.open_run()
+    scenario.wait_until(lambda: run.checkpoints.newest_valid() is not None, "there is a checkpoint")
     return run.checkpoints.path(run.checkpoints.steps()[-1])
 
 
@@ -136,8 +142,8 @@ def largest_file(directory: Path) -> Path:
     return max((path for path in directory.iterdir() if path.suffix == ".distcp"), key=lambda path: path.stat().st_size)
 
 
-def truncate_checkpoint(scene: Scene) -> None:
-    path = largest_file(newest_checkpoint(scene))
+def truncate_checkpoint(scenario: Scenario) -> None:
+    path = largest_file(newest_checkpoint(scenario))
     os.truncate(path, path.stat().st_size // 2)
 
 
@@ -149,247 +155,332 @@ def flip_bit(path: Path) -> None:
         stream.write(bytes([byte ^ 1]))
 
 
-def flip_checkpoint_bit(scene: Scene) -> None:
-    flip_bit(largest_file(newest_checkpoint(scene)))
+def flip_checkpoint_bit(scenario: Scenario) -> None:
+    flip_bit(largest_file(newest_checkpoint(scenario)))
 
 
-def remove_manifest(scene: Scene) -> None:
-    (newest_checkpoint(scene) / "manifest.json").unlink()
+def remove_manifest(scenario: Scenario) -> None:
+    (newest_checkpoint(scenario) / "manifest.json").unlink()
 
 
-def flip_staged_bit(scene: Scene) -> None:
-    slots = [slot for slot in staged_in(scene.memory) if slot.rank == 1 and slot.hash is not None]
+def flip_flash_bit(scenario: Scenario) -> None:
+    slots = [slot for slot in find_staged_slots(scenario.flash_dir) if slot.rank == 1 and slot.hash is not None]
     flip_bit(max(slots, key=lambda slot: slot.step).data)
 
 
-def lose_memory(scene: Scene) -> None:
-    shutil.rmtree(scene.memory)
+def delete_flash_states(scenario: Scenario) -> None:
+    shutil.rmtree(scenario.flash_dir)
 
 
-def between(first: int, last: int) -> Callable[[Dice], list[Plant]]:
-    return lambda dice: [Plant("hold", 0, step) for step in (first, last)]
+def hold_steps(first: int, last: int) -> Callable[[Rng], list[Injection]]:
+    return lambda rng: [Injection("hold", 0, step) for step in (first, last)]
 
 
-def on_small_memory(scene: Scene) -> None:
-    with some_machines(1) as [machine]:
-        machine.small_disk(SMALL_MEMORY, "64k")
-        expect(scene.run(machine=machine), 0)
+def run_with_small_shm(scenario: Scenario) -> None:
+    with simulated_nodes(1) as [node]:
+        node.mount_small_disk(SMALL_MEMORY, "64k")
+        expect_status(scenario.run(node=node), 0)
 
 
-def held(rank: int = 0, step: int = 13) -> Callable[[Dice], list[Plant]]:
-    return lambda dice: [Plant("hold", rank, step)]
+def hold_rank(rank: int = 0, step: int = 13) -> Callable[[Rng], list[Injection]]:
+    return lambda rng: [Injection("hold", rank, step)]
 
 
-def while_disk(spoil: Callable[[Machine], None], mend: Callable[[Machine], None]) -> Callable[[Scene], None]:
-    """From the first held step to the second, checkpoints have a disk that something is wrong with."""
+def run_on_faulty_disk(
+    break_disk: Callable[[SimulatedNode], None], repair_disk: Callable[[SimulatedNode], None]
+) -> Callable[[Scenario], None]:
+    """From the first held step to the second, the disk of the checkpoints is faulty."""
 
-    def drive(scene: Scene) -> None:
-        with some_machines(1) as [machine]:
-            machine.small_disk(SMALL_DISK, "64m")
-            process = scene.start(machine=machine)
-            scene.until_struck(0)
-            spoil(machine)
-            scene.strike()
-            scene.let_go(0)
-            scene.until_struck(1)
-            mend(machine)
-            scene.let_go(1)
-            expect(scene.wait(process), 0)
+    def drive(scenario: Scenario) -> None:
+        with simulated_nodes(1) as [node]:
+            node.mount_small_disk(SMALL_DISK, "64m")
+            process = scenario.start(node=node)
+            scenario.wait_until_triggered(0)
+            break_disk(node)
+            scenario.mark_trigger()
+            scenario.release(0)
+            scenario.wait_until_triggered(1)
+            repair_disk(node)
+            scenario.release(1)
+            expect_status(scenario.wait(process), 0)
 
     return drive
 
 
-def fill(machine: Machine) -> None:
-    with open(machine.path(SMALL_DISK) / "filler", "wb") as stream, suppress(OSError):
+def fill_disk(node: SimulatedNode) -> None:
+    with open(node.path(SMALL_DISK) / "filler", "wb") as stream, suppress(OSError):
         while True:
             stream.write(bytes(1 << 20))
 
 
-def make_room(machine: Machine) -> None:
-    (machine.path(SMALL_DISK) / "filler").unlink()
+def free_disk(node: SimulatedNode) -> None:
+    (node.path(SMALL_DISK) / "filler").unlink()
 
 
-def remount(how: str) -> Callable[[Machine], None]:
-    def act(machine: Machine) -> None:
-        machine.run("mount", "-o", f"remount,{how}", str(SMALL_DISK))
+def remount(how: str) -> Callable[[SimulatedNode], None]:
+    def act(node: SimulatedNode) -> None:
+        node.run("mount", "-o", f"remount,{how}", str(SMALL_DISK))
 
     return act
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def other_numbers(*numbers: int) -> Callable[[Scene], None]:
-    """Stopped and taken up with other numbers of ranks."""
+def change_rank_count(*rank_counts: int) -> Callable[[Scenario], None]:
+    """Stopped and resumed with another number of ranks."""
 
-    def drive(scene: Scene) -> None:
-        for procs in numbers[:-1]:
-            expect(scene.run(procs), 1)
-        expect(scene.run(numbers[-1]), 0)
+    def drive(scenario: Scenario) -> None:
+        for num_ranks in rank_counts[:-1]:
+            expect_status(scenario.run(num_ranks), 1)
+        expect_status(scenario.run(rank_counts[-1]), 0)
 
     return drive
 
 
-def limited_memory(scene: Scene) -> None:
-    with memory_limit(scene.directory.name, 4 << 30) as join:
-        process = scene.start()
+def run_under_memory_limit(scenario: Scenario) -> None:
+    with memory_limit(scenario.directory.name, 4 << 30) as join:
+        process = scenario.start()
         join(process.pid)
-        expect(scene.wait(process), 0)
+        expect_status(scenario.wait(process), 0)
 
 
-ON_ONE_MACHINE = (
-    Fault("kill a rank", at("kill")),
-    Fault("kill the first rank", at("kill", rank=0)),
-    Fault("kill before the first checkpoint", at("kill", first=1, last=3)),
-    Fault("kill at the last step", at("kill", first=23, last=24)),
-    Fault("kill two ranks at once", lambda dice: [Plant("kill", rank, 11) for rank in (1, 2)]),
-    Fault("kill three times", lambda dice: [Plant("kill", dice.randrange(PROCS), step) for step in (6, 11, 19)]),
-    Fault("segmentation fault", at("segfault"), says=("SIGSEGV (exit status 139)",)),
-    Fault("abort in native code", at("abort"), says=("SIGABRT (exit status 134)",)),
-    Fault("bus error", at("bus_error"), says=("SIGBUS (exit status 135)",)),
-    Fault("a rank leaves without a word", at("leave"), says=("exit status 7",)),
-    Fault("a rank raises", at("fail"), says=("ValueError: a fault made on purpose", "plants.py")),
-    Fault("a rank raises at its start", at("fail", where="start", first=-1, last=0), says=("before the first step",)),
-    Fault("a rank is stopped", at("stop"), kind="hang", says=("is stopped (state T)",)),
-    Fault("a rank loops", at("loop"), kind="hang", says=("plants.py", "is not in the collective")),
-    Fault("a rank hangs with Python's lock", at("hold_the_lock"), kind="hang", says=("in hold_the_lock",)),
-    Fault("a rank wants too much memory", at("want_memory"), kind="out of memory"),
+SINGLE_NODE_FAULTS = (
+    Fault("kill a rank", inject("kill")),
+    Fault("kill the first rank", inject("kill", rank=0)),
+    Fault("kill before the first checkpoint", inject("kill", first=1, last=3)),
+    Fault("kill at the last step", inject("kill", first=23, last=24)),
+    Fault("kill two ranks at once", lambda rng: [Injection("kill", rank, 11) for rank in (1, 2)]),
+    Fault("kill three times", lambda rng: [Injection("kill", rng.randrange(NUM_RANKS), step) for step in (6, 11, 19)]),
+    Fault("segmentation fault", inject("segfault"), expected_messages=("SIGSEGV (exit status 139)",)),
+    Fault("abort in native code", inject("abort"), expected_messages=("SIGABRT (exit status 134)",)),
+    Fault("bus error", inject("bus_error"), expected_messages=("SIGBUS (exit status 135)",)),
+    Fault("a rank leaves without a word", inject("leave"), expected_messages=("exit status 7",)),
+    Fault("a rank raises", inject("fail"), expected_messages=("ValueError: an injected fault", "injections.py")),
     Fault(
-        "killed for want of memory",
-        at("eat_memory"),
-        limited_memory,
-        kind="out of memory",
-        says=("killed by the kernel",),
-        why_not=why_no_memory_limit,
+        "a rank raises at its start",
+        inject("fail", where="start", first=-1, last=0),
+        expected_messages=("before the first step",),
     ),
-    Fault("SIGTERM to a rank", at("terminate"), twice, kind=None, says=("stopped: the same command",)),
-    Fault("SIGTERM to the agent", held(), signal_to_agent(signal.SIGTERM), kind=None, says=("told to leave",)),
-    Fault("Ctrl-C", held(), signal_to_agent(signal.SIGINT), kind=None, says=("stopped by the user",)),
-    Fault("kill the agent", held(), signal_to_agent(signal.SIGKILL), kind=None),
-    Fault("one step fails three times", at("fail", times=3), twice, says=("given up: it failed 3 times after step",)),
-    Fault("kill while staging", at("kill", where="staging"), says=("was not finished",)),
-    Fault("kill between state and marker", at("kill", where="marker"), says=("was not finished",)),
-    Fault("kill while writing a checkpoint", at("kill", where="persist", first=8, last=9), overrides=DURABLE_ONLY),
+    Fault("a rank is stopped", inject("stop"), expected_kind="hang", expected_messages=("is stopped (state T)",)),
+    Fault(
+        "a rank loops",
+        inject("loop"),
+        expected_kind="hang",
+        expected_messages=("injections.py", "is not in the collective"),
+    ),
+    Fault(
+        "a rank hangs with Python's lock",
+        inject("hold_the_lock"),
+        expected_kind="hang",
+        expected_messages=("in hold_the_lock",),
+    ),
+    Fault("a rank wants too much memory", inject("want_memory"), expected_kind="out of memory"),
+    Fault(
+        "killed by the out-of-memory killer",
+        inject("eat_memory"),
+        run_under_memory_limit,
+        expected_kind="out of memory",
+        expected_messages=("killed by the kernel",),
+        unavailable_reason=cgroup_unavailable_reason,
+    ),
+    Fault(
+        "SIGTERM to a rank",
+        inject("terminate"),
+        stop_and_resume,
+        expected_kind=None,
+        expected_messages=("stopped: the same command",),
+    ),
+    Fault(
+        "SIGTERM to the agent",
+        hold_rank(),
+        send_signal_to_agent(signal.SIGTERM),
+        expected_kind=None,
+        expected_messages=("told to leave",),
+    ),
+    Fault(
+        "Ctrl-C",
+        hold_rank(),
+        send_signal_to_agent(signal.SIGINT),
+        expected_kind=None,
+        expected_messages=("stopped by the user",),
+    ),
+    Fault("kill the agent", hold_rank(), send_signal_to_agent(signal.SIGKILL), expected_kind=None),
+    Fault(
+        "one step fails three times",
+        inject("fail", times=3),
+        stop_and_resume,
+        expected_messages=("given up: it failed 3 times after step",),
+    ),
+    Fault("kill while staging", inject("kill", where="staging"), expected_messages=("was not finished",)),
+    Fault("kill between state and marker", inject("kill", where="marker"), expected_messages=("was not finished",)),
+    Fault("kill while writing a checkpoint", inject("kill", where="persist", first=8, last=9), overrides=DURABLE_ONLY),
     Fault(
         "kill between data and manifest",
-        at("kill", where="manifest", first=8, last=9, rank=0),
+        inject("kill", where="manifest", first=8, last=9, rank=0),
         overrides=DURABLE_ONLY,
     ),
-    Fault("truncated checkpoint", held(), spoil(truncate_checkpoint), DURABLE_ONLY, says=("is skipped",)),
-    Fault("bit flipped in a checkpoint", held(), spoil(flip_checkpoint_bit), DURABLE_ONLY, says=("does not match",)),
-    Fault("checkpoint without a manifest", held(), spoil(remove_manifest), DURABLE_ONLY, says=("is skipped",)),
-    Fault("bit flipped in memory", held(), spoil(flip_staged_bit), says=("does not match",)),
-    Fault("memory lost, as after a reboot", held(), spoil(lose_memory)),
+    Fault(
+        "truncated checkpoint",
+        hold_rank(),
+        damage_then_kill(truncate_checkpoint),
+        DURABLE_ONLY,
+        expected_messages=("is skipped",),
+    ),
+    Fault(
+        "bit flipped in a checkpoint",
+        hold_rank(),
+        damage_then_kill(flip_checkpoint_bit),
+        DURABLE_ONLY,
+        expected_messages=("does not match",),
+    ),
+    Fault(
+        "checkpoint without a manifest",
+        hold_rank(),
+        damage_then_kill(remove_manifest),
+        DURABLE_ONLY,
+        expected_messages=("is skipped",),
+    ),
+    Fault(
+        "bit flipped in memory", hold_rank(), damage_then_kill(flip_flash_bit), expected_messages=("does not match",)
+    ),
+    Fault("memory lost, as after a reboot", hold_rank(), damage_then_kill(delete_flash_states)),
     Fault(
         "full disk",
-        between(10, 20),
-        while_disk(fill, make_room),
+        hold_steps(10, 20),
+        run_on_faulty_disk(fill_disk, free_disk),
         (f"checkpoint.dir={SMALL_DISK}", *DURABLE_ONLY),
-        kind=None,
-        says=("could not be written",),
-        why_not=why_not,
+        expected_kind=None,
+        expected_messages=("could not be written",),
+        unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
         "read-only disk",
-        between(10, 20),
-        while_disk(remount("ro"), remount("rw")),
+        hold_steps(10, 20),
+        run_on_faulty_disk(remount("ro"), remount("rw")),
         (f"checkpoint.dir={SMALL_DISK}", *DURABLE_ONLY),
-        kind=None,
-        says=("could not be written",),
-        why_not=why_not,
+        expected_kind=None,
+        expected_messages=("could not be written",),
+        unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
         "no room for states in memory",
-        at("kill"),
-        on_small_memory,
+        inject("kill"),
+        run_with_small_shm,
         (f"checkpoint.flash_dir={SMALL_MEMORY}",),
-        says=("from durable storage",),
-        why_not=why_not,
+        expected_messages=("from durable storage",),
+        unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
         "NaN in a gradient",
-        at("spoil", where="gradient"),
+        inject("corrupt", where="gradient"),
         overrides=("train.guard.policy=rollback",),
-        kind=None,
-        says=("gradient norm nan", "with the same data"),
+        expected_kind=None,
+        expected_messages=("gradient norm nan", "with the same data"),
     ),
     Fault(
         "poisoned batch",
-        lambda dice: [Plant("spoil", rank, 40, where="batch") for rank in range(PROCS)],
+        lambda rng: [Injection("corrupt", rank, 40, where="batch") for rank in range(NUM_RANKS)],
         overrides=("train.guard.policy=rollback", "train.steps=56"),
-        kind=None,
-        says=("was to be expected", "passing over steps"),
+        expected_kind=None,
+        expected_messages=("expected about", "skipping steps"),
     ),
     Fault(
         "bit flipped in one copy of the weights",
-        at("spoil", where="weights"),
+        inject("corrupt", where="weights"),
         overrides=("parallel={dp_replicate: 4, dp_shard: 1}",),
-        says=("copies of the model differ", "unlike on the 3 others"),
+        expected_messages=("copies of the model differ", "unlike on the 3 others"),
     ),
-    Fault("3 ranks instead of 4", at("terminate"), other_numbers(4, 3), kind=None, within=CLOSE),
+    Fault(
+        "3 ranks instead of 4",
+        inject("terminate"),
+        change_rank_count(4, 3),
+        expected_kind=None,
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+    ),
     Fault(
         "4, then 2, then 1 rank",
-        lambda dice: [Plant("terminate", 0, step) for step in (7, 15)],
-        other_numbers(4, 2, 1),
-        kind=None,
-        within=CLOSE,
+        lambda rng: [Injection("terminate", 0, step) for step in (7, 15)],
+        change_rank_count(4, 2, 1),
+        expected_kind=None,
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
     ),
 )
-ON_MACHINES = (
-    Fault("a node is lost for good", held(rank=1), lose_node(1), kind="cut off", within=CLOSE, why_not=why_not),
+MULTI_NODE_FAULTS = (
     Fault(
-        "the node of the first rank is lost", held(rank=1), lose_node(0), kind="cut off", within=CLOSE, why_not=why_not
+        "a node is lost for good",
+        hold_rank(rank=1),
+        lose_node(1),
+        expected_kind="cut off",
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+    Fault(
+        "the node of the first rank is lost",
+        hold_rank(rank=1),
+        lose_node(0),
+        expected_kind="cut off",
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+        unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
         "a node is lost and comes back",
-        lambda dice: [Plant("hold", 1, 9), Plant("hold", 0, 14)],
+        lambda rng: [Injection("hold", 1, 9), Injection("hold", 0, 14)],
         lose_node(1, back=True),
-        kind="cut off",
-        within=CLOSE,
-        why_not=why_not,
+        expected_kind="cut off",
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault("a node is cut off", held(rank=1), cut_cable, kind="cut off", also=("hang",), within=CLOSE, why_not=why_not),
+    Fault(
+        "a node is cut off",
+        hold_rank(rank=1),
+        disconnect_node,
+        expected_kind="cut off",
+        accepted_kinds=("hang",),
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+        unavailable_reason=simulation_unavailable_reason,
+    ),
     Fault(
         "a node is told to leave",
-        held(rank=1),
+        hold_rank(rank=1),
         preempt_node,
-        kind=None,
-        also=("cut off",),
-        within=CLOSE,
-        why_not=why_not,
+        expected_kind=None,
+        accepted_kinds=("cut off",),
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+        unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
-        "the rendezvous is started anew",
-        held(rank=1),
+        "the rendezvous is restarted",
+        hold_rank(rank=1),
         restart_rendezvous,
-        kind=None,
-        also=("cut off",),
-        why_not=why_not,
+        expected_kind=None,
+        accepted_kinds=("cut off",),
+        unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
         "the node that holds the rendezvous is lost",
-        held(rank=1),
-        lose_the_holder,
-        kind=None,
-        also=("cut off",),
-        says=("'z2a rendezvous' on a machine that stays",),
-        why_not=why_not,
+        hold_rank(rank=1),
+        lose_rendezvous_node,
+        expected_kind=None,
+        accepted_kinds=("cut off",),
+        expected_messages=("'z2a rendezvous' on a machine that stays",),
+        unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
         "nodes A and B, then A and C, then A and B",
-        wrong_history(13, 14),
-        other_histories,
-        kind=None,
-        why_not=why_not,
+        poisoned_history(13, 14),
+        abandon_histories,
+        expected_kind=None,
+        unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
         "2 nodes, then 1, then 2",
-        wrong_history(13, 14),
-        fewer_and_more_nodes,
-        kind=None,
-        within=CLOSE,
-        why_not=why_not,
+        poisoned_history(13, 14),
+        shrink_and_grow_nodes,
+        expected_kind=None,
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+        unavailable_reason=simulation_unavailable_reason,
     ),
 )
-FAULTS: tuple[Fault, ...] = (*ON_ONE_MACHINE, *ON_MACHINES)
+FAULTS: tuple[Fault, ...] = (*SINGLE_NODE_FAULTS, *MULTI_NODE_FAULTS)

@@ -1,5 +1,5 @@
 """The ``z2a`` command: one thin file a command group; parse, call, print."""
 
-from zero2all.threads import wait_briefly
+from zero2all.openmp import limit_openmp_spinning
 
-wait_briefly()  # here, because every way into the command comes past before it imports torch
+limit_openmp_spinning()  # here, because every way into the command comes past before it imports torch

@@ -2,17 +2,17 @@
 
 import os
 
-if "Z2A_AGENT_DIR" in os.environ:  # there is an agent; to ask beat.py would load torch also where there is none
+if "Z2A_AGENT_DIR" in os.environ:  # under an agent; heartbeat.py would load torch, also where there is none
     from zero2all.processes import end_with_agent
 
     end_with_agent()  # the next import takes seconds
 
-    from zero2all.resilience.rank import attend, run_rank
+    from zero2all.elastic.worker import run_worker, setup_worker
 
-    attend()
+    setup_worker()
     from zero2all.cli.main import main
 
-    run_rank(main)
+    run_worker(main)
 
 from zero2all.cli.main import main
 

@@ -13,20 +13,26 @@ from zero2all.cli.conventions import Json, Result, command
 
 @command
 def chaos(
-    out: Annotated[Path, typer.Option("--out", help="Where the jobs run and the table is written.")],
-    only: Annotated[list[str] | None, typer.Option("--only", help="A fault by name; may be given again.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Chooses ranks and steps.")] = 0,
+    out: Annotated[
+        Path, typer.Option("--out", help="The directory in which jobs run and the result table is written.")
+    ],
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Inject only this fault. May be given several times.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of the random ranks and steps at which faults are injected.")
+    ] = 0,
     json: Json = False,
 ) -> Result:
-    """Break small jobs in every way there is, and check that each one recovers to the last bit.
+    """Inject faults into small jobs and check exact recovery.
 
     Example: z2a chaos --out runs/chaos --only "kill a rank"
     """
-    from zero2all.chaos.suite import run_suite, table
+    from zero2all.chaos.suite import render_table, run_suite
 
     rows = run_suite(out, only or [], seed)
     failed = [row.fault for row in rows if row.problems]
-    result = Result({"failed": failed, "rows": [asdict(row) for row in rows]}, table(rows))
+    result = Result({"failed": failed, "rows": [asdict(row) for row in rows]}, render_table(rows))
     if failed:
         result.show(json)
         raise typer.Exit(1)

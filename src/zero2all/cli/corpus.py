@@ -19,42 +19,42 @@ from zero2all.cli.conventions import (
 )
 from zero2all.paths import to_path
 
-FilePath = Annotated[str, typer.Argument(help="A file, a directory or a URL.", metavar="PATH")]
+FilePath = Annotated[str, typer.Argument(help="The file, directory or URL to read.", metavar="PATH")]
 
-app = typer.Typer(help="Raw files to documents.", no_args_is_help=True)
+app = typer.Typer(help="Turn raw files into clean, deduplicated documents.", no_args_is_help=True)
 
 
-quality_app = typer.Typer(help="A small classifier of good text, for the filter quality_score.", no_args_is_help=True)
+quality_app = typer.Typer(help="Train the classifier of the quality_score filter.", no_args_is_help=True)
 app.add_typer(quality_app, name="quality")
 
 
 @quality_app.callback()
 def quality_group() -> None:
-    """A small classifier of good text, for the filter quality_score."""
+    """Train the classifier of the quality_score filter."""
 
 
 @quality_app.command("train")
 @command
 def quality_train(
-    good: Annotated[list[str], typer.Option("--good", help="Text to find more of; may be given again.")],
-    bad: Annotated[list[str], typer.Option("--bad", help="Text to be rid of; may be given again.")],
-    out: Annotated[Path, typer.Option("--out", help="The model: OUT.npz and OUT.json.")],
+    good: Annotated[list[str], typer.Option("--good", help="Text of good quality. May be given several times.")],
+    bad: Annotated[list[str], typer.Option("--bad", help="Text of bad quality. May be given several times.")],
+    out: Annotated[Path, typer.Option("--out", help="Write the classifier to OUT.npz and OUT.json.")],
     json: Json = False,
 ) -> Result:
-    """Learn to tell good text from bad by examples of both.
+    """Train a quality classifier from good and bad examples.
 
     Example: z2a corpus quality train --good books/ --bad crawl.jsonl --out quality
     """
-    from zero2all.corpus.filters.quality import train_quality
+    from zero2all.corpus.filters.quality_classifier import train_quality_model
     from zero2all.corpus.ingest import document_texts
 
-    learned = train_quality(document_texts(good), document_texts(bad), out)
-    return Result({"out": str(out), **learned}, f"written to {out}.npz: {learned}")
+    metadata = train_quality_model(document_texts(good), document_texts(bad), out)
+    return Result({"out": str(out), **metadata}, f"written to {out}.npz: {metadata}")
 
 
 @app.callback()
-def group() -> None:
-    """Raw files to documents."""
+def corpus_group() -> None:
+    """Turn raw files into clean, deduplicated documents."""
 
 
 @app.command()
@@ -67,17 +67,17 @@ def build(
     ray_address: RayAddress = None,
     json: Json = False,
 ) -> Result:
-    """Read, clean and deduplicate every source of the recipe into Parquet documents.
+    """Read, filter and deduplicate all sources into Parquet.
 
     Example: z2a corpus build my.yaml corpus.holdout=0.02
     """
-    from zero2all.corpus import build_corpus, useful_workers
+    from zero2all.corpus import build_corpus, recommended_workers
     from zero2all.engine import Engine
     from zero2all.recipe import load_recipe
     from zero2all.units import show_bytes
 
     loaded = load_recipe(recipe, overrides)
-    chosen = Engine(engine, workers or useful_workers(loaded.corpus), ray_address)
+    chosen = Engine(engine, workers or recommended_workers(loaded.corpus), ray_address)
     manifest = build_corpus(loaded.corpus, loaded.documents_dir, chosen)
     text = f"{manifest['documents']} documents, {show_bytes(manifest['bytes'])} in {loaded.documents_dir}"
     return Result({"out": str(loaded.documents_dir), **manifest}, text + (" (unchanged)" if manifest["reused"] else ""))
@@ -86,19 +86,19 @@ def build(
 @app.command()
 @command
 def sniff(path: FilePath, json: Json = False) -> Result:
-    """Look at a file and say what it is, what its records hold, and how to name it in a recipe.
+    """Detect a file's format, fields and recipe entry.
 
     Example: z2a corpus sniff raw/pages.jsonl.zst
     """
-    from zero2all.corpus.sniff import sniff as look
+    from zero2all.corpus.sniff import sniff as sniff_file
     from zero2all.units import show_bytes
 
-    found = look(path)
+    found = sniff_file(path)
     packed = f", {found['compression']}" if found.get("compression") else ""
     encoding = f", {found['encoding']}" if found.get("encoding") else ""
     lines = [f"{found['file']}: {found.get('format', 'not read')}{packed}{encoding}, {show_bytes(found['bytes'])}"]
     if "unreadable" in found:
-        return Result(found, "\n".join([*lines, f"left out: {found['unreadable']}"]))
+        return Result(found, "\n".join([*lines, f"skipped: {found['unreadable']}"]))
     lines += [f"  {name}  {shown[:80]!r}" for name, shown in found["fields"].items()]
     lines += [f"  broken: {place}" for place in found["broken"]]
     return Result(found, "\n".join([*lines, "", "for the recipe:", found["source"]]))
@@ -108,17 +108,21 @@ def sniff(path: FilePath, json: Json = False) -> Result:
 @command
 def report(
     documents: Annotated[
-        Path, typer.Argument(help="A directory made by 'z2a corpus build'.", metavar="DOCUMENTS", parser=to_path)
+        Path, typer.Argument(help="The directory that 'z2a corpus build' wrote.", metavar="DOCUMENTS", parser=to_path)
     ],
-    html: Annotated[Path | None, typer.Option("--html", help="The page; DOCUMENTS.html if not given.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="The HTML file to write. Default: DOCUMENTS.html.")
+    ] = None,
     json: Json = False,
 ) -> Result:
-    """Show where the text went, and samples of what was kept and dropped, as one HTML page.
+    """Write an HTML report of kept and dropped documents.
+
+    With counts for each filter and examples.
 
     Example: z2a corpus report runs/first/documents --html report.html
     """
-    from zero2all.corpus.report import corpus_report
-    from zero2all.corpus.report_page import report_html
+    from zero2all.corpus.corpus_report import corpus_report
+    from zero2all.corpus.corpus_report_page import report_html
     from zero2all.io import write_text
 
     page = html or documents.with_name(documents.name + ".html")

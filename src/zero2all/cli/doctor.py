@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -14,16 +15,28 @@ from zero2all.cli.conventions import Json, Result, command
 
 @command
 def doctor(
-    directory: Annotated[Path, typer.Option("--dir", help="Where runs will be written.")] = Path("runs"),
+    directory: Annotated[
+        Path, typer.Option("--dir", help="The directory that runs will be written to; its disk is checked.")
+    ] = Path("runs"),
     json: Json = False,
 ) -> Result:
-    """Check this machine, or with 'z2a launch ... -- doctor' all nodes and their network. Fails if something is bad.
+    """Check this machine, or all nodes and their network.
+
+    For all nodes: 'z2a launch ... -- doctor'. Exit status 1 if a check fails.
 
     Example: z2a doctor --dir runs
     """
-    from zero2all.resilience.doctor import examine
+    from zero2all.doctor.preflight import run_checks
+    from zero2all.elastic.rendezvous_client import RendezvousStore
+    from zero2all.environment import STORE_VARIABLE
 
-    findings = examine(directory)
+    store = None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # The agents' store: every node reaches it, even if the connection to the first node is broken.
+        store = RendezvousStore.from_environment(
+            os.environ[STORE_VARIABLE], os.environ["TORCHELASTIC_RUN_ID"], timedelta(seconds=60)
+        )
+    findings = run_checks(directory, store)
     text = "\n".join(map(str, findings)) if os.environ.get("RANK", "0") == "0" else ""
     result = Result({"findings": [asdict(finding) for finding in findings]}, text)
     if any(finding.level == "bad" for finding in findings):

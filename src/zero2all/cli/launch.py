@@ -15,74 +15,109 @@ from zero2all.errors import UsageError
 
 @command
 def launch(
-    words: Annotated[list[str], typer.Argument(help="What every rank runs, as after z2a.", metavar="-- COMMAND...")],
-    procs: Annotated[int, typer.Option("--procs", min=1, help="Ranks on each node, one for each GPU.")] = 1,
+    rank_command: Annotated[
+        list[str],
+        typer.Argument(help="The z2a command that every rank runs, such as: train my.yaml.", metavar="-- COMMAND..."),
+    ],
+    nproc_per_node: Annotated[
+        int,
+        typer.Option(
+            "--nproc-per-node", "--procs", min=1, help="Number of ranks on each node, usually one for each GPU."
+        ),
+    ] = 1,
     nodes: Annotated[
-        str, typer.Option("--nodes", help="How many, or MIN:MAX: the job goes on with any number between.")
+        str,
+        typer.Option(
+            "--nnodes",
+            "--nodes",
+            help="Number of nodes, or MIN:MAX for an elastic job that runs on any number between.",
+        ),
     ] = "1",
-    rendezvous: Annotated[
-        str | None, typer.Option("--rendezvous", help="HOST:PORT where several nodes meet; the same on every node.")
-    ] = None,
-    listen: Annotated[
+    rdzv_endpoint: Annotated[
         str | None,
-        typer.Option("--rdzv-listen", help="On the node that holds the rendezvous: the address to bind, if another."),
+        typer.Option(
+            "--rdzv-endpoint",
+            "--rendezvous",
+            help="HOST:PORT of the rendezvous, the same on every node. Needed for several nodes.",
+        ),
+    ] = None,
+    rdzv_listen: Annotated[
+        str | None,
+        typer.Option(
+            "--rdzv-listen",
+            help="Address to bind on the node that serves the rendezvous, if it differs from the endpoint.",
+        ),
     ] = None,
     advertise: Annotated[
-        str | None, typer.Option("--advertise", help="The address by which other nodes reach this one, if another.")
+        str | None,
+        typer.Option(
+            "--advertise", "--local-addr", help="Address by which other nodes reach this one, if it is not the default."
+        ),
     ] = None,
     secret_file: Annotated[
         Path | None,
         typer.Option(
-            "--secret-file", help="File with the job secret; $Z2A_JOB_SECRET or one in ~/.config if not given."
+            "--secret-file", help="File with the job secret. Default: $Z2A_JOB_SECRET, then a file in ~/.config."
         ),
     ] = None,
-    restarts: Annotated[
+    max_restarts: Annotated[
         int | None,
-        typer.Option("--restarts", min=0, help="Starts after a failure, at most; three for one step in any case."),
+        typer.Option(
+            "--max-restarts",
+            "--restarts",
+            min=0,
+            help="Largest number of restarts after failures. "
+            "Default: no limit, but a step that fails three times ends the job.",
+        ),
     ] = None,
     hang_after: Annotated[
-        float, typer.Option("--hang-after", min=1, help="Seconds without a step that count as a hang.")
+        float, typer.Option("--hang-after", min=1, help="Seconds without a step after which a rank counts as hung.")
     ] = 600,
-    grace: Annotated[float, typer.Option("--grace", min=1, help="Seconds to save in when told to stop.")] = 110,
+    grace: Annotated[
+        float,
+        typer.Option("--grace", min=1, help="Seconds that ranks have to save a checkpoint when the job is stopped."),
+    ] = 110,
     check: Annotated[
-        bool, typer.Option("--check", help="Examine the nodes first ('z2a doctor'), and stop if something is bad.")
+        bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")
     ] = False,
     emit: Annotated[
         Literal["slurm", "k8s", "pytorchjob"] | None,
-        typer.Option("--emit", help="Print a file for sbatch or kubectl instead of running."),
+        typer.Option("--emit", help="Print a job file for Slurm or Kubernetes instead of running."),
     ] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="Where --emit writes; stdout if not given.")] = None,
-    image: Annotated[str, typer.Option("--image", help="Container image for Kubernetes.")] = "zero2all:latest",
-    gpus: Annotated[int, typer.Option("--gpus", min=0, help="GPUs of each node, for --emit.")] = 0,
+    to: Annotated[Path | None, typer.Option("--to", help="The file that --emit writes. Default: stdout.")] = None,
+    image: Annotated[str, typer.Option("--image", help="Container image of the Kubernetes job.")] = "zero2all:latest",
+    gpus: Annotated[int, typer.Option("--gpus", min=0, help="Number of GPUs of each node, for --emit.")] = 0,
     json: Json = False,
 ) -> Result:
-    """Run a command on several ranks; nodes each run the same line.
+    """Run a command on many ranks, elastically.
 
-    Example: z2a launch --procs 2 -- train recipes/quickstart.yaml
+    On several nodes, run the same line on each; a failed rank or node is restarted or left out.
+
+    Example: z2a launch --nproc-per-node 2 -- train recipes/quickstart.yaml
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warnings say nothing new
-    from zero2all.resilience.launch import NO_LIMIT, Job
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warnings add nothing
+    from zero2all.elastic.launcher import UNLIMITED_RESTARTS, LaunchConfig
 
-    least, _, most = nodes.partition(":")
-    if not least.isdigit() or not (most or least).isdigit():
-        raise UsageError(f"--nodes is {nodes}: write a number, or MIN:MAX such as 2:4")
-    between = int(least), int(most or least)
-    job = Job(
-        words, procs, between, rendezvous, listen, advertise, secret_file,
-        NO_LIMIT if restarts is None else restarts, hang_after, grace,
+    min_nodes, _, max_nodes = nodes.partition(":")
+    if not min_nodes.isdigit() or not (max_nodes or min_nodes).isdigit():
+        raise UsageError(f"--nnodes is {nodes}: write a number, or MIN:MAX such as 2:4")
+    node_range = int(min_nodes), int(max_nodes or min_nodes)
+    launch_config = LaunchConfig(
+        rank_command, nproc_per_node, node_range, rdzv_endpoint, rdzv_listen, advertise, secret_file,
+        UNLIMITED_RESTARTS if max_restarts is None else max_restarts, hang_after, grace,
     )  # fmt: skip
     if emit is None:
-        status = replace(job, command=["doctor"], restarts=0).run() if check else 0
-        status = status or job.run()
+        status = replace(launch_config, command=["doctor"], max_restarts=0).run() if check else 0
+        status = status or launch_config.run()
         if status:
             raise typer.Exit(status if status > 0 else 1)
-        return Result({"ranks": procs, "command": words}, f"{procs} ranks ended well")
+        return Result({"ranks": nproc_per_node, "command": rank_command}, f"{nproc_per_node} ranks finished")
     if check:
-        raise UsageError("--check examines the nodes as they start: with --emit, run 'z2a launch ... -- doctor' there")
+        raise UsageError("--check checks the nodes as they start: with --emit, run 'z2a launch ... -- doctor' there")
     if emit == "slurm":
-        text = job.slurm(gpus)
+        text = launch_config.slurm_script(gpus)
     else:
-        text = job.train_job(image, gpus) if emit == "k8s" else job.pytorch_job(image, gpus)
+        text = launch_config.train_job(image, gpus) if emit == "k8s" else launch_config.pytorch_job(image, gpus)
     if to is not None:
         to.write_text(text, encoding="utf-8")
     return Result({"emit": emit, "to": to and str(to), "text": text}, text if to is None else f"written to {to}")
@@ -90,20 +125,24 @@ def launch(
 
 @command
 def rendezvous(
-    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 29500,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port to listen on. 0 takes a free one.")
+    ] = 29500,
     listen: Annotated[
-        str | None, typer.Option("--listen", help="The address to bind; that of this machine's name if not given.")
+        str | None, typer.Option("--listen", help="Address to bind. Default: the address of this machine's host name.")
     ] = None,
     secret_file: Annotated[
-        Path | None, typer.Option("--secret-file", help="File with the job secret; written if there is none.")
+        Path | None, typer.Option("--secret-file", help="File with the job secret. It is created if it does not exist.")
     ] = None,
     json: Json = False,
 ) -> Result:
-    """Hold the place where nodes meet, on a machine that outlives them, such as the login node.
+    """Serve the rendezvous of multi-node jobs.
+
+    On a machine that outlives the nodes, such as the login node.
 
     Example: z2a rendezvous --port 29500 --listen 10.0.0.1
     """
-    from zero2all.resilience.rendezvous import serve
+    from zero2all.elastic.rendezvous import serve_rendezvous
 
-    serve(port, listen, secret_file)
+    serve_rendezvous(port, listen, secret_file)
     return Result({}, "")

@@ -27,11 +27,13 @@ from zero2all.cli import (
 )
 from zero2all.cli import quickstart as quickstart_command
 from zero2all.cli.conventions import ERROR_FILE, print_json
+from zero2all.cli.groups import PanelGroup
 from zero2all.processes import stop_on_sigterm
 
 app = typer.Typer(
     name="z2a",
-    help="zero2all: from raw text to a language model that answers.\n\nExample: z2a quickstart --out runs/first",
+    cls=PanelGroup,
+    help="zero2all: train language models from raw text, end to end.\n\nExample: z2a quickstart --out runs/first",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -51,7 +53,7 @@ app.add_typer(ckpt.app, name="ckpt")
 app.command("goodput")(runs.goodput)
 app.command("doctor")(doctor.doctor)
 app.command("chaos")(chaos.chaos)
-app.command("eval")(runs.evaluate)
+app.add_typer(runs.eval_app, name="eval")
 app.command("generate")(runs.generate)
 app.command("export")(runs.export)
 app.add_typer(bench.app, name="bench")
@@ -69,7 +71,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Holds the options of ``z2a`` itself."""

@@ -6,27 +6,32 @@ from typing import Annotated
 
 import typer
 
-from zero2all.cli.conventions import Json, Overrides, Result, Target, command
+from zero2all.cli.conventions import Json, Overrides, RecipeOrPreset, Result, command
 
-app = typer.Typer(help="What a model is made of and what it costs, before it is built.", no_args_is_help=True)
+app = typer.Typer(help="Show the size and cost of a model before training.", no_args_is_help=True)
 
 
 @app.command()
 @command
 def show(
-    target: Target,
+    target: RecipeOrPreset,
     overrides: Overrides = None,
-    gpu: Annotated[str, typer.Option("--gpu", help="Which GPU the shape advice is for; it need not be here.")] = "",
+    gpu: Annotated[
+        str,
+        typer.Option("--gpu", help="The GPU that shape advice is for, such as H100. It need not be in this machine."),
+    ] = "",
     json: Json = False,
 ) -> Result:
-    """Print parameters by part, FLOPs, KV cache, training memory, the chosen ops and shape advice.
+    """Print parameters, FLOPs, KV cache and memory of a model.
+
+    And the kernels chosen for this machine, and advice on its shape.
 
     Example: z2a model show z2all-1.1b train.seq_len=2048 --gpu H100
     """
     from zero2all.hardware import pick_device, pick_gpu
-    from zero2all.model.describe import describe_model, model_text
-    from zero2all.recipe import recipe_or_preset
+    from zero2all.model.cost.describe import describe_model, model_text
+    from zero2all.recipe import load_recipe_or_preset
 
-    recipe = recipe_or_preset(target, overrides)
+    recipe = load_recipe_or_preset(target, overrides)
     shown = describe_model(recipe, pick_device(recipe.train.device), pick_gpu(gpu))
     return Result(shown, model_text(shown))

@@ -8,7 +8,7 @@ import typer
 
 from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, command
 
-app = typer.Typer(help="How a model is laid over ranks.", no_args_is_help=True)
+app = typer.Typer(help="Plan the parallelism of a model.", no_args_is_help=True)
 
 
 @app.command()
@@ -16,33 +16,33 @@ app = typer.Typer(help="How a model is laid over ranks.", no_args_is_help=True)
 def show(
     recipe: RecipePath,
     overrides: Overrides = None,
-    world: Annotated[int, typer.Option("--world", min=1, help="Ranks of the run.")] = 1,
+    world: Annotated[int, typer.Option("--world", min=1, help="Number of ranks (world size).")] = 1,
     json: Json = False,
 ) -> Result:
-    """Lay a model over any number of ranks on paper: the mesh, every stage's layers, the bytes of a rank.
+    """Dry run: mesh, layers and memory per rank for N ranks.
 
     Example: z2a parallel show recipes/70b-1024.yaml --world 1024
     """
-    from zero2all.parallel.show import show_layout
+    from zero2all.parallel.dry_run import dry_run
     from zero2all.recipe import load_recipe
     from zero2all.units import show_count
 
-    shown = show_layout(load_recipe(recipe, overrides), world)
+    shown = dry_run(load_recipe(recipe, overrides), world)
     mesh = " x ".join(f"{name} {size}" for name, size in shown["mesh"].items() if size > 1) or "one process"
-    held, parts = (
+    memory, parts = (
         shown["memory_per_rank"],
         {
             "parameters": "parameters (fp32)",
             "gradients": "gradients (fp32)",
             "optimizer": "optimizer",
             "gathered_weights": f"gathered weights ({shown['compute_dtype']})",
-            "unsharded_gradients": "gradients before they are reduced",
+            "unsharded_gradients": "unsharded gradients",
         },
     )
     lines = [
         f"{show_count(shown['parameters'])} parameters on {world} ranks: {mesh}",
-        f"a rank holds at most {held['total'] / 2**30:.2f} GiB, activations aside: "
-        + ", ".join(f"{held[name] / 2**30:.2f} {text}" for name, text in parts.items()),
+        f"a rank holds at most {memory['total'] / 2**30:.2f} GiB, activations aside: "
+        + ", ".join(f"{memory[name] / 2**30:.2f} {text}" for name, text in parts.items()),
     ]
     for stage in shown["stages"]:
         lines.append(
@@ -50,4 +50,4 @@ def show(
             f"parameters, {show_count(stage['least'])} to {show_count(stage['most'])} on a rank"
         )
         lines += [f"  {name} {text}" for name, text in stage["examples"].items()]
-    return Result(shown, "\n".join([*lines, "the shards of all ranks add up to the whole model"]))
+    return Result(shown, "\n".join([*lines, "the shards of all ranks add up to the full model"]))

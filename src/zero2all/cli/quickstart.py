@@ -12,18 +12,20 @@ from zero2all.cli.conventions import Json, Result, command
 
 @command
 def quickstart(
-    out: Annotated[Path, typer.Option("--out", help="Where everything is put.")],
+    out: Annotated[Path, typer.Option("--out", help="The directory for everything that is written.")],
     corpus: Annotated[
         list[Path] | None,
-        typer.Option("--corpus", help="A file or directory of text; more of them may follow. Each is a source."),
+        typer.Option("--corpus", help="Text to train on: files or directories, each a source. More paths may follow."),
     ] = None,
     more: Annotated[
         list[str] | None,
-        typer.Argument(help="More --corpus paths, and changes to the recipe (train.steps=50)."),
+        typer.Argument(help="More paths of --corpus, and overrides of recipe keys such as train.steps=50."),
     ] = None,
     json: Json = False,
 ) -> Result:
-    """Text to a model that speaks, in a few minutes on a CPU. Without --corpus it reads Python's standard library.
+    """Train a small model end to end, in minutes on a CPU.
+
+    Without --corpus it trains on the source of Python's standard library.
 
     Example: z2a quickstart --corpus books/ notes/ --out runs/first
     """

@@ -9,15 +9,15 @@ import typer
 
 from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, command
 
-app = typer.Typer(help="Look at a recipe before spending hours on it.", no_args_is_help=True)
+app = typer.Typer(help="Show, validate and document recipes.", no_args_is_help=True)
 
 
 @app.command()
 @command
 def show(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -> Result:
-    """Print the recipe with every default filled in.
+    """Print a recipe with all defaults filled in.
 
-    Example: z2a recipe show recipes/quickstart.yaml model.n_layers=4
+    Example: z2a recipe show recipes/quickstart.yaml model.num_hidden_layers=4
     """
     from zero2all.recipe import load_recipe, recipe_yaml
 
@@ -28,7 +28,9 @@ def show(recipe: RecipePath, overrides: Overrides = None, json: Json = False) ->
 @app.command()
 @command
 def check(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -> Result:
-    """Name every mistake in a recipe at once, with its place and the nearest right name.
+    """Validate a recipe and report all its mistakes at once.
+
+    Each with its line and, for a misspelt key, the nearest known one.
 
     Example: z2a recipe check recipes/quickstart.yaml
     """
@@ -39,13 +41,13 @@ def check(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -
     resolved = load_recipe(recipe, overrides)
     if problems := sink_problems(resolved.track.sinks):
         raise RecipeError(str(recipe), problems)
-    return Result({"recipe": str(recipe), "problems": []}, f"{recipe} is right")
+    return Result({"recipe": str(recipe), "problems": []}, f"{recipe} is valid")
 
 
 @app.command()
 @command
 def schema(json: Json = False) -> Result:
-    """Print the JSON Schema of recipes, for editors that complete and check YAML.
+    """Print the JSON Schema of recipes, for editors.
 
     Example: z2a recipe schema > recipe.schema.json
     """

@@ -1,4 +1,4 @@
-"""z2a train | goodput | eval | generate | export"""
+"""z2a train | goodput | eval loss | generate | export"""
 
 from __future__ import annotations
 
@@ -9,71 +9,85 @@ from typing import Annotated
 import typer
 
 from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, RunPath, command
+from zero2all.cli.groups import EvalGroup
 
-Step = Annotated[int | None, typer.Option("--step", help="Which checkpoint; the newest if not given.")]
+eval_app = typer.Typer(cls=EvalGroup, help="Evaluate trained models.", no_args_is_help=True)
+
+
+@eval_app.callback()
+def eval_group() -> None:
+    """Evaluate trained models."""
+
+
+CheckpointStep = Annotated[
+    int | None, typer.Option("--step", help="Use the checkpoint of this step. Default: the newest.")
+]
 
 
 @command
 def train(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -> Result:
-    """Train, or go on with a run that was stopped.
+    """Train or resume a run.
 
-    Example: z2a train recipes/quickstart.yaml train.steps=200 model.n_layers=4
+    Example: z2a train recipes/quickstart.yaml train.steps=200 model.num_hidden_layers=4
     """
-    from zero2all.evals import bits_per_byte
+    from zero2all.evals import evaluate_bpb
+    from zero2all.processes import process_start_time
     from zero2all.recipe import load_recipe
-    from zero2all.resilience.goodput import process_started
     from zero2all.train import train
 
-    summary = train(load_recipe(recipe, overrides), evaluate=bits_per_byte, began=process_started())
-    first = os.environ.get("RANK", "0") == "0"  # of several ranks one says it
-    return Result(summary, f"{summary['steps']} steps done; the run is in {summary['run']}" if first else "")
+    summary = train(load_recipe(recipe, overrides), evaluate=evaluate_bpb, start_time=process_start_time())
+    is_rank0 = os.environ.get("RANK", "0") == "0"  # only one of several ranks reports it
+    return Result(summary, f"trained {summary['steps']} steps; the run is in {summary['run']}" if is_rank0 else "")
 
 
 @command
 def goodput(run: RunPath, json: Json = False) -> Result:
-    """Show which share of a run's time moved training forward, over all its restarts, and where the rest went.
+    """Show how much of a run's time was productive training.
+
+    Over all restarts, and where the rest of the time went.
 
     Example: z2a goodput runs/first
     """
-    from zero2all.resilience.goodput import goodput_of, in_words
+    from zero2all.track.goodput import compute_run_goodput, format_goodput
     from zero2all.train import Run
 
-    found = goodput_of(Run.open(run).directory)
-    return Result(found, in_words(found))
+    result = compute_run_goodput(Run.open(run).directory)
+    return Result(result, format_goodput(result))
 
 
+@eval_app.command("loss")
 @command
-def evaluate(run: RunPath, step: Step = None, json: Json = False) -> Result:
-    """Measure bits-per-byte on the held-out text.
+def eval_loss(run: RunPath, step: CheckpointStep = None, json: Json = False) -> Result:
+    """Measure bits-per-byte on the validation split.
 
-    Example: z2a eval runs/first
+    Example: z2a eval loss runs/first
     """
-    from zero2all.evals import bits_per_byte
+    from zero2all.evals import evaluate_bpb
     from zero2all.train import Run
 
     opened = Run.open(run)
-    quality = bits_per_byte(opened.load_model(step), opened.tokenizer(), opened.recipe)
-    lines = [f"bits-per-byte {quality['bits_per_byte']:.4f} (unigram {quality['unigram_bits_per_byte']:.4f})"]
-    lines += [f"  {name}: {part['bits_per_byte']:.4f}" for name, part in quality["sources"].items()]
-    return Result(quality, "\n".join(lines))
+    validation = evaluate_bpb(opened.load_model(step), opened.tokenizer(), opened.recipe)
+    lines = [f"bits-per-byte {validation['bits_per_byte']:.4f} (unigram {validation['unigram_bits_per_byte']:.4f})"]
+    lines += [f"  {name}: {part['bits_per_byte']:.4f}" for name, part in validation["sources"].items()]
+    return Result(validation, "\n".join(lines))
 
 
 @command
 def generate(
     run: RunPath,
-    prompt: Annotated[str, typer.Option("--prompt", help="What the text begins with.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among the k likeliest tokens; 0 among all.")] = 50,
-    seed: int = 0,
-    step: Step = None,
+    prompt: Annotated[str, typer.Option("--prompt", help="The prompt.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy decoding.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens. 0 samples from all.")] = 50,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    step: CheckpointStep = None,
     json: Json = False,
 ) -> Result:
-    """Let a trained model go on with a text.
+    """Generate text from a prompt.
 
     Example: z2a generate runs/first --prompt "def main("
     """
-    from zero2all.serve import generate
+    from zero2all.generation import generate
     from zero2all.train import Run
 
     opened = Run.open(run)
@@ -85,12 +99,16 @@ def generate(
 def export(
     run: RunPath,
     to: Annotated[Path, typer.Option("--to", help="The directory to write.")],
-    step: Step = None,
+    step: CheckpointStep = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="Store the weights in bf16.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Load it with transformers and compare logits.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Load the export with transformers and compare its logits.")
+    ] = False,
     json: Json = False,
 ) -> Result:
-    """Write a Hugging Face directory of a standard architecture, for transformers, vLLM and llama.cpp.
+    """Export a model in Hugging Face format.
+
+    A standard architecture that transformers, vLLM and llama.cpp load.
 
     Example: z2a export runs/first --to runs/first/hf --check
     """

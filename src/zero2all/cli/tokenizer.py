@@ -19,14 +19,14 @@ from zero2all.cli.conventions import (
     command,
 )
 
-Directory = Annotated[Path, typer.Argument(help="A tokenizer's directory.", metavar="DIR")]
+TokenizerDir = Annotated[Path, typer.Argument(help="The directory of a tokenizer.", metavar="DIR")]
 
-app = typer.Typer(help="Documents to a vocabulary.", no_args_is_help=True)
+app = typer.Typer(help="Train, evaluate, inspect and export tokenizers.", no_args_is_help=True)
 
 
 @app.callback()
-def group() -> None:
-    """Documents to a vocabulary."""
+def tokenizer_group() -> None:
+    """Train, evaluate, inspect and export tokenizers."""
 
 
 @app.command()
@@ -38,21 +38,24 @@ def train(
     workers: Workers = None,
     ray_address: RayAddress = None,
     max_memory: Annotated[
-        str | None, typer.Option("--max-memory", help="Of all processes together, such as 2GiB; as in the recipe.")
+        str | None,
+        typer.Option(
+            "--max-memory", help="Memory limit of all processes together, such as 2GiB. Default: tokenizer.max_memory."
+        ),
     ] = None,
     json: Json = False,
 ) -> Result:
-    """Learn a byte-level BPE vocabulary from the training documents, in bounded memory.
+    """Train a byte-level BPE tokenizer in bounded memory.
 
     Example: z2a tokenizer train my.yaml tokenizer.vocab_size=65536 --max-memory 4GiB
     """
-    from zero2all.engine import Engine, all_cores
+    from zero2all.engine import Engine, available_cores
     from zero2all.recipe import load_recipe
     from zero2all.tokenizer import train_tokenizer
 
     memory = [f"tokenizer.max_memory={max_memory}"] if max_memory else []
     loaded = load_recipe(recipe, [*(overrides or []), *memory])
-    where = Engine(engine, workers or all_cores(), ray_address)
+    where = Engine(engine, workers or available_cores(), ray_address)
     manifest = train_tokenizer(loaded.tokenizer, loaded.documents_dir, loaded.tokenizer_dir, where)
     text = f"{manifest['vocab_size']} tokens in {loaded.tokenizer_dir}"
     return Result({"out": str(loaded.tokenizer_dir), **manifest}, text + (" (unchanged)" if manifest["reused"] else ""))
@@ -62,14 +65,20 @@ def train(
 @command
 def evaluate(
     directories: Annotated[
-        list[Path], typer.Argument(help="Directories with a tokenizer.json, or such files.", metavar="DIR...")
+        list[Path], typer.Argument(help="Tokenizer directories, or tokenizer.json files.", metavar="DIR...")
     ],
-    text: Annotated[list[str], typer.Option("--text", help="NAME=PATH of held-out text; may be given again.")],
-    svg: Annotated[Path | None, typer.Option("--svg", help="Also draw a picture.")] = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", help="Also write the table to a file.")] = None,
+    text: Annotated[
+        list[str], typer.Option("--text", help="Text to measure on, as NAME=PATH. May be given several times.")
+    ],
+    svg: Annotated[Path | None, typer.Option("--svg", help="Also draw a bar chart to this SVG file.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", help="Also write the table to this Markdown file.")
+    ] = None,
     json: Json = False,
 ) -> Result:
-    """Measure tokenizers side by side: bytes per token by domain, names, numbers, code, round trips.
+    """Compare tokenizers on your text.
+
+    Bytes per token by domain, fertility on names, numbers and code, round-trip rate.
 
     Example: z2a tokenizer eval runs/mine/tokenizer qwen3/ --text zh=zh.jsonl --text en=en.txt --svg fit.svg
     """
@@ -77,62 +86,68 @@ def evaluate(
     from zero2all.errors import UsageError
     from zero2all.io import write_text
     from zero2all.tokenizer.evaluate import evaluate_tokenizers
-    from zero2all.tokenizer.evaluate_report import as_svg, as_table
+    from zero2all.tokenizer.evaluation_report import render_svg, render_table
 
     if wrong := [given for given in text if "=" not in given]:
         raise UsageError(f"--text {wrong[0]}: give it a name, as in --text zh={wrong[0]}")
     names = [path.name if path.is_dir() else path.parent.name for path in directories]
     labels = names if len(set(names)) == len(names) else list(map(str, directories))
     texts = {name: list(document_texts([path])) for name, path in (given.split("=", 1) for given in text)}
-    found = evaluate_tokenizers(dict(zip(labels, directories, strict=True)), texts)
-    table = as_table(found)
+    evaluation = evaluate_tokenizers(dict(zip(labels, directories, strict=True)), texts)
+    table = render_table(evaluation)
     if svg is not None:
-        write_text(svg, as_svg(found))
+        write_text(svg, render_svg(evaluation))
     if markdown is not None:
         write_text(markdown, table + "\n")
-    return Result(found, table)
+    return Result(evaluation, table)
 
 
 @app.command()
 @command
 def inspect(
-    directory: Directory,
-    text: Annotated[str | None, typer.Argument(help="The text to cut.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", help="Take the text from a file.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Also write a page.")] = None,
-    special: Annotated[bool, typer.Option("--special", help="Let names of special tokens be these tokens.")] = False,
+    directory: TokenizerDir,
+    text: Annotated[str | None, typer.Argument(help="The text to tokenize.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="Read the text from this file.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page to this file.")] = None,
+    special: Annotated[
+        bool, typer.Option("--special", help="Parse the names of special tokens in the text as special tokens.")
+    ] = False,
     json: Json = False,
 ) -> Result:
-    """Show a text cut into its tokens, in colours.
+    """Show how a text is tokenized, in colour.
 
-    Example: z2a tokenizer inspect runs/mine/tokenizer "春眠不觉晓 def f(x):" --html cut.html
+    Example: z2a tokenizer inspect runs/mine/tokenizer "春眠不觉晓 def f(x):" --html tokens.html
     """
     from zero2all.errors import UsageError
     from zero2all.io import write_text
     from zero2all.tokenizer import Tokenizer
-    from zero2all.tokenizer.pieces import as_html, as_terminal, cut, summary
+    from zero2all.tokenizer.token_spans import render_html, render_terminal, summary, token_spans
 
     if (text is None) == (file is None):
         raise UsageError("give a text, or a file with --file")
     shown = text if file is None else file.read_bytes().decode("utf-8", "replace")
-    pieces = cut(Tokenizer(directory), shown or "", special)
+    spans = token_spans(Tokenizer(directory), shown or "", special)
     if html is not None:
-        write_text(html, as_html(pieces, str(file) if file else "Tokens"))
-    data = {"tokens": [{"id": piece.id, "text": piece.shown, "hex": piece.data.hex()} for piece in pieces]}
-    return Result(data, f"{as_terminal(pieces, sys.stdout.isatty())}\n\n{summary(pieces)}")
+        write_text(html, render_html(spans, str(file) if file else "Tokens"))
+    data = {"tokens": [{"id": span.id, "text": span.display_text, "hex": span.data.hex()} for span in spans]}
+    return Result(data, f"{render_terminal(spans, sys.stdout.isatty())}\n\n{summary(spans)}")
 
 
 @app.command()
 @command
 def extend(
-    directory: Directory,
-    text: Annotated[list[str], typer.Option("--text", help="Text to learn from; may be given again.")],
-    add: Annotated[int, typer.Option("--add", min=1, help="How many tokens to learn.")],
-    out: Annotated[Path, typer.Option("--out", help="The new tokenizer's directory.")],
-    min_frequency: Annotated[int, typer.Option("--min-frequency", min=1, help="Of a pair that is joined.")] = 2,
+    directory: TokenizerDir,
+    text: Annotated[
+        list[str], typer.Option("--text", help="Text to learn new tokens from. May be given several times.")
+    ],
+    add: Annotated[int, typer.Option("--add", min=1, help="Number of tokens to add.")],
+    out: Annotated[Path, typer.Option("--out", help="The directory of the new tokenizer.")],
+    min_frequency: Annotated[
+        int, typer.Option("--min-frequency", min=1, help="A pair is merged only if it occurs at least this often.")
+    ] = 2,
     json: Json = False,
 ) -> Result:
-    """Learn more tokens from new text; every old id keeps its meaning.
+    """Add tokens learned from new text; old ids stay the same.
 
     Example: z2a tokenizer extend runs/mine/tokenizer --text medicine/ --add 4000 --out medical-tokenizer
     """
@@ -140,22 +155,24 @@ def extend(
     from zero2all.tokenizer.extend import extend_tokenizer
 
     made = extend_tokenizer(directory, document_texts(text), add, out, min_frequency)
-    return Result({"out": str(out), **made}, f"{made['learned']} new tokens, {made['vocab_size']} in all, in {out}")
+    return Result({"out": str(out), **made}, f"{made['learned']} new tokens, {made['vocab_size']} in total, in {out}")
 
 
 @app.command()
 @command
 def export(
-    directory: Directory,
-    tiktoken: Annotated[Path, typer.Option("--tiktoken", help="The rank file; its settings go beside it.")],
+    directory: TokenizerDir,
+    tiktoken: Annotated[
+        Path, typer.Option("--tiktoken", help="The tiktoken rank file to write; its settings go to FILE.json.")
+    ],
     json: Json = False,
 ) -> Result:
-    """Write a vocabulary in the form of tiktoken.
+    """Export a tokenizer in tiktoken format.
 
     Example: z2a tokenizer export runs/mine/tokenizer --tiktoken mine.tiktoken
     """
     from zero2all.tokenizer import Tokenizer
-    from zero2all.tokenizer.export import export_tiktoken
+    from zero2all.tokenizer.export_tiktoken import export_tiktoken
 
     made = export_tiktoken(Tokenizer(directory), tiktoken)
     return Result(made, f"{made['tokens']} ranks in {made['ranks']}, pattern and special tokens in {made['settings']}")

@@ -8,7 +8,7 @@ import typer
 
 from zero2all.cli.conventions import EngineKind, Json, Overrides, RayAddress, RecipePath, Result, RunPath, command
 
-app = typer.Typer(help="Documents to tokens, and back from a step to its documents.", no_args_is_help=True)
+app = typer.Typer(help="Tokenize documents; trace a step to its documents.", no_args_is_help=True)
 
 
 @app.command()
@@ -17,11 +17,13 @@ def build(
     recipe: RecipePath,
     overrides: Overrides = None,
     engine: EngineKind = "local",
-    workers: Annotated[int, typer.Option("--workers", min=1, help="One already uses all cores.")] = 1,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, help="Number of local processes. One already encodes on all cores.")
+    ] = 1,
     ray_address: RayAddress = None,
     json: Json = False,
 ) -> Result:
-    """Encode the documents into a token store that Megatron reads too.
+    """Tokenize documents into a Megatron-compatible store.
 
     Example: z2a tokens build my.yaml
     """
@@ -41,10 +43,12 @@ def build(
 @command
 def trace(
     run: RunPath,
-    step: Annotated[int, typer.Option("--step", help="Step, counted from 0.")],
+    step: Annotated[int, typer.Option("--step", help="The training step, counted from 0.")],
     json: Json = False,
 ) -> Result:
-    """List the documents whose tokens were in the batch of a step.
+    """List the documents in the batch of a training step.
+
+    'z2a blame' also computes their losses.
 
     Example: z2a tokens trace runs/first --step 10
     """

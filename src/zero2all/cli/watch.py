@@ -14,54 +14,61 @@ import typer
 from zero2all.cli.conventions import Json, Result, RunPath, command
 
 if TYPE_CHECKING:
-    from zero2all.track.watched import WatchedRun
+    from zero2all.track.run_view import RunView
 
-Targets = Annotated[
+RunTargets = Annotated[
     list[str],
     typer.Argument(help="Run directories, directories of runs, or ssh://[user@]host[:port]/path.", metavar="RUN..."),
 ]
-Ssh = Annotated[str, typer.Option("--ssh", help="The ssh command, such as 'ssh -F other.config'.")]
+Ssh = Annotated[str, typer.Option("--ssh", help="The ssh command to use, such as 'ssh -F other.config'.")]
 
 
 @command
 def watch(
-    runs: Targets,
-    once: Annotated[bool, typer.Option("--once", help="Say how the runs stand, and end.")] = False,
-    tty: Annotated[bool, typer.Option("--tty", help="Charts in this terminal instead of a page.")] = False,
-    host: Annotated[str, typer.Option(help="Where the page is served; others can reach 0.0.0.0.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    runs: RunTargets,
+    once: Annotated[bool, typer.Option("--once", help="Print the status of the runs and exit.")] = False,
+    tty: Annotated[bool, typer.Option("--tty", help="Draw the charts in this terminal instead of a web page.")] = False,
+    host: Annotated[
+        str, typer.Option(help="Address to serve the page on. With 0.0.0.0 other machines can reach it.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve the page on. 0 takes a free one.")] = 0,
     ssh: Ssh = "ssh",
     json: Json = False,
 ) -> Result:
-    """Follow runs as they are written: a live page, a terminal view, or a verdict in words.
+    """Watch runs live in a browser or terminal.
+
+    Or print their status once (--once).
 
     Example: z2a watch runs/first ssh://me@cluster/runs/big
     """
     from zero2all.console import console
-    from zero2all.track.terminal import verdict_lines, watch_terminal
+    from zero2all.track.terminal import health_report_lines, watch_terminal
 
-    opened = _open(runs, ssh)
+    opened = _open_runs(runs, ssh)
     if once:
         for run in opened:
-            run.catch_up()
+            run.read_to_end()
         return Result(
-            {"runs": [_status(run) for run in opened]}, "\n".join(line for run in opened for line in verdict_lines(run))
+            {"runs": [_run_status(run) for run in opened]},
+            "\n".join(line for run in opened for line in health_report_lines(run)),
         )
     if tty:
         watch_terminal(opened, console)
         return Result({"runs": [run.status() for run in opened]}, "")
-    _serve(opened, host, port)
+    _serve_page(opened, host, port)
     return Result({"runs": [run.name for run in opened]}, "")
 
 
 @command
 def report(
-    runs: Targets,
-    html: Annotated[Path, typer.Option("--html", help="The file to write.")],
+    runs: RunTargets,
+    html: Annotated[Path, typer.Option("--html", help="The HTML file to write.")],
     ssh: Ssh = "ssh",
     json: Json = False,
 ) -> Result:
-    """Write the charts, samples, events, recipe and environment of runs as one HTML file that stands alone.
+    """Write a standalone HTML report of runs.
+
+    Charts, samples, events, recipe and environment.
 
     Example: z2a report runs/first --html first.html
     """
@@ -69,11 +76,11 @@ def report(
     from zero2all.io import write_text
 
     need("starlette", "track")
-    from zero2all.track.report import report_html
+    from zero2all.track.html_report import report_html
 
-    opened = _open(runs, ssh)
+    opened = _open_runs(runs, ssh)
     for run in opened:
-        run.catch_up()
+        run.read_to_end()
     write_text(html, report_html(opened))
     return Result({"html": str(html), "bytes": html.stat().st_size}, f"written to {html}")
 
@@ -81,45 +88,49 @@ def report(
 @command
 def blame(
     run: RunPath,
-    step: Annotated[int, typer.Option("--step", help="Step, counted from 0.")],
-    top: Annotated[int, typer.Option("--top", min=1, help="How many documents to print.")] = 20,
+    step: Annotated[int, typer.Option("--step", help="The training step, counted from 0.")],
+    top: Annotated[int, typer.Option("--top", min=1, help="Number of documents to print.")] = 20,
     json: Json = False,
 ) -> Result:
-    """Show the documents of a step by their loss, recomputed with the nearest checkpoint, worst first.
+    """Show the documents of a step by loss, worst first.
+
+    Losses are recomputed with the nearest checkpoint. 'z2a tokens trace' lists them without losses.
 
     Example: z2a blame runs/first --step 320
     """
     from zero2all.train import Run, blame_step
 
-    blamed = blame_step(Run.open(run), step)
-    lines = [f"step {step}: mean loss {blamed['loss']:.4f} with the weights of step {blamed['checkpoint']}"]
-    for part in blamed["documents"][:top]:
-        lines.append(f"{part['loss']:>8.4f}  {part['source']:<12} {part['tokens']:>6} tokens  {part['title']}")
-        lines.append(f"          {' '.join(part['text'].split())[:100]}")
-    return Result(blamed, "\n".join(lines))
+    result = blame_step(Run.open(run), step)
+    lines = [f"step {step}: mean loss {result['loss']:.4f} with the weights of step {result['checkpoint']}"]
+    for document in result["documents"][:top]:
+        lines.append(
+            f"{document['loss']:>8.4f}  {document['source']:<12} {document['tokens']:>6} tokens  {document['title']}"
+        )
+        lines.append(f"          {' '.join(document['text'].split())[:100]}")
+    return Result(result, "\n".join(lines))
 
 
-def _status(run: WatchedRun) -> dict[str, Any]:
-    from zero2all.track.terminal import judged
-    from zero2all.track.watched import reason
+def _run_status(run: RunView) -> dict[str, Any]:
+    from zero2all.track.run_view import error_message
+    from zero2all.track.terminal import safe_check_health
 
     try:
-        return {**run.status(), "verdicts": [verdict.as_dict() for verdict in judged(run)]}
-    except Exception as error:  # the other runs are shown all the same
-        return {"name": run.name, "trouble": reason(error), "verdicts": []}
+        return {**run.status(), "verdicts": [finding.as_dict() for finding in safe_check_health(run)]}
+    except Exception as error:  # the other runs are still shown
+        return {"name": run.name, "trouble": error_message(error), "verdicts": []}
 
 
-def _open(targets: list[str], ssh: str) -> list[WatchedRun]:
-    from zero2all.track.places import find_runs
-    from zero2all.track.watched import WatchedRun
+def _open_runs(targets: list[str], ssh: str) -> list[RunView]:
+    from zero2all.track.run_locations import find_runs
+    from zero2all.track.run_view import RunView
 
-    opened = [WatchedRun(place) for target in targets for place in find_runs(target, ssh)]
+    opened = [RunView(location) for target in targets for location in find_runs(target, ssh)]
     for run in opened:
         run.refresh()
     return opened
 
 
-def _serve(runs: list[WatchedRun], host: str, port: int) -> None:
+def _serve_page(runs: list[RunView], host: str, port: int) -> None:
     import secrets
 
     from zero2all.console import say
@@ -131,24 +142,28 @@ def _serve(runs: list[WatchedRun], host: str, port: int) -> None:
 
     key = secrets.token_urlsafe(16)
 
-    def ready(taken: int) -> None:
-        shown = f"[{host}]" if ":" in host else host
-        say(f"watching {', '.join(run.name for run in runs)} at http://{shown}:{taken}/?key={key}  (Ctrl-C ends it)")
+    def ready(bound_port: int) -> None:
+        url_host = f"[{host}]" if ":" in host else host
+        names = ", ".join(run.name for run in runs)
+        say(f"watching {names} at http://{url_host}:{bound_port}/?key={key}  (Ctrl-C to stop)")
 
-    serve(build_app(runs, key, _documents), host, port, ready)
+    serve(build_app(runs, key, _documents_of_step), host, port, ready)
 
 
-def _documents(directory: Path, step: int, losses: bool) -> dict[str, Any]:
-    """``z2a tokens trace`` or ``z2a blame`` in a process of its own: the page's server stays small."""
+def _documents_of_step(directory: Path, step: int, losses: bool) -> dict[str, Any]:
+    """``z2a tokens trace`` or ``z2a blame`` in a subprocess: the page's server stays small."""
     from zero2all.errors import Z2aError
 
-    words = ["blame"] if losses else ["tokens", "trace"]
-    start = f"from zero2all.processes import end_with_parent; end_with_parent({os.getpid()})"
-    program = [sys.executable, "-c", f"{start}; from zero2all.cli.main import main; main()"]
-    done = subprocess.run(
-        [*program, *words, str(directory), "--step", str(step), "--json"], capture_output=True, text=True, timeout=600
+    subcommand = ["blame"] if losses else ["tokens", "trace"]
+    setup = f"from zero2all.processes import end_with_parent; end_with_parent({os.getpid()})"
+    program = [sys.executable, "-c", f"{setup}; from zero2all.cli.main import main; main()"]
+    completed = subprocess.run(
+        [*program, *subcommand, str(directory), "--step", str(step), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
-    found: dict[str, Any] = jsonlib.loads(done.stdout or '{"error": "no answer"}')
-    if "error" in found:
-        raise Z2aError(found["error"])
-    return found
+    answer: dict[str, Any] = jsonlib.loads(completed.stdout or '{"error": "no answer"}')
+    if "error" in answer:
+        raise Z2aError(answer["error"])
+    return answer

@@ -17,7 +17,7 @@ SCHEMA = pa.schema(
         ("title", pa.string()),
         ("content", pa.string()),
         ("desc", pa.string()),
-        ("others", pa.string()),  # JSON: what the source said beyond the fields above
+        ("others", pa.string()),  # JSON: the record's fields beyond those above
     ]
 )
 
@@ -35,15 +35,15 @@ class Document:
 
 
 def make_gid(data_src: str, own_id: str, content: str) -> str:
-    """128 bits over source, the record's own id if it has one, and content: the same whatever the order of arrival.
+    """128 bits over source, the record's own id if it has one, and content: independent of the order of arrival.
 
-    64 bits would meet by chance at some 10^10 documents; 128 do not.
+    64 bits would collide at some 10^10 documents; 128 do not.
     """
     return gid_maker(data_src)(own_id.encode(), content.encode())
 
 
 def gid_maker(data_src: str) -> Callable[[bytes, bytes | memoryview], str]:
-    """``make_gid`` for many documents of one source, given what is hashed as it already lies in memory."""
+    """``make_gid`` for many documents of one source, from buffers already in memory."""
     source = data_src.encode()
     begun = hashlib.blake2b(len(source).to_bytes(8, "little") + source, digest_size=16)
 
@@ -56,13 +56,13 @@ def gid_maker(data_src: str) -> Callable[[bytes, bytes | memoryview], str]:
     return gid
 
 
-def is_held_out(gid: str, share: float) -> bool:
+def is_validation(gid: str, holdout: float) -> bool:
     """By the document itself, so that growing a corpus never moves a document across the split."""
-    return int(gid[:12], 16) < share * 2**48
+    return int(gid[:12], 16) < holdout * 2**48
 
 
-def clean(text: str) -> str:
-    """JSON may hold halves of surrogate pairs, which no UTF-8 file can."""
+def replace_lone_surrogates(text: str) -> str:
+    """JSON may contain lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

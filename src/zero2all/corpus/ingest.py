@@ -1,4 +1,4 @@
-"""A raw file to documents: read, mapped to the schema and named, a batch at a time, not cleaned."""
+"""A raw file to documents: read, mapped to the schema and given ids, a batch at a time, not cleaned."""
 
 from __future__ import annotations
 
@@ -8,59 +8,66 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from zero2all.corpus.account import Account
-from zero2all.corpus.document import SCHEMA, clean, gid_maker
-from zero2all.corpus.mapping import AUTOMATIC, FieldMapping, mapping_for
-from zero2all.corpus.readers import BrokenRecord, RawFile, Unreadable, WholeFile, list_files, read_batches
+from zero2all.corpus.document import SCHEMA, gid_maker, replace_lone_surrogates
+from zero2all.corpus.file_stats import FileStats
+from zero2all.corpus.mapping import AUTOMATIC, FieldMapping, resolve_mapping
+from zero2all.corpus.readers import (
+    BrokenRecord,
+    RawFile,
+    TextRecord,
+    UnreadableFileError,
+    list_files,
+    read_record_chunks,
+)
 from zero2all.recipe import SourceRecipe
 
 
-def read_documents(file: RawFile, source: SourceRecipe, account: Account) -> Iterator[pa.RecordBatch]:
-    """The documents of a file in our schema; what gives none goes into the account."""
-    mapping = mapping_for(source)
-    # Nobody has counted the lines before a range of bytes, so records without an id are counted from there.
-    from_byte = file.piece.start if file.piece and file.piece.kind == "jsonl" else 0
-    place = f"{file.name}#{from_byte}+" if from_byte else f"{file.name}#"
-    number = file.piece.first_row if file.piece else 0
+def read_documents(file: RawFile, source: SourceRecipe, stats: FileStats) -> Iterator[pa.RecordBatch]:
+    """The documents of a file in our schema; records without text are counted in ``stats``."""
+    mapping = resolve_mapping(source)
+    # The lines before a byte range are not counted, so records without an id are numbered from its start.
+    from_byte = file.file_range.start if file.file_range and file.file_range.file_format == "jsonl" else 0
+    id_prefix = f"{file.name}#{from_byte}+" if from_byte else f"{file.name}#"
+    number = file.file_range.first_row if file.file_range else 0
     try:
-        for records in read_batches(file, exclude=source.exclude):
-            batch = to_batch(records, mapping, source, place, number, account)
+        for records in read_record_chunks(file, exclude=source.exclude):
+            batch = to_record_batch(records, mapping, source, id_prefix, number, stats)
             number += len(records)
             if len(batch):
                 yield batch
-    except Unreadable as reason:
-        account.unreadable = str(reason)
+    except UnreadableFileError as reason:
+        stats.unreadable = str(reason)
 
 
-def to_batch(
+def to_record_batch(
     records: Sequence[dict[str, Any]],
     mapping: FieldMapping,
     source: SourceRecipe,
-    place: str,
-    first: int,
-    account: Account,
+    id_prefix: str,
+    first_number: int,
+    stats: FileStats,
 ) -> pa.RecordBatch:
-    """Records in our schema. One without an id of its own is named by its place and its number from ``first`` on."""
+    """Records in our schema. One without its own id gets ``id_prefix`` and its number, from ``first_number``."""
     rows: list[dict[str, str]] = []
-    places: list[str] = []
-    for number, record in enumerate(records, first):
+    ids: list[str] = []
+    for number, record in enumerate(records, first_number):
         if isinstance(record, BrokenRecord):
-            account.broken(record, f"{place}{number}")
+            stats.count_broken(record, f"{id_prefix}{number}")
             continue
-        # A file that is one text was made into a record in the usual names, to which a recipe's rules do not apply.
-        row = (AUTOMATIC if isinstance(record, WholeFile) else mapping).row(record)
+        # A file that is one text became a record with the default field names, to which a recipe's rules do not apply.
+        row = (AUTOMATIC if isinstance(record, TextRecord) else mapping).map_record(record)
         if row is None:
-            account.left_out["no text in it"] += 1
+            stats.skipped["no text in it"] += 1
         else:
             rows.append(row)
-            places.append(row.get("id") or f"{place}{number}")
+            ids.append(row.get("id") or f"{id_prefix}{number}")
     if not rows:
         return pa.RecordBatch.from_pylist([], schema=SCHEMA)
     content = _column([row["content"] for row in rows])
-    account.read(len(rows), int(_offsets(content)[-1]))
+    stats.count_read(len(rows), int(_offsets(content)[-1]))
     columns = [
         _gids(source.name, _column([row.get("id", "") for row in rows]), content),
-        _column(places),
+        _column(ids),
         pa.repeat(source.name, len(rows)),
         _column([row.get("category") or source.category for row in rows]),
         _column([row.get("title", "") for row in rows]),
@@ -75,11 +82,11 @@ def _column(texts: Sequence[str]) -> pa.StringArray:
     try:
         return pa.array(texts, pa.string())
     except UnicodeEncodeError:
-        return pa.array([clean(text) for text in texts], pa.string())
+        return pa.array([replace_lone_surrogates(text) for text in texts], pa.string())
 
 
 def _gids(data_src: str, own_ids: pa.StringArray, contents: pa.StringArray) -> pa.StringArray:
-    """Hashed where the text lies, without making Python strings of it again."""
+    """Hashed in the Arrow buffer, without making Python strings again."""
     gid = gid_maker(data_src)
     data = memoryview(contents.buffers()[2])
     ends = _offsets(contents).tolist()
@@ -97,8 +104,8 @@ def _offsets(texts: pa.StringArray) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def document_texts(paths: list[str]) -> Iterator[str]:
-    """The text of every document in some files, mapped by the usual names."""
+    """The text of every document in some files, mapped by the default field names."""
     source = SourceRecipe(name="text", paths=paths)
     for file in list_files(source):
-        for batch in read_documents(file, source, Account()):
+        for batch in read_documents(file, source, FileStats()):
             yield from batch["content"].to_pylist()

@@ -1,5 +1,5 @@
-"""How good a model is: bits-per-byte on held-out text."""
+"""Evaluation: bits per byte on the validation set."""
 
-from zero2all.evals.bits_per_byte import bits_per_byte
+from zero2all.evals.bits_per_byte import evaluate_bpb
 
-__all__ = ["bits_per_byte"]
+__all__ = ["evaluate_bpb"]

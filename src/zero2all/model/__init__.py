@@ -1,20 +1,20 @@
 """The Z2all decoder as single-device code, its operations, and its mapping to standard Hugging Face architectures."""
 
-from zero2all.model.cache import KVCache
 from zero2all.model.grow import grow_embeddings
 from zero2all.model.hf import export_hf, load_hf
-from zero2all.model.hf_config import why_not_hf
+from zero2all.model.hf_config import hf_incompatibility
+from zero2all.model.kv_cache import KVCache
 from zero2all.model.ops import document_starts
-from zero2all.model.ops.forms import IGNORE
+from zero2all.model.ops.kernels import IGNORE_INDEX
 from zero2all.model.z2all import Z2all
 
 __all__ = [
-    "IGNORE",
+    "IGNORE_INDEX",
     "KVCache",
     "Z2all",
     "document_starts",
     "export_hf",
     "grow_embeddings",
+    "hf_incompatibility",
     "load_hf",
-    "why_not_hf",
 ]

@@ -7,26 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero2all.model.cache import KVCache
+from zero2all.model.kv_cache import KVCache
 from zero2all.model.ops import Ops
 from zero2all.model.ops.attention import attend_cached
-from zero2all.model.ops.cross_entropy import HeadShape, logits
+from zero2all.model.ops.cross_entropy import HeadConfig, compute_logits
 from zero2all.recipe import ModelConfig
 
 
-def matrix_dtype(weight: Tensor) -> torch.dtype:
+def matmul_dtype(weight: Tensor) -> torch.dtype:
     """What matrices compute in: autocast's type, or that of the weights. Casting once for several is cheaper."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
-class WithOps(nn.Module):
-    """A module that computes with the chosen forms; ``Z2all.use`` sets them."""
+class OpsModule(nn.Module):
+    """A module that computes with the chosen kernels; ``Z2all.set_ops`` sets them."""
 
     ops: Ops
 
 
-class RMSNorm(WithOps):
+class RMSNorm(OpsModule):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
@@ -34,22 +34,22 @@ class RMSNorm(WithOps):
 
     def forward(self, x: Tensor) -> Tensor:
         # In the precision of the residual stream, then in that of the matrices after it.
-        return self.ops.norm(x, self.weight, self.eps).to(matrix_dtype(self.weight))
+        return self.ops.norm(x, self.weight, self.eps).to(matmul_dtype(self.weight))
 
 
-class Attention(WithOps):
+class Attention(OpsModule):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_size, self.window = layer, config.head_size, config.window(layer)
-        queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
+        self.layer, self.head_size, self.window = layer, config.head_size, config.layer_window(layer)
+        queries, keys = config.num_attention_heads * config.head_size, config.num_key_value_heads * config.head_size
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x_BSD: Tensor, rotary: Tensor, plan: Any, cache: KVCache | None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rotary: Tensor, mask: Any, cache: KVCache | None) -> Tensor:
         batch, length, _ = x_BSD.shape
         q, k, v = (
             projection(x_BSD).view(batch, length, -1, self.head_size).transpose(1, 2)
@@ -59,14 +59,14 @@ class Attention(WithOps):
             q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
         q, k = self.ops.rope(q, k, rotary)
         if cache is None:
-            out_BHSE = self.ops.attention.attend(q, k, v, plan)
+            out_BHSE = self.ops.attention.attend(q, k, v, mask)
         else:
             out_BHSE = attend_cached(q, *cache.extend(self.layer, k, v), self.window)
         out: Tensor = self.o_proj(out_BHSE.transpose(1, 2).reshape(batch, length, -1))
         return out
 
 
-class FeedForward(WithOps):
+class FeedForward(OpsModule):
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
@@ -78,19 +78,19 @@ class FeedForward(WithOps):
         return out
 
 
-class Head(WithOps, nn.Linear):
+class LMHead(OpsModule, nn.Linear):
     """The output head: logits, or with targets the loss of each token, which need not keep the logits.
 
     In one module so that whoever gathers its weight around a call, as sharding does, sees that call.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config.hidden_size, config.vocab_rows, bias=False)
-        self.shape = HeadShape(config.vocab_size or 0, config.logit_softcap or 0.0, config.z_loss)
+        super().__init__(config.hidden_size, config.padded_vocab_size, bias=False)
+        self.head_config = HeadConfig(config.vocab_size or 0, config.final_logit_softcapping or 0.0, config.z_loss)
 
     def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor:
         if targets_BS is None:
-            return logits(x_BSD, self.weight, self.shape)
-        shape = self.shape if self.training else self.shape._replace(z_loss=0.0)
-        losses = self.ops.cross_entropy(x_BSD.flatten(0, 1), self.weight, targets_BS.flatten(), shape)
+            return compute_logits(x_BSD, self.weight, self.head_config)
+        head_config = self.head_config if self.training else self.head_config._replace(z_loss=0.0)
+        losses = self.ops.cross_entropy(x_BSD.flatten(0, 1), self.weight, targets_BS.flatten(), head_config)
         return losses.view_as(targets_BS)

@@ -28,7 +28,7 @@ def hf_weights(model: Z2all) -> dict[str, Tensor]:
     config, weights = model.config, {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight":
-            if not config.tied:  # a tied head is the embedding, and is stored once
+            if not config.tie_word_embeddings:  # a tied head is the embedding, and is stored once
                 weights[name] = tensor[: config.vocab_size]
         elif name == "embed_tokens.weight":
             weights[f"model.{name}"] = tensor[: config.vocab_size]
@@ -40,7 +40,7 @@ def hf_weights(model: Z2all) -> dict[str, Tensor]:
             weights[f"model.{name}"] = tensor
     if config.qkv_bias and config.qk_norm:
         # Qwen3 switches the biases of q, k, v and o together; ours has none on o, which is a zero one.
-        for layer in range(config.n_layers):
+        for layer in range(config.num_hidden_layers):
             weights[f"model.layers.{layer}.self_attn.o_proj.bias"] = torch.zeros(config.hidden_size)
     return weights
 
@@ -100,7 +100,7 @@ def load_hf(directory: Path, device: str = "cpu") -> Z2all:
         raise UsageError(f"no Hugging Face model in {directory}: it should hold config.json and *.safetensors")
     with torch.device("meta"):
         model = Z2all(from_hf_config(read_json(directory / "config.json")))
-    model = model.to_empty(device=device).prepare()
+    model = model.to_empty(device=device).init_buffers()
     for table in (model.embed_tokens.weight, model.lm_head.weight):
         table[model.config.vocab_size :] = 0.0
     wanted = hf_weights(model)
@@ -109,7 +109,7 @@ def load_hf(directory: Path, device: str = "cpu") -> Z2all:
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 if name not in wanted:
-                    if name == "lm_head.weight" and model.config.tied:
+                    if name == "lm_head.weight" and model.config.tie_word_embeddings:
                         continue  # a second copy of the embedding
                     raise Z2aError(f"{path} holds {name}, which config.json says nothing of")
                 _copy(name, file.get_tensor(name), wanted[name])

@@ -19,41 +19,41 @@ ROPE_NAMES = {
     "dynamic": {"factor": "factor"},
     "yarn": {
         "factor": "factor",
-        "original_context": "original_max_position_embeddings",
+        "original_max_position_embeddings": "original_max_position_embeddings",
         "beta_fast": "beta_fast",
         "beta_slow": "beta_slow",
         "attention_factor": "attention_factor",
     },
     "llama3": {
         "factor": "factor",
-        "original_context": "original_max_position_embeddings",
+        "original_max_position_embeddings": "original_max_position_embeddings",
         "low_freq_factor": "low_freq_factor",
         "high_freq_factor": "high_freq_factor",
     },
 }
 
 
-def why_not_hf(config: ModelConfig) -> str | None:
+def hf_incompatibility(config: ModelConfig) -> str | None:
     """Why no standard architecture computes what this model does, or None if one does."""
     moe = config.moe
-    if config.logit_softcap is not None:
-        return "none of them has this soft-cap: leave model.logit_softcap out"
+    if config.final_logit_softcapping is not None:
+        return "none of them has this soft-cap: leave model.final_logit_softcapping out"
     if config.sliding_window is not None and not (config.qk_norm or config.qkv_bias):
         return "a sliding window needs model.qk_norm or model.qkv_bias, as in Qwen3 and Qwen2"
     if moe is None:
         return None
     if not config.qk_norm:
         return "experts need model.qk_norm, as in Qwen3-MoE"
-    if config.global_every is not None:
-        return "with experts, Qwen3-MoE has a sliding window in every layer: leave model.global_every out"
-    if moe.router != "softmax" or moe.shared_experts or moe.balance == "bias":
+    if config.full_attention_interval is not None:
+        return "with experts, Qwen3-MoE has a sliding window in every layer: leave model.full_attention_interval out"
+    if moe.scoring_func != "softmax" or moe.n_shared_experts or moe.load_balancing == "bias":
         return "Qwen3-MoE has a softmax router, no shared experts and no balance bias"
     return None
 
 
-def architecture(config: ModelConfig) -> str:
+def hf_model_type(config: ModelConfig) -> str:
     """The model_type that computes the same."""
-    reason = why_not_hf(config)
+    reason = hf_incompatibility(config)
     if reason is not None:
         raise UsageError(f"no standard architecture computes what this model does: {reason}")
     if config.moe is not None:
@@ -65,7 +65,7 @@ def architecture(config: ModelConfig) -> str:
 
 def hf_config(config: ModelConfig, end_of_text: int | None = None, dtype: str = "float32") -> dict[str, Any]:
     """``config.json``."""
-    kind = architecture(config)
+    kind = hf_model_type(config)
     scaling = config.rope_scaling
     values = {
         "architectures": [ARCHITECTURES[kind]],
@@ -73,19 +73,19 @@ def hf_config(config: ModelConfig, end_of_text: int | None = None, dtype: str = 
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_size,
-        "max_position_embeddings": config.context,
+        "max_position_embeddings": config.max_position_embeddings,
         "rope_theta": config.rope_theta,  # read by older consumers
         "rope_parameters": _rope_parameters(config),  # read by transformers 5
-        "rms_norm_eps": config.norm_eps,
+        "rms_norm_eps": config.rms_norm_eps,
         "attention_bias": config.qkv_bias,
         "attention_dropout": 0.0,
         "hidden_act": "silu",
-        "initializer_range": config.init_std,
-        "tie_word_embeddings": config.tied,
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": None,
         "eos_token_id": end_of_text,
         "dtype": dtype,
@@ -93,17 +93,19 @@ def hf_config(config: ModelConfig, end_of_text: int | None = None, dtype: str = 
     }
     if scaling is not None:
         values["rope_scaling"] = values["rope_parameters"]  # read by older consumers
-        if scaling.type == "dynamic":
-            values["max_position_embeddings"] = scaling.original_context  # from where on it stretches
+        if scaling.rope_type == "dynamic":
+            values["max_position_embeddings"] = scaling.original_max_position_embeddings  # from where on it stretches
     if kind == "llama":
         values["mlp_bias"] = False
     else:
         values["use_sliding_window"] = config.sliding_window is not None
         values["sliding_window"] = config.sliding_window
-        values["max_window_layers"] = 0 if config.sliding_window is not None else config.n_layers
+        values["max_window_layers"] = 0 if config.sliding_window is not None else config.num_hidden_layers
     if kind in ("qwen2", "qwen3"):
         kinds = ("full_attention", "sliding_attention")
-        values["layer_types"] = [kinds[config.window(layer) is not None] for layer in range(config.n_layers)]
+        values["layer_types"] = [
+            kinds[config.layer_window(layer) is not None] for layer in range(config.num_hidden_layers)
+        ]
     if config.moe is not None:
         values |= _moe_values(config.moe)
     return values
@@ -113,20 +115,20 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}
-    names = ROPE_NAMES[scaling.type].items()
+    names = ROPE_NAMES[scaling.rope_type].items()
     given = {theirs: getattr(scaling, ours) for ours, theirs in names if getattr(scaling, ours) is not None}
-    return {"rope_type": scaling.type, "rope_theta": config.rope_theta, **given}
+    return {"rope_type": scaling.rope_type, "rope_theta": config.rope_theta, **given}
 
 
 def _moe_values(moe: MoeConfig) -> dict[str, Any]:
     return {
-        "num_experts": moe.experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.expert_intermediate,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_tok,
+        "moe_intermediate_size": moe.moe_intermediate_size,
         "norm_topk_prob": moe.norm_topk_prob,
-        "mlp_only_layers": list(range(moe.first_dense)),
+        "mlp_only_layers": list(range(moe.first_k_dense_replace)),
         "decoder_sparse_step": 1,
-        "router_aux_loss_coef": moe.aux_weight if moe.balance == "aux" else 0.0,
+        "router_aux_loss_coef": moe.router_aux_loss_coef if moe.load_balancing == "aux" else 0.0,
         "output_router_logits": False,
     }
 
@@ -143,29 +145,29 @@ def from_hf_config(values: dict[str, Any]) -> ModelConfig:
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     context = values.get("max_position_embeddings", 2048)
     scaling = _scaling(rope, context)
-    if scaling is not None and scaling.type == "dynamic":
+    if scaling is not None and scaling.rope_type == "dynamic":
         context = int(context * scaling.factor)
-    window, global_every = _windows(kind, values, layers)
+    window, full_attention_interval = _windows(kind, values, layers)
     heads, head_dim = values["num_attention_heads"], values.get("head_dim")
     return ModelConfig(
         hidden_size=values["hidden_size"],
         intermediate_size=values["intermediate_size"],
-        n_layers=layers,
-        n_heads=heads,
-        n_kv_heads=values.get("num_key_value_heads") or heads,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=values.get("num_key_value_heads") or heads,
         head_dim=head_dim if head_dim != values["hidden_size"] / heads else None,
-        context=context,
+        max_position_embeddings=context,
         vocab_size=values["vocab_size"],
         rope_theta=rope.get("rope_theta") or values.get("rope_theta") or 10000.0,
         rope_scaling=scaling,
-        norm_eps=values.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
         qkv_bias=kind == "qwen2" or values.get("attention_bias", False),
         qk_norm=kind in ("qwen3", "qwen3_moe"),
-        tied=values.get("tie_word_embeddings", False),
+        tie_word_embeddings=values.get("tie_word_embeddings", False),
         sliding_window=window,
-        global_every=global_every,
+        full_attention_interval=full_attention_interval,
         moe=_moe(values, layers) if kind == "qwen3_moe" else None,
-        init_std=values.get("initializer_range", 0.02),
+        initializer_range=values.get("initializer_range", 0.02),
     )
 
 
@@ -181,8 +183,8 @@ def _scaling(rope: dict[str, Any], context: int) -> RopeScaling | None:
         raise UsageError(f"rope_type is {kind!r}; the Z2all decoder computes default, {', '.join(ROPE_NAMES)}")
     given = {ours: rope[theirs] for ours, theirs in ROPE_NAMES[kind].items() if rope.get(theirs) is not None}
     if kind == "dynamic":
-        given["original_context"] = context
-    return RopeScaling(type=kind, **given)
+        given["original_max_position_embeddings"] = context
+    return RopeScaling(rope_type=kind, **given)
 
 
 def _windows(kind: str, values: dict[str, Any], layers: int) -> tuple[int | None, int | None]:
@@ -199,7 +201,9 @@ def _windows(kind: str, values: dict[str, Any], layers: int) -> tuple[int | None
         return window, None
     every = slides.index(False) + 1
     if slides != [(layer + 1) % every != 0 for layer in range(layers)]:
-        raise UsageError(f"layer_types mixes windows in an order that model.global_every cannot say: {kinds}")
+        raise UsageError(
+            f"layer_types mixes windows in an order that model.full_attention_interval cannot say: {kinds}"
+        )
     return window, every
 
 
@@ -208,10 +212,10 @@ def _moe(values: dict[str, Any], layers: int) -> MoeConfig:
     if dense != list(range(len(dense))):
         raise UsageError(f"mlp_only_layers is {dense}; the Z2all decoder has dense layers only at the front")
     return MoeConfig(
-        experts=values.get("num_experts", values.get("num_local_experts")),
-        top_k=values["num_experts_per_tok"],
-        expert_intermediate=values["moe_intermediate_size"],
-        first_dense=len(dense),
+        num_experts=values.get("num_experts", values.get("num_local_experts")),
+        num_experts_per_tok=values["num_experts_per_tok"],
+        moe_intermediate_size=values["moe_intermediate_size"],
+        first_k_dense_replace=len(dense),
         norm_topk_prob=values.get("norm_topk_prob", False),
-        aux_weight=values.get("router_aux_loss_coef", 0.0),
+        router_aux_loss_coef=values.get("router_aux_loss_coef", 0.0),
     )

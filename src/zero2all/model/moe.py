@@ -11,19 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero2all.model.blocks import FeedForward, WithOps, matrix_dtype
+from zero2all.model.blocks import FeedForward, OpsModule, matmul_dtype
 from zero2all.recipe import MoeConfig
 
 
-class Experts(WithOps):
+class GroupedExperts(OpsModule):
     """The weights of all experts, applied to tokens that are sorted by expert.
 
-    It knows nothing of routing, so that whoever spreads experts over devices only has to bring the tokens.
+    It knows nothing of routing, so that expert parallelism only has to move the tokens.
     """
 
     def __init__(self, config: MoeConfig, hidden: int) -> None:
         super().__init__()
-        count, width = config.experts, config.expert_intermediate
+        count, width = config.num_experts, config.moe_intermediate_size
         self.gate_proj = nn.Parameter(torch.empty(count, width, hidden))
         self.up_proj = nn.Parameter(torch.empty(count, width, hidden))
         self.down_proj = nn.Parameter(torch.empty(count, hidden, width))
@@ -33,21 +33,21 @@ class Experts(WithOps):
         return self.ops.experts(x_ND, counts_E, gate, up, down, self.ops.swiglu)
 
 
-class Routed(NamedTuple):
-    """What a pass through the router found out in training.
+class RoutingStats(NamedTuple):
+    """Routing statistics of one pass in training.
 
     An output like any other, never kept by the module: activation checkpointing runs a module twice, and what the
-    second run kept would hold its whole graph and count every token again.
+    second run kept would hold its full graph and count every token again.
     """
 
     counts_E: Tensor
     """Tokens of each expert."""
     balance_loss: Tensor | None
-    """With ``balance: aux``: 1 where every expert has the same load, else more."""
+    """With ``load_balancing: aux``: 1 where every expert has the same load, else more."""
 
 
 class MoE(nn.Module):
-    """``load`` counts the tokens of each expert since the last call of ``move_bias``."""
+    """``load`` counts the tokens of each expert since the last call of ``update_expert_bias``."""
 
     bias: Tensor
     load: Tensor
@@ -55,37 +55,37 @@ class MoE(nn.Module):
     def __init__(self, config: MoeConfig, hidden: int) -> None:
         super().__init__()
         self.config = config
-        self.gate = nn.Linear(hidden, config.experts, bias=False)
-        self.experts = Experts(config, hidden)
-        shared = config.shared_experts * config.expert_intermediate
+        self.gate = nn.Linear(hidden, config.num_experts, bias=False)
+        self.experts = GroupedExperts(config, hidden)
+        shared = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = FeedForward(hidden, shared) if shared else None
-        if config.balance == "bias":
-            self.register_buffer("bias", torch.zeros(config.experts))
-        self.register_buffer("load", torch.zeros(config.experts), persistent=False)
+        if config.load_balancing == "bias":
+            self.register_buffer("bias", torch.zeros(config.num_experts))
+        self.register_buffer("load", torch.zeros(config.num_experts), persistent=False)
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Routed | None]:
-        """The tokens as their experts changed them; in training also what is to be known of the routing."""
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, RoutingStats | None]:
+        """The tokens as their experts changed them; in training also the routing statistics."""
         x_ND = x_BSD.flatten(0, 1)
         scores_NE, weights_NT, experts_NT = self._route(x_ND)
         flat = experts_NT.flatten()
         order = flat.argsort(stable=True)
-        counts_E = torch.bincount(flat, minlength=self.config.experts)
-        out = self.experts(x_ND[order // self.config.top_k].to(matrix_dtype(self.gate.weight)), counts_E)
+        counts_E = torch.bincount(flat, minlength=self.config.num_experts)
+        out = self.experts(x_ND[order // self.config.num_experts_per_tok].to(matmul_dtype(self.gate.weight)), counts_E)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         out_NTD = out[back].view(*weights_NT.shape, -1)
         out_ND = torch.einsum("ntd,nt->nd", out_NTD, weights_NT.to(out.dtype))
         if self.shared_experts is not None:
             out_ND = out_ND + self.shared_experts(x_ND)
-        routed = Routed(counts_E, self._balance_loss(scores_NE, counts_E)) if self.training else None
+        routed = RoutingStats(counts_E, self._balance_loss(scores_NE, counts_E)) if self.training else None
         return out_ND.view_as(x_BSD), routed
 
     def _route(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All scores, weights and numbers of each token's experts; in fp32, as a near tie must not turn on rounding."""
         with torch.autocast(x_ND.device.type, enabled=False):
             logits_NE = F.linear(x_ND.float(), self.gate.weight.float())
-        scores_NE = logits_NE.softmax(-1) if self.config.router == "softmax" else logits_NE.sigmoid()
-        wanted_NE = scores_NE + self.bias if self.config.balance == "bias" else scores_NE
-        experts_NT = wanted_NE.topk(self.config.top_k, dim=-1).indices
+        scores_NE = logits_NE.softmax(-1) if self.config.scoring_func == "softmax" else logits_NE.sigmoid()
+        wanted_NE = scores_NE + self.bias if self.config.load_balancing == "bias" else scores_NE
+        experts_NT = wanted_NE.topk(self.config.num_experts_per_tok, dim=-1).indices
         weights_NT = scores_NE.gather(-1, experts_NT)
         if self.config.norm_topk_prob:
             weights_NT = weights_NT / weights_NT.sum(-1, keepdim=True)
@@ -93,15 +93,15 @@ class MoE(nn.Module):
 
     def _balance_loss(self, scores_NE: Tensor, counts_E: Tensor) -> Tensor | None:
         """Share of tokens times mean score, by expert (https://arxiv.org/abs/2101.03961)."""
-        if self.config.balance != "aux":
+        if self.config.load_balancing != "aux":
             return None
         mean_E = (scores_NE / scores_NE.sum(-1, keepdim=True)).mean(0)
-        share_E = counts_E.float() / (len(scores_NE) * self.config.top_k)
-        return self.config.experts * (share_E * mean_E).sum()
+        share_E = counts_E.float() / (len(scores_NE) * self.config.num_experts_per_tok)
+        return self.config.num_experts * (share_E * mean_E).sum()
 
     @torch.no_grad()
-    def move_bias(self) -> None:
+    def update_expert_bias(self) -> None:
         """Once a step: experts with less than their share become a little likelier (https://arxiv.org/abs/2408.15664)."""
-        if self.config.balance == "bias":
-            self.bias += self.config.bias_rate * torch.sign(self.load.mean() - self.load)
+        if self.config.load_balancing == "bias":
+            self.bias += self.config.bias_update_rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()

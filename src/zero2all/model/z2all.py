@@ -1,6 +1,6 @@
 """The Z2all decoder: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts. One device.
 
-It knows nothing of how it is spread over machines. Parameter names are those of Hugging Face Llama without the
+It knows nothing of parallelism. Parameter names are those of Hugging Face Llama without the
 leading ``model.``, so that export is a renaming. Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
 
@@ -13,33 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero2all.model.blocks import Attention, FeedForward, Head, RMSNorm, WithOps
-from zero2all.model.cache import KVCache
-from zero2all.model.moe import MoE, Routed
-from zero2all.model.ops import Ops, choose
-from zero2all.model.ops.forms import IGNORE
-from zero2all.model.rope import depends_on_length, rotary_table
+from zero2all.model.blocks import Attention, FeedForward, LMHead, OpsModule, RMSNorm
+from zero2all.model.kv_cache import KVCache
+from zero2all.model.moe import MoE, RoutingStats
+from zero2all.model.ops import Ops, choose_kernels
+from zero2all.model.ops.kernels import IGNORE_INDEX
+from zero2all.model.rope_table import depends_on_length, rotary_table
 from zero2all.recipe import ModelConfig, OpsRecipe, RopeScaling
 
 
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.window = config.window(layer)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.window = config.layer_window(layer)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: nn.Module = (
             MoE(config.moe, config.hidden_size)
-            if config.moe is not None and config.has_experts(layer)
+            if config.moe is not None and config.is_moe_layer(layer)
             else FeedForward(config.hidden_size, config.intermediate_size)
         )
 
     def forward(
-        self, x_BSD: Tensor, rotary: Tensor, plan: Any = None, cache: KVCache | None = None
-    ) -> tuple[Tensor, Routed | None]:
-        """The residual stream, and with experts in training what is to be known of the routing."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary, plan, cache).to(x_BSD.dtype)
+        self, x_BSD: Tensor, rotary: Tensor, mask: Any = None, cache: KVCache | None = None
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """The residual stream, and with experts in training the routing statistics."""
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary, mask, cache).to(x_BSD.dtype)
         normed, routed = self.post_attention_layernorm(x_BSD), None
         if isinstance(self.mlp, MoE):
             added, routed = self.mlp(normed)
@@ -48,24 +48,26 @@ class Block(nn.Module):
         return x_BSD + added.to(x_BSD.dtype), routed
 
 
-class AfterNext(nn.Module):
-    """Predicts the token after next from a position's state and the next token (https://arxiv.org/abs/2412.19437)."""
+class MTPModule(nn.Module):
+    """Multi-token prediction: the token after the next, from a position's state and the next token
+    (https://arxiv.org/abs/2412.19437).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.state_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.token_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.state_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.token_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.block = Block(config, config.n_layers - 1)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.block = Block(config, config.num_hidden_layers - 1)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x_BSD: Tensor, next_BSD: Tensor, rotary: Tensor, plan: Any) -> tuple[Tensor, Routed | None]:
+    def forward(self, x_BSD: Tensor, next_BSD: Tensor, rotary: Tensor, mask: Any) -> tuple[Tensor, RoutingStats | None]:
         both = torch.cat([self.state_norm(x_BSD), self.token_norm(next_BSD)], dim=-1)
-        out, routed = self.block(self.proj(both).to(x_BSD.dtype), rotary, plan)
+        out, routed = self.block(self.proj(both).to(x_BSD.dtype), rotary, mask)
         return self.norm(out), routed
 
 
-class Z2all(WithOps):
+class Z2all(OpsModule):
     """
     >>> model = Z2all(ModelConfig(preset="z2all-3m", vocab_size=4096)).init_weights(seed=0)
     >>> model(torch.zeros(1, 8, dtype=torch.int64)).shape  # logits
@@ -77,44 +79,44 @@ class Z2all(WithOps):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_rows, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = Head(config)
-        if config.tied:
+        self.embed_tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = LMHead(config)
+        if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.mtp = AfterNext(config) if config.mtp_weight else None
-        self.register_buffer("rotary_2SE", rotary_table(config, config.context), persistent=False)
+        self.mtp = MTPModule(config) if config.mtp_weight else None
+        self.register_buffer("rotary_2SE", rotary_table(config, config.max_position_embeddings), persistent=False)
         device = self.embed_tokens.weight.device
-        # Nothing is computed on the meta device, and a form that is for GPUs is not wrong there: see ``prepare``.
+        # Nothing is computed on the meta device, and a kernel for GPUs is valid there: see ``init_buffers``.
         named = config.model_copy(update={"ops": OpsRecipe()}) if device.type == "meta" else config
-        self.use(choose(named, device))
+        self.set_ops(choose_kernels(named, device))
 
-    def use(self, ops: Ops) -> None:
-        """Compute with these forms from here on."""
+    def set_ops(self, ops: Ops) -> None:
+        """Compute with these kernels from here on."""
         for module in self.modules():
-            if isinstance(module, WithOps):
+            if isinstance(module, OpsModule):
                 module.ops = ops
 
-    def prepare(self) -> Z2all:
+    def init_buffers(self) -> Z2all:
         """Set what is not a weight, on the device where the weights are. For a model built on the meta device."""
-        if self.config.tied:
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight  # to_empty() after a meta build makes two of it
         device = self.embed_tokens.weight.device
-        self.use(choose(self.config, device))
-        self.rotary_2SE = rotary_table(self.config, self.config.context, device)
-        for mixture in self._mixtures():
-            for buffer in mixture.buffers(recurse=False):
+        self.set_ops(choose_kernels(self.config, device))
+        self.rotary_2SE = rotary_table(self.config, self.config.max_position_embeddings, device)
+        for layer in self._moe_layers():
+            for buffer in layer.buffers(recurse=False):
                 buffer.zero_()
         return self
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> Z2all:
-        """Fill every parameter, each from (seed, its name), so that a part of the model gets what the whole would.
+        """Fill every parameter, each from (seed, its name), so that a part gets the weights of the full model.
 
         Works on a model that was built on the meta device too.
         """
-        self.prepare()
+        self.init_buffers()
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
@@ -127,44 +129,46 @@ class Z2all(WithOps):
                     {name: parameter} if parameter.dim() < 3 else {f"{name}.{n}": p for n, p in enumerate(parameter)}
                 )
                 for part, values in parts.items():
-                    _fill(values, std, f"{seed}/{part}")
+                    _init_normal(values, std, f"{seed}/{part}")
         return self
 
     def _initial_std(self, name: str) -> float:
-        std = self.config.init_std
+        std = self.config.initializer_range
         if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
             # Each block adds twice to the residual stream; this keeps its variance from growing with depth.
-            std /= math.sqrt(2 * self.config.n_layers)
+            std /= math.sqrt(2 * self.config.num_hidden_layers)
         # Width transfer (https://arxiv.org/abs/2203.03466): hidden matrices by the root of the width, the head by it.
         if name.startswith("lm_head"):
-            return std * self.config.narrower
-        return std if name.startswith("embed_tokens") else std * math.sqrt(self.config.narrower)
+            return std * self.config.mup_width_mult
+        return std if name.startswith("embed_tokens") else std * math.sqrt(self.config.mup_width_mult)
 
     def forward(
         self,
         tokens_BS: Tensor,
         targets_BS: Tensor | None = None,
         cache: KVCache | None = None,
-        starts_BS: Tensor | None = None,
+        doc_starts_BS: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, S, V], or with targets the loss of each token [B, S] in fp32, zero where the target is IGNORE.
+        """Logits [B, S, V], or with targets the loss of each token [B, S] in fp32, zero where it is IGNORE_INDEX.
 
-        Losses stay apart so that the caller divides by the tokens of the whole batch and can tell sources apart.
-        With ``starts_BS`` (``document_starts``) positions see only their own document. In training the gradient is
+        Losses stay apart so that the caller divides by the tokens of the global batch and can report by source.
+        With ``doc_starts_BS`` (``document_starts``) positions see only their own document. In training the gradient is
         also that of the auxiliary losses, for each token its share of them; the values are cross-entropy alone.
         """
         start = cache.used if cache is not None else 0
         length = tokens_BS.shape[1]
-        if start + length > self.config.context:
-            raise ValueError(f"{start + length} positions are more than the model's context of {self.config.context}")
-        rotary = self.rotary(start, length, starts_BS)
-        plans = self.plans(length, starts_BS) if cache is None else {}
-        x_BSD = self._enter_residual(self.embed_tokens(tokens_BS))
+        if start + length > self.config.max_position_embeddings:
+            raise ValueError(
+                f"{start + length} positions are more than the model's context of {self.config.max_position_embeddings}"
+            )
+        rotary = self.rotary(start, length, doc_starts_BS)
+        masks = self.attention_masks(length, doc_starts_BS) if cache is None else {}
+        x_BSD = self._to_residual_dtype(self.embed_tokens(tokens_BS))
         balance_losses: list[Tensor] = []
         for layer in self.layers:
             assert isinstance(layer, Block)
-            x_BSD, routed = layer(x_BSD, rotary, plans.get(layer.window), cache)
-            balance_losses += _counted(layer, routed)
+            x_BSD, routed = layer(x_BSD, rotary, masks.get(layer.window), cache)
+            balance_losses += _record_expert_load(layer, routed)
         if cache is not None:
             cache.used += length
         if targets_BS is None:
@@ -175,73 +179,73 @@ class Z2all(WithOps):
             return losses
         extra = torch.zeros(targets_BS.shape, device=x_BSD.device)
         if self.mtp is not None:
-            after, routed = self._after_next(self.mtp, x_BSD, targets_BS, rotary, plans, starts_BS)
-            extra = extra + self.config.mtp_weight * after
-            balance_losses += _counted(self.mtp.block, routed)
+            mtp_losses, routed = self._mtp_losses(self.mtp, x_BSD, targets_BS, rotary, masks, doc_starts_BS)
+            extra = extra + self.config.mtp_weight * mtp_losses
+            balance_losses += _record_expert_load(self.mtp.block, routed)
         for balance_loss in balance_losses:
             assert self.config.moe is not None
-            extra = extra + self.config.moe.aux_weight * balance_loss * (targets_BS != IGNORE)
+            extra = extra + self.config.moe.router_aux_loss_coef * balance_loss * (targets_BS != IGNORE_INDEX)
         return losses + (extra - extra.detach())
 
-    def plans(self, length: int, starts_BS: Tensor | None) -> dict[int | None, Any]:
-        """How to attend, by window: layers with the same one share a plan."""
-        windows = {self.config.window(layer) for layer in range(self.config.n_layers)}
+    def attention_masks(self, length: int, doc_starts_BS: Tensor | None) -> dict[int | None, Any]:
+        """Attention masks by window: layers with the same window share one."""
+        windows = {self.config.layer_window(layer) for layer in range(self.config.num_hidden_layers)}
         device = self.rotary_2SE.device
-        return {window: self.ops.attention.plan(starts_BS, length, window, device) for window in windows}
+        return {window: self.ops.attention.mask_for(doc_starts_BS, length, window, device) for window in windows}
 
-    def rotary(self, start: int, length: int, starts_BS: Tensor | None) -> Tensor:
+    def rotary(self, start: int, length: int, doc_starts_BS: Tensor | None) -> Tensor:
         """The table for positions [start, start + length), or [2, B, 1, S, E] with positions counted in documents."""
         table = self.rotary_2SE
         if depends_on_length(self.config):
             table = rotary_table(self.config, start + length, table.device)
-        if starts_BS is None:
+        if doc_starts_BS is None:
             return table[:, start : start + length]
-        places = torch.arange(length, device=starts_BS.device) - starts_BS
+        places = torch.arange(length, device=doc_starts_BS.device) - doc_starts_BS
         return table[:, places, None].transpose(2, 3)
 
     def set_rope(self, theta: float, scaling: RopeScaling | None) -> None:
-        """Turn positions by other angles from here on: a stage of longer text changes them."""
+        """Use another RoPE base and scaling from here on: a stage of longer sequences changes them."""
         self.config = self.config.model_copy(update={"rope_theta": theta, "rope_scaling": scaling})
-        self.rotary_2SE = rotary_table(self.config, self.config.context, self.rotary_2SE.device)
+        self.rotary_2SE = rotary_table(self.config, self.config.max_position_embeddings, self.rotary_2SE.device)
 
-    def even_load(self) -> None:
+    def update_expert_bias(self) -> None:
         """Once a step, after the optimizer: experts that had too little to do become likelier, where a bias is used."""
-        for mixture in self._mixtures():
-            mixture.move_bias()
+        for layer in self._moe_layers():
+            layer.update_expert_bias()
 
-    def _mixtures(self) -> list[MoE]:
+    def _moe_layers(self) -> list[MoE]:
         blocks = [*self.layers, *([self.mtp.block] if self.mtp is not None else [])]
         return [block.mlp for block in blocks if isinstance(block.mlp, MoE)]
 
-    def _after_next(
+    def _mtp_losses(
         self,
-        mtp: AfterNext,
+        mtp: MTPModule,
         x_BSD: Tensor,
         targets_BS: Tensor,
         rotary: Tensor,
-        plans: dict[int | None, Any],
-        starts_BS: Tensor | None,
-    ) -> tuple[Tensor, Routed | None]:
-        """Losses of the token after next [B, S], zero where it is not known or of another document."""
-        next_BSD = self._enter_residual(self.embed_tokens(targets_BS.clamp(min=0)))
-        plan = plans[self.config.window(self.config.n_layers - 1)]
+        masks: dict[int | None, Any],
+        doc_starts_BS: Tensor | None,
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """Multi-token prediction losses [B, S], zero where it is not known or of another document."""
+        next_BSD = self._to_residual_dtype(self.embed_tokens(targets_BS.clamp(min=0)))
+        mask = masks[self.config.layer_window(self.config.num_hidden_layers - 1)]
         after_BS = targets_BS.roll(-1, dims=1)
-        after_BS[:, -1] = IGNORE
-        known = targets_BS != IGNORE
-        if starts_BS is not None:
-            known = known & (starts_BS == starts_BS.roll(-1, dims=1))
-        after_BS = torch.where(known, after_BS, IGNORE)
-        out_BSD, routed = mtp(x_BSD, next_BSD, rotary, plan)
+        after_BS[:, -1] = IGNORE_INDEX
+        known = targets_BS != IGNORE_INDEX
+        if doc_starts_BS is not None:
+            known = known & (doc_starts_BS == doc_starts_BS.roll(-1, dims=1))
+        after_BS = torch.where(known, after_BS, IGNORE_INDEX)
+        out_BSD, routed = mtp(x_BSD, next_BSD, rotary, mask)
         losses_BS: Tensor = self.lm_head(out_BSD, after_BS)
         return losses_BS, routed
 
-    def _enter_residual(self, x: Tensor) -> Tensor:
+    def _to_residual_dtype(self, x: Tensor) -> Tensor:
         if self.config.residual_fp32:
             return x.float()
         return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
 
 
-def _counted(block: Block, routed: Routed | None) -> list[Tensor]:
+def _record_expert_load(block: Block, routed: RoutingStats | None) -> list[Tensor]:
     """Add the load of a block's experts, once for each pass; the block's balance loss, if there is one."""
     if routed is None:
         return []
@@ -250,6 +254,6 @@ def _counted(block: Block, routed: Routed | None) -> list[Tensor]:
     return [] if routed.balance_loss is None else [routed.balance_loss]
 
 
-def _fill(values: Tensor, std: float, name: str) -> None:
+def _init_normal(values: Tensor, std: float, name: str) -> None:
     own = hashlib.blake2b(name.encode(), digest_size=7).digest()
     values.normal_(0.0, std, generator=torch.Generator(values.device).manual_seed(int.from_bytes(own)))

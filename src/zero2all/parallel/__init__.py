@@ -1,6 +1,6 @@
-"""The device mesh, and how a model is laid on it. The model's own code knows nothing of it."""
+"""The device mesh, and how a model is parallelized over it. The model's own code knows nothing of it."""
 
-from zero2all.parallel.layout import Layout, Sizes
-from zero2all.parallel.spread import Spread
+from zero2all.parallel.mesh import ParallelDims, ParallelMesh
+from zero2all.parallel.parallel_model import ParallelModel
 
-__all__ = ["Layout", "Sizes", "Spread"]
+__all__ = ["ParallelDims", "ParallelMesh", "ParallelModel"]

@@ -1,36 +1,36 @@
-"""Training in fp16: the loss is scaled up, so that small gradients are not rounded to nothing."""
+"""Dynamic loss scaling for fp16, so that small gradients do not underflow."""
 
 from __future__ import annotations
 
 import math
 
-START, LEAST, MOST, PATIENCE = 2.0**16, 1.0, 2.0**24, 2000
+INITIAL_SCALE, MIN_SCALE, MAX_SCALE, GROWTH_INTERVAL = 2.0**16, 1.0, 2.0**24, 2000
 
 
-class LossScale:
-    """Halved when a gradient overflows, doubled after ``PATIENCE`` steps in which none did; the same on every rank."""
+class DynamicLossScaler:
+    """Halved when a gradient overflows, doubled after ``GROWTH_INTERVAL`` steps without one; the same on every rank."""
 
     def __init__(self) -> None:
-        self.value = START
-        self.fitted = 0
+        self.value = INITIAL_SCALE
+        self.good_steps = 0
 
-    def fits(self, norm: float) -> bool:
-        """Whether a gradient with this norm can be used; if not, leave the update out: the next one is smaller."""
+    def update(self, norm: float) -> bool:
+        """Whether a gradient with this norm can be used; if not, skip the update: the next scale is smaller."""
         if not math.isfinite(norm):
-            self.value, self.fitted = self.value / 2, 0
+            self.value, self.good_steps = self.value / 2, 0
             return False
-        self.fitted += 1
-        if self.fitted == PATIENCE:
-            self.value, self.fitted = min(2 * self.value, MOST), 0
+        self.good_steps += 1
+        if self.good_steps == GROWTH_INTERVAL:
+            self.value, self.good_steps = min(2 * self.value, MAX_SCALE), 0
         return True
 
     @property
     def is_exhausted(self) -> bool:
-        """No scale is at fault any more: the gradient itself is not finite."""
-        return self.value < LEAST
+        """Lowering the scale does not help: the gradient itself is not finite."""
+        return self.value < MIN_SCALE
 
-    def state(self) -> dict[str, float]:
-        return {"value": self.value, "fitted": self.fitted}
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "fitted": self.good_steps}
 
-    def load(self, state: dict[str, float]) -> None:
-        self.value, self.fitted = state["value"], int(state["fitted"])
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value, self.good_steps = state["value"], int(state["fitted"])

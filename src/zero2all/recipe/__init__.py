@@ -5,7 +5,14 @@
 200
 """
 
-from zero2all.recipe.load import builtin, load_recipe, parse_recipe, recipe_or_preset, recipe_schema, recipe_yaml
+from zero2all.recipe.load import (
+    builtin_recipe_path,
+    load_recipe,
+    load_recipe_or_preset,
+    parse_recipe,
+    recipe_schema,
+    recipe_yaml,
+)
 from zero2all.recipe.model import ModelConfig, MoeConfig, OpsRecipe, RopeScaling
 from zero2all.recipe.parallel import ParallelRecipe
 from zero2all.recipe.presets import PRESETS
@@ -21,17 +28,18 @@ from zero2all.recipe.sections import (
     TrackRecipe,
 )
 from zero2all.recipe.training import (
+    BatchRampRecipe,
     GuardRecipe,
     OptimizerRecipe,
-    RampRecipe,
+    ResolvedStage,
     ScheduleRecipe,
-    Stage,
     StageRecipe,
     TrainRecipe,
 )
 
 __all__ = [
     "PRESETS",
+    "BatchRampRecipe",
     "CheckpointRecipe",
     "CorpusRecipe",
     "DedupRecipe",
@@ -42,21 +50,20 @@ __all__ = [
     "OpsRecipe",
     "OptimizerRecipe",
     "ParallelRecipe",
-    "RampRecipe",
     "Recipe",
+    "ResolvedStage",
     "RopeScaling",
     "ScheduleRecipe",
     "SourceRecipe",
-    "Stage",
     "StageRecipe",
     "TokenizerRecipe",
     "TokensRecipe",
     "TrackRecipe",
     "TrainRecipe",
-    "builtin",
+    "builtin_recipe_path",
     "load_recipe",
+    "load_recipe_or_preset",
     "parse_recipe",
-    "recipe_or_preset",
     "recipe_schema",
     "recipe_yaml",
 ]

@@ -12,49 +12,56 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from zero2all.errors import Problem, RecipeError, UsageError
+from zero2all.errors import RecipeError, RecipeProblem, UsageError
 from zero2all.recipe.presets import PRESETS
-from zero2all.recipe.safe_yaml import DEEPEST, LARGEST, Place, read_yaml
+from zero2all.recipe.renamed import lines_to_new, retired_key_problems, to_new
+from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, read_yaml
 from zero2all.recipe.sections import Recipe
 
-SHOWN = 80  # characters of a wrong value in a message
-_ONE_LENGTH = ("steps", "tokens", "epochs")
+MAX_SHOWN_CHARS = 80  # characters of a wrong value in a message
+_LENGTH_KEYS = ("steps", "tokens", "epochs")
 
 
-def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """Read a YAML recipe and lay ``section.key=value`` overrides over it."""
+def load_recipe(path: str | Path, overrides: list[str] | None = None, stored: bool = False) -> Recipe:
+    """Read a YAML recipe and apply ``section.key=value`` overrides to it.
+
+    One that a run ``stored`` may be of an earlier version: its retired keys are translated, not refused.
+    """
     path = Path(path)
     try:
         with open(path, "rb") as stream:  # which may be a pipe, and may have no end
-            text = stream.read(LARGEST + 1).decode("utf-8")
+            text = stream.read(MAX_FILE_BYTES + 1).decode("utf-8")
     except FileNotFoundError:
-        raise UsageError(f"no recipe at {path}{_neighbours(path)}") from None
+        raise UsageError(f"no recipe at {path}{_sibling_recipes(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the recipe {path}: {error}") from None
-    return parse_recipe(text, overrides, origin=str(path))
+    return parse_recipe(text, overrides, origin=str(path), stored=stored)
 
 
-def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "recipe") -> Recipe:
+def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "recipe", stored: bool = False) -> Recipe:
     """The same from text."""
     read, lines = read_yaml(text, origin)
     values = {} if read is None else read
     if not isinstance(values, dict):
         raise UsageError(f"{origin} must be a mapping with keys such as {', '.join(list(Recipe.model_fields)[:5])}")
+    if stored:
+        values = to_new(values)
     for override in overrides or []:
         _apply_override(values, override)
-    problems = _problems(values, lines)
-    if problems:
+    retired = retired_key_problems(values, lines)
+    values = to_new(values)  # what is given by a retired key is not missing as well
+    if problems := retired + _problems(values, lines_to_new(lines)):
         raise RecipeError(origin, problems)
     return Recipe.model_validate(values)
 
 
-def recipe_or_preset(target: str, overrides: list[str] | None = None) -> Recipe:
+def load_recipe_or_preset(target: str, overrides: list[str] | None = None) -> Recipe:
     """A recipe file, or a preset by its name: the recipe that trains it on two sequences of its full context a step.
 
     The vocabulary has its size already, so that the model can be looked at and measured without a tokenizer.
     """
     if target in PRESETS:
-        context = PRESETS[target]["context"]
+        context = PRESETS[target]["max_position_embeddings"]
         train = {"epochs": 1, "seq_len": context, "batch_tokens": 2 * context}
         recipe = parse_recipe(yaml.safe_dump({"model": {"preset": target}, "train": train}), overrides, origin=target)
     elif Path(target).exists():
@@ -78,8 +85,8 @@ def recipe_schema() -> str:
 def _apply_override(values: dict[str, Any], override: str) -> None:
     dotted, equals, raw = override.partition("=")
     keys = dotted.strip().split(".")
-    shown = override if len(override) <= SHOWN else override[:SHOWN] + "..."
-    if not equals or not all(keys) or len(keys) > DEEPEST:
+    shown = override if len(override) <= MAX_SHOWN_CHARS else override[:MAX_SHOWN_CHARS] + "..."
+    if not equals or not all(keys) or len(keys) > MAX_DEPTH:
         raise UsageError(f"{shown!r} is not an override: write section.key=value, such as train.steps=200")
     try:
         value, _ = read_yaml(raw, f"the value of {shown!r}")
@@ -90,9 +97,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(section.get(key), dict):
             section[key] = {}
         section = section[key]
-    if keys[:-1] == ["train"] and keys[-1] in _ONE_LENGTH:
+    if keys[:-1] == ["train"] and keys[-1] in _LENGTH_KEYS:
         # A length on the command line takes the place of the one in the file, whatever its unit.
-        for other in _ONE_LENGTH:
+        for other in _LENGTH_KEYS:
             section.pop(other, None)
     if keys == ["model", "preset"]:
         # Likewise a shape: a resolved recipe spells out every field of the old one.
@@ -101,11 +108,11 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     section[keys[-1]] = value
 
 
-def _problems(values: dict[str, Any], lines: dict[Place, int]) -> list[Problem]:
+def _problems(values: dict[str, Any], lines: dict[KeyPath, int]) -> list[RecipeProblem]:
     """Validate, take out what is wrong, and validate again: mistakes that hid behind others show too."""
     values = copy.deepcopy(values)
-    found: list[Problem] = []
-    removed_places: set[Place] = set()
+    found: list[RecipeProblem] = []
+    removed_places: set[KeyPath] = set()
     while True:
         try:
             Recipe.model_validate(values)
@@ -113,59 +120,59 @@ def _problems(values: dict[str, Any], lines: dict[Place, int]) -> list[Problem]:
         except ValidationError as error:
             removed = False
             for detail in error.errors(include_url=False):
-                place: Place = detail["loc"]
+                key_path: KeyPath = detail["loc"]
                 problem = _problem(detail, lines)
-                if problem not in found and not (detail["type"] == "missing" and place in removed_places):
+                if problem not in found and not (detail["type"] == "missing" and key_path in removed_places):
                     found.append(problem)
-                if _remove(values, place, detail["type"]):
-                    removed_places.add(place)
+                if _remove(values, key_path, detail["type"]):
+                    removed_places.add(key_path)
                     removed = True
             if not removed:
                 return found
 
 
-def _remove(values: dict[str, Any], place: Place, kind: str) -> bool:
+def _remove(values: dict[str, Any], key_path: KeyPath, kind: str) -> bool:
     """Take the offending value out, so that its default stands in. A missing value or a rule over several has none."""
-    if kind == "missing" or not place:
+    if kind == "missing" or not key_path:
         return False
     parent: Any = values
-    for key in place[:-1]:
+    for key in key_path[:-1]:
         try:
             parent = parent[key]
         except (KeyError, IndexError, TypeError):
             return False
-    if isinstance(parent, dict) and place[-1] in parent:
-        if place[:-1] == ("train",) and place[-1] in _ONE_LENGTH:
-            parent[place[-1]] = 1  # without any length a second mistake would show that nobody made
+    if isinstance(parent, dict) and key_path[-1] in parent:
+        if key_path[:-1] == ("train",) and key_path[-1] in _LENGTH_KEYS:
+            parent[key_path[-1]] = 1  # without any length a second mistake would show that nobody made
         else:
-            del parent[place[-1]]
+            del parent[key_path[-1]]
         return True
     # One element less may be a mistake of its own, so the whole list goes.
-    return isinstance(parent, list) and _remove(values, place[:-1], kind)
+    return isinstance(parent, list) and _remove(values, key_path[:-1], kind)
 
 
-def _problem(detail: Any, lines: dict[Place, int]) -> Problem:
-    place: Place = detail["loc"]
+def _problem(detail: Any, lines: dict[KeyPath, int]) -> RecipeProblem:
+    key_path: KeyPath = detail["loc"]
     message = str(detail["msg"]).removeprefix("Value error, ")
     hint = ""
     if detail["type"] == "extra_forbidden":
         message = "no such key"
-        known = _fields_at(place[:-1])
-        close = difflib.get_close_matches(str(place[-1]), known, n=1, cutoff=0.5)
+        known = _known_keys(key_path[:-1])
+        close = difflib.get_close_matches(str(key_path[-1]), known, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
     elif detail["type"] == "missing":
         message = "is required"
     elif not isinstance(detail["input"], dict | list | BaseModel) and repr(detail["input"]) not in message:
         given = repr(detail["input"])
-        message = f"{message}; it is {given if len(given) <= SHOWN else given[:SHOWN] + '...'}"
-    line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), None)
-    return Problem(".".join(map(str, place)) or "recipe", message, hint, line)
+        message = f"{message}; it is {given if len(given) <= MAX_SHOWN_CHARS else given[:MAX_SHOWN_CHARS] + '...'}"
+    line = next((lines[key_path[:end]] for end in range(len(key_path), 0, -1) if key_path[:end] in lines), None)
+    return RecipeProblem(".".join(map(str, key_path)) or "recipe", message, hint, line)
 
 
-def _fields_at(place: Place) -> list[str]:
+def _known_keys(key_path: KeyPath) -> list[str]:
     """The keys that a section knows, found by walking the types along a path."""
     kind: Any = Recipe
-    for key in place:
+    for key in key_path:
         if isinstance(key, int) or not (isinstance(kind, type) and issubclass(kind, BaseModel)):
             continue
         kind = kind.model_fields[key].annotation
@@ -174,14 +181,14 @@ def _fields_at(place: Place) -> list[str]:
     return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
 
 
-def builtin(name: str) -> Path:
+def builtin_recipe_path(name: str) -> Path:
     """A file of ``recipes/``, which ships with the package: inside it when installed, else at the top of a checkout."""
     package = Path(__file__).parents[1]
     places = [package / "recipes" / name, package.parents[1] / "recipes" / name]
     return next((place for place in places if place.exists()), places[0])
 
 
-def _neighbours(path: Path) -> str:
+def _sibling_recipes(path: Path) -> str:
     folder = path.parent
     names = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []
     return f"; in {folder}/ there are {', '.join(names)}" if names else ""

@@ -1,59 +1,60 @@
-"""How a model is laid over devices, and the rules that need no device to check."""
+"""The parallelism of a model, and the rules that need no device to check."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from zero2all.recipe.model import ModelConfig
+from zero2all.recipe.training import TrainRecipe
 from zero2all.recipe.types import Section
 
-if TYPE_CHECKING:
-    from zero2all.recipe.sections import Recipe
-
-Size = Annotated[int, Field(ge=1)]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
-SPLIT_BACKWARD = ("zero-bubble", "zbv")
-"""Schedules that run the two halves of a backward apart."""
+Degree = Annotated[int, Field(ge=1)]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+SPLIT_BACKWARD_SCHEDULES = ("zero-bubble", "zbv")
+"""Schedules that split the backward pass in two."""
 
 
 class ParallelRecipe(Section):
-    """How a model is laid over devices. With everything as it is here, all ranks share one model in shards (FSDP).
+    """The parallelism of a model. By default all ranks shard one model (FSDP).
 
     The product of dp_replicate, dp_shard, cp, tp and pp is the number of ranks; ep reuses ranks of dp_shard and cp.
     """
 
-    dp_replicate: Size | Literal["auto"] = 1
-    """Copies of the (sharded) model. Without any other size it is DDP, with dp_shard it is HSDP."""
-    dp_shard: Size | Literal["auto"] = "auto"
-    """Ranks that share one copy in shards (FSDP2). auto takes the ranks that are left."""
-    tp: Size = 1
-    """Ranks that share every matrix of a block."""
+    dp_replicate: Degree | Literal["auto"] = 1
+    """Number of replicas of the (sharded) model. Alone it is DDP, with dp_shard it is HSDP."""
+    dp_shard: Degree | Literal["auto"] = "auto"
+    """Number of ranks that shard one replica (FSDP2). auto takes the remaining ranks."""
+    tp: Degree = 1
+    """Tensor parallelism: number of ranks that share every matrix of a block."""
     sp: bool = True
-    """Under tp, norms and the residual stream are cut along the sequence as well."""
+    """Sequence parallelism: with tp, shard norms and the residual stream along the sequence."""
     loss_parallel: bool = True
-    """Under tp, the loss is computed from logits that stay cut along the vocabulary."""
-    pp: Size = 1
-    """Pipeline: ranks that hold the layers one after another."""
-    schedule: Schedule = "1f1b"
+    """With tp, compute the loss from logits that stay sharded along the vocabulary."""
+    pp: Degree = 1
+    """Pipeline parallelism: number of pipeline ranks."""
+    schedule: PipelineSchedule = "1f1b"
     """Order of micro-batches in the pipeline. interleaved, zero-bubble and zbv give a rank two stages."""
-    cp: Size = 1
-    """Ranks that share every sequence."""
-    cp_attention: Literal["gather", "ulysses"] = "gather"
-    """gather: each rank sees all keys and values; ulysses: all positions of some heads."""
-    ep: Size = 1
-    """Ranks that share the experts of every MoE layer."""
-    reshard: Literal["auto", "always", "never"] | Size = "auto"
-    """Free a block's gathered weights after its forward, or down to groups of so many ranks. auto: not under pp."""
+    cp: Degree = 1
+    """Context parallelism: number of ranks that share every sequence."""
+    cp_attention: Literal["allgather", "ulysses"] = "allgather"
+    """Attention under cp. allgather: each rank sees all keys and values; ulysses: all positions of some heads."""
+    ep: Degree = 1
+    """Expert parallelism: number of ranks that share the experts of every MoE layer."""
+    reshard_after_forward: Literal["auto", "always", "never"] | Degree = "auto"
+    """Whether FSDP frees a block's gathered weights after its forward pass, or reshards them to groups of N ranks.
+    auto: not with pp."""
     gradient_sync: Literal["every", "last"] = "every"
     """When FSDP reduce-scatters the gradient: with every micro-batch, or with the last one only. last sends less, but
     every rank then holds the gradient of the unsharded model in fp32: 4 bytes for each parameter of its tp, pp and ep
     part. Copies (DDP, HSDP) are all-reduced with the last micro-batch in any case."""
     activation_checkpointing: Literal["none", "full", "selective", "budget"] = "none"
-    """What backward computes anew: nothing, each block, all of it but matrices and attention, or by a budget."""
+    """What the backward pass recomputes: nothing, each block, everything but matmuls and attention (selective), or by a
+    budget."""
     activation_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of activations that the budget keeps."""
+    """Fraction of activations that budget keeps."""
 
     @model_validator(mode="after")
     def _one_auto(self) -> Self:
@@ -63,79 +64,92 @@ class ParallelRecipe(Section):
 
     @property
     def stages_per_rank(self) -> int:
-        return 2 if self.pp > 1 and self.schedule in ("interleaved", *SPLIT_BACKWARD) else 1
+        return 2 if self.pp > 1 and self.schedule in ("interleaved", *SPLIT_BACKWARD_SCHEDULES) else 1
 
 
-def layout_problems(recipe: Recipe) -> list[str]:
-    """Everything about a layout that cannot be, whatever the number of ranks; each says what to change."""
-    return [message for wrong, message in _rules(recipe) if wrong]
+def parallel_problems(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> list[str]:
+    """Everything that is impossible with any number of ranks; each message names what to change."""
+    return [message for wrong, message in _parallel_rules(model, train, parallel) if wrong]
 
 
-def _rules(recipe: Recipe) -> Iterator[tuple[bool, str]]:
-    """Pairs of what must not be and what to say if it is."""
-    model, train, layout = recipe.model, recipe.train, recipe.parallel
-    for name in ("n_heads", "n_kv_heads", "intermediate_size"):
+def _parallel_rules(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[tuple[bool, str]]:
+    """Pairs of whether a rule is broken and the message if it is."""
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(model, name)
-        yield size % layout.tp != 0, f"parallel.tp ({layout.tp}) must divide model.{name} ({size})"
-    rows = 0 if model.vocab_size is None else model.vocab_rows
-    yield rows % layout.tp != 0, f"parallel.tp ({layout.tp}) must divide the {rows} rows of the vocabulary"
-    pieces = 2 * layout.cp if layout.cp > 1 else 1
-    cuts = layout.cp * layout.tp if layout.sp else layout.cp
+        yield size % parallel.tp != 0, f"parallel.tp ({parallel.tp}) must divide model.{name} ({size})"
+    rows = 0 if model.vocab_size is None else model.padded_vocab_size
+    yield rows % parallel.tp != 0, f"parallel.tp ({parallel.tp}) must divide the {rows} rows of the vocabulary"
+    chunks = 2 * parallel.cp if parallel.cp > 1 else 1
+    shards = parallel.cp * parallel.tp if parallel.sp else parallel.cp
     for length in dict.fromkeys(stage.seq_len for stage in train.resolved_stages()):
-        yield length % pieces != 0, f"train.seq_len ({length}) must be a multiple of 2 x parallel.cp ({pieces})"
+        yield length % chunks != 0, f"train.seq_len ({length}) must be a multiple of 2 x parallel.cp ({chunks})"
         yield (
-            length % cuts != 0,
-            f"train.seq_len ({length}) must be a multiple of cp x tp ({cuts}); or set parallel.sp=false",
+            length % shards != 0,
+            f"train.seq_len ({length}) must be a multiple of cp x tp ({shards}); or set parallel.sp=false",
         )
-    heads = layout.cp * layout.tp if layout.cp > 1 and layout.cp_attention == "ulysses" else 1
+    heads = parallel.cp * parallel.tp if parallel.cp > 1 and parallel.cp_attention == "ulysses" else 1
     yield (
-        model.n_kv_heads % heads != 0,
-        f"ulysses cuts model.n_kv_heads ({model.n_kv_heads}) over cp x tp ({heads}) ranks: "
-        "set parallel.cp_attention=gather",
+        model.num_key_value_heads % heads != 0,
+        f"ulysses shards model.num_key_value_heads ({model.num_key_value_heads}) over cp x tp ({heads}) ranks: "
+        "set parallel.cp_attention=allgather",
     )
     yield (
-        layout.activation_checkpointing == "budget" and not train.compile,
+        parallel.activation_checkpointing == "budget" and not train.compile,
         "the compiler keeps the activation budget: set train.compile=true, or "
         "parallel.activation_checkpointing=selective",
     )
     yield (
-        model.mtp_weight > 0 and max(layout.tp, layout.pp, layout.cp) > 1,
-        "the block for the token after next is not cut: set model.mtp_weight=0, or use dp_shard instead of tp, pp, cp",
+        model.mtp_weight > 0 and max(parallel.tp, parallel.pp, parallel.cp) > 1,
+        "the multi-token prediction block is not sharded: set model.mtp_weight=0 or use dp_shard instead of tp, pp, cp",
     )
-    if layout.pp > 1:
-        yield from _pipeline_rules(recipe)
-    yield from _expert_rules(recipe)
+    if parallel.pp > 1:
+        yield from _pipeline_rules(model, train, parallel)
+    yield from _expert_rules(model, parallel)
 
 
-def _pipeline_rules(recipe: Recipe) -> Iterator[tuple[bool, str]]:
-    model, layout = recipe.model, recipe.parallel
-    stages = layout.pp * layout.stages_per_rank
+def _pipeline_rules(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[tuple[bool, str]]:
+    stages = parallel.pp * parallel.stages_per_rank
     yield (
-        stages > model.n_layers,
-        f"{stages} pipeline stages need as many layers, and model.n_layers is {model.n_layers}: lower parallel.pp"
-        + (" or set parallel.schedule=1f1b" if layout.stages_per_rank > 1 else ""),
+        stages > model.num_hidden_layers,
+        f"{stages} pipeline stages need as many layers, and model.num_hidden_layers is "
+        f"{model.num_hidden_layers}: lower parallel.pp"
+        + (" or set parallel.schedule=1f1b" if parallel.stages_per_rank > 1 else ""),
     )
-    yield model.tied, "embedding and head are on different pipeline stages: set model.tied=false or parallel.pp=1"
     yield (
-        layout.schedule in SPLIT_BACKWARD and recipe.train.compile,
-        f"schedule {layout.schedule} cannot split a compiled backward: set train.compile=false or "
+        model.tie_word_embeddings,
+        "embedding and head are on different pipeline stages: set model.tie_word_embeddings=false or parallel.pp=1",
+    )
+    yield (
+        parallel.schedule in SPLIT_BACKWARD_SCHEDULES and train.compile,
+        f"schedule {parallel.schedule} cannot split a compiled backward: set train.compile=false or "
         "parallel.schedule=interleaved",
     )
     yield (
-        layout.schedule in SPLIT_BACKWARD and layout.reshard not in ("auto", "never"),
-        f"schedule {layout.schedule} loses the weight gradients of blocks that free their gathered weights: "
-        "set parallel.reshard=auto, or parallel.schedule=interleaved",
+        parallel.schedule in SPLIT_BACKWARD_SCHEDULES and parallel.reshard_after_forward not in ("auto", "never"),
+        f"schedule {parallel.schedule} loses the weight gradients of blocks that free their gathered weights: "
+        "set parallel.reshard_after_forward=auto, or parallel.schedule=interleaved",
     )
     yield (
-        model.moe is not None and model.moe.balance == "aux",
-        "the balance loss of early pipeline stages would be lost: set model.moe.balance=bias",
+        parallel.schedule in SPLIT_BACKWARD_SCHEDULES and parallel.activation_checkpointing == "selective",
+        f"schedule {parallel.schedule} recomputes a block twice, but what selective checkpointing keeps serves once: "
+        "set parallel.activation_checkpointing=full, or parallel.schedule=interleaved",
+    )
+    yield (
+        model.moe is not None and model.moe.load_balancing == "aux",
+        "the balance loss of early pipeline stages would be lost: set model.moe.load_balancing=bias",
     )
 
 
-def _expert_rules(recipe: Recipe) -> Iterator[tuple[bool, str]]:
-    moe, layout = recipe.model.moe, recipe.parallel
+def _expert_rules(model: ModelConfig, parallel: ParallelRecipe) -> Iterator[tuple[bool, str]]:
+    moe = model.moe
     if moe is None:
-        yield layout.ep > 1, f"parallel.ep is {layout.ep}, but the model has no experts: set it to 1, or give model.moe"
+        yield (
+            parallel.ep > 1,
+            f"parallel.ep is {parallel.ep}, but the model has no experts: set it to 1, or give model.moe",
+        )
         return
-    yield moe.experts % layout.ep != 0, f"parallel.ep ({layout.ep}) must divide model.moe.experts ({moe.experts})"
-    yield layout.tp > 1, "experts are not cut by tp: set parallel.tp=1 and share them with parallel.ep"
+    yield (
+        moe.num_experts % parallel.ep != 0,
+        f"parallel.ep ({parallel.ep}) must divide model.moe.num_experts ({moe.num_experts})",
+    )
+    yield parallel.tp > 1, "experts are not sharded by tp: set parallel.tp=1 and share them with parallel.ep"

@@ -10,24 +10,24 @@ from typing import Any
 
 
 def _shape(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, context: int, **more: Any
+    hidden_size: int, intermediate_size: int, layers: int, heads: int, kv_heads: int, context: int, **more: Any
 ) -> dict[str, Any]:
     return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "n_layers": layers,
-        "n_heads": heads,
-        "n_kv_heads": kv_heads,
-        "context": context,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
         **more,
     }
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "z2all-3m": _shape(192, 512, 7, 3, 1, 512, tied=True),
-    "z2all-10m": _shape(320, 896, 9, 5, 5, 1024, tied=True),
-    "z2all-25m": _shape(512, 1408, 8, 8, 4, 1024, tied=True),
-    "z2all-85m": _shape(768, 2048, 13, 12, 4, 2048, tied=True),
+    "z2all-3m": _shape(192, 512, 7, 3, 1, 512, tie_word_embeddings=True),
+    "z2all-10m": _shape(320, 896, 9, 5, 5, 1024, tie_word_embeddings=True),
+    "z2all-25m": _shape(512, 1408, 8, 8, 4, 1024, tie_word_embeddings=True),
+    "z2all-85m": _shape(768, 2048, 13, 12, 4, 2048, tie_word_embeddings=True),
     "z2all-300m": _shape(1024, 2816, 26, 16, 4, 2048),
     # The reference shape. With its 64,320-row embedding and untied head it has 1,255,499,776 parameters.
     "z2all-1.1b": _shape(2048, 5632, 22, 32, 8, 2048, vocab_size=64320, rope_theta=10000.0),

@@ -14,11 +14,11 @@ import yaml
 
 from zero2all.errors import UsageError
 
-LARGEST = 2**20  # bytes of a file
-DEEPEST = 64  # levels of lists and mappings
-MOST = 50_000  # values, each alias counted with all that it stands for
-DIGITS = 40
-Place = tuple[str | int, ...]
+MAX_FILE_BYTES = 2**20  # bytes of a file
+MAX_DEPTH = 64  # levels of lists and mappings
+MAX_VALUES = 50_000  # values, each alias counted with all that it stands for
+MAX_DIGITS = 40
+KeyPath = tuple[str | int, ...]
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -30,8 +30,8 @@ class PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._level += 1
-        if self._level > DEEPEST:
-            raise _error(f"nested more than {DEEPEST} levels deep", self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        if self._level > MAX_DEPTH:
+            raise _error(f"nested more than {MAX_DEPTH} levels deep", self.peek_event().start_mark)  # type: ignore[no-untyped-call]
         try:
             return super().compose_node(parent, index)
         finally:
@@ -54,7 +54,7 @@ for _tag, _first, _pattern in (
 
 def _integer(loader: PlainLoader, node: yaml.ScalarNode) -> int:
     text = str(node.value).replace("_", "")
-    if len(text) > DIGITS:
+    if len(text) > MAX_DIGITS:
         raise _error(f"a number of {len(text)} digits", node.start_mark)
     try:
         return int(text, 16 if text.lower().startswith("0x") else 10)
@@ -62,23 +62,23 @@ def _integer(loader: PlainLoader, node: yaml.ScalarNode) -> int:
         raise _error(f"{text!r} is not an integer", node.start_mark) from None
 
 
-def _real(loader: PlainLoader, node: yaml.ScalarNode) -> float:
+def _float(loader: PlainLoader, node: yaml.ScalarNode) -> float:
     text = str(node.value).replace("_", "").lower()
     try:
         return float(text.replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError:
-        raise _error(f"{text[:DIGITS]!r} is not a number", node.start_mark) from None
+        raise _error(f"{text[:MAX_DIGITS]!r} is not a number", node.start_mark) from None
 
 
-def _truth(loader: PlainLoader, node: yaml.ScalarNode) -> bool:
+def _boolean(loader: PlainLoader, node: yaml.ScalarNode) -> bool:
     text = str(node.value).lower()
     if text not in ("true", "false"):
-        raise _error(f"{text[:DIGITS]!r} is neither true nor false", node.start_mark)
+        raise _error(f"{text[:MAX_DIGITS]!r} is neither true nor false", node.start_mark)
     return text == "true"
 
 
 def _unknown(loader: PlainLoader, node: yaml.Node) -> Any:
-    raise _error(f"the tag {node.tag[:DIGITS]} has no meaning here", node.start_mark)
+    raise _error(f"the tag {node.tag[:MAX_DIGITS]} has no meaning here", node.start_mark)
 
 
 PlainLoader.yaml_constructors = {
@@ -87,15 +87,15 @@ PlainLoader.yaml_constructors = {
     if tag in [_TAG + known for known in ("null", "str", "seq", "map")]
 }
 PlainLoader.add_constructor(_TAG + "int", _integer)
-PlainLoader.add_constructor(_TAG + "float", _real)
-PlainLoader.add_constructor(_TAG + "bool", _truth)
+PlainLoader.add_constructor(_TAG + "float", _float)
+PlainLoader.add_constructor(_TAG + "bool", _boolean)
 PlainLoader.add_constructor(None, _unknown)
 
 
-def read_yaml(text: str, origin: str) -> tuple[Any, dict[Place, int]]:
+def read_yaml(text: str, origin: str) -> tuple[Any, dict[KeyPath, int]]:
     """The values of a document, and the line of each key and element; a UsageError with the position if it is none."""
-    if len(text) > LARGEST:
-        raise UsageError(f"{origin} is larger than {LARGEST >> 20} MiB: is it a recipe?")
+    if len(text) > MAX_FILE_BYTES:
+        raise UsageError(f"{origin} is larger than {MAX_FILE_BYTES >> 20} MiB: is it a recipe?")
     try:
         loader = PlainLoader(text)
         try:
@@ -103,7 +103,7 @@ def read_yaml(text: str, origin: str) -> tuple[Any, dict[Place, int]]:
             if node is None:
                 return None, {}
             _check(node, {}, set())
-            return _copied(loader.construct_document(node)), _line_numbers(node)
+            return _without_aliases(loader.construct_document(node)), _line_numbers(node)
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
@@ -124,8 +124,8 @@ def _check(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:
     elif isinstance(node, yaml.SequenceNode):
         inner = node.value
     size = 1 + sum(_check(child, sizes, above) for child in inner)
-    if size > MOST:
-        raise _error(f"more than {MOST} values, with aliases expanded", node.start_mark)
+    if size > MAX_VALUES:
+        raise _error(f"more than {MAX_VALUES} values, with aliases expanded", node.start_mark)
     above.remove(id(node))
     sizes[id(node)] = size
     return size
@@ -137,28 +137,28 @@ def _check_keys(node: yaml.MappingNode) -> None:
         if not isinstance(key, yaml.ScalarNode):
             raise _error("a key must be a word", key.start_mark)
         if key.value in lines:
-            again = f"the key {key.value[:DIGITS]!r} is already in line {lines[key.value]}: keep one of them"
+            again = f"the key {key.value[:MAX_DIGITS]!r} is already in line {lines[key.value]}: keep one of them"
             raise _error(again, key.start_mark)
         lines[key.value] = key.start_mark.line + 1
 
 
-def _copied(value: Any) -> Any:
+def _without_aliases(value: Any) -> Any:
     """Aliases as copies: an override of one place must not change another."""
     if isinstance(value, dict):
-        return {key: _copied(inner) for key, inner in value.items()}
-    return [_copied(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _without_aliases(inner) for key, inner in value.items()}
+    return [_without_aliases(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _line_numbers(node: yaml.Node, place: Place = ()) -> dict[Place, int]:
-    found: dict[Place, int] = {}
+def _line_numbers(node: yaml.Node, key_path: KeyPath = ()) -> dict[KeyPath, int]:
+    found: dict[KeyPath, int] = {}
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            inner = (*place, key.value)
+            inner = (*key_path, key.value)
             found[inner] = key.start_mark.line + 1
             found |= _line_numbers(value, inner)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            inner = (*place, index)
+            inner = (*key_path, index)
             found[inner] = value.start_mark.line + 1
             found |= _line_numbers(value, inner)
     return found

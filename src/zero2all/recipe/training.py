@@ -8,80 +8,86 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from zero2all.recipe.model import RopeScaling
-from zero2all.recipe.types import Count, Fraction, Positive, Section, Slug, Span
+from zero2all.recipe.types import Count, DurationField, Fraction, Positive, Section, Slug
 from zero2all.units import Duration
 
 
 class OptimizerRecipe(Section):
-    """How weights are moved. Weight decay goes to matrices only, never to norms or biases."""
+    """The optimizer and its hyperparameters."""
 
     name: Literal["adamw", "adamw-8bit", "muon", "lion", "sgd"] = "adamw"
-    """muon: orthogonalised momentum for the matrices inside the blocks, AdamW for the rest. 8bit needs torchao."""
+    """Muon is orthogonalised momentum for the matrices inside the blocks, AdamW for the rest. 8bit needs torchao."""
     lr: Positive = 3e-3
     """Peak learning rate; with muon that of AdamW."""
     muon_lr: Positive = 0.02
     """Peak learning rate of Muon."""
     momentum: Fraction = 0.95
-    """Of Muon and SGD."""
+    """Momentum of Muon and SGD."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Of AdamW and Lion."""
+    """Decay rates of the moment estimates of AdamW and Lion."""
     eps: Positive = 1e-8
+    """Epsilon of AdamW's denominator."""
     weight_decay: float = Field(0.1, ge=0)
-    clip: Positive = 1.0
-    """Longest gradient, as a global norm."""
+    """Weight decay of matrices; norms and biases have none."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are clipped to this global norm."""
 
 
 class ScheduleRecipe(Section):
-    """Learning rate over a stage, as a share of the optimizer's peak: linear warmup, then a shape."""
+    """Learning-rate schedule of a stage, as a multiplier of the optimizer's rate: linear warmup, then a shape."""
 
     shape: Literal["cosine", "linear", "constant", "inverse-sqrt", "wsd"] = "cosine"
-    """How it goes from ``peak`` to ``final``. wsd holds the peak and falls linearly over the last ``decay``;
-    inverse-sqrt falls with the square root of the step and never looks at ``final``."""
-    warmup: Span = Duration(20, "steps")
+    """How the rate goes from ``peak`` to ``min_lr_ratio``. wsd holds the peak and decays linearly over the last
+    ``decay_ratio``; inverse-sqrt decays with the square root of the step and ignores ``min_lr_ratio``."""
+    warmup: DurationField = Duration(20, "steps")
+    """Length of the linear warmup."""
     peak: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Where the shape starts; if not given 1, and in a later stage where the stage before it ended."""
-    final: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Where it ends, at the stage's last step."""
-    decay: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """For wsd: the share of the stage's steps in which it falls."""
+    """Learning-rate multiplier after warmup. Default: 1 in the first stage, then where the previous stage ended."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning-rate multiplier at the last step of the stage."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """For wsd: the fraction of the stage's steps in which the rate decays."""
 
 
 class GuardRecipe(Section):
-    """What happens when a loss or a gradient lies far off its course, up or down, or is not finite."""
+    """Loss-spike guard: what happens when a loss or gradient norm is an outlier or not finite."""
 
     policy: Literal["warn", "skip", "rollback"] = "warn"
-    """warn: say so, and stop where a value is not finite. skip: leave out the update of that step. rollback: go back to
-    the last state from before it, and pass over the steps around it."""
+    """The response. warn: log it, and stop on a non-finite value. skip: skip the update of that step. rollback: restore
+    the last checkpoint before it and skip the steps around it."""
     threshold: Positive = 8.0
-    """How many deviations from the course are odd; they are robust ones, so that outliers do not count."""
-    least_loss: Fraction = 0.1
-    """A smaller difference, as a share of the loss, is never odd."""
-    least_norm: Annotated[float, Field(gt=1)] = 5.0
-    """A gradient norm that changed by a smaller factor is never odd."""
+    """A value further than this many robust standard deviations from the rolling median is an outlier."""
+    min_loss_change: Fraction = 0.1
+    """A smaller relative change of the loss is never an outlier."""
+    min_norm_factor: Annotated[float, Field(gt=1)] = 5.0
+    """A gradient norm that changed by a smaller factor is never an outlier."""
     window: int = Field(64, ge=24)
-    """Steps that make the course."""
+    """Number of steps in the rolling baseline."""
     skip: int = Field(8, ge=3)
-    """Steps that are passed over after a rollback, the two before the odd one among them."""
+    """Number of steps skipped after a rollback, including the two before the outlier."""
 
 
-class RampRecipe(Section):
-    """A batch that grows evenly, in whole samples, at the beginning of a stage."""
+class BatchRampRecipe(Section):
+    """A batch size that grows linearly, in full samples, at the beginning of a stage."""
 
     start: Count
-    """Tokens of the first step."""
-    over: Span
-    """How long until the batch is whole; tokens and epochs are counted in whole batches."""
+    """Batch size of the first step, in tokens."""
+    over: DurationField
+    """Length of the ramp; tokens and epochs are counted in full batches."""
 
 
-class Length(Section):
+class TrainLength(Section):
     """How long something is trained, as exactly one of steps, tokens or epochs."""
 
     steps: Count | None = None
+    """Length in optimizer steps."""
     tokens: Count | None = None
+    """Length in tokens."""
     epochs: Positive | None = None
+    """Length in passes over the data."""
 
     @property
-    def lengths(self) -> list[str]:
+    def given_lengths(self) -> list[str]:
         return [name for name in ("steps", "tokens", "epochs") if getattr(self, name) is not None]
 
     @property
@@ -91,19 +97,25 @@ class Length(Section):
         return Duration(self.tokens, "tokens") if self.tokens is not None else Duration(self.epochs or 0, "epochs")
 
 
-class StageRecipe(Length):
-    """One stretch of a run, such as long context or annealing. What it does not say is as in ``train``."""
+class StageRecipe(TrainLength):
+    """One stage of a run, such as long context or annealing. What it does not set is as in ``train``."""
 
     name: Slug
     """Seeds the order of its samples, so that every stage draws its own."""
     seq_len: Count | None = None
+    """Sequence length. Default: as in ``train``."""
     batch_tokens: Count | None = None
+    """Tokens in one step, over all devices. Default: as in ``train``."""
     micro_batch_tokens: Count | None = None
-    batch_ramp: RampRecipe | None = None
+    """Tokens in one forward pass of one device. Default: as in ``train``, unless the stage sets seq_len."""
+    batch_ramp: BatchRampRecipe | None = None
+    """Ramp the batch size up from a smaller one."""
     mixture: dict[str, Positive] | None = None
+    """Weight of each source. Default: as in ``train``."""
     max_epochs: Positive | None = None
+    """Limit of passes over any one source. Default: as in ``train``."""
     schedule: ScheduleRecipe | None = None
-    """If not given: in the first stage that of ``train``, later the rate at which the stage before it ended."""
+    """Default: in the first stage that of ``train``, later the constant rate at which the previous stage ended."""
     rope_theta: Positive | None = None
     """As in ``model``, from this stage on: a larger one for longer sequences."""
     rope_scaling: RopeScaling | None = None
@@ -111,21 +123,23 @@ class StageRecipe(Length):
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
-        if len(self.lengths) != 1:
-            raise ValueError(f"give exactly one of steps, tokens, epochs (given: {', '.join(self.lengths) or 'none'})")
+        if len(self.given_lengths) != 1:
+            raise ValueError(
+                f"give exactly one of steps, tokens, epochs (given: {', '.join(self.given_lengths) or 'none'})"
+            )
         return self
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A stage with nothing left to look up elsewhere."""
+class ResolvedStage:
+    """A stage with every field filled in."""
 
     name: str
     duration: Duration
     seq_len: int
     batch_tokens: int
     micro_batch_tokens: int | None
-    batch_ramp: RampRecipe | None
+    batch_ramp: BatchRampRecipe | None
     mixture: dict[str, float]
     max_epochs: float | None
     schedule: ScheduleRecipe
@@ -133,45 +147,50 @@ class Stage:
     rope_scaling: RopeScaling | None
 
 
-class TrainRecipe(Length):
+class TrainRecipe(TrainLength):
     """The run. Give its length as exactly one of steps, tokens or epochs, or as a list of stages with theirs."""
 
     stages: list[StageRecipe] = []
-    """A run in several stretches; the fields beside it are what a stage uses where it says nothing."""
+    """A run in several stages; the fields beside it are the defaults of every stage."""
     seq_len: Count = 512
-    """Tokens in one sample."""
+    """Sequence length: tokens in one sample."""
     batch_tokens: Count = 16384
     """Tokens in one step, over all devices."""
     micro_batch_tokens: Count | None = None
     """Tokens in one forward pass of one device; the gradient is accumulated over the rest. All if not given."""
-    batch_ramp: RampRecipe | None = None
-    """Begin with a smaller batch."""
+    batch_ramp: BatchRampRecipe | None = None
+    """Ramp the batch size up from a smaller one."""
     mixture: dict[str, Positive] = {}
     """Weight of each source. Empty means by size; a source that is not named is not used."""
     max_epochs: Positive | None = None
-    """With a mixture: no source is gone through more often in a stage; the others take its place."""
+    """With a mixture: no source is repeated more often in a stage; the others take its place."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on. auto takes a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """bf16 and fp16 mean fp32 weights under autocast, fp16 with a scaled loss. auto takes bf16 where the device has it
-    natively, fp16 on other GPUs, fp32 on other CPUs."""
+    """Compute dtype. bf16 and fp16 mean fp32 weights under autocast, fp16 with a scaled loss. auto takes bf16 where the
+    device has it natively, fp16 on other GPUs, fp32 on other CPUs."""
     compile: bool = False
     """Compile each block with torch.compile."""
     document_mask: bool = False
     """Tokens see only their own document, which begins at its end-of-text token, with positions counted from there."""
     deterministic: bool = False
     """Only operations that give the same bits every time, where they exist; slower on GPUs. Sets
-    CUBLAS_WORKSPACE_CONFIG, asks flash-attn for its deterministic backward, and leaves out flex attention."""
+    CUBLAS_WORKSPACE_CONFIG, asks flash-attn for its deterministic backward, and excludes flex attention."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
+    """The optimizer and its hyperparameters."""
     schedule: ScheduleRecipe = ScheduleRecipe()
+    """The learning-rate schedule."""
     guard: GuardRecipe = GuardRecipe()
+    """The loss-spike guard."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
-        if self.stages and self.lengths:
-            raise ValueError(f"{self.lengths[0]} and stages: with stages, each has its own length")
-        if not self.stages and len(self.lengths) != 1:
+        if self.stages and self.given_lengths:
+            raise ValueError(f"{self.given_lengths[0]} and stages: with stages, each has its own length")
+        if not self.stages and len(self.given_lengths) != 1:
             raise ValueError(
-                f"give exactly one of steps, tokens, epochs, or stages (given: {', '.join(self.lengths) or 'none'})"
+                "give exactly one of steps, tokens, epochs, or stages "
+                f"(given: {', '.join(self.given_lengths) or 'none'})"
             )
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
@@ -194,25 +213,25 @@ class TrainRecipe(Length):
         return self
 
     @property
-    def micro_tokens(self) -> int:
+    def effective_micro_batch_tokens(self) -> int:
         return self.micro_batch_tokens or self.batch_tokens
 
     @property
     def batch_samples(self) -> int:
         return self.batch_tokens // self.seq_len
 
-    def resolved_stages(self) -> list[Stage]:
+    def resolved_stages(self) -> list[ResolvedStage]:
         """The stages with every field filled in; a run without a list of them is one stage called main."""
         own = {"name": "main", "schedule": self.schedule, "batch_ramp": self.batch_ramp}
-        given = self.stages or [StageRecipe(**own, **{name: getattr(self, name) for name in self.lengths})]
+        given = self.stages or [StageRecipe(**own, **{name: getattr(self, name) for name in self.given_lengths})]
         return [self._resolve(stage, first=number == 0) for number, stage in enumerate(given)]
 
-    def _resolve(self, stage: StageRecipe, first: bool) -> Stage:
+    def _resolve(self, stage: StageRecipe, first: bool) -> ResolvedStage:
         batch_tokens = stage.batch_tokens or self.batch_tokens
-        # A micro-batch is what fits into memory at one sequence length; another length has to say its own.
+        # A micro-batch is what fits into memory at one sequence length; another length has to set its own.
         micro = stage.micro_batch_tokens or (None if stage.seq_len else self.micro_batch_tokens)
         later = ScheduleRecipe(shape="constant", warmup=Duration(0, "steps"))
-        return Stage(
+        return ResolvedStage(
             name=stage.name,
             duration=stage.duration,
             seq_len=stage.seq_len or self.seq_len,

@@ -17,12 +17,12 @@ from pydantic import (
     field_validator,
 )
 
-from zero2all.units import LARGEST, Duration, parse_bytes, parse_count
+from zero2all.units import INT64_LIMIT, Duration, parse_bytes, parse_count
 
 _TEXT_OR_NUMBER = WithJsonSchema({"type": ["string", "integer", "number"]})
 Count = Annotated[int, BeforeValidator(parse_count), Field(ge=1), _TEXT_OR_NUMBER]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1), _TEXT_OR_NUMBER]
-Span = Annotated[Duration, PlainValidator(Duration.parse), PlainSerializer(str), _TEXT_OR_NUMBER]
+DurationField = Annotated[Duration, PlainValidator(Duration.parse), PlainSerializer(str), _TEXT_OR_NUMBER]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
@@ -38,27 +38,27 @@ class Section(BaseModel):
     def _numbers_are_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """``seed: true`` is a mistake and not the seed 1, which pydantic would make of it."""
         if _takes_numbers_only(cls.model_fields[str(info.field_name)].annotation):
-            _refuse_odd_numbers(value)
+            _refuse_non_numbers(value)
         return value
 
 
 def _takes_numbers_only(kind: Any) -> bool:
     """Whether a field has numbers somewhere, and nothing that could be true or false."""
-    parts = list(_parts(kind))
+    parts = list(_nested_types(kind))
     return any(part in (int, float, Duration) for part in parts) and not any(part in (bool, Any) for part in parts)
 
 
-def _parts(kind: Any) -> Iterator[Any]:
+def _nested_types(kind: Any) -> Iterator[Any]:
     yield kind
     for part in get_args(kind):
-        yield from _parts(part)
+        yield from _nested_types(part)
 
 
-def _refuse_odd_numbers(value: Any) -> None:
+def _refuse_non_numbers(value: Any) -> None:
     if isinstance(value, bool):
         raise ValueError("must be a number")
-    if isinstance(value, int) and abs(value) >= LARGEST:
+    if isinstance(value, int) and abs(value) >= INT64_LIMIT:
         raise ValueError("is too large")
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     for one in inner:
-        _refuse_odd_numbers(one)
+        _refuse_non_numbers(one)

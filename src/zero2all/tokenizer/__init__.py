@@ -1,6 +1,6 @@
-"""Documents to a vocabulary, and the encoder that never takes text for a special token."""
+"""Tokenizer training, and an encoder that never parses text as a special token."""
 
-from zero2all.tokenizer.engines import Ids
+from zero2all.tokenizer.backends import Ids
 from zero2all.tokenizer.tokenizer import Tokenizer
 from zero2all.tokenizer.train import train_tokenizer
 

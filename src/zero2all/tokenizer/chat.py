@@ -1,7 +1,7 @@
-"""Messages to text in which only the template's own markers can be special tokens.
+"""Render messages to text in which only the template's own markers can be special tokens.
 
 The template of the directory is rendered as transformers would, but with the first and last character of every
-special token replaced in what the messages say. So no message, and no two of them together, can spell a marker.
+special token replaced in the messages. So no message, and no two of them together, can spell a marker.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import lru_cache
 from typing import Any
 
 from zero2all.errors import Z2aError
-from zero2all.tokenizer.special import split_special
+from zero2all.tokenizer.special_tokens import split_special
 
-PRIVATE = range(0x10FFFD, 0x100000, -1)  # characters that no text should have
+PRIVATE_USE_CHARACTERS = range(0x10FFFD, 0x100000, -1)  # not used by ordinary text
 Message = Mapping[str, Any]
 
 
-def chat_pieces(
+def split_rendered_chat(
     template: str,
     names: Iterable[str],
     messages: Sequence[Message],
@@ -26,32 +26,31 @@ def chat_pieces(
     variables: dict[str, Any],
 ) -> list[str]:
     """Text, marker, text, marker, ..., text, as ``split_special``; a marker is one that the template wrote."""
-    said = json.dumps([messages, tools], ensure_ascii=False, default=str) + template
-    unused = (chr(code) for code in PRIVATE if chr(code) not in said)
+    content = json.dumps([messages, tools], ensure_ascii=False, default=str) + template
+    unused = (chr(code) for code in PRIVATE_USE_CHARACTERS if chr(code) not in content)
     edges = {edge for name in names for edge in (name[0], name[-1])}
     disguise = {ord(edge): next(unused) for edge in sorted(edges)}
     try:
-        rendered = _compiled(template).render(
-            messages=_translated(messages, disguise), tools=_translated(tools, disguise), **variables
+        rendered = _compile_template(template).render(
+            messages=_translate(messages, disguise), tools=_translate(tools, disguise), **variables
         )
     except Exception as error:  # a template is a program: it can fail in any way
         raise Z2aError(f"the chat template does not take these messages: {error}") from error
     revealed = {ord(hidden): chr(edge) for edge, hidden in disguise.items()}
-    pieces = split_special(rendered, frozenset(names))
-    return [piece.translate(revealed) for piece in pieces]
+    return [part.translate(revealed) for part in split_special(rendered, frozenset(names))]
 
 
-def _translated(value: Any, table: dict[int, str]) -> Any:
+def _translate(value: Any, table: dict[int, str]) -> Any:
     if isinstance(value, str):
         return value.translate(table)
     if isinstance(value, Mapping):
-        return {_translated(name, table): _translated(inner, table) for name, inner in value.items()}
-    return [_translated(inner, table) for inner in value] if isinstance(value, list | tuple) else value
+        return {_translate(name, table): _translate(inner, table) for name, inner in value.items()}
+    return [_translate(inner, table) for inner in value] if isinstance(value, list | tuple) else value
 
 
 @lru_cache(maxsize=8)
-def _compiled(template: str) -> Any:
-    """Compiled with the settings and helpers that templates of Hugging Face count on."""
+def _compile_template(template: str) -> Any:
+    """Compiled with the settings and helpers that Hugging Face templates expect."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(message: str) -> None:

@@ -1,4 +1,4 @@
-"""``z2a tokenizer eval``: how tokenizers fit text, side by side, also those of other makers."""
+"""``z2a tokenizer eval``: compare tokenizers on text, also those of other projects."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from zero2all.errors import Z2aError
 from zero2all.io import read_json
 
 RANDOM_STRINGS = 2000
-BATCH = 64
-# Words whose pieces show what a vocabulary was made for. English ones are encoded with the space before them.
+BATCH_TEXTS = 64
+# Words whose tokens show what a vocabulary was trained for. English ones are encoded with the space before them.
 CHINESE_NAMES = (
     "李白", "杜甫", "苏轼", "李清照", "曹雪芹", "诸葛亮", "王安石", "司马迁", "鲁迅", "钱学森", "北京", "上海", "广州",
     "深圳", "杭州", "成都", "西安", "拉萨", "长江", "黄河", "泰山", "清华大学", "人民日报", "故宫", "长城",
@@ -40,7 +40,7 @@ PROBES = {"Chinese names": CHINESE_NAMES, "English names": ENGLISH_NAMES, "numbe
 
 
 @dataclass(frozen=True)
-class Measured:
+class PlainTokenizer:
     """A tokenizer of any kind, without its special tokens."""
 
     tokenizer: tokenizers.Tokenizer
@@ -48,31 +48,31 @@ class Measured:
     vocab_size: int
 
     @classmethod
-    def load(cls, path: Path) -> Measured:
+    def load(cls, path: Path) -> PlainTokenizer:
         """From a Hugging Face directory, or a ``tokenizer.json``."""
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.exists():
             raise Z2aError(f"no tokenizer in {path}: give a directory with a tokenizer.json, or such a file")
         definition = read_json(file)
-        whole = tokenizers.Tokenizer.from_file(str(file))
+        full = tokenizers.Tokenizer.from_file(str(file))
         special = {token["content"] for token in definition["added_tokens"] if token["special"]}
         kept = [token for token in definition["added_tokens"] if not token["special"]]
         return cls(
             tokenizers.Tokenizer.from_str(json.dumps({**definition, "added_tokens": kept})),
-            frozenset(id for token, id in whole.get_vocab().items() if token not in special),
-            whole.get_vocab_size(),
+            frozenset(id for token, id in full.get_vocab().items() if token not in special),
+            full.get_vocab_size(),
         )
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [one.ids for one in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
-    def comes_back(self, text: str, ids: list[int]) -> bool:
+    def round_trips(self, text: str, ids: list[int]) -> bool:
         return bool(self.tokenizer.decode(ids, skip_special_tokens=False) == text)
 
 
 def evaluate_tokenizers(paths: Mapping[str, Path], texts: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Measures of each tokenizer on each domain of text, and on fixed names, numbers and code."""
-    loaded = {name: Measured.load(path) for name, path in paths.items()}
+    """Metrics of each tokenizer on each domain of text, and on fixed names, numbers and code."""
+    loaded = {name: PlainTokenizer.load(path) for name, path in paths.items()}
     for domain, documents in texts.items():
         if not any(documents):
             raise Z2aError(f"there is no text in {domain}: give --text {domain}=PATH a file that has some")
@@ -81,26 +81,30 @@ def evaluate_tokenizers(paths: Mapping[str, Path], texts: Mapping[str, Sequence[
     with progress("encoding", total) as advance:
         for name, tokenizer in loaded.items():
             used: set[int] = set()
-            domains = {domain: _fit(tokenizer, documents, used, advance) for domain, documents in texts.items()}
+            domains = {
+                domain: _measure_domain(tokenizer, documents, used, advance) for domain, documents in texts.items()
+            }
             measured[name] = {
                 "path": str(paths[name]),
                 "vocab_size": tokenizer.vocab_size,
                 "domains": domains,
                 "tokens_per_word": {probe: _fertility(tokenizer, words) for probe, words in PROBES.items()},
                 "unused_tokens": len(tokenizer.text_ids - used),
-                "random_bytes_back": _random_bytes_back(tokenizer),
+                "random_bytes_back": _random_bytes_round_trip(tokenizer),
             }
     return {"tokenizers": measured}
 
 
-def _fit(tokenizer: Measured, documents: Sequence[str], used: set[int], advance: Any) -> dict[str, Any]:
-    tokens = back = 0
-    for start in range(0, len(documents), BATCH):
-        batch = documents[start : start + BATCH]
+def _measure_domain(
+    tokenizer: PlainTokenizer, documents: Sequence[str], used: set[int], advance: Any
+) -> dict[str, Any]:
+    tokens = round_trips = 0
+    for start in range(0, len(documents), BATCH_TEXTS):
+        batch = documents[start : start + BATCH_TEXTS]
         for text, ids in zip(batch, tokenizer.encode(batch), strict=True):
             tokens += len(ids)
             used.update(ids)
-            back += tokenizer.comes_back(text, ids)
+            round_trips += tokenizer.round_trips(text, ids)
         advance(sum(map(len, batch)))
     size, characters = sum(len(text.encode()) for text in documents), sum(map(len, documents))
     return {
@@ -109,17 +113,17 @@ def _fit(tokenizer: Measured, documents: Sequence[str], used: set[int], advance:
         "tokens": tokens,
         "bytes_per_token": round(size / tokens, 4),
         "tokens_per_character": round(tokens / characters, 4),
-        "documents_back": round(back / len(documents), 6),
+        "documents_back": round(round_trips / len(documents), 6),
     }
 
 
-def _fertility(tokenizer: Measured, words: Sequence[str]) -> float:
+def _fertility(tokenizer: PlainTokenizer, words: Sequence[str]) -> float:
     return round(sum(map(len, tokenizer.encode(words))) / len(words), 3)
 
 
-def _random_bytes_back(tokenizer: Measured) -> float:
-    """The share of random byte strings, read as text, that decoding gives back."""
+def _random_bytes_round_trip(tokenizer: PlainTokenizer) -> float:
+    """Fraction of random byte strings, decoded as text, that survive a round trip."""
     rng = random.Random(0)
     texts = [rng.randbytes(rng.randint(1, 60)).decode("utf-8", "replace") for _ in range(RANDOM_STRINGS)]
     encoded = tokenizer.encode(texts)
-    return sum(map(tokenizer.comes_back, texts, encoded)) / len(texts)
+    return sum(map(tokenizer.round_trips, texts, encoded)) / len(texts)

@@ -1,7 +1,7 @@
-"""``z2a tokenizer extend``: more tokens from new text on top of a vocabulary. Every old id keeps its meaning.
+"""``z2a tokenizer extend``: add tokens learned from new text to a vocabulary. Every old id keeps its meaning.
 
-New merges come after all old ones, so a text is cut as before and then more is joined. New ids come after all old ones,
-those of special tokens too, so a model keeps its rows and gets some more (``zero2all.model.grow_embeddings``).
+New merges come after all old ones, so a text is tokenized as before and then merged further. New ids come after all old
+ones, also those of special tokens, so a model keeps its rows and gets new ones (``zero2all.model.grow_embeddings``).
 """
 
 from __future__ import annotations
@@ -20,37 +20,42 @@ from zero2all.console import progress
 from zero2all.errors import UsageError
 from zero2all.io import atomic_dir, checksums, fingerprint, write_json, write_manifest
 from zero2all.recipe import TokenizerRecipe
-from zero2all.tokenizer.count import Cutting, RunWriter, collect
 from zero2all.tokenizer.merge import learn_merges, merge_memory
 from zero2all.tokenizer.tokenizer import Tokenizer
 from zero2all.tokenizer.train import KIND
 from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet, reserved_tokens
+from zero2all.tokenizer.word_count import PretokenizeConfig, SpillWriter, aggregate_counts
 
 if TYPE_CHECKING:
     from zero2all.tokenizer.pair_index import Words
 
-SIZE_MULTIPLE = 64  # rows of a model's matrices that fast kernels like
-BATCH = 256
+SIZE_MULTIPLE = 64  # vocabulary rows, for fast matrix kernels
+BATCH_TEXTS = 256
 KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
 def extend_tokenizer(
-    directory: Path, texts: Iterable[str], add: int, out: Path, min_frequency: int = 2, max_memory: int = 2 << 30
+    directory: Path,
+    texts: Iterable[str],
+    num_new_tokens: int,
+    out: Path,
+    min_frequency: int = 2,
+    max_memory: int = 2 << 30,
 ) -> dict[str, Any]:
-    """Learn up to ``add`` tokens; ``out`` becomes a Hugging Face directory like the old one, with them in it."""
+    """Learn up to ``num_new_tokens`` tokens; ``out`` becomes a Hugging Face directory with the old and new tokens."""
     old = Tokenizer(directory)
     work = out.with_name(f"{out.name}.work")
     try:
-        table = _count(old, texts, work, max_memory)
-        words = _words_of(old, work / "words.arrow")
+        table = _count_words(old, texts, work, max_memory)
+        words = _read_old_encoding(old, work / "words.arrow")
     finally:
         shutil.rmtree(work, ignore_errors=True)
     special = set(old.special_ids.values())
-    # No text has the byte 0xff, so no merge can make what stands here for a special token.
+    # No text has the byte 0xff, so no merge can produce the placeholder of a special token.
     tokens = [b"\xff" + token if id in special else token for id, token in enumerate(old.token_bytes)]
-    with progress(f"learning {add} tokens", add) as advance:
-        merges = learn_merges(words, tokens, old.vocab_size + add, min_frequency, advance)
-    definition = _extended(old, tokens, merges)
+    with progress(f"learning {num_new_tokens} tokens", num_new_tokens) as advance:
+        merges = learn_merges(words, tokens, old.vocab_size + num_new_tokens, min_frequency, advance)
+    definition = _extended_definition(old, tokens, merges)
     ids = [*definition["model"]["vocab"].values(), *(token["id"] for token in definition["added_tokens"])]
     with atomic_dir(out, KIND) as partial:
         write_json(partial / "tokenizer.json", definition)
@@ -69,30 +74,37 @@ def extend_tokenizer(
     return {"kind": KIND, **body}
 
 
-def _count(old: Tokenizer, texts: Iterable[str], work: Path, max_memory: int) -> dict[str, Any]:
-    """The words of the texts and how often each stands there, in ``words.arrow``."""
-    from zero2all.tokenizer.cut import character_classes
+def _count_words(old: Tokenizer, texts: Iterable[str], work: Path, max_memory: int) -> dict[str, Any]:
+    """Count the words of the texts into ``words.arrow``."""
+    from zero2all.tokenizer.pretokenizer import character_classes
 
     pattern = next((name for name, regex in PATTERNS.items() if regex == old.vocabulary.pattern), None)
     if pattern is None:
-        raise UsageError(f"only a tokenizer that cuts text by one of {', '.join(PATTERNS)} can be extended")
+        raise UsageError(f"only a tokenizer that splits text by one of {', '.join(PATTERNS)} can be extended")
     work.mkdir(parents=True, exist_ok=True)
-    runs = RunWriter(work / "new", Cutting(pattern, TokenizerRecipe().chop, 1.0), character_classes(), max_memory // 4)
+    spills = SpillWriter(
+        work / "new",
+        PretokenizeConfig(pattern, TokenizerRecipe().max_han_run, 1.0),
+        character_classes(),
+        max_memory // 4,
+    )
     size, rest = 0, iter(texts)
     with progress("counting words") as advance:
-        while batch := list(itertools.islice(rest, BATCH)):
+        while batch := list(itertools.islice(rest, BATCH_TEXTS)):
             array = pa.array(batch)
-            runs.count(array, np.ones(len(batch), bool))
+            spills.count(array, np.ones(len(batch), bool))
             size += sum(len(text.encode()) for text in batch)
             advance(len(batch))
-    runs.spill()
-    room = max_memory // 2
-    record = collect(runs.paths, runs.rows, work / "words.arrow", merge_memory, room, 0, max_memory // 4)
+    spills.spill()
+    memory_budget = max_memory // 2
+    record = aggregate_counts(
+        spills.paths, spills.row_count, work / "words.arrow", merge_memory, memory_budget, 0, max_memory // 4
+    )
     return {**record, "bytes": size}
 
 
-def _words_of(old: Tokenizer, path: Path) -> Words:
-    """Counted words as the old tokenizer cuts them."""
+def _read_old_encoding(old: Tokenizer, path: Path) -> Words:
+    """Counted words as the old tokenizer encodes them."""
     from zero2all.tokenizer.pair_index import Words
 
     with pa.OSFile(str(path)) as stream:
@@ -103,9 +115,9 @@ def _words_of(old: Tokenizer, path: Path) -> Words:
     return Words(symbols, np.stack([np.cumsum(lengths) - lengths, lengths, table["count"].to_numpy()], axis=1))
 
 
-def _extended(old: Tokenizer, tokens: list[bytes], merges: list[tuple[int, int]]) -> dict[str, Any]:
+def _extended_definition(old: Tokenizer, tokens: list[bytes], merges: list[tuple[int, int]]) -> dict[str, Any]:
     """The old ``tokenizer.json`` with new tokens and merges, and reserved names up to a round size."""
-    definition: dict[str, Any] = json.loads(old.file)
+    definition: dict[str, Any] = json.loads(old.json_bytes)
     character = {byte: character for character, byte in byte_alphabet().items()}
     names = {id: name for name, id in old.vocabulary.definition["model"]["vocab"].items()}
     for id in range(old.vocab_size, len(tokens)):
@@ -125,10 +137,10 @@ def _extended(old: Tokenizer, tokens: list[bytes], merges: list[tuple[int, int]]
     return definition
 
 
-def token_pieces(old: Tokenizer, new: Tokenizer) -> list[list[int]]:
-    """For each id that only ``new`` has, the old ids that it was joined from; none for a reserved name."""
+def decompose_new_tokens(old: Tokenizer, new: Tokenizer) -> list[list[int]]:
+    """For each id that only ``new`` has, the old ids that it is merged from; none for a reserved name."""
     ids = new.vocabulary.definition["model"]["vocab"]
-    pieces: dict[int, list[int]] = {id: [id] for id in range(old.vocab_size)}
+    old_ids: dict[int, list[int]] = {id: [id] for id in range(old.vocab_size)}
     for left, right in new.vocabulary.definition["model"]["merges"]:
-        pieces.setdefault(ids[left + right], pieces[ids[left]] + pieces[ids[right]])
-    return [pieces.get(id, []) for id in range(old.vocab_size, new.vocab_size)]
+        old_ids.setdefault(ids[left + right], old_ids[ids[left]] + old_ids[ids[right]])
+    return [old_ids.get(id, []) for id in range(old.vocab_size, new.vocab_size)]

@@ -2,7 +2,7 @@
 
 The directory is a plain Hugging Face one, so ``AutoTokenizer.from_pretrained`` reads it. Loaded that way, the text
 ``<|endoftext|>`` inside a document becomes the special token, which lets any author of text end a document or
-forge a role. Here the encoders are built without the special tokens, so their text is only text.
+forge a role. Here the encoders are built without the special tokens, so their names are plain text.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import numpy as np
 
 from zero2all.errors import Z2aError
 from zero2all.io import read_json
-from zero2all.tokenizer.chat import Message, chat_pieces
-from zero2all.tokenizer.definition import read_definition
-from zero2all.tokenizer.engines import Encoder, EngineName, HuggingFace, Ids, TextVocabulary, choose_engine
-from zero2all.tokenizer.special import AllowSpecial, allowed_names, split_special
+from zero2all.tokenizer.backends import BackendName, Encoder, HuggingFace, Ids, TextVocabulary, choose_backend
+from zero2all.tokenizer.chat import Message, split_rendered_chat
+from zero2all.tokenizer.special_tokens import AllowSpecial, allowed_names, split_special
+from zero2all.tokenizer.tokenizer_json import read_tokenizer_json
 from zero2all.tokenizer.vocabulary import END_OF_TEXT, IM_END
 
-_NO_UTF8 = re.compile("[\udc80-\udcff]")  # what the error handler "surrogateescape" makes of bytes that are no text
+_INVALID_UTF8 = re.compile(
+    "[\udc80-\udcff]"
+)  # what the error handler "surrogateescape" makes of bytes that are no text
 
 
 class Tokenizer:
@@ -33,35 +35,35 @@ class Tokenizer:
     >>> tokenizer.decode(tokenizer.encode("<|endoftext|> is only text here"))
     '<|endoftext|> is only text here'
 
-    A lone surrogate, which is no character, is encoded as U+FFFD, and a pair of them as the character it means, by
-    every engine; all other text and, with ``encode_bytes``, all bytes come back as they were.
+    Every backend encodes a lone surrogate as U+FFFD, and a surrogate pair as the character it means; all other text
+    and, with ``encode_bytes``, all bytes round-trip exactly.
     """
 
-    def __init__(self, directory: str | Path, engine: EngineName = "auto") -> None:
+    def __init__(self, directory: str | Path, backend: BackendName = "auto") -> None:
         path = Path(directory) / "tokenizer.json"
         if not path.exists():
             raise Z2aError(f"no tokenizer in {directory}: make one with 'z2a tokenizer train RECIPE'")
-        self.__setstate__((Path(directory), engine, path.read_bytes(), *_chat_settings(Path(directory))))
+        self.__setstate__((Path(directory), backend, path.read_bytes(), *_chat_settings(Path(directory))))
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """All that makes a tokenizer, so that a copy, also in another process, is built and safe in the same way."""
-        return (self.directory, self._wanted_engine, self.file, self.chat_template, self._named)
+        """All that defines a tokenizer, so that a copy, also in another process, is built in the same safe way."""
+        return (self.directory, self._wanted_backend, self.json_bytes, self.chat_template, self._named_tokens)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.directory: Path = state[0]
-        self._wanted_engine: EngineName = state[1]
-        self.file: bytes = state[2]
+        self._wanted_backend: BackendName = state[1]
+        self.json_bytes: bytes = state[2]
         self.chat_template: str | None = state[3]
-        self._named: dict[str, str] = state[4]
-        definition = read_definition(self.directory / "tokenizer.json", self.file)
+        self._named_tokens: dict[str, str] = state[4]
+        definition = read_tokenizer_json(self.directory / "tokenizer.json", self.json_bytes)
         self.special_ids: dict[str, int] = definition.special_ids
-        model = {**definition.all["model"], "vocab": definition.text_ids}
-        self.vocabulary = TextVocabulary({**definition.all, "added_tokens": [], "model": model})
+        model = {**definition.raw["model"], "vocab": definition.text_ids}
+        self.vocabulary = TextVocabulary({**definition.raw, "added_tokens": [], "model": model})
         self.vocab_size = 1 + max([*definition.text_ids.values(), *self.special_ids.values()])
-        self.fingerprint = sha256(self.file).hexdigest()
+        self.fingerprint = sha256(self.json_bytes).hexdigest()
 
     @property
-    def end_of_text(self) -> int:
+    def eos_token_id(self) -> int:
         if END_OF_TEXT not in self.special_ids:
             raise Z2aError(
                 f"{self.directory / 'tokenizer.json'} has no special token {END_OF_TEXT}, which ends a document: "
@@ -70,22 +72,22 @@ class Tokenizer:
         return self.special_ids[END_OF_TEXT]
 
     @property
-    def end_ids(self) -> list[int]:
+    def stop_token_ids(self) -> list[int]:
         """Where generation ends: with the document, or with a chat message where the vocabulary has such an end."""
         return [self.special_ids[name] for name in (END_OF_TEXT, IM_END) if name in self.special_ids]
 
     @cached_property
     def reference(self) -> HuggingFace:
-        """The encoder that defines what is right."""
+        """The encoder that defines the correct ids."""
         try:
             return HuggingFace(self.vocabulary)
         except Z2aError as error:
             raise Z2aError(f"{self.directory / 'tokenizer.json'}: {error}") from error
 
     @cached_property
-    def engine(self) -> Encoder:
-        """The encoder of batches: the one asked for, or the fastest installed, after its check on this vocabulary."""
-        return choose_engine(self._wanted_engine, self.vocabulary, self.reference)
+    def backend(self) -> Encoder:
+        """The encoder of batches: the one requested, or the fastest installed, after its check on this vocabulary."""
+        return choose_backend(self._wanted_backend, self.vocabulary, self.reference)
 
     def encode(self, text: str, allow_special: AllowSpecial = "none") -> list[int]:
         """The ids of a text by the reference encoder.
@@ -93,24 +95,24 @@ class Tokenizer:
         >>> tokenizer.encode("a<|pad|>", allow_special={"<|pad|>"})[-1] == tokenizer.special_ids["<|pad|>"]
         True
         """
-        ids: list[int] = self._encoded(self.reference, [text], allow_special)[0].tolist()
+        ids: list[int] = self._encode_with(self.reference, [text], allow_special)[0].tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str], allow_special: AllowSpecial = "none") -> list[Ids]:
-        """The same ids as ``encode`` on every text, as arrays, on all cores, by the fastest engine."""
-        return self._encoded(self.engine, list(texts), allow_special)
+        """The same ids as ``encode`` on every text, as arrays, on all cores, by the fastest backend."""
+        return self._encode_with(self.backend, list(texts), allow_special)
 
-    def _encoded(self, engine: Encoder, texts: list[str], allow_special: AllowSpecial) -> list[Ids]:
+    def _encode_with(self, backend: Encoder, texts: list[str], allow_special: AllowSpecial) -> list[Ids]:
         names = allowed_names(allow_special, self.special_ids, texts)
         if not names:
-            return _encode_any(engine, texts)
+            return _encode_with_surrogates(backend, texts)
         split = [split_special(text, names) for text in texts]
-        pieces = iter(_encode_any(engine, [text for row in split for text in row[::2]]))
+        encoded = iter(_encode_with_surrogates(backend, [text for row in split for text in row[::2]]))
         rows = []
         for row in split:
-            parts = [next(pieces)]
+            parts = [next(encoded)]
             for name in row[1::2]:
-                parts += [np.array([self.special_ids[name]], dtype=np.uint32), next(pieces)]
+                parts += [np.array([self.special_ids[name]], dtype=np.uint32), next(encoded)]
             rows.append(np.concatenate(parts))
         return rows
 
@@ -126,11 +128,11 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise Z2aError(f"the tokenizer in {self.directory} has no chat template")
-        variables = {**self._named, "add_generation_prompt": add_generation_prompt}
-        pieces = chat_pieces(self.chat_template, self.special_ids, messages, tools, variables)
-        texts = iter(_encode_any(self.reference, pieces[::2]))
+        variables = {**self._named_tokens, "add_generation_prompt": add_generation_prompt}
+        parts = split_rendered_chat(self.chat_template, self.special_ids, messages, tools, variables)
+        texts = iter(_encode_with_surrogates(self.reference, parts[::2]))
         ids: list[int] = next(texts).tolist()
-        for marker in pieces[1::2]:
+        for marker in parts[1::2]:
             ids += [self.special_ids[marker], *next(texts).tolist()]
         return ids
 
@@ -141,14 +143,14 @@ class Tokenizer:
         b'caf\\xe9'
         """
         text = data.decode("utf-8", "surrogateescape")
-        runs = iter(_encode_any(self.reference, _NO_UTF8.split(text)))
+        runs = iter(_encode_with_surrogates(self.reference, _INVALID_UTF8.split(text)))
         ids: list[int] = next(runs).tolist()
-        for byte in _NO_UTF8.findall(text):
+        for byte in _INVALID_UTF8.findall(text):
             ids += [self.vocabulary.ranks[bytes([ord(byte) - 0xDC00])], *next(runs).tolist()]
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The exact text, with U+FFFD for bytes that are no text (as when ids were cut inside a character)."""
+        """The exact text, with U+FFFD for invalid UTF-8 (as when ids are truncated inside a character)."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -157,7 +159,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """The bytes that each id stands for; a special token stands for its own name."""
+        """The bytes of each id; those of a special token are its name."""
         table = [b""] * self.vocab_size
         for token, id in self.vocabulary.ranks.items():
             table[id] = token
@@ -166,25 +168,25 @@ class Tokenizer:
         return table
 
     @cached_property
-    def text_bytes(self) -> list[int]:
-        """How many bytes of text each id stands for: none for the special ones."""
+    def token_byte_lengths(self) -> list[int]:
+        """The number of bytes of text of each id: 0 for special tokens."""
         special = set(self.special_ids.values())
         return [0 if id in special else len(data) for id, data in enumerate(self.token_bytes)]
 
 
-def _encode_any(engine: Encoder, texts: list[str]) -> list[Ids]:
-    """Encode text that may hold surrogates. They are rare, so they are looked for only when an engine stumbles."""
+def _encode_with_surrogates(backend: Encoder, texts: list[str]) -> list[Ids]:
+    """Encode text that may contain surrogates. They are rare, so they are replaced only when a backend fails."""
     try:
-        return engine.encode(texts)
+        return backend.encode(texts)
     except (TypeError, UnicodeError):
-        mended = [text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") for text in texts]
-        if mended == texts:
+        repaired = [text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") for text in texts]
+        if repaired == texts:
             raise
-        return engine.encode(mended)
+        return backend.encode(repaired)
 
 
 def _chat_settings(directory: Path) -> tuple[str | None, dict[str, str]]:
-    """The chat template, and the named tokens that it may write, from where Hugging Face keeps them."""
+    """The chat template, and the named tokens that it may use, from Hugging Face's files."""
     path = directory / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {}
     template = directory / "chat_template.jinja"

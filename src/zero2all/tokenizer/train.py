@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders as hf_decoders
 
 from zero2all.console import progress
-from zero2all.engine import Engine, all_cores, end_workers
+from zero2all.engine import Engine, available_cores, shutdown_workers
 from zero2all.errors import UsageError
 from zero2all.io import (
     atomic_dir,
@@ -30,8 +30,8 @@ from zero2all.io import (
     write_text,
 )
 from zero2all.recipe import TokenizerRecipe
-from zero2all.tokenizer.count import PARTS, Cutting, RunWriter, collect, count_shard, finished
-from zero2all.tokenizer.merge import byte_order, learn_merges, merge_memory, read_words
+from zero2all.recipe.renamed import to_old
+from zero2all.tokenizer.merge import bytes_by_id, learn_merges, merge_memory, read_words
 from zero2all.tokenizer.vocabulary import (
     CHAT_TEMPLATE,
     END_OF_TEXT,
@@ -43,12 +43,20 @@ from zero2all.tokenizer.vocabulary import (
     byte_alphabet,
     reserved_tokens,
 )
+from zero2all.tokenizer.word_count import (
+    HASH_PARTITIONS,
+    PretokenizeConfig,
+    SpillWriter,
+    aggregate_counts,
+    count_shard,
+    read_finished_count,
+)
 from zero2all.units import show_bytes, show_count
 
 KIND = "tokenizer"
 FORMAT = 2
 PROCESS_MEMORY = 300 << 20  # of a process before it counts anything: Python, Arrow, numba, one batch of documents
-LEAST_TABLE, MOST_TABLE = 32 << 20, 512 << 20
+MIN_TABLE_MEMORY, MAX_TABLE_MEMORY = 32 << 20, 512 << 20
 
 
 def train_tokenizer(
@@ -56,22 +64,23 @@ def train_tokenizer(
 ) -> dict[str, Any]:
     """Learn a vocabulary from the training split in ``documents``; ``out`` becomes a Hugging Face directory.
 
-    What lies between the stages is in ``<out>.work``; stopped half-way, the same call goes on from there.
+    Intermediate results are in ``<out>.work``; after an interruption, the same call resumes from there.
     """
     engine = engine or Engine()
     corpus = read_manifest(documents, "documents", "z2a corpus build RECIPE")
-    key = fingerprint([FORMAT, corpus["key"], recipe.model_dump(mode="json", exclude={"dir"})])
+    settings = to_old(recipe.model_dump(mode="json", exclude={"dir"}), "tokenizer")  # keys that 0.1 trained with
+    key = fingerprint([FORMAT, corpus["key"], settings])
     if is_current(out, KIND, key):
         return {**read_json(out / "manifest.json"), "reused": True}
 
     work = out.with_name(f"{out.name}.work")
-    table = _count(recipe, documents, corpus, work, engine)
-    tokens = [bytes([byte]) for byte in byte_order()]
+    table = _count_words(recipe, documents, corpus, work, engine)
+    tokens = [bytes([byte]) for byte in bytes_by_id()]
     wanted = recipe.vocab_size - len(SPECIAL_TOKENS)
     with progress(f"learning {wanted} tokens from {show_count(table['kept_words'])} words", wanted - 256) as advance:
         merges = learn_merges(read_words(work / "words.arrow", wanted), tokens, wanted, recipe.min_frequency, advance)
 
-    # The size is a promise to the model, so a text too small to fill it leaves reserved names for later use.
+    # The model relies on the size, so a text too small to fill it leaves reserved names for later use.
     special = NAMED_TOKENS + reserved_tokens(recipe.vocab_size - len(tokens) - len(NAMED_TOKENS))
     with atomic_dir(out, KIND) as unfinished:
         write_hf_directory(unfinished, recipe.pattern, tokens, merges, special)
@@ -122,31 +131,35 @@ def write_hf_directory(
     write_text(directory / "chat_template.jinja", CHAT_TEMPLATE)
 
 
-def _count(
+def _count_words(
     recipe: TokenizerRecipe, documents: Path, corpus: dict[str, Any], work: Path, engine: Engine
 ) -> dict[str, Any]:
     """Stage one: ``words.arrow`` in ``work``, and its record."""
     sources = corpus["splits"]["train"].values()
     available = sum(part["bytes"] for part in sources)
-    cutting = Cutting(recipe.pattern, recipe.chop, min(1.0, recipe.sample / available) if available else 0.0)
+    config = PretokenizeConfig(
+        recipe.pattern, recipe.max_han_run, min(1.0, recipe.train_bytes / available) if available else 0.0
+    )
     shards = [f"train/{shard}" for part in sources for shard in part["shards"]]
-    keys = [fingerprint([FORMAT, corpus["files"][shard], vars(cutting)]) for shard in shards]
+    keys = [fingerprint([FORMAT, corpus["files"][shard], vars(config)]) for shard in shards]
     key = fingerprint([keys, recipe.seed, recipe.max_memory])
     done = work / "words.json"
     if done.exists() and (before := read_json(done))["key"] == key:
         return before  # type: ignore[no-any-return]
     done.unlink(missing_ok=True)
 
-    room = _table_memory(recipe.max_memory, engine)
+    table_memory = _memory_per_table(recipe.max_memory, engine)
     counts, classes = work / "counts", work / "classes.npy"
     with progress("preparing (the first time on a machine takes a minute)"):
-        _write_classes(classes)
-        _compile(work / "compile", np.load(classes))
+        _write_character_classes(classes)
+        _warm_up_jit(work / "compile", np.load(classes))
     stems = [counts / Path(shard).stem for shard in shards]
-    records = {number: record for number, stem in enumerate(stems) if (record := finished(stem, keys[number]))}
+    records = {
+        number: record for number, stem in enumerate(stems) if (record := read_finished_count(stem, keys[number]))
+    }
     todo = [number for number in range(len(shards)) if number not in records]
-    tasks = [(documents / shards[n], stems[n], keys[n], cutting, classes, room) for n in todo]
-    expected = cutting.share * available
+    tasks = [(documents / shards[n], stems[n], keys[n], config, classes, table_memory) for n in todo]
+    expected = config.share * available
     with progress(f"counting the words of {show_bytes(expected)}", expected) as advance:
         advance(sum(record["bytes"] for record in records.values()))
         if engine.in_process:
@@ -155,20 +168,20 @@ def _count(
             left = expected - sum(record["bytes"] for record in records.values())
             made = engine.run(count_shard, tasks, lambda task: advance(left / len(tasks)))
     records |= dict(zip(todo, made, strict=True))
-    end_workers()  # their memory is needed now
+    shutdown_workers()  # their memory is needed now
 
     in_order = [records[number] for number in range(len(shards))]
-    runs = [counts / run for record in in_order for run in record["runs"]]
+    spills = [counts / spill for record in in_order for spill in record["runs"]]
     rows = sum(record["rows"] for record in in_order)
-    with progress(f"adding up {show_count(rows)} counts", PARTS) as advance:
-        table = collect(
-            runs,
+    with progress(f"adding up {show_count(rows)} counts", HASH_PARTITIONS) as advance:
+        table = aggregate_counts(
+            spills,
             rows,
             work / "words.arrow",
             merge_memory,
             recipe.max_memory - PROCESS_MEMORY,
             recipe.seed,
-            min(MOST_TABLE, (recipe.max_memory - PROCESS_MEMORY) // 4),
+            min(MAX_TABLE_MEMORY, (recipe.max_memory - PROCESS_MEMORY) // 4),
             advance,
         )
     record = {"key": key, "bytes": sum(record["bytes"] for record in in_order), **table}
@@ -177,35 +190,35 @@ def _count(
     return record
 
 
-def _write_classes(path: Path) -> None:
-    """Found out once, and read by every worker."""
-    from zero2all.tokenizer.cut import character_classes
+def _write_character_classes(path: Path) -> None:
+    """Computed once, and read by every worker."""
+    from zero2all.tokenizer.pretokenizer import character_classes
 
     with atomic_path(path) as unfinished, open(unfinished, "wb") as stream:
         np.save(stream, character_classes())
 
 
-def _compile(stem: Path, classes: NDArray[np.uint8]) -> None:
-    """Run every compiled function once here, so that workers find them on disk instead of all compiling them."""
-    runs = RunWriter(stem, Cutting("zh-en-code", 8, 1.0), classes, LEAST_TABLE)
-    runs.count(pa.array(["a text, a text"]), np.ones(1, bool))
-    runs.spill()
+def _warm_up_jit(stem: Path, classes: NDArray[np.uint8]) -> None:
+    """Run every JIT function once here, so that workers load them from the cache instead of compiling them too."""
+    spills = SpillWriter(stem, PretokenizeConfig("zh-en-code", 8, 1.0), classes, MIN_TABLE_MEMORY)
+    spills.count(pa.array(["a text, a text"]), np.ones(1, bool))
+    spills.spill()
     words = stem.with_suffix(".arrow")
-    collect(runs.paths, runs.rows, words, merge_memory, 1 << 40, 0, LEAST_TABLE)
-    learn_merges(read_words(words, 260), [bytes([byte]) for byte in byte_order()], 260, 2)
-    for path in (*runs.paths, words):
+    aggregate_counts(spills.paths, spills.row_count, words, merge_memory, 1 << 40, 0, MIN_TABLE_MEMORY)
+    learn_merges(read_words(words, 260), [bytes([byte]) for byte in bytes_by_id()], 260, 2)
+    for path in (*spills.paths, words):
         path.unlink()
 
 
-def _table_memory(max_memory: int, engine: Engine) -> int:
-    """Memory for the table of one task, so that all processes together stay below the ceiling."""
-    workers = engine.workers if engine.kind == "local" else all_cores()
+def _memory_per_table(max_memory: int, engine: Engine) -> int:
+    """Memory for the table of one task, so that all processes together stay below the limit."""
+    workers = engine.workers if engine.kind == "local" else available_cores()
     others = 0 if engine.in_process else PROCESS_MEMORY
-    room = (max_memory - others) // workers - PROCESS_MEMORY
-    if room < LEAST_TABLE:
-        least = others + workers * (PROCESS_MEMORY + LEAST_TABLE)
+    memory = (max_memory - others) // workers - PROCESS_MEMORY
+    if memory < MIN_TABLE_MEMORY:
+        required = others + workers * (PROCESS_MEMORY + MIN_TABLE_MEMORY)
         raise UsageError(
             f"tokenizer.max_memory ({show_bytes(max_memory)}) is too little for {workers} workers: "
-            f"give at least {show_bytes(least)}, or fewer --workers"
+            f"give at least {show_bytes(required)}, or fewer --workers"
         )
-    return min(MOST_TABLE, room)
+    return min(MAX_TABLE_MEMORY, memory)

@@ -1,7 +1,7 @@
-"""What every vocabulary shares: how text is cut, how bytes are written, the special tokens and the chat template.
+"""What every vocabulary shares: pre-tokenizer patterns, the byte alphabet, the special tokens and the chat template.
 
 The ids of a vocabulary, from 0 on: the 256 bytes, the learned tokens, ``SPECIAL_TOKENS``, and reserved names up to the
-promised size.
+requested size.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ NAMED_TOKENS = (
 
 
 def reserved_tokens(number: int) -> tuple[str, ...]:
-    """Names without a meaning yet: a model can learn one later without a new row."""
+    """Names without a meaning yet: a model can learn one later without a new embedding row."""
     return tuple(f"<|reserved_{n}|>" for n in range(number))
 
 
 SPECIAL_TOKENS = NAMED_TOKENS + reserved_tokens(32 - len(NAMED_TOKENS))
 
-# Ways to cut text into words; merges are learned and applied inside a word. Nothing is lost: every character falls
-# into some word. Each is a pattern that fast encoders know, so none of them may be changed once a model uses it.
+# Patterns that split text into words; merges are learned and applied inside a word. Every character belongs to some
+# word. Fast backends support each of these patterns, so none of them may be changed once a model uses it.
 PATTERNS = {
-    # Digits in groups of up to three, contractions, one leading space or mark with a word, marks with the newlines
-    # after them, runs of newlines together with the blanks before them, and indentation but for its last blank.
+    # Digits in groups of up to three, contractions, one leading space or mark with a word, punctuation with the
+    # newlines after it, runs of newlines with the whitespace before them, and indentation except its last space.
     "zh-en-code": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
-    # The same with every digit alone, as Qwen 2 cuts it.
+    # The same with single digits, as in Qwen 2.
     "qwen2": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
-    # Numbers of any length are words, only a space joins the word after it, newlines are blanks like others.
+    # Numbers of any length are words, only a space joins the word after it, newlines are ordinary whitespace.
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
 }
 
@@ -85,7 +85,7 @@ CHAT_TEMPLATE = """\
 
 
 def byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies write a byte as a visible character: itself if printable, else from U+0100 on."""
+    """The visible character of each byte in byte-level vocabularies: itself if printable, else from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}

@@ -1,4 +1,4 @@
-"""Compiled: a hash table from words to counts, in flat arrays whose size is known before the first word comes."""
+"""JIT kernels: a hash table from words to counts, in flat arrays of a size fixed in advance."""
 
 from __future__ import annotations
 
@@ -8,70 +8,70 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from zero2all.tokenizer.compiled import compiled, inlined
-from zero2all.tokenizer.cut import chop_end, word_end
+from zero2all.tokenizer.jit import jit, jit_inline
+from zero2all.tokenizer.pretokenizer import han_split_end, word_end
 
-ROW_BYTES = 64  # of memory for a row and its word, at the average length that the table is made for
+ROW_BYTES = 64  # memory for a row and its word, at the average word length that the table is sized for
 WORD_BYTES = 16
-START, COUNT = range(2)  # columns of ``Table.rows``
+ROW_START, ROW_COUNT = range(2)  # columns of ``WordTable.rows``
 
 
-class Table(NamedTuple):
-    """Row r is the word ``letters[rows[r, START]:rows[r + 1, START]]``; ``size[0]`` says how many there are.
+class WordTable(NamedTuple):
+    """Row r is the word ``word_bytes[rows[r, ROW_START]:rows[r + 1, ROW_START]]``; ``size[0]`` is the number of rows.
 
-    A slot holds the first half of a word's hash and its row + 1, so that most looks end there: memory is slow.
+    A slot holds the first half of a word's hash and its row + 1, so that most lookups end there: memory is slow.
     """
 
     slots: NDArray[np.uint64]
     rows: NDArray[np.int64]
-    letters: NDArray[np.uint8]
+    word_bytes: NDArray[np.uint8]
     size: NDArray[np.int64]
 
     def words(self) -> pa.Array:
-        """The words as an Arrow array over the table's own letters."""
+        """The words as an Arrow array over the table's own bytes."""
         size = int(self.size[0])
-        starts = np.ascontiguousarray(self.rows[: size + 1, START])
-        buffers = [None, pa.py_buffer(starts), pa.py_buffer(self.letters)]
+        starts = np.ascontiguousarray(self.rows[: size + 1, ROW_START])
+        buffers = [None, pa.py_buffer(starts), pa.py_buffer(self.word_bytes)]
         return pa.LargeBinaryArray.from_buffers(pa.large_binary(), size, buffers)
 
     def counts(self) -> NDArray[np.int64]:
-        return np.ascontiguousarray(self.rows[: int(self.size[0]), COUNT])
+        return np.ascontiguousarray(self.rows[: int(self.size[0]), ROW_COUNT])
 
 
-def new_table(rows: int, letters: int) -> Table:
+def new_table(rows: int, byte_capacity: int) -> WordTable:
     slots = 1 << (2 * rows - 1).bit_length()
-    return Table(
+    return WordTable(
         np.zeros(slots, np.uint64),
         np.zeros((rows + 1, 2), np.int64),
-        np.empty(letters, np.uint8),
+        np.empty(byte_capacity, np.uint8),
         np.zeros(1, np.int64),
     )
 
 
-def small_table() -> Table:
-    """A small one is quick, because it stays in the caches; ``grown`` makes it larger."""
+def small_table() -> WordTable:
+    """A small table is fast because it fits into the caches; ``grow_table`` enlarges it."""
     return new_table(1 << 14, WORD_BYTES << 14)
 
 
-def memory_of(table: Table) -> int:
+def table_bytes(table: WordTable) -> int:
     return sum(array.nbytes for array in table)
 
 
-def clear(table: Table) -> None:
+def clear_table(table: WordTable) -> None:
     table.slots.fill(0)
     table.size[0] = 0
 
 
-def grown(table: Table, letters: int = 0) -> Table:
-    """The same words in a table of twice the size, or with room for at least this many letters."""
-    larger = new_table(2 * (len(table.rows) - 1), max(2 * table.letters.size, letters))
+def grow_table(table: WordTable, byte_capacity: int = 0) -> WordTable:
+    """The same words in a table of twice the size, or with a capacity of at least this many bytes."""
+    larger = new_table(2 * (len(table.rows) - 1), max(2 * table.word_bytes.size, byte_capacity))
     size = int(table.size[0])
-    add_rows(larger, table.letters, table.rows[: size + 1, START].copy(), table.counts(), 1, 0, 0)
+    add_rows(larger, table.word_bytes, table.rows[: size + 1, ROW_START].copy(), table.counts(), 1, 0, 0)
     return larger
 
 
-@compiled
-def mixed(value: np.uint64) -> np.uint64:
+@jit
+def mix_hash(value: np.uint64) -> np.uint64:
     value ^= value >> np.uint64(33)
     value *= np.uint64(0xFF51AFD7ED558CCD)
     value ^= value >> np.uint64(33)
@@ -79,17 +79,17 @@ def mixed(value: np.uint64) -> np.uint64:
     return value ^ (value >> np.uint64(33))
 
 
-@compiled
+@jit
 def word_hash(data: NDArray[np.uint8], start: int, end: int) -> np.uint64:
     value = np.uint64(0xCBF29CE484222325)
-    for at in range(start, end):
-        value = (value ^ np.uint64(data[at])) * np.uint64(0x100000001B3)
-    return mixed(value)
+    for pos in range(start, end):
+        value = (value ^ np.uint64(data[pos])) * np.uint64(0x100000001B3)
+    return mix_hash(value)
 
 
-@inlined
-def add_word(table: Table, data: NDArray[np.uint8], start: int, end: int, count: int) -> None:
-    """The caller has seen to it that there is room."""
+@jit_inline
+def add_word(table: WordTable, data: NDArray[np.uint8], start: int, end: int, count: int) -> None:
+    """The caller ensures capacity."""
     hashed = word_hash(data, start, end)
     half = np.uint64(32)
     last = np.uint64(table.slots.size - 1)
@@ -99,96 +99,99 @@ def add_word(table: Table, data: NDArray[np.uint8], start: int, end: int, count:
         found = table.slots[slot]
         if found >> half == hashed >> half:
             row = np.int64(found & np.uint64(0xFFFFFFFF)) - 1
-            at = table.rows[row, START]
-            if table.rows[row + 1, START] - at == length:
+            at = table.rows[row, ROW_START]
+            if table.rows[row + 1, ROW_START] - at == length:
                 same = 0
-                while same < length and table.letters[at + same] == data[start + same]:
+                while same < length and table.word_bytes[at + same] == data[start + same]:
                     same += 1
                 if same == length:
-                    table.rows[row, COUNT] += count
+                    table.rows[row, ROW_COUNT] += count
                     return
         slot = (slot + np.uint64(1)) & last
     row = table.size[0]
     table.slots[slot] = hashed >> half << half | np.uint64(row + 1)
-    at = table.rows[row, START]
+    at = table.rows[row, ROW_START]
     for offset in range(length):
-        table.letters[at + offset] = data[start + offset]
-    table.rows[row, COUNT] = count
-    table.rows[row + 1, START] = at + length
+        table.word_bytes[at + offset] = data[start + offset]
+    table.rows[row, ROW_COUNT] = count
+    table.rows[row + 1, ROW_START] = at + length
     table.size[0] = row + 1
 
 
-@inlined
-def has_room(table: Table, words: int, letters: int) -> bool:
+@jit_inline
+def has_capacity(table: WordTable, words: int, byte_count: int) -> bool:
     size = table.size[0]
-    return bool(size + words < len(table.rows) and table.rows[size, START] + letters <= table.letters.size)
+    return bool(size + words < len(table.rows) and table.rows[size, ROW_START] + byte_count <= table.word_bytes.size)
 
 
-@compiled
-def word_hashes(table: Table) -> NDArray[np.uint64]:
+@jit
+def word_hashes(table: WordTable) -> NDArray[np.uint64]:
     hashes = np.empty(table.size[0], np.uint64)
     for row in range(hashes.size):
-        hashes[row] = word_hash(table.letters, table.rows[row, START], table.rows[row + 1, START])
+        hashes[row] = word_hash(table.word_bytes, table.rows[row, ROW_START], table.rows[row + 1, ROW_START])
     return hashes
 
 
-@compiled
+@jit
 def count_texts(
-    table: Table,
+    table: WordTable,
     data: NDArray[np.uint8],
     bounds: NDArray[np.int64],
-    taken: NDArray[np.bool_],
+    selected: NDArray[np.bool_],
     classes: NDArray[np.uint8],
     family: int,
-    digits: int,
-    chop: int,
-    number: int,
-    at: int,
+    max_digits: int,
+    max_han_run: int,
+    text_index: int,
+    pos: int,
 ) -> tuple[int, int]:
-    """Count the words of texts from ``number`` on, there from ``at`` on; gives where the table became full."""
-    while number < taken.size:
-        at = max(at, bounds[number])
-        end = bounds[number + 1] if taken[number] else at
-        while at < end:
-            stop = word_end(data, at, end, classes, family, digits)
-            pieces = 1 + (stop - at) // (3 * chop) if chop else 1  # no Han character is shorter than three bytes
-            if not has_room(table, pieces, stop - at):
-                return number, at
-            while at < stop:
-                piece = chop_end(data, at, stop, classes, chop) if chop else stop
-                add_word(table, data, at, piece, 1)
-                at = piece
-        number += 1
-        at = 0
-    return number, 0
+    """Count the words of texts from ``text_index`` on, there from ``pos`` on; returns where the table became full."""
+    while text_index < selected.size:
+        pos = max(pos, bounds[text_index])
+        end = bounds[text_index + 1] if selected[text_index] else pos
+        while pos < end:
+            stop = word_end(data, pos, end, classes, family, max_digits)
+            # No Han character is shorter than three bytes.
+            max_words = 1 + (stop - pos) // (3 * max_han_run) if max_han_run else 1
+            if not has_capacity(table, max_words, stop - pos):
+                return text_index, pos
+            while pos < stop:
+                word_stop = han_split_end(data, pos, stop, classes, max_han_run) if max_han_run else stop
+                add_word(table, data, pos, word_stop, 1)
+                pos = word_stop
+        text_index += 1
+        pos = 0
+    return text_index, 0
 
 
-@compiled
+@jit
 def add_rows(
-    table: Table,
+    table: WordTable,
     data: NDArray[np.uint8],
     bounds: NDArray[np.int64],
     counts: NDArray[np.int64],
-    passes: int,
-    turn: int,
-    number: int,
+    num_passes: int,
+    pass_index: int,
+    row_index: int,
 ) -> int:
-    """Add words that were counted before, those whose turn it is; gives where the table became full."""
-    while number < bounds.size - 1:
-        start, end = bounds[number], bounds[number + 1]
-        if passes == 1 or (word_hash(data, start, end) >> np.uint64(32)) % np.uint64(passes) == np.uint64(turn):
-            if not has_room(table, 1, end - start):
-                return number
-            add_word(table, data, start, end, counts[number])
-        number += 1
-    return number
+    """Add counted words that belong to this pass; returns where the table became full."""
+    while row_index < bounds.size - 1:
+        start, end = bounds[row_index], bounds[row_index + 1]
+        if num_passes == 1 or (word_hash(data, start, end) >> np.uint64(32)) % np.uint64(num_passes) == np.uint64(
+            pass_index
+        ):
+            if not has_capacity(table, 1, end - start):
+                return row_index
+            add_word(table, data, start, end, counts[row_index])
+        row_index += 1
+    return row_index
 
 
-@compiled
-def chances(hashes: NDArray[np.uint64], seed: int) -> NDArray[np.float64]:
-    """A number in [0, 1) for each word that depends on the word and the seed and on nothing else."""
-    salt = mixed(np.uint64(seed) ^ np.uint64(0x9E3779B97F4A7C15))
-    drawn = np.empty(hashes.size, np.float64)
+@jit
+def word_uniforms(hashes: NDArray[np.uint64], seed: int) -> NDArray[np.float64]:
+    """A uniform number in [0, 1) for each word that depends only on the word and the seed."""
+    salt = mix_hash(np.uint64(seed) ^ np.uint64(0x9E3779B97F4A7C15))
+    uniforms = np.empty(hashes.size, np.float64)
     for row in range(hashes.size):
-        drawn[row] = np.float64(mixed(hashes[row] ^ salt) >> np.uint64(11)) * 2.0**-53
-    return drawn
+        uniforms[row] = np.float64(mix_hash(hashes[row] ^ salt) >> np.uint64(11)) * 2.0**-53
+    return uniforms

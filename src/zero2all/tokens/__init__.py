@@ -1,14 +1,14 @@
 """Documents to token shards, and the order in which training sees them.
 
->>> samples = Samples.open(Path("runs/quickstart/tokens"), "train", seq_len=512, seed=1234)
->>> samples.tokens(0, 8).shape
+>>> dataset = PackedDataset.open(Path("runs/quickstart/tokens"), "train", seq_len=512, seed=1234)
+>>> dataset.tokens(0, 8).shape
 (8, 513)
 """
 
-from zero2all.tokens.build import build_tokens
-from zero2all.tokens.order import SampleOrder
-from zero2all.tokens.samples import SamplePart, Samples
-from zero2all.tokens.store import TokenShard, TokenStore
-from zero2all.tokens.verify import check_store
+from zero2all.tokens.build_store import build_tokens
+from zero2all.tokens.packed_dataset import DocumentSpan, PackedDataset
+from zero2all.tokens.sample_order import SampleOrder
+from zero2all.tokens.token_store import TokenShard, TokenStore
+from zero2all.tokens.verify import verify_store
 
-__all__ = ["SampleOrder", "SamplePart", "Samples", "TokenShard", "TokenStore", "build_tokens", "check_store"]
+__all__ = ["DocumentSpan", "PackedDataset", "SampleOrder", "TokenShard", "TokenStore", "build_tokens", "verify_store"]

@@ -1,8 +1,8 @@
-"""Whether the files of a token store are those that its manifest describes.
+"""Checks that the files of a token store are those that its manifest describes.
 
 A flipped bit, a truncated file or a shard of another store trains a worse model without an error, so a store is checked
-before training reads it. Reading all of it would take hours at terabytes: sizes are checked of every shard, contents
-of random blocks, each against a checksum from the build. 'z2a tokens build' checks every byte.
+before training reads it. Reading all of it would take hours at terabytes: the size of every shard is checked, and the
+checksums of random blocks. 'z2a tokens build' checks every byte.
 """
 
 from __future__ import annotations
@@ -15,62 +15,63 @@ from typing import Any
 import numpy as np
 
 from zero2all.io import read_json, sha256_file
-from zero2all.tokens.store import TokenShard, TokenStore, damaged
+from zero2all.tokens.token_store import TokenShard, TokenStore, damaged_error
 
-BLOCK = 1 << 20
-BLOCKS_CHECKED = 32  # of a rank at each start: 32 MiB
-BLOCKS_IN_ALL = 1024  # of all ranks, where there are many: they share one file system
+BLOCK_BYTES = 1 << 20
+BLOCKS_PER_RANK = 32  # at each start: 32 MiB
+MAX_BLOCKS_TOTAL = 1024  # over all ranks, which share one file system
 
 
 def block_checksums(path: Path) -> list[int]:
     """CRC-32 of each block of a file."""
     with open(path, "rb") as stream:
-        return [zlib.crc32(block) for block in iter(lambda: stream.read(BLOCK), b"")]
+        return [zlib.crc32(block) for block in iter(lambda: stream.read(BLOCK_BYTES), b"")]
 
 
-def check_store(store: TokenStore, rank: int = 0, ranks: int = 1, seed: int | None = None) -> None:
-    """Raise an error that names the first damaged shard. Rank r of R checks its share of the shards' sizes.
+def verify_store(store: TokenStore, rank: int = 0, world_size: int = 1, seed: int | None = None) -> None:
+    """Raise an error that names the first damaged shard. Each rank checks the sizes of its share of the shards.
 
-    Every start and every rank draws other blocks, unless ``seed`` is given.
+    Every start and every rank draws different blocks, unless ``seed`` is given.
     """
-    shards = [shard for of_source in store.sources.values() for shard in of_source]
-    for shard in shards[rank::ranks]:
+    shards = [shard for source_shards in store.sources.values() for shard in source_shards]
+    for shard in shards[rank::world_size]:
         shard.check_sizes()
-    # From the manifest, not from the files: a thousand ranks need not ask the file system for each of them.
-    firsts = np.cumsum([0, *(-(-shard.bin_bytes // BLOCK) for shard in shards)])
+    # From the manifest, not from the files: a thousand ranks must not stat every file.
+    firsts = np.cumsum([0, *(-(-shard.bin_bytes // BLOCK_BYTES) for shard in shards)])
     total = int(firsts[-1])
-    count = min(total, BLOCKS_CHECKED, max(1, BLOCKS_IN_ALL // ranks))
+    count = min(total, BLOCKS_PER_RANK, max(1, MAX_BLOCKS_TOTAL // world_size))
     chosen = sorted(random.Random(seed).sample(range(total), count))
     records: dict[int, dict[str, Any]] = {}
     for block in chosen:
         number = int(np.searchsorted(firsts, block, side="right")) - 1
         if number not in records:
-            records[number] = _record(shards[number])
-        _check_block(shards[number], records[number], block - int(firsts[number]))
+            records[number] = _read_shard_record(shards[number])
+        _verify_block(shards[number], records[number], block - int(firsts[number]))
 
 
-def _record(shard: TokenShard) -> dict[str, Any]:
-    """What the build wrote down of a shard; the manifest has its checksum, so a shard of another store is noticed."""
+def _read_shard_record(shard: TokenShard) -> dict[str, Any]:
+    """The record that the build wrote for a shard; its checksum in the manifest detects a shard of another store."""
     path = shard.stem.with_suffix(".json")
     if not path.exists():
-        raise damaged(path, "is missing")
-    if shard.expected is None or sha256_file(path) != shard.expected.record:
-        raise damaged(path, "does not match the store's manifest")
+        raise damaged_error(path, "is missing")
+    if shard.manifest_entry is None or sha256_file(path) != shard.manifest_entry.record_sha256:
+        raise damaged_error(path, "does not match the store's manifest")
     record: dict[str, Any] = read_json(path)
     for suffix, size in record["sizes"].items():
         file = shard.stem.with_suffix(suffix)
         if not file.exists():
-            raise damaged(file, "is missing")
+            raise damaged_error(file, "is missing")
         if file.stat().st_size != size:
-            raise damaged(file, f"has {file.stat().st_size} bytes, not {size}")
+            raise damaged_error(file, f"has {file.stat().st_size} bytes, not {size}")
     return record
 
 
-def _check_block(shard: TokenShard, record: dict[str, Any], number: int) -> None:
+def _verify_block(shard: TokenShard, record: dict[str, Any], number: int) -> None:
     path = shard.stem.with_suffix(".bin")
     with open(path, "rb") as stream:
-        stream.seek(number * BLOCK)
-        if zlib.crc32(stream.read(BLOCK)) != record["blocks"][number]:
-            raise damaged(
-                path, f"does not match its checksum between bytes {number * BLOCK} and {(number + 1) * BLOCK}"
+        stream.seek(number * BLOCK_BYTES)
+        if zlib.crc32(stream.read(BLOCK_BYTES)) != record["blocks"][number]:
+            raise damaged_error(
+                path,
+                f"does not match its checksum between bytes {number * BLOCK_BYTES} and {(number + 1) * BLOCK_BYTES}",
             )

@@ -1,8 +1,8 @@
-"""Other trackers on the same call. A sink is one small class; each runs on a thread of its own and may fail at will.
+"""Sinks: other trackers that receive the same metrics. Each runs on its own thread, and its failures stay there.
 
-``track.sinks`` in a recipe names them: ``tensorboard``, ``wandb``, or ``package.module:Class`` for one of your own,
-which is instantiated with the run directory. Only a class with the methods of ``Sink`` is: a name that leads to
-anything else is refused before it is called.
+``track.sinks`` in a recipe names them: ``tensorboard``, ``wandb``, or ``package.module:Class`` for your own, which is
+instantiated with the run directory. Only a class with the methods of ``Sink`` is accepted: any other name is rejected
+before it is called.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from zero2all.errors import Problem, UsageError, Z2aError, need
-from zero2all.track.lines import NOT_VALUES
+from zero2all.errors import RecipeProblem, UsageError, Z2aError, need
+from zero2all.track.record_lines import NON_METRIC_KEYS
 
 
 class Sink(Protocol):
-    """What a tracker has to offer. It may raise and it may be slow."""
+    """The interface of a tracker. It may raise and it may be slow."""
 
     def step(self, step: int, values: dict[str, float]) -> None: ...
 
@@ -56,12 +56,12 @@ class TensorBoard:
         self._writer.add_text(f"samples/{name}", indented, step)
 
     def histogram(self, step: int, name: str, counts: list[float], edges: list[float]) -> None:
-        middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
-        number = sum(counts)
+        centers = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
+        total = sum(counts)
         self._writer.add_histogram_raw(
-            name, edges[0], edges[-1], number,
-            sum(count * middle for count, middle in zip(counts, middles, strict=True)),
-            sum(count * middle**2 for count, middle in zip(counts, middles, strict=True)),
+            name, edges[0], edges[-1], total,
+            sum(count * center for count, center in zip(counts, centers, strict=True)),
+            sum(count * center**2 for count, center in zip(counts, centers, strict=True)),
             edges[1:], counts, step,
         )  # fmt: skip
 
@@ -70,7 +70,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases. Offline unless WANDB_MODE says otherwise; ``wandb sync`` sends what was kept."""
+    """Weights & Biases. Offline unless WANDB_MODE is set; ``wandb sync`` uploads the run."""
 
     def __init__(self, directory: Path) -> None:
         self._wandb: Any = need("wandb", "wandb")
@@ -78,7 +78,7 @@ class Wandb:
 
     @cached_property
     def _run(self) -> Any:
-        """Begun at the first line, on the sink's thread: it may wait for a server."""
+        """Created at the first line, on the sink's thread: it may wait for a server."""
         name, mode = self._directory.parent.name, os.environ.get("WANDB_MODE", "offline")
         return self._wandb.init(project="zero2all", name=name, dir=str(self._directory), mode=mode)
 
@@ -86,7 +86,7 @@ class Wandb:
         self._run.log(values, step=step)
 
     def event(self, name: str, details: dict[str, Any]) -> None:
-        self._run.log({f"events/{name}": str(details)}, commit=False)  # with the next step: it takes none of its own
+        self._run.log({f"events/{name}": str(details)}, commit=False)  # logged with the next step
 
     def sample(self, step: int, name: str, text: str) -> None:
         self._run.log({f"samples/{name}": text}, step=step)
@@ -98,30 +98,30 @@ class Wandb:
         self._run.finish()
 
 
-BUILT_IN: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb}
-METHODS = ("step", "event", "sample", "histogram", "close")
+BUILTIN_SINKS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb}
+SINK_METHODS = ("step", "event", "sample", "histogram", "close")
 
 
 def open_sinks(names: Iterable[str], directory: Path) -> list[Sink]:
-    """The sinks that a recipe asks for. One that is not installed is an error before training, never during it."""
-    return [_start(name, directory) for name in names]
+    """The sinks that a recipe asks for. A missing package is an error before training, never during it."""
+    return [_create_sink(name, directory) for name in names]
 
 
-def sink_problems(names: Iterable[str]) -> list[Problem]:
+def sink_problems(names: Iterable[str]) -> list[RecipeProblem]:
     """What is wrong with the sinks that a recipe names. Their modules are imported; nothing is instantiated."""
     problems = []
     for number, name in enumerate(names):
         try:
             _sink_class(name)
         except UsageError as error:
-            problems.append(Problem(f"track.sinks.{number}", str(error)))
+            problems.append(RecipeProblem(f"track.sinks.{number}", str(error)))
     return problems
 
 
-def _start(name: str, directory: Path) -> Sink:
+def _create_sink(name: str, directory: Path) -> Sink:
     try:
-        maker: Callable[[Path], Sink] = _sink_class(name)
-        return maker(directory)
+        create: Callable[[Path], Sink] = _sink_class(name)
+        return create(directory)
     except UsageError as error:
         raise UsageError(f"track.sinks: {error}") from error
     except Z2aError:
@@ -131,50 +131,50 @@ def _start(name: str, directory: Path) -> Sink:
 
 
 def _sink_class(name: str) -> type[Sink]:
-    """The class behind a name, checked before it is called: a recipe must not be able to call any function it likes."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
+    """The class behind a name, validated before it is called: a recipe must not be able to call arbitrary functions."""
+    if name in BUILTIN_SINKS:
+        return BUILTIN_SINKS[name]
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise UsageError(f"no sink {name!r}; there are {', '.join(BUILT_IN)}, or package.module:Class")
+        raise UsageError(f"no sink {name!r}; there are {', '.join(BUILTIN_SINKS)}, or package.module:Class")
     try:
-        found: Any = getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # importing runs the module, which may do anything
+        target: Any = getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # importing runs the module's code
         raise UsageError(f"{name} cannot be loaded ({type(error).__name__}: {error})") from error
-    if not isinstance(found, type):
-        raise UsageError(f"{name} is not a class: write a class with the methods {', '.join(METHODS)}")
-    missing = [method for method in METHODS if not callable(getattr(found, method, None))]
+    if not isinstance(target, type):
+        raise UsageError(f"{name} is not a class: write a class with the methods {', '.join(SINK_METHODS)}")
+    missing = [method for method in SINK_METHODS if not callable(getattr(target, method, None))]
     if missing:
         raise UsageError(f"{name} is not a sink: it has no method {', '.join(missing)}")
-    if inspect.isabstract(found) or getattr(found, "_is_protocol", False):
-        raise UsageError(f"{name} is abstract: name a class that implements {', '.join(METHODS)}")
-    _check_arguments(name, found)
-    return found
+    if inspect.isabstract(target) or getattr(target, "_is_protocol", False):
+        raise UsageError(f"{name} is abstract: name a class that implements {', '.join(SINK_METHODS)}")
+    _check_arguments(name, target)
+    return target
 
 
-def _check_arguments(name: str, found: type) -> None:
-    """Each method takes as many arguments as it will be called with."""
-    if not _takes(found, 1):
+def _check_arguments(name: str, sink_class: type) -> None:
+    """Each method must accept the arguments it is called with."""
+    if not _accepts_arguments(sink_class, 1):
         raise UsageError(f"{name} must be created with one argument, the run directory")
-    for method in METHODS:
+    for method in SINK_METHODS:
         expected = list(inspect.signature(getattr(Sink, method)).parameters)[1:]
-        is_bound = isinstance(inspect.getattr_static(found, method), classmethod | staticmethod)
-        if not _takes(getattr(found, method), len(expected) + (not is_bound)):
+        is_bound = isinstance(inspect.getattr_static(sink_class, method), classmethod | staticmethod)
+        if not _accepts_arguments(getattr(sink_class, method), len(expected) + (not is_bound)):
             raise UsageError(f"{name}.{method} must take the arguments {method}({', '.join(expected)})")
 
 
-def _takes(function: Callable[..., Any], count: int) -> bool:
+def _accepts_arguments(function: Callable[..., Any], count: int) -> bool:
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError:
         return False
-    except ValueError:  # compiled code without a signature
+    except ValueError:  # a compiled function without a signature
         return True
     return True
 
 
-def hand_over(sink: Sink) -> Callable[[list[dict[str, Any]]], None]:
-    """Lines of a record as calls of a sink."""
+def sink_writer(sink: Sink) -> Callable[[list[dict[str, Any]]], None]:
+    """A function that passes record lines to a sink's methods."""
 
     def deliver(lines: list[dict[str, Any]]) -> None:
         for line in lines:
@@ -185,6 +185,6 @@ def hand_over(sink: Sink) -> Callable[[list[dict[str, Any]]], None]:
             elif "histogram" in line:
                 sink.histogram(line["step"], line["histogram"], line["counts"], line["edges"])
             else:
-                sink.step(line["step"], {name: value for name, value in line.items() if name not in NOT_VALUES})
+                sink.step(line["step"], {name: value for name, value in line.items() if name not in NON_METRIC_KEYS})
 
     return deliver

@@ -1,4 +1,4 @@
-"""``z2a watch --tty`` and ``--once``: the same runs for those with only a shell."""
+"""``z2a watch --tty`` and ``--once``: the dashboard in a terminal."""
 
 from __future__ import annotations
 
@@ -13,116 +13,118 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from zero2all.console import plain
-from zero2all.track.stream import Array
-from zero2all.track.verdicts import Verdict, judge
-from zero2all.track.watched import WatchedRun, reason
+from zero2all.console import sanitize
+from zero2all.track.health_checks import HealthFinding, check_health
+from zero2all.track.record_reader import Array
+from zero2all.track.run_view import RunView, error_message
 from zero2all.units import show_count, show_seconds
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character, by row and column
 COLOURS = {"good": "green", "note": "yellow", "bad": "red"}
-SHOWN = ("loss", "lr", "grad_norm", "tokens_per_second")
-EVERY = 1.0
-JUDGE_EVERY = 5.0
+PLOTTED_METRICS = ("loss", "lr", "grad_norm", "tokens_per_second")
+REFRESH_SECONDS = 1.0
+HEALTH_CHECK_SECONDS = 5.0
 
 
-def verdict_lines(run: WatchedRun) -> list[str]:
-    """What ``--once`` prints of a run; names and reasons come from files, and a terminal must not obey them."""
-    return [plain(line) for line in _verdict_lines(run)]
+def health_report_lines(run: RunView) -> list[str]:
+    """What ``--once`` prints for a run. Names and reasons come from files, so escape sequences are removed."""
+    return [sanitize(line) for line in _health_report_lines(run)]
 
 
-def _verdict_lines(run: WatchedRun) -> list[str]:
+def _health_report_lines(run: RunView) -> list[str]:
     try:
         status = run.status()
     except Exception as error:
-        return [f"{run.name}: {reason(error)}"]
-    at = "no step yet" if run.last_step is None else f"step {run.last_step + 1}"
-    of = f" of {run.total_steps}" if run.total_steps else ""
+        return [f"{run.name}: {error_message(error)}"]
+    progress = "no step yet" if run.last_step is None else f"step {run.last_step + 1}"
+    total = f" of {run.total_steps}" if run.total_steps else ""
     latest = ", ".join(f"{name} {value:.5g}" for name, value in status["latest"].items())
-    how = status["ended"] or (f"{show_seconds(status['seconds_left'])} left" if status["seconds_left"] else "running")
-    lines = [f"{run.name}: {at}{of}, {latest or 'nothing recorded'} ({how})"]
+    state = status["ended"] or (f"{show_seconds(status['seconds_left'])} left" if status["seconds_left"] else "running")
+    lines = [f"{run.name}: {progress}{total}, {latest or 'nothing recorded'} ({state})"]
     if status["trouble"]:
-        lines.append(f"  cannot be read just now: {status['trouble']}")
-    lines += [f"  [{verdict.level}] {verdict.rule}: {verdict.text}" for verdict in judged(run)]
-    return lines if len(lines) > 1 else [*lines, "  nothing to remark"]
+        lines.append(f"  cannot be read: {status['trouble']}")
+    lines += [f"  [{finding.level}] {finding.rule}: {finding.text}" for finding in safe_check_health(run)]
+    return lines if len(lines) > 1 else [*lines, "  no problems found"]
 
 
-def watch_terminal(runs: list[WatchedRun], console: Console) -> None:
-    """Until Ctrl-C, or until every run has ended."""
-    verdicts: dict[str, list[Verdict]] = {}
+def watch_terminal(runs: list[RunView], console: Console) -> None:
+    """Refresh until Ctrl-C, or until every run has ended."""
+    findings: dict[str, list[HealthFinding]] = {}
     due = 0.0
     with Live(console=console, refresh_per_second=4) as live:
         while True:
             for run in runs:
                 run.refresh()
             if time.monotonic() > due:
-                verdicts = {run.name: judged(run) for run in runs}
-                due = time.monotonic() + JUDGE_EVERY
-            live.update(Group(*(_panel_or_trouble(run, verdicts[run.name], console.width) for run in runs)))
+                findings = {run.name: safe_check_health(run) for run in runs}
+                due = time.monotonic() + HEALTH_CHECK_SECONDS
+            live.update(Group(*(_safe_panel(run, findings[run.name], console.width) for run in runs)))
             if all(run.ended for run in runs):
                 return
-            time.sleep(EVERY)
+            time.sleep(REFRESH_SECONDS)
 
 
-def judged(run: WatchedRun) -> list[Verdict]:
-    """The verdicts on a run. That it cannot be judged is one of them, and keeps no other run from being shown."""
+def safe_check_health(run: RunView) -> list[HealthFinding]:
+    """The findings on a run. A failing check becomes a finding, so that the other runs are still shown."""
     try:
-        return judge(run)
+        return check_health(run)
     except Exception as error:
-        return [Verdict("not judged", "bad", reason(error), reason(error))]
+        return [HealthFinding("check failed", "bad", error_message(error), error_message(error))]
 
 
-def _panel_or_trouble(run: WatchedRun, verdicts: list[Verdict], width: int) -> Panel:
+def _safe_panel(run: RunView, findings: list[HealthFinding], width: int) -> Panel:
     try:
-        return _panel(run, verdicts, width)
+        return _panel(run, findings, width)
     except Exception as error:
-        return Panel(Text(plain(reason(error)), style="red"), title=escape(run.name))
+        return Panel(Text(sanitize(error_message(error)), style="red"), title=escape(run.name))
 
 
-def _panel(run: WatchedRun, verdicts: list[Verdict], width: int) -> Panel:
+def _panel(run: RunView, findings: list[HealthFinding], width: int) -> Panel:
     status = run.status()
     head = Text(f"step {0 if run.last_step is None else run.last_step + 1}/{run.total_steps or '?'}  ")
     head.append("  ".join(f"{name} {value:.5g}" for name, value in status["latest"].items()))
     if status["seconds_left"]:
         head.append(f"  left {show_seconds(status['seconds_left'])}")
     if status["trouble"]:
-        head.append(plain(f"  {status['trouble']}"), style="red")
+        head.append(sanitize(f"  {status['trouble']}"), style="red")
     half = max(20, (width - 8) // 2)
     plots = [
-        _titled(name, run.table([name], points=2 * half).mean[name], half)
-        for name in SHOWN
-        if name in run.streams[0].names
+        _titled_plot(name, run.table([name], points=2 * half).mean[name], half)
+        for name in PLOTTED_METRICS
+        if name in run.readers[0].names
     ]
     grid = Table.grid(padding=(0, 2))
     for left, right in zip_longest(plots[::2], plots[1::2], fillvalue=Group()):
         grid.add_row(left, right)
-    said = [Text(plain(f"● {one.rule}: {one.text}"), style=COLOURS[one.level]) for one in verdicts]
-    return Panel(Group(head, grid, *said), title=escape(run.name))
+    finding_lines = [
+        Text(sanitize(f"● {finding.rule}: {finding.text}"), style=COLOURS[finding.level]) for finding in findings
+    ]
+    return Panel(Group(head, grid, *finding_lines), title=escape(run.name))
 
 
-def _titled(name: str, values: Array, width: int) -> Group:
-    there = values[np.isfinite(values)]
-    if not len(there):
+def _titled_plot(name: str, values: Array, width: int) -> Group:
+    valid = values[np.isfinite(values)]
+    if not len(valid):
         return Group(Text(name))
-    low, high = float(there.min()), float(there.max())
+    low, high = float(valid.min()), float(valid.max())
     return Group(
-        Text(f"{name}  {show_count(float(there[-1]))}  ({show_count(low)} to {show_count(high)})", style="bold"),
-        Text(braille(values, width, 6)),
+        Text(f"{name}  {show_count(float(valid[-1]))}  ({show_count(low)} to {show_count(high)})", style="bold"),
+        Text(braille_plot(values, width, 6)),
     )
 
 
-def braille(values: Array, width: int, height: int) -> str:
-    """A curve of dots, two across and four down in each character."""
-    there = values[np.isfinite(values)]
-    if not len(there):
+def braille_plot(values: Array, width: int, height: int) -> str:
+    """A curve in braille, 2 x 4 dots per character."""
+    valid = values[np.isfinite(values)]
+    if not len(valid):
         return ""
-    low, high = float(there.min()), float(there.max())
+    low, high = float(valid.min()), float(valid.max())
     cells = np.zeros((height, width), dtype=int)
-    columns = np.interp(np.arange(2 * width), np.linspace(0, 2 * width - 1, len(there)), there)
+    columns = np.interp(np.arange(2 * width), np.linspace(0, 2 * width - 1, len(valid)), valid)
     shares = np.full(2 * width, 0.5) if high == low else (columns - low) / (high - low)
     rows = np.round((1 - shares) * (4 * height - 1)).astype(int)
     for column, row in enumerate(rows):
         before = rows[max(0, column - 1)]
-        for between in range(min(row, before + 1), max(row, before - 1) + 1):  # no gap where it is steep
+        for between in range(min(row, before + 1), max(row, before - 1) + 1):  # no gap where the curve is steep
             cells[between // 4, column // 2] |= DOTS[between % 4][column % 2]
     return "\n".join("".join(chr(0x2800 + int(cell)) for cell in line) for line in cells)

@@ -1,4 +1,4 @@
-"""The loop: samples in order, one step at a time, resumable at any of them.
+"""The training loop: one batch per step, in a fixed sample order, resumable at any step.
 
 >>> from zero2all.recipe import load_recipe
 >>> summary = train(load_recipe("recipes/quickstart.yaml"))

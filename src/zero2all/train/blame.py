@@ -11,44 +11,48 @@ from zero2all.model import document_starts
 from zero2all.train.run import Run
 from zero2all.train.trace import trace_step
 
-SHOWN = 200  # characters of a document's part
+MAX_TEXT_CHARS = 200  # of each document span
 
 
 @torch.inference_mode()
 def blame_step(run: Run, step: int) -> dict[str, Any]:
-    """What ``trace_step`` gives, each part of a document with its mean loss and its first words, worst first."""
+    """What ``trace_step`` returns, each document span with its mean loss and its first words, highest loss first."""
     checkpoint = _nearest_checkpoint(run, step)
     model, tokenizer = run.load_model(checkpoint), run.tokenizer()
     traced = trace_step(run, step)
     first, last = traced["samples"]
-    batch = torch.from_numpy(run.plan().at(step).samples.tokens(first, last))
-    starts = document_starts(batch[:, :-1], tokenizer.end_of_text) if run.recipe.train.document_mask else None
+    batch = torch.from_numpy(run.plan().stage_of(step).dataset.tokens(first, last))
+    starts = document_starts(batch[:, :-1], tokenizer.eos_token_id) if run.recipe.train.document_mask else None
     losses = torch.cat(
         [
-            model(sample[:, :-1], targets_BS=sample[:, 1:], starts_BS=None if starts is None else starts[row : row + 1])
+            model(
+                sample[:, :-1],
+                targets_BS=sample[:, 1:],
+                doc_starts_BS=None if starts is None else starts[row : row + 1],
+            )
             for row, sample in enumerate(torch.split(batch, 1))
         ]
     )
-    found, at, sample = [], 0, first
-    for part in traced["documents"]:
-        at, sample = (at if part["sample"] == sample else 0), part["sample"]
-        after = at + part["tokens"]
-        # Loss j is of token j + 1; the very first token of a sample is only read, never predicted.
-        predicted = losses[sample - first, max(0, at - 1) : after - 1]
+    spans, offset, sample = [], 0, first
+    for span in traced["documents"]:
+        offset, sample = (offset if span["sample"] == sample else 0), span["sample"]
+        end = offset + span["tokens"]
+        # Loss j is of token j + 1; the first token of a sample is never a target.
+        predicted = losses[sample - first, max(0, offset - 1) : end - 1]
         if len(predicted):
-            text = tokenizer.decode(batch[sample - first, at:after].numpy())[:SHOWN]
-            found.append({**part, "loss": round(predicted.mean().item(), 4), "text": text})
-        at = after
-    found.sort(key=lambda part: -part["loss"])
-    return {**traced, "checkpoint": checkpoint, "loss": round(losses.mean().item(), 4), "documents": found}
+            text = tokenizer.decode(batch[sample - first, offset:end].numpy())[:MAX_TEXT_CHARS]
+            spans.append({**span, "loss": round(predicted.mean().item(), 4), "text": text})
+        offset = end
+    spans.sort(key=lambda span: -span["loss"])
+    return {**traced, "checkpoint": checkpoint, "loss": round(losses.mean().item(), 4), "documents": spans}
 
 
 def _nearest_checkpoint(run: Run, step: int) -> int:
-    """The newest one from before the step saw its batch; else the first after it."""
-    problems = {number: run.checkpoints.problem(number) for number in run.checkpoints.steps()}
-    kept = [number for number, problem in problems.items() if problem is None]
-    if not kept:
-        why = "".join(f"; {run.checkpoints.path(number)}: {problem}" for number, problem in problems.items())
+    """The newest checkpoint from before the step's update; else the first after it."""
+    problems = {saved: run.checkpoints.problem(saved) for saved in run.checkpoints.steps()}
+    valid = [saved for saved, problem in problems.items() if problem is None]
+    if not valid:
+        why = "".join(f"; {run.checkpoints.path(saved)}: {problem}" for saved, problem in problems.items())
         raise Z2aError(f"no checkpoint in {run.directory} to compute losses with ('z2a tokens trace' needs none){why}")
-    before = [number for number in kept if number <= step]
-    return before[-1] if before else kept[0]
+    before = [saved for saved in valid if saved <= step]
+    return before[-1] if before else valid[0]

@@ -1,4 +1,4 @@
-"""``z2a export``: a checkpoint and its tokenizer as one Hugging Face directory."""
+"""``z2a export``: a checkpoint and its tokenizer as a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def export_run(run: Run, out: Path, step: int | None = None, bf16: bool = False,
     model, tokenizer = run.load_model(step), run.tokenizer()
     result: dict[str, Any] = {"out": str(out), "parameters": sum(p.numel() for p in model.parameters())}
     with atomic_dir(out, KIND) as partial:
-        export_hf(model, partial, tokenizer.end_ids, torch.bfloat16 if bf16 else torch.float32)
+        export_hf(model, partial, tokenizer.stop_token_ids, torch.bfloat16 if bf16 else torch.float32)
         for path in tokenizer_files(tokenizer):
             shutil.copy(path, partial / path.name)
         if check:
@@ -45,15 +45,15 @@ def export_run(run: Run, out: Path, step: int | None = None, bf16: bool = False,
 
 @torch.inference_mode()
 def logit_difference(model: Z2all, tokenizer: Tokenizer, exported: Path) -> float:
-    """The largest absolute difference of any logit between our model and transformers, in fp32."""
+    """Largest absolute logit difference between our model and transformers, in fp32."""
     transformers = need("transformers", "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
     theirs_tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    worst = 0.0
+    max_difference = 0.0
     for text in PROBES:
         ids = tokenizer.encode(text)
         if theirs_tokenizer(text, add_special_tokens=False)["input_ids"] != ids:
-            raise Z2aError(f"the exported tokenizer cuts {text!r} differently")
-        tokens = torch.tensor([ids[: model.config.context]])
-        worst = max(worst, float((model(tokens) - theirs(tokens).logits).abs().max()))
-    return worst
+            raise Z2aError(f"the exported tokenizer splits {text!r} differently")
+        tokens = torch.tensor([ids[: model.config.max_position_embeddings]])
+        max_difference = max(max_difference, float((model(tokens) - theirs(tokens).logits).abs().max()))
+    return max_difference

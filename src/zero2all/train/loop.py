@@ -11,133 +11,144 @@ from typing import Any
 from torch import Tensor
 
 from zero2all.console import say
+from zero2all.elastic.heartbeat import StartupPhase
 from zero2all.errors import Interrupted
-from zero2all.model.anatomy import count_parameters
+from zero2all.model.cost.model_size import count_parameters
 from zero2all.recipe import Recipe
-from zero2all.resilience.beat import Mark
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
-from zero2all.train.batches import Batch, Loader
-from zero2all.train.channels import LOSS
-from zero2all.train.clock import OF_EACH_RANK
-from zero2all.train.job import Job, prepare
+from zero2all.train.data_loader import Batch, DataLoader
+from zero2all.train.job import TrainState, prepare
 from zero2all.train.optimizer import set_learning_rate
 from zero2all.train.signals import stop_requested
-from zero2all.train.spikes import Spikes
+from zero2all.train.source_losses import LOSS
+from zero2all.train.spikes import SpikeHandler
+from zero2all.train.throughput import PER_RANK_METRICS
 
-LossesOf = Callable[..., Tensor]
-Evaluate = Callable[[LossesOf, Tokenizer, Recipe], dict[str, Any]]
-COLLECT_EVERY = 100  # steps
+LossFunction = Callable[..., Tensor]
+Evaluator = Callable[[LossFunction, Tokenizer, Recipe], dict[str, Any]]
+GC_INTERVAL_STEPS = 100
 
 
 def train(
     recipe: Recipe,
     on_batch: Callable[[Batch], None] | None = None,
-    evaluate: Evaluate | None = None,
-    began: float | None = None,
+    evaluate: Evaluator | None = None,
+    start_time: float | None = None,
 ) -> dict[str, Any]:
-    """Train to the recipe's length, taking up where an earlier call was stopped. Returns a summary.
+    """Train for the recipe's duration, resuming where an earlier call stopped. Returns a summary.
 
     ``on_batch`` sees every batch before it is used. ``evaluate`` is called every ``evals.every`` with a function that
-    gives the losses of inputs and targets; what it returns goes to the record. ``began`` is since when time counts as
-    start-up: now, if not given.
+    computes the losses of inputs and targets; what it returns goes to the record. Time counts as start-up from
+    ``start_time`` on: now, if not given.
     """
-    if evaluate is not None and recipe.evals.every is not None:  # not after hours of training
-        TokenStore(recipe.tokens_dir, "valid").need_a_sample(recipe.train.seq_len)
-    with prepare(recipe, began or time.time()) as job:
+    if evaluate is not None and recipe.evals.every is not None:  # fail now, not after hours of training
+        TokenStore(recipe.tokens_dir, "valid").require_full_sequence(recipe.train.seq_len)
+    with prepare(recipe, start_time or time.time()) as job:
         return _train(job, on_batch, evaluate)
 
 
-def _train(job: Job, on_batch: Callable[[Batch], None] | None, evaluate: Evaluate | None) -> dict[str, Any]:
-    recipe, plan, spread, layout = job.run.recipe, job.plan, job.spread, job.spread.layout
-    options = recipe.train.optimizer
+def _train(job: TrainState, on_batch: Callable[[Batch], None] | None, evaluate: Evaluator | None) -> dict[str, Any]:
+    recipe, plan, parallel_model, mesh = job.run.recipe, job.plan, job.parallel_model, job.parallel_model.mesh
+    optimizer_recipe = recipe.train.optimizer
     loss: float | None = None
-    entered, spikes, pin = None, Spikes(job), layout.device.type == "cuda"
+    current_stage, spike_handler, pin = None, SpikeHandler(job), mesh.device.type == "cuda"
     with (
-        stop_requested() as stopping,
+        stop_requested() as stop_event,
         job.open_record() as record,
-        Loader(plan, job.first, layout.dp_rank, layout.sizes.dp, pin, job.skipped) as loader,
+        DataLoader(plan, job.first_step, mesh.dp_rank, mesh.dims.dp, pin, job.skipped_steps) as loader,
         collected_at_set_steps(),
     ):
-        job.keeper.before_commit = lambda: (
-            not record.lags()
-        )  # a resume begins after that step: what comes before must be written
-        job.keeper.on_saved = lambda done, seconds: record.event("checkpoint", step=done, seconds=round(seconds, 3))
-        startup = round(time.time() - job.began, 3)
-        record.event("resume" if job.first else "start", step=job.first, steps=plan.total, startup=startup)
+        # A resume begins after that step, so the record must be written up to it.
+        job.checkpoint_manager.before_commit = lambda: not record.has_unwritten_lines()
+        job.checkpoint_manager.on_saved = lambda done, seconds: record.event(
+            "checkpoint", step=done, seconds=round(seconds, 3)
+        )
+        startup = round(time.time() - job.start_time, 3)
+        record.event(
+            "resume" if job.first_step else "start", step=job.first_step, steps=plan.total_steps, startup=startup
+        )
         for batch in loader:
             step, stage = batch.step, batch.stage
             if on_batch is not None:
                 on_batch(batch)
-            if stage is not entered:
+            if stage is not current_stage:
                 record.event("stage", step=step, name=stage.name)
-                job.enter(stage)
-                entered = stage
+                job.enter_stage(stage)
+                current_stage = stage
 
-            # One step: forward and backward, each loss divided by the targets of the whole batch over all ranks;
-            # then all that people look at is added up over ranks and comes off the device at once.
-            spread.micro_samples = batch.micro_samples
-            losses = spread.backward(batch.inputs, batch.targets, batch.targets_in_all, job.starts(batch.inputs))
-            norm = spread.clip(options.clip)
-            sums = job.channels.sums(losses, spread.own(batch.targets), batch.sources)
-            *by_source, stop_wishes = spread.total(sums, wish=stopping.is_set()).tolist()
-            loss, grad_norm = sum(row[LOSS] for row in by_source) / batch.targets_in_all, norm.item()
-            action = spikes.judge(batch, loss, grad_norm, record)
-            if action == "back":
-                loader.go_to(job.at, job.skipped)
-                entered = None
+            # One step: forward and backward, each loss divided by the valid targets of the global batch; then one
+            # all-reduce for all metrics, which come off the device at once.
+            losses = parallel_model.forward_backward(
+                batch.inputs,
+                batch.targets,
+                batch.global_valid_tokens,
+                job.doc_starts(batch.inputs),
+                batch.micro_batch_size,
+            )
+            norm = parallel_model.clip_grad_norm_(optimizer_recipe.max_grad_norm)
+            sums = job.source_losses.sums(losses, parallel_model.local_targets(batch.targets), batch.sources)
+            *by_source, stop_flags = parallel_model.all_reduce_sum(sums, stop_requested=stop_event.is_set()).tolist()
+            loss, grad_norm = sum(row[LOSS] for row in by_source) / batch.global_valid_tokens, norm.item()
+            action = spike_handler.choose_action(batch, loss, grad_norm, record)
+            if action == "rollback":
+                loader.seek(job.resume_step, job.skipped_steps)
+                current_stage = None
                 continue
-            set_learning_rate(job.optimizers, options, stage.share(step))
+            set_learning_rate(job.optimizers, optimizer_recipe, stage.lr_multiplier(step))
             for optimizer in job.optimizers:
                 if action == "update":
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            spread.even_load()
+            parallel_model.update_expert_bias()
 
-            # Always: the record. Once in a while: a line, an evaluation, a checkpoint.
-            job.clock.tick(step, loader.waited)
-            done, lr = step + 1, options.lr * stage.share(step)
-            channels = job.channels.figures(by_source)
-            figures = {"loss": loss, "lr": lr, "grad_norm": grad_norm, **channels, **job.clock.figures(step)}
-            if layout.rank > 0:
-                figures = {name: figures[name] for name in OF_EACH_RANK}
-            record.step(step, **figures)
-            if done % recipe.track.print_every == 0 or done == plan.total or step == job.at:
-                say(job.clock.line(step, loss, lr, grad_norm, channels))
-            if done % COLLECT_EVERY == 0:
+            # Every step: the record. At intervals: a log line, an evaluation, a checkpoint.
+            job.throughput.update(step, loader.data_wait_seconds)
+            done, lr = step + 1, optimizer_recipe.lr * stage.lr_multiplier(step)
+            source_metrics = job.source_losses.metrics(by_source)
+            metrics = {"loss": loss, "lr": lr, "grad_norm": grad_norm, **source_metrics, **job.throughput.metrics(step)}
+            if mesh.rank > 0:
+                metrics = {name: metrics[name] for name in PER_RANK_METRICS}
+            record.step(step, **metrics)
+            if done % recipe.track.log_every == 0 or done == plan.total_steps or step == job.resume_step:
+                say(job.throughput.step_line(step, loss, lr, grad_norm, source_metrics))
+            if done % GC_INTERVAL_STEPS == 0:
                 gc.collect()
             if evaluate is not None and plan.is_due(recipe.evals.every, done):
-                quality = evaluate(spread.losses, job.tokenizer, recipe)
-                job.quality = {"step": done, **quality}
-                record.event("evaluation", step=step, **quality)
-                say(f"held out after step {done}: {quality['bits_per_byte']:.4f} bits per byte")
-            stop_now = any(stop_wishes) and done < plan.total
-            if stop_now or done == plan.total:
-                job.beat.mark(Mark.ENDING)  # the last state is waited for, and that may take longer than a step
-            if done < plan.total and (stall := job.save(done, last=stop_now)) is not None:
+                validation = evaluate(parallel_model.eval_losses, job.tokenizer, recipe)
+                job.last_validation = {"step": done, **validation}
+                record.event("evaluation", step=step, **validation)
+                say(f"validation after step {done}: {validation['bits_per_byte']:.4f} bits per byte")
+            stop_now = any(stop_flags) and done < plan.total_steps
+            if stop_now or done == plan.total_steps:
+                # The last checkpoint is waited for, which may take longer than a step.
+                job.heartbeat.record_phase(StartupPhase.ENDING)
+            if done < plan.total_steps and (stall := job.save(done, last=stop_now)) is not None:
                 record.step(step, checkpoint_stall=round(stall, 6))
             if stop_now:
                 record.event("stopped", step=done)
-                raise Interrupted(f"stopped after step {done} of {plan.total}; the same command goes on from there")
-            job.clock.rest()
-            job.beat(done)
+                raise Interrupted(
+                    f"stopped after step {done} of {plan.total_steps}; the same command resumes from there"
+                )
+            job.throughput.restart_timer()
+            job.heartbeat(done)
         job.save_last()
-        share = job.tell_goodput(record)
-        record.event("done", step=plan.total)
+        goodput = job.log_goodput(record)
+        record.event("done", step=plan.total_steps)
     return {
         "run": str(job.run.directory),
-        "steps": plan.total,
-        "resumed_at": job.first,
+        "steps": plan.total_steps,
+        "resumed_at": job.first_step,
         "loss": loss,
-        "tokens": plan.tokens_before(plan.total),
-        "parameters": count_parameters(spread.config).total,
-        "goodput": share,
+        "tokens": plan.tokens_before(plan.total_steps),
+        "parameters": count_parameters(parallel_model.config).total,
+        "goodput": goodput,
     }
 
 
 @contextmanager
 def collected_at_set_steps() -> Iterator[None]:
-    """Python's collector off: left alone, it would stall one rank at a time while all the others wait for it."""
+    """Disable automatic garbage collection: it would stall one rank at a time while all others wait."""
     was_on = gc.isenabled()
     gc.disable()
     try:

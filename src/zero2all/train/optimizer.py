@@ -1,4 +1,4 @@
-"""Optimizers and their groups."""
+"""Optimizers and their parameter groups."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero2all.errors import need
-from zero2all.model.optimizer_state import updated_by_muon
+from zero2all.model.cost.optimizer_state import updated_by_muon
 from zero2all.recipe import OptimizerRecipe
 from zero2all.train.muon import Muon
 
-GroupsOf = Callable[..., list[dict[str, Any]]]
+GroupBuilder = Callable[..., list[dict[str, Any]]]
 
 
 def one_group(parameters: Sequence[Tensor], **settings: Any) -> list[dict[str, Any]]:
@@ -22,13 +22,13 @@ def one_group(parameters: Sequence[Tensor], **settings: Any) -> list[dict[str, A
 
 
 def build_optimizers(
-    model: nn.Module, recipe: OptimizerRecipe, groups_of: GroupsOf = one_group, narrower: float = 1.0
+    model: nn.Module, recipe: OptimizerRecipe, build_groups: GroupBuilder = one_group, mup_width_mult: float = 1.0
 ) -> list[Optimizer]:
     """One optimizer for all, or Muon for the matrices inside the blocks and AdamW for the rest (``updated_by_muon``).
 
-    Decay pulls matrices towards zero; on a norm's scale or a bias it would only hurt. ``groups_of`` makes groups of
-    parameters with the same settings: a layout may need several. ``narrower`` (``ModelConfig.narrower``) scales the
-    rate of every matrix but the embedding, for width transfer; Muon's updates fit any width as they are.
+    Weight decay applies to matrices only; on a norm's scale or a bias it would hurt. ``build_groups`` makes groups of
+    parameters with the same settings: a parallel layout may need several. ``mup_width_mult`` (see ``ModelConfig``)
+    scales the learning rate of every matrix but the embedding, for muP; Muon's updates fit any width as they are.
     """
     named = list(model.named_parameters())
     in_blocks = [parameter for name, parameter in named if updated_by_muon(name, parameter.dim())]
@@ -38,13 +38,13 @@ def build_optimizers(
     matrices = [p for name, p in rest if p.dim() >= 2 and "embed_tokens" not in name]
     vectors = [p for _, p in rest if p.dim() < 2]
     groups = [
-        *groups_of(embedding, decays=True, rate=1.0),
-        *groups_of(matrices, decays=True, rate=narrower),
-        *groups_of(vectors, decays=False, rate=1.0),
+        *build_groups(embedding, decays=True, rate=1.0),
+        *build_groups(matrices, decays=True, rate=mup_width_mult),
+        *build_groups(vectors, decays=False, rate=1.0),
     ]
     optimizers = [_build(recipe.name, groups)]
     if by_muon:
-        optimizers.append(Muon(groups_of(in_blocks, decays=True, rate=1.0)))
+        optimizers.append(Muon(build_groups(in_blocks, decays=True, rate=1.0)))
     apply_settings(optimizers, recipe)
     return optimizers
 
@@ -61,7 +61,7 @@ def _build(name: str, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def apply_settings(optimizers: list[Optimizer], recipe: OptimizerRecipe) -> None:
-    """Put the recipe's settings into every group: a checkpoint brings back those that it was saved with."""
+    """Put the recipe's settings into every group: loading a checkpoint restores those it was saved with."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["weight_decay"] = recipe.weight_decay if group["decays"] else 0.0
@@ -70,13 +70,13 @@ def apply_settings(optimizers: list[Optimizer], recipe: OptimizerRecipe) -> None
                     group[name] = getattr(recipe, name)
 
 
-def set_learning_rate(optimizers: list[Optimizer], recipe: OptimizerRecipe, share: float) -> None:
-    """Every group at the same share of its own peak."""
+def set_learning_rate(optimizers: list[Optimizer], recipe: OptimizerRecipe, lr_multiplier: float) -> None:
+    """Set every group to the same fraction of its own peak."""
     for optimizer in optimizers:
         peak = recipe.muon_lr if isinstance(optimizer, Muon) else recipe.lr
         for group in optimizer.param_groups:
-            lr = peak * share * group["rate"]
-            # Low-bit optimizers keep the rate in a tensor, so that compiled code need not be compiled anew.
+            lr = peak * lr_multiplier * group["rate"]
+            # Low-bit optimizers keep the learning rate in a tensor, so that a change does not recompile.
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:

@@ -1,39 +1,40 @@
-"""The plan of a run as a person reads it before the first step: stages, tokens, passes, learning rate."""
+"""The plan of a run, printed before the first step: stages, tokens, epochs, learning rate."""
 
 from __future__ import annotations
 
 from zero2all.console import say, warn
-from zero2all.model.anatomy import count_parameters
-from zero2all.model.flops import flops_per_token
+from zero2all.model.cost.flops import flops_per_token
+from zero2all.model.cost.model_size import count_parameters
 from zero2all.recipe import ModelConfig
-from zero2all.train.plan import MANY_PASSES, Plan, StagePlan
+from zero2all.train.plan import MAX_USEFUL_EPOCHS, Plan, StagePlan
 from zero2all.units import show_count
 
 WIDTH, HEIGHT = 60, 8
-EIGHTHS = " ▁▂▃▄▅▆▇█"
+BLOCK_CHARS = " ▁▂▃▄▅▆▇█"
 
 
 def say_plan(plan: Plan, peak_lr: float) -> None:
     for stage in plan.stages:
-        say(stage_line(stage))
-    passes = plan.passes()
-    say("passes over each source: " + ", ".join(f"{name} {count:.2f}" for name, count in passes.items()))
-    for name, count in passes.items():
-        if count > MANY_PASSES:
-            warn(f"{name} is gone through {count:.1f} times; past {MANY_PASSES}, repeated text teaches little")
-    if plan.total > 1:
-        for line in rate_plot(plan, peak_lr):
+        say(format_stage(stage))
+    epochs = plan.epochs_by_source()
+    say("epochs of each source: " + ", ".join(f"{name} {count:.2f}" for name, count in epochs.items()))
+    for name, count in epochs.items():
+        if count > MAX_USEFUL_EPOCHS:
+            warn(f"{name} is read for {count:.1f} epochs; past {MAX_USEFUL_EPOCHS}, repeated text teaches little")
+    if plan.total_steps > 1:
+        for line in lr_plot(plan, peak_lr):
             say(line)
 
 
-def say_advice(plan: Plan, config: ModelConfig) -> None:
-    """What published scaling laws would choose for so much compute; said, not imposed.
+def say_scaling_advice(plan: Plan, config: ModelConfig) -> None:
+    """What published scaling laws would choose for this compute; printed, not enforced.
 
     Learning rate and batch of AdamW from https://arxiv.org/abs/2401.02954, tokens from https://arxiv.org/abs/2203.15556.
     """
-    parameters, tokens = count_parameters(config), plan.tokens_before(plan.total)
+    parameters, tokens = count_parameters(config), plan.tokens_before(plan.total_steps)
     compute = sum(
-        flops_per_token(config, stage.stage.seq_len).model * stage.tokens_before(stage.end) for stage in plan.stages
+        flops_per_token(config, stage.recipe.seq_len).model * stage.tokens_before(stage.end_step)
+        for stage in plan.stages
     )
     say(
         f"scaling laws for {compute:.1e} operations: lr {0.3118 * compute**-0.125:.1e}, batch of "
@@ -42,22 +43,22 @@ def say_advice(plan: Plan, config: ModelConfig) -> None:
     )
 
 
-def stage_line(stage: StagePlan) -> str:
-    recipe, tokens = stage.stage, stage.tokens_before(stage.end)
+def format_stage(stage: StagePlan) -> str:
+    recipe, tokens = stage.recipe, stage.tokens_before(stage.end_step)
     return (
         f"stage {stage.name}: {stage.steps} steps of {show_count(recipe.batch_tokens)} tokens "
-        f"({stage.batch_samples} samples of {recipe.seq_len}), {show_count(tokens)} tokens in all"
+        f"({stage.batch_size} samples of {recipe.seq_len}), {show_count(tokens)} tokens in total"
     )
 
 
-def rate_plot(plan: Plan, peak_lr: float) -> list[str]:
+def lr_plot(plan: Plan, peak_lr: float) -> list[str]:
     """Learning rate over the run in block characters."""
-    columns = min(WIDTH, plan.total)
-    steps = [round(column * (plan.total - 1) / max(1, columns - 1)) for column in range(columns)]
-    heights = [round(plan.at(step).share(step) * HEIGHT * 8) for step in steps]
+    columns = min(WIDTH, plan.total_steps)
+    steps = [round(column * (plan.total_steps - 1) / max(1, columns - 1)) for column in range(columns)]
+    heights = [round(plan.stage_of(step).lr_multiplier(step) * HEIGHT * 8) for step in steps]
     lines = []
     for row in reversed(range(HEIGHT)):
-        bars = "".join(EIGHTHS[min(8, max(0, height - 8 * row))] for height in heights)
+        bars = "".join(BLOCK_CHARS[min(8, max(0, height - 8 * row))] for height in heights)
         label = f"{peak_lr * (row + 1) / HEIGHT:.1e}" if row in (HEIGHT - 1, HEIGHT // 2 - 1) else " " * 7
         lines.append(f"lr {label} │{bars}".rstrip())
-    return [*lines, f"{'':11}└ step 0 to {plan.total}"]
+    return [*lines, f"{'':11}└ step 0 to {plan.total_steps}"]

@@ -1,4 +1,4 @@
-"""Stopping politely."""
+"""Graceful shutdown on Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from zero2all.console import say
 
 @contextmanager
 def stop_requested() -> Iterator[threading.Event]:
-    """Set by Ctrl-C or SIGTERM: the step in hand is finished and saved first. A second Ctrl-C stops at once.
+    """Set by Ctrl-C or SIGTERM: the current step is finished and saved first. A second Ctrl-C stops at once.
 
-    A second SIGTERM changes nothing: schedulers send it to a rank and to its agent, which passes it on.
+    A second SIGTERM changes nothing: schedulers send it to a rank and to its agent, which forwards it.
     """
-    stopping = threading.Event()
+    stop_event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield stopping  # in a notebook's worker thread the signals are not ours
+        yield stop_event  # only the main thread may install signal handlers
         return
 
     def request(number: int, frame: FrameType | None) -> None:
-        if stopping.is_set() and number == signal.SIGINT:
+        if stop_event.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
-        stopping.set()
+        stop_event.set()
         say("stopping after this step; the state will be saved")
 
     before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stopping
+        yield stop_event
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

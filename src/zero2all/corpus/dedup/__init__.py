@@ -1,41 +1,51 @@
-"""Copies out of a corpus: exact, near, lines that documents share, and text of evaluation sets.
+"""Deduplication: exact and near duplicates, boilerplate lines, and text of evaluation sets.
 
 Every step is a plain function from paths to paths and counts, so that it can run as one task anywhere; steps that need
-to see everything at once are shuffles through files, one partition a task. ``find_copies`` strings
-those for whole documents together.
+all documents at once are shuffles through files, one partition per task. ``find_duplicates`` runs
+those for complete documents in order.
 """
 
-from zero2all.corpus.dedup.decontaminate import Index, build_index, contaminated, contamination_drops, load_index
-from zero2all.corpus.dedup.drops import read_drops, shard_drops
-from zero2all.corpus.dedup.exact import exact_keys, exact_partition
-from zero2all.corpus.dedup.near import connected_components, near_drops, near_partition, near_signatures
-from zero2all.corpus.dedup.paragraphs import LineParams, boilerplate_partition, line_counts, strip_boilerplate
+from zero2all.corpus.dedup.boilerplate import BoilerplateParams, count_lines, strip_boilerplate, write_boilerplate_lines
+from zero2all.corpus.dedup.decontaminate import (
+    DecontaminationIndex,
+    build_decontamination_index,
+    find_contamination,
+    load_decontamination_index,
+    write_contamination_drops,
+)
+from zero2all.corpus.dedup.drops import collect_shard_drops, read_drops
+from zero2all.corpus.dedup.duplicates import find_duplicates, run_locally
+from zero2all.corpus.dedup.exact import write_exact_drops, write_exact_keys
+from zero2all.corpus.dedup.near import connected_components, write_near_drops, write_near_links, write_signatures
 from zero2all.corpus.dedup.params import DedupParams
-from zero2all.corpus.dedup.run import find_copies, run_here
-from zero2all.corpus.dedup.validation import index_validation, sign_validation, validation_drops
+from zero2all.corpus.dedup.validation_overlap import (
+    build_validation_index,
+    write_validation_drops,
+    write_validation_signatures,
+)
 
 __all__ = [
+    "BoilerplateParams",
+    "DecontaminationIndex",
     "DedupParams",
-    "Index",
-    "LineParams",
-    "boilerplate_partition",
-    "build_index",
+    "build_decontamination_index",
+    "build_validation_index",
+    "collect_shard_drops",
     "connected_components",
-    "contaminated",
-    "contamination_drops",
-    "exact_keys",
-    "exact_partition",
-    "find_copies",
-    "index_validation",
-    "line_counts",
-    "load_index",
-    "near_drops",
-    "near_partition",
-    "near_signatures",
+    "count_lines",
+    "find_contamination",
+    "find_duplicates",
+    "load_decontamination_index",
     "read_drops",
-    "run_here",
-    "shard_drops",
-    "sign_validation",
+    "run_locally",
     "strip_boilerplate",
-    "validation_drops",
+    "write_boilerplate_lines",
+    "write_contamination_drops",
+    "write_exact_drops",
+    "write_exact_keys",
+    "write_near_drops",
+    "write_near_links",
+    "write_signatures",
+    "write_validation_drops",
+    "write_validation_signatures",
 ]

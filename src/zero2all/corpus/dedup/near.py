@@ -1,8 +1,8 @@
-"""Near deduplication: MinHash-LSH, one shuffle of band hashes, components, and a direct look at what is to be kept.
+"""Near deduplication: MinHash-LSH, one shuffle of band hashes, components, and a direct comparison with what is kept.
 
-Every document sends one row to each of its bands. Documents that meet in a band are compared by sketch, and linked if
-they are alike. Links make components; but a chain of small changes can join documents that are not alike at all, so
-in the end a document goes only if it is like the very document that stays for it.
+Every document sends one row to each of its bands. Documents that share a bucket are compared by sketch, and linked if
+they are similar. Links make components; but a chain of small changes can join documents that are not similar at all, so
+a document is dropped only if it is similar to the very document that is kept for it.
 """
 
 from __future__ import annotations
@@ -14,126 +14,128 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from zero2all.corpus.dedup.drops import DROP, NEAR, rows_of_shard
+from zero2all.corpus.dedup.drops import DROP_DTYPE, NEAR, read_shard_rows
+from zero2all.corpus.dedup.minhash import Sketches, band_hashes, estimate_jaccard, minhash_signatures, pack_sketches
 from zero2all.corpus.dedup.params import DedupParams
-from zero2all.corpus.dedup.shingles import Counts, Hashes, grams, split_units
+from zero2all.corpus.dedup.shingles import Counts, Hashes, hash_ngrams, hash_units
 from zero2all.corpus.dedup.shuffle import (
-    CHUNK_CHARACTERS,
-    GID,
-    LABELS,
+    GID_DTYPE,
+    LABEL_COLUMNS,
+    SHINGLE_CHARACTERS,
     Rows,
-    batches,
-    gid_texts,
-    gids_of,
+    argsort_by,
+    document_labels,
+    gids_to_bytes,
+    gids_to_hex,
     group_starts,
-    labels_of,
     load_rows,
     read_columns,
     read_partition,
     save_rows,
     save_sorted,
-    sorted_by,
+    split_by_characters,
 )
-from zero2all.corpus.dedup.sketch import Sketches, band_hashes, compress, signatures, similarity
 
-BATCH_CHARACTERS = 2**19  # signed at once: has few numbers for a character, and likes many documents
-BUCKET_LEADERS, COMPONENT_LEADERS = 16, 1024
-EDGE = np.dtype([("one", GID), ("other", GID)])
-LABEL = np.dtype([("gid", GID), ("component", "<i8")])
+SIGNATURE_CHARACTERS = 2**19  # per batch of signatures: few values per character, and faster with many documents
+MAX_BUCKET_LEADERS, MAX_COMPONENT_LEADERS = 16, 1024
+EDGE_DTYPE = np.dtype([("one", GID_DTYPE), ("other", GID_DTYPE)])
+COMPONENT_DTYPE = np.dtype([("gid", GID_DTYPE), ("component", "<i8")])
 
 
-def node_type(params: DedupParams) -> np.dtype[np.void]:
+def node_dtype(params: DedupParams) -> np.dtype[np.void]:
     sketch = (params.slots + 1) // 2
-    return np.dtype([("gid", GID), ("rank", "<u2"), ("shard", "<u4"), ("sketch", "u1", (sketch,))])
+    return np.dtype([("gid", GID_DTYPE), ("rank", "<u2"), ("shard", "<u4"), ("sketch", "u1", (sketch,))])
 
 
-def band_type(params: DedupParams) -> np.dtype[np.void]:
-    return np.dtype([("hash", "<u8"), *((name, kind) for name, kind in _fields(node_type(params)))])
+def band_dtype(params: DedupParams) -> np.dtype[np.void]:
+    return np.dtype([("hash", "<u8"), *((name, kind) for name, kind in _dtype_fields(node_dtype(params)))])
 
 
-def _fields(kind: np.dtype[np.void]) -> Iterator[tuple[str, np.dtype[np.generic]]]:
+def _dtype_fields(kind: np.dtype[np.void]) -> Iterator[tuple[str, np.dtype[np.generic]]]:
     for name in kind.names or ():
         yield name, kind[name]
 
 
-def near_signatures(
+def write_signatures(
     shard: Path, number: int, out: Path, params: DedupParams, dropped: Sequence[Path] = ()
 ) -> dict[str, int]:
-    """Write the band rows of a shard, sorted by hash; documents that ``dropped`` names already are left out."""
-    gone = Counter(gid_texts(rows_of_shard(dropped, number)["gid"]))
-    parts = [np.zeros(0, dtype=band_type(params))]
+    """Write the band rows of a shard, sorted by hash; documents already in ``dropped`` are skipped."""
+    dropped_counts = Counter(gids_to_hex(read_shard_rows(dropped, number)["gid"]))
+    parts = [np.zeros(0, dtype=band_dtype(params))]
     documents = compared = 0
-    for columns in read_columns(shard, [*LABELS, "content"]):
+    for columns in read_columns(shard, [*LABEL_COLUMNS, "content"]):
         documents += len(columns["gid"])
-        for nodes, hashes in signed(columns, still_there(columns["gid"], gone), number, params):
+        for nodes, hashes in compute_signatures(
+            columns, remaining_mask(columns["gid"], dropped_counts), number, params
+        ):
             parts.append(band_rows(nodes, hashes, params))
             compared += len(nodes)
     save_sorted(out, np.concatenate(parts), "hash", "rank", "gid")
     return {"documents": documents, "compared": compared}
 
 
-def still_there(gids: Sequence[str], gone: Counter[str]) -> NDArray[np.bool_]:
-    """Which documents are not gone. A gid goes as often as it was dropped: of twins in one file one stays."""
+def remaining_mask(gids: Sequence[str], dropped_counts: Counter[str]) -> NDArray[np.bool_]:
+    """Which documents are not dropped. A gid goes as often as it was dropped: of two equal records one stays."""
     present = np.ones(len(gids), dtype=bool)
     for place, gid in enumerate(gids):
-        if gone[gid] > 0:
-            gone[gid] -= 1
+        if dropped_counts[gid] > 0:
+            dropped_counts[gid] -= 1
             present[place] = False
     return present
 
 
-def signed(
+def compute_signatures(
     columns: dict[str, list[str]], wanted: NDArray[np.bool_], number: int, params: DedupParams
 ) -> Iterator[tuple[Rows, Hashes]]:
     """Nodes and band hashes of the wanted documents that are long enough, some at a time."""
-    gids = gids_of(columns["gid"])
-    ranks, codes = labels_of(columns, params)
+    gids = gids_to_bytes(columns["gid"])
+    priorities, codes = document_labels(columns, params)
     for code in (False, True):
         chosen = np.flatnonzero(wanted & (np.array(codes) == code))
-        for batch in batches(columns["content"], chosen, BATCH_CHARACTERS):
+        for batch in split_by_characters(columns["content"], chosen, SIGNATURE_CHARACTERS):
             shingles, counts = shingle_hashes([columns["content"][place] for place in batch], code, params)
             long_enough = counts >= params.min_shingles
-            values = signatures(shingles, counts, params.slots, params.seed)[long_enough]
-            nodes = np.zeros(len(values), dtype=node_type(params))
+            values = minhash_signatures(shingles, counts, params.slots, params.seed)[long_enough]
+            nodes = np.zeros(len(values), dtype=node_dtype(params))
             places = batch[long_enough]
-            nodes["gid"], nodes["rank"], nodes["shard"] = gids[places], np.array(ranks)[places], number
-            nodes["sketch"] = compress(values)
+            nodes["gid"], nodes["rank"], nodes["shard"] = gids[places], np.array(priorities)[places], number
+            nodes["sketch"] = pack_sketches(values)
             yield nodes, band_hashes(values, params.bands)
 
 
 def shingle_hashes(texts: Sequence[str], code: bool, params: DedupParams) -> tuple[Hashes, Counts]:
     """The hashed shingles of all texts in a row, and how many each text has."""
     parts = [
-        grams(split_units([texts[place] for place in chunk], code), params.ngram)
-        for chunk in batches(texts, np.arange(len(texts)), CHUNK_CHARACTERS)
+        hash_ngrams(hash_units([texts[place] for place in chunk], code), params.ngram)
+        for chunk in split_by_characters(texts, np.arange(len(texts)), SHINGLE_CHARACTERS)
     ]
     return np.concatenate([hashes for hashes, _ in parts]), np.concatenate([counts for _, counts in parts])
 
 
 def band_rows(nodes: Rows, hashes: Hashes, params: DedupParams) -> Rows:
-    rows = np.zeros(hashes.shape, dtype=band_type(params))
+    rows = np.zeros(hashes.shape, dtype=band_dtype(params))
     rows["hash"] = hashes
     for name in nodes.dtype.names or ():
         rows[name] = nodes[name][:, None]
     return rows.reshape(-1)
 
 
-def near_partition(
+def write_near_links(
     files: Sequence[Path], partition: int, partitions: int, edges: Path, nodes: Path, params: DedupParams
 ) -> int:
-    """Link the documents of each bucket to the best document in it that they are like. Linear in the bucket."""
-    rows = _that_met(read_partition(files, partition, partitions))
-    rows = rows[sorted_by(rows, "hash", "rank", "gid")]
-    leaders = follow(rows["hash"], rows["sketch"], params, BUCKET_LEADERS)
+    """Link the documents of each bucket to the best document in it that they are similar to. Linear in its size."""
+    rows = _in_shared_buckets(read_partition(files, partition, partitions))
+    rows = rows[argsort_by(rows, "hash", "rank", "gid")]
+    leaders = cluster_by_leader(rows["hash"], rows["sketch"], params, MAX_BUCKET_LEADERS)
     linked = np.flatnonzero(leaders != np.arange(len(rows)))
-    found = np.zeros(len(linked), dtype=EDGE)
+    found = np.zeros(len(linked), dtype=EDGE_DTYPE)
     found["one"], found["other"] = rows["gid"][leaders[linked]], rows["gid"][linked]
-    found = found[sorted_by(found, "one", "other")]
+    found = found[argsort_by(found, "one", "other")]
     found = found[group_starts(found)]
     ends = rows[np.union1d(linked, leaders[linked])]
-    ends = ends[sorted_by(ends, "gid")]
+    ends = ends[argsort_by(ends, "gid")]
     ends = ends[group_starts(ends["gid"])]
-    node_rows = np.zeros(len(ends), dtype=node_type(params))
+    node_rows = np.zeros(len(ends), dtype=node_dtype(params))
     for name in node_rows.dtype.names or ():
         node_rows[name] = ends[name]
     save_rows(edges, found)
@@ -141,7 +143,7 @@ def near_partition(
     return len(found)
 
 
-def _that_met(rows: Rows) -> Rows:
+def _in_shared_buckets(rows: Rows) -> Rows:
     """Rows that share their hash with another. Most do not, and need not be sorted and copied any further."""
     order = np.argsort(rows["hash"], kind="stable")
     starts = group_starts(rows["hash"][order])
@@ -149,15 +151,17 @@ def _that_met(rows: Rows) -> Rows:
     return rows[order[np.repeat(sizes > 1, sizes)]]
 
 
-def follow(groups: NDArray[np.generic], sketches: Sketches, params: DedupParams, most: int) -> NDArray[np.intp]:
-    """For each row the row of its group that it is a near copy of, or itself.
+def cluster_by_leader(
+    groups: NDArray[np.generic], sketches: Sketches, params: DedupParams, max_leaders: int
+) -> NDArray[np.intp]:
+    """For each row the row of its group that it is a near duplicate of, or itself.
 
-    Rows come sorted by group, the best of each group first. The first row leads; rows like it follow it; the first of
-    the others leads next. After ``most`` leaders the rest of a group is left alone, so that no group costs its square.
+    Rows come sorted by group, the best of each group first. The first row leads; similar rows follow it; the first of
+    the others leads next. After ``max_leaders`` the rest of a group is skipped, so that no group costs its square.
     """
     leaders = np.arange(len(groups))
     alive = leaders
-    for _ in range(most):
+    for _ in range(max_leaders):
         starts = group_starts(groups[alive])
         sizes = np.diff(starts, append=len(alive))
         lead = np.repeat(alive[starts], sizes)
@@ -166,25 +170,25 @@ def follow(groups: NDArray[np.generic], sketches: Sketches, params: DedupParams,
         alive, lead = alive[behind], lead[behind]
         if len(alive) == 0:
             break
-        alike = similarity(sketches[alive], sketches[lead], params.slots) >= params.threshold - params.margin
-        leaders[alive[alike]] = lead[alike]
-        alive = alive[~alike]
+        is_near = estimate_jaccard(sketches[alive], sketches[lead], params.slots) >= params.threshold - params.margin
+        leaders[alive[is_near]] = lead[is_near]
+        alive = alive[~is_near]
     return leaders
 
 
 def connected_components(edge_files: Sequence[Path], out: Path) -> int:
     """Give every linked document the number of its component. Only links are in memory, as integers."""
-    edges = np.concatenate([np.zeros(0, dtype=EDGE), *(load_rows(path) for path in edge_files)])
+    edges = np.concatenate([np.zeros(0, dtype=EDGE_DTYPE), *(load_rows(path) for path in edge_files)])
     gids, numbers = np.unique(np.concatenate([edges["one"], edges["other"]]), return_inverse=True)
     ends = numbers.astype(np.int64)
-    rows = np.zeros(len(gids), dtype=LABEL)
+    rows = np.zeros(len(gids), dtype=COMPONENT_DTYPE)
     rows["gid"] = gids
-    rows["component"] = components(ends[: len(edges)], ends[len(edges) :], len(gids))
+    rows["component"] = union_find(ends[: len(edges)], ends[len(edges) :], len(gids))
     save_rows(out, rows)
     return len(np.unique(rows["component"]))
 
 
-def components(one: Counts, other: Counts, count: int) -> Counts:
+def union_find(one: Counts, other: Counts, count: int) -> Counts:
     """Union-find for all edges at once: hang roots below smaller roots, shorten all paths, until nothing moves."""
     parent = np.arange(count, dtype=np.int64)
     while True:
@@ -198,12 +202,12 @@ def components(one: Counts, other: Counts, count: int) -> Counts:
             parent = parent[parent]
 
 
-def near_drops(
+def write_near_drops(
     node_files: Sequence[Path], labels: Path, partition: int, partitions: int, out: Path, params: DedupParams
 ) -> int:
-    """In each component of the partition the best document stays, and what is like it goes; then the next best."""
+    """In each component of the partition keep the best document and drop what is similar to it; then the next best."""
     label_rows = load_rows(labels)
-    parts = [np.zeros(0, dtype=node_type(params))]
+    parts = [np.zeros(0, dtype=node_dtype(params))]
     numbers = [np.zeros(0, dtype=np.int64)]
     for path in node_files:
         nodes = load_rows(path)
@@ -215,10 +219,10 @@ def near_drops(
     order = np.lexsort((nodes["gid"], nodes["rank"], component))
     order = order[group_starts(nodes["gid"][order])]  # a document has a row from each bucket that it met another in
     nodes, component = nodes[order], component[order]
-    leaders = follow(component, nodes["sketch"], params, COMPONENT_LEADERS)
-    copies = np.flatnonzero(leaders != np.arange(len(nodes)))
-    drops = np.zeros(len(copies), dtype=DROP)
-    drops["shard"], drops["gid"], drops["reason"] = nodes["shard"][copies], nodes["gid"][copies], NEAR
-    drops["kept"] = nodes["gid"][leaders[copies]]
+    leaders = cluster_by_leader(component, nodes["sketch"], params, MAX_COMPONENT_LEADERS)
+    duplicates = np.flatnonzero(leaders != np.arange(len(nodes)))
+    drops = np.zeros(len(duplicates), dtype=DROP_DTYPE)
+    drops["shard"], drops["gid"], drops["reason"] = nodes["shard"][duplicates], nodes["gid"][duplicates], NEAR
+    drops["kept"] = nodes["gid"][leaders[duplicates]]
     save_sorted(out, drops, "shard", "gid")
     return len(drops)

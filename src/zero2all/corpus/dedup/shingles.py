@@ -20,20 +20,20 @@ Counts = NDArray[np.int64]
 
 SEPARATOR, IN_WORD, ALONE = 0, 1, 2
 # Characters that are words to us: Thai and Lao, Myanmar, Khmer, kana, and Han (with its extensions beyond the BMP).
-UNSPACED = (
+UNSPACED_SCRIPTS = (
     *((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF)),
     *((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF)),
 )
 FIRST_HAN_EXTENSION, TABLE_SIZE = 0x20000, 0x40000
 
 # Odd, and 5 mod 8: powers of the base then keep all but a few of the 64 bits apart.
-BASE = 0x9E3779B97F4A7C15
-INVERSE = pow(BASE, -1, 2**64)
-GRAM_BASE = np.uint64(0xD1342543DE82EF95)
+HASH_BASE = 0x9E3779B97F4A7C15
+HASH_BASE_INVERSE = pow(HASH_BASE, -1, 2**64)
+NGRAM_HASH_BASE = np.uint64(0xD1342543DE82EF95)
 
 
 @dataclass(frozen=True)
-class Units:
+class HashedUnits:
     """The units of many documents, one after the other; ``ends[d]`` is where document ``d`` stops."""
 
     hashes: Hashes
@@ -41,14 +41,14 @@ class Units:
 
 
 @dataclass(frozen=True)
-class Table:
-    """For every code point: the hash of what it is folded to, and whether it parts, joins or stands alone."""
+class CharacterTable:
+    """For every code point: the hash of what it is folded to, and whether it separates, joins or stands alone."""
 
     hashes: Hashes
     roles: NDArray[np.uint8]
 
 
-def mix(values: Hashes) -> Hashes:
+def splitmix64(values: Hashes) -> Hashes:
     """Spread every input bit over all 64 (the finaliser of splitmix64)."""
     values = values ^ (values >> np.uint64(30))
     values *= np.uint64(0xBF58476D1CE4E5B9)
@@ -58,7 +58,7 @@ def mix(values: Hashes) -> Hashes:
     return values
 
 
-def split_units(texts: Sequence[str], code: bool) -> Units:
+def hash_units(texts: Sequence[str], code: bool) -> HashedUnits:
     """Hash every unit of every text. Prose loses case, punctuation and width; code loses only its spaces."""
     table = _code_table() if code else _prose_table()
     points = np.frombuffer("\n".join([*texts, ""]).encode("utf-32-le", "surrogatepass"), dtype="<u4")
@@ -76,10 +76,10 @@ def split_units(texts: Sequence[str], code: bool) -> Units:
     np.cumsum(table.hashes.take(places, mode="clip") * powers, out=sums[1:])
     hashes = (sums[stops] - sums[starts]) * inverse_powers[starts]
     text_ends = np.cumsum([len(text) + 1 for text in texts], dtype=np.int64)
-    return Units(mix(hashes), np.searchsorted(starts, text_ends).astype(np.int64))
+    return HashedUnits(splitmix64(hashes), np.searchsorted(starts, text_ends).astype(np.int64))
 
 
-def grams(units: Units, n: int) -> tuple[Hashes, Counts]:
+def hash_ngrams(units: HashedUnits, n: int) -> tuple[Hashes, Counts]:
     """Hashes of every ``n`` units in a row within a document, and how many each document has."""
     lengths = np.diff(units.ends, prepend=0)
     counts = np.maximum(lengths - n + 1, 0)
@@ -88,13 +88,13 @@ def grams(units: Units, n: int) -> tuple[Hashes, Counts]:
         return np.zeros(0, dtype=np.uint64), counts
     hashes = units.hashes[:total].copy()
     for step in range(1, n):
-        hashes *= GRAM_BASE
+        hashes *= NGRAM_HASH_BASE
         hashes += units.hashes[step : step + total]
-    return hashes[_inside(lengths, counts, total)], counts
+    return hashes[_within_document(lengths, counts, total)], counts
 
 
-def _inside(lengths: Counts, counts: Counts, total: int) -> NDArray[np.bool_]:
-    """True where a gram starts and ends in the same document."""
+def _within_document(lengths: Counts, counts: Counts, total: int) -> NDArray[np.bool_]:
+    """True where an n-gram starts and ends in the same document."""
     pairs = np.stack([counts, lengths - counts], axis=1).ravel()
     return np.repeat(np.tile([True, False], len(lengths)), pairs)[:total]
 
@@ -106,7 +106,7 @@ def _all_powers(bits: int) -> tuple[Hashes, Hashes]:
         out[0] = 1
         return np.cumprod(out, dtype=np.uint64)
 
-    return powers(BASE), powers(INVERSE)
+    return powers(HASH_BASE), powers(HASH_BASE_INVERSE)
 
 
 def _powers(count: int) -> tuple[Hashes, Hashes]:
@@ -115,11 +115,11 @@ def _powers(count: int) -> tuple[Hashes, Hashes]:
 
 
 def _point_hashes(points: NDArray[np.uint32]) -> Hashes:
-    return mix(mix(points.astype(np.uint64) + np.uint64(1)))
+    return splitmix64(splitmix64(points.astype(np.uint64) + np.uint64(1)))
 
 
 @lru_cache(maxsize=1)
-def _prose_table() -> Table:
+def _prose_table() -> CharacterTable:
     folded = np.arange(TABLE_SIZE, dtype=np.uint32)
     roles = np.full(TABLE_SIZE, SEPARATOR, dtype=np.uint8)
     for point in range(FIRST_HAN_EXTENSION):
@@ -128,15 +128,15 @@ def _prose_table() -> Table:
             roles[point] = IN_WORD
             # What expands to several characters is known by its first: this is a hash, not a text to read.
             folded[point] = ord((unicodedata.normalize("NFKC", char).casefold() or char)[0])
-    for first, last in UNSPACED:
+    for first, last in UNSPACED_SCRIPTS:
         part = roles[first : last + 1]
         part[(part == IN_WORD) | (first >= FIRST_HAN_EXTENSION)] = ALONE
     roles[-1] = SEPARATOR  # the last one stands for every code point beyond the table
-    return Table(_point_hashes(folded), roles)
+    return CharacterTable(_point_hashes(folded), roles)
 
 
 @lru_cache(maxsize=1)
-def _code_table() -> Table:
+def _code_table() -> CharacterTable:
     roles = np.full(TABLE_SIZE, IN_WORD, dtype=np.uint8)
     for point in range(FIRST_HAN_EXTENSION):
         char = chr(point)
@@ -144,4 +144,4 @@ def _code_table() -> Table:
             roles[point] = SEPARATOR
         elif not (char.isalnum() or char == "_"):
             roles[point] = ALONE
-    return Table(_point_hashes(np.arange(TABLE_SIZE, dtype=np.uint32)), roles)
+    return CharacterTable(_point_hashes(np.arange(TABLE_SIZE, dtype=np.uint32)), roles)

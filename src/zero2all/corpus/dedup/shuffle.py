@@ -1,7 +1,7 @@
 """A shuffle through files: each shard writes one file of rows sorted by hash, each partition reads its range of all.
 
 A partition is a range of hashes, so it is a slice of every file, found by bisection: there is one file for a shard and
-not one for each shard and partition, and the number of partitions is chosen by who reads, not by who writes.
+not one for each shard and partition, and the reader chooses the number of partitions, not the writer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from zero2all.corpus.code import is_filed_as_code
+from zero2all.corpus.code_paths import is_labeled_as_code
 from zero2all.corpus.dedup.params import DedupParams
 from zero2all.errors import Z2aError
 from zero2all.io import atomic_path
@@ -26,19 +26,19 @@ from zero2all.paths import RemotePath, arrow_source
 Rows = NDArray[Any]  # a structured array; its fields are named where it is made
 
 # The 16 bytes of a gid, most significant first: they sort as the hexadecimal text does.
-GID = "S16"
-BATCH_ROWS = 1024
-REMOTE_BLOCK = 1 << 20  # read of a remote file at once
-CHUNK_CHARACTERS = 2**16  # split into units at once: the arrays then stay in the processor's cache
+GID_DTYPE = "S16"
+READ_ROWS = 1024
+REMOTE_BLOCK_BYTES = 1 << 20  # read of a remote file at once
+SHINGLE_CHARACTERS = 2**16  # split into units at once: the arrays then stay in the processor's cache
 
 
-def gids_of(texts: Sequence[str]) -> NDArray[np.bytes_]:
+def gids_to_bytes(texts: Sequence[str]) -> NDArray[np.bytes_]:
     if any(len(text) != 32 for text in texts):
         raise Z2aError("a gid is not 32 hexadecimal digits: build the documents again")
-    return np.frombuffer(bytes.fromhex("".join(texts)), dtype=GID)
+    return np.frombuffer(bytes.fromhex("".join(texts)), dtype=GID_DTYPE)
 
 
-def gid_texts(gids: NDArray[np.bytes_]) -> list[str]:
+def gids_to_hex(gids: NDArray[np.bytes_]) -> list[str]:
     data = np.ascontiguousarray(gids).tobytes().hex()  # tolist() would lose zero bytes at the end
     return [data[start : start + 32] for start in range(0, len(data), 32)]
 
@@ -59,10 +59,10 @@ def load_rows(path: Path) -> Rows:
 
 
 def save_sorted(target: Path, rows: Rows, *fields: str) -> None:
-    save_rows(target, rows[sorted_by(rows, *fields)])
+    save_rows(target, rows[argsort_by(rows, *fields)])
 
 
-def sorted_by(rows: Rows, *fields: str) -> NDArray[np.intp]:
+def argsort_by(rows: Rows, *fields: str) -> NDArray[np.intp]:
     """The order by the first field, then the second, and so on."""
     return np.lexsort(tuple(rows[field] for field in reversed(fields)))
 
@@ -90,13 +90,13 @@ def _remote_rows_between(path: RemotePath, field: str, first: int, last: int) ->
 
     @cache
     def block(number: int) -> bytes:
-        return path.read_range(number * REMOTE_BLOCK, (number + 1) * REMOTE_BLOCK)
+        return path.read_range(number * REMOTE_BLOCK_BYTES, (number + 1) * REMOTE_BLOCK_BYTES)
 
     def rows(start: int, stop: int) -> Rows:
         begin, end = top + start * kind.itemsize, top + stop * kind.itemsize
-        one = begin // REMOTE_BLOCK
-        data = b"".join(block(number) for number in range(one, -(-end // REMOTE_BLOCK)))
-        return np.frombuffer(data, kind, stop - start, begin - one * REMOTE_BLOCK) if stop > start else none
+        one = begin // REMOTE_BLOCK_BYTES
+        data = b"".join(block(number) for number in range(one, -(-end // REMOTE_BLOCK_BYTES)))
+        return np.frombuffer(data, kind, stop - start, begin - one * REMOTE_BLOCK_BYTES) if stop > start else none
 
     def value(number: int) -> int:
         return int(rows(number, number + 1)[field][0])
@@ -120,22 +120,22 @@ def group_starts(values: NDArray[Any]) -> NDArray[np.intp]:
 def read_columns(shard: Path, columns: Sequence[str]) -> Iterator[dict[str, list[str]]]:
     """A shard's columns, some rows at a time."""
     with pq.ParquetFile(arrow_source(shard)) as file:
-        for batch in file.iter_batches(BATCH_ROWS, columns=list(columns)):
+        for batch in file.iter_batches(READ_ROWS, columns=list(columns)):
             yield batch.to_pydict()
 
 
-def batches(texts: Sequence[str], chosen: NDArray[np.intp], characters: int) -> Iterator[NDArray[np.intp]]:
-    """The chosen texts by number, in groups of about so many characters."""
+def split_by_characters(texts: Sequence[str], chosen: NDArray[np.intp], characters: int) -> Iterator[NDArray[np.intp]]:
+    """The chosen texts by number, in groups of about ``characters`` characters."""
     if len(chosen) == 0:
         return
     sizes = np.cumsum([len(texts[place]) for place in chosen])
     yield from np.split(chosen, group_starts(sizes // characters)[1:])
 
 
-LABELS = ("gid", "data_src", "category", "title", "others")
+LABEL_COLUMNS = ("gid", "data_src", "category", "title", "others")
 
 
-def labels_of(columns: dict[str, list[str]], params: DedupParams) -> tuple[list[int], list[bool]]:
-    """For each document how far down the list of preferred sources it stands, and whether it is code."""
-    ranks = [params.rank(source) for source in columns["data_src"]]
-    return ranks, list(map(is_filed_as_code, columns["category"], columns["title"], columns["others"]))
+def document_labels(columns: dict[str, list[str]], params: DedupParams) -> tuple[list[int], list[bool]]:
+    """For each document its source priority, and whether it is code."""
+    priorities = [params.get_priority(source) for source in columns["data_src"]]
+    return priorities, list(map(is_labeled_as_code, columns["category"], columns["title"], columns["others"]))

@@ -1,7 +1,7 @@
 """Filters over one document: keep it, drop it with a reason, or change its content.
 
-``build_filters(DEFAULT_FILTERS)`` gives callables, ``apply(filters, document)`` puts a document through them. A new
-filter is a new file here: every module is imported below, and ``filter_`` puts what it finds into ``FILTERS``.
+``build_filters(DEFAULT_FILTERS)`` gives callables, ``apply_filters(filters, document)`` applies them to a document. A
+new filter is a new file here: every module is imported below, and ``register_filter`` adds its filters to ``FILTERS``.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ import importlib
 import pkgutil
 from typing import Any
 
-from zero2all.corpus.filters.base import (
+from zero2all.corpus.filters.filter_registry import (
     FILTERS,
     KEEP,
     BoundFilter,
     Change,
     Drop,
     FilterInfo,
+    FilterOutcome,
+    FilterResult,
     Keep,
-    Outcome,
-    Verdict,
-    apply,
+    apply_filters,
     build_filters,
-    filter_,
+    register_filter,
 )
-from zero2all.corpus.filters.kinds import Kind, kind_of
+from zero2all.corpus.filters.text_kinds import TextKind, classify_text
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 # Meant for any mixture of Chinese, English and code: books, poems, manuals and statutes pass, so lengths and repeated
-# n-grams are wider than published for web pages. What mends text comes first, what looks at all of it last.
+# n-grams are wider than published for web pages. Filters that fix text come first, those that scan all of it last.
 DEFAULT_FILTERS: tuple[dict[str, Any], ...] = (
     {"name": "normalize"},
     {"name": "strip_gutenberg"},
@@ -63,12 +63,12 @@ __all__ = [
     "Change",
     "Drop",
     "FilterInfo",
+    "FilterOutcome",
+    "FilterResult",
     "Keep",
-    "Kind",
-    "Outcome",
-    "Verdict",
-    "apply",
+    "TextKind",
+    "apply_filters",
     "build_filters",
-    "filter_",
-    "kind_of",
+    "classify_text",
+    "register_filter",
 ]

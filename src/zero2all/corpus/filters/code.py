@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters.base import KEEP, Drop, Verdict, filter_
-from zero2all.corpus.filters.kinds import kind_of
+from zero2all.corpus.filters.filter_registry import KEEP, Drop, FilterResult, register_filter
+from zero2all.corpus.filters.text_kinds import classify_text
 
 _HEAD_LINES = 12
 _COMMENT_MARK = re.compile(r"\s*(?:#|//|/\*|\*|--|;|%|<!--|\"\"\"|'''|\(\*)")
@@ -22,7 +22,7 @@ _GENERATED = re.compile(
 _ALNUM = bytes(value for value in range(256) if value >= 128 or chr(value).isalnum())
 
 
-@filter_("code_generated")
+@register_filter("code_generated")
 def code_generated(
     document: Document,
     *,
@@ -30,13 +30,13 @@ def code_generated(
     max_mean_line: float = 100,
     max_line: int = 1000,
     min_alnum: float = 0.25,
-) -> Verdict:
+) -> FilterResult:
     """Drop code that a program wrote: it says so in a comment at its head, or it is minified or a table of data.
 
     The limits on lines and on the share of letters and digits are those of StarCoder (mean 100, longest 1,000
     characters, 25 %; https://arxiv.org/abs/2305.06161). A byte above ASCII counts as a letter.
     """
-    if kind_of(document) != "code":
+    if classify_text(document) != "code":
         return KEEP
     text = document.content
     lines = text.splitlines()
@@ -54,7 +54,7 @@ def code_generated(
     return KEEP
 
 
-PERMISSIVE = (
+PERMISSIVE_LICENCES = (
     *("0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "ISC", "MIT", "MIT-0", "NCSA"),
     *("PSF-2.0", "Python-2.0", "Unlicense", "UPL-1.0", "WTFPL", "X11", "Zlib"),
 )
@@ -81,24 +81,26 @@ _LICENCE_PHRASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 _HEADER_CHARS = 3000
 
 
-@filter_("code_licence")
-def code_licence(document: Document, *, allowed: tuple[str, ...] = PERMISSIVE, keep_unknown: bool = True) -> Verdict:
+@register_filter("code_licence")
+def code_licence(
+    document: Document, *, allowed: tuple[str, ...] = PERMISSIVE_LICENCES, keep_unknown: bool = True
+) -> FilterResult:
     """Keep code whose licence is in ``allowed`` (SPDX ids, permissive ones if not given).
 
     The licence is what the record says in ``others`` (a field such as ``license``), else an SPDX line or a known
     phrase in the first 3,000 characters. Of ``A OR B`` one must be allowed, of ``A AND B`` both; several licences in
     a list are taken as AND. Code that says nothing is kept unless ``keep_unknown`` is off.
     """
-    if kind_of(document) != "code":
+    if classify_text(document) != "code":
         return KEEP
-    found = licence_of(document)
+    found = find_licence(document)
     if not found:
         return KEEP if keep_unknown else Drop("licence unknown")
     names = {name.lower() for name in allowed}
     return KEEP if is_allowed(found, names) else Drop("licence not allowed")
 
 
-def licence_of(document: Document) -> str:
+def find_licence(document: Document) -> str:
     """An SPDX expression, or nothing where the document does not say."""
     stated = _stated_licence(document.others)
     if stated:

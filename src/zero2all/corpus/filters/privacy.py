@@ -1,4 +1,4 @@
-"""What points at a person or opens a door: personal data in prose, secrets in code."""
+"""Personal data in prose, and secrets in code."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Literal
 
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters.base import KEEP, Change, Drop, Verdict, filter_
-from zero2all.corpus.filters.kinds import kind_of
+from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
+from zero2all.corpus.filters.text_kinds import classify_text
 
 # ASCII digits and letters only: numbers in other scripts are not what these forms are printed in.
 _EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]{1,64}@((?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24})(?![A-Za-z0-9])", re.ASCII)
@@ -26,7 +26,7 @@ _CARD = re.compile(
     re.ASCII,
 )
 _IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d)", re.ASCII)
-# What each of them has in it. Without a look behind, so that text without such numbers is passed over at full speed.
+# What each of them has in it. Without lookbehind, so that text without such numbers is skipped at full speed.
 _SUSPICIOUS_NUMBER = re.compile(r"[0-9](?:[0-9]{2}[ -]?[0-9]{4}[ -]?[0-9]{3}|\.[0-9]{1,3}\.[0-9])")
 _IN_EMAIL = re.compile(r"@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2}")
 _IN_CHINESE_ID = re.compile(r"[1-9][0-9]{16}")
@@ -38,18 +38,18 @@ _RESERVED_DOMAIN = re.compile(
     r"(?:^|\.)(?:example\.(?:com|org|net)|test|example|invalid|localhost|local)$", re.IGNORECASE
 )
 _ID_WEIGHTS = (7, 9, 10, 5, 8, 4, 2, 1, 6, 3, 7, 9, 10, 5, 8, 4, 2)
-_SMALLEST_TELLING_OCTET = 64  # 3.2.1.4 is a section or a version
+_MIN_LARGEST_OCTET = 64  # 3.2.1.4 is a section or a version
 
 
-@filter_("pii")
-def pii(document: Document, *, in_code: bool = False) -> Verdict:
+@register_filter("pii")
+def pii(document: Document, *, in_code: bool = False) -> FilterResult:
     """Mask mail addresses, Chinese mobile and identity numbers, bank card numbers and public IPv4 addresses.
 
-    They become ``<email>``, ``<phone>``, ``<id_number>``, ``<card>`` and ``<ip>``. Identity numbers must have a right
+    They become ``<email>``, ``<phone>``, ``<id_number>``, ``<card>`` and ``<ip>``. Identity numbers must have a valid
     check digit and card numbers must pass Luhn's test. Example domains, private and reserved addresses, and dotted
     numbers that look like a section or a version stay. Code is left alone unless asked: there it is test data.
     """
-    if not in_code and kind_of(document) == "code":
+    if not in_code and classify_text(document) == "code":
         return KEEP
     text = document.content
     if _SUSPICIOUS_NUMBER.search(text):
@@ -87,7 +87,7 @@ def _is_public_address(dotted: str) -> bool:
     octets = [int(part) for part in dotted.split(".")]
     if (
         max(octets) > 255
-        or max(octets) < _SMALLEST_TELLING_OCTET
+        or max(octets) < _MIN_LARGEST_OCTET
         or any(len(part) > 1 and part[0] == "0" for part in dotted.split("."))
     ):
         return False
@@ -118,27 +118,27 @@ _ASSIGNED_TO_SECRET = re.compile(
     r"(?:api|access|auth|secret|private|client)[_-]?(?:key|token|secret)[\"']?\s{0,4}(?:=|:|=>|:=)\s{0,4}$",
     re.IGNORECASE,
 )
-_MADE_UP = re.compile(
+_PLACEHOLDER_SECRET = re.compile(
     r"example|sample|dummy|changeme|your|xxxx|test|fake|placeholder|abcdef|012345|123456", re.IGNORECASE
 )
 
 
-@filter_("secrets")
+@register_filter("secrets")
 def secrets(
     document: Document, *, action: Literal["drop", "mask"] = "drop", min_entropy: float = 3.8, assigned: bool = True
-) -> Verdict:
+) -> FilterResult:
     """Drop, or mask as ``<secret>``, private keys and tokens of AWS, GitHub, GitLab, Google, Slack and Stripe.
 
     In code also a long random value given to a name like ``api_key``: at least ``min_entropy`` bits a character,
     with digits and letters. Values that say that they are examples stay, and so does a key's header without a key.
     """
     text = document.content
-    with_assigned = assigned and kind_of(document) == "code"
+    with_assigned = assigned and classify_text(document) == "code"
     masked = text
     if "PRIVATE KEY" in text:
         masked = _PRIVATE_KEY.sub("<secret>", masked)
     if any(start in text for start in _TOKEN_STARTS):
-        masked = _TOKEN.sub(lambda found: found[0] if _MADE_UP.search(found[0]) else "<secret>", masked)
+        masked = _TOKEN.sub(lambda found: found[0] if _PLACEHOLDER_SECRET.search(found[0]) else "<secret>", masked)
     if with_assigned:
         masked = _QUOTED_VALUE.sub(lambda found: _mask_assigned(found, min_entropy), masked)
     if masked == text:
@@ -151,7 +151,7 @@ def _mask_assigned(found: re.Match[str], min_entropy: float) -> str:
     if not _ASSIGNED_TO_SECRET.search(before):
         return found[0]
     is_mixed = any(char.isdigit() for char in value) and any(char.isalpha() for char in value)
-    if not is_mixed or _MADE_UP.search(value) or _entropy(value) < min_entropy:
+    if not is_mixed or _PLACEHOLDER_SECRET.search(value) or _entropy(value) < min_entropy:
         return found[0]
     return found[0].replace(value, "<secret>")
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-FENCED = re.compile(r"(^[ \t]{0,8}(`{3,}|~{3,})[^\n]*\n.*?^[ \t]{0,8}\2[^\n]*$)", re.MULTILINE | re.DOTALL)
+FENCED_BLOCK = re.compile(r"(^[ \t]{0,8}(`{3,}|~{3,})[^\n]*\n.*?^[ \t]{0,8}\2[^\n]*$)", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->[^\S\n]*\n?", re.DOTALL)
 _LINE_END = re.compile(r"[^\S\n]*\n?")
 _INDENTED = re.compile(r"(?:^|(?<=\n\n))(?:(?: {4}|\t)[^\n]*\n|\n(?= {4}|\t))+")
@@ -19,7 +19,7 @@ _TAG_ALONE = re.compile(r"^[ \t]*</?[A-Za-z][^<>\n]{0,200}>[ \t]*$", re.MULTILIN
 _MACRO = re.compile(r"\{\{[^{}\n]{0,300}\}\}")
 
 
-def without_comments(text: str) -> str:
+def strip_html_comments(text: str) -> str:
     """Up to the last end of one: behind it every opening would be looked for in vain to the end of the text."""
     last = text.rfind("-->") + 3
     if last < 3:
@@ -29,13 +29,13 @@ def without_comments(text: str) -> str:
     return _COMMENT.sub("", text[:last]) + text[last:]
 
 
-@lru_cache(maxsize=2)  # several filters ask for the same text in turn
-def prose_of(text: str) -> str:
+@lru_cache(maxsize=2)  # several filters use the same text in turn
+def extract_prose(text: str) -> str:
     """What is left may be empty. Indented blocks go only where something else stays: verse is indented too."""
     if "```" in text or "~~~" in text:
-        text = FENCED.sub("", text)
+        text = FENCED_BLOCK.sub("", text)
     if "<!--" in text:
-        text = without_comments(text)
+        text = strip_html_comments(text)
     if "<" in text:
         text = _TAG_ALONE.sub("", text)
     if "$" in text:
@@ -53,7 +53,7 @@ def prose_of(text: str) -> str:
 
 
 @lru_cache(maxsize=2)
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """What white space separates. Shared between filters: do not change it."""
     return text.split()
 
@@ -62,13 +62,13 @@ def code_points(text: str) -> npt.NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)
 
 
-def are_letters(points: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+def letter_mask(points: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
     """Which code points are letters; several times as fast as a pattern. Beyond the BMP all count as letters."""
-    return _letters_of_bmp()[np.minimum(points, 0xFFFF)]
+    return _bmp_letter_table()[np.minimum(points, 0xFFFF)]
 
 
 @lru_cache(maxsize=1)
-def _letters_of_bmp() -> npt.NDArray[np.bool_]:
+def _bmp_letter_table() -> npt.NDArray[np.bool_]:
     letters = np.array([chr(point).isalpha() for point in range(0x10000)])
-    letters[0xFFFF] = True  # where are_letters sends everything beyond
+    letters[0xFFFF] = True  # where letter_mask maps everything beyond
     return letters

@@ -8,9 +8,9 @@ from itertools import filterfalse, islice
 import numpy as np
 
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters.base import KEEP, Change, Drop, Verdict, filter_
-from zero2all.corpus.filters.kinds import han_count, kind_of
-from zero2all.corpus.filters.prose import are_letters, code_points, prose_of, words_of
+from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
+from zero2all.corpus.filters.prose import code_points, extract_prose, letter_mask, split_words
+from zero2all.corpus.filters.text_kinds import classify_text, count_han
 
 _ENGLISH_STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})
 # Words of FineWeb-2's list for cmn_Hani, and the most frequent ones of classical prose, which has no 的.
@@ -21,7 +21,7 @@ _LETTER = re.compile(r"[^\W\d_]")
 _WORD_CHAR = re.compile(r"\w")
 
 
-@filter_("gopher_quality")
+@register_filter("gopher_quality")
 def gopher_quality(
     document: Document,
     *,
@@ -38,7 +38,7 @@ def gopher_quality(
     max_chars_zh: int = 160_000,
     min_alpha_chars_zh: float = 0.6,
     stop_words_from_chars_zh: int = 200,
-) -> Verdict:
+) -> FilterResult:
     """Drop what does not look like running text (Rae et al. 2021, https://arxiv.org/abs/2112.11446).
 
     The same as published: 50 to 100,000 words; mean word length 3 to 10; hash signs and ellipses each at most a tenth
@@ -53,30 +53,30 @@ def gopher_quality(
     60 % of what is not white space (FineWeb-2 asks 73.5 % of words, but punctuation is no word); stop words are asked
     of text from 200 letters on, because a poem may have none. Other scripts and code are not judged.
     """
-    kind = kind_of(document)
+    kind = classify_text(document)
     if kind not in ("zh", "en"):
         return KEEP
-    text = prose_of(document.content)
+    text = extract_prose(document.content)
     if kind == "en":
-        words = words_of(text)
+        words = split_words(text)
         count = len(words)
-        reason = _length_of_english(words, min_words, max_words, min_word_length, max_word_length, min_alpha_words)
+        reason = _english_length_reason(words, min_words, max_words, min_word_length, max_word_length, min_alpha_words)
         few_stop_words = _lacks_english_stop_words(words, min_stop_words)
     else:
-        count = int(np.count_nonzero(are_letters(code_points(text))))
-        reason = _length_of_chinese(text, count, min_chars_zh, max_chars_zh, min_alpha_chars_zh)
+        count = int(np.count_nonzero(letter_mask(code_points(text))))
+        reason = _chinese_length_reason(text, count, min_chars_zh, max_chars_zh, min_alpha_chars_zh)
         few_stop_words = count >= stop_words_from_chars_zh and _lacks_chinese_stop_words(text, min_stop_words)
-    reason = reason or _symbols(text, max_symbol_ratio * count, max_bullet_lines, max_ellipsis_lines)
+    reason = reason or _symbol_reason(text, max_symbol_ratio * count, max_bullet_lines, max_ellipsis_lines)
     if not reason and few_stop_words:
         reason = "no stop words"
     return Drop(reason) if reason else KEEP
 
 
-def _length_of_english(
+def _english_length_reason(
     words: list[str], min_words: int, max_words: int, min_length: float, max_length: float, min_alpha: float
 ) -> str:
-    odd = list(filterfalse(str.isalpha, words))
-    signs = [word for word in odd if not (word[0].isalnum() or _WORD_CHAR.search(word))]
+    non_alphabetic = list(filterfalse(str.isalpha, words))
+    signs = [word for word in non_alphabetic if not (word[0].isalnum() or _WORD_CHAR.search(word))]
     count = len(words) - len(signs)
     if count < max(1, min_words):
         return "too few words"
@@ -85,11 +85,11 @@ def _length_of_english(
     mean = (sum(map(len, words)) - sum(map(len, signs))) / count
     if mean < min_length or (max_length and mean > max_length):
         return "word length"
-    without_letter = sum(not (word[0].isalpha() or _LETTER.search(word)) for word in odd) - len(signs)
+    without_letter = sum(not (word[0].isalpha() or _LETTER.search(word)) for word in non_alphabetic) - len(signs)
     return "too few words with letters" if count - without_letter < min_alpha * count else ""
 
 
-def _length_of_chinese(text: str, letters: int, min_chars: int, max_chars: int, min_alpha: float) -> str:
+def _chinese_length_reason(text: str, letters: int, min_chars: int, max_chars: int, min_alpha: float) -> str:
     if letters < max(1, min_chars):
         return "too few characters"
     if max_chars and letters > max_chars:
@@ -97,7 +97,7 @@ def _length_of_chinese(text: str, letters: int, min_chars: int, max_chars: int, 
     return "too few letters" if letters < min_alpha * sum(map(len, text.split())) else ""
 
 
-def _symbols(text: str, max_symbols: float, max_bullet_lines: float, max_ellipsis_lines: float) -> str:
+def _symbol_reason(text: str, max_symbols: float, max_bullet_lines: float, max_ellipsis_lines: float) -> str:
     if text.count("#") > max_symbols and _hashes_in_lines(text) > max_symbols:
         return "too many hash signs"
     ellipses = text.count("...") + text.count("…") + text.count("。。。")
@@ -138,10 +138,10 @@ _POLICY = re.compile(
     r"|使用条款|服务条款|隐私政策|隐私权政策|隱私權政策|版权所有|cookie ?政策|使用 ?cookie",
     re.IGNORECASE,
 )
-_SIGNS_OF_WEB_TALK = ("javascript", "cookie", "terms of use", "privacy policy", "条款", "政策", "版权所有")
+_POLICY_KEYWORDS = ("javascript", "cookie", "terms of use", "privacy policy", "条款", "政策", "版权所有")
 
 
-@filter_("c4_quality")
+@register_filter("c4_quality")
 def c4_quality(
     document: Document,
     *,
@@ -153,7 +153,7 @@ def c4_quality(
     remove_citations: bool = True,
     end_punctuation: bool = True,
     curly_brackets: bool = True,
-) -> Verdict:
+) -> FilterResult:
     """Keep the lines of a web page that read like sentences (Raffel et al. 2020, https://arxiv.org/abs/1910.10683).
 
     The same as published: a line stays if it ends in ``. ? ! " '`` and not in an ellipsis, has at least three words,
@@ -166,7 +166,7 @@ def c4_quality(
     enough, because a Chinese sentence runs on over several clauses; the phrases of policies are there in Chinese.
     Meant for web text: headings, lists and tables go, and so do formulas. Other scripts and code are not judged.
     """
-    kind = kind_of(document)
+    kind = classify_text(document)
     if kind not in ("zh", "en"):
         return KEEP
     text, is_zh = document.content, kind == "zh"
@@ -176,7 +176,7 @@ def c4_quality(
     if curly_brackets and "{" in text:
         return Drop("curly bracket")
     ends = _END_OF_LINE_ZH if is_zh else _END_OF_LINE
-    may_be_web_talk = any(sign in lowered for sign in _SIGNS_OF_WEB_TALK)  # few pages make it worth asking each line
+    may_have_policy_text = any(sign in lowered for sign in _POLICY_KEYWORDS)  # rare, so lines are not checked otherwise
     kept: list[str] = []
     for line in map(str.strip, text.split("\n")):
         if remove_citations and "[" in line:
@@ -184,7 +184,7 @@ def c4_quality(
         if end_punctuation and (not line.endswith(ends) or line.endswith("...")):
             continue
         is_short = len(line) < min_chars_per_line_zh if is_zh else len(line.split()) < min_words_per_line
-        if may_be_web_talk and _has_web_talk(line):
+        if may_have_policy_text and _has_policy_text(line):
             continue
         if not is_short and not _has_long_word(line, max_word_length):
             kept.append(line)
@@ -195,7 +195,7 @@ def c4_quality(
     return KEEP if body == text else Change(body, "lines that are no sentences")
 
 
-def _has_web_talk(line: str) -> bool:
+def _has_policy_text(line: str) -> bool:
     return "javascript" in line.lower() or _POLICY.search(line) is not None
 
 
@@ -203,14 +203,14 @@ def _has_long_word(line: str, limit: int) -> bool:
     # Chinese has no spaces: there a word is only what ASCII characters make.
     if len(line) <= limit:
         return False
-    return any(len(word) - han_count(word) > limit for word in line.split())
+    return any(len(word) - count_han(word) > limit for word in line.split())
 
 
 _STOP_CHARS = (".", "'", '"', "!", "?", "”", "’")
 _STOP_CHARS_ZH = (*_STOP_CHARS, "。", "！", "？", "；", "：", "，", "」", "』", "）", "…", "》")
 
 
-@filter_("fineweb_quality")
+@register_filter("fineweb_quality")
 def fineweb_quality(
     document: Document,
     *,
@@ -223,7 +223,7 @@ def fineweb_quality(
     short_line_zh: int = 10,
     max_duplicate_chars_zh: float = 0.01,
     max_newlines_per_char_zh: float = 0.11,
-) -> Verdict:
+) -> FilterResult:
     """Drop pages that are lists or menus (Penedo et al. 2024, https://arxiv.org/abs/2406.17557).
 
     The same as published: more than 12 % of lines end in punctuation; fewer than 67 % are of 30 characters or less;
@@ -236,7 +236,7 @@ def fineweb_quality(
     a line of 10 characters is short; 10.6 % and 0.178 line ends a word are FineWeb-2's for ``cmn_Hani``, the latter
     0.11 a character. Other scripts and code are not judged.
     """
-    kind = kind_of(document)
+    kind = classify_text(document)
     if kind not in ("zh", "en"):
         return KEEP
     is_zh = kind == "zh"

@@ -11,24 +11,24 @@ import numpy as np
 import numpy.typing as npt
 
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters.base import KEEP, Change, Drop, Verdict, filter_
-from zero2all.corpus.filters.kinds import kind_of
-from zero2all.corpus.filters.prose import are_letters, code_points, prose_of, words_of
+from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
+from zero2all.corpus.filters.prose import code_points, extract_prose, letter_mask, split_words
+from zero2all.corpus.filters.text_kinds import classify_text
 
 _PARAGRAPH_BREAK = re.compile(r"\n\s*\n")
 _ASCII_WORD = re.compile(r"[A-Za-z0-9_]+")
 _LETTER = re.compile(r"[^\W_]")
 _FENCES = ("```", "~~~")
-_LISTED = ("    ", "\t", "|", "+-")
-_SHORT = 200  # units
+_LISTING_PREFIXES = ("    ", "\t", "|", "+-")
+_SHORT_TEXT_UNITS = 200  # units
 _FACTORS = tuple(np.uint64(pow(0x9E3779B97F4A7C15, power, 2**64)) for power in range(1, 33))
 
-Shares = tuple[tuple[int, float], ...]
+NgramShares = tuple[tuple[int, float], ...]
 UInts = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 
 
-@filter_("gopher_repetition")
+@register_filter("gopher_repetition")
 def gopher_repetition(
     document: Document,
     *,
@@ -36,12 +36,12 @@ def gopher_repetition(
     dup_para_frac: float = 0.3,
     dup_line_char_frac: float = 0.2,
     dup_para_char_frac: float = 0.2,
-    top_n_grams: Shares = ((2, 0.2), (3, 0.18), (4, 0.16)),
-    dup_n_grams: Shares = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.1)),
-    top_n_grams_zh: Shares = ((3, 0.256), (5, 0.201), (6, 0.171)),
-    dup_n_grams_zh: Shares = ((8, 0.198), (10, 0.182), (11, 0.167), (13, 0.154), (14, 0.14), (16, 0.127)),
+    top_n_grams: NgramShares = ((2, 0.2), (3, 0.18), (4, 0.16)),
+    dup_n_grams: NgramShares = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.1)),
+    top_n_grams_zh: NgramShares = ((3, 0.256), (5, 0.201), (6, 0.171)),
+    dup_n_grams_zh: NgramShares = ((8, 0.198), (10, 0.182), (11, 0.167), (13, 0.154), (14, 0.14), (16, 0.127)),
     min_top_repeats: int = 4,
-) -> Verdict:
+) -> FilterResult:
     """Drop text that repeats itself (Rae et al. 2021, table A1, https://arxiv.org/abs/2112.11446).
 
     The same as published: the fractions of repeated lines and paragraphs, by number and by characters; of characters
@@ -59,24 +59,24 @@ def gopher_repetition(
     Statutes and manuals repeat long terms: over half of the Chinese statutes tried have more than 20 % of characters
     in repeated 8-grams. ``DEFAULT_FILTERS`` is wider there; for web text alone the values here are better.
     """
-    kind = kind_of(document)
+    kind = classify_text(document)
     if kind == "code":
         return KEEP
-    text = prose_of(document.content)
+    text = extract_prose(document.content)
     paragraphs = [part for part in _PARAGRAPH_BREAK.split(text) if _LETTER.search(part)]
-    reason = _repeats(paragraphs, len(text), dup_para_frac, dup_para_char_frac, "paragraphs")
+    reason = _repetition_reason(paragraphs, len(text), dup_para_frac, dup_para_char_frac, "paragraphs")
     if not reason:
         lines = [line for line in map(str.strip, text.split("\n")) if _LETTER.search(line)]
-        reason = _repeats(lines, len(text), dup_line_frac, dup_line_char_frac, "lines")
+        reason = _repetition_reason(lines, len(text), dup_line_frac, dup_line_char_frac, "lines")
     if not reason:
         units = _word_units(text) if kind == "en" else _char_units(text)
         top, dup = (top_n_grams, dup_n_grams) if kind == "en" else (top_n_grams_zh, dup_n_grams_zh)
         if not _has_no_repeats(units, min((n for n, _ in (*top, *dup)), default=1)):
-            reason = _top_n_gram(units, top, min_top_repeats) or _duplicate_n_grams(units, dup)
+            reason = _top_ngram_reason(units, top, min_top_repeats) or _duplicate_ngram_reason(units, dup)
     return Drop(reason) if reason else KEEP
 
 
-def _repeats(parts: list[str], chars: int, max_share: float, max_char_share: float, what: str) -> str:
+def _repetition_reason(parts: list[str], chars: int, max_share: float, max_char_share: float, what: str) -> str:
     """Why there are too many repeats among the parts, or nothing."""
     distinct = set(parts)
     repeated = len(parts) - len(distinct)
@@ -89,7 +89,7 @@ def _repeats(parts: list[str], chars: int, max_share: float, max_char_share: flo
 
 
 @dataclass(frozen=True)
-class Units:
+class TextUnits:
     """The words or characters of a text: a number for each, equal for equal ones, and the characters each takes."""
 
     ids: UInts
@@ -105,11 +105,11 @@ class Units:
     def chars(self) -> int:
         return int(self.ends[-1])
 
-    def spans(self, n: int) -> Ints:
+    def ngram_characters(self, n: int) -> Ints:
         """Characters of each n-gram."""
         return self.ends[n:] - self.ends[:-n]
 
-    def hashes(self, n: int) -> UInts:
+    def ngram_hashes(self, n: int) -> UInts:
         """64-bit hashes of all n-grams. Two shorter n-grams that overlap make a longer one, so it takes log n steps."""
         width, hashes = 1, self.ids
         for (
@@ -124,47 +124,47 @@ class Units:
         return hashes
 
 
-def _word_units(text: str) -> Units:
-    words = words_of(text)
+def _word_units(text: str) -> TextUnits:
+    words = split_words(text)
     # Python's own hash differs between processes; only which words are equal matters here.
     ids = np.fromiter(map(hash, words), np.int64, len(words)).astype(np.uint64)
-    return Units(ids, np.fromiter(map(len, words), np.int64, len(words)) + 1)
+    return TextUnits(ids, np.fromiter(map(len, words), np.int64, len(words)) + 1)
 
 
-def _char_units(text: str) -> Units:
+def _char_units(text: str) -> TextUnits:
     points = code_points(_ASCII_WORD.sub(lambda word: _as_one_char(word[0]), text))
-    ids = points[are_letters(points)].astype(np.uint64)
-    return Units(ids, np.ones(len(ids), np.int64))
+    ids = points[letter_mask(points)].astype(np.uint64)
+    return TextUnits(ids, np.ones(len(ids), np.int64))
 
 
 @lru_cache(maxsize=1 << 14)
 def _as_one_char(word: str) -> str:
-    # In a plane where nothing is assigned; are_letters takes it for a letter.
+    # In an unassigned plane; letter_mask counts it as a letter.
     return chr(0x40000 + zlib.crc32(word.encode()) % 0xFFF0)
 
 
-def _has_no_repeats(units: Units, n: int) -> bool:
+def _has_no_repeats(units: TextUnits, n: int) -> bool:
     """True of most short texts, and settles them without the work below, which is slow to start."""
-    if len(units.ids) > _SHORT:
+    if len(units.ids) > _SHORT_TEXT_UNITS:
         return False
     ids = units.ids.tolist()
     grams = set(zip(*(ids[offset:] for offset in range(n)), strict=False))
     return len(grams) == len(ids) - n + 1 or len(ids) < n
 
 
-def _top_n_gram(units: Units, shares: Shares, min_repeats: int) -> str:
+def _top_ngram_reason(units: TextUnits, shares: NgramShares, min_repeats: int) -> str:
     fitting = [(n, share) for n, share in sorted(shares) if len(units.ids) >= n + min_repeats - 1]
     if not fitting:
         return ""
     # No n-gram is more frequent than the most frequent of the shorter ones in it.
-    most = _most_repeats(units.hashes(fitting[0][0]))
+    most = _most_repeats(units.ngram_hashes(fitting[0][0]))
     for n, share in fitting:
         limit = share * units.chars
-        if most < min_repeats or most * int(units.spans(n).max()) <= limit:
+        if most < min_repeats or most * int(units.ngram_characters(n).max()) <= limit:
             continue
-        _, first, counts = np.unique(units.hashes(n), return_index=True, return_counts=True)
+        _, first, counts = np.unique(units.ngram_hashes(n), return_index=True, return_counts=True)
         often = counts >= min_repeats
-        if np.any(counts[often] * units.spans(n)[first[often]] > limit):
+        if np.any(counts[often] * units.ngram_characters(n)[first[often]] > limit):
             return f"most frequent {n}-gram"
     return ""
 
@@ -180,8 +180,8 @@ def _most_repeats(hashes: UInts) -> int:
     return max(longest, int(changes[0]) + 1, len(ordered) - 1 - int(changes[-1]))
 
 
-def _duplicate_n_grams(units: Units, shares: Shares) -> str:
-    """Shorter n-grams first: what they cover contains all that longer ones cover, so mostly one look is enough."""
+def _duplicate_ngram_reason(units: TextUnits, shares: NgramShares) -> str:
+    """Shorter n-grams first: what they cover contains all that longer ones cover, so mostly one check is enough."""
     strictest = min((share for _, share in shares), default=1.0) * units.chars
     for n, share in sorted(shares):
         covered = _covered_by_repeats(units, n, strictest)
@@ -192,14 +192,14 @@ def _duplicate_n_grams(units: Units, shares: Shares) -> str:
     return ""
 
 
-def _covered_by_repeats(units: Units, n: int, enough: float) -> int:
+def _covered_by_repeats(units: TextUnits, n: int, enough: float) -> int:
     """Characters in n-grams that occurred before; 0 at once when a bound shows that there are no more than enough."""
     if len(units.ids) <= n:
         return 0
-    hashes = units.hashes(n)
+    hashes = units.ngram_hashes(n)
     ordered = np.sort(hashes)
     repeats = int(np.count_nonzero(ordered[1:] == ordered[:-1]))
-    if repeats * int(units.spans(n).max()) <= enough:
+    if repeats * int(units.ngram_characters(n).max()) <= enough:
         return 0
     order = np.argsort(hashes, kind="stable")
     later = order[1:][hashes[order[1:]] == hashes[order[:-1]]]
@@ -209,16 +209,16 @@ def _covered_by_repeats(units: Units, n: int, enough: float) -> int:
     return int(units.lengths[np.cumsum(edges[:-1]) > 0].sum())
 
 
-@filter_("repeated_lines")
+@register_filter("repeated_lines")
 def repeated_lines(
     document: Document, *, min_chars: int = 60, min_chars_zh: int = 20, allowed: int = 2, max_share: float = 0.5
-) -> Verdict:
+) -> FilterResult:
     """Remove a long line from its third time on; drop the text if such repeats are more than half of it.
 
     Short lines may repeat: refrains, table cells and dialogue do. Listings may too, fenced or indented, and rows of
     tables. Code is not judged.
     """
-    kind = kind_of(document)
+    kind = classify_text(document)
     if kind == "code":
         return KEEP
     long = min_chars_zh if kind == "zh" else min_chars
@@ -228,7 +228,7 @@ def repeated_lines(
     for line in document.content.split("\n"):
         bare = line.strip()
         fenced ^= bare.startswith(_FENCES)
-        if len(bare) >= long and not fenced and not line.startswith(_LISTED) and _LETTER.search(bare):
+        if len(bare) >= long and not fenced and not line.startswith(_LISTING_PREFIXES) and _LETTER.search(bare):
             seen[bare] = seen.get(bare, 0) + 1
             if seen[bare] > allowed:
                 removed += len(line) + 1

@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters.base import KEEP, Change, Drop, Verdict, filter_
-from zero2all.corpus.filters.kinds import kind_of
-from zero2all.corpus.filters.prose import FENCED, without_comments
+from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
+from zero2all.corpus.filters.prose import FENCED_BLOCK, strip_html_comments
+from zero2all.corpus.filters.text_kinds import classify_text
 from zero2all.errors import need
 
 _LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x85\u2028\u2029]")
@@ -22,47 +22,47 @@ _JUNK_RANGES = (
 )
 _JUNK = re.compile(f"[{_JUNK_RANGES}]+")
 # Joiners shape Persian, Indic scripts and emoji; after Latin or Han they are only junk.
-_IDLE_JOINER = re.compile("(?<![^\x00-\u024f\u3000-\u9fff])[\u200c\u200d]+")
-_ODD = re.compile(f"[{_JUNK_RANGES}\r\x0b\x0c\x85\u2028\u2029\u200c\u200d]")
-_ODD_ASCII = bytes(value for value in (*range(32), 127) if value not in b"\t\n")
+_STRAY_JOINER = re.compile("(?<![^\x00-\u024f\u3000-\u9fff])[\u200c\u200d]+")
+_UNWANTED_CHARACTER = re.compile(f"[{_JUNK_RANGES}\r\x0b\x0c\x85\u2028\u2029\u200c\u200d]")
+_UNWANTED_ASCII = bytes(value for value in (*range(32), 127) if value not in b"\t\n")
 _MANY_BLANK_LINES = re.compile(r"\n{5,}")
 
 
-@filter_("normalize")
-def normalize(document: Document) -> Verdict:
+@register_filter("normalize")
+def normalize(document: Document) -> FilterResult:
     """One form for equal text, so that later filters and deduplication see it as equal.
 
     Prose: Unicode NFC, line ends as ``\\n``, control and zero-width characters removed, spaces at line ends removed,
-    more than three blank lines made three. Full-width letters and punctuation stay: they are right in Chinese.
+    more than three blank lines made three. Full-width letters and punctuation stay: they are standard in Chinese.
 
     Code: ``\\r\\n`` becomes ``\\n`` (and ``\\r`` in a file that has no other line end), a BOM at the start and NUL go.
     Everything else, tabs and spaces at line ends included, stays byte for byte.
     """
     before = document.content
-    after = _normal_code(before) if kind_of(document) == "code" else normal_prose(before)
+    after = _normalize_code(before) if classify_text(document) == "code" else normalize_prose(before)
     return KEEP if after == before else Change(after, "normalized")
 
 
-def normal_prose(text: str) -> str:
+def normalize_prose(text: str) -> str:
     text = text.replace("\r\n", "\n")
     if not text.isascii():
         text = unicodedata.normalize("NFC", text)
-    if _has_odd_characters(text):
+    if _has_unwanted_characters(text):
         text = _JUNK.sub("", _LINE_ENDS.sub("\n", text))
-        text = _IDLE_JOINER.sub("", text)
+        text = _STRAY_JOINER.sub("", text)
         if not text.isascii():  # what was removed may have stood between a letter and its accent
             text = unicodedata.normalize("NFC", text)
     text = "\n".join([line.rstrip() for line in text.split("\n")])
     return _MANY_BLANK_LINES.sub("\n\n\n\n", text) if "\n\n\n\n\n" in text else text
 
 
-def _has_odd_characters(text: str) -> bool:
+def _has_unwanted_characters(text: str) -> bool:
     if text.isascii():  # many times as fast as the pattern
-        return len(text.encode().translate(None, _ODD_ASCII)) < len(text)
-    return _ODD.search(text) is not None
+        return len(text.encode().translate(None, _UNWANTED_ASCII)) < len(text)
+    return _UNWANTED_CHARACTER.search(text) is not None
 
 
-def _normal_code(text: str) -> str:
+def _normalize_code(text: str) -> str:
     text = text.removeprefix("\ufeff").replace("\x00", "").replace("\r\n", "\n")
     return text if "\n" in text else text.replace("\r", "\n")
 
@@ -79,8 +79,8 @@ _GUTENBERG_CREDIT = re.compile(
 )
 
 
-@filter_("strip_gutenberg")
-def strip_gutenberg(document: Document) -> Verdict:
+@register_filter("strip_gutenberg")
+def strip_gutenberg(document: Document) -> FilterResult:
     """Take off the header, the licence and the credits that Project Gutenberg puts around a book."""
     text = document.content
     if "roject Gutenberg" not in text and "PROJECT GUTENBERG" not in text:
@@ -107,32 +107,34 @@ _MDN_NAMES = {
 }
 
 
-@filter_("html_comments")
-def html_comments(document: Document) -> Verdict:
+@register_filter("html_comments")
+def html_comments(document: Document) -> FilterResult:
     """Remove ``<!-- -->`` from prose, outside fenced listings. Kubernetes keeps whole English originals in them."""
-    if "<!--" not in document.content or kind_of(document) == "code":
+    if "<!--" not in document.content or classify_text(document) == "code":
         return KEEP
-    text = _outside_listings(document.content, without_comments)
+    text = _transform_prose(document.content, strip_html_comments)
     return KEEP if text == document.content else Change(text, "HTML comments")
 
 
-@filter_("shortcodes")
-def shortcodes(document: Document) -> Verdict:
+@register_filter("shortcodes")
+def shortcodes(document: Document) -> FilterResult:
     """Resolve Hugo ``{{< >}}`` and MDN ``{{macro("x")}}`` in prose to the text they show, or to nothing.
 
     Fenced listings and inline code stay: there the braces are what is taught.
     """
-    if "{{" not in document.content or kind_of(document) == "code":
+    if "{{" not in document.content or classify_text(document) == "code":
         return KEEP
-    text = _outside_listings(document.content, lambda prose: _MDN.sub(_mdn_text, _HUGO.sub(_hugo_text, prose)))
+    text = _transform_prose(document.content, lambda prose: _MDN.sub(_mdn_text, _HUGO.sub(_hugo_text, prose)))
     return KEEP if text == document.content else Change(text, "shortcodes")
 
 
-def _outside_listings(text: str, mend: Callable[[str], str]) -> str:
+def _transform_prose(text: str, transform: Callable[[str], str]) -> str:
     if "```" not in text and "~~~" not in text:
-        return mend(text)
-    pieces = FENCED.split(text)  # prose, listing, its fence, prose, ...
-    return "".join(piece if number % 3 == 1 else mend(piece) for number, piece in enumerate(pieces) if number % 3 != 2)
+        return transform(text)
+    pieces = FENCED_BLOCK.split(text)  # prose, listing, its fence, prose, ...
+    return "".join(
+        piece if number % 3 == 1 else transform(piece) for number, piece in enumerate(pieces) if number % 3 != 2
+    )
 
 
 def _hugo_text(found: re.Match[str]) -> str:
@@ -148,7 +150,7 @@ def _mdn_text(found: re.Match[str]) -> str:
     return shown.strip("\"'")
 
 
-@filter_("language")
+@register_filter("language")
 def language(
     document: Document,
     *,
@@ -156,51 +158,53 @@ def language(
     min_confidence: float = 0.5,
     min_chars: int = 100,
     sample_chars: int = 1000,
-) -> Verdict:
-    """Keep some languages (ISO 639-1), as py3langid tells them from a sample out of the middle.
+) -> FilterResult:
+    """Keep some languages (ISO 639-1), as py3langid detects them in a sample from the middle.
 
-    Code is never judged, nor text under ``min_chars`` (a third of it for Chinese). A text that ``kind_of`` calls
+    Code is never judged, nor text under ``min_chars`` (a third of it for Chinese). A text that ``classify_text`` calls
     Chinese is ``zh`` without asking: classical Chinese and dialects otherwise come out as Japanese or Wu. A guess
     below ``min_confidence`` drops nothing: quotes and tables confuse the model.
     """
-    kind = kind_of(document)
+    kind = classify_text(document)
     text = document.content
     if kind == "code" or len(text) < (min_chars // 3 if kind == "zh" else min_chars):
         return KEEP
     if kind == "zh":
         return KEEP if "zh" in keep else Drop("language zh")
     begin = max(0, (len(text) - sample_chars) // 2)
-    found, confidence = _identifier().classify(text[begin : begin + sample_chars])
+    found, confidence = _language_identifier().classify(text[begin : begin + sample_chars])
     if found in keep or confidence < min_confidence:
         return KEEP
     return Drop(f"language {found}")
 
 
 @lru_cache(maxsize=1)
-def _identifier() -> Any:
+def _language_identifier() -> Any:
     langid = need("py3langid.langid", "corpus")
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
 
-@filter_("too_short")
-def too_short(document: Document, *, min_chars: int = 50, min_chars_zh: int = 12, min_chars_code: int = 20) -> Verdict:
+@register_filter("too_short")
+def too_short(
+    document: Document, *, min_chars: int = 50, min_chars_zh: int = 12, min_chars_code: int = 20
+) -> FilterResult:
     """Drop what is too short to teach anything; white space does not count.
 
-    A Chinese character says about as much as three letters: a five-character quatrain has 20 and is a whole poem.
+    A Chinese character says about as much as three letters: a five-character quatrain has 20 and is a complete poem.
     """
-    kind = kind_of(document)
+    kind = classify_text(document)
     limit = {"zh": min_chars_zh, "code": min_chars_code}.get(kind, min_chars)
     # The head decides for nearly every document, without walking through a book.
-    is_enough = _solid_chars(document.content[: limit * 8]) >= limit or _solid_chars(document.content) >= limit
+    is_enough = _count_nonspace(document.content[: limit * 8]) >= limit or _count_nonspace(document.content) >= limit
     return KEEP if is_enough else Drop("too short")
 
 
-def _solid_chars(text: str) -> int:
+def _count_nonspace(text: str) -> int:
     return sum(map(len, text.split()))
 
 
-@filter_("too_long")
-def too_long(document: Document, *, max_chars: int = 10_000_000, max_chars_code: int = 1_000_000) -> Verdict:
+@register_filter("too_long")
+def too_long(document: Document, *, max_chars: int = 10_000_000, max_chars_code: int = 1_000_000) -> FilterResult:
     """Drop what is longer than any book (or source file) should be: dumps, logs, data tables."""
-    limit = max_chars_code if kind_of(document) == "code" else max_chars
+    limit = max_chars_code if classify_text(document) == "code" else max_chars
     return KEEP if len(document.content) <= limit else Drop("too long")

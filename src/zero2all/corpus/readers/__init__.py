@@ -1,20 +1,20 @@
 """Files to records, one at a time, in bounded memory. What cannot be read is counted with its reason, never fatal."""
 
-from zero2all.corpus.readers.base import BrokenRecord, LeftOutMember, Limits, Unreadable, WholeFile
-from zero2all.corpus.readers.listing import LEAVES, RawFile, list_files
-from zero2all.corpus.readers.pieces import in_pieces
-from zero2all.corpus.readers.records import read_batches, read_records
+from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, SkippedMember, TextRecord, UnreadableFileError
+from zero2all.corpus.readers.file_ranges import split_large_file
+from zero2all.corpus.readers.listing import LINK_OUTSIDE_SOURCE, RawFile, list_files
+from zero2all.corpus.readers.records import read_record_chunks, read_records
 
 __all__ = [
-    "LEAVES",
+    "LINK_OUTSIDE_SOURCE",
     "BrokenRecord",
-    "LeftOutMember",
-    "Limits",
     "RawFile",
-    "Unreadable",
-    "WholeFile",
-    "in_pieces",
+    "ReadLimits",
+    "SkippedMember",
+    "TextRecord",
+    "UnreadableFileError",
     "list_files",
-    "read_batches",
+    "read_record_chunks",
     "read_records",
+    "split_large_file",
 ]

@@ -11,62 +11,62 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
-from zero2all.corpus.readers.base import BROKEN, Limits, Unreadable
+from zero2all.corpus.readers.base import READ_ERRORS, ReadLimits, UnreadableFileError
 from zero2all.corpus.readers.listing import is_hidden
-from zero2all.corpus.readers.streams import Guarded, Stream
+from zero2all.corpus.readers.streams import LimitedReader, PeekableStream
 
-TAR_HEADER = 1 << 20  # a long name or attribute is read whole; an honest one is far below
+MAX_TAR_READ = 1 << 20  # a long name or attribute is read in full; a real one is far below
 
 
 @dataclass(frozen=True)
-class Member:
-    """A member that may be read, or the reason why it may not. Without a name it speaks for the rest of the archive."""
+class ArchiveMember:
+    """A member that may be read, or the reason why it may not. Without a name it stands for the rest of the archive."""
 
     name: str
-    stream: Stream | None = None
-    refused: str = ""
+    stream: PeekableStream | None = None
+    skip_reason: str = ""
 
 
-def unsafe_name(name: str) -> bool:
-    """Whether it would leave the directory it is unpacked in. Nothing is unpacked, but such an archive means harm."""
+def is_unsafe_name(name: str) -> bool:
+    """Whether it would leave the directory it is unpacked in. Nothing is unpacked, but such an archive is malicious."""
     path = PurePosixPath(name.replace("\\", "/"))
     return path.is_absolute() or ".." in path.parts or "\0" in name or name[1:2] == ":"
 
 
-def zip_members(file: IO[bytes], limits: Limits) -> Iterator[Member]:
+def read_zip_members(file: IO[bytes], limits: ReadLimits) -> Iterator[ArchiveMember]:
     entries = _zip_entries(file)
     if entries > limits.members:
-        raise Unreadable(f"archive of more than {limits.members} members")
+        raise UnreadableFileError(f"archive of more than {limits.members} members")
     with zipfile.ZipFile(file) as archive:
         total = 0
         for info in archive.infolist():
             if info.is_dir() or is_hidden(info.filename):
                 continue
-            refused = _why_not_zip(info, limits)
+            skip_reason = _zip_skip_reason(info, limits)
             total += info.file_size
-            if refused:
-                yield Member(info.filename, refused=refused)
+            if skip_reason:
+                yield ArchiveMember(info.filename, skip_reason=skip_reason)
             elif total > limits.total_bytes:
-                yield Member("", refused=f"unpacks to more than {limits.total_bytes >> 20} MiB")
+                yield ArchiveMember("", skip_reason=f"unpacks to more than {limits.total_bytes >> 20} MiB")
                 return
             else:
                 yield from _zip_member(archive, info, limits)
 
 
-def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, limits: Limits) -> Iterator[Member]:
+def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, limits: ReadLimits) -> Iterator[ArchiveMember]:
     try:
         opened = archive.open(info)
-    except (*BROKEN, RuntimeError):
-        yield Member(info.filename, refused="broken member")
+    except (*READ_ERRORS, RuntimeError):
+        yield ArchiveMember(info.filename, skip_reason="broken member")
         return
     with opened:  # the size in the directory may lie, so what comes out is counted as well
-        guarded = Guarded(opened, lambda: info.compress_size, limits.member_bytes, limits)
-        yield Member(info.filename, Stream(guarded))
+        guarded = LimitedReader(opened, lambda: info.compress_size, limits.member_bytes, limits)
+        yield ArchiveMember(info.filename, PeekableStream(guarded))
 
 
-def _why_not_zip(info: zipfile.ZipInfo, limits: Limits) -> str:
+def _zip_skip_reason(info: zipfile.ZipInfo, limits: ReadLimits) -> str:
     mode = info.external_attr >> 16
-    if unsafe_name(info.filename):
+    if is_unsafe_name(info.filename):
         return "path that leaves the archive"
     if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
         return "link or device"
@@ -74,8 +74,10 @@ def _why_not_zip(info: zipfile.ZipInfo, limits: Limits) -> str:
         return "encrypted"
     if info.file_size > limits.member_bytes:
         return f"unpacks to more than {limits.member_bytes >> 20} MiB"
-    if info.file_size > limits.ratio_after and info.file_size > limits.ratio * max(info.compress_size, 1):
-        return f"unpacks to more than {limits.ratio} times its size"
+    if info.file_size > limits.ratio_check_bytes and info.file_size > limits.max_compression_ratio * max(
+        info.compress_size, 1
+    ):
+        return f"unpacks to more than {limits.max_compression_ratio} times its size"
     return ""
 
 
@@ -88,16 +90,16 @@ def _zip_entries(file: IO[bytes]) -> int:
     file.seek(0)
     end = tail.rfind(b"PK\x05\x06")
     if end < 0 or len(tail) < end + 12:
-        raise Unreadable("broken archive")
+        raise UnreadableFileError("broken archive")
     large = tail.rfind(b"PK\x06\x06")
     if large >= 0 and len(tail) >= large + 40:
         return int(struct.unpack_from("<Q", tail, large + 32)[0])
     return int(struct.unpack_from("<H", tail, end + 10)[0])
 
 
-def tar_members(stream: Stream, limits: Limits) -> Iterator[Member]:
-    """One after the other, as the stream comes; the stream guards against bombs itself."""
-    with tarfile.open(fileobj=cast("IO[bytes]", _Forward(stream)), mode="r:") as archive:
+def read_tar_members(stream: PeekableStream, limits: ReadLimits) -> Iterator[ArchiveMember]:
+    """In stream order; the stream itself limits decompression bombs."""
+    with tarfile.open(fileobj=cast("IO[bytes]", _ForwardOnlyFile(stream)), mode="r:") as archive:
         count = total = 0
         while (info := archive.next()) is not None:
             cast(Any, archive).members.clear()  # tarfile remembers every member it has seen
@@ -106,15 +108,17 @@ def tar_members(stream: Stream, limits: Limits) -> Iterator[Member]:
             count, total = count + 1, total + info.size
             if count > limits.members or total > limits.total_bytes:
                 large = f"unpacks to more than {limits.total_bytes >> 20} MiB"
-                yield Member("", refused=large if count <= limits.members else f"more than {limits.members} members")
+                yield ArchiveMember(
+                    "", skip_reason=large if count <= limits.members else f"more than {limits.members} members"
+                )
                 return
-            refused = _why_not_tar(info, limits)
-            opened = None if refused else archive.extractfile(info)
-            yield Member(info.name, Stream(_InBlocks(opened)) if opened else None, refused)
+            skip_reason = _tar_skip_reason(info, limits)
+            opened = None if skip_reason else archive.extractfile(info)
+            yield ArchiveMember(info.name, PeekableStream(_BlockReader(opened)) if opened else None, skip_reason)
 
 
-def _why_not_tar(info: tarfile.TarInfo, limits: Limits) -> str:
-    if unsafe_name(info.name):
+def _tar_skip_reason(info: tarfile.TarInfo, limits: ReadLimits) -> str:
+    if is_unsafe_name(info.name):
         return "path that leaves the archive"
     if not info.isreg() or info.issparse():  # a sparse file is mostly holes that cost nothing to claim
         return "link or device"
@@ -123,44 +127,44 @@ def _why_not_tar(info: tarfile.TarInfo, limits: Limits) -> str:
     return ""
 
 
-class _InBlocks:
+class _BlockReader:
     """A member, never more of it at once than the largest header: tarfile passes on any size that it is asked for."""
 
     def __init__(self, member: IO[bytes]) -> None:
         self._member = member
 
     def read(self, size: int, /) -> bytes:
-        return self._member.read(min(size, TAR_HEADER))
+        return self._member.read(min(size, MAX_TAR_READ))
 
 
-class _Forward:
+class _ForwardOnlyFile:
     """A stream that tarfile believes it can seek in; it only ever does so forward."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream, self._at = stream, 0
+    def __init__(self, stream: PeekableStream) -> None:
+        self._stream, self._position = stream, 0
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def read(self, size: int = -1) -> bytes:
-        if size < 0 or size > TAR_HEADER:
-            raise Unreadable("archive with a header too large")
-        pieces = []
+        if size < 0 or size > MAX_TAR_READ:
+            raise UnreadableFileError("archive with a header too large")
+        blocks = []
         while size:
             block = self._stream.read(size)
             if not block:
                 break
-            pieces.append(block)
+            blocks.append(block)
             size -= len(block)
-            self._at += len(block)
-        return b"".join(pieces)
+            self._position += len(block)
+        return b"".join(blocks)
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        if whence or offset < self._at:
-            raise Unreadable("archive that is not in order")
-        while self._at < offset and self.read(min(offset - self._at, TAR_HEADER)):
+        if whence or offset < self._position:
+            raise UnreadableFileError("archive that is not in order")
+        while self._position < offset and self.read(min(offset - self._position, MAX_TAR_READ)):
             pass
-        return self._at
+        return self._position
 
     def seekable(self) -> bool:
         return True

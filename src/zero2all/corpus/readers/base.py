@@ -1,4 +1,4 @@
-"""What readers hand out, what they refuse, and how much they will swallow."""
+"""Records of readers, errors, and read limits."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import pyarrow as pa
 
 from zero2all.errors import Z2aError, need
 
-RAW_KEPT = 300  # characters of a broken record, enough for a person to recognise it
+MAX_RAW_CHARACTERS = 300  # characters of a broken record, enough for a person to recognise it
 # What libraries raise on damaged files.
-BROKEN = (
+READ_ERRORS = (
     *(OSError, EOFError, ValueError, NotImplementedError, zlib.error, lzma.LZMAError),
     *(zipfile.BadZipFile, tarfile.TarError, csv.Error, pa.ArrowException),
 )
 TOO_DEEP = "nested too deep"
-DEEPEST = 200  # levels of a record; Python's own recursion ends at 1000, less what is in use where a record is met
+MAX_NESTING = 200  # levels of a record; Python's own recursion ends at 1000, less what is in use where a record is met
 NOT_INSTALLED = "needs pip install 'zero2all[corpus]'"
 
 
-class Unreadable(Exception):
-    """This file is left out; the message is the reason it is counted under."""
+class UnreadableFileError(Exception):
+    """This file is skipped; the message is the reason it is counted under."""
 
 
 class BrokenRecord(dict[str, Any]):
@@ -37,7 +37,7 @@ class BrokenRecord(dict[str, Any]):
     """
 
     def __init__(self, reason: str = "broken record", place: str = "", raw: str = "") -> None:
-        super().__init__(reason=reason, place=place, raw=raw[:RAW_KEPT])
+        super().__init__(reason=reason, place=place, raw=raw[:MAX_RAW_CHARACTERS])
 
     @property
     def reason(self) -> str:
@@ -52,18 +52,18 @@ class BrokenRecord(dict[str, Any]):
         return str(self["raw"])
 
 
-class LeftOutMember(BrokenRecord):
-    """Stands for a whole member of an archive that was not read, or for the rest of the archive."""
+class SkippedMember(BrokenRecord):
+    """Stands for a member of an archive that was not read, or for the rest of the archive."""
 
 
-class WholeFile(dict[str, Any]):
+class TextRecord(dict[str, Any]):
     """A record made of a file that is one text; a recipe's field names do not apply to it."""
 
 
 def is_too_deep(record: dict[str, Any]) -> bool:
-    """Whether a record is nested deeper than ``DEEPEST``. Level by level, since recursion is what has to be spared."""
+    """Whether a record is nested deeper than ``MAX_NESTING``. Level by level, to avoid recursion."""
     level: list[Any] = [value for value in record.values() if isinstance(value, dict | list | tuple)]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_NESTING):
         if not level:
             return False
         level = [
@@ -76,13 +76,13 @@ def is_too_deep(record: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a file may cost. Beyond it the file, the member or the record is left out and counted."""
+class ReadLimits:
+    """What a file may cost. Beyond it the file, the member or the record is skipped and counted."""
 
     record_bytes: int = 64 * 2**20
-    """One line, JSON value, page or article; read into memory whole."""
-    text_piece: int = 8 * 2**20
-    """Characters of plain text in one document; a longer file is cut at line ends. Fewer than ``too_long`` drops."""
+    """One line, JSON value, page or article; read fully into memory."""
+    max_document_characters: int = 8 * 2**20
+    """Characters of plain text in one document; a longer file is split at line ends. Fewer than ``too_long`` drops."""
     parquet_in_memory: int = 256 * 2**20
     """Parquet inside an archive or a compressed file; it cannot be read from front to back."""
     members: int = 500_000
@@ -91,15 +91,15 @@ class Limits:
     """One member of an archive, unpacked."""
     total_bytes: int = 1024 * 2**30
     """One archive or compressed file, unpacked."""
-    ratio: int = 250
+    max_compression_ratio: int = 250
     """Bytes unpacked for one byte packed. Text and code stay below 30; only bombs and blanks go to 1000."""
-    ratio_after: int = 64 * 2**20
-    """Unpacked bytes before the ratio is looked at."""
+    ratio_check_bytes: int = 64 * 2**20
+    """Unpacked bytes before the ratio is checked."""
 
 
-def optional(module: str) -> ModuleType:
-    """A package of the extra ``corpus``; a file that needs it is left out where it is not installed."""
+def import_optional(module: str) -> ModuleType:
+    """A package of the extra ``corpus``; a file that needs it is skipped where it is not installed."""
     try:
         return need(module, "corpus")
     except Z2aError as error:
-        raise Unreadable(NOT_INSTALLED) from error
+        raise UnreadableFileError(NOT_INSTALLED) from error

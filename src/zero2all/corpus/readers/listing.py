@@ -13,21 +13,21 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from zero2all.corpus.readers.base import Unreadable
+from zero2all.corpus.readers.base import UnreadableFileError
 from zero2all.errors import UsageError
-from zero2all.paths import is_url, open_url, plain_errors, store_of
+from zero2all.paths import is_url, open_url, resolve_store, store_errors
 from zero2all.recipe import SourceRecipe
 
-LEAVES = "link out of the source (follow_links: true reads it)"
-SPECIAL = "link or device"  # and FIFOs and sockets, as in archives
-NEVER_ENTERED = {"__pycache__", "node_modules", "site-packages", "dist-packages", "__MACOSX"}
+LINK_OUTSIDE_SOURCE = "link out of the source (follow_links: true reads it)"
+NOT_A_REGULAR_FILE = "link or device"  # and FIFOs and sockets, as in archives
+EXCLUDED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", "dist-packages", "__MACOSX"}
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileRange:
     """A part of a large file that can be read alone: a range of bytes of JSONL, or of row groups of Parquet."""
 
-    kind: Literal["jsonl", "parquet"]
+    file_format: Literal["jsonl", "parquet"]
     start: int
     stop: int
     first_row: int = 0  # of a Parquet file
@@ -41,16 +41,16 @@ class RawFile:
     name: str  # below the path that the recipe gives, with forward slashes on every system, as clean text
     bytes: int
     modified_ns: int = 0
-    etag: str = ""  # what a remote store says instead of a time
-    refused: str = ""  # why it is not opened
-    piece: Piece | None = None  # of a file that several tasks read; ``bytes`` is then its share of the file
+    etag: str = ""  # a remote store's substitute for a time
+    skip_reason: str = ""  # why it is not opened
+    file_range: FileRange | None = None  # of a file that several tasks read; ``bytes`` is then its share of the file
 
     @classmethod
-    def at(cls, path: Path, top: Path | None = None, refused: str = "") -> RawFile:
+    def from_path(cls, path: Path, top: Path | None = None, skip_reason: str = "") -> RawFile:
         name = path.relative_to(top).as_posix() if top is not None and path != top else path.name
         clean = os.fsencode(name).decode("utf-8", "replace")
-        if refused:
-            return cls(os.fspath(path), clean, 0, refused=refused)
+        if skip_reason:
+            return cls(os.fspath(path), clean, 0, skip_reason=skip_reason)
         try:
             status = path.stat()
         except OSError:  # a dangling link, say: opening it fails later, and is counted then
@@ -60,38 +60,38 @@ class RawFile:
     @property
     def fingerprint(self) -> str:
         """Changes when the file does, without reading it."""
-        of_piece = f"-{self.piece.start}-{self.piece.stop}" if self.piece else ""
-        return f"{self.bytes}-{self.etag or self.modified_ns}{of_piece}{self.refused}"
+        of_range = f"-{self.file_range.start}-{self.file_range.stop}" if self.file_range else ""
+        return f"{self.bytes}-{self.etag or self.modified_ns}{of_range}{self.skip_reason}"
 
     def open(self) -> BinaryIO:
-        if self.refused:
-            raise Unreadable(self.refused)
+        if self.skip_reason:
+            raise UnreadableFileError(self.skip_reason)
         if not is_url(self.path):
             # Python's open takes names that are not UTF-8.
             return open(self.path, "rb", opener=_open_regular)
         return open_url(self.path)
 
     def has_changed(self, opened: BinaryIO) -> bool:
-        """Whether a local file, open, is another than the one that was listed: written to since, or cut short."""
+        """Whether a local file, open, is another than the one that was listed: written to since, or truncated."""
         if is_url(self.path) or not self.modified_ns:
             return False
         status = os.fstat(opened.fileno())
-        is_resized = self.piece is None and status.st_size != self.bytes
+        is_resized = self.file_range is None and status.st_size != self.bytes
         return is_resized or status.st_mtime_ns != self.modified_ns
 
 
 def _open_regular(path: str, flags: int) -> int:
     """Never waits: opening a FIFO would, for a writer that may never come, and a device may do anything.
 
-    Looked at before it is opened, since opening alone has effects on a FIFO or a device, and again when it is open,
+    Checked before it is opened, since opening alone has effects on a FIFO or a device, and again when it is open,
     since it may have been replaced in between.
     """
     if _is_special(os.stat(path).st_mode):
-        raise Unreadable(SPECIAL)
+        raise UnreadableFileError(NOT_A_REGULAR_FILE)
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     if _is_special(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Unreadable(SPECIAL)
+        raise UnreadableFileError(NOT_A_REGULAR_FILE)
     return descriptor
 
 
@@ -103,16 +103,16 @@ def _is_special(mode: int) -> bool:
 def is_hidden(name: str) -> bool:
     """Caches, version control and the like, which nobody means by giving the directory above."""
     parts = name.split("/")
-    return any((part.startswith(".") and part.strip(".")) or part in NEVER_ENTERED for part in parts)
+    return any((part.startswith(".") and part.strip(".")) or part in EXCLUDED_DIRECTORIES for part in parts)
 
 
 def list_files(source: SourceRecipe) -> list[RawFile]:
     """Every file of a source in a fixed order."""
     found: dict[str, RawFile] = {}
     for pattern in source.paths:
-        files = list(_remote(pattern) if is_url(pattern) else _local(pattern, source.follow_links))
+        files = list(_list_remote(pattern) if is_url(pattern) else _list_local(pattern, source.follow_links))
         if not files:
-            raise UsageError(f"corpus source {source.name!r}: {_nothing_at(pattern)}")
+            raise UsageError(f"corpus source {source.name!r}: {_not_found_message(pattern)}")
         for file in files:
             if not any(fnmatch(file.name, excluded) for excluded in source.exclude):
                 found.setdefault(file.path, file)
@@ -121,42 +121,42 @@ def list_files(source: SourceRecipe) -> list[RawFile]:
 
 def find_file(path: str) -> RawFile:
     """One file by its path or URL; for a directory or a pattern, the first file it gives."""
-    files = _remote(path) if is_url(path) else _local(path)
+    files = _list_remote(path) if is_url(path) else _list_local(path)
     file = next(iter(files), None)
     if file is None or (not is_url(file.path) and not os.path.exists(file.path)):
-        raise UsageError(_nothing_at(path))
+        raise UsageError(_not_found_message(path))
     return file
 
 
-def _nothing_at(pattern: str) -> str:
+def _not_found_message(pattern: str) -> str:
     return f"nothing at {os.path.expanduser(pattern)}" if pattern else "empty path; name a file, a directory or a glob"
 
 
-def _local(pattern: str, follow: bool = False) -> Iterator[RawFile]:
-    """Files below what the pattern names. Without ``follow`` no link leads out of there: a folder that was unpacked
-    from a download may hold links to anything that this machine has."""
+def _list_local(pattern: str, follow_links: bool = False) -> Iterator[RawFile]:
+    """Files below what the pattern names. Without ``follow_links`` no link leads out of there: a folder that was
+    unpacked from a download may hold links to anything that this machine has."""
     if not pattern:
         return
     pattern = os.path.expanduser(pattern)
     if os.path.exists(pattern):  # named by the user, and so good even if it is a link
-        found, home = [Path(pattern)], os.path.realpath(pattern)
+        found, root = [Path(pattern)], os.path.realpath(pattern)
     else:
-        found, home = _matches(pattern, follow)
+        found, root = _glob_local(pattern, follow_links)
     for top in found:
-        if not follow and not _is_inside(top, home):
-            yield RawFile.at(top, top, LEAVES)
+        if not follow_links and not _is_inside(top, root):
+            yield RawFile.from_path(top, top, LINK_OUTSIDE_SOURCE)
             continue
-        for path in sorted(_walk(top, set(), None if follow else home)) if top.is_dir() else [top]:
-            leaves = not follow and path != top and path.is_symlink() and not _is_inside(path, home)
-            yield RawFile.at(path, top, LEAVES if leaves else "")
+        for path in sorted(_walk(top, set(), None if follow_links else root)) if top.is_dir() else [top]:
+            leaves = not follow_links and path != top and path.is_symlink() and not _is_inside(path, root)
+            yield RawFile.from_path(path, top, LINK_OUTSIDE_SOURCE if leaves else "")
 
 
-def _matches(pattern: str, follow: bool) -> tuple[list[Path], str]:
+def _glob_local(pattern: str, follow_links: bool) -> tuple[list[Path], str]:
     """What a pattern finds, and the folder it starts from: its part before the first wildcard."""
     parts = Path(pattern).parts
     fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
     start = Path(*parts[:fixed])
-    if follow:
+    if follow_links:
         found = list(map(Path, glob.glob(pattern, recursive=True)))
     else:  # pathlib's "**" enters no links; glob's goes round in circles of them
         wanted = [part if part == "**" else re.sub(r"\*\*+", "*", part) for part in parts[fixed:]]
@@ -168,15 +168,15 @@ def _matches(pattern: str, follow: bool) -> tuple[list[Path], str]:
     return sorted(found, key=os.fspath), os.path.realpath(start)
 
 
-def _is_inside(path: Path, home: str) -> bool:
+def _is_inside(path: Path, root: str) -> bool:
     """Where the path really leads. realpath takes links in a circle too, which lead nowhere."""
-    return Path(os.path.realpath(path)).is_relative_to(home)
+    return Path(os.path.realpath(path)).is_relative_to(root)
 
 
-def _walk(directory: Path, entered: set[Path], home: str | None) -> Iterator[Path]:
-    """Every file below; links are followed once, and none out of ``home``. A directory that may not be entered stands
+def _walk(directory: Path, visited: set[Path], root: str | None) -> Iterator[Path]:
+    """Every file below; links are followed once, and none out of ``root``. A directory that may not be entered stands
     for itself."""
-    entered.add(directory.resolve())
+    visited.add(directory.resolve())
     try:
         entries = list(directory.iterdir())
     except OSError:
@@ -185,18 +185,18 @@ def _walk(directory: Path, entered: set[Path], home: str | None) -> Iterator[Pat
     for entry in entries:
         if is_hidden(entry.name):
             continue
-        leaves = home is not None and entry.is_symlink() and not _is_inside(entry, home)
+        leaves = root is not None and entry.is_symlink() and not _is_inside(entry, root)
         if leaves or not entry.is_dir():
             yield entry
-        elif entry.resolve() not in entered:
-            yield from _walk(entry, entered, home)
+        elif entry.resolve() not in visited:
+            yield from _walk(entry, visited, root)
 
 
-def _remote(pattern: str) -> Iterator[RawFile]:
-    filesystem, inner = store_of(pattern)
+def _list_remote(pattern: str) -> Iterator[RawFile]:
+    filesystem, inner = resolve_store(pattern)
     is_web = pattern.startswith(("http://", "https://"))
     try:
-        with plain_errors(pattern):
+        with store_errors(pattern):
             if glob.has_magic(inner) and not is_web:  # a "?" in a web address is a query
                 entries = filesystem.glob(inner, detail=True)
             elif is_web or not filesystem.isdir(inner):

@@ -1,4 +1,4 @@
-"""Rows of Parquet files, in memory that is bounded by what the rows decode to and not by what the file looks like.
+"""Rows of Parquet files, in memory bounded by what the rows decode to, not by the size of the file.
 
 A value that repeats costs a Parquet file next to nothing: a megabyte once in a dictionary, and a few bytes that say
 "four thousand times". So the longest value in the dictionary of a column limits how many rows are decoded at once.
@@ -19,47 +19,51 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from zero2all.corpus.readers.base import BrokenRecord, Limits
+from zero2all.corpus.readers.base import BrokenRecord, ReadLimits
 
-ROWS, BATCH_BYTES = 1000, 1 << 20  # at a time; rows of a megabyte exist
+BATCH_ROWS, BATCH_BYTES = 1000, 1 << 20  # at a time; rows of a megabyte exist
 DICTIONARY_ROWS, DICTIONARY_BATCH_BYTES = 10_000, 8 << 20  # the same for rows that are not decoded yet
 DECODED_BYTES = 32 << 20  # of the text of a batch that is decoded at once, if every value is the longest
-ROWS_WORTH_IT = 64  # in a batch, at least; with fewer, dictionaries are cheaper
+MIN_BATCH_ROWS = 64  # in a batch, at least; with fewer, dictionaries are cheaper
 VALUE_BYTES = 8  # of a number or of a place in a list, at least
 
-Records = list[dict[str, Any]]
-Sizes = NDArray[np.int64]
+RecordChunk = list[dict[str, Any]]
+RowSizes = NDArray[np.int64]
 
 
-def parquet(
-    file: IO[bytes] | pa.BufferReader, limits: Limits, first_group: int = 0, last_group: int | None = None
-) -> Iterator[Records]:
-    """Rows of some row groups in small batches. Arrow is told to read on as it goes: column chunks may be gigabytes."""
+def read_parquet(
+    file: IO[bytes] | pa.BufferReader, limits: ReadLimits, first_group: int = 0, last_group: int | None = None
+) -> Iterator[RecordChunk]:
+    """Rows of some row groups in small batches. Arrow streams: column chunks may be gigabytes."""
     size = file.seek(0, 2)
     file.seek(0)
     metadata = pq.read_metadata(file)
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     first_row = sum(group.num_rows for group in groups[:first_group])
     for group in range(first_group, len(groups) if last_group is None else last_group):
-        yield from _group_rows(file, metadata, group, first_row, size, limits)
+        yield from _read_row_group(file, metadata, group, first_row, size, limits)
         first_row += groups[group].num_rows
 
 
-def _opened(file: IO[bytes] | pa.BufferReader, metadata: pq.FileMetaData, dictionaries: list[str]) -> pq.ParquetFile:
+def _open_parquet(
+    file: IO[bytes] | pa.BufferReader, metadata: pq.FileMetaData, dictionaries: list[str]
+) -> pq.ParquetFile:
     return pq.ParquetFile(file, metadata=metadata, read_dictionary=dictionaries, buffer_size=1 << 20, pre_buffer=False)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _RowGroupReadOptions:
     """How to read one row group."""
 
     dictionaries: list[str]
     """Columns to read as dictionaries; that costs several times the CPU of decoding them at once."""
-    rows: int
+    batch_rows: int
     """In one batch."""
 
 
-def _plan(file: IO[bytes] | pa.BufferReader, metadata: pq.FileMetaData, number: int) -> _Plan:
+def _choose_read_options(
+    file: IO[bytes] | pa.BufferReader, metadata: pq.FileMetaData, number: int
+) -> _RowGroupReadOptions:
     """Text is decoded at once where its dictionary has no large values: then the rows of a batch cannot be large."""
     group = metadata.row_group(number)
     columns = [group.column(column) for column in range(group.num_columns)]
@@ -68,14 +72,14 @@ def _plan(file: IO[bytes] | pa.BufferReader, metadata: pq.FileMetaData, number: 
     in_one_batch = min(DICTIONARY_BATCH_BYTES // average, DICTIONARY_ROWS)
     # A group that is one batch has its dictionaries read once either way.
     longest = {} if group.num_rows <= in_one_batch else _longest_values(file, metadata, number, text)
-    decoded = {path: length for path, length in longest.items() if length <= DECODED_BYTES // ROWS_WORTH_IT}
+    decoded = {path: length for path, length in longest.items() if length <= DECODED_BYTES // MIN_BATCH_ROWS}
     dictionaries = [path for path in text if path not in decoded]
     # Every batch brings its dictionaries along, so fewer batches are cheaper.
-    rows = in_one_batch if dictionaries else min(BATCH_BYTES // average, ROWS)
+    rows = in_one_batch if dictionaries else min(BATCH_BYTES // average, BATCH_ROWS)
     rows = min(rows, DECODED_BYTES // (sum(decoded.values()) + 1))
     # A delta is decoded as it is read. One value is at most all that the column has, and each may be that one.
     largest: int = max((column.total_uncompressed_size for column in columns if _is_delta(column)), default=0)
-    return _Plan(dictionaries, max(min(rows, 64 * BATCH_BYTES // (largest + 1)), 1))
+    return _RowGroupReadOptions(dictionaries, max(min(rows, 64 * BATCH_BYTES // (largest + 1)), 1))
 
 
 def _text_columns(metadata: pq.FileMetaData, columns: list[pq.ColumnChunkMetaData]) -> list[str]:
@@ -100,7 +104,7 @@ def _longest_values(
     names = [path for path, columns in Counter(text).items() if columns == 1 and path in flat]
     if not names:
         return {}
-    table = _opened(file, metadata, names)
+    table = _open_parquet(file, metadata, names)
     first = next(table.iter_batches(batch_size=1, row_groups=[number], columns=names, use_threads=False))
     return {
         name: int(row_sizes(column.dictionary).max(initial=0))
@@ -113,51 +117,51 @@ def _is_delta(column: pq.ColumnChunkMetaData) -> bool:
     return any(encoding.startswith("DELTA") for encoding in column.encodings)
 
 
-def _group_rows(
+def _read_row_group(
     file: IO[bytes] | pa.BufferReader,
     metadata: pq.FileMetaData,
     number: int,
     first_row: int,
     file_size: int,
-    limits: Limits,
-) -> Iterator[Records]:
-    """The rows of one group, as far as they are not more than its bytes can honestly hold."""
+    limits: ReadLimits,
+) -> Iterator[RecordChunk]:
+    """The rows of one group, unless they are more than its bytes can plausibly hold."""
     group = metadata.row_group(number)
     columns = [group.column(column) for column in range(group.num_columns)]
     packed = min(sum(column.total_compressed_size for column in columns), file_size)
-    bomb = BrokenRecord(f"unpacks to more than {limits.ratio} times its size", f"row group {number}")
+    bomb = BrokenRecord(f"unpacks to more than {limits.max_compression_ratio} times its size", f"row group {number}")
     if _is_bomb(sum(max(column.total_uncompressed_size, 4 * column.num_values) for column in columns), packed, limits):
         yield [bomb]
         return
     decoded = 0
-    plan = _plan(file, metadata, number)
-    table = _opened(file, metadata, plan.dictionaries)
-    for batch in table.iter_batches(batch_size=plan.rows, row_groups=[number], use_threads=False):
+    options = _choose_read_options(file, metadata, number)
+    table = _open_parquet(file, metadata, options.dictionaries)
+    for batch in table.iter_batches(batch_size=options.batch_rows, row_groups=[number], use_threads=False):
         sizes = sum((row_sizes(column) for column in batch.columns), np.zeros(len(batch), dtype=np.int64))
         too_large = sizes > limits.record_bytes
         sizes[too_large] = 0
         reserved = sum((row_sizes(column, mean=True) for column in batch.columns), np.zeros(len(batch), dtype=np.int64))
-        cuts = np.union1d(_cuts(sizes, BATCH_BYTES), _cuts(reserved, DECODED_BYTES))
-        for places in np.split(np.arange(len(batch)), cuts):
+        split_points = np.union1d(_split_points(sizes, BATCH_BYTES), _split_points(reserved, DECODED_BYTES))
+        for places in np.split(np.arange(len(batch)), split_points):
             decoded += int(sizes[places].sum())
             if _is_bomb(decoded, packed, limits):
                 yield [bomb]
                 return
-            yield _some_rows(batch, places, too_large[places], first_row, limits)
+            yield _decode_rows(batch, places, too_large[places], first_row, limits)
         first_row += len(batch)
 
 
-def _is_bomb(size: int, packed: int, limits: Limits) -> bool:
-    return size > limits.ratio_after and size > limits.ratio * max(packed, 1)
+def _is_bomb(size: int, packed: int, limits: ReadLimits) -> bool:
+    return size > limits.ratio_check_bytes and size > limits.max_compression_ratio * max(packed, 1)
 
 
-def _cuts(sizes: Sizes, limit: int) -> NDArray[np.intp]:
-    """Where to cut rows so that each part has about ``limit`` bytes, or one row."""
+def _split_points(sizes: RowSizes, limit: int) -> NDArray[np.intp]:
+    """Where to split rows so that each part has about ``limit`` bytes, or one row."""
     part = (np.cumsum(sizes) - sizes) // limit
     return np.flatnonzero(part[1:] != part[:-1]) + 1
 
 
-def row_sizes(column: pa.Array, mean: bool = False) -> Sizes:
+def row_sizes(column: pa.Array, mean: bool = False) -> RowSizes:
     """Bytes of every row once dictionaries are decoded.
 
     With ``mean``, every value of a dictionary counts as its mean one: that is what Arrow allocates to decode them.
@@ -186,33 +190,37 @@ def row_sizes(column: pa.Array, mean: bool = False) -> Sizes:
     return np.asarray(lengths, dtype=np.int64)
 
 
-def _some_rows(
-    batch: pa.RecordBatch, places: NDArray[np.intp], too_large: NDArray[np.bool_], first_row: int, limits: Limits
-) -> Records:
+def _decode_rows(
+    batch: pa.RecordBatch, places: NDArray[np.intp], too_large: NDArray[np.bool_], first_row: int, limits: ReadLimits
+) -> RecordChunk:
     # Taken, not sliced: a slice of lists keeps the values of all rows, and they would all be decoded.
     kept = places[~too_large]
-    rows = iter(_rows(_plain(batch.take(pa.array(kept, pa.int64()))), [first_row + int(place) for place in kept]))
+    rows = iter(
+        _to_records(
+            _decode_dictionaries(batch.take(pa.array(kept, pa.int64()))), [first_row + int(place) for place in kept]
+        )
+    )
     large = f"row larger than {limits.record_bytes >> 20} MiB"
     return [
-        BrokenRecord(large, f"row {first_row + int(place)}") if left_out else next(rows)
-        for place, left_out in zip(places, too_large, strict=True)
+        BrokenRecord(large, f"row {first_row + int(place)}") if is_skipped else next(rows)
+        for place, is_skipped in zip(places, too_large, strict=True)
     ]
 
 
-def _rows(batch: pa.RecordBatch, numbers: list[int]) -> Records:
+def _to_records(batch: pa.RecordBatch, numbers: list[int]) -> RecordChunk:
     try:
-        rows: Records = batch.to_pylist()
+        rows: RecordChunk = batch.to_pylist()
     except UnicodeDecodeError:
-        rows = [_row_or_broken(batch, index, number) for index, number in enumerate(numbers)]
+        rows = [_decode_row(batch, index, number) for index, number in enumerate(numbers)]
     for name, kind in zip(batch.schema.names, batch.schema.types, strict=True):
         if "binary" in str(kind):
             for row in rows:
                 if isinstance(row.get(name), bytes):
-                    row[name] = _text_or_nothing(row[name])
+                    row[name] = _decode_or_none(row[name])
     return rows
 
 
-def _row_or_broken(batch: pa.RecordBatch, index: int, number: int) -> dict[str, Any]:
+def _decode_row(batch: pa.RecordBatch, index: int, number: int) -> dict[str, Any]:
     try:
         row: dict[str, Any] = batch.slice(index, 1).to_pylist()[0]
     except UnicodeDecodeError:
@@ -220,7 +228,7 @@ def _row_or_broken(batch: pa.RecordBatch, index: int, number: int) -> dict[str, 
     return row
 
 
-def _text_or_nothing(value: bytes) -> str | None:
+def _decode_or_none(value: bytes) -> str | None:
     """Some tables hold their text as bytes; pictures are no loss."""
     try:
         return value.decode()
@@ -228,14 +236,14 @@ def _text_or_nothing(value: bytes) -> str | None:
         return None
 
 
-def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
+def _decode_dictionaries(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Dictionaries decoded, and times as text: Python's own have no nanoseconds, and they go to ``others`` anyway."""
     columns = [_cast(column) for column in batch.columns]
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 def _cast(column: pa.Array) -> pa.Array:
-    wanted = _plain_type(column.type)
+    wanted = _decoded_type(column.type)
     if wanted.equals(column.type):
         return column
     try:
@@ -244,15 +252,15 @@ def _cast(column: pa.Array) -> pa.Array:
         return pa.nulls(len(column))
 
 
-def _plain_type(kind: pa.DataType) -> pa.DataType:
+def _decoded_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_dictionary(kind):
-        return _plain_type(kind.value_type)
+        return _decoded_type(kind.value_type)
     if pa.types.is_temporal(kind):
         return pa.string()
     if pa.types.is_struct(kind):
-        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in kind])
+        return pa.struct([pa.field(field.name, _decoded_type(field.type)) for field in kind])
     if pa.types.is_list(kind):
-        return pa.list_(_plain_type(kind.value_type))
+        return pa.list_(_decoded_type(kind.value_type))
     if pa.types.is_large_list(kind):
-        return pa.large_list(_plain_type(kind.value_type))
+        return pa.large_list(_decoded_type(kind.value_type))
     return kind

@@ -1,4 +1,4 @@
-"""The one way in: what a file is, what it is wrapped in, and the records inside."""
+"""Entry point of the readers: detect format and compression, and read the records."""
 
 from __future__ import annotations
 
@@ -9,153 +9,159 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from zero2all.corpus.code import PATH_FIELDS, is_code_path
-from zero2all.corpus.readers import archives, json_records, pages, tables, texts
+from zero2all.corpus.code_paths import PATH_FIELDS, is_code_path
+from zero2all.corpus.readers import archives, csv_files, json_records, plain_text, web_pages
 from zero2all.corpus.readers.base import (
-    BROKEN,
     NOT_INSTALLED,
+    READ_ERRORS,
     TOO_DEEP,
     BrokenRecord,
-    LeftOutMember,
-    Limits,
-    Unreadable,
-    WholeFile,
+    ReadLimits,
+    SkippedMember,
+    TextRecord,
+    UnreadableFileError,
     is_too_deep,
 )
-from zero2all.corpus.readers.encoding import mend_mojibake
-from zero2all.corpus.readers.kinds import Kind, inner_name, kind_of
+from zero2all.corpus.readers.encoding import fix_mojibake
+from zero2all.corpus.readers.file_ranges import read_file_range
+from zero2all.corpus.readers.formats import FileFormat, guess_format, strip_compression_extension
 from zero2all.corpus.readers.listing import RawFile
-from zero2all.corpus.readers.parquet import parquet
-from zero2all.corpus.readers.pieces import read_piece
-from zero2all.corpus.readers.streams import HEAD, Stream, compression_of, unpacked
+from zero2all.corpus.readers.parquet import read_parquet
+from zero2all.corpus.readers.streams import HEAD_BYTES, PeekableStream, decompress_stream, detect_compression
 
-CHANGED = "changed while it was read"
-BATCH_RECORDS, BATCH_CHARACTERS = 1000, 1 << 20
+CHANGED_WHILE_READ = "changed while it was read"
+CHUNK_RECORDS, CHUNK_CHARACTERS = 1000, 1 << 20
 
 _PATH_FIELDS = frozenset(PATH_FIELDS)
 
-Records = list[dict[str, Any]]
+RecordChunk = list[dict[str, Any]]
 
 
-def read_records(file: RawFile, limits: Limits | None = None) -> Iterator[dict[str, Any]]:
+def read_records(file: RawFile, limits: ReadLimits | None = None) -> Iterator[dict[str, Any]]:
     """Records of a file in their order, and stand-ins for the broken ones.
 
-    Raises Unreadable, also after some records, when the file as a whole cannot be read (on).
+    Raises UnreadableFileError, also after some records, when the file cannot be read (further).
     """
-    return chain.from_iterable(read_batches(file, limits))
+    return chain.from_iterable(read_record_chunks(file, limits))
 
 
-def read_batches(file: RawFile, limits: Limits | None = None, exclude: Sequence[str] = ()) -> Iterator[Records]:
-    """The same, some at a time. Members of archives that match one of ``exclude`` are passed over."""
-    limits = limits or Limits()
+def read_record_chunks(
+    file: RawFile, limits: ReadLimits | None = None, exclude: Sequence[str] = ()
+) -> Iterator[RecordChunk]:
+    """The same, in chunks. Archive members that match one of ``exclude`` are skipped."""
+    limits = limits or ReadLimits()
     try:
         with file.open() as raw:
             try:
-                if file.piece:
-                    yield from map(_sound, read_piece(raw, file.piece, limits))
+                if file.file_range:
+                    yield from map(_sanitize_records, read_file_range(raw, file.file_range, limits))
                 else:
-                    yield from _batches(raw, file.name, limits, exclude)
-            except (*BROKEN, Unreadable) as error:
+                    yield from _read_chunks(raw, file.name, limits, exclude)
+            except (*READ_ERRORS, UnreadableFileError) as error:
                 if file.has_changed(raw):  # which explains the other reason
-                    raise Unreadable(CHANGED) from error
+                    raise UnreadableFileError(CHANGED_WHILE_READ) from error
                 raise
             if file.has_changed(raw):
-                raise Unreadable(CHANGED)
+                raise UnreadableFileError(CHANGED_WHILE_READ)
     except FileNotFoundError as error:
-        raise Unreadable("file not found") from error
-    except BROKEN as error:
-        raise Unreadable(f"broken file ({type(error).__name__})") from error
+        raise UnreadableFileError("file not found") from error
+    except READ_ERRORS as error:
+        raise UnreadableFileError(f"broken file ({type(error).__name__})") from error
 
 
-def _batches(raw: IO[bytes], name: str, limits: Limits, exclude: Sequence[str]) -> Iterator[Records]:
-    stream, compression, kind = look(Stream(raw), name, limits)
-    if kind == "zip" and not compression:
-        yield from _members(archives.zip_members(raw, limits), name, limits, exclude)
-    elif kind == "tar":
-        yield from _members(archives.tar_members(stream, limits), name, limits, exclude)
-    elif kind == "parquet" and not compression:
+def _read_chunks(raw: IO[bytes], name: str, limits: ReadLimits, exclude: Sequence[str]) -> Iterator[RecordChunk]:
+    stream, compression, file_format = detect_format(PeekableStream(raw), name, limits)
+    if file_format == "zip" and not compression:
+        yield from _read_members(archives.read_zip_members(raw, limits), name, limits, exclude)
+    elif file_format == "tar":
+        yield from _read_members(archives.read_tar_members(stream, limits), name, limits, exclude)
+    elif file_format == "parquet" and not compression:
         raw.seek(0)
-        yield from map(_sound, parquet(raw, limits))
-    elif kind == "zip":
-        raise Unreadable("zip inside another compression")
+        yield from map(_sanitize_records, read_parquet(raw, limits))
+    elif file_format == "zip":
+        raise UnreadableFileError("zip inside another compression")
     else:
-        yield from _of_kind(stream, kind, name, limits)
+        yield from _read_format(stream, file_format, name, limits)
 
 
-def look(stream: Stream, name: str, limits: Limits) -> tuple[Stream, str | None, Kind]:
+def detect_format(
+    stream: PeekableStream, name: str, limits: ReadLimits
+) -> tuple[PeekableStream, str | None, FileFormat]:
     """The stream without its compression, that compression, and what is inside."""
-    inner, promised = inner_name(name)
-    head = stream.peek(HEAD)
-    compression = compression_of(head)
+    inner, promised = strip_compression_extension(name)
+    head = stream.peek(HEAD_BYTES)
+    compression = detect_compression(head)
     if compression:
-        stream = unpacked(stream, compression, limits)
-        return stream, compression, kind_of(inner, stream.peek(HEAD))
+        stream = decompress_stream(stream, compression, limits)
+        return stream, compression, guess_format(inner, stream.peek(HEAD_BYTES))
     if not promised:
-        return stream, None, kind_of(name, head)
+        return stream, None, guess_format(name, head)
     # A web server may have unpacked it on the way. Then it must look like what the name promises inside.
-    kind = kind_of(inner, head)
-    if kind == "jsonl" and not head.lstrip().startswith(b"{"):
-        raise Unreadable(f"not {promised}, though named so")
-    return stream, None, kind
+    file_format = guess_format(inner, head)
+    if file_format == "jsonl" and not head.lstrip().startswith(b"{"):
+        raise UnreadableFileError(f"not {promised}, though named so")
+    return stream, None, file_format
 
 
-def _of_kind(stream: Stream, kind: Kind, name: str, limits: Limits) -> Iterator[Records]:
-    match kind:
+def _read_format(
+    stream: PeekableStream, file_format: FileFormat, name: str, limits: ReadLimits
+) -> Iterator[RecordChunk]:
+    match file_format:
         case "jsonl":
-            batches = json_records.json_lines(stream, limits)
+            chunks = json_records.read_jsonl(stream, limits)
         case "json array":
-            batches = _grouped(json_records.json_array(stream, limits))
+            chunks = _chunk_records(json_records.read_json_array(stream, limits))
         case "json object":
-            batches = _grouped(json_records.json_object(stream, limits))
+            chunks = _chunk_records(json_records.read_json_object(stream, limits))
         case "csv":
-            batches = _grouped(tables.table_text(stream, limits))
+            chunks = _chunk_records(csv_files.read_csv(stream, limits))
         case "parquet":
-            data = stream.read_whole(limits.parquet_in_memory, "Parquet inside something else")
-            batches = parquet(pa.BufferReader(data), limits)
+            data = stream.read_all(limits.parquet_in_memory, "Parquet inside something else")
+            chunks = read_parquet(pa.BufferReader(data), limits)
         case "wikiextractor":
-            batches = _grouped(texts.wikiextractor(stream, limits))
+            chunks = _chunk_records(plain_text.read_wikiextractor(stream, limits))
         case "html":
-            batches = _grouped(pages.html_file(stream, name, limits))
+            chunks = _chunk_records(web_pages.read_html(stream, name, limits))
         case "warc":
-            batches = _grouped(pages.warc(stream, limits))
+            chunks = _chunk_records(web_pages.read_warc(stream, limits))
         case "zip" | "tar":
-            raise Unreadable("archive inside an archive")
+            raise UnreadableFileError("archive inside an archive")
         case _:
-            batches = _grouped(texts.whole_text(stream, name, limits))
-    return batches if kind == "code" else map(_sound, batches)
+            chunks = _chunk_records(plain_text.read_text(stream, name, limits))
+    return chunks if file_format == "code" else map(_sanitize_records, chunks)
 
 
-def _grouped(records: Iterator[dict[str, Any]]) -> Iterator[Records]:
-    """Records that come one by one, in batches of bounded size. What came before a file breaks off is not lost."""
-    batch: Records = []
+def _chunk_records(records: Iterator[dict[str, Any]]) -> Iterator[RecordChunk]:
+    """Records that come one by one, in chunks of bounded size. Records before a read error are not lost."""
+    chunk: RecordChunk = []
     size = 0
     try:
         for record in records:
-            batch.append(record)
+            chunk.append(record)
             size += sum(len(value) for value in record.values() if isinstance(value, str))
-            if size >= BATCH_CHARACTERS or len(batch) >= BATCH_RECORDS:
-                yield batch
-                batch, size = [], 0
-    except (Unreadable, *BROKEN):
-        if batch:
-            yield batch
+            if size >= CHUNK_CHARACTERS or len(chunk) >= CHUNK_RECORDS:
+                yield chunk
+                chunk, size = [], 0
+    except (UnreadableFileError, *READ_ERRORS):
+        if chunk:
+            yield chunk
         raise
-    if batch:
-        yield batch
+    if chunk:
+        yield chunk
 
 
-def _members(
-    members: Iterator[archives.Member], archive: str, limits: Limits, exclude: Sequence[str]
-) -> Iterator[Records]:
-    """Every member by the same rules as a file. What goes wrong in one does not touch the next."""
+def _read_members(
+    members: Iterator[archives.ArchiveMember], archive: str, limits: ReadLimits, exclude: Sequence[str]
+) -> Iterator[RecordChunk]:
+    """Every member by the same rules as a file. An error in one does not affect the next."""
     begun = False
     while True:
         try:
             member = next(members, None)
-        except Unreadable as reason:
+        except UnreadableFileError as reason:
             if not begun:
                 raise
-            yield [LeftOutMember(str(reason), archive)]
+            yield [SkippedMember(str(reason), archive)]
             return
         if member is None:
             return
@@ -164,47 +170,47 @@ def _members(
             continue
         name = f"{archive}!{member.name}" if member.name else archive
         if member.stream is None:
-            yield [LeftOutMember(member.refused, name)]
+            yield [SkippedMember(member.skip_reason, name)]
             continue
         try:
-            stream, _, kind = look(member.stream, member.name, limits)
-            for batch in _of_kind(stream, kind, name, limits):
-                for record in batch:
+            stream, _, file_format = detect_format(member.stream, member.name, limits)
+            for chunk in _read_format(stream, file_format, name, limits):
+                for record in chunk:
                     if isinstance(record, BrokenRecord):
                         record["place"] = f"{name} {record.place}".rstrip()
-                yield batch
-        except Unreadable as reason:
-            yield [LeftOutMember(str(reason), name)]
-        except BROKEN as error:
-            yield [LeftOutMember(f"broken file ({type(error).__name__})", name)]
+                yield chunk
+        except UnreadableFileError as reason:
+            yield [SkippedMember(str(reason), name)]
+        except READ_ERRORS as error:
+            yield [SkippedMember(f"broken file ({type(error).__name__})", name)]
 
 
-def _sound(batch: Records) -> Records:
+def _sanitize_records(records: RecordChunk) -> RecordChunk:
     """What every later step can take: nothing nested so deep that it would end in a RecursionError, no mojibake."""
-    return _mended([BrokenRecord(TOO_DEEP) if is_too_deep(record) else record for record in batch])
+    return _fix_record_encoding([BrokenRecord(TOO_DEEP) if is_too_deep(record) else record for record in records])
 
 
-def _mended(batch: Records) -> Records:
-    """With its mojibake read rightly, except in code, where odd strings may be meant."""
+def _fix_record_encoding(records: RecordChunk) -> RecordChunk:
+    """Fix mojibake, except in code, where unusual strings may be intended."""
     places = [
         (number, key, value)
-        for number, record in enumerate(batch)
-        if not isinstance(record, BrokenRecord) and not _is_code(record)
+        for number, record in enumerate(records)
+        if not isinstance(record, BrokenRecord) and not _is_code_record(record)
         for key, value in record.items()
         if isinstance(value, str) and not value.isascii()
     ]
-    better = mend_mojibake([value for _, _, value in places]) if places else {}
+    better = fix_mojibake([value for _, _, value in places]) if places else {}
     for place, text in better.items():
         number, key, _ = places[place]
         if text is not None:
-            batch[number][key] = text
+            records[number][key] = text
         else:  # only for text that looks bad is ftfy needed
-            batch[number] = BrokenRecord(NOT_INSTALLED)
-    return batch
+            records[number] = BrokenRecord(NOT_INSTALLED)
+    return records
 
 
-def _is_code(record: dict[str, Any]) -> bool:
-    if isinstance(record, WholeFile):
+def _is_code_record(record: dict[str, Any]) -> bool:
+    if isinstance(record, TextRecord):
         return False
     if "code" in record or _PATH_FIELDS.isdisjoint(record):
         return "code" in record

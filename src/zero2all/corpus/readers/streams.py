@@ -1,4 +1,4 @@
-"""Streams that are read once, from front to back: looked into, unpacked, counted, cut into lines."""
+"""Streams that are read once, from front to back: peeked into, decompressed, counted, split into lines."""
 
 from __future__ import annotations
 
@@ -11,137 +11,139 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from zero2all.corpus.readers.base import Limits, Unreadable
+from zero2all.corpus.readers.base import ReadLimits, UnreadableFileError
 
-BLOCK = 1 << 20
-HEAD = 1 << 20  # what formats and encodings are told from
+BLOCK_BYTES = 1 << 20
+HEAD_BYTES = 1 << 20  # what formats and encodings are detected from
 
-MAGIC = {
+COMPRESSION_BY_MAGIC = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bz2",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\xfd7zXZ\x00": "xz",
     b"\x04\x22\x4d\x18": "lz4",
 }
-COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz", ".lz4": "lz4"}
+COMPRESSION_BY_EXTENSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz", ".lz4": "lz4"}
 
 
 class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-class Stream:
-    """Reads forward, and can look at what comes without taking it."""
+class PeekableStream:
+    """Reads forward, and can peek without consuming."""
 
-    def __init__(self, source: Readable) -> None:
-        self._source, self._ended = source, False
-        self._ahead, self._at = b"", 0  # what has been looked at, and how much of it has been taken
+    def __init__(self, raw: Readable) -> None:
+        self._raw, self._ended = raw, False
+        self._buffer, self._position = b"", 0  # bytes peeked at, and how many of them are consumed
 
-    def peek(self, size: int = HEAD) -> bytes:
+    def peek(self, size: int = HEAD_BYTES) -> bytes:
         """The next ``size`` bytes, or all there are."""
-        while len(self._ahead) - self._at < size and not self._ended:
-            block = self._source.read(max(size - len(self._ahead) + self._at, 1))
+        while len(self._buffer) - self._position < size and not self._ended:
+            block = self._raw.read(max(size - len(self._buffer) + self._position, 1))
             self._ended = not block
-            self._ahead, self._at = self._ahead[self._at :] + block, 0
-        return self._ahead[self._at : self._at + size]
+            self._buffer, self._position = self._buffer[self._position :] + block, 0
+        return self._buffer[self._position : self._position + size]
 
-    def read(self, size: int = BLOCK, /) -> bytes:
+    def read(self, size: int = BLOCK_BYTES, /) -> bytes:
         """Up to ``size`` bytes; nothing only at the end."""
-        if self._at < len(self._ahead):
-            block = self._ahead[self._at : self._at + size]
-            self._at += len(block)
+        if self._position < len(self._buffer):
+            block = self._buffer[self._position : self._position + size]
+            self._position += len(block)
             return block
-        self._ahead, self._at = b"", 0
-        return b"" if self._ended else self._source.read(size)
+        self._buffer, self._position = b"", 0
+        return b"" if self._ended else self._raw.read(size)
 
     def blocks(self) -> Iterator[bytes]:
-        while block := self.read(BLOCK):
+        while block := self.read(BLOCK_BYTES):
             yield block
 
-    def read_whole(self, limit: int, what: str) -> bytes:
-        pieces, size = [], 0
+    def read_all(self, limit: int, what: str) -> bytes:
+        parts, size = [], 0
         for block in self.blocks():
-            pieces.append(block)
+            parts.append(block)
             size += len(block)
             if size > limit:
-                raise Unreadable(f"{what} larger than {limit >> 20} MiB")
-        return b"".join(pieces)
+                raise UnreadableFileError(f"{what} larger than {limit >> 20} MiB")
+        return b"".join(parts)
 
 
-class Counted:
+class CountingReader:
     """Counts what goes through it."""
 
-    def __init__(self, source: Readable) -> None:
-        self.source, self.bytes = source, 0
+    def __init__(self, raw: Readable) -> None:
+        self.raw, self.bytes = raw, 0
 
     def read(self, size: int, /) -> bytes:
-        block = self.source.read(size)
+        block = self.raw.read(size)
         self.bytes += len(block)
         return block
 
 
-class Guarded:
-    """An unpacked stream that stops when it gives more than its packed form can honestly hold."""
+class LimitedReader:
+    """A decompressed stream that fails when it gives more than its compressed form can plausibly hold."""
 
-    def __init__(self, source: Readable, packed: Callable[[], int], limit: int, limits: Limits) -> None:
-        self.source, self.packed, self.limit, self.limits = source, packed, limit, limits
+    def __init__(self, raw: Readable, compressed_bytes: Callable[[], int], limit: int, limits: ReadLimits) -> None:
+        self.raw, self.compressed_bytes, self.limit, self.limits = raw, compressed_bytes, limit, limits
         self.bytes = 0
 
     def read(self, size: int, /) -> bytes:
-        block = self.source.read(size)
+        block = self.raw.read(size)
         self.bytes += len(block)
         if self.bytes > self.limit:
-            raise Unreadable(f"unpacks to more than {self.limit >> 20} MiB")
-        if self.bytes > self.limits.ratio_after and self.bytes > self.limits.ratio * max(self.packed(), 1):
-            raise Unreadable(f"unpacks to more than {self.limits.ratio} times its size")
+            raise UnreadableFileError(f"unpacks to more than {self.limit >> 20} MiB")
+        if self.bytes > self.limits.ratio_check_bytes and self.bytes > self.limits.max_compression_ratio * max(
+            self.compressed_bytes(), 1
+        ):
+            raise UnreadableFileError(f"unpacks to more than {self.limits.max_compression_ratio} times its size")
         return block
 
 
-class _PackedFile(io.RawIOBase):
+class _ReadableFile(io.RawIOBase):
     """What Arrow and lzma want to read from."""
 
-    def __init__(self, source: Readable) -> None:
-        self._source = source
+    def __init__(self, raw: Readable) -> None:
+        self._raw = raw
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer)
-        block = self._source.read(len(view))
+        block = self._raw.read(len(view))
         view[: len(block)] = block
         return len(block)
 
 
-def compression_of(head: bytes) -> str | None:
-    return next((name for magic, name in MAGIC.items() if head.startswith(magic)), None)
+def detect_compression(head: bytes) -> str | None:
+    return next((name for magic, name in COMPRESSION_BY_MAGIC.items() if head.startswith(magic)), None)
 
 
-def unpacked(stream: Stream, compression: str, limits: Limits) -> Stream:
-    """The same stream without its compression, guarded against bombs."""
-    packed = Counted(stream)
+def decompress_stream(stream: PeekableStream, compression: str, limits: ReadLimits) -> PeekableStream:
+    """The same stream without its compression, limited against decompression bombs."""
+    packed = CountingReader(stream)
     opened: Readable
     if compression == "xz":
-        opened = lzma.LZMAFile(io.BufferedReader(_PackedFile(packed), BLOCK))  # noqa: SIM115
+        opened = lzma.LZMAFile(io.BufferedReader(_ReadableFile(packed), BLOCK_BYTES))  # noqa: SIM115
     elif compression == "gzip":
-        opened = _Gzip(packed)
+        opened = _GzipReader(packed)
     else:
-        opened = pa.CompressedInputStream(pa.PythonFile(_PackedFile(packed), mode="r"), compression)
-    return Stream(Guarded(opened, lambda: packed.bytes, limits.total_bytes, limits))
+        opened = pa.CompressedInputStream(pa.PythonFile(_ReadableFile(packed), mode="r"), compression)
+    return PeekableStream(LimitedReader(opened, lambda: packed.bytes, limits.total_bytes, limits))
 
 
-class _Gzip:
+class _GzipReader:
     """Any number of gzip members one after the other, as WARC files have them. Zeros after the last are padding."""
 
-    def __init__(self, source: Readable) -> None:
-        self._source, self._packed = source, b""
+    def __init__(self, raw: Readable) -> None:
+        self._raw, self._packed = raw, b""
         self._unpacker = zlib.decompressobj(wbits=31)
         self._inside = True
 
     def read(self, size: int, /) -> bytes:
         while True:
             if not self._packed:
-                self._packed = self._source.read(1 << 16)
+                self._packed = self._raw.read(1 << 16)
                 if not self._packed:
                     if self._inside:
                         raise EOFError("gzip ends early")
@@ -159,35 +161,35 @@ class _Gzip:
                 return block
 
 
-def lines(stream: Stream, limit: int) -> Iterator[bytes | None]:
-    """Lines with their ends. None stands for one longer than ``limit``, which is passed over."""
-    return chain.from_iterable(line_batches(stream, limit))
+def iter_lines(stream: PeekableStream, limit: int) -> Iterator[bytes | None]:
+    """Lines with their ends. None stands for one longer than ``limit``, which is skipped."""
+    return chain.from_iterable(iter_line_chunks(stream, limit))
 
 
-def line_batches(stream: Stream, limit: int) -> Iterator[list[bytes | None]]:
-    """The same, as many at a time as a block has."""
-    pieces: list[bytes] = []  # of the line that is not finished yet; joined once, however long it is
+def iter_line_chunks(stream: PeekableStream, limit: int) -> Iterator[list[bytes | None]]:
+    """The same, the lines of one block at a time."""
+    parts: list[bytes] = []  # of the line that is not finished yet; joined once, however long it is
     size = 0
     for block in stream.blocks():
-        batch: list[bytes | None] = list(block.splitlines(keepends=True) if b"\r" not in block else _split(block))
+        batch: list[bytes | None] = list(block.splitlines(keepends=True) if b"\r" not in block else _split_lines(block))
         last = None if block.endswith(b"\n") else batch.pop()
         if batch and size:
             size += len(batch[0] or b"")
-            batch[0] = b"".join([*pieces, batch[0] or b""]) if size <= limit else None
-            pieces, size = [], 0
+            batch[0] = b"".join([*parts, batch[0] or b""]) if size <= limit else None
+            parts, size = [], 0
         if limit < len(block):
             batch = [line if line is not None and len(line) <= limit else None for line in batch]
         if batch:
             yield batch
         if last:
             size += len(last)
-            pieces = [*pieces, last] if size <= limit else []
+            parts = [*parts, last] if size <= limit else []
     if size:
-        yield [b"".join(pieces) if size <= limit else None]
+        yield [b"".join(parts) if size <= limit else None]
 
 
-def _split(block: bytes) -> list[bytes]:
+def _split_lines(block: bytes) -> list[bytes]:
     """At line feeds only: a carriage return alone may stand inside a record."""
-    pieces = block.split(b"\n")
-    whole = [piece + b"\n" for piece in pieces[:-1]]
-    return [*whole, pieces[-1]] if pieces[-1] else whole
+    parts = block.split(b"\n")
+    lines = [part + b"\n" for part in parts[:-1]]
+    return [*lines, parts[-1]] if parts[-1] else lines

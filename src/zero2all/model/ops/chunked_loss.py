@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero2all.model.ops.forms import IGNORE
+from zero2all.model.ops.kernels import IGNORE_INDEX
 
 CHUNK_BYTES = 64 * 2**20  # of fp32 logits under one matrix product
-PIECE_BYTES = 4 * 2**20  # of them in one step on a CPU, where fresh memory costs more than the arithmetic
+CPU_SUBCHUNK_BYTES = 4 * 2**20  # of them in one step on a CPU, where fresh memory costs more than the arithmetic
 GPU_CHUNK_BYTES = 512 * 2**20
-GPU_ROWS = (1024, 4096)  # every chunk reads the whole weight three times: fewer rows than this wait for memory
+GPU_ROWS = (1024, 4096)  # every chunk reads the full weight three times: fewer rows than this are memory-bound
 
 
 def chunk_rows(vocab_rows: int, device: torch.device) -> int:
@@ -33,7 +33,7 @@ def _rows(vocab_rows: int, size: int) -> int:
     return max(16, size // (4 * vocab_rows))
 
 
-def _pass(
+def _chunked_forward_backward(
     x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, and with a scale for each row the gradients of x and weight, else empty ones.
@@ -45,17 +45,17 @@ def _pass(
     grad_weight = weight.new_zeros(weight.shape if scale is not None else (0,), dtype=torch.float32)
     narrow = weight.to(x.dtype)
     rows = min(chunk_rows(len(weight), x.device), len(x))
-    few = _rows(len(weight), PIECE_BYTES) if x.device.type == "cpu" else rows
-    room = x.new_empty(rows, len(weight))
+    subchunk_rows = _rows(len(weight), CPU_SUBCHUNK_BYTES) if x.device.type == "cpu" else rows
+    logits_buffer = x.new_empty(rows, len(weight))
     for begin in range(0, len(x), rows):
         chunk = slice(begin, min(begin + rows, len(x)))
-        logits = room[: chunk.stop - begin]
+        logits = logits_buffer[: chunk.stop - begin]
         torch.mm(x[chunk], narrow.T, out=logits)
-        for first in range(begin, chunk.stop, few):
-            piece = slice(first, min(first + few, chunk.stop))
-            weigh = None if scale is None else scale[piece]
-            losses[piece] = _lose(
-                logits[first - begin : piece.stop - begin], targets[piece], vocab, softcap, z_loss, weigh
+        for first in range(begin, chunk.stop, subchunk_rows):
+            subchunk = slice(first, min(first + subchunk_rows, chunk.stop))
+            weigh = None if scale is None else scale[subchunk]
+            losses[subchunk] = _row_losses(
+                logits[first - begin : subchunk.stop - begin], targets[subchunk], vocab, softcap, z_loss, weigh
             )
         if scale is not None:
             grad_x[chunk] = logits @ narrow
@@ -75,20 +75,22 @@ def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
         into += left.T @ right
 
 
-def _lose(logits: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float, scale: Tensor | None) -> Tensor:
+def _row_losses(
+    logits: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float, scale: Tensor | None
+) -> Tensor:
     """The losses of some rows; with a scale, their logits become the gradient of them."""
-    counts = targets != IGNORE
-    at = torch.where(counts, targets, 0)[:, None]
+    counts = targets != IGNORE_INDEX
+    target_index = torch.where(counts, targets, 0)[:, None]
     seen = softcap * torch.tanh(logits / softcap) if softcap else logits
     seen[:, vocab:] = float("-inf")
-    chosen = seen.gather(1, at).float()
+    chosen = seen.gather(1, target_index).float()
     logs = torch.log_softmax(seen, dim=-1, dtype=torch.float32)
-    losses = torch.where(counts, -logs.gather(1, at)[:, 0], 0.0)
+    losses = torch.where(counts, -logs.gather(1, target_index)[:, 0], 0.0)
     if scale is not None:
         weigh = torch.where(counts, scale, 0.0)[:, None]
-        pull = 1.0 + 2.0 * z_loss * (chosen - logs.gather(1, at))  # the z-loss pulls with the log of the sum
+        pull = 1.0 + 2.0 * z_loss * (chosen - logs.gather(1, target_index))  # the z-loss pulls with the log of the sum
         grad = logs.exp_().mul_(weigh * pull)
-        grad.scatter_add_(1, at, -weigh)
+        grad.scatter_add_(1, target_index, -weigh)
         if softcap:
             grad *= 1.0 - (seen.float() / softcap).nan_to_num_(neginf=0.0).square_()
         logits.copy_(grad)
@@ -100,7 +102,7 @@ def _forward(
     x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     ones = torch.ones(len(x), device=x.device) if with_gradient else None
-    return _pass(x, weight, targets, vocab, softcap, z_loss, ones)
+    return _chunked_forward_backward(x, weight, targets, vocab, softcap, z_loss, ones)
 
 
 @_forward.register_fake
@@ -120,7 +122,7 @@ def _(
 def _backward(
     grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    return _pass(x, weight, targets, vocab, softcap, z_loss, grad)[1:]
+    return _chunked_forward_backward(x, weight, targets, vocab, softcap, z_loss, grad)[1:]
 
 
 @_backward.register_fake
@@ -130,7 +132,7 @@ def _(
     return torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, weight, targets, *ctx.settings, _ = inputs
     ctx.save_for_backward(x, weight, targets, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
@@ -147,7 +149,7 @@ def _gradient(ctx: Any, grad: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor | N
     return grad_x, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
-_forward.register_autograd(_gradient, setup_context=_keep)
+_forward.register_autograd(_gradient, setup_context=_setup_context)
 
 
 def chunked_loss(x_ND: Tensor, weight: Tensor, targets_N: Tensor, vocab: int, softcap: float, z_loss: float) -> Tensor:

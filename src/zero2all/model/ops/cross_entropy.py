@@ -1,7 +1,7 @@
 """The output head and the loss in one: cross-entropy of ``x @ weight.T`` without keeping all logits.
 
 With a large vocabulary the logits of a batch, and then their gradient, are the largest tensors of a step.
-Losses come one a token, fp32, zero where the target is IGNORE. The z-loss is in the gradient only.
+Losses come one a token, fp32, zero where the target is IGNORE_INDEX. The z-loss is in the gradient only.
 """
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.model.ops.chunked_loss import chunked_loss
-from zero2all.model.ops.forms import IGNORE, Form, needs_cuda, plain
+from zero2all.model.ops.kernels import IGNORE_INDEX, Kernel, builtin_kernel, needs_cuda
 from zero2all.recipe import ModelConfig
 
 
-class HeadShape(NamedTuple):
+class HeadConfig(NamedTuple):
     """What a loss needs to know of the head."""
 
-    vocab: int  # rows of the weight past it are padding
+    vocab_size: int  # rows of the weight past it are padding
     softcap: float = 0.0  # 0 is none
     z_loss: float = 0.0
 
 
-CrossEntropy = Callable[[Tensor, Tensor, Tensor, HeadShape], Tensor]  # x [N, D], weight [rows, D], targets [N], head
+CrossEntropy = Callable[[Tensor, Tensor, Tensor, HeadConfig], Tensor]  # x [N, D], weight [rows, D], targets [N], head
 
 
-def logits(x: Tensor, weight: Tensor, head: HeadShape) -> Tensor:
+def compute_logits(x: Tensor, weight: Tensor, head: HeadConfig) -> Tensor:
     """[..., vocab]"""
-    values = F.linear(x, weight.to(x.dtype))[..., : head.vocab]
+    values = F.linear(x, weight.to(x.dtype))[..., : head.vocab_size]
     return head.softcap * torch.tanh(values / head.softcap) if head.softcap else values
 
 
-def reference(x_ND: Tensor, weight: Tensor, targets_N: Tensor, head: HeadShape) -> Tensor:
-    values = logits(x_ND, weight, head).float()
-    losses = F.cross_entropy(values, targets_N, ignore_index=IGNORE, reduction="none")
+def reference(x_ND: Tensor, weight: Tensor, targets_N: Tensor, head: HeadConfig) -> Tensor:
+    values = compute_logits(x_ND, weight, head).float()
+    losses = F.cross_entropy(values, targets_N, ignore_index=IGNORE_INDEX, reduction="none")
     if head.z_loss:
-        extra = head.z_loss * values.logsumexp(-1).square() * (targets_N != IGNORE)
+        extra = head.z_loss * values.logsumexp(-1).square() * (targets_N != IGNORE_INDEX)
         losses = losses + (extra - extra.detach())
     return losses
 
 
-def chunked(x_ND: Tensor, weight: Tensor, targets_N: Tensor, head: HeadShape) -> Tensor:
-    return chunked_loss(x_ND, weight, targets_N, head.vocab, head.softcap, head.z_loss)
+def chunked(x_ND: Tensor, weight: Tensor, targets_N: Tensor, head: HeadConfig) -> Tensor:
+    return chunked_loss(x_ND, weight, targets_N, head.vocab_size, head.softcap, head.z_loss)
 
 
-def in_torch(x_ND: Tensor, weight: Tensor, targets_N: Tensor, head: HeadShape) -> Tensor:
+def torch_linear_cross_entropy(x_ND: Tensor, weight: Tensor, targets_N: Tensor, head: HeadConfig) -> Tensor:
     """PyTorch's own; it computes the logits twice, and knows no soft-cap and no z-loss."""
-    weight = weight[: head.vocab].to(x_ND.dtype)
+    weight = weight[: head.vocab_size].to(x_ND.dtype)
     options = torch.nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(
-        x_ND, weight, targets_N, reduction="none", ignore_index=IGNORE, options=options
+        x_ND, weight, targets_N, reduction="none", ignore_index=IGNORE_INDEX, options=options
     ).float()
 
 
-def _why_not_torch(device: torch.device, config: ModelConfig) -> str | None:
-    if config.logit_softcap or config.z_loss:
+def _torch_unavailable_reason(device: torch.device, config: ModelConfig) -> str | None:
+    if config.final_logit_softcapping or config.z_loss:
         return "knows no soft-cap and no z-loss"
     return None
 
@@ -66,10 +66,10 @@ def _why_not_torch(device: torch.device, config: ModelConfig) -> str | None:
 def _liger() -> CrossEntropy:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    def cross_entropy(x_ND: Tensor, weight: Tensor, targets_N: Tensor, head: HeadShape) -> Tensor:
-        weight = weight[: head.vocab].to(x_ND.dtype)
+    def cross_entropy(x_ND: Tensor, weight: Tensor, targets_N: Tensor, head: HeadConfig) -> Tensor:
+        weight = weight[: head.vocab_size].to(x_ND.dtype)
         # The last one is what it adds up the weight's gradient in.
-        settings = (None, None, IGNORE, head.z_loss, 0.0, "none", head.softcap or None, True, torch.float32)
+        settings = (None, None, IGNORE_INDEX, head.z_loss, 0.0, "none", head.softcap or None, True, torch.float32)
         losses, z_losses, *_ = LigerFusedLinearCrossEntropyFunction.apply(x_ND, weight, targets_N, *settings)
         value: Tensor = losses - z_losses.detach()
         return value
@@ -77,9 +77,9 @@ def _liger() -> CrossEntropy:
     return cross_entropy
 
 
-FORMS = {
-    "liger": Form(_liger, needs_cuda("liger_kernel")),
-    "chunked": plain(chunked),
-    "torch": Form(lambda: in_torch, _why_not_torch),
-    "reference": plain(reference),
+KERNELS = {
+    "liger": Kernel(_liger, needs_cuda("liger_kernel")),
+    "chunked": builtin_kernel(chunked),
+    "torch": Kernel(lambda: torch_linear_cross_entropy, _torch_unavailable_reason),
+    "reference": builtin_kernel(reference),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from zero2all.model.ops import chunked_loss, documents, experts  # noqa: F401 - which define the operations
+from zero2all.model.ops import chunked_loss, document_attention, experts  # noqa: F401 - which define the operations
 
 Shape = tuple[int, ...]
 ours: Any = torch.ops.zero2all

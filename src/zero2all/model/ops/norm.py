@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.model.ops.forms import Form, needs_cuda, plain
+from zero2all.model.ops.kernels import Kernel, builtin_kernel, needs_cuda
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]  # x [..., D], weight [D], eps
 
@@ -34,8 +34,8 @@ def _liger() -> Norm:
     return norm
 
 
-FORMS = {
-    "liger": Form(_liger, needs_cuda("liger_kernel")),
-    "torch": plain(fused),
-    "reference": plain(reference),
+KERNELS = {
+    "liger": Kernel(_liger, needs_cuda("liger_kernel")),
+    "torch": builtin_kernel(fused),
+    "reference": builtin_kernel(reference),
 }

@@ -1,4 +1,4 @@
-"""Which form of each operation is used, and why not another."""
+"""Which kernel of each operation is used, and why not another."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ import torch
 
 from zero2all.errors import UsageError
 from zero2all.model.ops import attention, cross_entropy, experts, norm, rope, swiglu
-from zero2all.model.ops.forms import Form
+from zero2all.model.ops.kernels import Kernel
 from zero2all.recipe import ModelConfig
 
-# Forms of each operation, the one that auto likes best first.
-OPS: dict[str, dict[str, Form]] = {
-    "attention": attention.FORMS,
-    "norm": norm.FORMS,
-    "rope": rope.FORMS,
-    "swiglu": swiglu.FORMS,
-    "cross_entropy": cross_entropy.FORMS,
-    "experts": experts.FORMS,
+# Kernels of each operation, in the order that auto prefers.
+OPS: dict[str, dict[str, Kernel]] = {
+    "attention": attention.KERNELS,
+    "norm": norm.KERNELS,
+    "rope": rope.KERNELS,
+    "swiglu": swiglu.KERNELS,
+    "cross_entropy": cross_entropy.KERNELS,
+    "experts": experts.KERNELS,
 }
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One row of the table: what computes an operation, and for each other form why it does not."""
+class KernelChoice:
+    """One row of the table: what computes an operation, and for each other kernel why it does not."""
 
     op: str
     form: str
     others: dict[str, str]
 
     def __str__(self) -> str:
-        others = "; ".join(f"{form}: {why}" for form, why in self.others.items())
+        others = "; ".join(f"{kernel}: {why}" for kernel, why in self.others.items())
         return f"{self.op} {self.form}" + (f" ({others})" if others else "")
 
 
 class Ops:
     """The chosen functions by their operation's name (``ops.norm(...)``), and the table of choices behind them."""
 
-    attention: attention.AttentionForm
+    attention: attention.AttentionBackend
     norm: norm.Norm
     rope: rope.Rope
     swiglu: swiglu.SwiGLU
     cross_entropy: cross_entropy.CrossEntropy
-    experts: experts.Experts
+    experts: experts.ExpertsOp
 
-    def __init__(self, choices: list[Choice]) -> None:
-        self.table = tuple(choices)
+    def __init__(self, choices: list[KernelChoice]) -> None:
+        self.choices = tuple(choices)
         for choice in choices:
             setattr(self, choice.op, OPS[choice.op][choice.form].load())
 
-    def __getitem__(self, op: str) -> Choice:
-        return next(choice for choice in self.table if choice.op == op)
+    def __getitem__(self, op: str) -> KernelChoice:
+        return next(choice for choice in self.choices if choice.op == op)
 
 
-def choose(config: ModelConfig, device: torch.device, deterministic: bool | None = None) -> Ops:
-    """The forms that the recipe names, or where it says auto the first that runs on the device.
+def choose_kernels(config: ModelConfig, device: torch.device, deterministic: bool | None = None) -> Ops:
+    """The kernels that the recipe names, or with auto the first that runs on the device.
 
     ``deterministic`` leaves only those that give the same bits every time; if not given, it is as torch is set.
     """
@@ -64,15 +64,15 @@ def choose(config: ModelConfig, device: torch.device, deterministic: bool | None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     strict = deterministic and device.type == "cuda"
-    return Ops([_choose(op, forms, wanted[op], config, device, strict) for op, forms in OPS.items()])
+    return Ops([_choose_kernel(op, kernels, wanted[op], config, device, strict) for op, kernels in OPS.items()])
 
 
-def _choose(
-    op: str, forms: dict[str, Form], wanted: str, config: ModelConfig, device: torch.device, strict: bool
-) -> Choice:
+def _choose_kernel(
+    op: str, kernels: dict[str, Kernel], wanted: str, config: ModelConfig, device: torch.device, strict: bool
+) -> KernelChoice:
     reasons = {
-        name: form.why_not(device, config) or (form.not_deterministic if strict else None)
-        for name, form in forms.items()
+        name: kernel.unavailable_reason(device, config) or (kernel.nondeterministic_reason if strict else None)
+        for name, kernel in kernels.items()
     }
     if wanted == "auto":
         chosen = next(name for name, reason in reasons.items() if reason is None)
@@ -81,8 +81,8 @@ def _choose(
         chosen, otherwise = wanted, "the recipe names another"
         if reasons[chosen] is not None:
             remedy = f"try model.ops.{op}=auto"
-            if reasons[chosen] == forms[chosen].not_deterministic:
+            if reasons[chosen] == kernels[chosen].nondeterministic_reason:
                 remedy += ", or train.deterministic=false"
             raise UsageError(f"model.ops.{op}={chosen} cannot be used: {reasons[chosen]}; {remedy}")
     others = {name: reason or otherwise for name, reason in reasons.items() if name != chosen}
-    return Choice(op, chosen, others)
+    return KernelChoice(op, chosen, others)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zero2all.model.ops.forms import Form, needs_cuda, plain
+from zero2all.model.ops.kernels import Kernel, builtin_kernel, needs_cuda
 
 Rope = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q [B, H, S, E], k [B, K, S, E], table
 
@@ -50,8 +50,8 @@ def _liger() -> Rope:
     return rope
 
 
-FORMS = {
-    "liger": Form(_liger, needs_cuda("liger_kernel")),
-    "torch": plain(halves),
-    "reference": plain(reference),
+KERNELS = {
+    "liger": Kernel(_liger, needs_cuda("liger_kernel")),
+    "torch": builtin_kernel(halves),
+    "reference": builtin_kernel(reference),
 }

@@ -1,0 +1,133 @@
+"""Start ranks as processes of this machine and collect what each returns: for tests and for the parity table."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, cast
+
+from zero2all.errors import Z2aError
+from zero2all.processes import watch_parent
+
+
+def run_ranks(
+    ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 120, detail: bool = False
+) -> list[Any]:
+    """``function(*args)`` in ``ranks`` processes that share a gloo group; their results in the order of ranks.
+
+    The first rank to fail ends all of them, and its traceback is in the error; so does the time limit. With ``detail``
+    torch checks that all ranks call the same collective with the same shapes: gloo silently reduces mismatched ones.
+    """
+    [results] = stream_ranks(ranks, _yield_result, function, *args, seconds=seconds, detail=detail)
+    return results
+
+
+def stream_ranks(
+    ranks: int, function: Callable[..., Iterator[Any]], *args: Any, seconds: float = 120, detail: bool = False
+) -> Iterator[list[Any]]:
+    """As :func:`run_ranks` for a function that yields: the first value of every rank once all have it, and so on."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        processes, pipes = [], []
+        for rank in range(ranks):
+            receive, send = context.Pipe(duplex=False)
+            job = (rank, ranks, directory, seconds, detail, send, function, args)
+            processes.append(context.Process(target=_rank_main, args=job, daemon=True))
+            processes[-1].start()
+            send.close()
+            pipes.append(receive)
+        patience = 0.0  # where one has failed, time is up or the caller stops, the others are of no use
+        try:
+            yield from _collect(pipes, time.monotonic() + seconds)
+            patience = 10.0
+        finally:
+            deadline = time.monotonic() + patience
+            for process in processes:
+                process.join(timeout=max(0.0, deadline - time.monotonic()))
+                process.kill()
+                process.join()
+
+
+def _yield_result(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
+    yield function(*args)
+
+
+def _collect(pipes: list[Connection], deadline: float) -> Iterator[list[Any]]:
+    values: list[deque[Any]] = [deque() for _ in pipes]
+    working = {pipe: rank for rank, pipe in enumerate(pipes)}
+
+    def receive_message(pipe: Connection) -> str | None:
+        """One message of a rank; the failure, if it reports one."""
+        rank = working[pipe]
+        try:
+            kind, value = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            kind, value = "failed", None
+        if kind == "value":
+            values[rank].append(value)
+            return None
+        del working[pipe]
+        if kind == "end":
+            return None
+        return f"rank {rank} of {len(pipes)} " + (
+            "died without an error message" if value is None else f"failed:\n{value}"
+        )
+
+    failures: list[str] = []
+    while working and not failures:
+        ready = wait(list(working), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise Z2aError(f"ranks {sorted(working.values())} of {len(pipes)} did not end in time")
+        failures = [failure for pipe in ready if (failure := receive_message(cast(Connection, pipe))) is not None]
+        while failures and (sent := [pipe for pipe in working if pipe.poll()]):
+            receive_message(sent[0])  # what other ranks had sent before the failure is not lost with it
+        while all(values):
+            yield [own.popleft() for own in values]
+    if failures:
+        raise Z2aError(failures[0])
+
+
+def _rank_main(
+    rank: int,
+    ranks: int,
+    directory: str,
+    seconds: float,
+    detail: bool,
+    send: Connection,
+    function: Callable[..., Iterator[Any]],
+    args: Any,
+) -> None:
+    watch_parent()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing leaves this machine
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import DebugLevel, FileStore, set_debug_level
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    if detail:
+        set_debug_level(DebugLevel.DETAIL)
+
+    def send_message(kind: str, value: Any) -> None:
+        # Pickled here: multiprocessing would send tensors as handles that end with this process.
+        send.send_bytes(pickle.dumps((kind, value)))
+
+    try:
+        store = FileStore(str(Path(directory) / "store"), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds))
+        for value in function(*args):
+            send_message("value", value)
+    except BaseException:
+        send_message("failed", traceback.format_exc())
+    else:
+        send_message("end", None)
+        dist.barrier()  # a rank that leaves early looks like a failure to the others
+        dist.destroy_process_group()

@@ -1,0 +1,14 @@
+"""``python -m zero2all.chaos.chaos_agent JSON``: ``z2a launch`` for the ranks of the suite."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from zero2all.elastic.launcher import LaunchConfig
+from zero2all.processes import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()
+    options = json.loads(sys.argv[1])
+    sys.exit(LaunchConfig(module="zero2all.chaos.chaos_rank", **{**options, "nodes": tuple(options["nodes"])}).run())

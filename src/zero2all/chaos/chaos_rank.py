@@ -1,0 +1,61 @@
+"""``python -m zero2all.chaos.chaos_rank RECIPE DIRECTORY``: a rank that trains and has faults injected."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from zero2all.processes import AGENT_PID, end_with_agent
+
+if AGENT_PID in os.environ:
+    end_with_agent()  # before the next import, which takes seconds
+
+from zero2all.elastic.worker import record_exception, run_worker, setup_worker
+
+setup_worker()
+
+from zero2all.chaos.injections import FaultInjector, read_injections  # noqa: E402
+from zero2all.chaos.sample_audit import sample_hash  # noqa: E402
+from zero2all.console import say  # noqa: E402
+from zero2all.errors import Z2aError  # noqa: E402
+from zero2all.processes import process_start_time  # noqa: E402
+from zero2all.recipe import load_recipe  # noqa: E402
+from zero2all.train import train  # noqa: E402
+from zero2all.train.data_loader import PADDING_SOURCE, Batch  # noqa: E402
+
+
+def main(recipe: str, directory: Path) -> int:
+    rank = int(os.environ["RANK"])
+    # Ranks of one start share the port of their store.
+    start = f"{os.environ['MASTER_ADDR']}-{os.environ['MASTER_PORT']}"
+    injector = FaultInjector(read_injections(directory / "injections.json"), rank, directory)
+    injector.install()
+    seen = open(directory / f"seen-{start}-{rank}-{os.getpid()}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+
+    def record_seen(batch: Batch) -> None:
+        rows = [row for row, source in zip(batch.inputs, batch.sources, strict=True) if source != PADDING_SOURCE]
+        line = {
+            "time": time.time(),
+            "start": start,
+            "rank": rank,
+            "step": batch.step,
+            "rows": [sample_hash(row) for row in rows],
+        }
+        seen.write(json.dumps(line) + "\n")
+        seen.flush()
+        injector.before_step(batch)
+
+    try:
+        train(load_recipe(Path(recipe)), on_batch=record_seen, start_time=process_start_time())
+    except Exception as error:
+        say(f"error: {error}")
+        record_exception(error)
+        return error.exit_code if isinstance(error, Z2aError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    run_worker(lambda: main(sys.argv[1], Path(sys.argv[2])))

@@ -1,0 +1,179 @@
+"""Faults that a rank injects into itself, at a step or injection point chosen in advance: no race decides."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from zero2all.train.data_loader import Batch
+
+HOLD_SECONDS = 3600.0  # longest wait of a held rank; it ends with its agent
+InjectionPoint = Literal["step", "start", "staging", "marker", "persist", "manifest", "gradient", "batch", "weights"]
+
+
+@dataclass(frozen=True)
+class Injection:
+    """``times`` counts over all restarts. ``step`` is the step of the fault, or the first it may occur in."""
+
+    act: str
+    rank: int = 0
+    step: int = 0
+    where: InjectionPoint = "step"
+    times: int = 1
+
+
+class FaultInjector:
+    """The injections of one rank. Each records its trigger time in a file before it acts."""
+
+    def __init__(self, injections: list[Injection], rank: int, directory: Path) -> None:
+        self.active = [(number, injection) for number, injection in enumerate(injections) if injection.rank == rank]
+        self.directory = directory
+        self.step = -1
+
+    def before_step(self, batch: Batch) -> None:
+        self.step = batch.step
+        self.trigger("step")
+        if self._due("batch"):
+            for tokens in (batch.inputs, batch.targets):
+                tokens.fill_(3)  # unlike any text
+
+    def trigger(self, where: InjectionPoint) -> None:
+        for number, injection in self._due(where):
+            getattr(self, injection.act)(number)
+
+    def _due(self, where: InjectionPoint) -> list[tuple[int, Injection]]:
+        due = [
+            (number, injection)
+            for number, injection in self.active
+            if injection.where == where
+            and (self.step == injection.step if where in ("step", "batch") else self.step >= injection.step)
+        ]
+        return [(number, injection) for number, injection in due if self._claim(number, injection.times)]
+
+    def _claim(self, number: int, times: int) -> bool:
+        for occurrence in range(times):
+            path = self.directory / f"triggered-{number}-{occurrence}.json"
+            complete = path.with_suffix(f".{os.getpid()}")  # linked when complete: nobody reads half a file
+            complete.write_text(json.dumps({"time": time.time(), "step": self.step, "pid": os.getpid()}))
+            try:
+                os.link(complete, path)
+                return True
+            except FileExistsError:
+                continue
+            finally:
+                complete.unlink()
+        return False
+
+    def install(self) -> None:
+        """Patch the injection points that are not at a step into the functions they belong to."""
+        from torch.distributed.checkpoint import state_dict_saver
+
+        from zero2all.checkpoint import checkpoint_store, flash
+        from zero2all.parallel.parallel_model import ParallelModel
+        from zero2all.train import job
+
+        self._before(job, "RankGroup", "start")  # the first collective of the ranks
+        self._before(flash.Slot, "finish", "marker")
+        self._after(flash.Slot, "begin", "staging")
+        self._before(state_dict_saver, "save", "persist")
+        self._before(checkpoint_store, "write_manifest", "manifest")
+        original_clip = ParallelModel.clip_grad_norm_
+
+        @functools.wraps(original_clip)
+        def corrupting_clip(model: ParallelModel, max_norm: float) -> torch.Tensor:
+            for _ in self._due("gradient"):
+                gradient = next(p.grad for p in model.model.parameters() if p.grad is not None)
+                (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[0] = float("nan")
+            for _ in self._due("weights"):
+                weights = next(iter(model.model.parameters())).data
+                bits = (weights.to_local() if hasattr(weights, "to_local") else weights).view(torch.int32).view(-1)
+                bits[0] ^= 1 << 12  # a small change of one weight, which the loss does not show at once
+            return original_clip(model, max_norm)
+
+        setattr(ParallelModel, "clip_grad_norm_", corrupting_clip)  # noqa: B010
+
+    def _before(self, owner: Any, name: str, where: InjectionPoint) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            self.trigger(where)
+            return function(*args, **kwargs)
+
+        setattr(owner, name, patched)
+
+    def _after(self, owner: Any, name: str, where: InjectionPoint) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            self.trigger(where)
+            return result
+
+        setattr(owner, name, patched)
+
+    # Fault actions, called by the name in ``Injection.act``
+
+    def kill(self, number: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def stop(self, number: int) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def terminate(self, number: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def segfault(self, number: int) -> None:
+        ctypes.string_at(0)
+
+    def abort(self, number: int) -> None:
+        os.abort()
+
+    def bus_error(self, number: int) -> None:
+        os.kill(os.getpid(), signal.SIGBUS)
+
+    def leave(self, number: int) -> None:
+        os._exit(7)
+
+    def fail(self, number: int) -> None:
+        raise ValueError("an injected fault")
+
+    def want_memory(self, number: int) -> None:
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+    def eat_memory(self, number: int) -> None:
+        eaten = []
+        while True:  # until the OOM killer acts
+            eaten.append(b"x" * (32 << 20))
+
+    def loop(self, number: int) -> None:
+        while True:
+            time.sleep(0.01)
+
+    def hold_the_lock(self, number: int) -> None:
+        """Hang in native code with the GIL held: no Python thread of this process can run."""
+        ctypes.PyDLL(None).sleep(1000)
+
+    def hold(self, number: int) -> None:
+        """Wait until the scenario releases this rank."""
+        deadline = time.monotonic() + HOLD_SECONDS
+        while not (self.directory / f"go-{number}").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def write_injections(path: Path, injections: list[Injection]) -> None:
+    path.write_text(json.dumps([asdict(injection) for injection in injections]), encoding="utf-8")
+
+
+def read_injections(path: Path) -> list[Injection]:
+    return [Injection(**fields) for fields in json.loads(path.read_text(encoding="utf-8"))]

@@ -1,0 +1,207 @@
+"""Faults of nodes: each simulated node has its own memory, and the rendezvous runs on one that never fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from zero2all.chaos.scenario import Scenario
+from zero2all.chaos.simulated_nodes import SimulatedNetwork, simulated_network
+from zero2all.checkpoint.flash import find_staged_slots
+from zero2all.elastic.job_secret import new_secret
+from zero2all.environment import JOB_SECRET_VARIABLE
+from zero2all.errors import Z2aError
+
+PORT = 29500
+RANKS_PER_NODE = 2
+SAVING_MESSAGE = "telling the ranks to save"
+NodeProcess = subprocess.Popen[bytes]
+
+
+class SimulatedCluster:
+    """Nodes, and a login node that runs the rendezvous."""
+
+    def __init__(self, scenario: Scenario, network: SimulatedNetwork) -> None:
+        self.scenario, self._network = scenario, network
+        *self.nodes, self.login = network.nodes
+        scenario.environment[JOB_SECRET_VARIABLE] = new_secret()
+        self._rendezvous_process: NodeProcess | None = None
+
+    def start_rendezvous(self) -> NodeProcess:
+
+        command = [sys.executable, "-m", "zero2all.cli", "rendezvous", "--port", str(PORT), "--listen", self.login.ip]
+        environment = {**os.environ, **self.scenario.environment}
+        self._rendezvous_process = subprocess.Popen(
+            self.login.command(*command), stderr=subprocess.DEVNULL, env=environment
+        )
+        return self._rendezvous_process
+
+    def start(self, number: int, rendezvous_endpoint: str | None = None, **options: Any) -> NodeProcess:
+        options = {"nodes": (1, 2), "rdzv_endpoint": rendezvous_endpoint or f"{self.login.ip}:{PORT}", **options}
+        return self.scenario.start(RANKS_PER_NODE, self.nodes[number], **options)
+
+    def expect_success(self, *processes: NodeProcess) -> None:
+        for process in processes:
+            if (status := self.scenario.wait(process)) != 0:
+                raise Z2aError(f"a node ended with status {status}")
+
+    def power_cycle(self, number: int) -> None:
+        """Kills everything that runs on the node, and clears its memory."""
+        self._network.power_cycle(self.nodes[number])
+
+    def wait_until_staged(self, number: int, step: int) -> None:
+        """Until every rank of the node has a flash checkpoint of this step, or a later one, in the node's memory."""
+        memory = self.nodes[number].path(self.scenario.flash_dir)
+
+        def staged() -> bool:
+            return (
+                len({slot.rank for slot in find_staged_slots(memory) if slot.hash is not None and slot.step >= step})
+                >= RANKS_PER_NODE
+            )
+
+        self.scenario.wait_until(staged, f"node {number} has a flash checkpoint of step {step}")
+
+    def close(self) -> None:
+        if self._rendezvous_process is not None:
+            self._rendezvous_process.kill()
+            self._rendezvous_process.wait()
+
+
+@contextmanager
+def simulated_cluster(scenario: Scenario, nodes: int = 2) -> Iterator[SimulatedCluster]:
+    with simulated_network(nodes + 1) as network:
+        simulated = SimulatedCluster(scenario, network)
+        try:
+            yield simulated
+        finally:
+            scenario.terminate()
+            simulated.close()
+
+
+def lose_node(number: int, back: bool = False) -> Callable[[Scenario], None]:
+    """One node loses power, for good or until it comes back."""
+
+    def drive(scenario: Scenario) -> None:
+        with simulated_cluster(scenario) as cluster:
+            cluster.start_rendezvous()
+            hang_after = 8 * scenario.hang_after  # ranks are held while a node starts
+            processes = [cluster.start(number, hang_after=hang_after) for number in range(2)]
+            scenario.wait_until_triggered()
+            scenario.mark_trigger()
+            cluster.power_cycle(number)
+            scenario.release()
+            processes[number].wait()
+            survivor = processes[1 - number]
+            if not back:
+                cluster.expect_success(survivor)
+                return
+            scenario.wait_until_triggered(1)  # the survivor is training again
+            returned = cluster.start(number, hang_after=hang_after)
+            scenario.wait_until(
+                lambda: "the nodes of the job change" in scenario.log_text(), "the returned node is noticed"
+            )
+            scenario.release(1)
+            cluster.expect_success(survivor, returned)
+
+    return drive
+
+
+def disconnect_node(scenario: Scenario) -> None:
+    """A node stays alive, but no packet reaches it or leaves it."""
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        processes = [cluster.start(0), cluster.start(1)]
+        scenario.wait_until_triggered()
+        scenario.mark_trigger()
+        cluster.nodes[1].disconnect()
+        scenario.release()
+        cluster.expect_success(processes[0])
+        cluster.nodes[1].kill_all()
+
+
+def restart_rendezvous(scenario: Scenario) -> None:
+    """The rendezvous is killed and started again, with none of its state."""
+    with simulated_cluster(scenario) as cluster:
+        rendezvous = cluster.start_rendezvous()
+        processes = [cluster.start(0), cluster.start(1)]
+        scenario.wait_until_triggered()
+        scenario.mark_trigger()
+        rendezvous.kill()
+        rendezvous.wait()
+        cluster.start_rendezvous()
+        scenario.wait_until(
+            lambda: scenario.log_text().count(SAVING_MESSAGE) >= len(processes), "both nodes have noticed it"
+        )
+        scenario.release()
+        cluster.expect_success(*processes)
+
+
+def lose_rendezvous_node(scenario: Scenario) -> None:
+    """Node 0 runs the rendezvous and is lost: the job ends with a message that says so; then it is started again."""
+    with simulated_cluster(scenario) as cluster:
+        endpoint = f"{cluster.nodes[0].ip}:{PORT}"
+        processes = [cluster.start(0, endpoint), cluster.start(1, endpoint)]
+        scenario.wait_until_triggered()
+        scenario.mark_trigger()
+        cluster.power_cycle(0)
+        scenario.release()
+        processes[0].wait()
+        if scenario.wait(processes[1]) != 1:
+            raise Z2aError("the surviving node ended with status 0")
+        processes = [cluster.start(0, endpoint), cluster.start(1, endpoint)]
+        cluster.expect_success(*processes)
+
+
+def preempt_node(scenario: Scenario) -> None:
+    """A scheduler preempts one node, with notice: it saves and leaves, and the other continues."""
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        processes = [cluster.start(0), cluster.start(1)]
+        scenario.wait_until_triggered()
+        scenario.mark_trigger()
+        processes[1].send_signal(signal.SIGTERM)
+        scenario.wait_until(lambda: SAVING_MESSAGE in scenario.log_text(), "its ranks have the signal")
+        scenario.release()
+        if scenario.wait(processes[1]) != 1:
+            raise Z2aError("the preempted node did not leave")
+        cluster.expect_success(processes[0])
+
+
+def abandon_histories(scenario: Scenario) -> None:
+    """Nodes A and B, then A and C, then A and B again: B still holds checkpoints of an abandoned history.
+
+    In that history a batch was corrupted, so its checkpoints are wrong. C starts with empty memory, so A and C resume
+    from the last durable checkpoint; B returns with a flash checkpoint of the same step as one that A has by then.
+    """
+    with simulated_cluster(scenario, nodes=3) as cluster:
+        cluster.start_rendezvous()
+        _run_node_sequence(scenario, cluster, [(0, 1), (0, 2), (0, 1)])
+
+
+def shrink_and_grow_nodes(scenario: Scenario) -> None:
+    """Nodes A and B, then A alone, then both again: their flash checkpoints are valid, but of an abandoned history."""
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        _run_node_sequence(scenario, cluster, [(0, 1), (0,), (0, 1)])
+
+
+def _run_node_sequence(scenario: Scenario, cluster: SimulatedCluster, node_sets: list[tuple[int, ...]]) -> None:
+    """Each set of nodes is held at a step and then killed on all of its nodes; their memory is kept."""
+    *held, last = node_sets
+    for number, node_set in enumerate(held):
+        processes = [cluster.start(node, nodes=(len(node_set), len(node_set))) for node in node_set]
+        scenario.wait_until_triggered(number)
+        for node in node_set:
+            cluster.wait_until_staged(node, 12)
+        scenario.wait_until(lambda: scenario.open_run().checkpoints.newest_valid() is not None, "there is a checkpoint")
+        scenario.mark_trigger()
+        for node in node_set:
+            cluster.nodes[node].kill_all()
+        for process in processes:
+            process.wait()
+    cluster.expect_success(*(cluster.start(node, nodes=(len(last), len(last))) for node in last))

@@ -1,0 +1,17 @@
+"""In-memory and durable checkpoints of a run, and the decision which one to restore."""
+
+from zero2all.checkpoint.checkpoint_manager import CheckpointManager, RestorePoint
+from zero2all.checkpoint.checkpoint_store import CheckpointStore
+from zero2all.checkpoint.flash import SHM_DIRECTORY, flash_directory
+from zero2all.checkpoint.lock import run_lock
+from zero2all.checkpoint.rank_group import RankGroup
+
+__all__ = [
+    "SHM_DIRECTORY",
+    "CheckpointManager",
+    "CheckpointStore",
+    "RankGroup",
+    "RestorePoint",
+    "flash_directory",
+    "run_lock",
+]

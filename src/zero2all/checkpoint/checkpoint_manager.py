@@ -1,0 +1,470 @@
+"""Saves and restores the training state: in memory every few steps, on durable storage less often."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, TimeoutError
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.optim import Optimizer
+
+from zero2all.checkpoint.checkpoint_store import STATE_FILE, CheckpointStore
+from zero2all.checkpoint.flash import (
+    Slots,
+    StagedSlot,
+    claim_flash_directory,
+    drop_abandoned_slots,
+    find_staged_slots,
+    layout_fingerprint,
+    privacy_problem,
+    register_rank_directory,
+    remove_stale_ranks,
+    run_in_background,
+    slot_bytes,
+    slot_layout,
+)
+from zero2all.checkpoint.integrity import (
+    MISSING_FILE_ERRORS,
+    DamagedError,
+    check_with_retries,
+    verify_sizes,
+    worst_result,
+)
+from zero2all.checkpoint.lineage import (
+    UNKNOWN_LINEAGE,
+    Lineage,
+    extend_lineage,
+    lineage_from_json,
+    lineage_to_json,
+    new_history_id,
+    read_lineage,
+)
+from zero2all.checkpoint.rank_group import COLLECTIVE_TIMEOUT, RankGroup
+from zero2all.checkpoint.replica_check import check_replicas
+from zero2all.checkpoint.restore import (
+    MAX_RANKS_IN_REASON,
+    DurableReport,
+    RankReport,
+    RestoreChoice,
+    RestoreDecision,
+    SlotReport,
+    decide_restore,
+    decision_summary,
+)
+from zero2all.checkpoint.slot_reader import SlotReader
+from zero2all.checkpoint.state_dict import (
+    flatten_tensors,
+    load_training_state_dict,
+    local_shard,
+    replace_tensors,
+    rng_state,
+    training_state_dict,
+    wrap_local_like,
+)
+from zero2all.console import say, warn
+from zero2all.errors import Z2aError
+from zero2all.io import HISTORY_FILE, write_json
+from zero2all.units import show_bytes, show_seconds
+
+FAILURE_GRACE = 5.0  # seconds
+HEARTBEAT_INTERVAL = 1.0  # seconds between two heartbeats while waiting for storage
+LOG_INTERVAL = 60.0  # seconds between two log lines about it
+
+
+@dataclass(frozen=True)
+class RestorePoint:
+    """A valid state to resume from. ``slots`` are those this rank reads; none means the durable checkpoint."""
+
+    step: int
+    state: dict[str, Any]
+    lineage: Lineage
+    slots: tuple[StagedSlot, ...] = ()
+
+    @property
+    def location(self) -> str:
+        return "in memory" if self.slots else "on durable storage"
+
+
+class CheckpointManager:
+    """
+    >>> flash_dir = flash_directory(SHM_DIRECTORY, key)
+    >>> manager = CheckpointManager(checkpoints, flash_dir, run.directory, model, optimizers, RankGroup())
+    >>> restore_point = manager.find_restore_point()
+    >>> manager.load(restore_point)
+    >>> manager.save(20, state, durable=False)   # stalls for one copy
+    >>> manager.close("finished")
+
+    Without a flash directory no state survives in memory for a restart, but saving stalls no longer.
+    """
+
+    def __init__(
+        self,
+        checkpoints: CheckpointStore,
+        flash_directory: Path | None,
+        run_directory: Path,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        rank_group: RankGroup,
+        replica_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """``replica_group`` has the ranks that hold the same state as this one."""
+        self.replica_group = replica_group
+        self.checkpoints, self.flash_directory, self.run_directory, self.rank_group = (
+            checkpoints,
+            flash_directory,
+            run_directory,
+            rank_group,
+        )
+        self.model, self.optimizers = model, optimizers
+        self.on_saved: Callable[[int, float], None] = lambda step, seconds: None
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called every second while training waits for storage: a heartbeat, or it would look like a hang."""
+        self.before_commit: Callable[[], bool] = lambda: True
+        """Whether a state may be committed, called in the background: not while the run record lags behind it.
+
+        Only rank 0 calls it: its record is the run's, and a refusal on any one rank would cost all ranks the state.
+        """
+        self.lineage = extend_lineage((), 0, rank_group.on_rank0(new_history_id))
+        """Lineage of the states saved from now on."""
+        self.decision: RestoreDecision | None = None
+        """The last decision of ``find_restore_point``."""
+        self._slots: Slots | None = None
+        self._live_state: dict[str, Any] | None = None  # the live tensors, collected once
+        self._live_tensors: dict[str, Tensor] = {}
+        self._pending_write: Future[None] | None = None
+        self._unwritten_history: dict[str, Any] | None = None  # for the run directory, until written there
+
+    # Restoring
+
+    def find_restore_point(self, max_step: float = math.inf) -> RestorePoint | None:
+        """The newest state that is valid on all ranks, by ``restore.decide_restore``; logs what is skipped."""
+        mine = self._scan_flash()
+        durable = self.rank_group.on_rank0(self._scan_durable)
+        run_lineage = self.rank_group.on_rank0(self._read_run_lineage)
+        while True:
+            ranks = self.rank_group.on_all_ranks(lambda: RankReport(tuple(mine)))
+            decision = decide_restore(ranks, durable, run_lineage, max_step)
+            # Checksums only of the state that would be restored: a state is as large as the memory.
+            if decision.chosen is None or self._is_valid(decision.chosen, mine, durable):
+                break
+        for rejected in decision.rejected:
+            warn(str(rejected))
+        self.decision, chosen = decision, decision.chosen
+        if chosen is None:
+            return None
+        if chosen.tier == "durable":
+            # A failed read fails on all ranks.
+            state = self.rank_group.on_rank0(lambda: self.checkpoints.read_state(chosen.step))
+            return RestorePoint(chosen.step, state, chosen.lineage)
+        slots = tuple(mine[report] for report in chosen.sources[self.rank_group.rank])
+        return RestorePoint(chosen.step, slots[0].state, chosen.lineage, slots)
+
+    def _scan_flash(self) -> dict[SlotReport, StagedSlot]:
+        """The slots in this machine's memory."""
+        if self.flash_directory is None:
+            return {}
+        if (reason := privacy_problem(self.flash_directory)) is not None:
+            warn(f"{reason}: it is not used, and a restart resumes from the last durable checkpoint")
+            return {}
+        layout = layout_fingerprint(slot_layout(dict(flatten_tensors({"model": get_model_state_dict(self.model)}))))
+        interned: dict[Lineage | None, Lineage | None] = {}  # sent to all ranks: each object is pickled once
+        return {
+            SlotReport(
+                rank=slot.rank,
+                world_size=slot.world_size,
+                step=slot.step,
+                lineage=interned.setdefault(slot.lineage, slot.lineage),
+                same_layout=slot.layout == layout,
+                problem=f"{slot.data.name} was not finished" if slot.hash is None else None,
+            ): slot
+            for slot in find_staged_slots(self.flash_directory)
+        }
+
+    def _scan_durable(self) -> list[DurableReport]:
+        return [self._inspect_durable(step) for step in self.checkpoints.steps()]
+
+    def _inspect_durable(self, step: int) -> DurableReport:
+        path, lineages = self.checkpoints.path(step), list[Lineage]()
+        result = check_with_retries(lambda: lineages.append(self._lineage_of(step)))
+        if result.kind == "valid":
+            return DurableReport(str(path), step, lineages[0])
+        sizes = verify_sizes(path, step)  # names the file that is missing or truncated
+        if sizes.kind == "damaged":
+            result = sizes
+        return DurableReport(str(path), step, None, (result.reason,), result.kind == "unreadable")
+
+    def _lineage_of(self, step: int) -> Lineage:
+        try:
+            saved = self.checkpoints.read_state(step).get("lineage")
+            return UNKNOWN_LINEAGE if saved is None else lineage_from_json(saved)
+        except MISSING_FILE_ERRORS:
+            raise DamagedError(f"{STATE_FILE} is missing") from None
+        except Z2aError as error:
+            if isinstance(error.__cause__, ValueError):  # it was read, but is not valid
+                raise DamagedError(str(error)) from error
+            raise
+
+    def _read_run_lineage(self) -> Lineage | None:
+        try:
+            return read_lineage(self.run_directory)
+        except (OSError, Z2aError) as error:
+            warn(f"the newest durable checkpoint decides which history is the current one: {error}")
+            return None
+
+    def _is_valid(
+        self, chosen: RestoreChoice, mine: dict[SlotReport, StagedSlot], durable: list[DurableReport]
+    ) -> bool:
+        """Whether every rank finds its part valid; problems are added to the reports.
+
+        Damage found by one rank is damage; a failed read on some ranks proves nothing.
+        """
+        if chosen.tier == "memory":
+            bad = {}
+            for report in chosen.sources[self.rank_group.rank]:
+                if (problem := mine[report].problem()) is not None:
+                    bad[report] = f"{mine[report].data.name} {problem}"
+            for report, problem in bad.items():
+                mine[replace(report, problem=problem)] = mine.pop(report)
+            return not any(self.rank_group.on_all_ranks(lambda: bool(bad)))
+        rank_slice = (self.rank_group.rank, self.rank_group.world_size)
+        results = self.rank_group.on_all_ranks(lambda: self.checkpoints.verify(chosen.step, rank_slice))
+        kind = worst_result(results).kind
+        problems = [
+            f"{result.reason} (rank {rank})" if self.rank_group.world_size > 1 else result.reason
+            for rank, result in enumerate(results)
+            if result.kind == kind != "valid"
+        ][:MAX_RANKS_IN_REASON]
+        [index] = [number for number, report in enumerate(durable) if report.step == chosen.step]
+        durable[index] = replace(durable[index], problems=tuple(problems), unreadable=kind == "unreadable")
+        return not problems
+
+    def begin_history(self, restore_point: RestorePoint | None) -> None:
+        """Begin a new history from ``restore_point`` or from scratch; states it does not descend from are abandoned.
+
+        The run directory records it first: a node that is away now may return with states of an abandoned history.
+        """
+        history = self.rank_group.on_rank0(new_history_id)
+        parent, step = ((), 0) if restore_point is None else (restore_point.lineage, restore_point.step)
+        self.lineage = extend_lineage(parent, step, history)
+        restored = None if self.decision is None else decision_summary(self.decision)
+        self._unwritten_history = {
+            "lineage": lineage_to_json(self.lineage),
+            "time": round(time.time(), 3),
+            "restored": restored,
+        }
+        self._write_history()
+        if self.flash_directory is not None and privacy_problem(self.flash_directory) is None:
+            drop_abandoned_slots(self.flash_directory, self.lineage)
+        self.rank_group.on_all_ranks(lambda: None)
+
+    def _write_history(self) -> None:
+        """Called on all ranks. A failed write is retried with every durable checkpoint."""
+        if self._unwritten_history is None:
+            return
+        history = self._unwritten_history
+        try:
+            self.rank_group.on_rank0(lambda: write_json(self.run_directory / HISTORY_FILE, history))
+            self._unwritten_history = None
+        except (Z2aError, OSError) as error:
+            warn(
+                f"{self.run_directory / HISTORY_FILE} cannot be written: {error}; a restart may take an older "
+                "history for the current one; the write is retried with the next durable checkpoint"
+            )
+
+    def load(self, restore_point: RestorePoint) -> None:
+        """Load a state and begin a history from it, on every rank before any continues."""
+        self._live_state = None
+        if restore_point.slots:
+            state = training_state_dict(self.model, self.optimizers)
+            reader = SlotReader(list(restore_point.slots))
+            saved = reader.read_metadata().state_dict_metadata
+            state["rng"] = {name: value for name, value in state["rng"].items() if f"rng.{name}" in saved}
+            tensors = dict(flatten_tensors(state))
+            state_dict_loader.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+            load_training_state_dict(state, self.model, self.optimizers)
+        else:
+            self.checkpoints.load(restore_point.step, self.model, self.optimizers)
+        self.begin_history(restore_point)
+        for slot in self._slots.slots if self._slots is not None else []:
+            slot.step = -1 if slot.step > restore_point.step else slot.step
+
+    def roll_back(self, max_step: int) -> RestorePoint | None:
+        """Load the newest state of at most ``max_step`` steps, and drop all later ones."""
+        self.finish_pending_write()
+        if self._slots is not None:
+            self._slots.wait()
+        found = self.find_restore_point(max_step)
+        if found is None:
+            return None
+        self.load(found)
+        if found.slots and not any(step <= found.step for step in self.rank_group.on_rank0(self.checkpoints.steps)):
+            # All durable checkpoints are of later steps, and a run must not depend on memory alone.
+            state, lineage = training_state_dict(self.model, self.optimizers), self.lineage
+            self._pending_write = run_in_background(lambda: self._write(found.step, state, found.state, lineage))
+            if (error := self._pending_write_error()) is not None:
+                warn(f"later checkpoints stay, because the state of step {found.step} cannot be written: {error}")
+                return found
+        try:
+            self.rank_group.on_rank0(lambda: self.checkpoints.remove_after(found.step))
+        except (OSError, Z2aError) as error:  # their history is abandoned: they are never restored
+            warn(f"checkpoints after step {found.step} cannot be removed: {error}")
+        return found
+
+    # Saving
+
+    def save(self, step: int, state: dict[str, Any], durable: bool) -> float:
+        """Stage the state after ``step`` steps; if ``durable``, write it to durable storage in the background.
+
+        Returns the seconds training stalled: one copy, unless an earlier write is still running.
+        """
+        begin = time.perf_counter()
+        if durable and self._pending_write is not None and not self._pending_write.done():
+            say("waiting for storage: the previous checkpoint is still being written (a larger checkpoint.every helps)")
+        if durable or (self._pending_write is not None and self._pending_write.done()):
+            self.finish_pending_write()
+        self._collect_live_state()
+        assert self._live_state is not None
+        lineage = self.lineage
+        for name, value in rng_state().items():
+            self._live_tensors[f"rng.{name}"].copy_(value)
+        if any(type(local_shard(tensor)) is not Tensor for tensor in self._live_tensors.values()):
+            # Quantized optimizer state is not plain bytes: it is written while training waits, never kept in memory.
+            if durable:
+                live_state = self._live_state
+                self._pending_write = run_in_background(lambda: self._write(step, live_state, state, lineage))
+                self._wait_for_write(self._pending_write)
+            return time.perf_counter() - begin
+        if self.replica_group is not None:
+            check_replicas(self._live_tensors, self.replica_group)
+        if self.flash_directory is not None:
+            self._open_slots()  # memory may be full
+        if self.flash_directory is None and not durable:
+            return time.perf_counter() - begin  # no benefit, and the only slot may be in use by a write
+        slots = self._open_slots()
+        slot = slots.stage(step, lineage, self._live_tensors, state, self._may_commit)
+        if durable:
+            views, live = slots.views(slot), self._live_tensors
+            staged = replace_tensors(self._live_state, lambda name: wrap_local_like(live[name], views[name]))
+            self._pending_write = slot.reader_future = run_in_background(
+                lambda: self._write(step, staged, state, lineage)
+            )
+        return time.perf_counter() - begin
+
+    def finish_pending_write(self) -> None:
+        """Wait for the pending write. A failure costs a checkpoint, not the run: the next one may succeed."""
+        if (error := self._pending_write_error()) is not None:
+            warn(f"a checkpoint could not be written: {error}; training continues, and the next one is tried")
+
+    def wait_until_saved(self) -> None:
+        """Wait until everything saved is committed; an error names what is not."""
+        if self._slots is not None:
+            self._slots.wait()  # if storage fails, the state in memory is the only one
+        if (error := self._pending_write_error()) is not None:
+            raise Z2aError(
+                f"the last checkpoint could not be written: {error}; fix that and run the same command again"
+            )
+
+    def close(self, outcome: Literal["finished", "stopped", "failed"]) -> None:
+        """A finished run drops its states in memory; a failed one gives a pending write a few seconds."""
+        if outcome == "failed":
+            with suppress(TimeoutError, Exception):
+                if self._pending_write is not None:
+                    self._pending_write.exception(FAILURE_GRACE)
+        else:
+            self.wait_until_saved()
+        if outcome == "finished" and self.flash_directory is not None:
+            self.rank_group.on_all_ranks(lambda: None)
+            shutil.rmtree(self.flash_directory, ignore_errors=True)
+
+    def _may_commit(self) -> bool:
+        return self.rank_group.rank != 0 or self.before_commit()
+
+    def _write(self, step: int, staged: dict[str, Any], state: dict[str, Any], lineage: Lineage) -> None:
+        begin = time.perf_counter()
+        if not self._may_commit():  # the checkpoint is worth more than the record
+            warn(
+                f"the run record has not caught up with the checkpoint of step {step}: a restart may leave a gap in it"
+            )
+        self._write_history()  # first: a restart may skip a checkpoint of an unrecorded history
+        self.checkpoints.write(step, staged, {**state, "lineage": lineage_to_json(lineage)}, self.rank_group)
+        self.on_saved(step, time.perf_counter() - begin)
+
+    def _pending_write_error(self) -> Exception | None:
+        """Wait for the pending write and return its error."""
+        pending, self._pending_write = self._pending_write, None
+        error = None if pending is None else self._wait_for_write(pending)
+        if error is not None and not isinstance(error, Z2aError | OSError):
+            raise error
+        return error
+
+    def _wait_for_write(self, write: Future[None]) -> BaseException | None:
+        """Wait for a write, sending heartbeats; these end at a time-out, since storage itself may hang."""
+        started = time.monotonic()
+        log_at = LOG_INTERVAL
+        while True:
+            with suppress(TimeoutError):
+                return write.exception(HEARTBEAT_INTERVAL)
+            waited = time.monotonic() - started
+            if waited < COLLECTIVE_TIMEOUT.total_seconds():
+                self.on_wait()
+            if waited >= log_at:
+                say(f"still waiting for storage, for {show_seconds(waited)} so far")
+                log_at = waited + LOG_INTERVAL
+
+    def _collect_live_state(self) -> None:
+        """Collect the live tensors once the optimizer has its state, and again after a load has replaced them."""
+        if self._live_state is None:
+            self._live_state = training_state_dict(self.model, self.optimizers)
+            self._live_tensors = dict(flatten_tensors(self._live_state))
+
+    def _open_slots(self) -> Slots:
+        if self._slots is None:
+            self._slots = self._make_slots(self._live_tensors)
+        return self._slots
+
+    def _make_slots(self, tensors: dict[str, Tensor]) -> Slots:
+        if self.flash_directory is None:
+            return Slots(tensors, None)
+        directory, history = self.flash_directory, self.lineage[-1].history
+        own_directory = directory / f"rank-{self.rank_group.rank}-of-{self.rank_group.world_size}"
+
+        def claim() -> None:
+            claim_flash_directory(directory, self.run_directory)
+            register_rank_directory(own_directory, history)
+
+        slots: list[Slots] = []
+        try:
+            self.rank_group.on_all_ranks(claim)
+            # All ranks have restored what they need from it.
+            self.rank_group.on_all_ranks(lambda: remove_stale_ranks(directory, history))
+            self.rank_group.on_all_ranks(lambda: slots.append(Slots(tensors, own_directory)))
+        except (Z2aError, OSError) as error:
+            warn(_no_space_message(directory.parent, 2 * slot_bytes(slot_layout(tensors)), str(error)))
+            if privacy_problem(directory) is None:
+                shutil.rmtree(directory, ignore_errors=True)
+            self.flash_directory = None
+            return Slots(tensors, None)
+        return slots[0]
+
+
+def _no_space_message(place: Path, size: int, error: str) -> str:
+    """``size`` is the bytes of two states of one rank."""
+    node_bytes = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = f"{math.ceil(node_bytes / 2**30)}g"
+    return (
+        f"not enough space for two states of this rank ({show_bytes(size)}) in {place}: {error}; nothing is "
+        "kept in memory, and a restart resumes from the last durable checkpoint. "
+        f"The ranks of this machine need {show_bytes(node_bytes)} there: in Docker --shm-size={needed} or --ipc=host, "
+        f"in Kubernetes an emptyDir with 'medium: Memory' and a sizeLimit of at least that mounted at {place}"
+    )

@@ -1,0 +1,297 @@
+"""Durable checkpoints through torch DCP, each with a manifest of checksums that is written last.
+
+A directory counts as a checkpoint only under its final name and with every checksum valid: DCP itself loads a
+shard with a flipped bit silently. Checksums do not say who wrote it, so ``dcp_reader.py`` executes nothing in it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+import warnings
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.optim import Optimizer
+
+from zero2all.checkpoint.dcp_reader import CheckpointReader, failure_reasons
+from zero2all.checkpoint.integrity import (
+    MANIFEST_KIND,
+    VALID,
+    IntegrityResult,
+    is_unfinished,
+    verify_checksums,
+    verify_sizes,
+    worst_result,
+)
+from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, Lineage, contains_state, lineage_from_json, lineage_to_json
+from zero2all.checkpoint.rank_group import RankGroup
+from zero2all.checkpoint.state_dict import flatten_tensors, load_training_state_dict, training_state_dict
+from zero2all.console import warn
+from zero2all.errors import Z2aError
+from zero2all.io import (
+    MANIFEST,
+    atomic_dir,
+    read_json,
+    remove_stale_staging,
+    sha256_file,
+    staging_dir,
+    write_json,
+    write_manifest,
+)
+from zero2all.paths import RemotePath
+
+STATE_FILE = "state.json"
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process needs no process group
+
+
+class CheckpointStore:
+    """The durable checkpoints of one run, newest last: on a disk that all ranks see, or in an object store."""
+
+    def __init__(self, directory: Path, keep: int = 2, keep_best: int = 0) -> None:
+        self.directory, self.keep, self.keep_best = directory, keep, keep_best
+        self._verified: set[int] = set()  # by this process: their checksums were valid
+
+    def steps(self) -> list[int]:
+        matches = (re.fullmatch(r"step-(\d+)", name) for name in self._entry_names())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def _entry_names(self) -> set[str]:
+        """Names in the directory. A directory that cannot be listed is an error, not empty."""
+        if isinstance(self.directory, RemotePath):
+            return {path.relative_to(self.directory).parts[0] for path in self.directory.objects()}
+        try:
+            with os.scandir(self.directory) as entries:
+                return {entry.name for entry in entries}
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:08}"
+
+    def read_state(self, step: int) -> dict[str, Any]:
+        state = read_json(self.path(step) / STATE_FILE)
+        if not isinstance(state, dict):
+            raise Z2aError(f"{self.path(step) / STATE_FILE} is damaged: choose another step") from ValueError(state)
+        return state
+
+    def newest_valid(self, lineage: Lineage | None = None) -> int | None:
+        """The newest valid checkpoint; damaged ones are skipped with a warning.
+
+        With the lineage of a run, a checkpoint of an abandoned history is used only if there is no other.
+        """
+        current = {} if lineage is None else {"lineage": lineage_to_json(lineage)}
+        steps = list(reversed(self.steps()))
+        abandoned = [step for step in steps if not _is_on_lineage(step, self.read_state_or_empty(step), current)]
+        for step in sorted(steps, key=lambda step: step in abandoned):
+            problem = self.problem(step)
+            if problem is None:
+                if step in abandoned:
+                    warn(f"checkpoint {self.path(step)} is of an abandoned history: no later one is valid")
+                return step
+            warn(f"checkpoint {self.path(step)} is skipped: {problem}")
+        return None
+
+    def is_valid(self, step: int) -> bool:
+        return self.problem(step) is None
+
+    def problem(self, step: int, rank_slice: tuple[int, int] = (0, 1)) -> str | None:
+        """Why a checkpoint cannot be used, naming the file; None if it is valid."""
+        result = self.verify(step, rank_slice)
+        return None if result.kind == "valid" else result.reason
+
+    def verify(self, step: int, rank_slice: tuple[int, int] = (0, 1)) -> IntegrityResult:
+        result = verify_checksums(self.path(step), step, rank_slice)
+        if result.kind != "valid":
+            self._verified.discard(step)
+        elif rank_slice == (0, 1):
+            self._verified.add(step)
+        return result
+
+    def write(self, step: int, tensors: dict[str, Any], state: dict[str, Any], rank_group: RankGroup) -> None:
+        """Called on all ranks: each writes its own file and its checksum, then rank 0 the manifest."""
+        with ExitStack() as stack:
+            partial = rank_group.on_rank0(lambda: stack.enter_context(self._begin(step)))
+            place = partial
+            if isinstance(partial, RemotePath):  # written here, then uploaded
+                # A full disk on one rank must stop all of them: the next step is a collective.
+                place = rank_group.on_all_ranks(lambda: stack.enter_context(staging_dir()))[rank_group.rank]
+            try:
+                state_dict_saver.save(
+                    dict(flatten_tensors(tensors)),  # DCP would pickle everything else
+                    storage_writer=FileSystemWriter(place),
+                    process_group=rank_group.group,
+                    no_dist=rank_group.group is None,
+                )
+            except CheckpointException as error:
+                raise Z2aError(failure_reasons(error)) from error
+            own = [place / ".metadata"] if rank_group.rank == 0 else []
+            own += sorted(place.glob(f"__{rank_group.rank}_*"))
+
+            def publish() -> dict[str, tuple[str, int]]:
+                if isinstance(partial, RemotePath):
+                    for path in own:
+                        (partial / path.name).put(path)
+                return {path.name: (sha256_file(path), path.stat().st_size) for path in own}
+
+            files = {name: entry for entries in rank_group.on_all_ranks(publish) for name, entry in entries.items()}
+
+            def finish() -> None:
+                write_json(partial / STATE_FILE, {"step": step, "time": round(time.time(), 3), **state})
+                digests = {name: digest for name, (digest, _) in files.items()}
+                digests[STATE_FILE] = sha256_file(partial / STATE_FILE)
+                sizes = {name: size for name, (_, size) in files.items()}
+                write_manifest(partial, MANIFEST_KIND, {"key": str(step), "files": digests, "sizes": sizes})
+                stack.close()
+
+            rank_group.on_rank0(finish)
+            self._verified.add(step)
+        try:
+            self._apply_retention(step, rank_group)
+        except (OSError, Z2aError) as error:  # the new checkpoint is written all the same
+            warn(f"old checkpoints in {self.directory} are not removed: {error}")
+
+    def _begin(self, step: int) -> AbstractContextManager[Path]:
+        path = self.path(step)
+        if isinstance(path, RemotePath) and is_unfinished(path):
+            # Its removal was interrupted after the manifest, which marks it as ours.
+            for inner in path.objects():
+                inner.unlink(missing_ok=True)
+        return atomic_dir(path, MANIFEST_KIND)
+
+    def remove(self, step: int) -> None:
+        path = self.path(step)
+        self._verified.discard(step)
+        if isinstance(path, RemotePath):
+            (path / MANIFEST).unlink(missing_ok=True)  # a half-removed checkpoint is not valid
+            for inner in path.objects():
+                inner.unlink(missing_ok=True)
+        else:
+            # Renamed first, while its files are removed one by one; the next start removes what a killed process left.
+            removed = path.with_name(f".{path.name}.removed-{os.getpid()}")
+            path.rename(removed)
+            shutil.rmtree(removed)
+
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of an abandoned history after ``step``."""
+        for later in self.steps():
+            if later > step:
+                self.remove(later)
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes were writing or removing. Only for the process that holds the run lock."""
+        remove_stale_staging()
+        if isinstance(self.directory, RemotePath):
+            for step in self.steps():
+                try:
+                    if is_unfinished(self.path(step)):
+                        self.remove(step)
+                except Z2aError as error:
+                    warn(f"{self.path(step)} is not removed: {error}")
+            return
+        for name in self._entry_names():
+            if re.fullmatch(r"\.step-\d+\.(partial|old|removed)-.+", name):
+                shutil.rmtree(self.directory / name, ignore_errors=True)
+
+    def best_steps(self) -> list[int]:
+        """Steps with a validation result, best first."""
+        return _by_bits_per_byte({step: self.read_state_or_empty(step) for step in self.steps()})
+
+    def read_state_or_empty(self, step: int) -> dict[str, Any]:
+        """The state of a checkpoint that may be damaged."""
+        try:
+            return self.read_state(step)
+        except (OSError, Z2aError):
+            return {}
+
+    def _apply_retention(self, newest: int, rank_group: RankGroup) -> None:
+        """Keep the newest valid checkpoints, the best by validation bits per byte, and the permanent ones.
+
+        A damaged checkpoint, or one of an abandoned history, does not count: it is removed by age, or at once if it is
+        damaged and of a later step, which the run will write again. An unreadable one is never removed for that.
+        """
+        steps: list[int] = rank_group.on_rank0(self.steps)
+        to_remove = [step for step in steps if step > newest and self._verify_once(step, rank_group).kind == "damaged"]
+        earlier = [step for step in steps if step <= newest]
+        states = rank_group.on_rank0(lambda: {step: self._state_for_retention(step) for step in earlier})
+        restorable = [step for step in reversed(earlier) if _is_on_lineage(step, states[step], states.get(newest, {}))]
+        kept = self._first_valid(restorable, self.keep, rank_group)
+        if len(kept) == self.keep:
+            old = [step for step in earlier if step < min(kept) and not states[step].get("permanent")]
+            best = self._first_valid(_by_bits_per_byte(states), self.keep_best, rank_group)
+            to_remove += [step for step in old if step not in best]
+        rank_group.on_rank0(lambda: self._remove_all(to_remove))
+
+    def _remove_all(self, steps: list[int]) -> None:
+        for step in steps:
+            self.remove(step)
+
+    def _first_valid(self, steps: list[int], count: int, rank_group: RankGroup) -> set[int]:
+        valid: set[int] = set()
+        for step in steps:
+            if len(valid) == count:
+                break
+            if self._verify_once(step, rank_group).kind == "valid":
+                valid.add(step)
+        return valid
+
+    def _verify_once(self, step: int, rank_group: RankGroup) -> IntegrityResult:
+        """All ranks together hash the files of a checkpoint once; later rank 0 checks sizes only."""
+        result = rank_group.on_rank0(lambda: verify_sizes(self.path(step), step) if step in self._verified else None)
+        if result is None:
+            rank_slice = (rank_group.rank, rank_group.world_size)
+            result = worst_result(rank_group.on_all_ranks(lambda: verify_checksums(self.path(step), step, rank_slice)))
+            if result == VALID:
+                self._verified.add(step)
+        return result
+
+    def _state_for_retention(self, step: int) -> dict[str, Any]:
+        try:
+            return self.read_state(step)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except (OSError, Z2aError) as error:
+            # A damaged state says nothing; an unreadable one may be permanent.
+            return {"permanent": not isinstance(error.__cause__, ValueError)}
+
+    def load(self, step: int, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Load model, optimizers and random generators as they were after ``step`` steps."""
+        state, reader = training_state_dict(model, optimizers), self.reader(step)
+        # A run may resume with another world size: only the generators that were saved are restored.
+        saved = reader.read_metadata().state_dict_metadata
+        state["rng"] = {name: value for name, value in state["rng"].items() if f"rng.{name}" in saved}
+        reader.load(dict(flatten_tensors(state)))
+        load_training_state_dict(state, model, optimizers)
+
+    def load_model(self, step: int, model: nn.Module) -> None:
+        """Load only the weights."""
+        weights = get_model_state_dict(model)
+        self.reader(step).load(dict(flatten_tensors({"model": weights})))
+        set_model_state_dict(model, weights)
+
+    def reader(self, step: int) -> CheckpointReader:
+        return CheckpointReader(self.path(step))
+
+
+def _is_on_lineage(step: int, state: dict[str, Any], newest: dict[str, Any]) -> bool:
+    """Whether the newest state descends from this one; others are never restored."""
+    if "lineage" not in newest:
+        return True
+    try:
+        history = lineage_from_json(state["lineage"])[-1].history if "lineage" in state else UNKNOWN_LINEAGE[-1].history
+    except Z2aError:
+        return False
+    return contains_state(lineage_from_json(newest["lineage"]), step, history)
+
+
+def _by_bits_per_byte(states: dict[int, dict[str, Any]]) -> list[int]:
+    measured = [(bpb, step) for step, state in states.items() if (bpb := state.get("bits_per_byte")) is not None]
+    return [step for _, step in sorted(measured)]

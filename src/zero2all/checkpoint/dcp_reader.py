@@ -1,0 +1,220 @@
+"""Reads a DCP checkpoint from an untrusted source without executing anything in it.
+
+DCP keeps its table of contents in ``.metadata``, a pickle, and pickles entries that are not tensors. Here the few
+classes that DCP writes become inert objects, which are checked and then copied into DCP's own types; any other name is
+refused. Entries that are not tensors are never read. Tensors are read by torch with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from zero2all.errors import Z2aError
+from zero2all.paths import RemotePath, open_bytes
+
+T = TypeVar("T")
+DTYPES: Final = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+ALLOWED_CLASSES: Final = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    )
+} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+
+
+class _RefusedError(Exception):
+    """A name that no checkpoint of DCP contains."""
+
+
+class _InertObject:
+    """Stands for an object in the pickle: it keeps its attributes and does nothing."""
+
+    attributes: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.attributes = state
+
+    def field(self, name: str, kind: type[T]) -> T:
+        value = self.attributes[name]
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is of type {type(value).__name__}")
+        return value
+
+
+class _Ignored:
+    """Stands for a value that nobody needs."""
+
+    def __init__(self, *args: Any) -> None: ...
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: BufferedIOBase) -> None:
+        super().__init__(stream)
+        # Classes of this one file: a pickle may set attributes of whatever it can name.
+        self._known: dict[tuple[str, str], Any] = {key: type(key[1], (_InertObject,), {}) for key in ALLOWED_CLASSES}
+        ignored = type("Ignored", (_Ignored,), {})
+        self._known |= {
+            ("torch", "Size"): tuple,
+            # Never str or int: to print a nested tuple takes twice as long per level.
+            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): ignored,
+            ("torch.serialization", "_get_layout"): ignored,
+            ("pathlib", "PosixPath"): ignored,
+            ("pathlib._local", "PosixPath"): ignored,
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._known:
+            return self._known[module, name]
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        raise _RefusedError(f"{module}.{name}")
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The tensors of a checkpoint and where they are stored; entries that are not tensors are skipped."""
+    try:
+        with open_bytes(path) as stream:
+            root = _Unpickler(stream).load()
+    except _RefusedError as refused:
+        raise Z2aError(
+            f"{path} contains {refused}, which no checkpoint needs and which could run code: nothing of it was loaded; "
+            "get the checkpoint from its author again, or have the weights sent as safetensors ('z2a export')"
+        ) from None
+    except (OSError, Z2aError):
+        raise
+    except Exception as error:  # pickle raises whatever the bytes lead it to
+        raise _damaged(path, error) from error
+    try:
+        return _metadata(root)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> Z2aError:
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return Z2aError(f"{path} is damaged ({reason}): use another checkpoint ('z2a ckpt ls' lists them)")
+
+
+def _metadata(root: Any) -> Metadata:
+    if type(root).__name__ != "Metadata" or not isinstance(root, _InertObject):
+        raise ValueError(f"it holds a {type(root).__name__}")
+    tensors = {
+        _name(name): _tensor(entry)
+        for name, entry in root.field("state_dict_metadata", dict).items()
+        if type(entry).__name__ != "BytesStorageMetadata"
+    }
+    storage_data = {_index(index): _storage_info(info) for index, info in root.field("storage_data", dict).items()}
+    version = root.attributes.get("version")
+    return Metadata(
+        state_dict_metadata=dict(tensors),
+        storage_data=storage_data,
+        storage_meta=StorageMeta(),
+        version=version if isinstance(version, str) else None,
+    )
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"a {type(name).__name__} is no name")
+    return name
+
+
+def _tensor(entry: _InertObject) -> TensorStorageMetadata:
+    dtype = entry.field("properties", _InertObject).attributes[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a {type(dtype).__name__} is no dtype")
+    chunks = [
+        ChunkStorageMetadata(_size(chunk, "offsets"), _size(chunk, "sizes")) for chunk in entry.attributes["chunks"]
+    ]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), _size(entry, "size"), chunks)
+
+
+def _index(index: _InertObject) -> MetadataIndex:
+    offset = None if index.attributes.get("offset") is None else _size(index, "offset")
+    position = index.attributes.get("index")
+    if position is not None and type(position) is not int:
+        raise ValueError(f"index is of type {type(position).__name__}")
+    return MetadataIndex(index.field("fqn", str), offset, position)
+
+
+def _storage_info(info: _InertObject) -> _StorageInfo:
+    file = info.field("relative_path", str)
+    if Path(file).name != file:
+        raise ValueError(f"it points outside the checkpoint: {file!r}")
+    if info.attributes.get("transform_descriptors"):
+        raise ValueError("it asks for a transformation of the data")
+    return _StorageInfo(file, info.field("offset", int), info.field("length", int))
+
+
+def _size(entry: _InertObject, name: str) -> torch.Size:
+    size = entry.field(name, tuple)
+    if not all(type(length) is int and length >= 0 for length in size):
+        raise ValueError(f"{name} is not made of lengths")
+    return torch.Size(size)
+
+
+class CheckpointReader(FileSystemReader):
+    """DCP's reader for a directory on disk or in an object store, with metadata as above, read once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._metadata_file = path / ".metadata"
+        self._metadata: Metadata | None = None
+        if isinstance(path, RemotePath):
+            from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+
+            self.fs = FileSystem()  # type: ignore[assignment]
+            self.path = self.fs.init_path(str(path))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = read_metadata(self._metadata_file)
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:  # the planner would unpickle it
+                raise Z2aError(f"{item.storage_index.fqn} is not stored as a tensor")
+        return super().read_data(plan, planner)
+
+    def load(self, tensors: dict[str, Any]) -> None:
+        """Fill tensors in place; a collective if there are several ranks."""
+        self.read_metadata()  # DCP would log a traceback of what is wrong with it
+        try:
+            state_dict_loader.load(tensors, storage_reader=self, no_dist=not dist.is_initialized())
+        except CheckpointException as error:
+            raise Z2aError(
+                f"{self._metadata_file.parent} cannot be loaded: {failure_reasons(error)} "
+                "(choose another step: 'z2a ckpt ls' lists them)"
+            ) from error
+
+
+def failure_reasons(error: CheckpointException) -> str:
+    """The distinct reasons of all ranks, in one line."""
+    reasons = {str(reason).splitlines()[0] for reason, _ in error.failures.values() if str(reason)}
+    return "; ".join(sorted(reasons)) or "no reason was given"

@@ -1,0 +1,119 @@
+"""``z2a ckpt``: lists, verifies, removes and compares the checkpoints of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from zero2all.checkpoint.checkpoint_store import CheckpointStore
+from zero2all.checkpoint.flash import StagedSlot, find_staged_slots
+from zero2all.errors import UsageError, Z2aError
+from zero2all.io import MANIFEST, all_files, read_json
+from zero2all.paths import RemotePath
+
+
+def list_checkpoints(checkpoints: CheckpointStore, flash_directory: Path | None) -> list[dict[str, Any]]:
+    """Durable ones, then those in this machine's memory, oldest first. Only ``verify`` reads their data."""
+    best = checkpoints.best_steps()[:1]
+    rows = []
+    for step in checkpoints.steps():
+        path = checkpoints.path(step)
+        state = checkpoints.read_state_or_empty(step)
+        rows.append(
+            {
+                "step": step,
+                "where": "durable",
+                "time": state.get("time"),
+                "bytes": sum(_size(file) for file in all_files(path)),
+                "whole": _is_finished(path),
+                "notes": ["best"] * (step in best) + ["permanent"] * bool(state.get("permanent")),
+            }
+        )
+    for step, slots in _by_step(flash_directory).items():
+        rows.append(
+            {
+                "step": step,
+                "where": "memory",
+                "time": max(slot.time for slot in slots),
+                "bytes": sum(slot.data.stat().st_size for slot in slots),
+                "whole": all(slot.hash is not None for slot in slots) and len(slots) == slots[0].world_size,
+                "notes": [f"{len(slots)} of {slots[0].world_size} ranks"],
+            }
+        )
+    return rows
+
+
+def _is_finished(path: Path) -> bool:
+    try:
+        return "unfinished" not in read_json(path / MANIFEST)
+    except (OSError, Z2aError):  # missing or damaged
+        return False
+
+
+def find_problems(
+    checkpoints: CheckpointStore, flash_directory: Path | None, step: int | None = None
+) -> dict[str, str]:
+    """Problems by checkpoint; every checksum is recomputed."""
+    problems = {}
+    for number in checkpoints.steps():
+        if step in (None, number) and (problem := checkpoints.problem(number)) is not None:
+            problems[str(checkpoints.path(number))] = problem
+    for number, slots in _by_step(flash_directory).items():
+        for slot in slots:
+            # An unfinished slot is not used, and may be being written.
+            if slot.hash is not None and step in (None, number) and (problem := slot.problem()) is not None:
+                problems[str(slot.data)] = problem
+    return problems
+
+
+def remove_checkpoint(checkpoints: CheckpointStore, step: int, force: bool) -> None:
+    """Remove a durable checkpoint, but not the only valid one unless forced."""
+    _require_step(checkpoints, step)
+    others = [other for other in checkpoints.steps() if other != step]
+    if not force and not any(checkpoints.is_valid(other) for other in reversed(others)):
+        raise UsageError(f"step {step} is the only valid checkpoint: remove it with --force")
+    checkpoints.remove(step)
+
+
+def compare_checkpoints(checkpoints: CheckpointStore, one: int, other: int) -> list[dict[str, Any]]:
+    """The difference of each parameter between two checkpoints, the largest relative one first."""
+    _require_step(checkpoints, one)
+    _require_step(checkpoints, other)
+    readers = [checkpoints.reader(step) for step in (one, other)]
+    known = [reader.read_metadata().state_dict_metadata for reader in readers]
+    rows: list[dict[str, Any]] = []
+    for name, entry in known[0].items():
+        if not name.startswith("model.") or not isinstance(entry, TensorStorageMetadata):
+            continue
+        if name not in known[1]:
+            raise UsageError(f"{name} is only in the checkpoint of step {one}: these are different models")
+        values = []
+        for reader in readers:  # one parameter at a time: both models may not fit into memory
+            tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+            reader.load(tensors)
+            values.append(tensors[name].double())
+        largest = (values[0] - values[1]).abs().max().item() if values[0].numel() else 0.0
+        scale = values[0].abs().max().item() if values[0].numel() else 0.0
+        relative = largest / scale if scale else float(largest > 0)
+        rows.append({"parameter": name.removeprefix("model."), "largest": largest, "relative": relative})
+    return sorted(rows, key=lambda row: (-row["relative"], row["parameter"]))
+
+
+def _require_step(checkpoints: CheckpointStore, step: int) -> None:
+    if step not in (steps := checkpoints.steps()):
+        available = ", ".join(map(str, steps)) or "none"
+        raise UsageError(f"no checkpoint of step {step} in {checkpoints.directory}; steps there: {available}")
+
+
+def _by_step(flash_directory: Path | None) -> dict[int, list[StagedSlot]]:
+    by_step: dict[int, list[StagedSlot]] = {}
+    for slot in find_staged_slots(flash_directory) if flash_directory is not None else []:
+        by_step.setdefault(slot.step, []).append(slot)
+    return dict(sorted(by_step.items()))
+
+
+def _size(path: Path) -> int:
+    return path.size() if isinstance(path, RemotePath) else path.stat().st_size

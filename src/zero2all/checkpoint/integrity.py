@@ -1,0 +1,137 @@
+"""Integrity of a checkpoint: its manifest and the checksums of its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from zero2all.errors import Z2aError
+from zero2all.io import MANIFEST, sha256_file
+from zero2all.paths import RemotePath
+
+MANIFEST_KIND = "checkpoint"
+RETRY_DELAYS = (0.5, 2.0)  # seconds: a file server usually recovers from a glitch by then
+MISSING_FILE_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+@dataclass(frozen=True)
+class IntegrityResult:
+    """``damaged``: the data is wrong, permanently. ``unreadable``: unknown, so nothing may be removed for it."""
+
+    kind: Literal["valid", "damaged", "unreadable"]
+    reason: str = ""
+
+
+VALID = IntegrityResult("valid")
+
+
+class DamagedError(Exception):
+    """The data read is wrong; a retry would not help."""
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    files: dict[str, str]
+    sizes: dict[str, int]
+
+
+def verify_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)) -> IntegrityResult:
+    """Recompute the checksums. Rank r of R checks every R-th file from r on: all ranks together read each file once."""
+
+    def check() -> None:
+        manifest = _read_manifest(path, step)
+        rank, world_size = rank_slice
+        for name in sorted(manifest.files)[rank::world_size]:
+            try:
+                digest = sha256_file(path / name)
+            except MISSING_FILE_ERRORS:
+                raise DamagedError(f"{name} is missing") from None
+            if digest != manifest.files[name]:
+                raise DamagedError(f"{name} does not match its checksum")
+
+    return check_with_retries(check)
+
+
+def verify_sizes(path: Path, step: int) -> IntegrityResult:
+    """Check only that the manifest and every file exist, with their sizes: for a checkpoint verified before."""
+
+    def check() -> None:
+        manifest, sizes = _read_manifest(path, step), _sizes(path)
+        for name in manifest.files:
+            if name not in sizes:
+                raise DamagedError(f"{name} is missing")
+            if sizes[name] != manifest.sizes.get(name, sizes[name]):
+                raise DamagedError(f"{name} has {sizes[name]} bytes instead of {manifest.sizes[name]}")
+
+    return check_with_retries(check)
+
+
+def worst_result(results: list[IntegrityResult]) -> IntegrityResult:
+    """The worst of the results of all ranks."""
+    for kind in ("damaged", "unreadable"):
+        for rank, result in enumerate(results):
+            if result.kind == kind:
+                return IntegrityResult(kind, f"{result.reason} (rank {rank})" if len(results) > 1 else result.reason)
+    return VALID
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a checkpoint in an object store is one that a killed process was writing or removing.
+
+    An object store cannot rename: there the manifest is replaced last when writing and removed first when removing.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return all(_is_checkpoint_file(name) for name in _sizes(path))
+    except ValueError:
+        return False
+    return isinstance(manifest, dict) and manifest.get("kind") == MANIFEST_KIND and bool(manifest.get("unfinished"))
+
+
+def _is_checkpoint_file(name: str) -> bool:
+    return name in (".metadata", "state.json") or (name.startswith("__") and name.endswith(".distcp"))
+
+
+def check_with_retries(check: Callable[[], None]) -> IntegrityResult:
+    """The result of ``check``; errors other than ``DamagedError`` are retried."""
+    for pause in (*RETRY_DELAYS, None):
+        try:
+            check()
+            return VALID
+        except DamagedError as error:
+            return IntegrityResult("damaged", str(error))
+        except (OSError, Z2aError) as error:  # of a disk, or of a store
+            if pause is None:
+                return IntegrityResult("unreadable", f"it cannot be read at the moment ({error})")
+            time.sleep(pause)
+    raise AssertionError
+
+
+def _read_manifest(path: Path, step: int) -> _Manifest:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except MISSING_FILE_ERRORS:
+        raise DamagedError(f"{MANIFEST} is missing") from None
+    except ValueError:
+        raise DamagedError(f"{MANIFEST} is damaged") from None
+    if not isinstance(manifest, dict) or manifest.get("kind") != MANIFEST_KIND or manifest.get("unfinished"):
+        raise DamagedError(f"{MANIFEST} is damaged or of something unfinished")
+    if manifest.get("key") != str(step):
+        raise DamagedError(f"{MANIFEST} is of another step")
+    files, sizes = manifest.get("files"), manifest.get("sizes", {})
+    if not isinstance(files, dict) or not files or not isinstance(sizes, dict):
+        raise DamagedError(f"{MANIFEST} lists no files")
+    return _Manifest(files, sizes)
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    if isinstance(path, RemotePath):
+        return {inner.relative_to(path).as_posix(): size for inner, size in path.sizes().items()}
+    with os.scandir(path) as entries:
+        return {entry.name: entry.stat().st_size for entry in entries}

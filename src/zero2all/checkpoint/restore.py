@@ -1,0 +1,250 @@
+"""Which state a restart restores, from where, and why: one pure function over what the ranks report.
+
+A state is identified by its step *and* its history. One in memory is restored only if every rank can read its part of
+that same state, and only if it is on the run's lineage: a node that was away may still hold states of a history that
+the others have abandoned since. The run's lineage is that of the last start or rollback, which the run directory keeps
+(``history.json``); a durable checkpoint that descends from it extends it. Otherwise durable storage is the fallback,
+and the decision gives the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zero2all.checkpoint.lineage import Lineage, contains_state, descends_from
+from zero2all.errors import Z2aError
+
+StorageTier = Literal["memory", "durable"]
+MAX_RANKS_IN_REASON = 3  # ranks named in a reason
+
+
+@dataclass(frozen=True)
+class SlotReport:
+    """A state of one rank in the memory of a machine."""
+
+    rank: int
+    world_size: int
+    step: int
+    lineage: Lineage | None
+    """None if it was written before histories were recorded."""
+    same_layout: bool
+    """Whether the same rank of the same world size can load it directly: the weights are sharded the same way."""
+    problem: str | None = None
+
+    @property
+    def history(self) -> str | None:
+        return None if self.lineage is None else self.lineage[-1].history
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The slots in the memory of a rank's machine: its own and those of others."""
+
+    slots: tuple[SlotReport, ...] = ()
+
+
+@dataclass(frozen=True)
+class DurableReport:
+    path: str
+    step: int
+    lineage: Lineage | None
+    """None if it cannot be read; then ``problems`` is not empty."""
+    problems: tuple[str, ...] = ()
+    unreadable: bool = False
+    """Storage failed to respond: the checkpoint may still be valid."""
+
+
+@dataclass(frozen=True)
+class RestoreChoice:
+    step: int
+    lineage: Lineage
+    tier: StorageTier
+    sources: tuple[tuple[SlotReport, ...], ...] = ()
+    """The slots that each rank reads; empty for a durable checkpoint."""
+
+    @property
+    def history(self) -> str:
+        return self.lineage[-1].history
+
+
+@dataclass(frozen=True)
+class RejectedState:
+    subject: str
+    step: int
+    history: str | None
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.subject} (history {self.history or 'unknown'}) is skipped: {self.why}"
+
+
+@dataclass(frozen=True)
+class RestoreDecision:
+    chosen: RestoreChoice | None
+    reason: str
+    rejected: tuple[RejectedState, ...] = ()
+    """Newer states, newest first, and why each is rejected."""
+
+
+def decision_summary(decision: RestoreDecision) -> dict[str, Any]:
+    """For ``history.json`` and the failure report."""
+    chosen = decision.chosen
+    return {
+        "step": None if chosen is None else chosen.step,
+        "history": None if chosen is None else chosen.history,
+        "where": None if chosen is None else chosen.tier,
+        "reason": decision.reason,
+        "rejected": [str(rejected) for rejected in decision.rejected],
+    }
+
+
+def decide_restore(
+    ranks: Sequence[RankReport],
+    durable: Sequence[DurableReport],
+    run_lineage: Lineage | None,
+    max_step: float = math.inf,
+) -> RestoreDecision:
+    """The newest valid state of at most ``max_step`` steps on the run's lineage. ``ranks`` is in rank order.
+
+    ``run_lineage`` is from the run directory; without it the newest durable checkpoint gives the lineage. If no state
+    on it is valid, the newest valid durable checkpoint of an abandoned history is better than none.
+
+    A checkpoint that cannot be read is not skipped: resuming from an older state would abandon it for good.
+    """
+    run_lineage = _extend_run_lineage(run_lineage, durable)
+    candidates: list[Candidate] = [*_memory_candidates(ranks), *durable]
+    rejected: list[RejectedState] = []
+    for candidate in sorted(candidates, key=_newest_first):
+        if candidate.step > max_step:
+            continue
+        found = _why_abandoned(candidate, run_lineage) or _choose_or_explain(candidate, ranks)
+        if isinstance(found, RestoreChoice):
+            return RestoreDecision(found, _reason(found, len(ranks)), tuple(rejected))
+        rejected.append(_reject(candidate, found))
+    for candidate in sorted(durable, key=_newest_first):
+        if candidate.step > max_step:
+            continue
+        found = _choose_or_explain(candidate, ranks)
+        if isinstance(found, RestoreChoice):
+            others = tuple(state for state in rejected if state.subject != f"checkpoint {candidate.path}")
+            reason = (
+                f"{_reason(found, len(ranks))}; of an abandoned history, since no state of the current one is valid"
+            )
+            return RestoreDecision(found, reason, others)
+    return RestoreDecision(None, "no valid state: training starts from scratch", tuple(rejected))
+
+
+@dataclass(frozen=True)
+class _MemoryCandidate:
+    step: int
+    lineage: Lineage | None
+
+
+Candidate = _MemoryCandidate | DurableReport
+
+
+def _memory_candidates(ranks: Sequence[RankReport]) -> list[_MemoryCandidate]:
+    """Each state once, keyed by history id: comparing the lineages of a thousand ranks is slow."""
+    candidates: dict[tuple[int, str | None], _MemoryCandidate] = {}
+    for rank in ranks:
+        for slot in rank.slots:
+            candidates.setdefault((slot.step, slot.history), _MemoryCandidate(slot.step, slot.lineage))
+    return list(candidates.values())
+
+
+def _newest_first(candidate: Candidate) -> tuple[int, bool, int, str]:
+    """Within a step, memory first, then the longer lineage: a history may save the very state that it began from."""
+    lineage = candidate.lineage or ()
+    history = lineage[-1].history if lineage else ""
+    return -candidate.step, isinstance(candidate, DurableReport), -len(lineage), history
+
+
+def _extend_run_lineage(run_lineage: Lineage | None, durable: Sequence[DurableReport]) -> Lineage | None:
+    """A checkpoint that descends from the lineage is of a later start, whose ``history.json`` was lost."""
+    for report in sorted(durable, key=_newest_first):
+        if report.lineage is not None and (run_lineage is None or descends_from(report.lineage, run_lineage)):
+            return report.lineage
+    return run_lineage
+
+
+def _why_abandoned(state: Candidate, run_lineage: Lineage | None) -> str | None:
+    if run_lineage is None or state.lineage is None:
+        return None
+    if contains_state(run_lineage, state.step, state.lineage[-1].history) or descends_from(state.lineage, run_lineage):
+        return None
+    current = run_lineage[-1]
+    return f"of an abandoned history; the run continued as history {current.history} from step {current.first_step}"
+
+
+def _reject(candidate: Candidate, why: str) -> RejectedState:
+    subject = (
+        f"checkpoint {candidate.path}"
+        if isinstance(candidate, DurableReport)
+        else f"the state of step {candidate.step} in memory"
+    )
+    return RejectedState(subject, candidate.step, candidate.lineage[-1].history if candidate.lineage else None, why)
+
+
+def _choose_or_explain(candidate: Candidate, ranks: Sequence[RankReport]) -> RestoreChoice | str:
+    """How every rank can read this state, or why not."""
+    if isinstance(candidate, DurableReport):
+        if candidate.unreadable:
+            raise Z2aError(
+                f"checkpoint {candidate.path} cannot be read: {'; '.join(candidate.problems)}; start again once it is "
+                "readable, or move it away to resume from an older state"
+            )
+        if candidate.problems or candidate.lineage is None:
+            return "; ".join(candidate.problems) or "its lineage cannot be read"
+        return RestoreChoice(candidate.step, candidate.lineage, "durable")
+    if candidate.lineage is None:
+        return "written by an older version that kept no history"
+    state = (candidate.step, candidate.lineage[-1].history)
+    sources: list[tuple[SlotReport, ...]] = []
+    missing: list[tuple[int, str]] = []
+    for rank, report in enumerate(ranks):
+        held = [slot for slot in report.slots if (slot.step, slot.history) == state]
+        found = _slots_for_rank(rank, len(ranks), held)
+        if isinstance(found, str):
+            missing.append((rank, found))
+        else:
+            sources.append(found)
+    if not missing:
+        return RestoreChoice(candidate.step, candidate.lineage, "memory", tuple(sources))
+    shown = "; ".join(f"{why} (rank {rank})" if len(ranks) > 1 else why for rank, why in missing[:MAX_RANKS_IN_REASON])
+    return (
+        shown
+        if len(missing) <= MAX_RANKS_IN_REASON
+        else f"{shown}; and {len(missing) - MAX_RANKS_IN_REASON} more ranks"
+    )
+
+
+def _slots_for_rank(rank: int, world_size: int, held: list[SlotReport]) -> tuple[SlotReport, ...] | str:
+    """Its own slot if the layout matches, else the slots of all saved ranks, from which any layout can be resharded."""
+    by_rank: dict[int, SlotReport] = {}
+    for slot in sorted(held, key=lambda slot: slot.problem is not None):
+        by_rank.setdefault(slot.rank, slot)
+    if not by_rank:
+        return "not held here"
+    saved_world_size = held[0].world_size  # one history has one world size
+    if saved_world_size == world_size and rank in by_rank and by_rank[rank].same_layout:
+        return by_rank[rank].problem or (by_rank[rank],)
+    if len(by_rank) < saved_world_size:
+        return f"{len(by_rank)} of the {saved_world_size} ranks' parts are held here"
+    problem = next((slot.problem for slot in by_rank.values() if slot.problem is not None), None)
+    return problem or tuple(by_rank[number] for number in sorted(by_rank))
+
+
+def _reason(chosen: RestoreChoice, world_size: int) -> str:
+    if chosen.tier == "durable":
+        return f"step {chosen.step} from durable storage (history {chosen.history})"
+    if all(
+        [(slot.rank, slot.world_size) for slot in slots] == [(rank, world_size)]
+        for rank, slots in enumerate(chosen.sources)
+    ):
+        how = f"all {world_size} ranks hold their part" if world_size > 1 else "the newest valid state"
+    else:
+        how = f"resharded from {chosen.sources[0][0].world_size} ranks"
+    return f"step {chosen.step} from memory (history {chosen.history}): {how}"

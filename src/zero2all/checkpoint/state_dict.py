@@ -1,0 +1,87 @@
+"""The tensors of a run under names independent of the parallel layout: weights, optimizer state, random generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+# Optimizer groups list parameters by index, which differs between pipeline ranks: use names instead.
+FLATTEN_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def training_state_dict(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    """The live tensors, as DCP saves and loads them. An optimizer that has not stepped yet gets its state here."""
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizers, options=FLATTEN_BY_NAME),
+        "rng": rng_state(),
+    }
+
+
+def load_training_state_dict(state: dict[str, Any], model: nn.Module, optimizers: list[Optimizer]) -> None:
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizers, state["optimizer"], options=FLATTEN_BY_NAME)
+    for name, value in state["rng"].items():
+        if name.startswith("cuda"):
+            torch.cuda.set_rng_state(value)
+        else:
+            torch.set_rng_state(value)
+
+
+def rng_state() -> dict[str, Tensor]:
+    """The random generators of this rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    state = {f"cpu-{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state[f"cuda-{rank}"] = torch.cuda.get_rng_state()
+    return state
+
+
+def flatten_tensors(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a nested state by its path. The rest are settings, which come from the recipe at every start."""
+    if isinstance(state, Tensor):
+        yield name, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from flatten_tensors(value, f"{name}.{key}" if name else str(key))
+
+
+def replace_tensors(state: Any, tensor_at: Callable[[str], Tensor], name: str = "") -> Any:
+    """The same nested state with other tensors, given by their paths."""
+    if isinstance(state, Tensor):
+        return tensor_at(name)
+    if isinstance(state, Mapping):
+        return {
+            key: replace_tensors(value, tensor_at, f"{name}.{key}" if name else str(key))
+            for key, value in state.items()
+        }
+    return state
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The local shard of this rank."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def wrap_local_like(tensor: Tensor, shard: Tensor) -> Tensor:
+    """``shard`` as the local shard of ``tensor``, on any device: from_local would move it to a GPU."""
+    if not isinstance(tensor, DTensor):
+        return shard
+    inner = {"_local_tensor": shard, "device_mesh": tensor.device_mesh}
+    spec = tensor.__tensor_flatten__()[1]  # type: ignore[no-untyped-call]
+    size, stride = tensor.size(), tensor.stride()
+    wrapped: Tensor = DTensor.__tensor_unflatten__(inner, spec, size, stride)  # type: ignore[no-untyped-call]
+    return wrapped

@@ -1,0 +1,37 @@
+"""Command groups: the panels of ``z2a --help``, and ``z2a eval``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+PANELS = {
+    "Data": ("corpus", "tokenizer", "tokens"),
+    "Train": ("quickstart", "recipe", "model", "parallel", "train"),
+    "Runs": ("watch", "report", "blame", "goodput", "ckpt", "generate", "export"),
+    "Cluster": ("launch", "rendezvous", "doctor"),
+    "Measure": ("eval", "bench", "chaos"),
+}
+
+
+class PanelGroup(TyperGroup):
+    """Prints its commands by panel, as plain text: help texts hold brackets that markup would take for tags."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for names in PANELS.values() for name in names]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        for title, names in PANELS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit)) for name in names])
+
+
+class EvalGroup(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            words = " ".join(["z2a eval loss", *args])
+            raise typer.BadParameter(f"'z2a eval' is a group of commands: write '{words}'", ctx)
+        return super().resolve_command(ctx, args)

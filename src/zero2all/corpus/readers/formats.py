@@ -1,0 +1,155 @@
+"""File format detection: by name, unless the head of the file shows better."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import PurePosixPath
+from typing import Literal
+
+from zero2all.corpus.code_paths import CODE_EXTENSIONS
+from zero2all.corpus.readers.base import UnreadableFileError
+from zero2all.corpus.readers.encoding import detect_encoding, looks_binary
+from zero2all.corpus.readers.streams import COMPRESSION_BY_EXTENSION, HEAD_BYTES
+
+FileFormat = Literal[
+    "jsonl", "json array", "json object", "parquet", "csv", "text", "markdown", "code", "wikiextractor", "html", "warc",
+    "zip", "tar",
+]  # fmt: skip
+
+TEXT_EXTENSIONS = {".txt", ".text", ".tex", ".org", ".adoc"}
+MARKDOWN_EXTENSIONS = {".md", ".markdown", ".rst"}
+FORMAT_BY_EXTENSION: dict[str, FileFormat] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json object",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".html": "html",
+    ".htm": "html",
+    ".xhtml": "html",
+    ".warc": "warc",
+    ".zip": "zip",
+    ".whl": "zip",
+    ".tar": "tar",
+    **dict.fromkeys(TEXT_EXTENSIONS, "text"),
+    **dict.fromkeys(MARKDOWN_EXTENSIONS, "markdown"),
+    **dict.fromkeys(CODE_EXTENSIONS, "code"),
+}
+TAR_ALIASES = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
+TEXT_FILE_NAMES = {
+    "license",
+    "licence",
+    "copying",
+    "notice",
+    "authors",
+    "readme",
+    "changelog",
+    "changes",
+    "contributors",
+}
+
+# Atomic: a comment that could end at any later "-->" as well would be tried at every one of them.
+_HTML = re.compile(r"(?><\?xml[^>]*>|<!--.*?-->|\s+)*+<(?:!doctype\s+html|html)[\s>]", re.I | re.S)
+_WIKI_DOC = re.compile(r'<doc\s+id="')
+_ARRAY_OF_OBJECTS = re.compile(r"\[\s*(?:\{|\]|$)")
+
+
+def strip_compression_extension(name: str) -> tuple[str, str | None]:
+    """The name without its compression extension, and that compression."""
+    path = PurePosixPath(name)
+    extension = path.suffix.lower()
+    if extension in TAR_ALIASES:
+        name = name[: -len(extension)] + TAR_ALIASES[extension]
+        path, extension = PurePosixPath(name), PurePosixPath(name).suffix
+    compression = COMPRESSION_BY_EXTENSION.get(extension)
+    return (name[: -len(extension)], compression) if compression else (name, None)
+
+
+def file_extension(name: str) -> str:
+    path = PurePosixPath(name)
+    return "" if path.suffix[1:].isdigit() else path.suffix.lower()
+
+
+def format_from_name(name: str) -> FileFormat | None:
+    """The format by the name of a decompressed file."""
+    if (
+        PurePosixPath(name).name.split(".")[0].lower() in TEXT_FILE_NAMES
+        and file_extension(name) not in FORMAT_BY_EXTENSION
+    ):
+        return "text"
+    return FORMAT_BY_EXTENSION.get(file_extension(name))
+
+
+def guess_format(name: str, head: bytes) -> FileFormat:
+    """What a file is, from its unpacked name and first bytes; raises UnreadableFileError with the reason if unknown."""
+    named = format_from_name(name)
+    if not head and named not in ("text", "markdown", "code", "jsonl"):
+        raise UnreadableFileError("empty file")
+    packed = _format_from_magic(name, head)
+    if packed:
+        return packed
+    if named in ("zip", "tar", "parquet", "warc"):
+        raise UnreadableFileError(f"not {named}, though named so")
+    if named in ("markdown", "code", "html"):  # these may hold anything, and what they hold is what they are
+        return named
+    if looks_binary(head):
+        raise UnreadableFileError(
+            "binary, not text" if named or not file_extension(name) else f"format {file_extension(name)}"
+        )
+    seen = _format_from_text(name, head, named)
+    if seen:
+        return seen
+    if named:
+        return named
+    if file_extension(name):
+        raise UnreadableFileError(f"format {file_extension(name)}")
+    return "text"
+
+
+def _format_from_magic(name: str, head: bytes) -> FileFormat | None:
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head.startswith(b"WARC/"):
+        return "warc"
+    if head[257:262] == b"ustar":
+        return "tar"
+    # Office files, books and Java archives are zip files too, but not collections of texts.
+    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")) and (format_from_name(name) or not file_extension(name)):
+        return "zip"
+    return None
+
+
+def _format_from_text(name: str, head: bytes, named: FileFormat | None) -> FileFormat | None:
+    encoding = detect_encoding(head, is_complete=len(head) < HEAD_BYTES)
+    text = head.decode(encoding.name, "replace").lstrip("\ufeff \t\r\n")
+    if _WIKI_DOC.match(text):
+        return "wikiextractor"
+    if _HTML.match(text):
+        return "html"
+    is_json = file_extension(name) in (".json", ".jsonl", ".ndjson")
+    if text.startswith("["):
+        sure = _ARRAY_OF_OBJECTS.match(text) and (named != "jsonl" or not _is_object(text.partition("\n")[0]))
+        return "json array" if sure or file_extension(name) == ".json" else None
+    if text.startswith("{"):
+        return _json_object_format(text, is_json, named)
+    return None
+
+
+def _json_object_format(text: str, is_json: bool, named: FileFormat | None) -> FileFormat | None:
+    """``.json`` is used for one object a line and for one object a file, and JSON lines are found under any name."""
+    first, _, rest = text.partition("\n")
+    rest = rest.lstrip()
+    if _is_object(first) and (rest.startswith("{") or (named == "jsonl" and not rest)):
+        return "jsonl"
+    if named == "jsonl":
+        return "jsonl"
+    return "json object" if is_json or (named is None and re.match(r'\{\s*"', text)) else None
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False

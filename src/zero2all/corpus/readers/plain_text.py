@@ -1,0 +1,90 @@
+"""Files that are text: one document each, or many between WikiExtractor's marks."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord
+from zero2all.corpus.readers.encoding import decode_stream, decode_text, to_utf8
+from zero2all.corpus.readers.streams import PeekableStream, iter_lines
+
+_DOC = re.compile(r"<doc\s+([^>]*)>\s*$")
+# Where a value begins: after the first name, or after a name that follows a quote. A title may hold quotes itself.
+_VALUE = re.compile(r'(?:^(?:[^"]*\s)?|"\s+)([\w-]+)="')
+
+
+def read_text(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+    """The file as one record; split at line ends only if it is too long for one."""
+    head = stream.peek(limits.max_document_characters + 1)
+    if len(head) <= limits.max_document_characters:
+        yield TextRecord(id=name, title=name, content=decode_text(head))
+        return
+    for number, chunk in enumerate(_split_at_line_ends(decode_stream(stream), limits.max_document_characters)):
+        yield TextRecord(id=f"{name}#{number}", title=name, content=chunk)
+
+
+def _split_at_line_ends(blocks: Iterator[str], size: int) -> Iterator[str]:
+    waiting: list[str] = []
+    length = 0
+    for block in blocks:
+        waiting.append(block)
+        length += len(block)
+        if length <= size:
+            continue
+        text = "".join(waiting)
+        while len(text) > size:
+            end = text.rfind("\n", size // 2, size) + 1 or size
+            yield text[:end]
+            text = text[end:]
+        waiting, length = [text], len(text)
+    if length:
+        yield "".join(waiting)
+
+
+def read_wikiextractor(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+    """``<doc id= url= title=>`` to ``</doc>``. Redirects have a title and nothing else: records of no text."""
+    record: dict[str, Any] | None = None
+    body: list[str] = []
+    size = 0
+    for number, raw in enumerate(iter_lines(to_utf8(stream), limits.record_bytes), 1):
+        line = (raw or b"").decode("utf-8", "replace")
+        opened = _DOC.match(line)
+        if opened:
+            if record is not None:
+                yield BrokenRecord("article without an end", f"line {number}", str(record))
+            record, body, size = {k: html.unescape(v) for k, v in parse_attributes(opened[1])}, [], 0
+        elif line.strip() == "</doc>":
+            if record is None or size > limits.record_bytes:
+                yield BrokenRecord(
+                    "article without a beginning" if record is None else "article too long", f"line {number}"
+                )
+            else:
+                yield {**record, "text": _without_title("".join(body), record.get("title", ""))}
+            record, body = None, []
+        elif record is not None:
+            size += len(line)
+            if size <= limits.record_bytes:
+                body.append(line)
+        elif line.strip():
+            yield BrokenRecord("text between articles", f"line {number}", line)
+    if record is not None:
+        yield BrokenRecord("article without an end", "end of file", str(record))
+
+
+def parse_attributes(text: str) -> Iterator[tuple[str, str]]:
+    """Names and values of ``name="value" name="value"``. A value ends at the last quote before the next name."""
+    begun = list(_VALUE.finditer(text))
+    ends = [following.start() for following in begun[1:]]
+    rest = text.rstrip()
+    if begun and rest.endswith('"') and len(rest) > begun[-1].end():
+        ends.append(len(rest) - 1)
+    for value, end in zip(begun, ends, strict=False):
+        yield value[1], text[value.end() : end]
+
+
+def _without_title(body: str, title: str) -> str:
+    first, _, rest = body.partition("\n")
+    return rest.strip("\n") if first.strip() == title.strip() else body.strip("\n")

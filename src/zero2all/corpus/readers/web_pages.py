@@ -1,0 +1,175 @@
+"""Web pages: HTML files, and the responses in WARC files."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord, UnreadableFileError, import_optional
+from zero2all.corpus.readers.encoding import detect_encoding
+from zero2all.corpus.readers.streams import PeekableStream
+
+_CHARSET = re.compile(rb"""<meta[^>]+charset\s*=\s*["']?\s*([\w-]+)""", re.I)
+_SCRIPT = re.compile(r"<script\b([^<>]*)>", re.I)
+_TEMPLATE = re.compile(r"""type=["']?text/[\w-]*(?:template|html)""", re.I)
+_SCRIPT_END = re.compile(r"</script>", re.I)
+_HEADER_END = re.compile(rb"\r?\n\r?\n")
+HEADER_BYTES = 1 << 16
+
+
+def read_html(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+    data = stream.read_all(limits.record_bytes, "page")
+    yield TextRecord(id=name, **_extract_page(_decode_html(data), title=name), raw_bytes=len(data))
+
+
+def _extract_page(html: str, title: str = "") -> dict[str, Any]:
+    """Title and main text of a page."""
+    tree_of = import_optional("resiliparse.parse.html").HTMLTree.parse
+    plain_text = import_optional("resiliparse.extract.html2text").extract_plain_text
+    tree = tree_of(html)
+    text = plain_text(tree, main_content=True, alt_texts=False)
+    if not text.strip():  # a page that is all navigation by its looks, or filled in by a script from a template
+        tree = tree_of(inline_templates(html))
+        text = plain_text(tree, main_content=False, alt_texts=False)
+    return {"title": (tree.title or "").strip() or title, "content": text.strip()}
+
+
+def inline_templates(html: str) -> str:
+    """The page with every script that is a template of HTML replaced by what it holds, in one pass."""
+    parts, at = [], 0
+    for opened in _SCRIPT.finditer(html):
+        if opened.start() < at or not _TEMPLATE.search(opened[1]):
+            continue
+        closed = _SCRIPT_END.search(html, opened.end())
+        if closed is None:
+            break
+        parts += [html[at : opened.start()], html[opened.end() : closed.start()]]
+        at = closed.end()
+    return "".join([*parts, html[at:]])
+
+
+def html_to_text(html: str) -> str:
+    """The text of a page or of a fragment."""
+    text: str = import_optional("resiliparse.extract.html2text").extract_plain_text(
+        html, main_content=False, alt_texts=False
+    )
+    return text.strip()
+
+
+def _decode_html(data: bytes, charset: str = "") -> str:
+    """The encoding that the page declares is tried first, and often wrong."""
+    declared = _CHARSET.search(data[:4096])
+    for name in (charset, declared[1].decode() if declared else ""):
+        name = "gb18030" if name.lower() in ("gb2312", "gbk") else name
+        try:
+            return data.decode(name) if name else data.decode()
+        except (LookupError, ValueError):  # no such encoding, or not in it
+            continue
+    encoding = detect_encoding(data, is_complete=True)
+    return data.decode(encoding.name, "replace")
+
+
+def read_warc(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+    """A record for every response that is HTML. Other records are skipped; a broken one ends the file."""
+    while True:
+        header = _warc_header(stream)
+        if header is None:
+            return
+        size = int(header.get("content-length", "-1")) if header.get("content-length", "").isdigit() else -1
+        if size < 0:
+            yield BrokenRecord("broken WARC record", header.get("warc-record-id", ""))
+            return
+        wanted = header.get("warc-type") == "response" and "http" in header.get("content-type", "")
+        body = _read_exactly(stream, size, keep=wanted and size <= limits.record_bytes)
+        if body is None:
+            yield BrokenRecord("WARC record cut short", header.get("warc-record-id", ""))
+            return
+        if wanted and size > limits.record_bytes:
+            yield BrokenRecord(f"page larger than {limits.record_bytes >> 20} MiB", header.get("warc-record-id", ""))
+        elif wanted:
+            yield from _read_response(header, body, limits)
+
+
+def _warc_header(stream: PeekableStream) -> dict[str, str] | None:
+    while stream.peek(2)[:2] in (b"\r\n", b"\n\n") or stream.peek(1) == b"\n":
+        stream.read(2 if stream.peek(2) == b"\r\n" else 1)
+    head = stream.peek(HEADER_BYTES)
+    if not head:
+        return None
+    end = _HEADER_END.search(head)
+    if not head.startswith(b"WARC/") or end is None:
+        raise UnreadableFileError("broken WARC")
+    _read_exactly(stream, end.end(), keep=False)
+    return _parse_headers(head[: end.start()])
+
+
+def _parse_headers(header: bytes) -> dict[str, str]:
+    pairs = (line.partition(":") for line in header.decode("utf-8", "replace").splitlines()[1:])
+    return {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+def _read_exactly(stream: PeekableStream, size: int, keep: bool) -> bytes | None:
+    """The next ``size`` bytes, empty if not kept, None if missing."""
+    parts = []
+    while size > 0:
+        block = stream.read(min(size, 1 << 20))
+        if not block:
+            return None
+        size -= len(block)
+        if keep:
+            parts.append(block)
+    return b"".join(parts)
+
+
+def _read_response(header: dict[str, str], body: bytes, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+    record_id = header.get("warc-record-id", "").strip("<>")
+    end = _HEADER_END.search(body)
+    if end is None:
+        yield BrokenRecord("broken HTTP response", record_id)
+        return
+    http = _parse_headers(body[: end.start()])
+    kind, _, parameters = http.get("content-type", "").partition(";")
+    if kind.strip().lower() not in ("text/html", "application/xhtml+xml"):
+        return
+    try:
+        data = _decode_body(body[end.end() :], http, limits.record_bytes)
+    except (ValueError, zlib.error):
+        yield BrokenRecord("broken HTTP response", record_id)
+        return
+    charset = parameters.partition("charset=")[2].strip(" \"'")
+    kept = {"url": header.get("warc-target-uri", "").strip("<>"), "time": header.get("warc-date", "")}
+    try:
+        html = _decode_html(data, charset)
+    except UnreadableFileError as reason:  # one page in an unknown encoding is no reason to skip all that follow
+        yield BrokenRecord(str(reason), record_id)
+        return
+    yield TextRecord(
+        id=record_id, **_extract_page(html), raw_bytes=len(data), **kept
+    )  # raw_bytes: how much was discarded
+
+
+def _decode_body(body: bytes, http: dict[str, str], limit: int) -> bytes:
+    """Without transfer and content encoding. Some crawlers undo these and keep the header that names them."""
+    if "chunked" in http.get("transfer-encoding", "") and re.match(rb"[0-9A-Fa-f]+\s*(;[^\r\n]*)?\r?\n", body):
+        body = _decode_chunked(body)
+    if http.get("content-encoding") in ("gzip", "x-gzip") and body.startswith(b"\x1f\x8b"):
+        unpacker = zlib.decompressobj(wbits=31)
+        body = unpacker.decompress(body, limit)
+        if unpacker.unconsumed_tail:
+            raise ValueError("too large")
+    return body
+
+
+def _decode_chunked(body: bytes) -> bytes:
+    parts, at = [], 0
+    while (line_end := body.find(b"\n", at)) >= 0:
+        size = int(body[at:line_end].partition(b";")[0], 16)
+        if size < 0:
+            raise ValueError("broken chunk")
+        if size == 0:
+            break
+        parts.append(body[line_end + 1 : line_end + 1 + size])
+        at = body.find(b"\n", line_end + 1 + size) + 1 or len(body)
+    return b"".join(parts)

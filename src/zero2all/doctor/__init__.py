@@ -1,0 +1,1 @@
+"""Checks of nodes and of the network between them."""

@@ -1,0 +1,119 @@
+"""``z2a doctor``: checks of one node or of all nodes of a job. Every finding comes with a fix."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from zero2all.doctor.findings import Finding
+from zero2all.doctor.network_check import diagnose_pairs, exchange_through_store, measure_pairs
+from zero2all.doctor.node_check import DeviceCheck, check_device, check_node, library_versions
+from zero2all.hardware import pick_device
+
+SLOW_DEVICE_FACTOR = 1.5  # times as long as its peers
+
+
+def run_checks(directory: Path, store: Store | None = None) -> list[Finding]:
+    """On one machine all of its devices; with a store one device per rank, and the network between the nodes."""
+    if store is not None:
+        return _check_all_nodes(directory, store)
+    count = torch.cuda.device_count()
+    devices = [torch.device("cuda", number) for number in range(count)] or [torch.device("cpu")]
+    device_checks = {f"device {device}": check_device(device) for device in devices}
+    return [*check_node(directory), *compare_devices(device_checks)]
+
+
+def _check_all_nodes(directory: Path, store: Store) -> list[Finding]:
+    """Every rank takes part, and all get the same findings."""
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    each = int(os.environ["LOCAL_WORLD_SIZE"])
+    device = pick_device("auto")
+    node = f"{socket.gethostname()} (node {rank // each})"
+    first = rank % each == 0
+    facts: dict[str, Any] = {"node": node, "versions": library_versions(), "compute": asdict(check_device(device))}
+    facts["findings"] = [asdict(finding) for finding in check_node(directory)] if first else []
+    facts_by_rank = exchange_through_store(store, "facts", rank, world, facts)
+    findings = [Finding("bad", f"rank {number}", "did not report: its node or its connection is lost",
+                        "check that node") for number in range(world) if number not in facts_by_rank]  # fmt: skip
+    for fact in facts_by_rank.values():
+        found = [Finding(**finding) for finding in fact["findings"]]
+        findings += [
+            Finding(one.level, f"{fact['node']}, {one.what}", one.text, one.fix) for one in found if one.level != "good"
+        ]
+    device_checks = {
+        f"rank {number} on {fact['node']}": DeviceCheck(**fact["compute"]) for number, fact in facts_by_rank.items()
+    }
+    findings += compare_devices(device_checks)
+    findings += compare_versions({fact["node"]: fact["versions"] for fact in facts_by_rank.values()})
+    # Between nodes the first rank of each; on one machine all ranks, since their devices may have direct links.
+    several = world > each
+    if first or not several:
+        number, count = (rank // each, world // each) if several else (rank, world)
+        measurements = measure_pairs(store, number, count, device)
+        names = {at: facts_by_rank.get(at * each if several else at, {"node": "?"})["node"] for at in range(count)}
+        if not several:
+            names = {at: f"rank {at}" for at in range(count)}
+        findings += diagnose_pairs(measurements, names, count)
+    return findings
+
+
+def compare_devices(device_checks: dict[str, DeviceCheck]) -> list[Finding]:
+    """Devices of one kind must compute the same bits in about the same time."""
+    findings = [
+        Finding(
+            "bad", name, "computes different bits each time for the same product", "exclude it, and have it replaced"
+        )
+        for name, check in device_checks.items()
+        if not check.steady
+    ]
+    for kind in sorted({check.device for check in device_checks.values()}):
+        same_kind = {name: check for name, check in device_checks.items() if check.device == kind and check.steady}
+        digests = Counter(check.digest for check in same_kind.values())
+        usual = digests.most_common(1)[0][0] if digests else ""
+        median = statistics.median(check.seconds for check in same_kind.values()) if same_kind else 0.0
+        for name, check in same_kind.items():
+            if check.digest != usual:
+                findings.append(
+                    Finding(
+                        "bad",
+                        name,
+                        f"computes different bits than its peers ({kind})",
+                        "exclude it: its arithmetic is wrong, or its libraries differ",
+                    )
+                )
+            elif check.seconds > SLOW_DEVICE_FACTOR * median:
+                findings.append(
+                    Finding(
+                        "note",
+                        name,
+                        f"{check.seconds / median:.1f} times as slow as its peers ({kind})",
+                        "check for heat, a power limit, or other processes",
+                    )
+                )
+        if same_kind:
+            findings.append(
+                Finding("good", "devices", f"{len(same_kind)} of {kind}: a product in {1000 * median:.1f} ms")
+            )
+    return findings
+
+
+def compare_versions(by_node: dict[str, dict[str, str]]) -> list[Finding]:
+    findings = []
+    for name in sorted({name for found in by_node.values() for name in found}):
+        counts = Counter(found.get(name, "none") for found in by_node.values())
+        usual = counts.most_common(1)[0][0]
+        findings += [
+            Finding("bad", f"{node}, {name}", f"{found.get(name, 'none')}, where others have {usual}",
+                    "install the same on every node")
+            for node, found in by_node.items()
+            if found.get(name, "none") != usual
+        ]  # fmt: skip
+    return findings

@@ -1,0 +1,368 @@
+"""``z2a launch``: the same command on many ranks, on torch's elastic agent, or as files for Slurm and Kubernetes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from zero2all.console import say
+from zero2all.elastic.addresses import DEFAULT_PORT, interface_for_address
+from zero2all.engine import available_cores
+from zero2all.environment import JOB_SECRET_VARIABLE
+from zero2all.errors import UsageError, Z2aError
+from zero2all.io import fingerprint
+from zero2all.openmp import spin_settings
+from zero2all.processes import AGENT_PID
+
+if TYPE_CHECKING:
+    from torch.numa.binding import NumaOptions
+
+    from zero2all.elastic.rendezvous import Rendezvous
+
+UNLIMITED_RESTARTS = 1_000_000
+MAX_RENDEZVOUS_LOSSES = 3  # times in a row that the rendezvous may be lost soon after connecting
+STABLE_AFTER = 600.0  # seconds connected after which a loss is a new one, not one more of the same
+RECONNECT_DELAY = 2.0  # seconds before connecting to the rendezvous again
+SLURM_SIGNAL_MARGIN = 10  # seconds that Slurm grants in addition to the grace period
+MONITOR_INTERVAL = 0.1  # seconds between two checks of the ranks
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """
+    >>> LaunchConfig(["train", "my.yaml"], procs=4).run()
+    0
+    """
+
+    command: Sequence[str]
+    """What every rank runs, as after ``z2a``."""
+    procs: int
+    """Ranks on each node."""
+    nodes: tuple[int, int] = (1, 1)
+    """Minimum and maximum number of nodes. With fewer than the maximum the job runs, and admits others."""
+    rdzv_endpoint: str | None = None
+    """HOST:PORT of the rendezvous; one node needs none."""
+    listen: str | None = None
+    """On the node that hosts the rendezvous: the address to bind, if not that of ``rdzv_endpoint``."""
+    advertise: str | None = None
+    """The address at which other nodes reach this one, if not the one from which it reaches the rendezvous."""
+    secret_file: Path | None = None
+    """With the secret that the nodes share; else Z2A_JOB_SECRET, else a file in the home directory."""
+    max_restarts: int = UNLIMITED_RESTARTS
+    """How often the ranks are restarted after a failure. A step that fails three times ends the job anyway."""
+    hang_after: float = 600
+    """Seconds without a step that count as a hang; five times as many before the first step."""
+    grace: float = 110
+    """Seconds for the ranks to save after SIGTERM. Slurm gives two minutes (``slurm``)."""
+    patience: float = 60
+    """Seconds to wait for the rendezvous to answer."""
+    module: str = "zero2all.cli"
+    """The Python module that runs the command."""
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise UsageError("say what to run after --, such as: z2a launch --nproc-per-node 2 -- train my.yaml")
+        if not 1 <= self.nodes[0] <= self.nodes[1]:
+            raise UsageError(
+                f"--nnodes {self.nodes[0]}:{self.nodes[1]}: the minimum must be at least 1, and at most the maximum"
+            )
+
+    def run(self) -> int:
+        """Start the ranks of this node and monitor them until the job has ended; the exit status for the CLI."""
+        if self.nodes[1] > 1 and self.rdzv_endpoint is None:
+            raise UsageError(
+                f"{self.nodes[1]} nodes need a rendezvous: --rdzv-endpoint HOST:{DEFAULT_PORT}, the same on every node"
+            )
+        before = {name: signal.signal(name, _raise_signal) for name in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory:
+                return self._run_until_done(Path(directory))
+        finally:
+            for name, handler in before.items():
+                signal.signal(name, handler)
+
+    def _run_until_done(self, directory: Path) -> int:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+
+        from zero2all.elastic.rendezvous_client import JobEndedError
+
+        losses = 0  # in a row
+        while losses < MAX_RENDEZVOUS_LOSSES:
+            connected: float | None = None
+            try:
+                rendezvous = self._join_rendezvous()
+                connected = time.monotonic()
+                try:
+                    with _in_environment(self.worker_environment(directory, rendezvous)):
+                        return self._run_agent(directory, rendezvous)
+                finally:
+                    rendezvous.shutdown()
+            except SignalException as stop:
+                say(_stop_message(stop.sigval))
+                return 1
+            except JobEndedError as end:
+                say("the job is done" if end.done else "another node has ended the job")
+                return 0 if end.done else 1
+            except RendezvousTimeoutError as error:
+                say(f"given up: {error} (--nnodes)")
+                return 1
+            except RendezvousError as error:
+                say(f"the rendezvous {self.rdzv_endpoint or 'of this node'} is lost: {error}")
+                was_steady = connected is not None and time.monotonic() - connected >= STABLE_AFTER
+                losses = 1 if was_steady else losses + 1
+                time.sleep(RECONNECT_DELAY if losses < MAX_RENDEZVOUS_LOSSES else 0)
+        say("given up: it is gone. 'z2a rendezvous' on a separate machine lets a job survive any node")
+        return 1
+
+    def _join_rendezvous(self) -> Rendezvous:
+        from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
+        from zero2all.elastic.rendezvous_state import RendezvousSettings
+
+        for name in logging.root.manager.loggerDict:
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)  # the failure reports are clearer
+        config = RendezvousConfig(self.rdzv_endpoint, self.listen, self.advertise, self.secret_file, self.patience)
+        settings = RendezvousSettings(node_counts(self.command, self.procs, self.nodes))
+        return Rendezvous(config, settings, fingerprint([*self.command]), self.procs)
+
+    def _run_agent(self, directory: Path, rendezvous: Rendezvous) -> int:
+        from torch.distributed.elastic.agent.server.api import WorkerSpec
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        from zero2all.elastic.agent import Agent
+
+        spec = WorkerSpec(
+            role="z2a",
+            local_world_size=self.procs,
+            rdzv_handler=rendezvous,
+            entrypoint=sys.executable,
+            args=("-m", self.module, *self.command),
+            max_restarts=self.max_restarts,
+            monitor_interval=MONITOR_INTERVAL,
+            local_addr=rendezvous.address,
+            numa_options=gpu_numa_options(),
+        )
+        agent = Agent(spec, directory, self.hang_after, self.grace)
+        try:
+            result = agent.run()
+        except SignalException as stop:
+            if stop.sigval == signal.SIGINT:  # a person stops the job, a scheduler takes this node
+                rendezvous.close("failed")
+            else:
+                rendezvous.leave()
+            raise
+        failed = result is None or result.is_failed()
+        if not agent.leaves_job:  # for the others a node that leaves with a failure is lost, and they continue
+            rendezvous.close("failed" if failed else "done")
+        if not failed:
+            return 0
+        if (report := agent.write_final_report()) is not None:
+            say(f"the report is in {report.with_suffix('.txt')}")
+        return 2 if agent.last_failure is not None and agent.last_failure.kind == "wrong usage" else 1
+
+    def worker_environment(self, directory: Path, rendezvous: Rendezvous) -> dict[str, str]:
+        """The environment of the ranks; variables that the user has set stay."""
+        from zero2all.environment import AGENT_DIR_VARIABLE, STORE_VARIABLE
+
+        # Ranks share the cores; torch's own default of one thread would leave most of them idle.
+        settings = {"OMP_NUM_THREADS": str(max(1, available_cores() // self.procs)), **spin_settings(os.environ)}
+        if (interface := interface_for_address(rendezvous.address)) is not None:
+            settings["GLOO_SOCKET_IFNAME"] = interface
+            if self.rdzv_endpoint is None:  # on one machine no other machine needs the ports of the ranks
+                settings["NCCL_SOCKET_IFNAME"] = interface
+        own = {
+            AGENT_DIR_VARIABLE: str(directory),
+            STORE_VARIABLE: rendezvous.endpoint,
+            JOB_SECRET_VARIABLE: rendezvous.secret,
+        }
+        own[AGENT_PID] = str(os.getpid())
+        return {**settings, **os.environ, **own}
+
+    def slurm_script(self, gpus: int = 0) -> str:
+        """A script for ``sbatch``: one task per node, which starts its own ranks."""
+        inner = f"z2a launch --nproc-per-node {self.procs}"
+        head = ""
+        if self.nodes[1] > 1:
+            endpoint = shlex.quote(self.rdzv_endpoint) if self.rdzv_endpoint else f'"$head:{DEFAULT_PORT}"'
+            if self.rdzv_endpoint is None:
+                head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+            inner += f" --nnodes {self.nodes[0]}:{self.nodes[1]} --rdzv-endpoint {endpoint}"
+            if self.secret_file is not None:
+                inner += f" --secret-file {shlex.quote(str(self.secret_file))}"
+            elif self.rdzv_endpoint is None:  # a rendezvous of its own has its own secret
+                head += "# Authenticates the nodes; srun passes it on in their environment.\n"
+                head += f"{JOB_SECRET_VARIABLE}=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')\n"
+                head += f"export {JOB_SECRET_VARIABLE}\n"
+        elastic = self.nodes[0] < self.nodes[1]  # the job outlives a node
+        bad_exit = "--no-kill --kill-on-bad-exit=0" if elastic else "--kill-on-bad-exit=1"
+        options = {**self._non_default_options(), "--grace": self.grace}
+        inner += "".join(f" {option} {value:g}" for option, value in options.items())
+        return f"""#!/bin/bash
+#SBATCH --job-name=z2a
+#SBATCH --nodes={self.nodes[1]}
+#SBATCH --ntasks-per-node=1
+{f"#SBATCH --gpus-per-node={gpus}" if gpus else "##SBATCH --gpus-per-node=8   # take one # away to ask for GPUs"}
+##SBATCH --time=24:00:00       # and here to set a limit
+#SBATCH --output=z2a-%j.log
+{"#SBATCH --no-kill" if elastic else "##SBATCH --no-kill"}
+#SBATCH --signal=B:TERM@{self.grace + SLURM_SIGNAL_MARGIN:g}    # seconds before the limit, for the run to save
+
+set -euo pipefail
+{head}# The ranks get the signal through srun; without exec the shell would keep it to itself.
+exec srun --export=ALL {bad_exit} {inner} -- {shlex.join(self.command)}
+"""
+
+    def _non_default_options(self) -> dict[str, float]:
+        """Options of the agent that differ from their defaults."""
+        options = {
+            "--max-restarts": (self.max_restarts, UNLIMITED_RESTARTS),
+            "--hang-after": (self.hang_after, LaunchConfig.hang_after),
+            "--grace": (self.grace, LaunchConfig.grace),
+        }
+        return {option: value for option, (value, usual) in options.items() if value != usual}
+
+    def _refuse_torchrun_options(self) -> None:
+        places = {
+            "--rdzv-endpoint": self.rdzv_endpoint, "--rdzv-listen": self.listen, "--advertise": self.advertise,
+            "--secret-file": self.secret_file,
+        }  # fmt: skip
+        given = [*self._non_default_options(), *(option for option, value in places.items() if value is not None)]
+        if given:
+            raise UsageError(
+                f"leave out {', '.join(given)}: in Kubernetes torchrun starts the ranks, and the job starts them again"
+            )
+
+    def train_job(self, image: str, gpus: int = 0) -> str:
+        """A Kubeflow TrainJob (Trainer v2). Its runtime tells torchrun of nodes and ranks by PET_ variables."""
+        self._refuse_torchrun_options()
+        limits = {"nvidia.com/gpu": gpus} if gpus else {"cpu": str(self.procs)}
+        trainer = {
+            "image": image,
+            "numNodes": self.nodes[1],
+            "numProcPerNode": self.procs,
+            "command": ["torchrun", "--no-python", "z2a", *self.command],
+            "resourcesPerNode": {"limits": limits},
+        }
+        return _yaml(
+            {
+                "apiVersion": "trainer.kubeflow.org/v1alpha1",
+                "kind": "TrainJob",
+                "metadata": {"name": "z2a"},
+                "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer},
+            }
+        )
+
+    def pytorch_job(self, image: str, gpus: int = 0) -> str:
+        """The older Kubeflow PyTorchJob (Training Operator v1); it sets the same variables."""
+        self._refuse_torchrun_options()
+        limits = {"nvidia.com/gpu": gpus} if gpus else {"cpu": str(self.procs)}
+        container = {
+            "name": "pytorch",
+            "image": image,
+            "command": ["torchrun", "--no-python", "z2a", *self.command],
+            "resources": {"limits": limits},
+        }
+
+        def replicas(count: int) -> dict[str, Any]:
+            return {
+                "replicas": count,
+                "restartPolicy": "OnFailure",
+                "template": {"spec": {"containers": [container]}},
+            }
+
+        kinds = {"Master": replicas(1)} | ({"Worker": replicas(self.nodes[1] - 1)} if self.nodes[1] > 1 else {})
+        return _yaml(
+            {
+                "apiVersion": "kubeflow.org/v1",
+                "kind": "PyTorchJob",
+                "metadata": {"name": "z2a"},
+                "spec": {"nprocPerNode": str(self.procs), "pytorchReplicaSpecs": kinds},
+            }
+        )
+
+
+def node_counts(command: Sequence[str], procs: int, nodes: tuple[int, int]) -> tuple[int, ...]:
+    """Node counts between minimum and maximum that the parallel layout of the recipe can use.
+
+    All of them if there are none: then the ranks report the error.
+    """
+    from zero2all.parallel.mesh import ParallelDims
+    from zero2all.recipe import load_recipe
+
+    every = tuple(range(nodes[0], nodes[1] + 1))
+    if len(command) < 2 or command[0] != "train":
+        return every
+    try:
+        recipe = load_recipe(command[1], [word for word in command[2:] if not word.startswith("-")])
+    except (Z2aError, OSError):
+        return every
+
+    def fits(count: int) -> bool:
+        try:
+            ParallelDims.from_recipe(recipe.parallel, count * procs)
+        except UsageError:
+            return False
+        return True
+
+    return tuple(filter(fits, every)) or every
+
+
+def gpu_numa_options() -> NumaOptions | None:
+    """Bind each rank to the cores of the NUMA node of its GPU; without GPUs no binding."""
+    import torch
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    if not torch.cuda.is_available():
+        return None
+    return NumaOptions(affinity_mode=AffinityMode.NODE, should_fall_back_if_binding_fails=True)
+
+
+class _NoAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _yaml(value: dict[str, Any]) -> str:
+    return yaml.dump(value, Dumper=_NoAliases, sort_keys=False, width=10_000)
+
+
+@contextmanager
+def _in_environment(values: dict[str, str]) -> Iterator[None]:
+    """torch passes the environment of this process to its ranks. Afterwards it is restored: the secret of a lost
+    rendezvous must not be taken for one that the user has set."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _raise_signal(number: int, frame: FrameType | None) -> None:
+    """As torch does once its ranks have started; here from the beginning."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    raise SignalException("", signal.Signals(number))
+
+
+def _stop_message(number: signal.Signals) -> str:
+    why = "stopped by the user" if number == signal.SIGINT else f"told to leave ({number.name})"
+    return f"{why}: the same command resumes from the newest checkpoint"

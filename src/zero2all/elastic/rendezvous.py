@@ -1,0 +1,213 @@
+"""The rendezvous of a job: hosted by one of its nodes, or a separate process (``z2a rendezvous``).
+
+With a separate one the job survives the loss of any node. Otherwise the node that hosts it must stay.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from zero2all.console import say
+from zero2all.elastic.addresses import (
+    DEFAULT_PORT,
+    LOOPBACK,
+    default_address,
+    is_local_address,
+    local_address_for,
+    refuse_loopback,
+    resolve_endpoint,
+)
+from zero2all.elastic.job_secret import find_secret, new_secret
+from zero2all.elastic.rendezvous_client import JobEndedError, RendezvousClient, RendezvousStore
+from zero2all.elastic.rendezvous_server import RendezvousServer
+from zero2all.elastic.rendezvous_state import Outcome, RankAssignment, RendezvousSettings, settings_to_message
+from zero2all.errors import UsageError, Z2aError
+
+JOIN_TIMEOUT = 600.0  # seconds to wait for enough nodes
+_POLL_INTERVAL = 0.5
+
+
+@dataclass(frozen=True)
+class RendezvousConfig:
+    """Where and how nodes meet; the options of the command line."""
+
+    endpoint: str | None = None
+    """HOST:PORT; None for a job on one node."""
+    listen: str | None = None
+    """The address to bind if this node hosts it; that of ``endpoint`` if not given."""
+    advertise: str | None = None
+    """The address at which other nodes reach this one; the one from which it reaches the rendezvous if not given."""
+    secret_file: Path | None = None
+    patience: float = 60.0
+    """Seconds to wait for an answer."""
+
+
+def serve_rendezvous(port: int = DEFAULT_PORT, listen: str | None = None, secret_file: Path | None = None) -> None:
+    """Serve the rendezvous until this process is ended."""
+    secret, path = find_secret(secret_file, make=True)
+    address = default_address() if listen is None else listen
+    try:
+        server = RendezvousServer(address, port, secret)
+    except OSError as error:
+        raise Z2aError(
+            f"{address}:{port} cannot be bound ({error.strerror}): is a rendezvous running? Try --port or --listen"
+        ) from None
+    say(f"nodes meet at {server.endpoint}; Ctrl-C ends it")
+    where = "the variable Z2A_JOB_SECRET" if path is None else f"{path} (mode 0600)"
+    say(f"the job secret is in {where}: every node needs it, in the same place, by --secret-file or Z2A_JOB_SECRET")
+    server.serve()
+
+
+class Rendezvous(RendezvousHandler):
+    """Rendezvous handler of a job, for torch's elastic agent. ``close`` ends the job for all nodes.
+
+    >>> rendezvous = Rendezvous(RendezvousConfig("login:29500"), RendezvousSettings((2, 3, 4)), job_id="abc", procs=8)
+    >>> rendezvous.next_rendezvous().rank
+    0
+    """
+
+    def __init__(self, config: RendezvousConfig, settings: RendezvousSettings, job_id: str, procs: int) -> None:
+        """``job_id`` is the same on every node and differs from that of other jobs at the same endpoint."""
+        self.job_id, self.settings = job_id, settings
+        self.address = self._own_address(config)
+        self.secret, self.server = self._secret_and_server(config)
+        self.endpoint = config.endpoint or (self.server.endpoint if self.server is not None else "")
+        self.failed = False
+        """Whether the ranks of the last round have failed: their peers must not wait for them."""
+        self.assignment: RankAssignment | None = None
+        try:
+            self.client = RendezvousClient(
+                self.server.endpoint if self.server is not None else self.endpoint, self.secret, config.patience
+            )
+            own = {"address": self.address, "pid": os.getpid(), "procs": procs}
+            self.client.request("enter", job=job_id, rules=settings_to_message(settings), node=own)
+        except BaseException:
+            self._stop_server()
+            raise
+        self.client.start_heartbeat()
+
+    def _own_address(self, config: RendezvousConfig) -> str:
+        if config.advertise is not None:
+            return config.advertise
+        if config.endpoint is None:
+            return LOOPBACK
+        address = local_address_for(config.endpoint)
+        if self.settings.max_nodes > 1:
+            refuse_loopback(config.endpoint, address)
+        return address
+
+    def _secret_and_server(self, config: RendezvousConfig) -> tuple[str, RendezvousServer | None]:
+        """Starts the server if this node hosts it."""
+        if config.endpoint is None:  # no other node connects
+            secret = new_secret()
+            return secret, _start_server(RendezvousServer(LOOPBACK, 0, secret))
+        here = is_local_address(config.endpoint) or config.listen is not None
+        secret, _ = find_secret(config.secret_file, make=here, patience=config.patience)
+        if not here:
+            return secret, None
+        _, (address, port, *_) = resolve_endpoint(config.endpoint)
+        try:
+            return secret, _start_server(RendezvousServer(config.listen or address, port, secret))
+        except OSError:
+            return secret, None  # another process of this machine hosts it
+
+    def get_backend(self) -> str:
+        return "z2a"
+
+    def get_run_id(self) -> str:
+        return self.job_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        failed, self.failed = self.failed, False
+        self.assignment = RankAssignment(**self._wait_for_assignment(failed))
+        store = RendezvousStoreInfo(self.assignment.master, self.assignment.port)
+        return RendezvousInfo(RendezvousStore(self.client), self.assignment.rank, self.assignment.nodes, store)
+
+    def _wait_for_assignment(self, failed: bool) -> dict[str, Any]:
+        pending = self.client.send("wait", port=_free_port(self.address), failed=failed)
+        deadline, logged = time.monotonic() + JOIN_TIMEOUT, False
+        while not pending.arrived.wait(_POLL_INTERVAL):
+            if self.client.status.running:
+                deadline = time.monotonic() + JOIN_TIMEOUT
+                if not logged:
+                    say(f"the job is running (nodes: {self.client.status.running}); this one waits to be admitted")
+                    logged = True
+            elif time.monotonic() > deadline:
+                raise RendezvousTimeoutError(f"fewer than {self.settings.counts[0]} nodes came in {JOIN_TIMEOUT:.0f} s")
+        assignment: dict[str, Any] = self.client.result(pending)
+        return assignment
+
+    def num_nodes_waiting(self) -> int:
+        """Greater than 0 if the ranks must save and restart with other nodes."""
+        self.client.raise_if_lost()
+        status = self.client.status
+        if status.closed == "failed":
+            raise JobEndedError(done=False)
+        return int(status.change and not status.lost and status.closed is None)
+
+    def seconds_since_peer_loss(self) -> float | None:
+        """Seconds since a peer of this round was lost; None if none is."""
+        since = self.client.lost_since
+        return None if since is None else time.monotonic() - since
+
+    def report_node_failure(self, step: int) -> tuple[int, bool]:
+        """On how many nodes the job would run without this one, which fails at ``step`` repeatedly; and whether
+        others fail there too."""
+        answer = self.client.request("fail", step=step)
+        return int(answer["left"]), bool(answer["elsewhere"])
+
+    def is_closed(self) -> bool:
+        return self.client.status.closed is not None
+
+    def set_closed(self) -> None:
+        self.close("failed")
+
+    def close(self, outcome: Outcome) -> None:
+        """End the job for all nodes."""
+        with suppress(RendezvousError):  # the rendezvous is already gone, and the job with it
+            self.client.request("close", outcome=outcome)
+
+    def leave(self) -> None:
+        """The ranks of this node have saved and ended; the others may continue."""
+        with suppress(RendezvousError):
+            self.client.request("leave")
+
+    def shutdown(self) -> bool:
+        """Disconnect. Without ``close`` or ``leave`` the other nodes see a lost node."""
+        self.client.close()
+        self._stop_server()
+        return True
+
+    def _stop_server(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+
+
+def _start_server(server: RendezvousServer) -> RendezvousServer:
+    server.start()
+    return server
+
+
+def _free_port(address: str) -> int:
+    """For the store of the ranks. If the address is not local (NAT), on any interface."""
+    for candidate in (address, ""):
+        family = socket.AF_INET6 if ":" in candidate else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.bind((candidate, 0))
+            port: int = probe.getsockname()[1]
+            return port
+    raise UsageError(f"no free port on this machine for {address}")

@@ -1,0 +1,293 @@
+"""The client side of the rendezvous, for agents and ranks."""
+
+from __future__ import annotations
+
+import base64
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
+
+from zero2all.elastic.rendezvous_protocol import (
+    LENGTH_BYTES,
+    MAC_BYTES,
+    MAGIC,
+    MAX_NAME_BYTES,
+    NONCE_BYTES,
+    WELCOME,
+    Message,
+    SignedSession,
+    TamperedError,
+    client_proof,
+    frame_length,
+    verify,
+)
+from zero2all.elastic.rendezvous_state import RendezvousStatus
+from zero2all.environment import JOB_SECRET_VARIABLE
+from zero2all.errors import UsageError, Z2aError
+
+HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats
+SUSPENDED_AFTER = 5 * HEARTBEAT_INTERVAL  # seconds without running after which silence proves nothing
+RETRY_INTERVAL = 0.5
+STORE_TIMEOUT = timedelta(seconds=300)
+
+
+class WrongSecretError(UsageError):
+    """A retry would fail too."""
+
+
+class JobEndedError(RendezvousClosedError):
+    """Another node has closed the job. ``done``: because it is done."""
+
+    def __init__(self, done: bool) -> None:
+        super().__init__("done" if done else "closed by another node")
+        self.done = done
+
+
+@dataclass
+class PendingReply:
+    """A request that has no answer yet."""
+
+    answer: Message | None = None
+    arrived: threading.Event = field(default_factory=threading.Event)
+
+
+class RendezvousClient:
+    """
+    >>> client = RendezvousClient("login:29500", secret, patience=60)
+    >>> client.request("check", keys=["a"])
+    False
+    """
+
+    def __init__(self, endpoint: str, secret: str, patience: float) -> None:
+        """Connects, and retries for up to ``patience`` seconds."""
+        self.endpoint, self.patience = endpoint, patience
+        self.status = RendezvousStatus()
+        self.lost_since: float | None = None
+        """By this machine's monotonic clock, when a peer of the current round was first reported lost."""
+        self._sending, self._number = threading.Lock(), 0
+        self._pending: dict[int, PendingReply] = {}
+        self._lost_reason: str | None = None
+        self._ending = threading.Event()
+        self._socket, self._session = self._connect(secret.encode())
+        self._last_heard = time.monotonic()
+        threading.Thread(target=self._read_loop, name="z2a-rendezvous-read", daemon=True).start()
+
+    def start_heartbeat(self) -> None:
+        threading.Thread(target=self._heartbeat_loop, name="z2a-rendezvous-beat", daemon=True).start()
+
+    def send(self, operation: str, **fields: Any) -> PendingReply:
+        pending = PendingReply()
+        with self._sending:
+            if self._lost_reason is not None:
+                raise RendezvousConnectionError(self._lost_reason)
+            self._number += 1
+            self._pending[self._number] = pending
+            try:
+                self._socket.sendall(self._session.seal({"id": self._number, "op": operation, **fields}))
+            except OSError as error:
+                self._mark_lost(str(error))
+                raise RendezvousConnectionError(str(error)) from None
+        return pending
+
+    def request(self, operation: str, timeout: float | None = None, **fields: Any) -> Any:
+        pending = self.send(operation, **fields)
+        if not pending.arrived.wait(self.patience if timeout is None else timeout):
+            raise RendezvousConnectionError(f"no answer from {self.endpoint} in {timeout or self.patience:.0f} s")
+        return self.result(pending)
+
+    def result(self, pending: PendingReply) -> Any:
+        """The value of an answered request."""
+        if pending.answer is None:
+            raise RendezvousConnectionError(self._lost_reason or "the connection is closed")
+        if "error" not in pending.answer:
+            return pending.answer.get("value")
+        text = str(pending.answer["error"])
+        match pending.answer.get("kind"):
+            case "closed":
+                raise JobEndedError(text == "done")
+            case "timeout":
+                raise RendezvousTimeoutError(text)
+            case "usage":
+                raise UsageError(f"the rendezvous {self.endpoint} refused: {text}")
+            case _:
+                raise RendezvousConnectionError(text)
+
+    def raise_if_lost(self) -> None:
+        if self._lost_reason is not None:
+            raise RendezvousConnectionError(self._lost_reason)
+
+    def close(self) -> None:
+        self._ending.set()
+        self._mark_lost("closed by this node")
+
+    def _connect(self, secret: bytes) -> tuple[socket.socket, SignedSession]:
+        host, _, port = self.endpoint.rpartition(":")
+        deadline = time.monotonic() + self.patience
+        while True:
+            try:
+                found = socket.create_connection((host.strip("[]"), int(port)), timeout=max(1.0, self.patience))
+                try:
+                    return found, self._handshake(found, secret)
+                except BaseException:
+                    found.close()
+                    raise
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise RendezvousConnectionError(f"{self.endpoint} does not answer ({error})") from None
+            time.sleep(RETRY_INTERVAL)
+
+    def _handshake(self, found: socket.socket, secret: bytes) -> SignedSession:
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        greeting = _receive_exactly(found, len(MAGIC) + NONCE_BYTES)
+        if not greeting.startswith(MAGIC):
+            raise UsageError(
+                f"something else than a rendezvous of this version of zero2all answers at {self.endpoint}: "
+                "check --rdzv-endpoint, and that every machine has the same version"
+            )
+        theirs, mine = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
+        name = socket.gethostname().encode()[:MAX_NAME_BYTES]
+        found.sendall(mine + bytes([len(name)]) + name + client_proof(secret, theirs, mine, name))
+        address = found.getsockname()[0]
+        if _receive_exactly(found, 1) != WELCOME:
+            raise WrongSecretError(
+                f"node {socket.gethostname()} ({address}) was refused by the rendezvous {self.endpoint}: wrong job "
+                f"secret: copy the secret file from the machine that hosts it (--secret-file), or set "
+                f"{JOB_SECRET_VARIABLE}"
+            )
+        if not verify(secret, _receive_exactly(found, MAC_BYTES), b"server", theirs, mine):
+            raise WrongSecretError(f"what answers at {self.endpoint} does not know the job secret: it is not trusted")
+        found.settimeout(None)
+        return SignedSession(secret, theirs, mine, is_server=False)
+
+    def _read_loop(self) -> None:
+        try:
+            while True:
+                length = frame_length(_receive_exactly(self._socket, LENGTH_BYTES))
+                message = self._session.open(_receive_exactly(self._socket, length))
+                self._last_heard = time.monotonic()
+                if "status" in message:
+                    self._update_status(message["status"])
+                elif (pending := self._pending.pop(int(message["id"]), None)) is not None:
+                    pending.answer = message
+                    pending.arrived.set()
+        except OSError as error:
+            self._mark_lost(f"the connection to {self.endpoint} is lost ({error})")
+        except (TamperedError, KeyError, TypeError, ValueError) as error:
+            self._mark_lost(f"{self.endpoint} sent an invalid message ({error})")
+
+    def _update_status(self, values: Message) -> None:
+        status = RendezvousStatus(**{**values, "lost": tuple(values["lost"])})
+        if not status.lost:
+            self.lost_since = None
+        elif self.lost_since is None:
+            self.lost_since = time.monotonic()
+        self.status = status
+
+    def _heartbeat_loop(self) -> None:
+        before = time.monotonic()
+        while not self._ending.wait(HEARTBEAT_INTERVAL) and self._lost_reason is None:
+            now = time.monotonic()
+            if now - before > SUSPENDED_AFTER:  # this process was suspended, or its machine
+                self._last_heard = now
+            if now - self._last_heard > self.patience:
+                self._mark_lost(f"no sign of life from {self.endpoint} for {self.patience:.0f} s")
+                return
+            with suppress(RendezvousConnectionError):
+                self.send("beat")
+            before = time.monotonic()  # a blocked send is no suspension: the other side does not read
+
+    def _mark_lost(self, why: str) -> None:
+        self._lost_reason = self._lost_reason or why
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for pending in list(self._pending.values()):
+            pending.arrived.set()
+        self._pending.clear()
+
+
+class RendezvousStore(Store):
+    """The key-value store of a job at its rendezvous, as a torch Store. ``timeout`` is for keys not set yet."""
+
+    def __init__(self, client: RendezvousClient, timeout: timedelta = STORE_TIMEOUT) -> None:
+        super().__init__()
+        self._client, self._timeout = client, timeout
+
+    @classmethod
+    def from_environment(cls, endpoint: str, job: str, timeout: timedelta) -> RendezvousStore:
+        """For a rank that ``z2a launch`` started."""
+        if JOB_SECRET_VARIABLE not in os.environ:
+            raise Z2aError(
+                f"{JOB_SECRET_VARIABLE} is not set, and the ranks of a job need it: start them with 'z2a launch'"
+            )
+        client = RendezvousClient(endpoint, os.environ[JOB_SECRET_VARIABLE], timeout.total_seconds())
+        client.request("attach", job=job)
+        return cls(client, timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: list[str], values: Iterable[str | bytes]) -> None:
+        encoded = {key: _encode(value) for key, value in zip(keys, values, strict=True)}
+        self._client.request("set", values=encoded)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [base64.b64decode(value) for value in self._wait_for_keys("get", keys, self.timeout)]
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._client.request("add", key=key, amount=value))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._client.request("check", keys=keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._wait_for_keys("until", keys, timeout or self.timeout)
+
+    def _wait_for_keys(self, operation: str, keys: list[str], timeout: timedelta) -> Any:
+        seconds = timeout.total_seconds()
+        try:
+            return self._client.request(operation, timeout=seconds + self._client.patience, keys=keys, seconds=seconds)
+        except RendezvousTimeoutError as error:
+            raise DistStoreError(str(error)) from None  # as torch's own stores
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._client.request("delete", key=key))
+
+
+def _encode(value: str | bytes) -> str:
+    return base64.b64encode(value.encode() if isinstance(value, str) else bytes(value)).decode()
+
+
+def _receive_exactly(found: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = found.recv(count - len(parts))
+        if not part:
+            raise ConnectionResetError("the other side has closed it")
+        parts += part
+    return bytes(parts)

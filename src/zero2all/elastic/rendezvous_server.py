@@ -1,0 +1,385 @@
+"""The rendezvous server: it tracks the nodes of each job, forms rounds, and keeps a small key-value store."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import resource
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from zero2all.console import say
+from zero2all.elastic.rendezvous_protocol import (
+    LENGTH_BYTES,
+    MAC_BYTES,
+    MAGIC,
+    NONCE_BYTES,
+    REFUSED,
+    WELCOME,
+    Message,
+    SignedSession,
+    TamperedError,
+    client_proof,
+    frame_length,
+    printable_name,
+    server_proof,
+)
+from zero2all.elastic.rendezvous_state import Node, RendezvousState, RendezvousStatus, settings_from_message
+from zero2all.errors import Z2aError
+
+HANDSHAKE_TIMEOUT = 10.0  # seconds for a client to authenticate
+MAX_UNAUTHENTICATED = 1024  # at a time
+TICK_INTERVAL = 0.1
+BACKLOG = 4096
+WARNING_INTERVAL = 60.0  # seconds between two warnings about the same address
+
+
+class RequestError(Exception):
+    """An authenticated request that fails; the client raises an error by ``kind``."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+@dataclass
+class RendezvousJob:
+    """One of the jobs that use this rendezvous."""
+
+    state: RendezvousState
+    values: dict[str, bytes] = field(default_factory=dict)
+    watchers: dict[str, list[asyncio.Event]] = field(default_factory=dict)
+    pending_assignments: dict[str, asyncio.Future[Message]] = field(default_factory=dict)
+    """Of nodes that wait for a round."""
+    peers: dict[str, Peer] = field(default_factory=dict)
+
+    def set_value(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+        for event in self.watchers.pop(key, []):
+            event.set()
+
+    async def wait_for_keys(self, keys: list[str], timeout: float) -> None:
+        """Returns when all of them are set."""
+        deadline = time.monotonic() + timeout
+        while missing := next((key for key in keys if key not in self.values), None):
+            event = asyncio.Event()
+            self.watchers.setdefault(missing, []).append(event)
+            try:
+                await asyncio.wait_for(event.wait(), max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                raise RequestError("timeout", f"{missing} is not there after {timeout:.0f} s") from None
+
+
+@dataclass(eq=False)
+class Peer:
+    """One authenticated connection."""
+
+    name: str
+    address: str
+    session: SignedSession
+    writer: asyncio.StreamWriter
+    job: RendezvousJob | None = None
+    node: str | None = None
+    status: RendezvousStatus = field(default_factory=RendezvousStatus)
+
+    def send(self, message: Message) -> None:
+        if not self.writer.is_closing():
+            self.writer.write(self.session.seal(message))
+
+
+class RendezvousServer:
+    """
+    >>> server = RendezvousServer("10.0.0.1", 29500, secret)
+    >>> server.start()  # in a separate thread
+    >>> server.endpoint
+    '10.0.0.1:29500'
+    """
+
+    def __init__(self, address: str, port: int, secret: str) -> None:
+        """Binds only that address."""
+        self._secret = secret.encode()
+        self._socket = _listen(address, port)
+        self.port: int = self._socket.getsockname()[1]
+        self.endpoint = f"[{address}]:{self.port}" if ":" in address else f"{address}:{self.port}"
+        self._jobs: dict[str, RendezvousJob] = {}
+        self._peers: set[Peer] = set()
+        self._unauthenticated = 0
+        self._warned_at: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._ready = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self.serve, name="z2a-rendezvous", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def stop(self) -> None:
+        """Flushes what was sent."""
+        if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
+            with suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._stopping.set)
+        if self._thread is not None:
+            self._thread.join(5)
+
+    def serve(self) -> None:
+        """Until ``stop`` is called."""
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        server = await asyncio.start_server(self._accept, sock=self._socket, backlog=BACKLOG)
+        self._ready.set()
+        ticker = asyncio.create_task(self._tick())
+        try:
+            await self._stopping.wait()
+        finally:
+            ticker.cancel()
+            server.close()
+            for peer in list(self._peers):
+                with suppress(OSError, asyncio.TimeoutError):
+                    await asyncio.wait_for(peer.writer.drain(), 1)
+                peer.writer.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_INTERVAL)
+            for job in list(self._jobs.values()):
+                self._advance(job)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        address = str((writer.get_extra_info("peername") or ("?",))[0])
+        peer: Peer | None = None
+        try:
+            if self._unauthenticated >= MAX_UNAUTHENTICATED:
+                raise OSError("too many unauthenticated connections")
+            self._unauthenticated += 1
+            try:
+                peer = await asyncio.wait_for(self._handshake(reader, writer, address), HANDSHAKE_TIMEOUT)
+            finally:
+                self._unauthenticated -= 1
+            if peer is not None:
+                self._peers.add(peer)
+                await self._read_requests(reader, peer)
+        except TamperedError as error:
+            self._warn_once(address, f"{peer.name if peer else 'a client'} ({address}) sent {error}: disconnected")
+        except (OSError, EOFError, TimeoutError):
+            pass  # disconnected, or never authenticated
+        finally:
+            if peer is not None:
+                self._peers.discard(peer)
+                self._disconnect(peer, gracefully=False)
+            with suppress(OSError):
+                writer.close()
+
+    async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> Peer | None:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        writer.write(MAGIC + nonce)
+        theirs = await reader.readexactly(NONCE_BYTES)
+        name = await reader.readexactly((await reader.readexactly(1))[0])
+        proof = await reader.readexactly(MAC_BYTES)
+        if not hmac.compare_digest(proof, client_proof(self._secret, nonce, theirs, name)):
+            self._warn_once(address, f"node {printable_name(name)} ({address}) was refused: wrong job secret")
+            writer.write(REFUSED)
+            await writer.drain()
+            return None
+        writer.write(WELCOME + server_proof(self._secret, nonce, theirs))
+        return Peer(printable_name(name), address, SignedSession(self._secret, nonce, theirs, is_server=True), writer)
+
+    def _warn_once(self, address: str, text: str) -> None:
+        now = time.monotonic()
+        if now - self._warned_at.get(address, -WARNING_INTERVAL) >= WARNING_INTERVAL:
+            if len(self._warned_at) >= MAX_UNAUTHENTICATED:
+                self._warned_at.clear()
+            self._warned_at[address] = now
+            say(f"rendezvous: {text}")
+
+    async def _read_requests(self, reader: asyncio.StreamReader, peer: Peer) -> None:
+        while True:
+            length = frame_length(await reader.readexactly(LENGTH_BYTES))
+            message = peer.session.open(await reader.readexactly(length))
+            if peer.job is not None and peer.node is not None:
+                peer.job.state.record_heartbeat(peer.node, time.monotonic())
+            task = asyncio.create_task(self._handle_request(peer, message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _handle_request(self, peer: Peer, message: Message) -> None:
+        number = message.get("id")
+        try:
+            operation = _OPERATIONS.get(str(message.get("op")))
+            if operation is None:
+                raise RequestError("usage", f"unknown request {message.get('op')!r}: is this node of another version?")
+            peer.send({"id": number, "value": await operation(self, peer, message)})
+        except RequestError as error:
+            peer.send({"id": number, "error": str(error), "kind": error.kind})
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, Z2aError) as error:
+            peer.send({"id": number, "error": f"malformed request ({error})", "kind": "usage"})
+
+    def _disconnect(self, peer: Peer, gracefully: bool) -> None:
+        if peer.job is not None and peer.node is not None:
+            peer.job.state.leave(peer.node, gracefully)
+            peer.job.peers.pop(peer.node, None)
+            if (assignment := peer.job.pending_assignments.pop(peer.node, None)) is not None and not assignment.done():
+                assignment.cancel()
+            self._advance(peer.job)
+            if not peer.job.peers:  # no node is left: a later one starts the job again
+                self._jobs = {name: job for name, job in self._jobs.items() if job is not peer.job}
+            peer.node = None
+
+    def _advance(self, job: RendezvousJob) -> None:
+        """Form a round if it is due, and send every node the new status."""
+        assignments = job.state.advance(time.monotonic())
+        if assignments:
+            job.values.clear()  # of the previous round
+        for id, assignment in assignments.items():
+            if not (waiting := job.pending_assignments.pop(id)).done():
+                waiting.set_result(asdict(assignment))
+        status = job.state.status()
+        for id, peer in list(job.peers.items()):
+            if peer.status != status:
+                peer.status = status
+                peer.send({"status": asdict(status)})
+            if id not in job.state.nodes:  # silent for too long
+                peer.writer.close()
+        if status.closed is not None:
+            for waiting in job.pending_assignments.values():
+                if not waiting.done():
+                    waiting.set_exception(RequestError("closed", status.closed))
+            job.pending_assignments.clear()
+
+    async def _enter(self, peer: Peer, message: Message) -> str:
+        """A node registers; from now on it receives the status."""
+        name, settings, own = str(message["job"]), settings_from_message(message["rules"]), message["node"]
+        node = Node(secrets.token_hex(8), peer.name, str(own["address"]), int(own["pid"]), int(own["procs"]))
+        job = self._jobs.get(name)
+        if job is None or job.state.closed is not None:  # the job has ended and starts again
+            job = self._jobs[name] = RendezvousJob(RendezvousState(settings))
+        elif job.state.settings != settings:
+            raise RequestError(
+                "usage",
+                f"the job runs on {_format_node_counts(job.state.settings.counts)} nodes, and node {peer.name} "
+                f"asks for {_format_node_counts(settings.counts)}: give the same --nnodes on every node",
+            )
+        peer.job, peer.node = job, node.id
+        job.state.register(node, time.monotonic())
+        job.peers[peer.node] = peer
+        return peer.node
+
+    async def _attach(self, peer: Peer, message: Message) -> None:
+        """A rank of the job that uses its key-value store."""
+        job = self._jobs.get(str(message["job"]))
+        if job is None:
+            raise RequestError("usage", "unknown job")
+        peer.job = job
+
+    async def _join_next_round(self, peer: Peer, message: Message) -> Message:
+        job = _job_of(peer)
+        if peer.node is None or peer.node not in job.state.nodes:
+            raise RequestError("lost", "this node was silent for too long, and is no longer known")
+        if job.state.closed is not None:
+            raise RequestError("closed", job.state.closed)
+        job.state.join_next_round(peer.node, int(message["port"]), time.monotonic(), bool(message["failed"]))
+        assignment = job.pending_assignments[peer.node] = asyncio.get_running_loop().create_future()
+        self._advance(job)
+        try:
+            found: Message = await assignment
+            return found
+        except asyncio.CancelledError:
+            raise RequestError("lost", "the connection is gone") from None
+
+    async def _heartbeat(self, peer: Peer, message: Message) -> None:
+        return None
+
+    async def _leave(self, peer: Peer, message: Message) -> None:
+        self._disconnect(peer, gracefully=True)
+
+    async def _close(self, peer: Peer, message: Message) -> None:
+        job = _job_of(peer)
+        job.state.close("done" if message["outcome"] == "done" else "failed")
+        self._advance(job)
+
+    async def _fail(self, peer: Peer, message: Message) -> Message:
+        if peer.node is None:
+            raise RequestError("usage", "only nodes report failures")
+        left, elsewhere = _job_of(peer).state.report_failure(peer.node, int(message["step"]))
+        return {"left": left, "elsewhere": elsewhere}
+
+    async def _set(self, peer: Peer, message: Message) -> None:
+        for key, value in message["values"].items():
+            _job_of(peer).set_value(key, base64.b64decode(value))
+
+    async def _get(self, peer: Peer, message: Message) -> list[str]:
+        job, keys = _job_of(peer), list(message["keys"])
+        await job.wait_for_keys(keys, float(message["seconds"]))
+        return [base64.b64encode(job.values[key]).decode() for key in keys]
+
+    async def _add(self, peer: Peer, message: Message) -> int:
+        job, key = _job_of(peer), message["key"]
+        total = int(job.values.get(key, b"0")) + int(message["amount"])
+        job.set_value(key, str(total).encode())
+        return total
+
+    async def _wait_for_keys(self, peer: Peer, message: Message) -> None:
+        await _job_of(peer).wait_for_keys(list(message["keys"]), float(message["seconds"]))
+
+    async def _check(self, peer: Peer, message: Message) -> bool:
+        return all(key in _job_of(peer).values for key in message["keys"])
+
+    async def _delete(self, peer: Peer, message: Message) -> bool:
+        return _job_of(peer).values.pop(message["key"], None) is not None
+
+
+_OPERATIONS: dict[str, Callable[[RendezvousServer, Peer, Message], Any]] = {
+    "enter": RendezvousServer._enter,
+    "attach": RendezvousServer._attach,
+    "wait": RendezvousServer._join_next_round,
+    "beat": RendezvousServer._heartbeat,
+    "leave": RendezvousServer._leave,
+    "close": RendezvousServer._close,
+    "fail": RendezvousServer._fail,
+    "set": RendezvousServer._set,
+    "get": RendezvousServer._get,
+    "add": RendezvousServer._add,
+    "until": RendezvousServer._wait_for_keys,
+    "check": RendezvousServer._check,
+    "delete": RendezvousServer._delete,
+}
+
+
+def _job_of(peer: Peer) -> RendezvousJob:
+    if peer.job is None:
+        raise RequestError("usage", "attach to a job first")
+    return peer.job
+
+
+def _format_node_counts(counts: tuple[int, ...]) -> str:
+    if len(counts) > 1 and list(counts) == list(range(counts[0], counts[-1] + 1)):
+        return f"{counts[0]}:{counts[-1]}"
+    return " or ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one descriptor for each node
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+        listening.listen(BACKLOG)
+        listening.setblocking(False)
+    except OSError:
+        listening.close()
+        raise
+    return listening

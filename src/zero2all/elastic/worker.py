@@ -1,0 +1,97 @@
+"""The worker side of the agent: end with it, dump stacks on request, and record errors."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, NoReturn
+
+from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
+from zero2all.environment import AGENT_DIR_VARIABLE, has_agent
+from zero2all.processes import end_with_agent
+
+_kept_open: list[IO[str]] = []  # files that faulthandler writes to later
+
+
+def setup_worker() -> None:
+    """Call first in a process that an agent may have started; without an agent it does nothing."""
+    if not has_agent():
+        return
+    directory, local_rank = Path(os.environ[AGENT_DIR_VARIABLE]), int(os.environ["LOCAL_RANK"])
+    end_with_agent()
+    faulthandler.enable()
+    stacks = open(stacks_path(directory, local_rank), "w", encoding="utf-8")  # noqa: SIM115
+    _kept_open.append(stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    dump_request = dump_request_path(directory, local_rank)
+    dump_request.unlink(missing_ok=True)
+    os.mkfifo(dump_request)
+    answer = (dump_request, collectives_path(directory, local_rank))
+    threading.Thread(target=_serve_dump_requests, args=answer, name="z2a-bell", daemon=True).start()
+    import torch  # noqa: F401 - every rank needs it, and its seconds count as imports
+
+    Heartbeat.from_environment().record_phase(StartupPhase.IMPORTED)
+
+
+def run_worker(program: Callable[[], int | None]) -> NoReturn:
+    """Run the program of a rank and end the process with its exit status, without the interpreter's own shutdown.
+
+    Remaining native threads of torch have been seen to abort a process whose work was done and saved: its
+    agent would take a rank that stopped gracefully for one that crashed. Exit handlers of Python still run.
+    """
+    status = 1
+    try:
+        status = program() or 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    if not has_agent():
+        sys.exit(status)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def record_exception(error: BaseException) -> None:
+    """Write torch's error file, which the agent reads. Call it where the error is handled."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def stacks_path(directory: Path, local_rank: int) -> Path:
+    return directory / f"stacks-{local_rank}"
+
+
+def dump_request_path(directory: Path, local_rank: int) -> Path:
+    return directory / f"bell-{local_rank}"
+
+
+def collectives_path(directory: Path, local_rank: int) -> Path:
+    return directory / f"collectives-{local_rank}.json"
+
+
+def _serve_dump_requests(dump_request: Path, to: Path) -> None:
+    """Each time the agent opens the FIFO, dump torch's flight recorder. The main thread may be stuck meanwhile."""
+    while True:
+        try:
+            open(dump_request, "rb").close()
+            distributed = sys.modules.get("torch._C._distributed_c10d")
+            dump = distributed._dump_fr_trace_json() if distributed is not None else b"{}"
+            partial = to.with_suffix(".new")
+            partial.write_bytes(dump if isinstance(dump, bytes) else dump.encode())
+            partial.replace(to)
+        except OSError:
+            return  # the agent's directory is gone, and the agent with it

@@ -1,0 +1,1 @@
+"""What a model costs before it is built: parameters, memory, FLOPs, shapes."""

@@ -1,0 +1,148 @@
+"""What a model is made of, before any of it is built: parameters, cache, and the memory that training takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zero2all.hardware import compute_dtype
+from zero2all.model.cost.flops import Recompute
+from zero2all.model.cost.optimizer_state import optimizer_state_bytes
+from zero2all.model.z2all import Z2all
+from zero2all.recipe import ModelConfig, OptimizerRecipe, Recipe
+
+# Where a parameter belongs, by a substring of its name; the first match wins.
+_COMPONENTS = {
+    "embed_tokens": "embedding",
+    "lm_head": "head",
+    "mtp.": "multi-token prediction",
+    "norm": "norms",
+    "self_attn": "attention",
+    ".gate.": "router",
+    ".experts.": "experts",
+    ".shared_experts.": "shared experts",
+    "mlp": "feed-forward",
+}
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    parts: dict[str, int]
+    total: int
+    active: int
+    """Those that a token goes through: of the experts, only its own."""
+    in_products: int
+    """Active ones that a token is multiplied with: not the embedding, which is looked up. The N of 6N."""
+
+
+def count_parameters(config: ModelConfig) -> ParameterCounts:
+    """
+    >>> count_parameters(ModelConfig(preset="z2all-1.1b")).total
+    1255499776
+    """
+    parts: dict[str, int] = {}
+    idle = 0
+    for name, parameter in _meta_parameters(config):
+        part = next(part for substring, part in _COMPONENTS.items() if substring in name)
+        parts[part] = parts.get(part, 0) + parameter.numel()
+        if config.moe is not None and ".experts." in name:
+            idle += (
+                parameter.numel() * (config.moe.num_experts - config.moe.num_experts_per_tok) // config.moe.num_experts
+            )
+    total = sum(parts.values())
+    looked_up = 0 if config.tie_word_embeddings else parts["embedding"]
+    return ParameterCounts(parts, total, total - idle, total - idle - looked_up)
+
+
+def _meta_parameters(config: ModelConfig) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter without its memory. Ops named in a recipe may not run here, and change no parameter."""
+    with torch.device("meta"):
+        return list(Z2all(config).named_parameters())
+
+
+def kv_cache_bytes_per_token(config: ModelConfig, element: int = 2) -> int:
+    """Keys and values of one position in all layers, in bf16 by default."""
+    return config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_size * element
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes on one device that holds the full model. The first four are exact; the others are estimates.
+
+    Activations and gradients are not at their largest at the same time, so the sum is more than the peak.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    half_weights: int
+    """The copies that autocast makes of the matrices."""
+    activations: int
+    """Kept for the backward pass, by the fused kernels, without torch.compile (which keeps less)."""
+    activations_recomputing: int
+    """With activation checkpointing: the input of each block, and one block in full."""
+    logits: int
+    """Of the loss, where all are kept; the chunked kernels keep almost none."""
+
+
+def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
+    config, tokens = recipe.model, recipe.train.effective_micro_batch_tokens
+    parameters = count_parameters(config)
+    half = compute_dtype(recipe.train.precision, device).itemsize == 2
+    matrices = (
+        parameters.total
+        - parameters.parts["norms"]
+        - (0 if config.tie_word_embeddings else parameters.parts["embedding"])
+    )
+    return TrainingMemory(
+        weights=4 * parameters.total,
+        gradients=4 * parameters.total,
+        optimizer=optimizer_bytes(config, recipe.train.optimizer),
+        half_weights=2 * matrices if half else 0,
+        activations=activation_bytes(config, tokens, half),
+        activations_recomputing=activation_bytes(config, tokens, half, "full"),
+        logits=3 * 4 * tokens * config.padded_vocab_size,  # fp32: themselves, their log-softmax, their gradient
+    )
+
+
+def optimizer_bytes(config: ModelConfig, optimizer: OptimizerRecipe) -> int:
+    """State of the optimizer for the full model."""
+    return sum(
+        optimizer_state_bytes(optimizer, name, parameter.dim()) * parameter.numel()
+        for name, parameter in _meta_parameters(config)
+    )
+
+
+def activation_bytes(config: ModelConfig, tokens: int, half: bool, recompute: Recompute = "none") -> int:
+    """What blocks keep of ``tokens`` tokens until the backward pass, as on CPU; some GPU kernels keep less."""
+    element = 2 if half else 4
+    blocks = [_block_bytes(config, layer, element) for layer in range(config.num_hidden_layers)]
+    if config.mtp_weight:
+        blocks.append(blocks[-1])
+    end = _norm_bytes(config.hidden_size, element)
+    if recompute == "full":
+        stream = 4 if config.residual_fp32 else element
+        return tokens * (stream * config.hidden_size * len(blocks) + max(blocks) + end)
+    return tokens * (sum(blocks) + end)
+
+
+def _norm_bytes(size: int, element: int) -> int:
+    """fp32 before and after scaling, and the copy that the matrices after it read."""
+    return size * (4 + 4 + element)
+
+
+def _block_bytes(config: ModelConfig, layer: int, element: int) -> int:
+    hidden, moe = config.hidden_size, config.moe
+    queries, keys = config.num_attention_heads * config.head_size, config.num_key_value_heads * config.head_size
+    kept = 2 * _norm_bytes(hidden, element)
+    kept += element * (3 * queries + 2 * keys)  # q, k, v, and what comes out, by heads and by tokens
+    if config.qk_norm:
+        kept += 8 * (queries + keys)
+    wide = config.intermediate_size
+    if moe is not None and config.is_moe_layer(layer):
+        wide = (moe.num_experts_per_tok + moe.n_shared_experts) * moe.moe_intermediate_size
+        kept += 4 * hidden  # the router reads fp32
+        kept += 2 * element * moe.num_experts_per_tok * hidden  # tokens brought to their experts, and back
+    return kept + 4 * element * wide  # gate, up, silu(gate) and their product

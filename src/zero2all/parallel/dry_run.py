@@ -1,0 +1,159 @@
+"""``z2a parallel show``: what every rank of a layout would hold, computed on one CPU without weights in memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from zero2all.errors import UsageError, Z2aError
+from zero2all.hardware import compute_dtype, dtype_name
+from zero2all.model import Z2all
+from zero2all.parallel.mesh import ParallelDims, ParallelMesh
+from zero2all.parallel.parallelize import LocalModel, parallelize
+from zero2all.parallel.rank_memory import RankMemory, rank_memory
+from zero2all.recipe import ModelConfig, Recipe
+
+FP32_BYTES = 4  # parameters are kept in fp32
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """What the ranks of one pipeline rank hold."""
+
+    stage: int
+    layers: list[int]
+    parameters: int
+    """Elements of the stage, before sharding."""
+    least: int
+    most: int
+    """Elements on the rank with the fewest and on that with the most."""
+    memory: RankMemory
+    """Of the rank with the most."""
+    examples: dict[str, str]
+    """Some parameters: full shape, placements, shape on a rank."""
+
+
+def dry_run(recipe: Recipe, world_size: int) -> dict[str, Any]:
+    """The mesh, what every pipeline rank holds and its bytes; checked to add up to the full model."""
+    config = recipe.model
+    if config.vocab_size is None:
+        config = config.model_copy(update={"vocab_size": recipe.tokenizer.vocab_size})
+    parallel_dims = ParallelDims.from_recipe(recipe.parallel, world_size)
+    with torch.device("meta"):
+        total = sum(parameter.numel() for parameter in Z2all(config).parameters())
+    stages = [_stage_summary(config, recipe, parallel_dims, stage) for stage in range(parallel_dims.pp)]
+    held = sum(stage.parameters for stage in stages)
+    if held != total:
+        raise Z2aError(f"the ranks hold {held} parameters, the model has {total}: this is a bug in zero2all")
+    return {
+        "world": world_size,
+        "mesh": {name: getattr(parallel_dims, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
+        "parameters": total,
+        "bytes": total * FP32_BYTES,
+        "compute_dtype": dtype_name(_compute_dtype(recipe)),
+        "memory_per_rank": _memory_dict(max((stage.memory for stage in stages), key=lambda memory: memory.total)),
+        "stages": [vars(stage) | {"memory": _memory_dict(stage.memory)} for stage in stages],
+    }
+
+
+def _memory_dict(memory: RankMemory) -> dict[str, int]:
+    return asdict(memory) | {"total": memory.total}
+
+
+def _compute_dtype(recipe: Recipe) -> torch.dtype:
+    """A dry run has no device to ask: auto is taken to be bf16."""
+    precision = recipe.train.precision
+    return compute_dtype("bf16" if precision == "auto" else precision, torch.device("cpu"))
+
+
+@contextmanager
+def _fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Act as one rank of a process group whose collectives do nothing."""
+    if dist.is_initialized():
+        raise UsageError("this process is a rank of a group already; run 'z2a parallel show' on its own")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _stage_summary(config: ModelConfig, recipe: Recipe, parallel_dims: ParallelDims, stage: int) -> StageSummary:
+    """Parallelize as the first rank of a stage, then count for all ranks of it."""
+    with (
+        nullcontext()
+        if parallel_dims.world_size == 1
+        else _fake_process_group(stage * (parallel_dims.world_size // parallel_dims.pp), parallel_dims.world_size)
+    ):
+        local_model = parallelize(
+            config, recipe.parallel, ParallelMesh(parallel_dims, torch.device("cpu")), _compute_dtype(recipe)
+        )
+        return _summarize_stage(local_model, recipe, parallel_dims, stage)
+
+
+def _summarize_stage(local_model: LocalModel, recipe: Recipe, parallel_dims: ParallelDims, stage: int) -> StageSummary:
+    names = {name: parameter for part in local_model.model_parts for name, parameter in part.named_parameters()}
+    counts: dict[Any, list[int]] = {}  # parameters of one shape on one mesh are equal
+    shards: dict[str, int] = {}  # elements on the rank with the most
+    least = total = 0
+    for name, parameter in names.items():
+        if not isinstance(parameter, DTensor):
+            on_ranks = [parameter.numel()]
+        else:
+            key = (parameter.shape, parameter.device_mesh, parameter.placements)
+            if key not in counts:
+                counts[key] = _elements_by_rank(parameter)
+            on_ranks = counts[key]
+            copies = math.prod(
+                size
+                for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+                if placement.is_replicate()
+            )
+            if sum(on_ranks) != parameter.numel() * copies:
+                raise Z2aError(f"the shards of {name} do not add up to it: this is a bug in zero2all")
+        total += parameter.numel()
+        least += min(on_ranks)
+        shards[name] = max(on_ranks)
+    layers = sorted(int(name) for part in local_model.model_parts for name, _ in part.layers.named_children())
+    picked = [f"layers.{layers[0]}.self_attn.q_proj.weight", f"layers.{layers[0]}.mlp.down_proj.weight"]
+    examples = {
+        name: _placement_text(names[name])
+        for name in ("embed_tokens.weight", *picked, "lm_head.weight")
+        if name in names
+    }
+    memory = rank_memory(local_model, shards, recipe, parallel_dims, _compute_dtype(recipe))
+    return StageSummary(stage, layers, total, least, sum(shards.values()), memory, examples)
+
+
+def _elements_by_rank(parameter: DTensor) -> list[int]:
+    """Elements of a parameter on each rank of its mesh."""
+    shape = parameter.device_mesh.shape
+    counts = []
+    for coordinate in itertools.product(*map(range, shape)):
+        local, _ = _compute_local_shape_and_global_offset(
+            parameter.shape, shape, coordinate.__getitem__, parameter.placements
+        )
+        counts.append(math.prod(local))
+    return counts
+
+
+def _placement_text(parameter: torch.Tensor) -> str:
+    if not isinstance(parameter, DTensor):
+        return f"{tuple(parameter.shape)}, whole"
+    names = parameter.device_mesh.mesh_dim_names or ()
+    placements = ", ".join(
+        f"{name}: {'copied' if placement.is_replicate() else f'cut at {placement.dim}'}"  # type: ignore[attr-defined]
+        for name, placement in zip(names, parameter.placements, strict=True)
+    )
+    return f"{tuple(parameter.shape)} over {placements}; {tuple(parameter.to_local().shape)} on a rank"

@@ -1,0 +1,79 @@
+"""Gradient accumulation under FSDP2: when the gradient of a micro-batch is reduced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from zero2all.recipe import ParallelRecipe
+
+
+def set_gradient_sync(module: FSDPModule, recipe: ParallelRecipe, is_last: bool) -> None:
+    """Before the backward of a micro-batch: reduce its gradient, or keep it unsharded until the last one.
+
+    Reduce-scattered gradients are accumulated in fp32 shards. Replicas (HSDP) are all-reduced once, with the last.
+    """
+    every = recipe.gradient_sync == "every"
+    module.set_requires_gradient_sync(every or is_last)
+    module.set_requires_all_reduce(is_last or not every)
+
+
+def fsdp_param_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's groups of parameters that are gathered and reduced together, in module order."""
+    states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+def pipeline_stage_class(recipe: ParallelRecipe) -> Any:
+    """Torch's pipeline stage, reducing gradients as the recipe asks: torch's own reduces after the last micro-batch."""
+    from torch.distributed.pipelining import PipelineStage  # imports the compiler: only a pipeline waits for it
+    from torch.distributed.pipelining._backward import (
+        _get_grad_fn_or_grad_acc,
+        stage_backward,
+        stage_backward_input,
+        stage_backward_weight,
+    )
+
+    if recipe.gradient_sync == "last":
+        return PipelineStage
+
+    class ReducingStage(PipelineStage):
+        def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+            module = self.submod
+            if not isinstance(module, FSDPModule):
+                return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            module.set_is_last_backward(False)
+            module.set_reshard_after_backward(False)
+            set_gradient_sync(module, recipe, last_backward)
+            if backward_type == "weight":
+                return self._weight_gradients(bwd_kwargs["param_groups"]), None
+            outputs = (bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
+            if backward_type == "full":
+                return stage_backward(*outputs), None
+            # FSDP2's hooks run here, before there is a gradient of a weight to reduce.
+            module.set_requires_gradient_sync(False)
+            return stage_backward_input(*outputs, module.parameters())
+
+        def _weight_gradients(self, families: list[dict[str, Any]]) -> tuple[()]:
+            """The second half of a split backward, which runs no hooks: reduce after each block, not after the stage.
+
+            ``families`` are weights whose gradients torch computes together.
+            """
+            groups = fsdp_param_groups(self.submod)
+            owners = {
+                _get_grad_fn_or_grad_acc(parameter.unsharded_param): number
+                for number, group in enumerate(groups)
+                for parameter in group.fsdp_params
+            }
+            by_group: dict[int, list[dict[str, Any]]] = {}
+            for family in families:
+                # One that spans several is computed before the first of them is reduced.
+                by_group.setdefault(min(owners[node] for node in family["params"]), []).append(family)
+            for number, group in enumerate(groups):
+                stage_backward_weight(self.submod.parameters(), by_group.get(number, []))
+                group.post_backward()
+            return ()
+
+    return ReducingStage

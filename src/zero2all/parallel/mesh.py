@@ -1,0 +1,178 @@
+"""Parallel dimensions, the device mesh, and the samples that each rank reads."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zero2all.errors import UsageError
+from zero2all.parallel.tcp_store import tcp_store_from_env
+from zero2all.recipe import ParallelRecipe
+
+# Longer than the launcher's hang detection, which explains what it sees.
+COLLECTIVE_TIMEOUT = timedelta(minutes=15)
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """
+    >>> ParallelDims.from_recipe(ParallelRecipe(tp=2), world_size=8)
+    ParallelDims(pp=1, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=1)
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def from_recipe(cls, recipe: ParallelRecipe, world_size: int) -> ParallelDims:
+        """The recipe's dimensions for this world size, ``auto`` resolved."""
+        wanted = {"pp": recipe.pp, "cp": recipe.cp, "tp": recipe.tp}
+        wanted |= {
+            name: size
+            for name, size in (("dp_replicate", recipe.dp_replicate), ("dp_shard", recipe.dp_shard))
+            if size != "auto"
+        }
+        product = math.prod(wanted.values())
+        spelled = " x ".join(f"{name} {size}" for name, size in wanted.items() if size > 1) or "1"
+        left = {name: world_size // product for name in ("dp_replicate", "dp_shard") if name not in wanted}
+        if world_size % product or (not left and world_size != product):
+            raise UsageError(
+                f"parallel: {spelled} = {product} ranks, but there are {world_size}: start {product} with "
+                f"'z2a launch --nproc-per-node {product}', or change the sizes"
+            )
+        dims = cls(**wanted, **left, ep=recipe.ep)
+        if (dims.dp_shard * dims.cp) % dims.ep:
+            raise UsageError(
+                f"parallel.ep ({dims.ep}) must divide dp_shard x cp ({dims.dp_shard * dims.cp}), "
+                "whose ranks share the experts"
+            )
+        return dims
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in asdict(self).items() if size > 1) or "one process"
+
+
+class ParallelMesh:
+    """The ranks of a run on a mesh with the dimensions pp, dp_replicate, dp_shard, cp and tp; tp ranks are neighbours.
+
+    >>> mesh = ParallelMesh.init_distributed(ParallelRecipe(tp=2), torch.device("cpu"))  # on each rank
+    >>> first, last = mesh.sample_range(batch_samples=16)
+    """
+
+    def __init__(self, dims: ParallelDims, device: torch.device) -> None:
+        """Every rank of a process group builds the same mesh; one process needs no group."""
+        self.dims, self.device = dims, device
+        self._owns_group = False
+        self._dense_mesh: DeviceMesh | None = None
+        self._expert_mesh: DeviceMesh | None = None
+        if dims.world_size > 1:
+            dimensions = {name: getattr(dims, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+            self._dense_mesh = _init_mesh(device, dimensions, keep="dp_shard")
+        if dims.ep > 1:
+            # A second mesh over the same ranks: dp_shard and cp become expert shards and ep.
+            shards = dims.dp_shard * dims.cp // dims.ep
+            dimensions = {
+                "pp": dims.pp,
+                "dp_replicate": dims.dp_replicate,
+                "expert_shard": shards,
+                "ep": dims.ep,
+                "tp": dims.tp,
+            }
+            self._expert_mesh = _init_mesh(device, dimensions, keep="expert_shard")
+
+    @classmethod
+    def init_distributed(cls, recipe: ParallelRecipe, device: torch.device) -> ParallelMesh:
+        """Join the process group that the launcher describes in the environment, unless joined already or alone."""
+        world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        dims, owns_group = ParallelDims.from_recipe(recipe, world_size), False
+        if world_size > 1 and not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            store = tcp_store_from_env(COLLECTIVE_TIMEOUT)
+            rank = -1 if store is None else int(os.environ["RANK"])
+            dist.init_process_group(
+                backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=-1 if rank < 0 else world_size
+            )
+            owns_group = True
+        mesh = cls(dims, device)
+        mesh._owns_group = owns_group
+        return mesh
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if self._dense_mesh is not None else 0
+
+    @property
+    def dp_rank(self) -> int:
+        """Which slice of every batch is this rank's."""
+        return self.coordinate("dp_replicate") * self.dims.dp_shard + self.coordinate("dp_shard")
+
+    def coordinate(self, dimension: str) -> int:
+        """This rank's coordinate."""
+        return 0 if getattr(self.dims, dimension) == 1 else self.get_mesh(dimension).get_local_rank()
+
+    def get_mesh(self, *dimensions: str) -> DeviceMesh:
+        """This rank's submesh along some dimensions of more than one rank."""
+        assert self._dense_mesh is not None, "one process has no mesh"
+        return self._dense_mesh[dimensions]
+
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The ranks whose gradients are reduced: replicas if any, then shards. Ranks of cp are shards too."""
+        if self.dims.cp == 1:
+            shards = self.get_mesh("dp_shard")
+        else:
+            shards = (
+                self.get_mesh("cp") if self.dims.dp_shard == 1 else self.get_mesh("dp_shard", "cp")._flatten("shards")
+            )
+        if self.dims.dp_replicate == 1:
+            return shards
+        return DeviceMesh._concatenate([self.get_mesh("dp_replicate"), shards])
+
+    def ep_mesh(self) -> DeviceMesh:
+        """The ranks that hold different experts."""
+        assert self._expert_mesh is not None, "parallel.ep is 1"
+        return self._expert_mesh["ep"]
+
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """The ranks that hold the same experts: replicas if any, then shards."""
+        assert self._expert_mesh is not None, "parallel.ep is 1"
+        replicas = ("dp_replicate",) if self.dims.dp_replicate > 1 else ()
+        return self._expert_mesh[(*replicas, "expert_shard")]
+
+    def sample_range(self, batch_samples: int) -> tuple[int, int]:
+        """The slice [first, last) of a batch's samples that this rank reads; tp, cp and pp ranks read the same."""
+        return shard_range(batch_samples, self.dp_rank, self.dims.dp)
+
+    def close(self) -> None:
+        """Leave the process group, if it was joined here."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def shard_range(count: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The range [first, last) of ``count`` items that belongs to a rank; ``count`` need not divide evenly."""
+    return count * rank // ranks, count * (rank + 1) // ranks
+
+
+def _init_mesh(device: torch.device, dimensions: dict[str, int], keep: str) -> DeviceMesh:
+    """A mesh of the dimensions with more than one rank, and one to keep: each costs a process group and its threads."""
+    used = {name: size for name, size in dimensions.items() if size > 1 or name == keep}
+    return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))

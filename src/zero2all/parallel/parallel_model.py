@@ -1,0 +1,315 @@
+"""A model over ranks, with one interface for every parallel layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from zero2all.errors import UsageError
+from zero2all.model import IGNORE_INDEX, Z2all
+from zero2all.model.moe import MoE
+from zero2all.parallel.context_parallel import ContextParallel
+from zero2all.parallel.gradient_accumulation import set_gradient_sync
+from zero2all.parallel.loss_scale import DynamicLossScaler
+from zero2all.parallel.mesh import ParallelMesh
+from zero2all.parallel.parallelize import parallelize
+from zero2all.parallel.pipeline_parallel import Pipeline, merge_stages
+from zero2all.parallel.sharded_init import ShardedInitMode
+from zero2all.parallel.tensor_parallel import apply_tp_ops
+from zero2all.recipe import ModelConfig, ParallelRecipe, RopeScaling
+
+
+class ParallelModel:
+    """
+    >>> mesh = ParallelMesh.init_distributed(recipe.parallel, torch.device("cpu"))
+    >>> model = ParallelModel(config, recipe.parallel, mesh, seed=0)
+    >>> optimizer = torch.optim.AdamW(model.param_groups(model.model.parameters()))
+    >>> losses = model.forward_backward(tokens, targets, divisor=targets_in_the_global_batch)  # this rank's samples
+    >>> norm = model.clip_grad_norm_(1.0)
+    >>> optimizer.step(); optimizer.zero_grad(); model.update_expert_bias()
+    >>> loss = model.all_reduce_sum(losses.sum()) / targets_in_the_global_batch
+    """
+
+    model: Z2all
+    """What this rank holds, under the names of the full model: for optimizers and for DCP's ``get_state_dict``."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        recipe: ParallelRecipe,
+        mesh: ParallelMesh,
+        *,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        compile: bool = False,
+    ) -> None:
+        """Build on the meta device, parallelize, initialize with the weights that the full model would have."""
+        if config.padded_vocab_size % mesh.dims.tp:  # a recipe need not know: the tokenizer does
+            raise UsageError(
+                f"parallel.tp ({mesh.dims.tp}) must divide the {config.padded_vocab_size} rows of the vocabulary: "
+                "choose another parallel.tp"
+            )
+        self.config, self.recipe, self.mesh, self.dtype = config, recipe, mesh, dtype
+        self.loss_scaler = DynamicLossScaler() if dtype == torch.float16 else None
+        self._context_parallel = ContextParallel(mesh.get_mesh("cp"), recipe) if mesh.dims.cp > 1 else None
+        local_model = parallelize(config, recipe, mesh, dtype)
+        self._model_parts = local_model.model_parts
+        for part in local_model.model_parts:
+            self._init_part(part, seed)
+        with torch.device("meta"):
+            self.model = merge_stages(config, local_model.model_parts)
+        if compile:
+            for block in self.model.layers.children():
+                block.compile()
+        self._pipeline = (
+            Pipeline(local_model.stages, local_model.stage_indices, recipe, mesh) if local_model.stages else None
+        )
+        self._uses_fsdp = local_model.uses_fsdp
+        self._ddp: DistributedDataParallel | None = None
+        if mesh.dims.world_size > 1 and mesh.dims.dp_replicate == mesh.dims.world_size:
+            # Buffers need no broadcast: rotary tables and expert biases come out the same on every rank.
+            self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False)
+            if mesh.dims.world_size > 2 and not compile:
+                self._rebuild_ddp_buckets(self._ddp)
+
+    def forward_backward(
+        self,
+        tokens_BS: Tensor,
+        targets_BS: Tensor,
+        divisor: float,
+        doc_starts_BS: Tensor | None = None,
+        micro_batch_size: int | None = None,
+    ) -> Tensor:
+        """Add the gradient of ``losses.sum() / divisor``, summed over all ranks, from this rank's samples.
+
+        ``divisor`` is the number of targets in the global batch; ``doc_starts_BS`` (``document_starts``) keeps
+        attention inside documents. ``micro_batch_size`` is the samples of one forward pass: all of this rank's by
+        default, in a pipeline as many as give two micro-batches a stage.
+
+        Returns this rank's losses [B, S], zero where another rank has them (a later pipeline stage, another part of
+        the sequence): see ``all_reduce_sum``.
+        """
+        losses = self._run_batch(
+            tokens_BS, targets_BS, doc_starts_BS, divisor / self._loss_scale_factor, micro_batch_size
+        )
+        self._reduce_partial_gradients()
+        return losses
+
+    @torch.no_grad()
+    def eval_losses(self, tokens_BS: Tensor, targets_BS: Tensor, doc_starts_BS: Tensor | None = None) -> Tensor:
+        """The losses [B, S] of samples that are the same on every rank, complete on every rank. No gradient."""
+        samples = len(tokens_BS)
+        # A pipeline needs a multiple of its micro-batches; the rows that pad the batch are dropped.
+        multiple = 2 * self._pipeline.num_stages if self._pipeline is not None else 1
+        rows = torch.arange(-(-samples // multiple) * multiple).clamp(max=samples - 1)
+        self._set_training(False)
+        try:
+            doc_starts_BS = None if doc_starts_BS is None else doc_starts_BS[rows]
+            losses = self._run_batch(tokens_BS[rows], targets_BS[rows], doc_starts_BS, divisor=None)[:samples]
+        finally:
+            self._set_training(True)
+        return self.all_reduce_sum(losses if self.mesh.dp_rank == 0 else torch.zeros_like(losses))
+
+    def set_rope(self, theta: float, scaling: RopeScaling | None) -> None:
+        """Use another RoPE base and scaling from here on."""
+        for part in dict.fromkeys([self.model, *self._model_parts]):
+            part.set_rope(theta, scaling)
+
+    def _set_training(self, mode: bool) -> None:
+        for part in self._model_parts:
+            part.train(mode)
+
+    def _run_batch(
+        self,
+        tokens_BS: Tensor,
+        targets_BS: Tensor,
+        doc_starts_BS: Tensor | None,
+        divisor: float | None,
+        micro_batch_size: int | None = None,
+    ) -> Tensor:
+        """Forward, and with a divisor backward, of this rank's positions of its samples."""
+        inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
+        if doc_starts_BS is not None:
+            inputs["doc_starts_BS"] = doc_starts_BS
+        device = self.mesh.device  # contiguous, because pipeline stages check strides
+        inputs = {name: tensor.contiguous().to(device, non_blocking=True) for name, tensor in inputs.items()}
+        length = tokens_BS.shape[1]
+        if self._context_parallel is not None:
+            positions = self._context_parallel.local_positions(length, self.mesh.device)
+            inputs |= {name: inputs[name][:, positions] for name in ("tokens_BS", "targets_BS")}
+        autocast = self.dtype != torch.float32 and not self._uses_fsdp  # sharded weights are gathered in it
+        with torch.autocast(self.mesh.device.type, self.dtype, enabled=autocast):
+            if self._pipeline is not None:
+                losses = self._run_pipeline(self._pipeline, inputs, divisor, micro_batch_size)
+            else:
+                losses = self._run_micro_batches(inputs, divisor, micro_batch_size)
+        if self._context_parallel is None:
+            return losses
+        return losses.new_zeros(len(losses), length).index_copy(1, positions, losses)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradient so that its norm over the parameters of all ranks is at most ``max_norm``; the old norm.
+
+        A shard that several ranks hold counts once. One all-reduce, whatever the parallel layout.
+        """
+        gradients = [
+            (parameter, _to_local(parameter.grad))
+            for parameter in self.model.parameters()
+            if parameter.grad is not None
+        ]
+        norms = torch._foreach_norm([gradient for _, gradient in gradients])
+        replicas = torch.tensor([self._replica_count(parameter) for parameter, _ in gradients], device=self.mesh.device)
+        square = (torch.stack(norms).double().square() / replicas).sum()
+        if self.mesh.dims.world_size > 1:
+            dist.all_reduce(square)
+        norm = square.sqrt().float() / self._loss_scale_factor
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self._loss_scale_factor
+        torch._foreach_mul_([gradient for _, gradient in gradients], factor)
+        return norm
+
+    @property
+    def _loss_scale_factor(self) -> float:
+        """How many times too large gradients are between ``forward_backward`` and ``clip_grad_norm_``."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.value
+
+    def local_targets(self, targets_BS: Tensor) -> Tensor:
+        """The targets whose losses this rank computes, on its device; IGNORE_INDEX at the positions of other ranks."""
+        targets_BS = targets_BS.to(self.mesh.device, non_blocking=True)
+        if self._context_parallel is None:
+            return targets_BS
+        positions = self._context_parallel.local_positions(targets_BS.shape[1], self.mesh.device)
+        return torch.full_like(targets_BS, IGNORE_INDEX).index_copy(1, positions, targets_BS[:, positions])
+
+    def all_reduce_sum(self, local: Tensor, stop_requested: bool = False) -> Tensor:
+        """The sum over ranks of something computed from this rank's losses, so that each token counts once.
+
+        ``stop_requested`` is sent in the last row, which must be zero: every rank's counts, even if its losses do not.
+        """
+        local = local.clone() if self._is_loss_rank else torch.zeros_like(local)
+        if stop_requested:
+            local[-1] = 1.0
+        if self.mesh.dims.world_size > 1:
+            dist.all_reduce(local)
+        return local
+
+    def update_expert_bias(self) -> None:
+        """Once a step, after the optimizer: move the biases of experts by their load over all ranks."""
+        moe_layers = [module for module in self.model.modules() if isinstance(module, MoE)]
+        if moe_layers and self.mesh.dims.dp * self.mesh.dims.cp > 1:
+            loads = torch.stack([layer.load for layer in moe_layers])
+            for dimension in ("dp_replicate", "dp_shard", "cp"):
+                if getattr(self.mesh.dims, dimension) > 1:
+                    dist.all_reduce(loads, group=self.mesh.get_mesh(dimension).get_group())
+            for layer, load in zip(moe_layers, loads, strict=True):
+                layer.load.copy_(load)
+        self.model.update_expert_bias()
+
+    def param_groups(self, parameters: Iterable[Tensor], **settings: Any) -> list[dict[str, Any]]:
+        """Optimizer groups with the same settings, one for each mesh: experts have one of their own under ep."""
+        by_mesh: dict[Any, list[Tensor]] = {}
+        for parameter in parameters:
+            by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        return [{"params": members, **settings} for members in by_mesh.values()]
+
+    def close(self) -> None:
+        self.mesh.close()
+
+    def _rebuild_ddp_buckets(self, ddp: DistributedDataParallel) -> None:
+        """DDP rebuilds its buckets after the first backward pass, and an all-reduce over more than two ranks rounds by
+        the place in a bucket. After a dummy pass, a resumed run adds up as one that never stopped."""
+        dummy = torch.zeros(1, 2, dtype=torch.int64, device=self.mesh.device)
+        ddp(tokens_BS=dummy, targets_BS=dummy).sum().backward()
+        self.model.zero_grad(set_to_none=True)
+        for module in self.model.modules():
+            if isinstance(module, MoE):
+                module.load.zero_()
+
+    def _init_part(self, part: Z2all, seed: int) -> None:
+        part.to_empty(device=self.mesh.device)
+        with ShardedInitMode():
+            part.init_weights(seed)
+        if self.mesh.dims.tp > 1:
+            apply_tp_ops(part, self.mesh.get_mesh("tp"), self.recipe)
+        if self._context_parallel is not None:
+            self._context_parallel.apply(part)
+
+    def _run_micro_batches(
+        self, inputs: dict[str, Tensor], divisor: float | None, micro_batch_size: int | None
+    ) -> Tensor:
+        """Gradient accumulation: one micro-batch after another."""
+        samples = len(inputs["tokens_BS"])
+        size = micro_batch_size or samples
+        run: nn.Module = self._ddp or self.model
+        # DDP averages gradients over ranks; here they are summed.
+        scale = (self.mesh.dims.dp if self._ddp is not None else 1) / (divisor or 1)
+        all_losses: list[Tensor] = []
+        for first in range(0, samples, size):
+            micro_batch = {name: tensor[first : first + size] for name, tensor in inputs.items()}
+            with self._gradient_sync(first + size >= samples):
+                losses = run(**micro_batch)
+                if divisor is not None:
+                    (losses.sum() * scale).backward()
+            all_losses.append(losses.detach())
+        return torch.cat(all_losses)
+
+    def _run_pipeline(
+        self, pipeline: Pipeline, inputs: dict[str, Tensor], divisor: float | None, micro_batch_size: int | None
+    ) -> Tensor:
+        samples, length = inputs["tokens_BS"].shape
+        size = micro_batch_size or _even_micro_batch_size(samples, 2 * pipeline.num_stages)
+        if samples % size:
+            raise UsageError(
+                f"a rank's {samples} samples do not divide into micro-batches of {size}: "
+                "change train.micro_batch_tokens"
+            )
+        sequence_shards = self.mesh.dims.tp if self.recipe.sp else 1
+        dtype = torch.float32 if self.config.residual_fp32 else self.dtype
+        stream = torch.empty(size, length // sequence_shards, self.config.hidden_size, dtype=dtype, device="meta")
+        losses = pipeline.run(inputs, samples // size, divisor, stream)
+        return torch.zeros(samples, length, device=self.mesh.device) if losses is None else losses.detach()
+
+    def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
+        """Which micro-batches reduce their gradient: under DDP the last one."""
+        if self._ddp is not None and not last:
+            return self._ddp.no_sync()
+        if isinstance(self.model, FSDPModule):
+            set_gradient_sync(self.model, self.recipe, last)
+        return nullcontext()
+
+    def _reduce_partial_gradients(self) -> None:
+        """Reduce the gradients that tensor parallelism left as partial sums."""
+        for parameter in self.model.parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
+    @property
+    def _is_loss_rank(self) -> bool:
+        """Whether this rank's losses count: tp ranks repeat them, and early stages have none."""
+        return self.mesh.coordinate("tp") == 0 and (self._pipeline is None or self._pipeline.has_last_stage)
+
+    def _replica_count(self, parameter: Tensor) -> int:
+        """How many ranks hold the same shard of a parameter."""
+        ranks = self.mesh.dims.world_size // self.mesh.dims.pp
+        if not isinstance(parameter, DTensor):
+            return ranks
+        shards = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        return ranks // math.prod(size for size, placement in shards if not placement.is_replicate())
+
+
+def _to_local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _even_micro_batch_size(samples: int, wanted: int) -> int:
+    """Samples in a micro-batch, so that there are ``wanted`` of them, or the next smaller even split."""
+    return next(samples // count for count in range(min(wanted, samples), 0, -1) if samples % count == 0)

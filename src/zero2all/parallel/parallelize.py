@@ -1,0 +1,66 @@
+"""Apply every kind of parallelism to a model on the meta device: what each rank holds of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zero2all.model import Z2all
+from zero2all.parallel.activation_checkpoint import apply_ac
+from zero2all.parallel.expert_parallel import apply_ep
+from zero2all.parallel.fsdp import apply_fsdp
+from zero2all.parallel.mesh import ParallelMesh
+from zero2all.parallel.pipeline_parallel import (
+    StageWrapper,
+    build_stage_module,
+    layer_costs,
+    split_layers,
+    stage_indices_of_rank,
+)
+from zero2all.parallel.tensor_parallel import apply_tp
+from zero2all.recipe import ModelConfig, ParallelRecipe
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """What one rank holds, on the meta device."""
+
+    model_parts: list[Z2all]
+    """The model, or this rank's pipeline stages of it."""
+    stages: list[StageWrapper]
+    """The same as a pipeline runs them; empty without a pipeline."""
+    stage_indices: list[int]
+    """Indices of the stages."""
+    uses_fsdp: bool
+    """Whether FSDP2 gathers parameters and reduces gradients."""
+
+
+def parallelize(config: ModelConfig, recipe: ParallelRecipe, mesh: ParallelMesh, dtype: torch.dtype) -> LocalModel:
+    """Pipeline stages first, then tensor and expert parallelism, activation checkpointing, then FSDP around all."""
+    dims = mesh.dims
+    stage_indices = stage_indices_of_rank(recipe, mesh.coordinate("pp"))
+    with torch.device("meta"):
+        if dims.pp == 1:
+            model_parts = [Z2all(config)]
+        else:
+            split = split_layers(layer_costs(config), dims.pp * recipe.stages_per_rank)
+            model_parts = [
+                build_stage_module(config, split[index], index == 0, index == len(split) - 1) for index in stage_indices
+            ]
+        for part in model_parts:
+            if dims.tp > 1:
+                apply_tp(part, mesh.get_mesh("tp"), recipe)
+            if dims.ep > 1:
+                apply_ep(part, mesh.ep_mesh())
+            apply_ac(part.layers, recipe)
+    stages = [StageWrapper(part) for part in model_parts] if dims.pp > 1 else []
+    # Replicas of a full model are left to DDP; wherever else gradients are reduced, FSDP2 does it.
+    uses_fsdp = dims.dp * dims.cp > 1 and dims.dp_replicate != dims.world_size
+    if uses_fsdp:
+        expert_fsdp_mesh = mesh.expert_fsdp_mesh() if dims.ep > 1 else None
+        roots: list[nn.Module] = list(stages or model_parts)
+        for root, part in zip(roots, model_parts, strict=True):
+            apply_fsdp(root, part.layers, mesh.fsdp_mesh(), expert_fsdp_mesh, recipe, dtype)
+    return LocalModel(model_parts, stages, stage_indices, uses_fsdp)

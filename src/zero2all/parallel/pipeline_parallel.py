@@ -1,0 +1,199 @@
+"""Pipeline parallel: layers in stages, micro-batches passing through them.
+
+A stage is the full model without the other stages' layers; it runs the model's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero2all.errors import UsageError
+from zero2all.model import Z2all
+from zero2all.parallel.gradient_accumulation import pipeline_stage_class
+from zero2all.parallel.mesh import ParallelMesh
+from zero2all.recipe import ModelConfig, ParallelRecipe
+
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+}
+
+
+class StageInput(nn.Module):
+    """Replaces the embedding on later stages: returns what the previous stage sent."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(0), persistent=False)  # gives init_weights the device
+        self.stream: Tensor | None = None
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        assert self.stream is not None, "a later stage was run without the one before it"
+        stream, self.stream = self.stream, None
+        return stream
+
+
+class StageWrapper(nn.Module):
+    """What a schedule runs: the residual stream in (tokens at the first stage), stream or losses out."""
+
+    def __init__(self, model: Z2all) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, stream: Tensor, targets_BS: Tensor, **inputs: Tensor) -> Tensor:
+        if isinstance(self.model.embed_tokens, StageInput):
+            self.model.embed_tokens.stream = stream
+        if not isinstance(self.model.lm_head, nn.Identity):
+            inputs["targets_BS"] = targets_BS
+        out: Tensor = self.model(**inputs)
+        return out
+
+
+def layer_costs(config: ModelConfig) -> list[int]:
+    """Multiplications for one token in each layer; the first also looks up the embedding, the last has the head."""
+    with torch.device("meta"):
+        model = Z2all(config)
+    costs = [sum(parameter.numel() for parameter in block.parameters()) for block in model.layers]
+    costs[0] += config.hidden_size
+    costs[-1] += model.lm_head.weight.numel()
+    return costs
+
+
+def split_layers(costs: Sequence[int], stages: int) -> list[range]:
+    """Consecutive layers for each stage, so that the most expensive stage is as cheap as possible.
+
+    >>> split_layers([1, 1, 1, 4], 2)
+    [range(0, 3), range(3, 4)]
+    """
+    total = [0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # best[n][k]: the most expensive of k stages over the first n layers, and where the last of them begins.
+    best: dict[tuple[int, int], tuple[int, int]] = {(0, 0): (0, 0)}
+    for count in range(1, stages + 1):
+        for end in range(count, len(costs) - stages + count + 1):
+            best[end, count] = min(
+                (max(best[begin, count - 1][0], total[end] - total[begin]), begin)
+                for begin in range(count - 1, end)
+                if (begin, count - 1) in best
+            )
+    ends = [len(costs)]
+    for count in range(stages, 0, -1):
+        ends.append(best[ends[-1], count][1])
+    return [range(begin, end) for end, begin in pairwise(ends)][::-1]
+
+
+def stage_indices_of_rank(recipe: ParallelRecipe, pp_rank: int) -> list[int]:
+    """The stages of a pipeline rank: every pp-th, or for zbv there and back, so that the first has the last too."""
+    if recipe.schedule == "zbv":
+        return [pp_rank, 2 * recipe.pp - 1 - pp_rank]
+    return [pp_rank + turn * recipe.pp for turn in range(recipe.stages_per_rank)]
+
+
+def build_stage_module(config: ModelConfig, layers: range, first: bool, last: bool) -> Z2all:
+    """The model with only some layers, under their own names; without embedding or head unless at an end."""
+    model = Z2all(config)
+    for number in range(config.num_hidden_layers):
+        if number not in layers:
+            del model.layers._modules[str(number)]
+    if not first:
+        model.embed_tokens = StageInput()  # type: ignore[assignment]
+    if not last:
+        model.norm = nn.Identity()  # type: ignore[assignment]
+        model.lm_head = nn.Identity()  # type: ignore[assignment]
+    return model
+
+
+def merge_stages(config: ModelConfig, model_parts: Sequence[Z2all]) -> Z2all:
+    """One module over all that a rank holds, with the names of the full model: for optimizers and checkpoints."""
+    if len(model_parts) == 1:
+        return model_parts[0]
+    merged = build_stage_module(config, range(0), first=False, last=False)
+    for part in model_parts:
+        merged.layers._modules.update(part.layers._modules)
+        if not isinstance(part.embed_tokens, StageInput):
+            merged.embed_tokens = part.embed_tokens
+        if not isinstance(part.lm_head, nn.Identity):
+            merged.norm, merged.lm_head = part.norm, part.lm_head
+    return merged
+
+
+class Pipeline:
+    """Runs micro-batches through the stages of all ranks."""
+
+    def __init__(
+        self, stages: list[StageWrapper], stage_indices: list[int], recipe: ParallelRecipe, mesh: ParallelMesh
+    ) -> None:
+        self.stages, self.stage_indices, self.recipe, self.mesh = stages, stage_indices, recipe, mesh
+        self.num_stages = recipe.pp * recipe.stages_per_rank
+        self.has_last_stage = self.num_stages - 1 in stage_indices
+        self.divisor = 1.0
+        # The last one for training and the last one for evaluation: each holds buffers for all its micro-batches, and
+        # a batch that grows would leave one behind at every size.
+        self._schedules: dict[bool, tuple[tuple[Any, ...], Any]] = {}
+
+    def run(
+        self, inputs: dict[str, Tensor], n_microbatches: int, divisor: float | None, stream: Tensor
+    ) -> Tensor | None:
+        """Forward, and with a divisor backward, of ``n_microbatches``; returns the losses on the last stage.
+
+        ``stream`` has the shape and type of what passes between stages for one micro-batch; its content is not read.
+        """
+        self.divisor = divisor or 1.0
+        tokens_BS, targets_BS = inputs["tokens_BS"], inputs["targets_BS"]
+        key, trains = (n_microbatches, stream.shape, stream.dtype, targets_BS.shape), divisor is not None
+        if self._schedules.get(trains, (None,))[0] != key:
+            self._schedules.pop(trains, None)  # before the new one, or both would be in memory
+            self._schedules[trains] = key, self._build_schedule(n_microbatches, stream, targets_BS)
+        given = (tokens_BS,) if 0 in self.stage_indices else ()
+        target = targets_BS if self.has_last_stage else None
+        schedule = self._schedules[trains][1]
+        run = schedule.step if trains else schedule.eval
+        losses: Tensor | None = run(*given, target=target, **inputs)
+        return losses
+
+    def _build_schedule(self, n_microbatches: int, stream: Tensor, targets_BS: Tensor) -> Any:
+        from torch.distributed import pipelining  # imports the compiler: a restart without a pipeline need not wait
+
+        kind, stage_kind = getattr(pipelining, SCHEDULES[self.recipe.schedule]), pipeline_stage_class(self.recipe)
+        samples = targets_BS.shape[0] // n_microbatches
+        stream = stream.to("meta").requires_grad_()
+        tokens = torch.empty(samples, targets_BS.shape[1], dtype=torch.int64, device="meta")
+        stages = [
+            stage_kind(
+                stage,
+                number,
+                self.num_stages,
+                self.mesh.device,
+                input_args=tokens if number == 0 else stream,
+                output_args=tokens.float().requires_grad_() if number == self.num_stages - 1 else stream,
+                group=self.mesh.get_mesh("pp").get_group(),
+            )
+            for stage, number in zip(self.stages, self.stage_indices, strict=True)
+        ]
+        try:
+            return kind(
+                stages if self.recipe.stages_per_rank > 1 else stages[0],
+                n_microbatches=n_microbatches,
+                loss_fn=self._loss,
+                scale_grads=False,
+            )
+        except ValueError as error:
+            raise UsageError(
+                f"schedule {self.recipe.schedule} cannot run {n_microbatches} micro-batches "
+                f"in {self.num_stages} stages ({error}): "
+                "change train.micro_batch_tokens or parallel.schedule"
+            ) from error
+
+    def _loss(self, losses_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        return losses_BS.sum() / self.divisor

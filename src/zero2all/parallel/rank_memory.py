@@ -1,0 +1,118 @@
+"""Bytes that a rank holds of a model and its training, activations aside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zero2all.model.cost.optimizer_state import optimizer_state_bytes
+from zero2all.parallel.fsdp import reshard_after_forward
+from zero2all.parallel.gradient_accumulation import fsdp_param_groups
+from zero2all.parallel.mesh import ParallelDims
+from zero2all.parallel.parallelize import LocalModel
+from zero2all.recipe import ParallelRecipe, Recipe
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank at the worst moment of a step."""
+
+    parameters: int
+    """This rank's shards, in fp32."""
+    gradients: int
+    """Of these shards, in fp32."""
+    optimizer: int
+    """Its state for these shards."""
+    gathered_weights: int
+    """In the compute dtype: the blocks that FSDP has gathered at one time, or the copies that autocast makes."""
+    unsharded_gradients: int
+    """Before they are reduce-scattered: of one block and of embedding and head, with the fp32 buffer of the collective;
+    with gradient_sync: last, of the full unsharded part of the model."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def rank_memory(
+    local_model: LocalModel, shards: Mapping[str, int], recipe: Recipe, parallel_dims: ParallelDims, dtype: torch.dtype
+) -> RankMemory:
+    """``shards`` are the elements that a rank holds of each parameter."""
+    optimizer, dims = recipe.train.optimizer, {name: p.dim() for name, p in _named_parameters(local_model).items()}
+    held = FP32_BYTES * sum(shards.values())
+    gathered, unsharded = (
+        _fsdp_buffer_bytes(local_model, recipe, parallel_dims, dtype)
+        if local_model.uses_fsdp
+        else (_autocast_copy_bytes(local_model, dtype, recipe), 0)
+    )
+    return RankMemory(
+        parameters=held,
+        gradients=held,
+        optimizer=sum(optimizer_state_bytes(optimizer, name, dims[name]) * count for name, count in shards.items()),
+        gathered_weights=gathered,
+        unsharded_gradients=unsharded,
+    )
+
+
+def _fsdp_buffer_bytes(
+    local_model: LocalModel, recipe: Recipe, parallel_dims: ParallelDims, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Bytes of gathered weights and of gradients that are not reduced yet."""
+    blocks = sorted(
+        (_unsharded_elements(block) for part in local_model.model_parts for block in part.layers.children()),
+        reverse=True,
+    )
+    unsharded = sum(_unsharded_elements(root) for root in (local_model.stages or local_model.model_parts))
+    ends = unsharded - sum(blocks)  # embedding, last norm and head are gathered for all of forward and backward
+    in_flight = dtype.itemsize * (ends + blocks[0]) + FP32_BYTES * max(ends, blocks[0])
+    if recipe.parallel.gradient_sync == "last" and uses_gradient_accumulation(recipe, parallel_dims):
+        in_flight += FP32_BYTES * unsharded
+    return dtype.itemsize * (ends + _gathered_elements(blocks, recipe.parallel)), in_flight
+
+
+def _gathered_elements(blocks: list[int], parallel: ParallelRecipe) -> int:
+    frees = reshard_after_forward(parallel)
+    if frees is False:
+        return sum(blocks)
+    pair = sum(blocks[:2])  # the current block, and the next one being prefetched
+    return pair if frees is True else pair + sum(blocks[2:]) // frees
+
+
+def _autocast_copy_bytes(local_model: LocalModel, dtype: torch.dtype, recipe: Recipe) -> int:
+    if dtype.itemsize == FP32_BYTES:
+        return 0
+    return dtype.itemsize * sum(
+        _to_local(parameter).numel()
+        for name, parameter in _named_parameters(local_model).items()
+        if parameter.dim() > 1
+        and (recipe.model.tie_word_embeddings or "embed_tokens" not in name)  # a lookup is not cast
+    )
+
+
+def uses_gradient_accumulation(recipe: Recipe, parallel_dims: ParallelDims) -> bool:
+    """Whether a rank has several micro-batches in a step of some stage."""
+    for stage in recipe.train.resolved_stages():
+        samples = -(-stage.batch_tokens // stage.seq_len // parallel_dims.dp)
+        micro = (stage.micro_batch_tokens or stage.seq_len * samples) // stage.seq_len
+        if samples > (1 if parallel_dims.pp > 1 else micro):  # a pipeline splits what a rank has by default
+            return True
+    return False
+
+
+def _named_parameters(local_model: LocalModel) -> dict[str, Tensor]:
+    return {name: parameter for part in local_model.model_parts for name, parameter in part.named_parameters()}
+
+
+def _unsharded_elements(module: nn.Module) -> int:
+    """Of a module's unsharded parameters: of what tp and ep leave to this rank."""
+    return sum(parameter._orig_size.numel() for group in fsdp_param_groups(module) for parameter in group.fsdp_params)
+
+
+def _to_local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

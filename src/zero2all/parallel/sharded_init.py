@@ -1,0 +1,60 @@
+"""Initialize a sharded model with the weights of the full model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
+
+
+class ShardedInitMode(TorchFunctionMode):
+    """Inside it, filling a DTensor fills the full tensor and keeps this rank's shard.
+
+    A model's ``init_weights`` draws each parameter from (seed, its name). Under this mode it runs unchanged on a
+    sharded model: one full parameter in memory at a time, no communication, the same weights in every layout.
+    """
+
+    INIT_FUNCTIONS = (Tensor.normal_, Tensor.fill_, Tensor.zero_)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pending: tuple[DTensor, Tensor] | None = None
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if args and isinstance(args[0], DTensor):
+            if function in self.INIT_FUNCTIONS:
+                full = self._full_tensor(args[0])
+                function(full, *args[1:], **(kwargs or {}))
+                return args[0]
+            if function is Tensor.unbind:  # initialized slice by slice, as experts are
+                return self._full_tensor(args[0]).unbind(*args[1:], **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        self._copy_local_shard()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _full_tensor(self, parameter: DTensor) -> Tensor:
+        """A full tensor to fill; this rank's shard is copied when the next one is requested."""
+        self._copy_local_shard()
+        device = parameter.to_local().device
+        self._pending = (parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+        return self._pending[1]
+
+    @torch.no_grad()
+    def _copy_local_shard(self) -> None:
+        if self._pending is None:
+            return
+        (parameter, full), self._pending = self._pending, None
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, first = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        if all(shape):
+            local = tuple(slice(begin, begin + size) for begin, size in zip(first, shape, strict=True))
+            parameter.to_local().copy_(full[local])

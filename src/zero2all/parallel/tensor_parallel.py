@@ -1,0 +1,156 @@
+"""Tensor parallel: each matrix of a block is sharded over ranks (https://arxiv.org/abs/1909.08053).
+
+With ``sp`` the residual stream and the norms are sharded along the sequence (https://arxiv.org/abs/2205.05198).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from zero2all.model import IGNORE_INDEX, Z2all
+from zero2all.model.blocks import LMHead, RMSNorm
+from zero2all.model.ops.cross_entropy import CrossEntropy, HeadConfig
+from zero2all.model.ops.norm import Norm
+from zero2all.recipe import ParallelRecipe
+
+
+def apply_tp(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None:
+    """Shard a model, or a pipeline stage of one, over the tp ranks. It may be on the meta device."""
+    stream: Placement = Shard(1) if recipe.sp else Replicate()
+    for module in model.modules():
+        if isinstance(module, RMSNorm):  # replicated, but a DTensor: optimizers need one kind of tensor
+            _distribute_parameters(module, mesh, Replicate())
+    for block in model.layers.children():
+        parallelize_module(
+            block,
+            mesh,
+            {
+                **{f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
+                **{f"mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")},
+                "self_attn.o_proj": RowwiseParallel(output_layouts=stream),
+                "mlp.down_proj": RowwiseParallel(output_layouts=stream),
+            },
+        )
+        if recipe.sp:
+            for name in ("self_attn", "mlp"):
+                block.get_submodule(name).register_forward_pre_hook(_gather_input_hook(mesh, stream))
+    if isinstance(model.embed_tokens, nn.Embedding):
+        lookup = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+        parallelize_module(model, mesh, {"embed_tokens": lookup})
+        # The sum above may still be under way, and a compiled block would take its gradient for zero.
+        model.embed_tokens.register_forward_hook(lambda module, inputs, output: torch.mul(output, 1))
+    if isinstance(model.lm_head, LMHead):
+        _distribute_parameters(model.lm_head, mesh, Shard(0))
+        gradient: Placement = Partial() if recipe.loss_parallel else Replicate()
+        model.lm_head.register_forward_pre_hook(_gather_input_hook(mesh, stream, gradient))
+        if model.config.tie_word_embeddings:
+            model.lm_head.weight = model.embed_tokens.weight
+
+
+def apply_tp_ops(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None:
+    """Norms and loss over what a rank holds, with the chosen kernels."""
+    for name, module in model.named_modules():
+        if isinstance(module, RMSNorm):
+            # The norms of queries and keys see a rank's heads, those of the stream its positions or all of them.
+            in_parts = recipe.sp or name.endswith(("q_norm", "k_norm"))
+            module.ops = copy.copy(module.ops)
+            module.ops.norm = _local_norm(module.ops.norm, Partial() if in_parts else Replicate())
+    if isinstance(model.lm_head, LMHead):
+        ops = model.lm_head.ops = copy.copy(model.lm_head.ops)
+        ops.cross_entropy = (
+            _vocab_parallel_loss(mesh) if recipe.loss_parallel else _gathered_weight_loss(ops.cross_entropy)
+        )
+
+
+def _distribute_parameters(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [placement])))
+
+
+def _gather_input_hook(
+    mesh: DeviceMesh, stream: Placement, gradient: Placement | None = None
+) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """Before a module: gather the positions of its first input. With ``gradient`` it becomes a plain tensor whose
+    gradient comes back with that placement."""
+
+    def gather(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        full = DTensor.from_local(inputs[0], mesh, [stream], run_check=False).redistribute(placements=[Replicate()])
+        first = full if gradient is None else full.to_local(grad_placements=[gradient])
+        return first, *inputs[1:]
+
+    return gather
+
+
+def _local_norm(norm: Norm, gradient: Placement) -> Norm:
+    def local(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        assert isinstance(weight, DTensor)
+        return norm(x, weight.to_local(grad_placements=[gradient]), eps)
+
+    return local
+
+
+def _gathered_weight_loss(cross_entropy: CrossEntropy) -> CrossEntropy:
+    """Every rank computes the full loss."""
+
+    def loss(x_ND: Tensor, weight: Tensor, targets_N: Tensor, head: HeadConfig) -> Tensor:
+        assert isinstance(weight, DTensor)
+        return cross_entropy(x_ND, weight.redistribute(placements=[Replicate()]).to_local(), targets_N, head)
+
+    return loss
+
+
+def _vocab_parallel_loss(mesh: DeviceMesh) -> CrossEntropy:
+    """Every rank has the logits of its rows of the vocabulary; three numbers a token are all-reduced."""
+    group, rank = mesh.get_group(), mesh.get_local_rank()
+
+    def loss(x_ND: Tensor, weight: Tensor, targets_N: Tensor, head: HeadConfig) -> Tensor:
+        assert isinstance(weight, DTensor)
+        own = weight.to_local()
+        first = rank * own.shape[0]
+        logits = F.linear(x_ND, own.to(x_ND.dtype)).float()
+        if head.softcap:
+            logits = head.softcap * torch.tanh(logits / head.softcap)
+        rows = torch.arange(first, first + own.shape[0], device=logits.device)
+        logits = logits.masked_fill(rows >= head.vocab_size, float("-inf"))
+        # The largest logit over all ranks, so that no exponential overflows; rows of padding alone have none.
+        peak = logits.detach().amax(-1)
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group)
+        total = _all_reduce_sum((logits - peak[:, None]).exp().sum(-1), group).log() + peak
+        mine = (targets_N >= first) & (targets_N < first + own.shape[0])
+        place = torch.where(mine, targets_N - first, 0)
+        right = _all_reduce_sum(torch.where(mine, logits.gather(-1, place[:, None])[:, 0], 0.0), group)
+        losses = total - right
+        if head.z_loss:
+            extra = head.z_loss * total.square()
+            losses = losses + (extra - extra.detach())
+        return torch.where(targets_N == IGNORE_INDEX, 0.0, losses)
+
+    return loss
+
+
+class _AllReduceSum(torch.autograd.Function):
+    """All-reduce. Every rank continues with the same sum, so its gradient is that of every summand."""
+
+    @staticmethod
+    def forward(context: object, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(context: object, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _all_reduce_sum(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total: Tensor = _AllReduceSum.apply(part, group)  # type: ignore[no-untyped-call]
+    return total

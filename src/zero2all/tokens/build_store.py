@@ -1,0 +1,222 @@
+"""``z2a tokens build``: document shards to token shards, one to one, each published only after verification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from zero2all.console import progress
+from zero2all.engine import Engine
+from zero2all.errors import Z2aError
+from zero2all.io import (
+    MANIFEST,
+    fingerprint,
+    read_json,
+    read_manifest,
+    refuse_strangers,
+    sha256_file,
+    write_json,
+    write_manifest,
+)
+from zero2all.paths import arrow_source
+from zero2all.recipe import TokensRecipe
+from zero2all.tokenizer import Ids, Tokenizer
+from zero2all.tokens.token_store import DOCS_SCHEMA, FORMAT, KIND, TokenShardWriter
+from zero2all.tokens.verify import block_checksums
+from zero2all.units import show_bytes
+
+SUFFIXES = (".bin", ".idx", ".docs.arrow")
+ENCODE_BATCH_DOCUMENTS = 256
+
+
+def build_tokens(
+    recipe: TokensRecipe, documents: Path, tokenizer_dir: Path, out: Path, engine: Engine | None = None
+) -> dict[str, Any]:
+    """Encode both splits of ``documents`` into ``out``. A shard whose input and tokenizer are unchanged is kept."""
+    engine = engine or Engine()
+    corpus = read_manifest(documents, "documents", "z2a corpus build RECIPE")
+    tokenizer = Tokenizer(tokenizer_dir)
+    shards = [
+        (split, source, shard)
+        for split, sources in corpus["splits"].items()
+        for source, entry in sources.items()
+        for shard in entry["shards"]
+    ]
+    stems = [out / split / Path(shard).stem for split, _, shard in shards]
+    keys = [
+        fingerprint([FORMAT, corpus["files"][f"{split}/{shard}"], tokenizer.fingerprint, recipe.verify])
+        for split, _, shard in shards
+    ]
+    refuse_strangers(out, KIND)
+    records: dict[int, dict[str, Any]] = {}
+    for number, (stem, key) in enumerate(zip(stems, keys, strict=True)):
+        if (record := _read_finished_record(stem, key)) is not None:
+            records[number] = record
+    todo = [number for number in range(len(shards)) if number not in records]
+    if todo:
+        # From here on the old manifest no longer describes the store.
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / MANIFEST, {"kind": KIND, "unfinished": True})
+    for split in corpus["splits"]:
+        (out / split).mkdir(parents=True, exist_ok=True)
+    with progress(f"encoding {show_bytes(corpus['bytes'])}", corpus["bytes"]) as advance:
+        advance(sum(record["bytes"] for record in records.values()))
+        tasks = [
+            (
+                documents / shards[number][0] / shards[number][2],
+                stems[number],
+                keys[number],
+                tokenizer_dir,
+                recipe.verify,
+            )
+            for number in todo
+        ]
+        if engine.in_process:
+            encoded = engine.run(partial(_encode_shard, advance=advance), tasks)
+        else:
+            remaining = corpus["bytes"] - sum(record["bytes"] for record in records.values())
+            encoded = engine.run(_encode_shard, tasks, lambda task: advance(remaining / len(tasks)))
+    records |= dict(zip(todo, encoded, strict=True))
+
+    digests = {number: sha256_file(stems[number].with_suffix(".json")) for number in records}
+    body = _build_manifest(corpus, tokenizer, [(split, source) for split, source, _ in shards], records, digests)
+    expected_files = {stem.with_suffix(suffix) for stem in stems for suffix in (*SUFFIXES, ".json")}
+    for split in corpus["splits"]:
+        for path in (out / split).iterdir():
+            if path not in expected_files:  # of a removed source, or partially written by a killed process
+                path.unlink()
+    write_manifest(out, KIND, body)
+    return {"kind": KIND, **body, "reused": not todo}
+
+
+def _build_manifest(
+    corpus: dict[str, Any],
+    tokenizer: Tokenizer,
+    owners: list[tuple[str, str]],
+    records: dict[int, dict[str, Any]],
+    digests: dict[int, str],
+) -> dict[str, Any]:
+    splits: dict[str, Any] = {}
+    for split, sources in corpus["splits"].items():
+        splits[split] = {}
+        for source in sources:
+            numbers = [number for number, owner in enumerate(owners) if owner == (split, source)]
+            source_records = [records[number] for number in numbers]
+            splits[split][source] = {
+                "documents": sum(record["documents"] for record in source_records),
+                "tokens": sum(record["tokens"] for record in source_records),
+                "bytes": sum(record["bytes"] for record in source_records),
+                "shards": [record["shard"] for record in source_records],
+                "shard_tokens": [record["tokens"] for record in source_records],
+                "sha256": [record["files"][".bin"] for record in source_records],
+                "records": [digests[number] for number in numbers],
+            }
+    return {
+        "format": FORMAT,
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "documents_key": corpus["key"],
+        "splits": splits,
+        "tokens": sum(record["tokens"] for record in records.values()),
+        "bytes": sum(record["bytes"] for record in records.values()),
+    }
+
+
+def _read_finished_record(stem: Path, key: str) -> dict[str, Any] | None:
+    """The record of a finished shard. It is written last, and is valid only while the shard's files match it."""
+    try:
+        record: dict[str, Any] = read_json(stem.with_suffix(".json"))
+        files: dict[str, str] = record["files"]
+        if record["key"] != key or set(files) != set(SUFFIXES):
+            return None
+        matches = all(sha256_file(stem.with_suffix(suffix)) == digest for suffix, digest in files.items())
+    except (FileNotFoundError, Z2aError, AttributeError, KeyError, TypeError):
+        return None
+    return record if matches else None
+
+
+def _encode_shard(
+    parquet: Path,
+    stem: Path,
+    key: str,
+    tokenizer_dir: Path,
+    verify: float,
+    advance: Callable[[float], None] = lambda size: None,
+) -> dict[str, Any]:
+    """One task: encode, verify, publish."""
+    tokenizer = cached_tokenizer(tokenizer_dir, sha256_file(tokenizer_dir / "tokenizer.json"))
+    unverified_stem = stem.with_name(f".{stem.name}-partial")
+    record: dict[str, Any] = {
+        "shard": stem.name,
+        "key": key,
+        "documents": 0,
+        "tokens": 0,
+        "bytes": 0,
+        "verified": 0,
+    }
+    with (
+        TokenShardWriter(unverified_stem, tokenizer.vocab_size) as writer,
+        pq.ParquetFile(arrow_source(parquet)) as table,
+    ):
+        for record_batch in table.iter_batches(
+            batch_size=ENCODE_BATCH_DOCUMENTS, columns=["gid", "data_src", "title", "content"]
+        ):
+            gids, texts = record_batch["gid"].to_pylist(), record_batch["content"].to_pylist()
+            encoded = tokenizer.encode_batch(texts)
+            record["verified"] += _verify_encoding(
+                gids, texts, encoded, tokenizer, verify, first=record["documents"] == 0
+            )
+            sizes = pc.binary_length(record_batch["content"])
+            document_rows = pa.RecordBatch.from_arrays(
+                [record_batch["gid"], record_batch["data_src"], record_batch["title"], sizes.cast(pa.int64())],
+                schema=DOCS_SCHEMA,
+            )
+            record["documents"] += len(texts)
+            record["tokens"] += writer.write(document_rows, encoded, tokenizer.eos_token_id)
+            record["bytes"] += (size := pc.sum(sizes).as_py())
+            advance(size)
+    for suffix in SUFFIXES:
+        unverified_stem.with_suffix(suffix).replace(stem.with_suffix(suffix))
+    record |= shard_checksums(stem)
+    write_json(stem.with_suffix(".json"), record)
+    return record
+
+
+def shard_checksums(stem: Path) -> dict[str, Any]:
+    """The part of a shard's record that detects changed files."""
+    return {
+        "files": {suffix: sha256_file(stem.with_suffix(suffix)) for suffix in SUFFIXES},
+        "sizes": {suffix: stem.with_suffix(suffix).stat().st_size for suffix in SUFFIXES},
+        "blocks": block_checksums(stem.with_suffix(".bin")),
+    }
+
+
+@lru_cache(maxsize=1)
+def cached_tokenizer(directory: Path, digest: str) -> Tokenizer:
+    """Kept between the shards of a process: loading takes longer than a small shard, and backends warm up."""
+    return Tokenizer(directory)
+
+
+def _verify_encoding(
+    gids: list[str], texts: list[str], encoded: list[Ids], tokenizer: Tokenizer, fraction: float, first: bool
+) -> int:
+    """Check a fraction of the documents, and the first of a shard, against the reference encoder and by decoding."""
+    chosen = [
+        number for number, gid in enumerate(gids) if int(gid[:6], 16) < fraction * 2**24 or (first and not number)
+    ]
+    reference = tokenizer.reference.encode([texts[number] for number in chosen])
+    for number, ids in zip(chosen, reference, strict=True):
+        if not np.array_equal(ids, encoded[number]):
+            raise Z2aError(
+                f"document {gids[number]}: the batch encoder and the reference encoder disagree; nothing was published"
+            )
+        if tokenizer.decode(ids) != texts[number]:
+            raise Z2aError(f"document {gids[number]}: decoding does not give back its text; nothing was published")
+    return len(chosen)

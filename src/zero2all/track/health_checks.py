@@ -1,0 +1,287 @@
+"""Health checks on a training run: \"is my loss normal?\". Each rule checks one thing and reports what it found.
+
+>>> for finding in check_health(run):
+...     print(finding.level, finding.rule, finding.text)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from zero2all.recipe import builtin_recipe_path
+from zero2all.track.record_reader import Array
+from zero2all.track.run_view import RunView
+from zero2all.units import show_count, show_seconds
+
+MAX_POINTS = 4000
+MIN_POINTS = 50  # that a rule about a curve needs
+WINDOW = 50
+MAX_DAMAGED_FILES = 5  # reported per run
+Level = Literal["good", "note", "bad"]
+
+
+@dataclass(frozen=True)
+class HealthFinding:
+    """``text`` in English, ``text_zh`` the same in Chinese; ``step`` is the step it points at, if any."""
+
+    rule: str
+    level: Level
+    text: str
+    text_zh: str
+    step: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """The loss of a run, downsampled to at most a few thousand points; ``high`` is the maximum of each."""
+
+    run: RunView
+    steps: Array
+    loss: Array
+    high: Array
+    reference: Path | None
+
+
+def check_health(run: RunView, references: Path | None = None) -> list[HealthFinding]:
+    """The findings of every rule. ``references`` is a directory of reference curves, by recipe name."""
+    table = run.table(["loss"], points=MAX_POINTS)
+    loss = table.mean["loss"]
+    valid = np.isfinite(loss)
+    high = (table.high or table.mean)["loss"]
+    is_plain_name = re.fullmatch(r"[A-Za-z0-9_-]+", run.metadata.name)  # a name must not be a path
+    reference = (
+        (references or builtin_recipe_path("reference")) / f"{run.metadata.name}.json" if is_plain_name else None
+    )
+    curve = LossCurve(run, table.steps[valid], loss[valid], high[valid], reference)
+    return [finding for rule in RULES for finding in rule(curve)]
+
+
+def initial_loss(curve: LossCurve) -> Iterator[HealthFinding]:
+    """The first loss of an untrained model is close to ln V: it predicts a uniform distribution."""
+    vocab_size = curve.run.metadata.vocab_size
+    if not vocab_size or not len(curve.steps) or curve.steps[0] > 1:
+        return
+    first, expected = float(curve.loss[0]), math.log(vocab_size)
+    details = f"{first:.2f}, ln {vocab_size} = {expected:.2f}"
+    if first > expected + 1.5:
+        yield HealthFinding(
+            "initial loss", "bad", f"starts far above ln V ({details}): the initial weights are too large, or targets "
+            "are shifted", f"初始损失远高于 ln V（{details}）：初始权重过大，或目标错位", 0)  # fmt: skip
+    elif first < expected - 1.5:
+        yield HealthFinding(
+            "initial loss", "note",
+            f"starts far below ln V ({details}): it starts from trained weights, or the targets leak",
+            f"初始损失远低于 ln V（{details}）：从已训练的权重开始，或模型看到了目标", 0)  # fmt: skip
+    else:
+        yield HealthFinding(
+            "initial loss", "good", f"matches an untrained model ({details})",
+            f"初始损失正常（{details}）", 0)  # fmt: skip
+
+
+def compare_to_reference(curve: LossCurve) -> Iterator[HealthFinding]:
+    """The loss against the reference curve of this recipe and sources at the same tokens: within 5 % is expected."""
+    batch = curve.run.metadata.batch_tokens
+    if curve.reference is None or not curve.reference.exists() or not batch or not len(curve.steps):
+        return
+    reference = json.loads(curve.reference.read_text(encoding="utf-8"))
+    if reference["sources"] != list(curve.run.metadata.sources):
+        return
+    tokens = (curve.steps[-1] + 1) * batch
+    if not reference["tokens"][0] <= tokens <= reference["tokens"][-1] * 1.02:
+        return
+    expected = float(np.interp(tokens, reference["tokens"], reference["loss"]))
+    latest = float(np.median(curve.loss[-max(5, len(curve.loss) // 50) :]))
+    deviation = latest / expected - 1
+    details = f"{latest:.3f} after {show_count(tokens)} tokens, reference {expected:.3f}"
+    details_zh = f"{show_count(tokens)} 个 token 后为 {latest:.3f}，参考曲线 {expected:.3f}"
+    if deviation > 0.05:
+        yield HealthFinding("reference", "bad", f"{100 * deviation:.0f} % above the reference curve ({details})",
+                      f"比参考曲线高 {100 * deviation:.0f} %（{details_zh}）")  # fmt: skip
+    else:
+        where = "on" if deviation > -0.05 else f"{-100 * deviation:.0f} % below"
+        where_zh = "与参考曲线一致" if deviation > -0.05 else f"比参考曲线低 {-100 * deviation:.0f} %"
+        yield HealthFinding(
+            "reference", "good", f"{where} the reference curve ({details})", f"{where_zh}（{details_zh}）"
+        )
+
+
+def not_finite(curve: LossCurve) -> Iterator[HealthFinding]:
+    """Training stopped at a NaN or infinite loss or gradient."""
+    for event in curve.run.events:
+        if event["event"] == "not finite":
+            yield HealthFinding("not finite", "bad", f"the loss or gradient was not finite at step {event.get('step')}",
+                          f"第 {event.get('step')} 步损失或梯度不是有限数", event.get("step"))  # fmt: skip
+
+
+def divergence(curve: LossCurve) -> Iterator[HealthFinding]:
+    """The smoothed loss is more than 10 % above its earlier minimum."""
+    if len(curve.loss) < MIN_POINTS:
+        return
+    smooth = _trailing_median(curve.loss, max(5, len(curve.loss) // 20))
+    best = int(np.argmin(smooth))
+    if smooth[-1] > 1.1 * smooth[best] and best < len(smooth) * 0.9:
+        step = int(curve.steps[best])
+        yield HealthFinding(
+            "divergence", "bad", f"rises: {smooth[best]:.3f} around step {step}, {smooth[-1]:.3f} now; "
+            "try a lower learning rate, or roll back to an earlier checkpoint",
+            f"损失回升：第 {step} 步附近 {smooth[best]:.3f}，现在 {smooth[-1]:.3f}；请降低学习率，或回到之前的检查点",
+            step,
+        )  # fmt: skip
+
+
+def plateau(curve: LossCurve) -> Iterator[HealthFinding]:
+    """The last fifth of the steps improved the median loss by less than 0.2 %."""
+    if len(curve.loss) < 4 * MIN_POINTS:
+        return
+    fifth = len(curve.loss) // 5
+    before = float(np.median(curve.loss[-2 * fifth : -fifth]))
+    now = float(np.median(curve.loss[-fifth:]))
+    if 0.998 * before < now < 1.05 * before:
+        step = int(curve.steps[-fifth])
+        yield HealthFinding("plateau", "note", f"almost flat since step {step}: {before:.3f} before, {now:.3f} since",
+                      f"第 {step} 步以来几乎不变：之前 {before:.3f}，之后 {now:.3f}", step)  # fmt: skip
+
+
+def loss_spikes(curve: LossCurve) -> Iterator[HealthFinding]:
+    """A step is above the median of the 50 before it by 6 MAD and by 0.3, and the loss recovers within a few steps."""
+    if len(curve.loss) < WINDOW + 6:
+        return
+    baseline, mad = _trailing_median_and_mad(curve.loss)
+    limit = baseline + np.maximum(0.3, 6 * mad)
+    after = np.array([np.median(curve.loss[n + 1 : n + 6]) for n in range(WINDOW, len(curve.loss) - 1)])
+    above = (curve.high[WINDOW:-1] > limit[:-1]) & (after < limit[:-1])
+    if above.any():
+        worst = int(np.argmax(np.where(above, curve.high[WINDOW:-1] - baseline[:-1], 0)))
+        step, height, count = int(curve.steps[WINDOW + worst]), curve.high[WINDOW + worst], int(above.sum())
+        yield HealthFinding(
+            "spike", "note",
+            f"{count} step(s) far above their neighbours, the worst {height:.3f} at step {step}; "
+            f"'z2a blame RUN --step {step}' shows its documents",
+            f"{count} 步远高于邻近各步，最严重的是第 {step} 步 {height:.3f}；用 z2a blame RUN --step {step} 查看其文档",
+            step,
+        )  # fmt: skip
+
+
+def sudden_drop(curve: LossCurve) -> Iterator[HealthFinding]:
+    """The median of 20 points is 8 % and 8 MAD below that of the 50 before, after the first tenth."""
+    if len(curve.loss) < WINDOW + MIN_POINTS:
+        return
+    baseline, mad = _trailing_median_and_mad(curve.loss)
+    after = np.median(sliding_window_view(curve.loss[WINDOW:], 20), axis=-1)
+    fall = baseline[: len(after)] - after
+    drops = np.flatnonzero(fall > np.maximum(0.08 * baseline[: len(after)], 8 * mad[: len(after)]))
+    drops = drops[drops + WINDOW >= len(curve.loss) // 10]
+    if len(drops):
+        first = int(drops[0])
+        step, high, low = int(curve.steps[WINDOW + first]), baseline[first], after[first]
+        yield HealthFinding(
+            "sudden drop", "bad",
+            f"falls from {high:.3f} to {low:.3f} around step {step}: does the data repeat, or do the targets leak?",
+            f"第 {step} 步附近由 {high:.3f} 突降到 {low:.3f}：数据是否重复，或目标是否泄漏？",
+            step,
+        )  # fmt: skip
+
+
+def dead_source(curve: LossCurve) -> Iterator[HealthFinding]:
+    """The loss of a source is missing or constant over the last fifth of the steps."""
+    names = [name for name in curve.run.readers[0].names if name.startswith("loss/")]
+    if not names or len(curve.steps) < MIN_POINTS:
+        return
+    table = curve.run.table(names, points=MAX_POINTS)
+    since = len(table.steps) - len(table.steps) // 5
+    for name in names:
+        late = table.mean[name][since:]
+        late = late[np.isfinite(late)]
+        if not len(late) or (len(late) > 5 and np.ptp(late) == 0):
+            what, what_zh = (
+                ("no value", "没有值") if not len(late) else (f"constant at {late[0]:g}", f"恒为 {late[0]:g}")
+            )
+            step = int(table.steps[since])
+            yield HealthFinding("dead source", "bad", f"{name}: {what} since step {step}",
+                          f"{name}：第 {step} 步以来{what_zh}", step)  # fmt: skip
+
+
+def throughput_drop(curve: LossCurve) -> Iterator[HealthFinding]:
+    """The last tenth ran at less than 85 % of the median speed before it."""
+    if "tokens_per_second" not in curve.run.readers[0].names or len(curve.steps) < MIN_POINTS:
+        return
+    table = curve.run.table(["tokens_per_second"], points=MAX_POINTS)
+    speed = table.mean["tokens_per_second"]
+    speed = speed[np.isfinite(speed)]
+    tenth = max(5, len(speed) // 10)
+    before, now = float(np.median(speed[:-tenth])), float(np.median(speed[-tenth:]))
+    if now < 0.85 * before:
+        step = int(table.steps[-tenth])
+        yield HealthFinding(
+            "throughput drop", "note",
+            f"slower since step {step}: {show_count(now)} tokens/s, {show_count(before)} before",
+            f"第 {step} 步以来变慢：每秒 {show_count(now)} 个 token，之前为 {show_count(before)}",
+            step,
+        )  # fmt: skip
+
+
+def silence(curve: LossCurve) -> Iterator[HealthFinding]:
+    """A run that has not ended has written nothing for 20 step times, and at least a minute."""
+    silent, pace = curve.run.silent_seconds, curve.run.status()["step_seconds"]
+    if silent is not None and pace is not None and silent > max(60.0, 20 * pace):
+        long = show_seconds(silent)
+        yield HealthFinding(
+            "silence", "bad",
+            f"nothing written for {long}; a step takes {pace:.2g} s: killed, or hung",
+            f"已有 {long} 没有新记录，每步通常 {pace:.2g} 秒：进程被杀或卡住",
+            curve.run.last_step,
+        )  # fmt: skip
+
+
+def damaged_files(curve: LossCurve) -> Iterator[HealthFinding]:
+    """Lines or files of the run that are invalid. A crash truncates one line; more than a few have another cause."""
+    for damage in curve.run.damage[:MAX_DAMAGED_FILES]:
+        yield HealthFinding("damaged files", "note", damage, f"文件损坏，已跳过：{damage}")
+
+
+RULES: tuple[Callable[[LossCurve], Iterator[HealthFinding]], ...] = (
+    initial_loss, compare_to_reference, not_finite, divergence, plateau, loss_spikes, sudden_drop, dead_source,
+    throughput_drop, silence, damaged_files,
+)  # fmt: skip
+
+
+def reference_curve(run: RunView, points: int = 200) -> dict[str, Any]:
+    """The reference curve of a good run, to compare later runs of its recipe to: tokens and smoothed loss."""
+    table = run.table(["loss"])
+    valid = np.isfinite(table.mean["loss"])  # lines of other metrics have none
+    steps, loss = table.steps[valid], table.mean["loss"][valid]
+    smooth = _trailing_median(loss, max(5, len(steps) // 50))
+    rows = np.unique(np.linspace(0, len(smooth) - 1, points).astype(int))
+    batch = run.metadata.batch_tokens or 1
+    return {
+        "recipe": run.metadata.name,
+        "sources": list(run.metadata.sources),
+        "tokens": [int((steps[row] + 1) * batch) for row in rows],
+        "loss": [round(float(smooth[row]), 4) for row in rows],
+    }
+
+
+def _trailing_median_and_mad(values: Array) -> tuple[Array, Array]:
+    """For each point after the first 50: the median and the MAD of the 50 before it."""
+    windows = sliding_window_view(values, WINDOW)[:-1]
+    baseline = np.median(windows, axis=-1)
+    return baseline, np.median(np.abs(windows - baseline[:, None]), axis=-1)
+
+
+def _trailing_median(values: Array, width: int) -> Array:
+    """The median of the last ``width`` points at every point."""
+    padded = np.pad(values, (width - 1, 0), mode="edge")
+    smoothed: Array = np.median(sliding_window_view(padded, width), axis=-1)
+    return smoothed

@@ -1,0 +1,46 @@
+"""``z2a report``: the live page with its data inside, as one self-contained file."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from zero2all.track.run_view import RunView
+from zero2all.track.server import PAGE_DIR, build_series, encode_json, summarize_run
+from zero2all.track.terminal import safe_check_health
+
+MAX_POINTS = 1500
+MAX_LOGGED_TEXTS = 20  # per sample and histogram, the newest
+
+
+def report_html(runs: list[RunView]) -> str:
+    summaries, texts = [], []
+    for number, run in enumerate(runs):
+        summary = summarize_run(run, safe_check_health(run))
+        for kind in ("sample", "histogram"):
+            summary[f"{kind}s"] = {name: steps[-MAX_LOGGED_TEXTS:] for name, steps in summary[f"{kind}s"].items()}
+            texts += [
+                {"run": number, "kind": kind, "name": name, "step": step, "line": run.logged_line(kind, name, step)}
+                for name, steps in summary[f"{kind}s"].items()
+                for step in steps
+            ]
+        summaries.append({"id": number, **summary})
+    return _render_page(
+        {
+            "runs": summaries,
+            "series": [build_series(run, run.names, -math.inf, math.inf, MAX_POINTS) for run in runs],
+            "texts": texts,
+            "facts": [{"recipe": run.metadata.recipe, "environment": run.metadata.environment} for run in runs],
+        }
+    )
+
+
+def _render_page(data: dict[str, Any]) -> str:
+    # Inside a script element only "</" and "<!" are markup: escape "<".
+    inside = encode_json(json.loads(encode_json(data))).replace("<", "\\u003c")
+    page = (PAGE_DIR / "index.html").read_text(encoding="utf-8")
+    style, script = ((PAGE_DIR / name).read_text(encoding="utf-8") for name in ("app.css", "app.js"))
+    page = page.replace('<link rel="stylesheet" href="assets/app.css">', f"<style>{style}</style>")
+    embedded = f'<script type="application/json" id="data">{inside}</script>\n<script>{script}</script>'
+    return page.replace('<script src="assets/app.js"></script>', embedded)

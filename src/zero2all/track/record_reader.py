@@ -1,0 +1,322 @@
+"""Follows one record file by byte offset: chunks from its index as far as that goes, the rest line by line."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zero2all.track.record_index import ChunkSummary, Indexer
+from zero2all.track.record_lines import (
+    NON_METRIC_KEYS,
+    InvalidLineError,
+    LineReader,
+    is_number,
+    is_restart,
+    is_step,
+    parse_index_entry,
+    parse_record_line,
+)
+from zero2all.track.run_locations import RunLocation
+
+Array = NDArray[np.float64]
+MAX_RAW_BYTES = 16 * 2**20  # a longer range is plotted from its chunk summaries
+MAX_BYTES_PER_REFRESH = 256 * 2**20  # the rest of a record that grows without end is read at the next refresh
+MAX_INDEX_BYTES = 2**30
+MAX_RECENT_LINES = 2000  # kept for live pages
+MAX_CACHED_CHUNKS = 2048  # chunks whose rows are cached
+
+
+@dataclass(frozen=True, eq=False)
+class RecordChunk:
+    """A byte range [start, end) of a record and the summary of its step lines: [min, mean, max] of each metric."""
+
+    byte_range: tuple[int, int]
+    lines: int
+    steps: tuple[int, int]
+    times: tuple[float, float]
+    names: tuple[str, ...]
+    values: Array  # [3, names]
+    truncated_at_step: int | None = None  # steps from here on are recomputed later in the record
+
+
+@dataclass(frozen=True)
+class MetricTable:
+    """Rows in step order, one column per metric, NaN where a row has no value. ``low`` and ``high`` if downsampled."""
+
+    steps: Array
+    times: Array
+    mean: dict[str, Array]
+    low: dict[str, Array] | None = None
+    high: dict[str, Array] | None = None
+
+
+class RecordReader:
+    """
+    >>> reader = RecordReader(LocalRunLocation(Path("runs/first/run")), "record.jsonl")
+    >>> reader.refresh(reader.location.file_sizes())
+    >>> reader.table(["loss"]).mean["loss"]
+    """
+
+    def __init__(self, location: RunLocation, file: str) -> None:
+        self.location, self.file = location, file
+        self.index_file = file.removesuffix(".jsonl") + ".index.jsonl"
+        self._reset()
+
+    def _reset(self) -> None:
+        self.chunks: list[RecordChunk] = []
+        self.tail_lines: list[dict[str, Any]] = []
+        self.names: dict[str, None] = {}  # in order of first appearance
+        self.events: list[dict[str, Any]] = []
+        self.pointers: dict[tuple[str, str, int], tuple[int, int]] = {}  # (kind, name, step) -> bytes
+        self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_RECENT_LINES)
+        self.sequence = 0  # lines read after the index; numbers the lines in ``recent``
+        self.skipped_lines = 0  # invalid lines
+        self.damage: dict[str, str] = {}  # by file: where the first invalid line is, and why
+        self._reader = LineReader()
+        self._indexer: Indexer | None = None
+        self._cache: OrderedDict[RecordChunk, MetricTable] = OrderedDict()
+
+    def refresh(self, sizes: dict[str, int]) -> bool:
+        """Read what was written since the last call. Returns whether there was anything."""
+        size = sizes.get(self.file, 0)
+        if size < self._reader.offset:  # the file was replaced
+            self._reset()
+        if self._indexer is None:
+            indexed_bytes = self._load_index(sizes.get(self.index_file, 0), size)
+            self._reader, self._indexer = LineReader(indexed_bytes), Indexer(indexed_bytes)
+        before = self._reader.offset
+        for start, end, raw in self._reader.read_lines(self._read, min(size, before + MAX_BYTES_PER_REFRESH)):
+            try:
+                self._add_line(parse_record_line(raw), start, end)
+            except InvalidLineError as error:
+                self.skipped_lines += 1
+                self.damage.setdefault(self.file, f"byte {start}: {error}")
+        return self._reader.offset > before
+
+    @property
+    def read_offset(self) -> int:
+        return self._reader.offset
+
+    def _read(self, start: int, length: int) -> bytes:
+        return self.location.read(self.file, start, length)
+
+    @property
+    def last_step(self) -> int | None:
+        steps = [chunk.steps[1] for chunk in self.chunks[-1:]] + [line["step"] for line in self.tail_lines]
+        return max(steps) if steps else None
+
+    def table(self, names: list[str], first: float = -np.inf, last: float = np.inf, points: int = 10**9) -> MetricTable:
+        """The metrics ``names`` of the steps in [first, last], downsampled to about ``points`` rows."""
+        chunks = [chunk for chunk in self.chunks if chunk.steps[1] >= first and chunk.steps[0] <= last]
+        tail = _lines_to_table(self.tail_lines, names)
+        if sum(chunk.byte_range[1] - chunk.byte_range[0] for chunk in chunks) <= MAX_RAW_BYTES:
+            table = _slice_steps(
+                _concat_tables([*(self._chunk_rows(chunk) for chunk in chunks), tail], names), first, last
+            )
+            return downsample(table, points)
+        tail = _slice_steps(tail, first, last)
+        return downsample(_chunks_to_table(chunks, names, tail), points)
+
+    def step_times(self) -> tuple[Array, Array]:
+        """Steps and their times: the first and last of each chunk, then every tail line."""
+        ends = [end for chunk in self.chunks for end in zip(chunk.steps, chunk.times, strict=True)]
+        ends += [(line["step"], line.get("time", 0.0)) for line in self.tail_lines]
+        steps, times = np.array(ends, dtype=np.float64).reshape(-1, 2).T
+        return steps, times
+
+    def read_logged_line(self, kind: str, name: str, step: int) -> dict[str, Any] | None:
+        """A sample or histogram in full."""
+        byte_range = self.pointers.get((kind, name, step))
+        try:
+            return (
+                None
+                if byte_range is None
+                else parse_record_line(self._read(byte_range[0], byte_range[1] - byte_range[0]))
+            )
+        except InvalidLineError:
+            return None  # the index points to it, but it is invalid
+
+    def _load_index(self, index_size: int, size: int) -> int:
+        """Add the chunks of the index as far as they are valid. Returns how many bytes of the record they cover."""
+        names: tuple[str, ...] = ()
+        indexed_bytes = 0
+        stop = min(index_size, MAX_INDEX_BYTES)
+        lines = LineReader().read_lines(lambda start, length: self.location.read(self.index_file, start, length), stop)
+        for start, _, raw in lines:
+            try:
+                entry = parse_index_entry(raw, names)
+            except InvalidLineError as error:
+                self.damage[self.index_file] = f"byte {start}: {error}"
+                break  # read the record itself from here on
+            if entry["at"][0] != indexed_bytes or entry["at"][1] > size:
+                break  # the index of another record
+            names = tuple(entry["names"])
+            self._add_chunk(entry)
+            indexed_bytes = entry["at"][1]
+        return indexed_bytes
+
+    def _add_line(self, line: dict[str, Any], start: int, end: int) -> None:
+        assert self._indexer is not None
+        if is_step(line):
+            line = {name: value for name, value in line.items() if is_number(value)}
+        self.sequence += 1
+        self.recent.append((self.sequence, line))
+        entry = self._indexer.add(line, start, end)
+        if entry is not None:
+            lines = [*self.tail_lines, line] if is_step(line) else self.tail_lines
+            self._add_chunk({**entry, "others": []})  # already added line by line
+            self.tail_lines = []
+            if lines and self.chunks:
+                self._cache_rows(self.chunks[-1], _lines_to_table(lines, None))
+        elif is_step(line):
+            self.tail_lines.append(line)
+        if is_step(line):
+            self.names.update(dict.fromkeys(name for name in line if name not in NON_METRIC_KEYS))
+        else:
+            self._add_other_line({**line, "at": [start, end]})
+
+    def _add_chunk(self, entry: dict[str, Any], truncated_at_step: int | None = None) -> None:
+        for other in entry.get("others", []):
+            self._add_other_line(other)
+        if entry["lines"]:
+            values = np.array([entry["min"], entry["mean"], entry["max"]], dtype=np.float64)
+            names, (byte_range, steps, times) = tuple(entry["names"]), (entry[key] for key in ("at", "steps", "times"))
+            self.chunks.append(
+                RecordChunk(
+                    tuple(byte_range), entry["lines"], tuple(steps), tuple(times), names, values, truncated_at_step
+                )
+            )
+            self.names.update(dict.fromkeys(names))
+
+    def _add_other_line(self, line: dict[str, Any]) -> None:
+        for kind in ("sample", "histogram"):
+            if kind in line:
+                start, end = line["at"]
+                self.pointers[kind, line[kind], line["step"]] = (start, end)
+                return
+        if is_restart(line):
+            self._discard_from(line["step"])
+        self.events.append({name: value for name, value in line.items() if name != "at"})
+
+    def _discard_from(self, step: int) -> None:
+        """Discard the steps that a restart at ``step`` recomputes."""
+        self.tail_lines = [line for line in self.tail_lines if line["step"] < step]
+        while self.chunks and self.chunks[-1].steps[0] >= step:
+            self.chunks.pop()
+        if self.chunks and self.chunks[-1].steps[1] >= step:
+            truncated = replace(self.chunks.pop(), truncated_at_step=step)
+            summary = ChunkSummary()
+            for line in self._chunk_lines(truncated):
+                summary.add(line)
+            self._add_chunk({"at": truncated.byte_range, **summary.as_entry()}, truncated_at_step=step)
+        self.pointers = {key: byte_range for key, byte_range in self.pointers.items() if key[2] <= step}
+
+    def _chunk_lines(self, chunk: RecordChunk) -> list[dict[str, Any]]:
+        start, end = chunk.byte_range
+        stop_step = np.inf if chunk.truncated_at_step is None else chunk.truncated_at_step
+        lines = []
+        for _, _, raw in LineReader(start).read_lines(self._read, end):
+            try:
+                line = parse_record_line(raw)
+            except InvalidLineError:
+                continue  # counted when it was first read
+            if is_step(line) and line["step"] < stop_step:
+                lines.append(line)
+        return lines
+
+    def _chunk_rows(self, chunk: RecordChunk) -> MetricTable:
+        rows = self._cache.get(chunk)
+        return rows if rows is not None else self._cache_rows(chunk, _lines_to_table(self._chunk_lines(chunk), None))
+
+    def _cache_rows(self, chunk: RecordChunk, rows: MetricTable) -> MetricTable:
+        self._cache[chunk] = rows
+        while len(self._cache) > MAX_CACHED_CHUNKS:
+            self._cache.popitem(last=False)
+        return rows
+
+
+def _lines_to_table(lines: list[dict[str, Any]], names: list[str] | None) -> MetricTable:
+    """Lines as columns, of ``names`` or of all metrics; several lines of one step are merged into one row."""
+    merged: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        known = merged.get(line["step"])
+        merged[line["step"]] = line if known is None else {**known, **line, "time": known.get("time", 0.0)}
+    rows = [merged[step] for step in sorted(merged)]
+    wanted = names or dict.fromkeys(name for row in rows for name in row if name not in NON_METRIC_KEYS)
+    return MetricTable(
+        np.array([row["step"] for row in rows], dtype=np.float64),
+        np.array([row.get("time", 0.0) for row in rows], dtype=np.float64),
+        {name: np.array([_number(row.get(name)) for row in rows], dtype=np.float64) for name in wanted},
+    )
+
+
+def _number(value: Any) -> float:
+    return float(value) if is_number(value) else np.nan
+
+
+def _concat_tables(tables: list[MetricTable], names: list[str]) -> MetricTable:
+    def column(table: MetricTable, name: str) -> Array:
+        values = table.mean.get(name)
+        return values if values is not None else np.full(len(table.steps), np.nan)
+
+    return MetricTable(
+        np.concatenate([table.steps for table in tables]),
+        np.concatenate([table.times for table in tables]),
+        {name: np.concatenate([column(table, name) for table in tables]) for name in names},
+    )
+
+
+def _slice_steps(table: MetricTable, first: float, last: float) -> MetricTable:
+    keep = (table.steps >= first) & (table.steps <= last)
+    return MetricTable(
+        table.steps[keep], table.times[keep], {name: column[keep] for name, column in table.mean.items()}
+    )
+
+
+def _chunks_to_table(chunks: list[RecordChunk], names: list[str], tail: MetricTable) -> MetricTable:
+    """One row per chunk, then the tail."""
+    columns = {name: np.full((3, len(chunks)), np.nan) for name in names}
+    start = 0
+    while start < len(chunks):  # consecutive chunks with the same names at once
+        stop, chunk_names = start, chunks[start].names
+        while stop < len(chunks) and chunks[stop].names == chunk_names:
+            stop += 1
+        values = np.stack([chunk.values for chunk in chunks[start:stop]], axis=-1)  # [3, names, chunks]
+        for name in names:
+            if name in chunk_names:
+                columns[name][:, start:stop] = values[:, chunk_names.index(name)]
+        start = stop
+    steps = np.array([sum(chunk.steps) / 2 for chunk in chunks])
+    times = np.array([sum(chunk.times) / 2 for chunk in chunks])
+    low, mean, high = (
+        {name: np.concatenate([columns[name][row], tail.mean[name]]) for name in names} for row in range(3)
+    )
+    return MetricTable(np.concatenate([steps, tail.steps]), np.concatenate([times, tail.times]), mean, low, high)
+
+
+def downsample(table: MetricTable, points: int) -> MetricTable:
+    """At most ``points`` rows, each the min, mean and max of a bin: no spike is lost."""
+    rows = len(table.steps)
+    if rows <= points:
+        return table
+    starts = np.unique(np.linspace(0, rows, points, endpoint=False).astype(int))
+    sizes = np.diff([*starts, rows])
+
+    def mean(column: Array) -> Array:
+        count = np.add.reduceat(np.isfinite(column).astype(float), starts)
+        with np.errstate(over="ignore"):  # a mean that overflows is shown as missing
+            total = np.add.reduceat(np.nan_to_num(column, nan=0.0, posinf=0.0, neginf=0.0), starts)
+        return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+    low, high = table.low or table.mean, table.high or table.mean
+    return MetricTable(
+        np.add.reduceat(table.steps, starts) / sizes,
+        np.add.reduceat(table.times, starts) / sizes,
+        {name: mean(column) for name, column in table.mean.items()},
+        {name: np.fmin.reduceat(column, starts) for name, column in low.items()},
+        {name: np.fmax.reduceat(column, starts) for name, column in high.items()},
+    )

@@ -1,0 +1,91 @@
+"""Metadata of a run, from the files beside its record: recipe, identity, environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zero2all.errors import UsageError
+from zero2all.recipe.safe_yaml import MAX_FILE_BYTES, read_yaml
+from zero2all.redact import redact
+from zero2all.track.record_lines import is_count, is_shallow
+from zero2all.track.run_locations import RunLocation
+from zero2all.units import show_bytes
+
+
+@dataclass(frozen=True)
+class RunMetadata:
+    """As far as the files exist; ``damage`` lists the ones that are invalid, and why."""
+
+    name: str = ""
+    sources: tuple[str, ...] = ()
+    vocab_size: int | None = None
+    batch_tokens: int | None = None
+    recipe: str = ""
+    environment: dict[str, Any] | None = None
+    damage: tuple[str, ...] = ()
+
+
+def read_run_metadata(location: RunLocation, sizes: dict[str, int]) -> RunMetadata:
+    damage: list[str] = []
+
+    def read_text(file: str) -> str:
+        size = sizes.get(file, 0)
+        if size > MAX_FILE_BYTES:
+            damage.append(f"{file}: not read, it is too large ({show_bytes(size)})")
+            return ""
+        # Runs of older versions may contain secrets.
+        return redact(location.read(file, 0, size).decode("utf-8", "replace")) if size else ""
+
+    def parse_mapping(file: str, text: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+        if not text:
+            return {}
+        try:
+            value = parse(text)
+        except (ValueError, RecursionError, UsageError) as error:
+            damage.append(f"{file}: {str(error)[:200] or 'nested too deeply'}")
+            return {}
+        if not isinstance(value, dict) or not is_shallow(value):
+            damage.append(f"{file}: not a mapping of plain values")
+            return {}
+        return value
+
+    def typed_value(file: str, mapping: dict[str, Any], key: str, is_valid: Callable[[Any], bool]) -> Any:
+        """A value of the expected type, or None."""
+        value = mapping.get(key)
+        if value is None or is_valid(value):
+            return value
+        damage.append(f"{file}: {key} has the wrong type")
+        return None
+
+    recipe_text = read_text("recipe.yaml")
+    recipe = parse_mapping("recipe.yaml", recipe_text, lambda text: read_yaml(text, "the file")[0])
+    corpus = typed_value("recipe.yaml", recipe, "corpus", _is_mapping) or {}
+    train = typed_value("recipe.yaml", recipe, "train", _is_mapping) or {}
+    identity = parse_mapping("identity.json", read_text("identity.json"), json.loads)
+    model = typed_value("identity.json", identity, "model", _is_mapping) or {}
+    return RunMetadata(
+        name=typed_value("recipe.yaml", recipe, "name", lambda name: isinstance(name, str)) or "",
+        sources=tuple(
+            str(source.get("name")) for source in typed_value("recipe.yaml", corpus, "sources", _are_mappings) or []
+        ),
+        vocab_size=typed_value("identity.json", model, "vocab_size", _is_positive),
+        batch_tokens=typed_value("recipe.yaml", train, "batch_tokens", _is_positive),
+        recipe=recipe_text,
+        environment=parse_mapping("environment.json", read_text("environment.json"), json.loads),
+        damage=tuple(damage),
+    )
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _are_mappings(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_mapping, value))
+
+
+def _is_positive(value: Any) -> bool:
+    return is_count(value) and value > 0

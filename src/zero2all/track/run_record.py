@@ -1,0 +1,264 @@
+"""An append-only run record, one JSON object per line, readable while it is written and after any crash.
+
+A line is ``{"step": 12, "time": …, "loss": …}``, ``{"event": "resume", "step": 10}``, ``{"sample": "zh", "step": 10,
+"text": …}`` or ``{"histogram": "grad", "step": 10, "counts": […], "edges": […]}``. Several lines of one step are
+merged. After a start or resume at step k the steps from k on are written again, and only the later lines count. A
+truncated last line is skipped. Rank r > 0 writes its own record, ``record.rank<r>.jsonl``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from zero2all.track.async_writer import AsyncWriter
+from zero2all.track.record_index import Indexer, index_path
+from zero2all.track.record_lines import (
+    InvalidLineError,
+    LineReader,
+    is_restart,
+    is_step,
+    is_within_line_limit,
+    parse_index_entry,
+    parse_record_line,
+)
+from zero2all.track.sinks import Sink, sink_writer
+from zero2all.track.system_metrics import SystemMonitor
+
+SYSTEM_METRICS_SECONDS = 10.0
+
+
+class RunRecord:
+    """
+    >>> with RunRecord(Path("runs/quickstart/run/record.jsonl")) as record:
+    ...     record.step(0, loss=8.3, lr=1e-4)
+    ...     record.sample(0, "zh", "床前明月光")
+
+    No call waits for a disk or raises: a thread writes. ``flush`` returns whether everything is written.
+    """
+
+    def __init__(
+        self, path: Path, rank: int = 0, sinks: Sequence[Sink] = (), system_every: float | None = SYSTEM_METRICS_SECONDS
+    ) -> None:
+        self.path = path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+        file = RunRecordWriter(self.path)
+        self._writers = [AsyncWriter(f"the run record {self.path}", file.write, file.close, retry=True)]
+        for sink in sinks:
+            self._writers.append(AsyncWriter(f"the sink {type(sink).__name__}", sink_writer(sink), sink.close))
+        self._last_step = 0
+        self._closed = threading.Event()
+        if system_every is not None:
+            threading.Thread(
+                target=self._record_system_metrics, args=(system_every,), name="z2a-system", daemon=True
+            ).start()
+
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def step(self, step: int, /, **values: float) -> None:
+        """Metrics of a step. A name such as ``loss/zh`` is the loss of the source zh."""
+        self._last_step = step
+        self._put({"step": step, "time": round(time.time(), 3), **values})
+
+    def event(self, event: str, /, **details: Any) -> None:
+        """An event: a start or resume, a checkpoint, a spike, a change of stage."""
+        line = {"event": event, "time": round(time.time(), 3), **details}
+        if is_restart(line):
+            self._last_step = line["step"]
+        self._put(line)
+
+    def sample(self, step: int, name: str, text: str) -> None:
+        self._put({"sample": name, "step": step, "time": round(time.time(), 3), "text": text})
+
+    def histogram(self, step: int, name: str, counts: Sequence[float], edges: Sequence[float]) -> None:
+        """``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``, as numpy and torch give them."""
+        line = {"histogram": name, "step": step, "time": round(time.time(), 3)}
+        self._put({**line, "counts": list(counts), "edges": list(edges)})
+
+    def flush(self, timeout: float = 1.0) -> bool:
+        """Whether every line so far is handed to the operating system, where a killed process cannot lose it."""
+        return self._writers[0].flush(timeout)
+
+    def has_unwritten_lines(self, timeout: float = 5.0) -> bool:
+        """Whether lines are still pending after ``timeout`` seconds. Dropped lines do not count."""
+        return not self.flush(timeout) and self._writers[0].pending > 0
+
+    def close(self) -> None:
+        if not self._closed.is_set():
+            self._closed.set()
+            for writer in self._writers:
+                writer.close()
+
+    def _put(self, line: dict[str, Any]) -> None:
+        if not self._closed.is_set():
+            for writer in self._writers:
+                writer.put(line)
+
+    def _record_system_metrics(self, every: float) -> None:
+        monitor = SystemMonitor()
+        while not self._closed.wait(every):
+            metrics = monitor.read()
+            self._put({"step": self._last_step, "time": round(time.time(), 3), **metrics})
+
+
+class RunRecordWriter:
+    """Writes a record and its index, on the record's own thread. What a full disk did not take stays buffered."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: AppendFile | None = None
+        self._index: AppendFile | None = None
+        self._indexer = Indexer()
+        self._names: list[str] = []
+        self._buffered_lines = 0  # lines that a failed call buffered: the next call begins with them
+
+    def write(self, lines: list[dict[str, Any]]) -> None:
+        if self._file is None or self._index is None:
+            self._file, self._index = self._open()
+        for line in lines[self._buffered_lines :]:
+            encoded = _encode(line)
+            start = self._file.put(encoded)
+            if is_within_line_limit(encoded):
+                self._add_to_index(self._index, line, start, start + len(encoded))
+            self._buffered_lines += 1
+        self._file.write()
+        self._index.write()
+        self._buffered_lines = 0
+        if any("event" in line for line in lines):
+            self._file.sync()
+
+    def close(self) -> None:
+        for file in (self._file, self._index):
+            if file is not None:
+                file.close()
+
+    def _open(self) -> tuple[AppendFile, AppendFile]:
+        """Open both files, and bring the index up to date with the record."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file, index = AppendFile(self._path), AppendFile(index_path(self._path))
+        indexed_bytes, valid_bytes = _valid_index_prefix(index_path(self._path))
+        if indexed_bytes > file.size:  # the index of another record
+            indexed_bytes, valid_bytes = 0, 0
+        if valid_bytes < index.size:  # the rest is truncated or damaged: rebuild it from the record
+            index.truncate(valid_bytes)
+        self._indexer = Indexer(indexed_bytes)
+        for start, end, line in _valid_lines(self._path, indexed_bytes):
+            self._add_to_index(index, line, start, end)
+        return file, index
+
+    def _add_to_index(self, index: AppendFile, line: dict[str, Any], start: int, end: int) -> None:
+        entry = self._indexer.add(line, start, end)
+        if entry is None:
+            return
+        if entry.get("names") == self._names:
+            del entry["names"]
+        self._names = entry.get("names", self._names)
+        index.put(_encode(entry))
+
+
+class AppendFile:
+    """An append-only file with a buffer: ``write`` writes what the disk takes, the rest stays pending."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self.size = os.fstat(self._descriptor).st_size
+        self.pending = bytearray()
+        if self.size and os.pread(self._descriptor, 1, self.size - 1) != b"\n":
+            self.put(b"\n")  # end a line that a crash truncated, so that ours starts on its own
+
+    def put(self, data: bytes) -> int:
+        """Buffer ``data``. Returns the offset of its first byte."""
+        start = self.size
+        self.pending += data
+        self.size += len(data)
+        return start
+
+    def write(self) -> None:
+        while self.pending:
+            written = os.write(self._descriptor, self.pending)
+            del self.pending[:written]
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+        self.size = size
+        self.pending.clear()
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _valid_index_prefix(index: Path) -> tuple[int, int]:
+    """How many bytes of the record the index covers without a gap, and the length of that part of the index."""
+    indexed_bytes, valid_bytes = 0, 0
+    names: tuple[str, ...] = ()
+    with open(index, "rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        for _, end, raw in LineReader().read_lines(_range_reader(stream), size):
+            try:
+                entry = parse_index_entry(raw, names)
+            except InvalidLineError:
+                break
+            if entry["at"][0] != indexed_bytes:
+                break
+            indexed_bytes, valid_bytes, names = entry["at"][1], end, tuple(entry["names"])
+    return indexed_bytes, valid_bytes
+
+
+def _valid_lines(path: Path, start: int = 0) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    with open(path, "rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        for first, end, raw in LineReader(start).read_lines(_range_reader(stream), size):
+            try:
+                yield first, end, parse_record_line(raw)
+            except InvalidLineError:
+                continue  # z2a watch counts and reports it
+
+
+def _range_reader(stream: BinaryIO) -> Callable[[int, int], bytes]:
+    def read(start: int, length: int) -> bytes:
+        stream.seek(start)
+        return stream.read(length)
+
+    return read
+
+
+def _encode(line: dict[str, Any]) -> bytes:
+    return json.dumps(line, ensure_ascii=False, separators=(",", ":"), default=_to_json_value).encode() + b"\n"
+
+
+def _to_json_value(value: Any) -> Any:
+    """Numpy and torch scalars as numbers; anything else as its string."""
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):
+        return str(value)
+
+
+def read_record_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The valid lines of a record; lines that a crash truncated or another program wrote are skipped."""
+    return (line for _, _, line in _valid_lines(path))
+
+
+def read_steps(path: Path) -> dict[int, dict[str, Any]]:
+    """The metrics of each step, in step order; recomputed steps replace the earlier ones."""
+    steps: dict[int, dict[str, Any]] = {}
+    for line in read_record_lines(path):
+        if is_restart(line):
+            steps = {step: values for step, values in steps.items() if step < line["step"]}
+        elif is_step(line):
+            steps[line["step"]] = {**steps.get(line["step"], {}), **line}
+    return dict(sorted(steps.items()))

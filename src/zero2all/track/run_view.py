@@ -1,0 +1,224 @@
+"""A read-only view of a run: the records of all ranks, metadata and status."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from zero2all.errors import Z2aError
+from zero2all.track.record_lines import is_count, is_restart
+from zero2all.track.record_reader import MetricTable, RecordReader
+from zero2all.track.run_locations import METADATA_FILES, RECORD_FILE, RunLocation
+from zero2all.track.run_metadata import RunMetadata, read_run_metadata
+from zero2all.units import show_bytes
+
+RANK_RECORD_PATTERN = re.compile(r"record\.rank([0-9]+)\.jsonl")
+HEADLINE_METRICS: tuple[str, ...] = ("loss", "tokens_per_second", "mfu", "tokens")
+END_EVENTS = ("done", "stopped", "not finite", "failure")
+
+
+class RunView:
+    """
+    >>> run = RunView(LocalRunLocation(Path("runs/first/run")))
+    >>> run.refresh()
+    >>> run.table(["loss"], points=1500).mean["loss"]
+    """
+
+    def __init__(self, location: RunLocation) -> None:
+        self.location, self.name = location, location.name
+        self.readers = {0: RecordReader(location, RECORD_FILE)}
+        self.metadata = RunMetadata()
+        self.read_error: str | None = None  # why the location cannot be read at the moment
+        self._metadata_sizes: dict[str, int] = {}
+
+    def refresh(self) -> bool:
+        """Read what is new. Returns whether anything changed. Never raises: a failure becomes ``read_error``."""
+        before, self.read_error = self.read_error, None
+        changed = False
+        try:
+            sizes = self.location.file_sizes()
+        except Exception as error:
+            self._set_read_error(error)
+            return self.read_error != before
+        for file in sizes:
+            if match := RANK_RECORD_PATTERN.fullmatch(file):
+                self.readers.setdefault(int(match[1]), RecordReader(self.location, file))
+        for update in (self._read_metadata, *(reader.refresh for reader in self.readers.values())):
+            try:
+                changed = update(sizes) or changed
+            except Exception as error:  # the other files and runs are still shown
+                self._set_read_error(error)
+        return changed or self.read_error != before
+
+    def read_to_end(self, seconds: float = 300.0) -> None:
+        """Read everything, which may take several refreshes."""
+        until = time.monotonic() + seconds
+        read = -1
+        while (now := sum(reader.read_offset for reader in self.readers.values())) > read:
+            if time.monotonic() > until:
+                self.read_error = f"only the first {show_bytes(now)} were read in {seconds:.0f} s"
+                return
+            read = now
+            self.refresh()
+
+    def _set_read_error(self, error: Exception) -> None:
+        self.read_error = error_message(error)
+
+    @property
+    def damage(self) -> list[str]:
+        """The invalid parts of the run's files, and where each begins."""
+        damage = list(self.metadata.damage)
+        for reader in self.readers.values():
+            for file, where in reader.damage.items():
+                lines = "1 line skipped" if reader.skipped_lines == 1 else f"{reader.skipped_lines} lines skipped"
+                what = f"{lines}, the first at" if file == reader.file else "not used past"
+                damage.append(f"{file}: {what} {where}")
+        return damage
+
+    @property
+    def names(self) -> list[str]:
+        """Metric names: those of rank 0 as they are, of rank r as ``name@r``, then those of evaluations."""
+        recorded = [
+            name if rank == 0 else f"{name}@{rank}"
+            for rank, reader in sorted(self.readers.items())
+            for name in reader.names
+        ]
+        return [*recorded, *self.validation_table().mean]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return self.readers[0].events
+
+    @property
+    def last_step(self) -> int | None:
+        return self.readers[0].last_step
+
+    @property
+    def total_steps(self) -> int | None:
+        starts = [event["steps"] for event in self.events if is_restart(event) and is_count(event.get("steps"))]
+        return starts[-1] if starts else None
+
+    @property
+    def ended(self) -> str | None:
+        """How it ended, if it did."""
+        last = [event for event in self.events if event["event"] in (*END_EVENTS, "start", "resume")][-1:]
+        return last[0]["event"] if last and last[0]["event"] in END_EVENTS else None
+
+    def table(
+        self, names: list[str], first: float = -math.inf, last: float = math.inf, points: int = 10**9, rank: int = 0
+    ) -> MetricTable:
+        return self.readers[rank].table(names, first, last, points)
+
+    def validation_table(self, first: float = -math.inf, last: float = math.inf) -> MetricTable:
+        """Bits per byte on the validation set, one row per evaluation: ``validation/all``, then a column per source."""
+        rows = [
+            event
+            for event in self.events
+            if event["event"] == "evaluation" and "bits_per_byte" in event and first <= event["step"] <= last
+        ]
+        by_name: dict[str, list[float]] = {}
+        for number, event in enumerate(rows):
+            metrics = {"all": event, **event.get("sources", {})}
+            for name, section in metrics.items():
+                column = by_name.setdefault(f"validation/{name}", [math.nan] * len(rows))
+                column[number] = section["bits_per_byte"]
+        return MetricTable(
+            np.array([event["step"] for event in rows], dtype=np.float64),
+            np.array([event.get("time", 0.0) for event in rows], dtype=np.float64),
+            {name: np.array(column) for name, column in by_name.items()},
+        )
+
+    def status(self) -> dict[str, Any]:
+        """The headline metrics, progress and health of the run."""
+        wanted = [name for name in HEADLINE_METRICS if name in self.readers[0].names]
+        recent = self.table(wanted, first=(self.last_step or 0) - 200)
+        latest = {name: _last(recent.mean[name]) for name in wanted}
+        seconds = _step_seconds(recent)
+        left = None
+        if self.total_steps is not None and self.last_step is not None and seconds is not None and self.ended is None:
+            left = max(0, self.total_steps - self.last_step - 1) * seconds
+        return {
+            "name": self.name,
+            "step": self.last_step,
+            "steps": self.total_steps,
+            "time": float(recent.times[-1]) if len(recent.times) else None,
+            "latest": {name: value for name, value in latest.items() if value is not None},
+            "step_seconds": seconds,
+            "seconds_left": left,
+            "goodput": self.goodput(),
+            "ended": self.ended,
+            "trouble": self.read_error,
+            "damage": self.damage,
+        }
+
+    def goodput(self) -> float | None:
+        """Fraction of the time since the first start spent on steps that count: recorded by the run at its end, before
+        that estimated from the median step time."""
+        recorded = [event.get("goodput") for event in self.events if event["event"] == "goodput"]
+        if recorded and recorded[-1] is not None and self.ended is not None:
+            return float(recorded[-1])
+        steps, times = self.readers[0].step_times()
+        starts = [event["time"] for event in self.events if event["event"] == "start" and "time" in event]
+        moved = np.diff(steps) > 0
+        if not moved.any():
+            return None
+        pace = float(np.median(np.diff(times)[moved] / np.diff(steps)[moved]))
+        elapsed = float(times[-1]) - (starts[0] if starts else float(times[0]))
+        return min(1.0, pace * (float(steps[-1] - steps[0]) + 1) / elapsed) if elapsed > 0 else None
+
+    def tokens_at(self, table: MetricTable) -> list[float] | None:
+        """Tokens seen at each row, from the record or else from the recipe."""
+        if "tokens" in table.mean:
+            return [float(value) for value in table.mean["tokens"]]
+        if self.metadata.batch_tokens is None:
+            return None
+        return [(float(step) + 1) * self.metadata.batch_tokens for step in table.steps]
+
+    def logged_line(self, kind: str, name: str, step: int) -> dict[str, Any] | None:
+        return self.readers[0].read_logged_line(kind, name, step)
+
+    def logged_steps(self, kind: str = "sample") -> dict[str, list[int]]:
+        """Steps that have samples (or histograms), by name."""
+        steps: dict[str, list[int]] = {}
+        for logged_kind, name, step in sorted(self.readers[0].pointers):
+            if logged_kind == kind:
+                steps.setdefault(name, []).append(step)
+        return steps
+
+    def lines_after(self, sequence: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        return ((number, line) for number, line in list(self.readers[0].recent) if number > sequence)
+
+    def _read_metadata(self, sizes: dict[str, int]) -> bool:
+        wanted = {name: size for name, size in sizes.items() if name in METADATA_FILES}
+        if wanted == self._metadata_sizes:
+            return False
+        self.metadata = read_run_metadata(self.location, wanted)
+        self._metadata_sizes = wanted
+        return True
+
+    @property
+    def silent_seconds(self) -> float | None:
+        """Seconds since the last line, for a run that has not ended."""
+        last = self.table([], first=(self.last_step or 0) - 1).times
+        return time.time() - float(last[-1]) if len(last) and self.ended is None else None
+
+
+def error_message(error: Exception) -> str:
+    """Why a run cannot be read or checked, in one line."""
+    return str(error) if isinstance(error, Z2aError) else f"this is a bug in zero2all: {type(error).__name__}: {error}"
+
+
+def _last(column: Any) -> float | None:
+    valid = column[np.isfinite(column)]
+    return float(valid[-1]) if len(valid) else None
+
+
+def _step_seconds(table: MetricTable) -> float | None:
+    if len(table.steps) < 2:
+        return None
+    return float(np.median(np.diff(table.times) / np.maximum(np.diff(table.steps), 1)))

@@ -1,0 +1,142 @@
+"""Prefetched batches, one per step: each data-parallel rank reads only its own rows."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero2all.model import IGNORE_INDEX
+from zero2all.parallel.mesh import shard_range
+from zero2all.train.plan import Plan, StagePlan
+
+PREFETCH_BATCHES = 2  # one thread and two batches: worker processes were slower
+PADDING_SOURCE = ""  # the source of rows that pad the last micro-batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of a step. Padding rows have no valid target, so they do not count."""
+
+    step: int
+    stage: StagePlan
+    inputs: Tensor  # int64 [rows, seq_len], rows a multiple of the micro-batch
+    targets: Tensor  # the same shape
+    sources: list[str]  # of each row
+    micro_batch_size: int | None  # rows of one forward pass, if the recipe sets it
+    sample_range: tuple[int, int]  # of the global batch
+    global_valid_tokens: int  # over all ranks
+
+
+def read_batch(plan: Plan, step: int, dp_rank: int = 0, dp_world_size: int = 1) -> Batch:
+    """One data-parallel rank's rows of the global batch.
+
+    Every rank must run the same number of micro-batches, so shorter shares are padded.
+    """
+    stage = plan.stage_of(step)
+    start, stop = stage.sample_range(step)
+    count = stop - start
+    first, last = (start + row for row in shard_range(count, dp_rank, dp_world_size))
+    max_rows = -(-count // dp_world_size)
+    micro = min(stage.micro_batch_size or max_rows, max_rows)
+    rows = -(-max_rows // micro) * micro
+    tokens = np.zeros((rows, stage.recipe.seq_len + 1), dtype=np.int64)
+    tokens[: last - first], sources = stage.dataset.read(first, last)
+    # Padding repeats text of the batch: constant rows would all go to the same experts and distort their load.
+    text = tokens[: last - first] if last > first else stage.dataset.read(start, start + 1)[0]
+    tokens[last - first :] = text[np.arange(rows - (last - first)) % len(text)]
+    token_tensor = torch.from_numpy(tokens)
+    inputs, targets = token_tensor[:, :-1], token_tensor[:, 1:].clone()
+    targets[last - first :] = IGNORE_INDEX
+    padding = [PADDING_SOURCE] * (rows - len(sources))
+    return Batch(
+        step=step,
+        stage=stage,
+        inputs=inputs,
+        targets=targets,
+        sources=sources + padding,
+        micro_batch_size=stage.micro_batch_size and micro,
+        sample_range=(start, stop),
+        global_valid_tokens=count * stage.recipe.seq_len,
+    )
+
+
+class DataLoader:
+    """Batches from ``first_step`` on, prefetched by one thread while the previous step is computed.
+
+    >>> with DataLoader(plan, first_step=0, dp_rank=0, dp_world_size=1) as loader:
+    ...     for batch in loader: ...
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        first_step: int,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        pin: bool = False,
+        skipped_steps: Collection[int] = (),
+    ) -> None:
+        """No batch is read for ``skipped_steps``."""
+        self.data_wait_seconds = 0.0  # for the last batch
+        self._plan, self._first_step, self._pin = plan, first_step, pin
+        self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
+        self._skipped_steps = skipped_steps
+        self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(PREFETCH_BATCHES)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._prefetch, daemon=True)
+
+    def __enter__(self) -> DataLoader:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        while self._thread.is_alive():  # it may be blocked on a full queue
+            self._drain()
+            self._thread.join(0.01)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            begin = time.perf_counter()
+            batch = self._queue.get()
+            self.data_wait_seconds = time.perf_counter() - begin
+            if batch is None:
+                return
+            if isinstance(batch, BaseException):
+                raise batch
+            yield batch
+
+    def seek(self, first_step: int, skipped_steps: Collection[int] = ()) -> None:
+        """Continue from another step, without ``skipped_steps``."""
+        self.__exit__()
+        self._drain()
+        self._first_step, self._skipped_steps = first_step, skipped_steps
+        self._closed.clear()
+        self._thread = threading.Thread(target=self._prefetch, daemon=True)
+        self._thread.start()
+
+    def _prefetch(self) -> None:
+        try:
+            for step in range(self._first_step, self._plan.total_steps):
+                if step in self._skipped_steps:
+                    continue
+                batch = read_batch(self._plan, step, self._dp_rank, self._dp_world_size)
+                if self._pin:
+                    batch = replace(batch, inputs=batch.inputs.pin_memory(), targets=batch.targets.pin_memory())
+                self._queue.put(batch)
+                if self._closed.is_set():
+                    return
+            self._queue.put(None)
+        except BaseException as error:  # raised again in the consumer
+            self._queue.put(error)
+
+    def _drain(self) -> None:
+        while not self._queue.empty():
+            self._queue.get_nowait()

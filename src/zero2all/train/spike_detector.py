@@ -1,0 +1,92 @@
+"""The spike guard: detects steps whose loss or gradient norm is an outlier among recent steps.
+
+Both directions count: garbage makes the loss jump, repetitive text makes it drop. A value is compared with a baseline,
+the median of the last few steps, and its difference with those of many earlier steps, by median and median absolute
+deviation, so that neither a falling loss nor one earlier outlier moves the limit. Every rank sees the same metrics and
+decides the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from zero2all.recipe import GuardRecipe
+
+BASELINE_WINDOW = 9  # steps whose median is the baseline
+MIN_DIFFERENCES = 24  # differences from it that are needed before an outlier is reported
+MAD_TO_STD = 1.4826  # median absolute deviation to the standard deviation of a normal distribution
+DETECTION_DELAY = 2  # steps between bad data and its detection
+
+
+@dataclass
+class RollingBaseline:
+    """The recent values of one metric."""
+
+    window: int
+    threshold: float
+    values: deque[float] = field(default_factory=deque)
+
+    def is_outlier(self, value: float, min_difference: float) -> bool:
+        """Whether a value is off the baseline by more than the threshold, and by at least ``min_difference``."""
+        if len(self.values) < BASELINE_WINDOW + MIN_DIFFERENCES:
+            return False
+        known = np.array(self.values)
+        baseline = np.median(sliding_window_view(known, BASELINE_WINDOW), axis=-1)
+        differences = known[BASELINE_WINDOW:] - baseline[:-1]
+        usual = float(np.median(differences))
+        deviation = MAD_TO_STD * float(np.median(np.abs(differences - usual)))
+        return abs(value - float(baseline[-1]) - usual) > max(min_difference, self.threshold * deviation)
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+        while len(self.values) > self.window + BASELINE_WINDOW:
+            self.values.popleft()
+
+
+class SpikeDetector:
+    """
+    >>> guard = SpikeDetector(GuardRecipe(policy="skip"))
+    >>> guard.check(step=100, stage=0, loss=9.7, grad_norm=0.8)
+    'loss 9.7000, expected about 3.1000'
+    """
+
+    def __init__(self, recipe: GuardRecipe) -> None:
+        self.recipe = recipe
+        self._loss = RollingBaseline(recipe.window, recipe.threshold)
+        self._norm = RollingBaseline(recipe.window, recipe.threshold)
+        self._stage = -1
+
+    def check(self, step: int, stage: int, loss: float, grad_norm: float) -> str | None:
+        """Why a step is an outlier, before its update; None if it is not. A new stage starts a new baseline."""
+        if stage != self._stage:
+            self._stage = stage
+            self._loss.values.clear()
+            self._norm.values.clear()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return f"loss {loss}, gradient norm {grad_norm}"
+        norm = math.log(max(grad_norm, 1e-30))
+        reason = None
+        if self._loss.is_outlier(loss, self.recipe.min_loss_change * float(np.median(self._loss.values or [0.0]))):
+            usual = float(np.median(list(self._loss.values)[-BASELINE_WINDOW:]))
+            reason = f"loss {loss:.4f}, expected about {usual:.4f}"
+        elif self._norm.is_outlier(norm, math.log(self.recipe.min_norm_factor)):
+            usual = math.exp(float(np.median(list(self._norm.values)[-BASELINE_WINDOW:])))
+            reason = f"gradient norm {grad_norm:.4g}, expected about {usual:.4g}"
+        # With policy warn an outlier joins the baseline, so that a lasting change is reported only at first.
+        if reason is None or self.recipe.policy == "warn":
+            self._loss.add(loss)
+            self._norm.add(norm)
+        return reason
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stage": self._stage, "loss": list(self._loss.values), "norm": list(self._norm.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._stage = state["stage"]
+        self._loss.values, self._norm.values = deque(state["loss"]), deque(state["norm"])

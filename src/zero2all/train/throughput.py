@@ -1,0 +1,87 @@
+"""Throughput, MFU and data wait of recent steps, and the log line of a step."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import torch
+
+from zero2all.model.cost.flops import Recompute, flops_per_token
+from zero2all.recipe import ModelConfig
+from zero2all.train.plan import Plan
+from zero2all.units import show_bytes, show_count, show_seconds
+
+EMA_DECAY = 0.9  # averages over about ten steps
+
+PER_RANK_METRICS = ("memory", "data_wait")
+"""Metrics that differ from rank to rank; all others are global, and the record of rank 0 has them."""
+
+
+class ThroughputMeter:
+    """Throughput, utilisation and time left, averaged over recent steps; the slow first step is not in the average."""
+
+    def __init__(
+        self, plan: Plan, config: ModelConfig, device: torch.device, peak_flops: float, recompute: Recompute = "none"
+    ) -> None:
+        self.plan, self.config, self.device = plan, config, device
+        self.peak_flops, self.recompute = peak_flops, recompute
+        self.tokens_per_second = self.data_wait = 0.0
+        self._updates = 0
+        self._last_update = time.perf_counter()  # or the end of what came after it: only training counts
+
+    def update(self, step: int, data_wait_seconds: float) -> None:
+        """After a step; ``data_wait_seconds`` is how long it waited for its batch."""
+        now = time.perf_counter()
+        step_seconds, self._last_update = now - self._last_update, now
+        start, stop = self.plan.stage_of(step).sample_range(step)
+        rate = (stop - start) * self.plan.stage_of(step).recipe.seq_len / step_seconds
+        self._updates += 1
+        # The first step includes warm-up.
+        decay = 0.0 if self._updates <= 2 else EMA_DECAY
+        self.tokens_per_second = decay * self.tokens_per_second + (1 - decay) * rate
+        self.data_wait = decay * self.data_wait + (1 - decay) * data_wait_seconds / step_seconds
+
+    def restart_timer(self) -> None:
+        """Do not count the time since the last update (a checkpoint, an evaluation) as training."""
+        self._last_update = time.perf_counter()
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """For the record. MFU counts the FLOPs of the model, HFU also those of recomputation."""
+        flops = flops_per_token(self.config, self.plan.stage_of(step).recipe.seq_len)
+        return {
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "mfu": round(self.tokens_per_second * flops.model / self.peak_flops, 4),
+            "hfu": round(self.tokens_per_second * flops.hardware(self.recompute) / self.peak_flops, 4),
+            "memory": peak_memory_bytes(self.device),
+            "data_wait": round(self.data_wait, 4),
+        }
+
+    def step_line(self, step: int, loss: float, lr: float, grad_norm: float, source_metrics: dict[str, float]) -> str:
+        total, metrics = self.plan.total_steps, self.metrics(step)
+        by_source = [
+            f"{name.removeprefix('loss/')} {value:.3f}" for name, value in source_metrics.items() if "loss/" in name
+        ]
+        left = (self.plan.tokens_before(total) - self.plan.tokens_before(step + 1)) / self.tokens_per_second
+        return "  ".join(
+            [
+                f"step {step + 1}/{total} {100 * (step + 1) / total:5.1f}%",
+                f"loss {loss:.6f}" + (f" ({', '.join(by_source)})" if len(by_source) > 1 else ""),
+                f"lr {lr:.2e}",
+                f"grad {grad_norm:.3f}",
+                f"{show_count(self.tokens_per_second)} tok/s",
+                f"MFU {100 * metrics['mfu']:.1f}% HFU {100 * metrics['hfu']:.1f}%",
+                show_bytes(metrics["memory"]),
+                f"wait {100 * self.data_wait:.1f}%",
+                f"left {show_seconds(left)}",
+            ]
+        )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak bytes so far: of the CUDA allocator, or resident in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

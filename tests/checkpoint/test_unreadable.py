@@ -1,0 +1,185 @@
+"""Storage that fails at a restart, on all ranks or on some: no state is abandoned for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero2all.checkpoint.checkpoint_manager as manager_module
+import zero2all.checkpoint.integrity as integrity
+from tests.checkpoint.threads import Rank0Store, run_threads
+from zero2all.checkpoint import CheckpointManager, RankGroup, checkpoint_store
+from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, read_lineage
+from zero2all.checkpoint.restore import DurableReport, RestoreChoice, decide_restore
+from zero2all.errors import Z2aError
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integrity, "RETRY_DELAYS", (0.0, 0.0))
+
+
+def make_manager(root: Path, rank_group: RankGroup) -> CheckpointManager:
+    model = nn.Linear(4, 4, bias=False)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)]
+    return CheckpointManager(Rank0Store(root / "checkpoints"), None, root, model, optimizers, rank_group)
+
+
+def trained(root: Path, *steps: int) -> None:
+    manager = make_manager(root, RankGroup())
+    manager.begin_history(None)
+    for step in steps:
+        manager.save(step, {"skipped": []}, durable=True)
+        manager.wait_until_saved()
+
+
+def restored(root: Path, world_size: int = 1) -> list[int | None]:
+    def rank(rank_group: RankGroup) -> int | None:
+        found = make_manager(root, rank_group).find_restore_point()
+        return None if found is None else found.step
+
+    return run_threads(world_size, rank)
+
+
+def failing(function: Callable[[Path], Any], name: str, times: int) -> Callable[[Path], Any]:
+    """``function``, but files of the checkpoint of step 1000 called ``name`` fail this many times."""
+    left = [times]
+
+    def fail(path: Path) -> Any:
+        if (path.parent.name, path.name) == ("step-00001000", name) and left[0] > 0:
+            left[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return function(path)
+
+    return fail
+
+
+def test_one_failed_read_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path, 900, 1000)
+    monkeypatch.setattr(checkpoint_store, "read_json", failing(checkpoint_store.read_json, "state.json", 1))
+    assert restored(tmp_path) == [1000]
+
+
+def test_a_restart_does_not_fall_back_from_a_checkpoint_whose_state_is_unreadable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path, 900, 1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_store, "read_json", failing(checkpoint_store.read_json, "state.json", 10**9))
+        with pytest.raises(Z2aError, match="step-00001000 cannot be read"):
+            restored(tmp_path)
+    assert restored(tmp_path) == [1000]
+
+
+@pytest.mark.parametrize("shard", [".metadata", "__0_0.distcp"])
+def test_one_rank_that_cannot_read_its_share_ends_the_attempt_of_all(
+    shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path, 900, 1000)
+    failures: list[str] = []
+
+    def rank(rank_group: RankGroup) -> None:
+        with pytest.raises(Z2aError, match="step-00001000 cannot be read") as caught:
+            make_manager(tmp_path, rank_group).find_restore_point()
+        failures.append(str(caught.value))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(integrity, "sha256_file", failing(integrity.sha256_file, shard, 10**9))
+        run_threads(3, rank)
+    assert len(failures) == 3
+    assert len(set(failures)) == 1
+    assert restored(tmp_path, 3) == [1000] * 3
+
+
+def test_a_damaged_checkpoint_is_still_skipped(tmp_path: Path) -> None:
+    trained(tmp_path, 900, 1000)
+    (tmp_path / "checkpoints" / "step-00001000" / "state.json").write_text("{", encoding="utf-8")
+    assert restored(tmp_path) == [900]
+    trained(tmp_path, 1000)
+    (tmp_path / "checkpoints" / "step-00001000" / "state.json").unlink()
+    assert restored(tmp_path) == [900]
+
+
+def test_an_unreadable_checkpoint_matters_only_if_nothing_newer_is_valid() -> None:
+    lineage = UNKNOWN_LINEAGE
+    unreadable = DurableReport("x", 900, None, ("it cannot be read",), unreadable=True)
+    found = decide_restore([], [unreadable, DurableReport("y", 950, lineage)], lineage).chosen
+    assert isinstance(found, RestoreChoice)
+    assert found.step == 950
+    older = [DurableReport("y", 850, lineage), unreadable]
+    with pytest.raises(Z2aError, match="x cannot be read"):
+        decide_restore([], older, lineage)
+    with pytest.raises(Z2aError, match="x cannot be read"):
+        decide_restore([], [unreadable], None)
+    assert decide_restore([], older, lineage, max_step=899).chosen is not None
+
+
+# The history file
+
+
+def test_a_failed_history_file_is_written_with_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """History B began at 900 and is recorded; C began there too, and could not be recorded."""
+    trained(tmp_path, 900)
+    later = make_manager(tmp_path, RankGroup())
+    found = later.find_restore_point()
+    assert found is not None
+    later.load(found)
+
+    original, full = manager_module.write_json, [True]
+
+    def write_json(path: Path, value: Any) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        original(path, value)
+
+    monkeypatch.setattr(manager_module, "write_json", write_json)
+
+    def rank(rank_group: RankGroup) -> None:
+        manager = make_manager(tmp_path, rank_group)
+        found = manager.find_restore_point()
+        assert found is not None
+        manager.load(found)
+        manager.save(950, {"skipped": []}, durable=True)
+        manager.wait_until_saved()  # the checkpoint is worth more than the history file
+        rank_group.on_all_ranks(lambda: None)
+        full[0] = False
+        manager.save(1000, {"skipped": []}, durable=True)
+        manager.wait_until_saved()
+        assert read_lineage(tmp_path) == manager.lineage
+
+    run_threads(2, rank)
+    assert restored(tmp_path) == [1000]
+
+
+# Rolling back
+
+
+def test_checkpoints_that_cannot_be_removed_after_a_rollback_do_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, 900, 1000)
+
+    def remove(self: object, step: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), f"step-{step}")
+
+    monkeypatch.setattr(Rank0Store, "remove", remove)
+
+    def rank(rank_group: RankGroup) -> None:
+        manager = make_manager(tmp_path, rank_group)
+        found = manager.roll_back(950)
+        assert found is not None
+        assert found.step == 900
+
+    run_threads(2, rank)
+    assert "checkpoints after step 900 cannot be removed" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.undo()
+    assert restored(tmp_path) == [900], "what was left is of an abandoned history"

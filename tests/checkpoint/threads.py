@@ -1,0 +1,69 @@
+"""Ranks as threads of one process: a full job with nodes that come and go takes milliseconds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from zero2all.checkpoint import CheckpointStore, RankGroup
+from zero2all.errors import Z2aError
+
+T = TypeVar("T")
+_LOCK = threading.RLock()
+
+
+class ThreadRankGroup(RankGroup):
+    """A ``RankGroup``, for the threads of ``run_threads``."""
+
+    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, shared: list[Any]) -> None:
+        self.group, self.rank, self.world_size = None, rank, world_size
+        self._barrier, self._shared = barrier, shared
+
+    def on_all_ranks(self, function: Callable[[], T]) -> list[T]:
+        own_error: Exception | None = None
+        try:
+            with _LOCK:  # temporary file names contain the process id
+                self._shared[self.rank] = (function(), None)
+        except Exception as error:
+            self._shared[self.rank], own_error = (None, str(error)), error
+        self._barrier.wait(120)
+        results = list(self._shared)
+        self._barrier.wait(120)  # before any of them writes again
+        if own_error is not None:
+            raise own_error
+        for _, reason in results:
+            if reason is not None:
+                raise Z2aError(reason)
+        return [value for value, _ in results]
+
+
+class Rank0Store(CheckpointStore):
+    """Every thread holds all tensors, and there is no process group: rank 0 writes for all."""
+
+    def write(self, step: int, tensors: dict[str, Any], state: dict[str, Any], rank_group: RankGroup) -> None:
+        def write() -> None:
+            if rank_group.rank == 0:
+                super(Rank0Store, self).write(step, tensors, state, single_rank())
+
+        rank_group.on_all_ranks(write)
+
+
+def single_rank() -> RankGroup:
+    return ThreadRankGroup(0, 1, threading.Barrier(1), [None])
+
+
+def run_threads(world_size: int, function: Callable[[RankGroup], T]) -> list[T]:
+    """The results of ``function`` on ``world_size`` ranks."""
+    barrier, shared = threading.Barrier(world_size), [None] * world_size
+
+    def rank(number: int) -> T:
+        try:
+            return function(ThreadRankGroup(number, world_size, barrier, shared))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(rank, range(world_size)))

@@ -1,0 +1,66 @@
+"""Exit statuses and messages of ranks are classified."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero2all.elastic.exit_reason import classify_exit, gpu_faults, oom_kills
+
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:54689: Connection reset by peer"
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "kind", "words"),
+    [
+        (-9, "", "crash", "SIGKILL (exit status 137)"),
+        (137, "", "crash", "SIGKILL (exit status 137)"),
+        (-11, "", "crash", "segmentation fault"),
+        (139, "", "crash", "SIGSEGV (exit status 139)"),
+        (-7, "", "crash", "/dev/shm is full"),
+        (-34, "", "crash", "exit status 162"),
+        (1, "Interrupted: stopped after step 5", "stopped", "its state saved"),
+        (2, "RecipeError: 1 mistake", "wrong usage", "exit status 2"),
+        (1, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out of memory", "more memory"),
+        (1, "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to", "out of memory", "more memory"),
+        (1, GLOO, "cut off", "lost its connection"),
+        (1, "RuntimeError: Timed out waiting 600000ms for recv operation to complete", "cut off", "time-out"),
+        (1, "DistBackendError: NCCL error: remote process exited or there was a network error", "cut off", "lost"),
+        (1, "ValueError: no", "crash", "raised an error"),
+        (7, "", "crash", "exit status 7"),
+        (126, "", "crash", "exit status 126: the command cannot be executed"),
+        (127, "", "crash", "exit status 127: the command was not found"),
+        (128, "", "crash", "exit status 128: no signal"),
+        (143, "", "crash", "SIGTERM (exit status 143)"),
+        (255, "", "crash", "exit status 255: exit(-1)"),
+    ],
+)
+def test_an_exit_is_classified(status: int, message: str, kind: str, words: str) -> None:
+    reason = classify_exit(status, message)
+    assert reason.kind == kind
+    assert words in reason.description
+
+
+WATCHDOG = (
+    "[rank3]:[E ProcessGroupNCCL.cpp:685] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)",
+    "[rank3]:[E ProcessGroupNCCL.cpp:1895] Process group watchdog thread terminated with exception: [Rank 3] Timeout",
+)
+
+
+@pytest.mark.parametrize("line", WATCHDOG)
+def test_an_abort_by_nccl_s_watchdog_is_the_fault_of_another_rank(line: str) -> None:
+    reason = classify_exit(-6, "", log=["step 7", line, "frame #0: c10::Error"])
+    assert (reason.kind, "waited too long for another rank" in reason.description) == ("cut off", True)
+    assert classify_exit(-6, "", log=["terminate called after throwing"]).kind == "crash"
+
+
+def test_a_kill_by_the_kernel_is_out_of_memory() -> None:
+    assert classify_exit(-9, "", oom_killed=True).kind == "out of memory"
+    assert oom_kills() >= 0
+
+
+def test_gpu_faults_are_read_from_the_kernel_log() -> None:
+    log = "[    1.5] eth0: link up\n[   20.25] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
+    (reason,) = gpu_faults(10.0, log)
+    assert reason.startswith("PCI:0000:3b:00: Xid 79, the card fell off the bus")
+    assert gpu_faults(30.0, log) == [], "it was before the job"
+    assert gpu_faults(0.0, "nothing") == []

@@ -1,0 +1,193 @@
+"""Gradient accumulation over micro-batches: what is held between them, and how often gradients are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from zero2all.bench.rank_harness import run_ranks
+from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
+from zero2all.parallel.gradient_accumulation import fsdp_param_groups
+from zero2all.recipe import ModelConfig, MoeConfig, ParallelRecipe
+
+RANKS, MICROS, LENGTH, VOCAB = 4, 4, 16, 128
+
+
+@dataclass(frozen=True)
+class Held:
+    between: list[float]
+    """Bytes of gradient between micro-batches, per parameter of the unsharded part of the model."""
+    dtypes: set[torch.dtype]
+    reduce_scatters: float
+    all_reduces: float
+    """Calls for each FSDP parameter group."""
+    off: float
+    """Largest relative difference of a gradient from one process, with the same compute dtype."""
+
+
+def tensors(parallel_model: ParallelModel) -> Iterator[Tensor]:
+    """Everything that holds a gradient on this rank."""
+    for group in groups(parallel_model):
+        if group._partial_reduce_output is not None:
+            yield group._partial_reduce_output
+        for parameter in group.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            held = [parameter.sharded_param.grad, parameter.unsharded_accumulated_grad]
+            held.append(None if unsharded is None else unsharded.grad)
+            yield from (t.to_local() if isinstance(t, DTensor) else t for t in held if t is not None)
+
+
+def groups(parallel_model: ParallelModel) -> list[Any]:
+    roots = parallel_model._pipeline.stages if parallel_model._pipeline is not None else parallel_model._model_parts
+    return [group for root in roots for group in fsdp_param_groups(root)]
+
+
+def config(moe: bool) -> ModelConfig:
+    return ModelConfig(
+        hidden_size=32, intermediate_size=64,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        max_position_embeddings=LENGTH, vocab_size=VOCAB,
+        moe=MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        load_balancing="bias") if moe else None,
+    )  # fmt: skip
+
+
+def accumulate(sizes: dict[str, Any], moe: bool, dtype: torch.dtype, one: dict[str, Tensor]) -> Held:
+    from torch.distributed.pipelining import PipelineStage
+
+    recipe = ParallelRecipe(**sizes)
+    mesh = ParallelMesh(ParallelDims.from_recipe(recipe, RANKS), torch.device("cpu"))
+    samples = MICROS * mesh.dims.dp
+    parallel_model = ParallelModel(config(moe), recipe, mesh, seed=3, dtype=dtype)
+    unsharded = sum(parameter._orig_size.numel() for group in groups(parallel_model) for parameter in group.fsdp_params)
+    between: list[float] = []
+    dtypes: set[torch.dtype] = set()
+
+    def note(*_: object) -> None:
+        found = list(tensors(parallel_model))
+        if found:  # before the first backward there is nothing
+            between.append(sum(t.numel() * t.element_size() for t in found) / unsharded)
+            dtypes.update(t.dtype for t in found)
+
+    counts = dict.fromkeys(("reduce_scatter_single", "all_reduce"), 0)
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            counts[name] += 1
+            return original(*args, **more)
+
+        return call
+
+    def noted(name: str) -> Callable[..., None]:
+        original = getattr(PipelineStage, name)
+
+        def call(*args: Any, **more: Any) -> None:
+            original(*args, **more)
+            note()
+
+        return call
+
+    patch = pytest.MonkeyPatch()
+    for name in ("backward_one_chunk", "backward_weight_one_chunk"):
+        patch.setattr(PipelineStage, name, noted(name))
+    for name in counts:
+        patch.setattr(dist, name, counted(name))
+    hook = parallel_model.model.register_forward_pre_hook(note)
+    tokens = torch.randint(0, VOCAB, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    first, last = mesh.sample_range(samples)
+    own = tokens[first:last]
+    parallel_model.forward_backward(own[:, :-1], own[:, 1:], divisor=samples * LENGTH, micro_batch_size=1)
+    patch.undo()
+    hook.remove()
+    off = max(
+        float((p.grad.full_tensor() - one[name]).norm() / one[name].norm())
+        for name, p in parallel_model.model.named_parameters()
+    )
+    number = sum(group.mesh_info.shard_mesh_size > 1 or sizes.get("dp_shard") == 1 for group in groups(parallel_model))
+    return Held(between, dtypes, counts["reduce_scatter_single"] / number, counts["all_reduce"] / number, off)
+
+
+def alone(samples: int, moe: bool) -> dict[str, Tensor]:
+    parallel_model = ParallelModel(
+        config(moe), ParallelRecipe(), ParallelMesh(ParallelDims(), torch.device("cpu")), seed=3
+    )
+    tokens = torch.randint(0, VOCAB, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    parallel_model.forward_backward(tokens[:, :-1], tokens[:, 1:], divisor=samples * LENGTH)
+    return {
+        name: parameter.grad
+        for name, parameter in parallel_model.model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+CASES: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
+    "FSDP 4": ({}, False, ("every", "last")),
+    "HSDP 2x2": ({"dp_replicate": 2}, False, ("every", "last")),
+    "FSDP 2 x TP 2": ({"tp": 2}, False, ("every",)),
+    "EP 4": ({"ep": 4}, True, ("every",)),
+    "FSDP 2 x PP 2": ({"pp": 2}, False, ("every", "last")),
+    "FSDP 2 x PP 2 zbv": ({"pp": 2, "schedule": "zbv"}, False, ("every", "last")),
+    "HSDP 2x1 x PP 2 zbv": ({"pp": 2, "schedule": "zbv", "dp_replicate": 2, "dp_shard": 1}, False, ("every",)),
+}
+
+
+def shape_of(sizes: dict[str, Any]) -> ParallelDims:
+    return ParallelDims.from_recipe(ParallelRecipe(**sizes), RANKS)
+
+
+def buffers_sent() -> int:
+    """How often DDP broadcasts buffers in two steps of two micro-batches."""
+    recipe = ParallelRecipe(dp_replicate=RANKS, dp_shard=1)
+    mesh = ParallelMesh(ParallelDims.from_recipe(recipe, RANKS), torch.device("cpu"))
+    parallel_model = ParallelModel(config(moe=True), recipe, mesh, seed=3)
+    sent: list[None] = []
+    patch = pytest.MonkeyPatch()
+    original = DistributedDataParallel._sync_buffers  # type: ignore[attr-defined]
+    patch.setattr(DistributedDataParallel, "_sync_buffers", lambda ddp: (sent.append(None), original(ddp)))
+    tokens = torch.randint(0, VOCAB, (2, LENGTH + 1))
+    for _ in range(2):
+        parallel_model.forward_backward(tokens[:, :-1], tokens[:, 1:], divisor=1, micro_batch_size=1)
+    patch.undo()
+    return len(sent)
+
+
+def everything(
+    references: dict[tuple[int, bool], dict[str, Tensor]],
+) -> tuple[dict[tuple[str, str], Held], int]:
+    found = {}
+    for name, (sizes, moe, modes) in CASES.items():
+        one = references[MICROS * shape_of(sizes).dp, moe]
+        for mode in modes:
+            found[name, mode] = accumulate({**sizes, "gradient_sync": mode}, moe, torch.float32, one)
+        if "zbv" in name or name == "FSDP 4":
+            found[name, "bf16"] = accumulate(sizes, moe, torch.bfloat16, one)
+    return found, buffers_sent()
+
+
+@pytest.mark.slow
+def test_between_micro_batches_a_rank_holds_the_gradient_of_its_shards_only() -> None:
+    references = {(MICROS * dp, moe): alone(MICROS * dp, moe) for dp in (2, 4) for moe in (False, True)}
+    for rank, (found, broadcasts) in enumerate(run_ranks(RANKS, everything, references, seconds=240)):
+        assert broadcasts == 0, "buffers are the same on every rank: each fills or computes its own"
+        for (name, mode), held in found.items():
+            sizes, where = shape_of(CASES[name][0]), f"{name}, {mode}, rank {rank}: {held}"
+            assert len(held.between) >= MICROS - 1, where
+            assert held.dtypes == {torch.float32}, where
+            assert held.off < (2e-2 if mode == "bf16" else 1e-5), where
+            if sizes.ep == 1:  # else experts are on one rank alone anyway
+                unsharded = 4.0 if mode == "last" else 4 / sizes.dp_shard
+                assert max(held.between) == pytest.approx(unsharded, rel=0.01), where
+            if sizes.dp_shard > 1:
+                assert held.reduce_scatters == (1 if mode == "last" else MICROS), where
+            if sizes.tp == 1:  # which has collectives of its own; between copies there is one in any case
+                assert held.all_reduces == (1 if sizes.dp_replicate > 1 else 0), where

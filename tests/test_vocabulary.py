@@ -1,0 +1,88 @@
+"""Names that 0.2 retired stay retired: in identifiers, recipe keys, help texts and messages. See CHANGELOG.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+IDENTIFIERS = {
+    "Spread", "Laid", "Sizes", "WholeFill", "Incoming", "cut_matrices", "cut_experts", "shard_parameters",
+    "apply_checkpointing",
+    "AfterNext", "even_load", "move_bias", "SdpaPlan", "AttentionForm", "narrower", "IGNORE",
+    "Channels", "Spikes", "Keeper", "Team", "Beat", "Pulse", "leave_word", "Meeting",
+    "Death", "Stuck",
+    "Talk", "Plant", "Planted", "plants", "strike", "dice", "Scene", "build_world", "Cutting", "chop",
+    "mend_mojibake", "reslog", "resplot", "figures", "starts_BS", "n_layers", "n_kv_heads",
+    "expert_intermediate", "first_dense",
+    "aux_weight", "bias_rate", "global_every", "original_context", "print_every", "least_loss", "least_norm",
+}  # fmt: skip
+# Where an old name is the point: the table of renamed keys, and fields that are hashed or stored under it.
+ALLOWED = {"src/zero2all/recipe/renamed.py": IDENTIFIERS, "src/zero2all/tokenizer/word_count.py": {"chop"}}
+WORDS = re.compile(
+    r"\b(mend(s|ed|ing)?|figures?|alike|anew|held[- ]out|go(es|ing)? on with|passed over|so many|for want of|"
+    r"reslog|resplot|token after next|channels?)\b",
+    re.IGNORECASE,
+)
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for folder in ("src", "tests", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def identifiers(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.arg | ast.keyword) and node.arg:
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.alias):
+            yield node.name.rpartition(".")[2], 0
+
+
+def test_no_retired_identifier_is_left() -> None:
+    found = [
+        f"{file}:{line}: {name}"
+        for file, tree in sources()
+        for name, line in identifiers(tree)
+        if name in IDENTIFIERS and name not in ALLOWED.get(file, set())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_no_retired_word_is_left_in_help_messages_and_docstrings() -> None:
+    found = []
+    for file, tree in sources():
+        if not file.startswith("src/"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+                found += [f"{file}:{node.lineno}: {match.group()}" for match in WORDS.finditer(node.value)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: path.name)
+def test_no_recipe_has_a_retired_key(path: Path) -> None:
+    from zero2all.recipe.renamed import RENAMED
+
+    def keys(value: object, prefix: str = "") -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, below in value.items():
+                yield f"{prefix}{key}"
+                yield from keys(below, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            for below in value:
+                yield from keys(below, f"{prefix}*.")
+
+    assert not set(keys(yaml.safe_load(path.read_text(encoding="utf-8")))) & set(RENAMED)

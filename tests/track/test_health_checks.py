@@ -1,0 +1,156 @@
+"""Each rule fires on the run made for it, and a normal run has only good findings."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zero2all.recipe import builtin_recipe_path
+from zero2all.track.health_checks import RULES, check_health, reference_curve
+from zero2all.track.run_locations import LocalRunLocation
+from zero2all.track.run_view import RunView
+
+Change = Callable[[list[dict[str, float]]], None]
+STEPS = 600
+VOCABULARY = 4096
+
+
+def make_run(directory: Path, change: Callable[[list[dict[str, float]]], None], begun: float | None = None) -> RunView:
+    """A run of 600 steps with a normal loss curve, modified by ``change``."""
+    rng = np.random.default_rng(1)
+    begun = time.time() - STEPS * 0.3 if begun is None else begun
+    rows: list[dict[str, float]] = []
+    for step in range(STEPS):
+        loss = 3.0 + (math.log(VOCABULARY) - 3.0) * math.exp(-step / 150) - 0.0005 * step + rng.normal(0, 0.02)
+        speed = 6000 + rng.normal(0, 50)
+        rows.append({"step": step, "time": begun + step * 0.3, "loss": loss, "loss/zh": loss + 0.1,
+                     "loss/en": loss - 0.1, "tokens_per_second": speed})  # fmt: skip
+    change(rows)
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [{"event": "start", "step": 0, "steps": STEPS + 10, "time": begun}, *rows]
+    (directory / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "recipe.yaml").write_text(
+        "name: quickstart\ncorpus: {sources: [{name: books}]}\ntrain: {batch_tokens: 2048}\n"
+    )
+    (directory / "identity.json").write_text(json.dumps({"model": {"vocab_size": VOCABULARY}}))
+    run = RunView(LocalRunLocation(directory))
+    run.refresh()
+    return run
+
+
+def as_it_is(rows: list[dict[str, float]]) -> None:
+    pass
+
+
+def starts_high(rows: list[dict[str, float]]) -> None:
+    rows[0]["loss"] = 12.0
+
+
+def starts_low(rows: list[dict[str, float]]) -> None:
+    rows[0]["loss"] = 4.0
+
+
+def diverges(rows: list[dict[str, float]]) -> None:
+    for number, row in enumerate(rows[450:]):
+        row["loss"] += 0.02 * number
+
+
+def plateaus(rows: list[dict[str, float]]) -> None:
+    for row in rows[200:]:
+        row["loss"] = 4.0 + 0.001 * math.sin(row["step"])
+
+
+def jumps(rows: list[dict[str, float]]) -> None:
+    rows[333]["loss"] += 2.0
+
+
+def repeats(rows: list[dict[str, float]]) -> None:
+    for row in rows[400:]:
+        row["loss"] *= 0.7
+
+
+def loses_source(rows: list[dict[str, float]]) -> None:
+    for row in rows[300:]:
+        del row["loss/zh"]
+
+
+def source_freezes(rows: list[dict[str, float]]) -> None:
+    for row in rows[300:]:
+        row["loss/zh"] = 0.0
+
+
+def slows(rows: list[dict[str, float]]) -> None:
+    for row in rows[500:]:
+        row["tokens_per_second"] *= 0.6
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "step"),
+    [
+        (starts_high, "initial loss", 0),
+        (starts_low, "initial loss", 0),
+        (diverges, "divergence", None),
+        (plateaus, "plateau", None),
+        (jumps, "spike", 333),
+        (repeats, "sudden drop", None),
+        (loses_source, "dead source", None),
+        (source_freezes, "dead source", None),
+        (slows, "throughput drop", None),
+    ],
+)
+def test_each_rule_sees_its_own_fault_and_no_other(tmp_path: Path, change: Change, rule: str, step: int | None) -> None:
+    found = [finding for finding in check_health(make_run(tmp_path, change), tmp_path) if finding.level != "good"]
+    assert [finding.rule for finding in found] == [rule]
+    assert step is None or found[0].step == step
+    assert found[0].text_zh != found[0].text
+
+
+def test_a_normal_run_is_reported_as_good(tmp_path: Path) -> None:
+    findings = check_health(make_run(tmp_path, as_it_is), tmp_path)
+    assert [(finding.rule, finding.level) for finding in findings] == [("initial loss", "good")]
+
+
+def test_a_reference_curve_has_a_loss_at_every_point(tmp_path: Path) -> None:
+    def with_gaps(rows: list[dict[str, float]]) -> None:
+        for row in rows[100:110]:
+            del row["loss"]
+
+    curve = reference_curve(make_run(tmp_path, with_gaps))
+    shipped = [json.loads(path.read_text()) for path in builtin_recipe_path("reference").glob("*.json")]
+    assert shipped
+    for one in (curve, *shipped):
+        assert all(math.isfinite(loss) for loss in one["loss"])
+        assert one["tokens"] == sorted(set(one["tokens"]))
+
+
+def test_against_a_reference_curve(tmp_path: Path) -> None:
+    good = make_run(tmp_path / "good", as_it_is)
+    (tmp_path / "quickstart.json").write_text(json.dumps(reference_curve(good)))
+
+    def worse(rows: list[dict[str, float]]) -> None:
+        for row in rows[1:]:
+            row["loss"] = 8.3 - 0.85 * (8.3 - row["loss"])
+
+    assert "good" in {finding.level for finding in check_health(good, tmp_path) if finding.rule == "reference"}
+    bad = [
+        finding for finding in check_health(make_run(tmp_path / "bad", worse), tmp_path) if finding.rule == "reference"
+    ]
+    assert [finding.level for finding in bad] == ["bad"]
+    assert "above the reference" in bad[0].text
+    (tmp_path / "quickstart.json").write_text(json.dumps({**reference_curve(good), "sources": ["other text"]}))
+    assert not [finding for finding in check_health(good, tmp_path) if finding.rule == "reference"]
+
+
+def test_a_run_that_fell_silent(tmp_path: Path) -> None:
+    run = make_run(tmp_path, as_it_is, begun=time.time() - 3600)
+    assert [finding.rule for finding in check_health(run, tmp_path) if finding.level == "bad"] == ["silence"]
+
+
+def test_every_rule_is_explained() -> None:
+    assert all(rule.__doc__ for rule in RULES)

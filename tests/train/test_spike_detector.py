@@ -1,0 +1,213 @@
+"""The spike guard: silent on clean runs, fires within three steps of bad data, and rolls back exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.helpers import crashed, losses
+from tests.conftest import tiny_recipe
+from tests.train.poison import poison
+from zero2all.bench.rank_harness import run_ranks
+from zero2all.errors import Z2aError
+from zero2all.parallel import ParallelModel
+from zero2all.recipe import GuardRecipe, Recipe
+from zero2all.train import Run, train
+from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
+
+LONG = [
+    "train.steps=90", "train.batch_tokens=128", "train.micro_batch_tokens=null", "checkpoint.every=30 steps",
+    "checkpoint.flash_every=5 steps", "train.guard.window=32",
+]  # fmt: skip
+GARBAGE, NEWLINES = range(50, 53), range(70, 73)
+
+
+def fired(losses: list[float], norms: list[float], stages: list[int] | None = None, **options: Any) -> list[int]:
+    guard = SpikeDetector(GuardRecipe(**options))
+    metrics = zip(losses, norms, stages or [0] * len(losses), strict=True)
+    return [step for step, (loss, norm, stage) in enumerate(metrics) if guard.check(step, stage, loss, norm)]
+
+
+def loss_curve(seed: int, steps: int = 400, noise: float = 0.03) -> tuple[list[float], list[float]]:
+    """A loss that falls fast, then slowly, with heavy-tailed noise; a gradient norm that falls and fluctuates."""
+    rng = random.Random(seed)
+    loss = [
+        2.5 + 4 * math.exp(-step / 60) + noise * (rng.gauss(0, 1) + rng.gauss(0, 1) ** 3 / 12) for step in range(steps)
+    ]
+    norm = [(0.4 + 3 * math.exp(-step / 25)) * math.exp(0.25 * rng.gauss(0, 1)) for step in range(steps)]
+    return loss, norm
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_clean_runs_never_trigger_it(seed: int) -> None:
+    assert fired(*loss_curve(seed)) == []
+
+
+def test_a_new_stage_starts_a_new_baseline() -> None:
+    (before, norms), (after, more) = loss_curve(1), loss_curve(2)
+    loss, norm = before + [value * 0.4 for value in after[200:]], norms + more[200:]  # other text, other loss
+    assert fired(loss, norm, [0] * 400 + [400] * 200) == []
+    assert fired(loss, norm)[0] == 400  # without a change of stage it is an outlier
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [((1.4, 1.0), "a higher loss"), ((0.6, 1.0), "a lower loss"), ((1.0, 20.0), "a larger gradient"),
+     ((1.0, 1 / 20), "a smaller gradient"), ((math.nan, 1.0), "not a number"), ((1.0, math.inf), "no finite gradient")],
+)  # fmt: skip
+def test_each_kind_of_outlier_is_detected_at_once(change: tuple[float, float], what: str) -> None:
+    loss, norm = loss_curve(3)
+    loss[200], norm[200] = loss[200] * change[0], norm[200] * change[1]
+    assert fired(loss, norm) == [200]
+
+
+def test_its_state_is_restored() -> None:
+    loss, norm = loss_curve(4)
+    loss[300] *= 1.5
+    one, other = SpikeDetector(GuardRecipe()), SpikeDetector(GuardRecipe())
+    for step in range(250):
+        one.check(step, 0, loss[step], norm[step])
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert [other.check(step, 0, loss[step], norm[step]) is not None for step in range(250, 400)] == [
+        step == 300 for step in range(250, 400)
+    ]
+
+
+@pytest.fixture(scope="module")
+def poisoned(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The token store with garbage where some steps read, and nothing but newlines where others do."""
+    tokens = tmp_path_factory.mktemp("poisoned") / "tokens"
+    shutil.copytree(workspace / "tokens", tokens)
+    poison(tiny_recipe(workspace, f"tokens.dir={tokens}", *LONG), GARBAGE, NEWLINES)
+    return tokens
+
+
+def guard_recipe(workspace: Path, tmp_path: Path, tokens: Path, *overrides: str) -> Recipe:
+    places = [f"out={tmp_path}/out", f"tokens.dir={tokens}", f"checkpoint.flash_dir={tmp_path}/memory"]
+    return tiny_recipe(workspace, *places, *LONG, *overrides)
+
+
+def events(run: Run, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in run.record_path.read_text().splitlines()]
+    return [line for line in lines if line.get("event") == kind]
+
+
+def test_bad_data_is_found_named_and_skipped(workspace: Path, tmp_path: Path, poisoned: Path) -> None:
+    recipe = guard_recipe(workspace, tmp_path, poisoned, "train.guard.policy=rollback")
+    train(recipe)
+    run = Run.open(recipe.run_dir)
+    spikes = [event["step"] for event in events(run, "spike")]
+    assert len(spikes) == 2
+    assert spikes[0] in GARBAGE
+    assert spikes[1] in NEWLINES
+    plan = run.plan()
+    for event in events(run, "spike"):
+        stage = plan.stage_of(event["step"])
+        in_batch = {span.gid for span in stage.dataset.documents(*stage.sample_range(event["step"]))}
+        assert {document["gid"] for document in event["documents"]} <= in_batch
+        assert event["documents"][0]["title"]
+
+    skipped = {step for first in spikes for step in range(first - DETECTION_DELAY, first - DETECTION_DELAY + 8)}
+    assert set(GARBAGE) | set(NEWLINES) <= skipped
+    assert run.checkpoints.read_state(90)["skipped"] == sorted(skipped)
+    # Every step is in the surviving history once, or was skipped.
+    assert set(losses(run)) == set(range(90)) - skipped
+
+    # Bitwise equal to the same run on clean text with those steps skipped.
+    clean = guard_recipe(workspace, tmp_path / "clean", workspace / "tokens", "train.guard.policy=rollback")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpikeDetector, "check", lambda self, step, *rest: "injected" if step in spikes else None)
+        train(clean)
+    other = Run.open(clean.run_dir)
+    assert losses(other) == losses(run)
+
+
+def test_a_crash_after_a_rollback_loses_nothing(workspace: Path, tmp_path: Path, poisoned: Path) -> None:
+    uninterrupted = guard_recipe(workspace, tmp_path / "uninterrupted", poisoned, "train.guard.policy=rollback")
+    train(uninterrupted)
+    recipe = guard_recipe(workspace, tmp_path, poisoned, "train.guard.policy=rollback")
+    crashed(recipe, 66)
+    assert train(recipe)["resumed_at"] == 65
+    assert losses(Run.open(recipe.run_dir)) == losses(Run.open(uninterrupted.run_dir))
+
+
+def test_policy_skip_skips_the_update(workspace: Path, tmp_path: Path, poisoned: Path) -> None:
+    recipe = guard_recipe(workspace, tmp_path, poisoned, "train.guard.policy=skip", "train.steps=60")
+    weights: dict[int, torch.Tensor] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        original = ParallelModel.update_expert_bias
+
+        def record_weights(self: ParallelModel) -> None:
+            original(self)
+            weights[len(weights)] = next(self.model.parameters()).detach().clone()
+
+        patch.setattr(ParallelModel, "update_expert_bias", record_weights)
+        train(recipe)
+    spikes = [event["step"] for event in events(Run.open(recipe.run_dir), "spike")]
+    assert set(spikes) == set(GARBAGE)
+    for step in range(1, 60):
+        assert torch.equal(weights[step], weights[step - 1]) == (step in spikes)
+
+
+def test_policy_warn_changes_nothing(workspace: Path, tmp_path: Path, poisoned: Path) -> None:
+    warned = guard_recipe(workspace, tmp_path, poisoned, "train.steps=60")
+    train(warned)
+    assert events(Run.open(warned.run_dir), "spike")[0]["step"] in GARBAGE
+    disabled = guard_recipe(workspace, tmp_path / "disabled", poisoned, "train.steps=60", "train.guard.threshold=1e9")
+    train(disabled)
+    assert losses(Run.open(warned.run_dir)) == losses(Run.open(disabled.run_dir))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_non_finite_step_is_repeated_before_its_data_is_skipped(
+    times: int, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean = guard_recipe(workspace, tmp_path / "clean", workspace / "tokens", "train.steps=30")
+    train(clean)
+    recipe = guard_recipe(workspace, tmp_path, workspace / "tokens", "train.steps=30", "train.guard.policy=rollback")
+    remaining, current_step = [times], [0]
+    original = ParallelModel.clip_grad_norm_
+
+    def clip(self: ParallelModel, max_norm: float) -> torch.Tensor:
+        if current_step[0] == 17 and remaining[0]:
+            remaining[0] -= 1
+            next(iter(self.model.parameters())).grad.fill_(math.nan)  # type: ignore[union-attr]
+        return original(self, max_norm)
+
+    monkeypatch.setattr(ParallelModel, "clip_grad_norm_", clip)
+    train(recipe, on_batch=lambda batch: current_step.__setitem__(0, batch.step))
+    run = Run.open(recipe.run_dir)
+    if times == 1:
+        assert losses(run) == losses(Run.open(clean.run_dir))
+    else:
+        assert set(losses(run)) == set(range(30)) - set(range(15, 23))
+
+
+def test_a_loss_that_never_recovers_stops_the_run(workspace: Path, tmp_path: Path) -> None:
+    recipe = guard_recipe(workspace, tmp_path, workspace / "tokens", "train.guard.policy=skip", "train.steps=40")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpikeDetector, "check", lambda self, step, *rest: "injected" if step > 5 else None)
+        with pytest.raises(Z2aError, match="20 outlier steps in a row, the last 26"):
+            train(recipe)
+
+
+def train_on_rank(recipe: Recipe) -> None:
+    train(recipe)
+
+
+@pytest.mark.slow
+def test_all_ranks_decide_the_same(workspace: Path, tmp_path: Path, poisoned: Path) -> None:
+    recipe = guard_recipe(workspace, tmp_path, poisoned, "train.guard.policy=rollback", "parallel.dp_shard=2")
+    run_ranks(2, train_on_rank, recipe)
+    run = Run.open(recipe.run_dir)
+    spikes = [event["step"] for event in events(run, "spike")]
+    assert [spikes[0] in GARBAGE, spikes[1] in NEWLINES, len(spikes)] == [True, True, 2]
+    skipped = {step for first in spikes for step in range(first - DETECTION_DELAY, first - DETECTION_DELAY + 8)}
+    assert set(losses(run)) == set(range(90)) - skipped
