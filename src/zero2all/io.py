@@ -22,6 +22,7 @@ from typing import Any
 from zero2all import __version__
 from zero2all.errors import DiskFullError, UsageError, Z2aError, is_disk_full
 from zero2all.paths import RemotePath, open_bytes
+from zero2all.records import Record, parse_record
 
 MANIFEST = "manifest.json"
 HISTORY_FILE = "history.json"  # of a run: see checkpoint/lineage.py
@@ -241,6 +242,11 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # invalid JSON or UTF-8
         raise Z2aError(f"{path} is damaged ({error}); remove it and run the stage again") from error
+
+
+def read_record(record: type[Record], path: Path) -> Record:
+    """Read a JSON file as a dataclass."""
+    return parse_record(record, read_json(path), path)
 
 
 def write_manifest(directory: Path, kind: str, body: dict[str, Any]) -> None:

@@ -1,0 +1,39 @@
+"""Typed records of JSON files: one dataclass per format, checked when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from pydantic import TypeAdapter, ValidationError
+
+from zero2all.errors import Z2aError
+
+Record = TypeVar("Record")
+
+
+@cache
+def _adapter(record: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(record)
+
+
+def parse_record(record: type[Record], value: object, source: object) -> Record:
+    """Make a dataclass of parsed JSON; an error names the source and the field.
+
+    Unknown keys are ignored: a later version may have added them.
+
+    >>> @dataclass(frozen=True)
+    ... class Shard:
+    ...     name: str
+    ...     bytes: int
+    >>> parse_record(Shard, {"name": "a.parquet", "bytes": 12}, "manifest.json")
+    Shard(name='a.parquet', bytes=12)
+    """
+    try:
+        parsed: Record = _adapter(cast("Hashable", record)).validate_python(value)
+        return parsed
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "content"
+        raise Z2aError(f"{source}: {field}: {first['msg']}; the file is damaged or of another version") from error

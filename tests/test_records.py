@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from zero2all.errors import Z2aError
+from zero2all.io import read_record
+from zero2all.records import parse_record
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Store:
+    shards: tuple[Shard, ...]
+    seed: int | None = None
+    sources: dict[str, int] = field(default_factory=dict)
+
+
+def test_nested_records_with_unknown_and_missing_keys(tmp_path: Path) -> None:
+    path = tmp_path / "store.json"
+    path.write_text('{"shards": [{"name": "床", "bytes": 3, "added later": 1}]}', encoding="utf-8")
+    assert read_record(Store, path) == Store(shards=(Shard("床", 3),))
+
+
+def test_an_error_names_the_file_and_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "store.json"
+    for text, message in (
+        ('{"shards": [{"name": "a"}]}', "shards.0.bytes: Field required"),
+        ('{"shards": [{"name": "a", "bytes": "many"}]}', "shards.0.bytes: Input should be a valid integer"),
+        ("[]", "content: Input should be a dictionary"),
+        ('{"shards": ', "is damaged"),
+    ):
+        path.write_text(text)
+        with pytest.raises(Z2aError, match=message) as raised:
+            read_record(Store, path)
+        assert str(path) in str(raised.value)
+
+
+def test_a_value_is_not_parsed_as_code() -> None:
+    with pytest.raises(Z2aError):
+        parse_record(Store, "Store(shards=())", "a string")
