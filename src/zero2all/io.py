@@ -13,16 +13,20 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from zero2all import __version__
 from zero2all.errors import DiskFullError, UsageError, Z2aError, is_disk_full
 from zero2all.paths import RemotePath, open_bytes
 from zero2all.records import Record, parse_record
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MANIFEST = "manifest.json"
 HISTORY_FILE = "history.json"  # of a run: see checkpoint/lineage.py
@@ -247,6 +251,40 @@ def read_json(path: Path) -> Any:
 def read_record(record: type[Record], path: Path) -> Record:
     """Read a JSON file as a dataclass."""
     return parse_record(record, read_json(path), path)
+
+
+def write_record(target: Path, record: DataclassInstance) -> None:
+    """Write a dataclass as a JSON file."""
+    write_json(target, asdict(record))
+
+
+class FinishedRecord(Protocol):
+    """The record of a task's output. It is written last, so the output is complete once its record is there."""
+
+    @property
+    def key(self) -> str:
+        """Fingerprint of everything that the output depends on."""
+
+
+Finished = TypeVar("Finished", bound=FinishedRecord)
+
+
+def read_finished(
+    record: type[Finished], path: Path, key: str, is_intact: Callable[[Finished], bool] = lambda found: True
+) -> Finished | None:
+    """The record of output that need not be made again: it has this key, and its files are those recorded.
+
+    None for output without a record, with a damaged one, or without one of its files.
+    """
+    try:
+        data = path.read_bytes()  # outside the inner try: a failing object store does not mean unfinished output
+        try:
+            found = parse_record(record, json.loads(data), path)
+        except (ValueError, Z2aError):
+            return None
+        return found if found.key == key and is_intact(found) else None
+    except FileNotFoundError:
+        return None
 
 
 def write_manifest(directory: Path, kind: str, body: dict[str, Any]) -> None:

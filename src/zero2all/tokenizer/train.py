@@ -161,18 +161,18 @@ def _count_words(
     tasks = [(documents / shards[n], stems[n], keys[n], config, classes, table_memory) for n in todo]
     expected = config.share * available
     with progress(f"counting the words of {show_bytes(expected)}", expected) as advance:
-        advance(sum(record["bytes"] for record in records.values()))
+        advance(sum(record.bytes for record in records.values()))
         if engine.in_process:
             made = engine.run(partial(count_shard, advance=advance), tasks)
         else:
-            left = expected - sum(record["bytes"] for record in records.values())
+            left = expected - sum(record.bytes for record in records.values())
             made = engine.run(count_shard, tasks, lambda task: advance(left / len(tasks)))
     records |= dict(zip(todo, made, strict=True))
     shutdown_workers()  # their memory is needed now
 
     in_order = [records[number] for number in range(len(shards))]
-    spills = [counts / spill for record in in_order for spill in record["runs"]]
-    rows = sum(record["rows"] for record in in_order)
+    spills = [counts / spill for record in in_order for spill in record.runs]
+    rows = sum(record.rows for record in in_order)
     with progress(f"adding up {show_count(rows)} counts", HASH_PARTITIONS) as advance:
         table = aggregate_counts(
             spills,
@@ -184,10 +184,10 @@ def _count_words(
             min(MAX_TABLE_MEMORY, (recipe.max_memory - PROCESS_MEMORY) // 4),
             advance,
         )
-    record = {"key": key, "bytes": sum(record["bytes"] for record in in_order), **table}
-    write_json(done, record)
+    words = {"key": key, "bytes": sum(record.bytes for record in in_order), **table}
+    write_json(done, words)
     shutil.rmtree(counts)
-    return record
+    return words
 
 
 def _write_character_classes(path: Path) -> None:

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from zero2all.io import atomic_path, read_json, write_json
+from zero2all.io import atomic_path, read_finished, write_record
 from zero2all.paths import arrow_source
 
 if TYPE_CHECKING:
@@ -50,6 +50,17 @@ class PretokenizeConfig:
     """Fraction of the documents, selected by a hash in their gid."""
 
 
+@dataclass(frozen=True)
+class ShardCounts:
+    """The record of a counted shard."""
+
+    key: str
+    bytes: int
+    rows: int
+    runs: list[str]
+    """File names of its spills."""
+
+
 def count_shard(
     parquet: Path,
     stem: Path,
@@ -58,7 +69,7 @@ def count_shard(
     classes: Path,
     table_memory: int,
     advance: Callable[[float], None] = lambda size: None,
-) -> dict[str, Any]:
+) -> ShardCounts:
     """One task: count the words of a shard into spills ``<stem>-0.arrow`` and so on; its record is written last."""
     spills = SpillWriter(stem, config, np.load(classes), table_memory)
     size = 0
@@ -70,18 +81,19 @@ def count_shard(
             size += counted
             advance(counted)
     spills.spill()
-    record = {"key": key, "bytes": size, "rows": spills.row_count, "runs": [path.name for path in spills.paths]}
-    write_json(stem.with_suffix(".json"), record)
+    record = ShardCounts(key, size, spills.row_count, [path.name for path in spills.paths])
+    write_record(stem.with_suffix(".json"), record)
     return record
 
 
-def read_finished_count(stem: Path, key: str) -> dict[str, Any] | None:
+def read_finished_count(stem: Path, key: str) -> ShardCounts | None:
     """The record of a shard that was counted before, if it is still current."""
-    path = stem.with_suffix(".json")
-    if not path.exists():
-        return None
-    record: dict[str, Any] = read_json(path)
-    return record if record["key"] == key and all((stem.parent / spill).exists() for spill in record["runs"]) else None
+    return read_finished(
+        ShardCounts,
+        stem.with_suffix(".json"),
+        key,
+        lambda record: all((stem.parent / spill).exists() for spill in record.runs),
+    )
 
 
 def select_documents(gids: pa.Array, fraction: float) -> NDArray[np.bool_]:

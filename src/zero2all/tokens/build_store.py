@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from zero2all.errors import Z2aError
 from zero2all.io import (
     MANIFEST,
     fingerprint,
-    read_json,
+    read_finished,
     read_manifest,
     refuse_strangers,
     sha256_file,
     write_json,
     write_manifest,
+    write_record,
 )
 from zero2all.paths import arrow_source
 from zero2all.recipe import TokensRecipe
@@ -34,6 +36,24 @@ from zero2all.units import show_bytes
 
 SUFFIXES = (".bin", ".idx", ".docs.arrow")
 ENCODE_BATCH_DOCUMENTS = 256
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """The record of a finished shard, written last and valid only while the shard's files match it."""
+
+    shard: str
+    key: str
+    documents: int
+    tokens: int
+    bytes: int
+    verified: int
+    """Documents whose encoding was checked."""
+    files: dict[str, str]
+    """sha256 by suffix."""
+    sizes: dict[str, int]
+    blocks: list[int]
+    """CRC-32 of the blocks of the ``.bin`` file."""
 
 
 def build_tokens(
@@ -55,7 +75,7 @@ def build_tokens(
         for split, _, shard in shards
     ]
     refuse_strangers(out, KIND)
-    records: dict[int, dict[str, Any]] = {}
+    records: dict[int, ShardRecord] = {}
     for number, (stem, key) in enumerate(zip(stems, keys, strict=True)):
         if (record := _read_finished_record(stem, key)) is not None:
             records[number] = record
@@ -67,7 +87,7 @@ def build_tokens(
     for split in corpus["splits"]:
         (out / split).mkdir(parents=True, exist_ok=True)
     with progress(f"encoding {show_bytes(corpus['bytes'])}", corpus["bytes"]) as advance:
-        advance(sum(record["bytes"] for record in records.values()))
+        advance(sum(record.bytes for record in records.values()))
         tasks = [
             (
                 documents / shards[number][0] / shards[number][2],
@@ -81,7 +101,7 @@ def build_tokens(
         if engine.in_process:
             encoded = engine.run(partial(_encode_shard, advance=advance), tasks)
         else:
-            remaining = corpus["bytes"] - sum(record["bytes"] for record in records.values())
+            remaining = corpus["bytes"] - sum(record.bytes for record in records.values())
             encoded = engine.run(_encode_shard, tasks, lambda task: advance(remaining / len(tasks)))
     records |= dict(zip(todo, encoded, strict=True))
 
@@ -100,7 +120,7 @@ def _build_manifest(
     corpus: dict[str, Any],
     tokenizer: Tokenizer,
     owners: list[tuple[str, str]],
-    records: dict[int, dict[str, Any]],
+    records: dict[int, ShardRecord],
     digests: dict[int, str],
 ) -> dict[str, Any]:
     splits: dict[str, Any] = {}
@@ -110,12 +130,12 @@ def _build_manifest(
             numbers = [number for number, owner in enumerate(owners) if owner == (split, source)]
             source_records = [records[number] for number in numbers]
             splits[split][source] = {
-                "documents": sum(record["documents"] for record in source_records),
-                "tokens": sum(record["tokens"] for record in source_records),
-                "bytes": sum(record["bytes"] for record in source_records),
-                "shards": [record["shard"] for record in source_records],
-                "shard_tokens": [record["tokens"] for record in source_records],
-                "sha256": [record["files"][".bin"] for record in source_records],
+                "documents": sum(record.documents for record in source_records),
+                "tokens": sum(record.tokens for record in source_records),
+                "bytes": sum(record.bytes for record in source_records),
+                "shards": [record.shard for record in source_records],
+                "shard_tokens": [record.tokens for record in source_records],
+                "sha256": [record.files[".bin"] for record in source_records],
                 "records": [digests[number] for number in numbers],
             }
     return {
@@ -124,22 +144,18 @@ def _build_manifest(
         "vocab_size": tokenizer.vocab_size,
         "documents_key": corpus["key"],
         "splits": splits,
-        "tokens": sum(record["tokens"] for record in records.values()),
-        "bytes": sum(record["bytes"] for record in records.values()),
+        "tokens": sum(record.tokens for record in records.values()),
+        "bytes": sum(record.bytes for record in records.values()),
     }
 
 
-def _read_finished_record(stem: Path, key: str) -> dict[str, Any] | None:
-    """The record of a finished shard. It is written last, and is valid only while the shard's files match it."""
-    try:
-        record: dict[str, Any] = read_json(stem.with_suffix(".json"))
-        files: dict[str, str] = record["files"]
-        if record["key"] != key or set(files) != set(SUFFIXES):
-            return None
-        matches = all(sha256_file(stem.with_suffix(suffix)) == digest for suffix, digest in files.items())
-    except (FileNotFoundError, Z2aError, AttributeError, KeyError, TypeError):
-        return None
-    return record if matches else None
+def _read_finished_record(stem: Path, key: str) -> ShardRecord | None:
+    def is_intact(record: ShardRecord) -> bool:
+        return set(record.files) == set(SUFFIXES) and all(
+            sha256_file(stem.with_suffix(suffix)) == digest for suffix, digest in record.files.items()
+        )
+
+    return read_finished(ShardRecord, stem.with_suffix(".json"), key, is_intact)
 
 
 def _encode_shard(
@@ -149,18 +165,11 @@ def _encode_shard(
     tokenizer_dir: Path,
     verify: float,
     advance: Callable[[float], None] = lambda size: None,
-) -> dict[str, Any]:
+) -> ShardRecord:
     """One task: encode, verify, publish."""
     tokenizer = cached_tokenizer(tokenizer_dir, sha256_file(tokenizer_dir / "tokenizer.json"))
     unverified_stem = stem.with_name(f".{stem.name}-partial")
-    record: dict[str, Any] = {
-        "shard": stem.name,
-        "key": key,
-        "documents": 0,
-        "tokens": 0,
-        "bytes": 0,
-        "verified": 0,
-    }
+    documents = tokens = total_bytes = verified = 0
     with (
         TokenShardWriter(unverified_stem, tokenizer.vocab_size) as writer,
         pq.ParquetFile(arrow_source(parquet)) as table,
@@ -170,22 +179,20 @@ def _encode_shard(
         ):
             gids, texts = record_batch["gid"].to_pylist(), record_batch["content"].to_pylist()
             encoded = tokenizer.encode_batch(texts)
-            record["verified"] += _verify_encoding(
-                gids, texts, encoded, tokenizer, verify, first=record["documents"] == 0
-            )
+            verified += _verify_encoding(gids, texts, encoded, tokenizer, verify, first=documents == 0)
             sizes = pc.binary_length(record_batch["content"])
             document_rows = pa.RecordBatch.from_arrays(
                 [record_batch["gid"], record_batch["data_src"], record_batch["title"], sizes.cast(pa.int64())],
                 schema=DOCS_SCHEMA,
             )
-            record["documents"] += len(texts)
-            record["tokens"] += writer.write(document_rows, encoded, tokenizer.eos_token_id)
-            record["bytes"] += (size := pc.sum(sizes).as_py())
+            documents += len(texts)
+            tokens += writer.write(document_rows, encoded, tokenizer.eos_token_id)
+            total_bytes += (size := pc.sum(sizes).as_py())
             advance(size)
     for suffix in SUFFIXES:
         unverified_stem.with_suffix(suffix).replace(stem.with_suffix(suffix))
-    record |= shard_checksums(stem)
-    write_json(stem.with_suffix(".json"), record)
+    record = ShardRecord(stem.name, key, documents, tokens, total_bytes, verified, **shard_checksums(stem))
+    write_record(stem.with_suffix(".json"), record)
     return record
 
 
