@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from zero2all.bench import bench_ops, bench_shapes, ops_markdown, shapes_markdown, write_report
+from zero2all.bench.ops import FailedOpsRow, OpsRow
 from zero2all.bench.shapes import Timing, best_size, candidate_sizes
-from zero2all.bench.step import BenchStep, measure_in_process
+from zero2all.bench.step import BenchStep, StepMeasurement, measure_in_process
 from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe import Recipe, load_recipe_or_preset
+from zero2all.records import to_json
 
 TINY = [
     "model={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2, "
@@ -68,42 +70,41 @@ def test_the_nearest_of_those_as_good_as_the_fastest_is_best() -> None:
 
 def test_shapes_are_timed_and_the_best_is_named(tmp_path: Path) -> None:
     report = bench_shapes(tiny(), rounds=1)
-    assert report["centre"] == 85
-    assert report["best"] in [row["intermediate_size"] for row in report["sizes"]]
-    for row in report["sizes"]:
-        assert row["flops"] == pytest.approx(18 * 64 * 32 * row["intermediate_size"] / row["seconds"])
+    assert report.centre == 85
+    assert report.best in [row.intermediate_size for row in report.sizes]
+    for row in report.sizes:
+        assert row.flops == pytest.approx(18 * 64 * 32 * row.intermediate_size / row.seconds)
     markdown = shapes_markdown(report)
-    assert f"**model.intermediate_size={report['best']}**" in markdown
+    assert f"**model.intermediate_size={report.best}**" in markdown
     write_report(tmp_path, "bench-shapes", report, markdown)
-    assert json.loads((tmp_path / "bench-shapes.json").read_text()) == report
+    assert json.loads((tmp_path / "bench-shapes.json").read_text()) == asdict(report)
     assert (tmp_path / "bench-shapes.md").read_text() == markdown
 
 
 def test_every_row_of_the_table_computes_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, which is quicker; the loss after a step shows whether kernels agree."""
 
-    def here(recipe: Recipe, steps: int, plain_adamw: bool, timeout: float) -> dict[str, Any]:
+    def here(recipe: Recipe, steps: int, plain_adamw: bool, timeout: float) -> StepMeasurement:
         step = BenchStep(
             recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": False})}), plain_adamw
         )
         step.run()
-        return {"seconds": [step.time_run()], "peak_bytes": step.peak_bytes(), "loss": step.run()}
+        return StepMeasurement(0.0, [step.time_run()], step.peak_bytes(), step.run())
 
     monkeypatch.setattr("zero2all.bench.ops.measure_in_process", here)
     report = bench_ops(tiny(), rounds=1, steps=1)
-    names = [row["name"] for row in report["rows"]]
+    rows = [row for row in report.rows if isinstance(row, OpsRow)]
+    names = [row.name for row in rows]
     assert names[:2] == ["naive", "all fused"]
     assert {"all but attention", "all but norm", "all but cross_entropy", "all but adamw"} <= set(names)
-    assert len(names) == 2 * len(set(names))  # eager and compiled
-    assert [row["plain_adamw"] for row in report["rows"][:2]] == [True, False]
-    assert report["rows"][0]["ops"] == dict.fromkeys(report["rows"][0]["ops"], "reference")
-    losses = [row["loss"] for row in report["rows"]]
+    assert len(report.rows) == len(names) == 2 * len(set(names))  # eager and compiled
+    assert [row.plain_adamw for row in rows[:2]] == [True, False]
+    assert set(rows[0].ops.model_dump().values()) == {"reference"}
+    losses = [row.loss for row in rows]
     assert max(losses) - min(losses) < 1e-4
-    for row in report["rows"]:
-        assert row["tokens_per_second"] == pytest.approx(128 / row["seconds_per_step"])
-        assert row["mfu"] == pytest.approx(
-            row["tokens_per_second"] * report["flops_per_token"] / report["peak"]["flops"]
-        )
+    for row in rows:
+        assert row.tokens_per_second == pytest.approx(128 / row.seconds_per_step)
+        assert row.mfu == pytest.approx(row.tokens_per_second * report.flops_per_token / report.peak.flops)
     markdown = ops_markdown(report)
     assert "**eager**" in markdown
     assert "**torch.compile, block by block**" in markdown
@@ -113,18 +114,22 @@ def test_every_row_of_the_table_computes_the_same_step(monkeypatch: pytest.Monke
 def test_a_row_that_fails_is_reported_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
-    def sometimes(recipe: Recipe, steps: int, plain_adamw: bool, timeout: float) -> dict[str, Any]:
+    def sometimes(recipe: Recipe, steps: int, plain_adamw: bool, timeout: float) -> StepMeasurement:
         calls.append(recipe.model.ops.attention)
         if recipe.model.ops.attention == "reference":
             raise Z2aError("out of memory")
-        return {"seconds": [2.0, 1.0, 9.0], "peak_bytes": 10, "loss": 1.0}
+        return StepMeasurement(3.0, [2.0, 1.0, 9.0], peak_bytes=10, loss=1.0)
 
     monkeypatch.setattr("zero2all.bench.ops.measure_in_process", sometimes)
     report = bench_ops(tiny(), rounds=2, steps=3, compiled=False)
-    by_name = {row["name"]: row for row in report["rows"]}
-    assert by_name["naive"]["failed"] == "out of memory"
-    assert by_name["all fused"]["seconds_per_step"] == 2.0
-    assert by_name["all fused"]["turns"] == [2.0, 2.0]
+    naive, fused = report.rows[:2]
+    assert isinstance(naive, FailedOpsRow)
+    assert (naive.name, naive.failed) == ("naive", "out of memory")
+    assert isinstance(fused, OpsRow)
+    assert (fused.name, fused.seconds_per_step, fused.turns) == ("all fused", 2.0, [2.0, 2.0])
+    as_json = to_json(report)
+    assert list(as_json["rows"][0]) == ["name", "compile", "ops", "plain_adamw", "failed"]
+    assert "ops" not in as_json["model"]
     assert calls.count("reference") == 2  # naive and "all but attention", tried once each
     assert "| naive | failed: out of memory |" in ops_markdown(report)
 
@@ -132,8 +137,8 @@ def test_a_row_that_fails_is_reported_and_the_others_continue(monkeypatch: pytes
 @pytest.mark.slow
 def test_a_row_runs_in_a_process_of_its_own() -> None:
     measured = measure_in_process(tiny(), steps=2, plain_adamw=True, timeout=280)
-    assert len(measured["seconds"]) == 2
-    assert measured["peak_bytes"] > 0
+    assert len(measured.seconds) == 2
+    assert measured.peak_bytes > 0
 
 
 def test_a_process_that_dies_reports_its_last_line_of_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from zero2all.errors import UsageError
 from zero2all.parallel.dry_run import dry_run
+from zero2all.parallel.rank_memory import RankMemory
 from zero2all.recipe import load_recipe, parse_recipe
+from zero2all.records import to_json
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = """
@@ -30,54 +33,53 @@ train: {steps: 1, seq_len: 64, batch_tokens: 1024}
 )
 def test_shards_add_up(override: str, world: int) -> None:
     shown = dry_run(parse_recipe(SMALL, [override]), world)
-    assert sum(stage["parameters"] for stage in shown["stages"]) == shown["parameters"]
-    mesh = shown["mesh"]
-    held = sum(stage["most"] for stage in shown["stages"]) * (world // mesh["pp"])
-    assert held >= shown["parameters"] * mesh["dp_replicate"]
+    assert sum(stage.parameters for stage in shown.stages) == shown.parameters
+    mesh = shown.mesh
+    held = sum(stage.most for stage in shown.stages) * (world // mesh["pp"])
+    assert held >= shown.parameters * mesh["dp_replicate"]
 
 
 def test_experts_add_up() -> None:
     moe = "model.moe={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 32, load_balancing: bias}"
     shown = dry_run(parse_recipe(SMALL, [moe, "parallel={ep: 4, pp: 2}"]), 16)
-    assert shown["mesh"]["ep"] == 4
-    assert sum(stage["parameters"] for stage in shown["stages"]) == shown["parameters"]
+    assert shown.mesh["ep"] == 4
+    assert sum(stage.parameters for stage in shown.stages) == shown.parameters
 
 
-def memory(*overrides: str, world: int = 4) -> dict[str, int]:
-    found: dict[str, int] = dry_run(parse_recipe(SMALL, overrides), world)["memory_per_rank"]
-    return found
+def memory(*overrides: str, world: int = 4) -> RankMemory:
+    return dry_run(parse_recipe(SMALL, list(overrides)), world).memory_per_rank
 
 
 def test_the_gradient_that_accumulation_holds_is_counted() -> None:
-    total = dry_run(parse_recipe(SMALL), 1)["parameters"]
+    total = dry_run(parse_recipe(SMALL), 1).parameters
     micro, last = "train.micro_batch_tokens=64", "parallel.gradient_sync=last"
     every = memory(micro)
-    assert every["parameters"] == every["gradients"] == total  # 4 bytes over 4 ranks
-    assert every["optimizer"] == 2 * total
-    assert every["total"] == sum(size for name, size in every.items() if name != "total")
-    assert memory(micro, last)["unsharded_gradients"] == every["unsharded_gradients"] + 4 * total
+    assert every.parameters == every.gradients == total  # 4 bytes over 4 ranks
+    assert every.optimizer == 2 * total
+    assert to_json(every) == {**asdict(every), "total": sum(asdict(every).values())}
+    assert memory(micro, last).unsharded_gradients == every.unsharded_gradients + 4 * total
     assert memory(last) == memory(), "one micro-batch: nothing to accumulate"
     # Copies are not sharded, so nothing is gathered: autocast casts all but embedding and norms.
     copies = memory(micro, "parallel={dp_replicate: 4, dp_shard: 1}")
-    assert (copies["gradients"], copies["unsharded_gradients"]) == (4 * total, 0)
-    assert 1.0 * total < copies["gathered_weights"] < 2 * (total - 8192 * 64)
+    assert (copies.gradients, copies.unsharded_gradients) == (4 * total, 0)
+    assert 1.0 * total < copies.gathered_weights < 2 * (total - 8192 * 64)
 
 
 def test_gathered_weights_are_counted_where_they_are_kept() -> None:
-    total = dry_run(parse_recipe(SMALL), 1)["parameters"]
+    total = dry_run(parse_recipe(SMALL), 1).parameters
     kept = memory("parallel.reshard_after_forward=never")
-    assert kept["gathered_weights"] == 2 * total
-    assert memory("parallel.reshard_after_forward=never", "train.precision=fp32")["gathered_weights"] == 4 * total
+    assert kept.gathered_weights == 2 * total
+    assert memory("parallel.reshard_after_forward=never", "train.precision=fp32").gathered_weights == 4 * total
     ends = 2 * (2 * 8192 + 1) * 64  # embedding, head, last norm
-    block = (kept["gathered_weights"] - ends) // 4
-    assert memory("parallel.reshard_after_forward=always")["gathered_weights"] == ends + 2 * block
-    assert memory("parallel.reshard_after_forward=2")["gathered_weights"] == ends + 3 * block
+    block = (kept.gathered_weights - ends) // 4
+    assert memory("parallel.reshard_after_forward=always").gathered_weights == ends + 2 * block
+    assert memory("parallel.reshard_after_forward=2").gathered_weights == ends + 3 * block
     # A pipeline keeps the weights of its stages, cut by tp.
     shown = dry_run(parse_recipe(SMALL, ["parallel={pp: 2, tp: 2}"]), 8)
-    for stage in shown["stages"]:
-        cut = stage["memory"]["gathered_weights"]
-        assert 1.0 * stage["parameters"] <= cut < 1.01 * stage["parameters"]  # norms are on both tp ranks
-    assert memory("train.optimizer.name=lion")["optimizer"] * 2 == memory()["optimizer"]
+    for stage in shown.stages:
+        cut = stage.memory.gathered_weights
+        assert 1.0 * stage.parameters <= cut < 1.01 * stage.parameters  # norms are on both tp ranks
+    assert memory("train.optimizer.name=lion").optimizer * 2 == memory().optimizer
 
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
@@ -89,13 +91,13 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
 def test_70b_on_1024_ranks_needs_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     shown = dry_run(load_recipe(RECIPES / "70b-1024.yaml"), 1024)
-    assert shown["parameters"] == 70_553_706_496
-    assert shown["mesh"] == {"pp": 4, "dp_replicate": 1, "dp_shard": 32, "cp": 1, "tp": 8, "ep": 1}
+    assert shown.parameters == 70_553_706_496
+    assert shown.mesh == {"pp": 4, "dp_replicate": 1, "dp_shard": 32, "cp": 1, "tp": 8, "ep": 1}
     # Norms are replicated on the 8 tp ranks; everything else is sharded.
-    held = sum(stage["most"] for stage in shown["stages"]) * 256
-    assert shown["parameters"] < held < 1.001 * shown["parameters"]
+    held = sum(stage.most for stage in shown.stages) * 256
+    assert shown.parameters < held < 1.001 * shown.parameters
     # Unsharded: a stage's weights over tp 8, in bf16. Its gradient in fp32 would be twice as much.
-    memory = shown["memory_per_rank"]
-    assert memory["gathered_weights"] == pytest.approx(18.16e9 / 8 * 2, rel=0.01)
-    assert memory["unsharded_gradients"] < 0.25 * memory["gathered_weights"]
+    memory = shown.memory_per_rank
+    assert memory.gathered_weights == pytest.approx(18.16e9 / 8 * 2, rel=0.01)
+    assert memory.unsharded_gradients < 0.25 * memory.gathered_weights
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "in KiB: less than 1 GiB"

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
+from pydantic import PlainSerializer
 
 from zero2all.bench.step import measure_in_process
 from zero2all.console import say
@@ -20,7 +21,7 @@ from zero2all.errors import Z2aError
 from zero2all.hardware import PeakFlops, compute_dtype, device_title, peak_flops, pick_device
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.ops import choose_kernels
-from zero2all.recipe import Recipe
+from zero2all.recipe import ModelConfig, OpsRecipe, Recipe
 from zero2all.units import show_bytes
 
 REFERENCE = "reference"
@@ -42,6 +43,53 @@ class OpsVariant:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class OpsRow:
+    """The measurements of one variant."""
+
+    name: str
+    compile: bool
+    ops: OpsRecipe
+    plain_adamw: bool
+    seconds_per_step: float
+    turns: list[float]
+    """Seconds per step of each round."""
+    tokens_per_second: float
+    mfu: float
+    peak_bytes: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class FailedOpsRow:
+    """A variant that could not be measured, and the error."""
+
+    name: str
+    compile: bool
+    ops: OpsRecipe
+    plain_adamw: bool
+    failed: str
+
+
+@dataclass(frozen=True)
+class OpsReport:
+    """The result of ``bench_ops``."""
+
+    device: str
+    dtype: str
+    torch: str
+    model: Annotated[ModelConfig, PlainSerializer(lambda config: config.model_dump(mode="json", exclude={"ops"}))]
+    """Without its ops, which each row has."""
+    batch_tokens: int
+    micro_batch_tokens: int
+    seq_len: int
+    flops_per_token: int
+    peak: PeakFlops
+    rounds: int
+    steps: int
+    rows: list[OpsRow | FailedOpsRow]
+
+
 def default_preset() -> str:
     """A preset whose step takes about a second."""
     return "z2all-1.1b" if torch.cuda.is_available() else "z2all-3m"
@@ -49,7 +97,7 @@ def default_preset() -> str:
 
 def bench_ops(
     recipe: Recipe, rounds: int = 3, steps: int = 5, compiled: bool = True, timeout: float = 600.0
-) -> dict[str, Any]:
+) -> OpsReport:
     """Measure every variant ``rounds`` times, alternating. Returns the report; ``ops_markdown`` formats it."""
     device = pick_device(recipe.train.device)
     dtype = compute_dtype(recipe.train.precision, device)
@@ -91,72 +139,70 @@ def _measure_variant(variant: OpsVariant, steps: int, timeout: float) -> None:
         variant.error = str(error)
         say(f"{variant.name}{' (compiled)' if variant.compile else ''}: {variant.error}")
         return
-    variant.round_seconds.append(statistics.median(measured["seconds"]))
+    variant.round_seconds.append(statistics.median(measured.seconds))
     variant.seconds = min(variant.round_seconds)
-    variant.peak_bytes = max(variant.peak_bytes, measured["peak_bytes"])
-    variant.loss = measured["loss"]
+    variant.peak_bytes = max(variant.peak_bytes, measured.peak_bytes)
+    variant.loss = measured.loss
 
 
 def _report(
     recipe: Recipe,
     device: torch.device,
     dtype: torch.dtype,
-    rows: list[OpsVariant],
+    variants: list[OpsVariant],
     peak: PeakFlops,
     rounds: int,
     steps: int,
-) -> dict[str, Any]:
+) -> OpsReport:
     options = recipe.train
     flops = flops_per_token(recipe.model, options.seq_len)
-
-    def measures(row: OpsVariant) -> dict[str, Any]:
-        named = {
-            "name": row.name,
-            "compile": row.compile,
-            "ops": row.recipe.model.ops.model_dump(),
-            "plain_adamw": row.plain_adamw,
-        }
-        if row.error:
-            return {**named, "failed": row.error}
-        rate = options.batch_tokens / row.seconds
-        return {
-            **named,
-            "seconds_per_step": row.seconds,
-            "turns": row.round_seconds,
-            "tokens_per_second": rate,
-            "mfu": rate * flops.model / peak.flops,
-            "peak_bytes": row.peak_bytes,
-            "loss": row.loss,
-        }
-
-    return {
-        "device": device_title(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "model": recipe.model.model_dump(mode="json", exclude={"ops"}),
-        "batch_tokens": options.batch_tokens,
-        "micro_batch_tokens": options.effective_micro_batch_tokens,
-        "seq_len": options.seq_len,
-        "flops_per_token": flops.model,
-        "peak": asdict(peak),
-        "rounds": rounds,
-        "steps": steps,
-        "rows": [measures(row) for row in rows],
-    }
+    return OpsReport(
+        device=device_title(device),
+        dtype=str(dtype).removeprefix("torch."),
+        torch=str(torch.__version__),
+        model=recipe.model,
+        batch_tokens=options.batch_tokens,
+        micro_batch_tokens=options.effective_micro_batch_tokens,
+        seq_len=options.seq_len,
+        flops_per_token=flops.model,
+        peak=peak,
+        rounds=rounds,
+        steps=steps,
+        rows=[_report_row(variant, options.batch_tokens, flops.model, peak) for variant in variants],
+    )
 
 
-def ops_markdown(report: dict[str, Any]) -> str:
+def _report_row(variant: OpsVariant, batch_tokens: int, flops_per_token: int, peak: PeakFlops) -> OpsRow | FailedOpsRow:
+    ops = variant.recipe.model.ops
+    if variant.error:
+        return FailedOpsRow(variant.name, variant.compile, ops, variant.plain_adamw, variant.error)
+    rate = batch_tokens / variant.seconds
+    return OpsRow(
+        variant.name,
+        variant.compile,
+        ops,
+        variant.plain_adamw,
+        seconds_per_step=variant.seconds,
+        turns=variant.round_seconds,
+        tokens_per_second=rate,
+        mfu=rate * flops_per_token / peak.flops,
+        peak_bytes=variant.peak_bytes,
+        loss=variant.loss,
+    )
+
+
+def ops_markdown(report: OpsReport) -> str:
     """The report as Markdown tables, eager and compiled."""
-    shape = report["model"]
+    shape = report.model
     lines = [
-        f"{shape['preset'] or 'custom shape'}: hidden {shape['hidden_size']}, {shape['num_hidden_layers']} layers, "
-        f"{report['batch_tokens']} tokens a step in sequences of {report['seq_len']}, {report['dtype']}, "
-        f"on {report['device']}, torch {report['torch']}.",
-        f"MFU is against {report['peak']['flops'] / 1e12:,.2f} TFLOP/s ({report['peak']['source']}); "
-        f"fastest of {report['rounds']} turns, each the median of {report['steps']} steps.",
+        f"{shape.preset or 'custom shape'}: hidden {shape.hidden_size}, {shape.num_hidden_layers} layers, "
+        f"{report.batch_tokens} tokens a step in sequences of {report.seq_len}, {report.dtype}, "
+        f"on {report.device}, torch {report.torch}.",
+        f"MFU is against {report.peak.flops / 1e12:,.2f} TFLOP/s ({report.peak.source}); "
+        f"fastest of {report.rounds} turns, each the median of {report.steps} steps.",
     ]
     for compile in (False, True):
-        rows = [row for row in report["rows"] if row["compile"] is compile]
+        rows = [row for row in report.rows if row.compile is compile]
         if rows:
             lines += ["", f"**{'torch.compile, block by block' if compile else 'eager'}**", ""]
             lines += ["| ops | s/step | MFU | tokens/s | peak memory |", "|---|---:|---:|---:|---:|"]
@@ -164,10 +210,10 @@ def ops_markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _markdown_row(row: dict[str, Any]) -> str:
-    if "failed" in row:
-        return f"| {row['name']} | failed: {row['failed']} | | | |"
+def _markdown_row(row: OpsRow | FailedOpsRow) -> str:
+    if isinstance(row, FailedOpsRow):
+        return f"| {row.name} | failed: {row.failed} | | | |"
     return (
-        f"| {row['name']} | {row['seconds_per_step']:.3f} | {row['mfu']:.1%} "
-        f"| {row['tokens_per_second']:,.0f} | {show_bytes(row['peak_bytes'])} |"
+        f"| {row.name} | {row.seconds_per_step:.3f} | {row.mfu:.1%} "
+        f"| {row.tokens_per_second:,.0f} | {show_bytes(row.peak_bytes)} |"
     )

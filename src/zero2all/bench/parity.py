@@ -7,10 +7,11 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import computed_field
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -62,9 +63,18 @@ class ParityResult:
     seconds: float
     loss_tolerance: float
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def equal(self) -> bool:
         return self.loss <= self.loss_tolerance and self.gradient <= GRADIENT_TOLERANCE
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The results of all layouts that were compared."""
+
+    steps: int
+    outcomes: list[ParityResult]
 
 
 @dataclass(frozen=True)
@@ -144,10 +154,6 @@ def parity_markdown(results: Sequence[ParityResult]) -> str:
             equal = "yes" if all(result.equal for result in own) else "NO"
             lines.append(f"| {case.name} | {case.ranks} | {' | '.join(cells)} | {equal} |")
     return "\n".join(lines)
-
-
-def results_as_dicts(results: Sequence[ParityResult]) -> list[dict[str, Any]]:
-    return [asdict(result) | {"equal": result.equal} for result in results]
 
 
 @dataclass(frozen=True)

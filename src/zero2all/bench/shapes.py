@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -27,7 +26,22 @@ class Timing:
     parameters: int
 
 
-def bench_shapes(recipe: Recipe, rounds: int = 9, step: int = 0) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ShapesReport:
+    """The time of every candidate, and the best of them."""
+
+    device: str
+    dtype: str
+    hidden_size: int
+    tokens: int
+    rounds: int
+    centre: int
+    """8/3 of the hidden size."""
+    best: int
+    sizes: list[Timing]
+
+
+def bench_shapes(recipe: Recipe, rounds: int = 9, step: int = 0) -> ShapesReport:
     """Time every candidate in turn, ``rounds`` times over; the fastest counts, since a busy moment only adds time."""
     hidden, tokens = recipe.model.hidden_size, recipe.train.effective_micro_batch_tokens
     device = pick_device(recipe.train.device)
@@ -43,16 +57,16 @@ def bench_shapes(recipe: Recipe, rounds: int = 9, step: int = 0) -> dict[str, An
         Timing(size, seconds, 18 * tokens * hidden * size / seconds, 3 * hidden * size)
         for size, seconds in fastest.items()
     ]
-    return {
-        "device": device_title(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "hidden_size": hidden,
-        "tokens": tokens,
-        "rounds": rounds,
-        "centre": round(8 * hidden / 3),
-        "best": best_size(timings, 8 * hidden / 3),
-        "sizes": [asdict(timing) for timing in timings],
-    }
+    return ShapesReport(
+        device=device_title(device),
+        dtype=str(dtype).removeprefix("torch."),
+        hidden_size=hidden,
+        tokens=tokens,
+        rounds=rounds,
+        centre=round(8 * hidden / 3),
+        best=best_size(timings, 8 * hidden / 3),
+        sizes=timings,
+    )
 
 
 def best_size(timings: list[Timing], centre: float) -> int:
@@ -62,19 +76,18 @@ def best_size(timings: list[Timing], centre: float) -> int:
     return min(good, key=lambda size: abs(size - centre))
 
 
-def shapes_markdown(report: dict[str, Any]) -> str:
+def shapes_markdown(report: ShapesReport) -> str:
     lines = [
-        f"hidden {report['hidden_size']}, {report['tokens']} tokens, {report['dtype']}, on {report['device']}; "
-        f"fastest of {report['rounds']} turns.",
-        f"Best near 8/3 x {report['hidden_size']} = {report['centre']}: **model.intermediate_size={report['best']}**",
+        f"hidden {report.hidden_size}, {report.tokens} tokens, {report.dtype}, on {report.device}; "
+        f"fastest of {report.rounds} turns.",
+        f"Best near 8/3 x {report.hidden_size} = {report.centre}: **model.intermediate_size={report.best}**",
         "",
         "| intermediate size | GFLOP/s | ms | parameters of the layer |",
         "|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {row['intermediate_size']} | {row['flops'] / 1e9:,.0f} | {1000 * row['seconds']:.1f} "
-        f"| {row['parameters']:,} |"
-        for row in report["sizes"]
+        f"| {row.intermediate_size} | {row.flops / 1e9:,.0f} | {1000 * row.seconds:.1f} | {row.parameters:,} |"
+        for row in report.sizes
     ]
     return "\n".join(lines) + "\n"
 

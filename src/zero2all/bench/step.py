@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from zero2all.hardware import compute_dtype, pick_device, synchronize
 from zero2all.model import Z2all
 from zero2all.processes import end_with_parent
 from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
+from zero2all.records import parse_record
 from zero2all.train.optimizer import build_optimizers
 
 
@@ -106,20 +108,29 @@ def _peak_cpu_bytes(step: BenchStep) -> int:
     return peak
 
 
-def measure_step(recipe: Recipe, steps: int, plain_adamw: bool = False) -> dict[str, Any]:
-    """``{"seconds": [each step], "first_seconds": with warming up, "peak_bytes": ..., "loss": ...}``"""
+@dataclass(frozen=True)
+class StepMeasurement:
+    first_seconds: float
+    """With warming up."""
+    seconds: list[float]
+    """Of each step after it."""
+    peak_bytes: int
+    loss: float
+
+
+def measure_step(recipe: Recipe, steps: int, plain_adamw: bool = False) -> StepMeasurement:
     step = BenchStep(recipe, plain_adamw)
     first = step.time_run()
     loss = step.run()
-    return {
-        "first_seconds": first,
-        "seconds": [step.time_run() for _ in range(steps)],
-        "peak_bytes": step.peak_bytes(),
-        "loss": loss,
-    }
+    return StepMeasurement(
+        first_seconds=first,
+        seconds=[step.time_run() for _ in range(steps)],
+        peak_bytes=step.peak_bytes(),
+        loss=loss,
+    )
 
 
-def measure_in_process(recipe: Recipe, steps: int, plain_adamw: bool, timeout: float) -> dict[str, Any]:
+def measure_in_process(recipe: Recipe, steps: int, plain_adamw: bool, timeout: float) -> StepMeasurement:
     """``measure_step`` in a fresh process."""
     order = json.dumps({"recipe": recipe_yaml(recipe), "steps": steps, "plain_adamw": plain_adamw})
     command = [sys.executable, "-m", "zero2all.bench.step", str(os.getpid())]
@@ -130,15 +141,14 @@ def measure_in_process(recipe: Recipe, steps: int, plain_adamw: bool, timeout: f
     if done.returncode:
         last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
         raise Z2aError(last)
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return measured
+    return parse_record(StepMeasurement, json.loads(done.stdout.splitlines()[-1]), "the measuring process")
 
 
 def main() -> None:
     end_with_parent(int(sys.argv[1]))
     order = json.load(sys.stdin)
     measured = measure_step(parse_recipe(order["recipe"]), order["steps"], order["plain_adamw"])
-    sys.stdout.write(json.dumps(measured) + "\n")
+    sys.stdout.write(json.dumps(asdict(measured)) + "\n")
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def parity(
     Example: z2a bench parity --only FSDP
     """
     from zero2all.bench import write_report
-    from zero2all.bench.parity import ParityResult, measure_parity, parity_markdown, results_as_dicts
+    from zero2all.bench.parity import ParityReport, ParityResult, measure_parity, parity_markdown
     from zero2all.bench.parity_cases import cases
     from zero2all.errors import UsageError, Z2aError
 
@@ -101,10 +101,9 @@ def parity(
     outcomes: list[ParityResult] = []
     for outcome in measure_parity(chosen, steps):
         outcomes.append(outcome)
-        report, markdown = {"steps": steps, "outcomes": results_as_dicts(outcomes)}, parity_markdown(outcomes)
-        if (
-            out is not None
-        ):  # after every layout: all of them take a while, and an interrupted benchmark keeps its results
+        report, markdown = ParityReport(steps, outcomes), parity_markdown(outcomes)
+        # After every layout: all of them take a while, and an interrupted benchmark keeps its results.
+        if out is not None:
             write_report(out, "bench-parity", report, markdown)
     if not all(outcome.equal for outcome in outcomes):
         raise Z2aError(f"not every layout is equal to one process\n{markdown}")

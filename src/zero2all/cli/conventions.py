@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec
+from typing import Annotated, Literal, ParamSpec
 
 import typer
 
@@ -53,7 +53,8 @@ json_printed = False  # whether the one JSON object has been printed
 class Result:
     """The result of a command, as JSON and as text."""
 
-    data: dict[str, Any]
+    data: object
+    """A record, or a dict of JSON values and records."""
     text: str
 
     def show(self, as_json: bool) -> None:
@@ -92,11 +93,13 @@ def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None
     return wrapped
 
 
-def print_json(value: dict[str, Any]) -> None:
-    """Print the one object; a second call prints nothing."""
+def print_json(value: object) -> None:
+    """Print the one object, a record or a dict; a second call prints nothing."""
     global json_printed
     if not json_printed:
-        sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+        from zero2all.records import to_json
+
+        sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False, default=to_json) + "\n")
         json_printed = True
 
 
@@ -108,5 +111,5 @@ def _exit_with_error(message: str, status: int, as_json: bool, error: Exception 
         record_exception(error)
     if as_json:
         problems = error.problems if isinstance(error, RecipeError) else []
-        print_json({"error": redact(message), "problems": [vars(problem) for problem in problems]})
+        print_json({"error": redact(message), "problems": problems})
     raise typer.Exit(status)

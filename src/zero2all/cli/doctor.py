@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -38,7 +37,7 @@ def doctor(
         )
     findings = run_checks(directory, store)
     text = "\n".join(map(str, findings)) if os.environ.get("RANK", "0") == "0" else ""
-    result = Result({"findings": [asdict(finding) for finding in findings]}, text)
+    result = Result({"findings": findings}, text)
     if any(finding.level == "bad" for finding in findings):
         result.show(json)
         raise typer.Exit(1)

@@ -28,26 +28,24 @@ def show(
     from zero2all.units import show_count
 
     shown = dry_run(load_recipe(recipe, overrides), world)
-    mesh = " x ".join(f"{name} {size}" for name, size in shown["mesh"].items() if size > 1) or "one process"
-    memory, parts = (
-        shown["memory_per_rank"],
-        {
-            "parameters": "parameters (fp32)",
-            "gradients": "gradients (fp32)",
-            "optimizer": "optimizer",
-            "gathered_weights": f"gathered weights ({shown['compute_dtype']})",
-            "unsharded_gradients": "unsharded gradients",
-        },
-    )
+    mesh = " x ".join(f"{name} {size}" for name, size in shown.mesh.items() if size > 1) or "one process"
+    memory = shown.memory_per_rank
+    parts = {
+        "parameters (fp32)": memory.parameters,
+        "gradients (fp32)": memory.gradients,
+        "optimizer": memory.optimizer,
+        f"gathered weights ({shown.compute_dtype})": memory.gathered_weights,
+        "unsharded gradients": memory.unsharded_gradients,
+    }
     lines = [
-        f"{show_count(shown['parameters'])} parameters on {world} ranks: {mesh}",
-        f"a rank holds at most {memory['total'] / 2**30:.2f} GiB, activations aside: "
-        + ", ".join(f"{memory[name] / 2**30:.2f} {text}" for name, text in parts.items()),
+        f"{show_count(shown.parameters)} parameters on {world} ranks: {mesh}",
+        f"a rank holds at most {memory.total / 2**30:.2f} GiB, activations aside: "
+        + ", ".join(f"{size / 2**30:.2f} {name}" for name, size in parts.items()),
     ]
-    for stage in shown["stages"]:
+    for stage in shown.stages:
         lines.append(
-            f"pipeline rank {stage['stage']}: {len(stage['layers'])} layers, {show_count(stage['parameters'])} "
-            f"parameters, {show_count(stage['least'])} to {show_count(stage['most'])} on a rank"
+            f"pipeline rank {stage.stage}: {len(stage.layers)} layers, {show_count(stage.parameters)} "
+            f"parameters, {show_count(stage.least)} to {show_count(stage.most)} on a rank"
         )
-        lines += [f"  {name} {text}" for name, text in stage["examples"].items()]
+        lines += [f"  {name} {text}" for name, text in stage.examples.items()]
     return Result(shown, "\n".join([*lines, "the shards of all ranks add up to the full model"]))

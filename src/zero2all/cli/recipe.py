@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-from typing import Any
 
 import typer
 
@@ -22,7 +21,7 @@ def show(recipe: RecipePath, overrides: Overrides = None, json: Json = False) ->
     from zero2all.recipe import load_recipe, recipe_yaml
 
     resolved = load_recipe(recipe, overrides)
-    return Result(resolved.model_dump(mode="json"), recipe_yaml(resolved))
+    return Result(resolved, recipe_yaml(resolved))
 
 
 @app.command()
@@ -54,5 +53,4 @@ def schema(json: Json = False) -> Result:
     from zero2all.recipe import recipe_schema
 
     text = recipe_schema()
-    data: dict[str, Any] = jsonlib.loads(text)
-    return Result(data, text)
+    return Result(jsonlib.loads(text), text)

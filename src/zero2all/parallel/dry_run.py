@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,22 @@ class StageSummary:
     """Some parameters: full shape, placements, shape on a rank."""
 
 
-def dry_run(recipe: Recipe, world_size: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class DryRun:
+    """The layout of a model on ``world`` ranks."""
+
+    world: int
+    mesh: dict[str, int]
+    """Size of each dimension."""
+    parameters: int
+    bytes: int
+    compute_dtype: str
+    memory_per_rank: RankMemory
+    """Of the rank with the most."""
+    stages: list[StageSummary]
+
+
+def dry_run(recipe: Recipe, world_size: int) -> DryRun:
     """The mesh, what every pipeline rank holds and its bytes; checked to add up to the full model."""
     config = recipe.model
     if config.vocab_size is None:
@@ -54,19 +69,15 @@ def dry_run(recipe: Recipe, world_size: int) -> dict[str, Any]:
     held = sum(stage.parameters for stage in stages)
     if held != total:
         raise Z2aError(f"the ranks hold {held} parameters, the model has {total}: this is a bug in zero2all")
-    return {
-        "world": world_size,
-        "mesh": {name: getattr(parallel_dims, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
-        "parameters": total,
-        "bytes": total * FP32_BYTES,
-        "compute_dtype": dtype_name(_compute_dtype(recipe)),
-        "memory_per_rank": _memory_dict(max((stage.memory for stage in stages), key=lambda memory: memory.total)),
-        "stages": [vars(stage) | {"memory": _memory_dict(stage.memory)} for stage in stages],
-    }
-
-
-def _memory_dict(memory: RankMemory) -> dict[str, int]:
-    return asdict(memory) | {"total": memory.total}
+    return DryRun(
+        world=world_size,
+        mesh={name: getattr(parallel_dims, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
+        parameters=total,
+        bytes=total * FP32_BYTES,
+        compute_dtype=dtype_name(_compute_dtype(recipe)),
+        memory_per_rank=max((stage.memory for stage in stages), key=lambda memory: memory.total),
+        stages=stages,
+    )
 
 
 def _compute_dtype(recipe: Recipe) -> torch.dtype:

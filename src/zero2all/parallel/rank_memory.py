@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
+from pydantic import computed_field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -35,6 +36,7 @@ class RankMemory:
     """Before they are reduce-scattered: of one block and of embedding and head, with the fp32 buffer of the collective;
     with gradient_sync: last, of the full unsharded part of the model."""
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))

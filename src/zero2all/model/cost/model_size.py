@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zero2all.hardware import compute_dtype
+from zero2all.hardware import compute_dtype, dtype_name
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.optimizer_state import optimizer_state_bytes
 from zero2all.model.z2all import Z2all
@@ -69,11 +69,13 @@ def kv_cache_bytes_per_token(config: ModelConfig, element: int = 2) -> int:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on one device that holds the full model. The first four are exact; the others are estimates.
+    """Bytes on one device that holds the full model. Up to ``half_weights`` they are exact, the others are estimates.
 
     Activations and gradients are not at their largest at the same time, so the sum is more than the peak.
     """
 
+    micro_batch_tokens: int
+    precision: str
     weights: int
     gradients: int
     optimizer: int
@@ -90,13 +92,16 @@ class TrainingMemory:
 def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
     config, tokens = recipe.model, recipe.train.effective_micro_batch_tokens
     parameters = count_parameters(config)
-    half = compute_dtype(recipe.train.precision, device).itemsize == 2
+    dtype = compute_dtype(recipe.train.precision, device)
+    half = dtype.itemsize == 2
     matrices = (
         parameters.total
         - parameters.parts["norms"]
         - (0 if config.tie_word_embeddings else parameters.parts["embedding"])
     )
     return TrainingMemory(
+        micro_batch_tokens=tokens,
+        precision=dtype_name(dtype),
         weights=4 * parameters.total,
         gradients=4 * parameters.total,
         optimizer=optimizer_bytes(config, recipe.train.optimizer),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -60,11 +59,12 @@ def choose_kernels(config: ModelConfig, device: torch.device, deterministic: boo
 
     ``deterministic`` leaves only those that give the same bits every time; if not given, it is as torch is set.
     """
-    wanted: dict[str, Any] = config.ops.model_dump()
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     strict = deterministic and device.type == "cuda"
-    return Ops([_choose_kernel(op, kernels, wanted[op], config, device, strict) for op, kernels in OPS.items()])
+    return Ops(
+        [_choose_kernel(op, kernels, getattr(config.ops, op), config, device, strict) for op, kernels in OPS.items()]
+    )
 
 
 def _choose_kernel(
