@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -11,6 +12,17 @@ from pydantic import TypeAdapter, ValidationError
 from zero2all.errors import Z2aError
 
 Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class RestoreSummary:
+    """Which state a start restored and why, in ``history.json`` and in failure reports."""
+
+    step: int | None
+    history: str | None
+    where: str | None
+    reason: str
+    rejected: list[str]
 
 
 @cache

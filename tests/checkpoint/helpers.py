@@ -6,10 +6,16 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+from zero2all.checkpoint import TrainingState
+from zero2all.checkpoint.training_state import GuardState, RopeState
 from zero2all.recipe import Recipe
 from zero2all.track import read_steps
 from zero2all.train import Run, train
 from zero2all.train.data_loader import PADDING_SOURCE, Batch
+
+TRAINING_STATE = TrainingState(
+    stages=[], tokenizer="", model={}, optimizer="adamw", rope=RopeState(1e4, None), guard=GuardState(-1, [], [])
+)
 
 
 class CrashError(Exception):

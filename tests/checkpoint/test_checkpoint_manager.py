@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.checkpoint.helpers import TRAINING_STATE
 from tests.checkpoint.threads import Rank0Store, run_threads
 from tests.conftest import tiny_recipe
 from zero2all.checkpoint import CheckpointManager, CheckpointStore, RankGroup, flash
@@ -62,7 +63,7 @@ def test_slots_of_ranks_that_moved_away_are_removed(tmp_path: Path) -> None:
                 manager.load(found)
             else:
                 manager.begin_history(None)
-            manager.save(10 if found is None else found.step + 10, {"skipped": []}, durable=True)
+            manager.save(10 if found is None else found.step + 10, TRAINING_STATE, durable=True)
             manager.wait_until_saved()
 
         run_threads(len(nodes), rank)
@@ -74,7 +75,7 @@ def test_slots_of_ranks_that_moved_away_are_removed(tmp_path: Path) -> None:
     held = {node: sorted(path.name for path in (tmp_path / node / "z2a-key-0").glob("rank-*")) for node in "AB"}
     assert held == {"A": ["rank-2-of-4", "rank-3-of-4"], "B": ["rank-0-of-4", "rank-1-of-4"]}
     start("BBAA")
-    assert {slot.step for slot in find_staged_slots(tmp_path / "A" / "z2a-key-0")} == {20, 30}, "their own stay"
+    assert {slot.header.step for slot in find_staged_slots(tmp_path / "A" / "z2a-key-0")} == {20, 30}, "their own stay"
 
 
 # Not enough space
@@ -91,9 +92,9 @@ def test_without_space_in_memory_a_flash_step_does_not_wait_for_storage(
     model, optimizers = make_model()
     storage = SlowStorage(tmp_path / "durable")
     manager = CheckpointManager(storage, tmp_path / "memory" / "z2a-key-0", tmp_path, model, optimizers, RankGroup())
-    manager.save(1, {"skipped": []}, durable=True)
+    manager.save(1, TRAINING_STATE, durable=True)
     assert storage.started.wait(60)
-    saved = threading.Thread(target=manager.save, args=(2, {"skipped": []}, False), daemon=True)
+    saved = threading.Thread(target=manager.save, args=(2, TRAINING_STATE, False), daemon=True)
     saved.start()
     saved.join(30)
     waited = saved.is_alive()
@@ -126,7 +127,7 @@ def test_waiting_for_storage_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.M
             storage.done.set()
 
     manager.on_wait = on_wait
-    manager.save(1, {"skipped": []}, durable=True)
+    manager.save(1, TRAINING_STATE, durable=True)
     manager.finish_pending_write()
     assert len(seen) >= 3
     assert seen[2].time > before.time
@@ -141,7 +142,7 @@ def test_storage_that_never_responds_is_a_hang_in_the_end(tmp_path: Path, monkey
     manager = CheckpointManager(storage, None, tmp_path, model, optimizers, RankGroup())
     heartbeats: list[int] = []
     manager.on_wait = lambda: heartbeats.append(1)
-    manager.save(1, {"skipped": []}, durable=True)
+    manager.save(1, TRAINING_STATE, durable=True)
     threading.Timer(0.2, storage.done.set).start()
     manager.finish_pending_write()
     assert heartbeats == []
@@ -176,9 +177,10 @@ def test_a_state_that_the_record_lags_behind_is_not_committed(
     )
     for step, written in ((10, True), (20, True), (30, False), (40, False)):
         manager.before_commit = lambda written=written: written
-        manager.save(step, {"skipped": []}, durable=False)
+        manager.save(step, TRAINING_STATE, durable=False)
         manager.wait_until_saved()
-    assert {slot.step for slot in find_staged_slots(tmp_path / "z2a-key-0") if slot.hash is not None} == {20}
+    headers = [slot.header for slot in find_staged_slots(tmp_path / "z2a-key-0")]
+    assert {header.step for header in headers if header.hash is not None} == {20}
     assert "the state of step 30 is not kept in memory" in capsys.readouterr().err
     found = manager.find_restore_point()
     assert found is not None
@@ -197,7 +199,7 @@ def test_a_lagging_record_of_another_rank_leaves_a_common_state(tmp_path: Path) 
         manager.begin_history(None)
         for step in (10, 20, 30, 40):
             manager.before_commit = lambda step=step: rank_group.rank == 0 or step < 30
-            manager.save(step, {"skipped": []}, durable=False)
+            manager.save(step, TRAINING_STATE, durable=False)
             manager.wait_until_saved()
         found = manager.find_restore_point()
         return None if found is None else found.step
@@ -212,11 +214,11 @@ def test_a_rank_with_a_quiet_console_logs_that_its_state_is_not_kept(
     manager = CheckpointManager(
         CheckpointStore(tmp_path / "durable"), tmp_path / "z2a-key-0", tmp_path, model, optimizers, RankGroup()
     )
-    manager.save(10, {"skipped": []}, durable=False)
+    manager.save(10, TRAINING_STATE, durable=False)
     manager.wait_until_saved()
     monkeypatch.setattr(console, "quiet", True)
     monkeypatch.setattr(Path, "replace", no_space)
-    manager.save(20, {"skipped": []}, durable=False)
+    manager.save(20, TRAINING_STATE, durable=False)
     manager.wait_until_saved()
     assert "the state of step 20 cannot be kept in memory" in capsys.readouterr().err
 
@@ -253,9 +255,10 @@ def test_a_state_without_a_marker_is_overwritten_first(tmp_path: Path, monkeypat
     replace = Path.replace
     for step, full in ((10, False), (20, False), (30, True), (40, True)):
         monkeypatch.setattr(Path, "replace", no_space if full else replace)
-        manager.save(step, {"skipped": []}, durable=False)
+        manager.save(step, TRAINING_STATE, durable=False)
         manager.wait_until_saved()
-    assert {slot.step for slot in find_staged_slots(tmp_path / "z2a-key-0") if slot.hash is not None} == {20}
+    headers = [slot.header for slot in find_staged_slots(tmp_path / "z2a-key-0")]
+    assert {header.step for header in headers if header.hash is not None} == {20}
 
 
 # GPU code, with a fake

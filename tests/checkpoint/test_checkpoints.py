@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from tests.checkpoint.helpers import CrashError, crash_at, crashed, losses
+from tests.checkpoint.helpers import TRAINING_STATE, CrashError, crash_at, crashed, losses
 from tests.conftest import tiny_recipe
 from zero2all.checkpoint import CheckpointManager, CheckpointStore, RankGroup, run_lock
 from zero2all.checkpoint.inspection import compare_checkpoints, list_checkpoints
@@ -46,7 +47,8 @@ def test_the_newest_the_best_and_the_permanent_are_kept(tmp_path: Path) -> None:
     manager, _ = make_manager(tmp_path, keep=2, keep_best=1)
     quality = {1: 3.0, 2: 1.5, 3: 2.0, 5: 1.9}
     for step in range(1, 8):
-        manager.save(step, {"permanent": step % 3 == 0, "bits_per_byte": quality.get(step)}, durable=True)
+        state = replace(TRAINING_STATE, permanent=step % 3 == 0, bits_per_byte=quality.get(step))
+        manager.save(step, state, durable=True)
     manager.wait_until_saved()
     assert manager.checkpoints.steps() == [2, 3, 6, 7]
     assert manager.checkpoints.best_steps()[0] == 2
@@ -55,7 +57,7 @@ def test_the_newest_the_best_and_the_permanent_are_kept(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_of_a_later_step_displaces_no_valid_one(tmp_path: Path) -> None:
     manager, _ = make_manager(tmp_path, keep=1)
     (tmp_path / "step-00000012").mkdir()
-    manager.save(8, {}, durable=True)
+    manager.save(8, TRAINING_STATE, durable=True)
     manager.wait_until_saved()
     assert manager.checkpoints.newest_valid() == 8
 
@@ -63,7 +65,7 @@ def test_a_damaged_checkpoint_of_a_later_step_displaces_no_valid_one(tmp_path: P
 def test_a_rollback_to_a_state_in_memory_leaves_a_durable_one(tmp_path: Path) -> None:
     manager, _ = make_manager(tmp_path / "run", tmp_path / "memory", keep=1)
     for step, durable in ((10, True), (15, False), (20, True)):
-        manager.save(step, {"step": step}, durable)
+        manager.save(step, TRAINING_STATE, durable)
         manager.wait_until_saved()
     assert manager.checkpoints.steps() == [20]
     found = manager.roll_back(18)
@@ -76,13 +78,13 @@ def test_a_rollback_to_a_state_in_memory_leaves_a_durable_one(tmp_path: Path) ->
 
 def test_a_damaged_state_of_an_old_checkpoint_does_no_harm(tmp_path: Path) -> None:
     manager, _ = make_manager(tmp_path, keep=1)
-    manager.save(10, {}, durable=True)
+    manager.save(10, TRAINING_STATE, durable=True)
     manager.wait_until_saved()
     state = manager.checkpoints.path(10) / "state.json"
     state.write_bytes(b"\xff" + state.read_bytes()[1:])
     (manager.checkpoints.path(10) / "manifest.json").write_text("{", encoding="utf-8")
     assert [(row["step"], row["whole"]) for row in list_checkpoints(manager.checkpoints, None)] == [(10, False)]
-    manager.save(20, {}, durable=True)
+    manager.save(20, TRAINING_STATE, durable=True)
     manager.finish_pending_write()
     assert manager.checkpoints.steps() == [20]
 
@@ -91,7 +93,7 @@ def test_what_is_written_is_the_state_that_was_staged(tmp_path: Path) -> None:
     """Weights updated during the write do not get into the checkpoint."""
     manager, model = make_manager(tmp_path)
     expected = model.weight.detach().clone()
-    manager.save(1, {}, durable=True)
+    manager.save(1, TRAINING_STATE, durable=True)
     with torch.no_grad():
         model.weight.fill_(9.0)
     manager.wait_until_saved()
@@ -108,8 +110,8 @@ def test_state_that_is_not_plain_bytes_is_written_while_training_waits(tmp_path:
     manager, model = make_manager(tmp_path)
     moments = manager.optimizers[0].state[model.weight]
     moments["exp_avg"] = moments["exp_avg"].as_subclass(Quantized)
-    manager.save(1, {}, durable=False)
-    manager.save(2, {}, durable=True)
+    manager.save(1, TRAINING_STATE, durable=False)
+    manager.save(2, TRAINING_STATE, durable=True)
     assert manager.checkpoints.steps() == [2]
     found = nn.Linear(8, 8)
     manager.checkpoints.load_model(2, found)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.helpers import crashed, losses
+from tests.checkpoint.helpers import TRAINING_STATE, crashed, losses
 from tests.conftest import tiny_recipe
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.checkpoint import CheckpointManager, CheckpointStore, RankGroup, flash
@@ -270,7 +270,7 @@ def test_states_that_others_could_have_written_are_neither_restored_nor_touched(
 
     first = make_manager()
     first.begin_history(None)
-    first.save(10, {"skipped": []}, durable=False)
+    first.save(10, TRAINING_STATE, durable=False)
     first.wait_until_saved()
     again = make_manager().find_restore_point()
     assert again is not None
@@ -280,10 +280,10 @@ def test_states_that_others_could_have_written_are_neither_restored_nor_touched(
         manager = make_manager()
         assert manager.find_restore_point() is None
         manager.begin_history(None)
-        assert [slot.step for slot in flash.find_staged_slots(directory)] == [10], "a link may lead anywhere"
+        assert [slot.header.step for slot in flash.find_staged_slots(directory)] == [10], "a link may lead anywhere"
         with pytest.raises(PermissionError, match="z2a-key-0"):
             flash.claim_flash_directory(directory, tmp_path)
-        manager.save(20, {"skipped": []}, durable=False)  # training continues without it
+        manager.save(20, TRAINING_STATE, durable=False)  # training continues without it
     assert "is not used" in capsys.readouterr().err
 
 

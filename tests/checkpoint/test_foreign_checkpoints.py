@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from typer.testing import CliRunner
 
 import zero2all.checkpoint.dcp_reader as reader
+from tests.checkpoint.helpers import TRAINING_STATE
 from tests.conftest import tiny_recipe
 from zero2all.checkpoint import CheckpointStore, RankGroup
+from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE
 from zero2all.checkpoint.state_dict import training_state_dict
 from zero2all.cli.main import app
 from zero2all.errors import Z2aError
@@ -147,7 +149,7 @@ def test_settings_of_an_optimizer_are_not_unpickled_either(tmp_path: Path) -> No
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(model.parameters())]
     checkpoints = CheckpointStore(tmp_path / "checkpoints")
     state = training_state_dict(model, optimizers)
-    checkpoints.write(1, state, {}, RankGroup())
+    checkpoints.write(1, state, TRAINING_STATE, UNKNOWN_LINEAGE, RankGroup())
     written = pickle.loads((checkpoints.path(1) / ".metadata").read_bytes())
     assert not [name for name, entry in written.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
     # One as DCP writes it, settings included, loads too; their values are not read.
@@ -166,9 +168,8 @@ def test_settings_of_an_optimizer_are_not_unpickled_either(tmp_path: Path) -> No
 def make_checkpoint(directory: Path) -> CheckpointStore:
     model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
     checkpoints = CheckpointStore(directory)
-    checkpoints.write(
-        1, training_state_dict(model, [torch.optim.SGD(model.parameters(), momentum=0.9)]), {}, RankGroup()
-    )
+    tensors = training_state_dict(model, [torch.optim.SGD(model.parameters(), momentum=0.9)])
+    checkpoints.write(1, tensors, TRAINING_STATE, UNKNOWN_LINEAGE, RankGroup())
     return checkpoints
 
 

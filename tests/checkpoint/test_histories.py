@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.checkpoint.helpers import TRAINING_STATE
 from tests.checkpoint.threads import Rank0Store, run_threads
 from zero2all.checkpoint import CheckpointManager, RankGroup
 from zero2all.io import sha256_file
@@ -56,7 +57,7 @@ class Cluster:
             for step in sorted({*flash, *durable}):
                 with torch.no_grad():
                     model.weight.fill_(weight)
-                manager.save(step, {"skipped": []}, step in durable)
+                manager.save(step, TRAINING_STATE, step in durable)
                 manager.wait_until_saved()
             return at
 
@@ -144,7 +145,7 @@ def test_a_rollback_abandons_what_came_after_it(cluster: Cluster) -> None:
         assert found is not None
         manager.load(found)
         before = manager.lineage
-        manager.save(1000, {"skipped": []}, durable=False)
+        manager.save(1000, TRAINING_STATE, durable=False)
         manager.wait_until_saved()
         back = manager.roll_back(995)
         assert back is not None
@@ -153,7 +154,7 @@ def test_a_rollback_abandons_what_came_after_it(cluster: Cluster) -> None:
         assert manager.lineage[-1] != before[-1]
         with torch.no_grad():
             model.weight.fill_(5.0)
-        manager.save(1000, {"skipped": [994]}, durable=False)
+        manager.save(1000, replace(TRAINING_STATE, skipped=[994]), durable=False)
         manager.wait_until_saved()
 
     run_threads(2, rank)

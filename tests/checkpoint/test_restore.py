@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
 
 from hypothesis import given, settings
@@ -13,11 +14,10 @@ from hypothesis import strategies as st
 from zero2all.checkpoint.lineage import (
     UNKNOWN_LINEAGE,
     Branch,
+    HistoryRecord,
     Lineage,
     contains_state,
     extend_lineage,
-    lineage_from_json,
-    lineage_to_json,
 )
 from zero2all.checkpoint.restore import (
     DurableReport,
@@ -27,6 +27,7 @@ from zero2all.checkpoint.restore import (
     SlotReport,
     decide_restore,
 )
+from zero2all.records import parse_record
 
 NODES = "ABC"  # few, so that each meets its own past again
 
@@ -301,7 +302,8 @@ def test_a_lineage_survives_json_and_stays_short() -> None:
     lineage: Lineage = ()
     for step in range(1000):
         lineage = extend_lineage(lineage, step, f"h{step}")
-    assert lineage_from_json(lineage_to_json(lineage)) == lineage
+    record = HistoryRecord(lineage)
+    assert parse_record(HistoryRecord, json.loads(json.dumps(asdict(record))), "history.json") == record
     assert len(lineage) == 256
     assert contains_state(lineage, 999, "h998")
     assert not contains_state(lineage, 1000, "h998")

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,21 @@ import torch
 from torch import nn
 
 import zero2all.checkpoint.integrity as integrity
+from tests.checkpoint.helpers import TRAINING_STATE
 from tests.conftest import tiny_recipe
 from zero2all.checkpoint import CheckpointStore, RankGroup, checkpoint_store
-from zero2all.checkpoint.lineage import lineage_from_json
+from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, Branch, Lineage
 from zero2all.checkpoint.state_dict import training_state_dict
 from zero2all.errors import UsageError, Z2aError
 from zero2all.paths import RemotePath, to_path
 from zero2all.train import train
 
 
-def write(checkpoints: CheckpointStore, *steps: int, **state: Any) -> None:
+def write(checkpoints: CheckpointStore, *steps: int, lineage: Lineage = UNKNOWN_LINEAGE, **changes: Any) -> None:
     model = nn.Linear(4, 4)
     for step in steps:
-        checkpoints.write(
-            step, training_state_dict(model, [torch.optim.SGD(model.parameters(), momentum=0.9)]), state, RankGroup()
-        )
+        tensors = training_state_dict(model, [torch.optim.SGD(model.parameters(), momentum=0.9)])
+        checkpoints.write(step, tensors, replace(TRAINING_STATE, **changes), lineage, RankGroup())
 
 
 def flip_a_bit(checkpoints: CheckpointStore, step: int) -> None:
@@ -97,8 +98,8 @@ def test_an_unreadable_checkpoint_is_not_damaged(tmp_path: Path, monkeypatch: py
 def test_states_of_an_abandoned_history_do_not_count(tmp_path: Path) -> None:
     """A run that could not read 300 resumed from 200. It never restores 300 again, so 300 must not displace 250."""
     checkpoints = CheckpointStore(tmp_path, keep=2)
-    write(checkpoints, 100, 200, 300, lineage=[["a", 0]])
-    line = [["a", 0], ["b", 200]]
+    write(checkpoints, 100, 200, 300, lineage=(Branch("a", 0),))
+    line = (Branch("a", 0), Branch("b", 200))
     write(checkpoints, 250, 350, lineage=line)
     assert checkpoints.steps() == [250, 300, 350]
     write(checkpoints, 400, lineage=line)
@@ -164,7 +165,7 @@ def test_no_rank_starts_to_write_when_one_has_no_space_to_stage(monkeypatch: pyt
         rank_of.rank = rank
         checkpoints = CheckpointStore(to_path("memory://no-space-to-stage/checkpoints"))
         with pytest.raises((OSError, Z2aError), match="No space left") as failed:
-            checkpoints.write(1, {}, {}, Rank(ranks, rank))
+            checkpoints.write(1, {}, TRAINING_STATE, UNKNOWN_LINEAGE, Rank(ranks, rank))
         return str(failed.value)
 
     with ThreadPoolExecutor(3) as threads:
@@ -359,9 +360,9 @@ def test_an_object_store_that_does_not_respond_costs_no_checkpoint(s3: str, monk
 def test_the_newest_checkpoint_is_of_the_current_history(tmp_path: Path) -> None:
     """Exports and evaluations take the state that a resume would continue from, not one that the run has left."""
     checkpoints = CheckpointStore(tmp_path, keep=9)
-    write(checkpoints, 900, 1000, lineage=[["a1", 0]])
-    write(checkpoints, 950, lineage=[["a1", 0], ["b2", 900]])
-    line = lineage_from_json([["a1", 0], ["b2", 900]])
+    line = (Branch("a1", 0), Branch("b2", 900))
+    write(checkpoints, 900, 1000, lineage=line[:1])
+    write(checkpoints, 950, lineage=line)
     assert checkpoints.newest_valid(line) == 950
     flip_a_bit(checkpoints, 950)
     assert checkpoints.newest_valid(line) == 900

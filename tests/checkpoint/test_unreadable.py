@@ -14,6 +14,7 @@ from torch import nn
 
 import zero2all.checkpoint.checkpoint_manager as manager_module
 import zero2all.checkpoint.integrity as integrity
+from tests.checkpoint.helpers import TRAINING_STATE
 from tests.checkpoint.threads import Rank0Store, run_threads
 from zero2all.checkpoint import CheckpointManager, RankGroup, checkpoint_store
 from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, read_lineage
@@ -36,7 +37,7 @@ def trained(root: Path, *steps: int) -> None:
     manager = make_manager(root, RankGroup())
     manager.begin_history(None)
     for step in steps:
-        manager.save(step, {"skipped": []}, durable=True)
+        manager.save(step, TRAINING_STATE, durable=True)
         manager.wait_until_saved()
 
 
@@ -148,11 +149,11 @@ def test_a_failed_history_file_is_written_with_the_next_checkpoint(
         found = manager.find_restore_point()
         assert found is not None
         manager.load(found)
-        manager.save(950, {"skipped": []}, durable=True)
+        manager.save(950, TRAINING_STATE, durable=True)
         manager.wait_until_saved()  # the checkpoint is worth more than the history file
         rank_group.on_all_ranks(lambda: None)
         full[0] = False
-        manager.save(1000, {"skipped": []}, durable=True)
+        manager.save(1000, TRAINING_STATE, durable=True)
         manager.wait_until_saved()
         assert read_lineage(tmp_path) == manager.lineage
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from zero2all.checkpoint import CheckpointStore, RankGroup
+from zero2all.checkpoint import CheckpointStore, RankGroup, TrainingState
+from zero2all.checkpoint.lineage import Lineage
 from zero2all.errors import Z2aError
 
 T = TypeVar("T")
@@ -42,10 +43,12 @@ class ThreadRankGroup(RankGroup):
 class Rank0Store(CheckpointStore):
     """Every thread holds all tensors, and there is no process group: rank 0 writes for all."""
 
-    def write(self, step: int, tensors: dict[str, Any], state: dict[str, Any], rank_group: RankGroup) -> None:
+    def write(
+        self, step: int, tensors: dict[str, Any], state: TrainingState, lineage: Lineage, rank_group: RankGroup
+    ) -> None:
         def write() -> None:
             if rank_group.rank == 0:
-                super(Rank0Store, self).write(step, tensors, state, single_rank())
+                super(Rank0Store, self).write(step, tensors, state, lineage, single_rank())
 
         rank_group.on_all_ranks(write)
 

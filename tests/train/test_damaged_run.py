@@ -82,7 +82,7 @@ def test_training_needs_its_state_and_writes_its_identity_again(run: Path, works
     state = (run / STEP / "state.json").read_text(encoding="utf-8")
     (run / STEP / "state.json").write_text("{}", encoding="utf-8")
     update_checksums(run / STEP)
-    with pytest.raises(Z2aError, match="trained with another"):
+    with pytest.raises(Z2aError, match="stages: Field required"):
         train(recipe)
     (run / STEP / "state.json").write_text(state, encoding="utf-8")
     update_checksums(run / STEP)

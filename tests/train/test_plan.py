@@ -109,10 +109,10 @@ def test_a_duration_in_tokens_counts_the_batch_ramp(tokens: int, steps: int, wor
 def test_only_stages_that_began_must_not_change(workspace: Path) -> None:
     before = staged(workspace)
     after = staged(workspace, STAGES.replace("name: anneal, steps: 4", "name: anneal, steps: 9"))
-    assert before.describe() == after.describe()
+    assert before.identity() == after.identity()
     other = staged(workspace, STAGES.replace("seq_len: 64", "seq_len: 32"))
-    assert before.describe(before=6) == other.describe(before=6)
-    assert before.describe(before=7) != other.describe(before=7)
+    assert before.identity(before=6) == other.identity(before=6)
+    assert before.identity(before=7) != other.identity(before=7)
 
 
 def test_other_sources_share_what_a_capped_source_cannot_give() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from tests.checkpoint.helpers import crashed, losses
 from tests.conftest import tiny_recipe
 from tests.train.poison import poison
 from zero2all.bench.rank_harness import run_ranks
+from zero2all.checkpoint.training_state import GuardState
 from zero2all.errors import Z2aError
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import GuardRecipe, Recipe
+from zero2all.records import parse_record
 from zero2all.train import Run, train
 from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
 
@@ -74,7 +77,7 @@ def test_its_state_is_restored() -> None:
     one, other = SpikeDetector(GuardRecipe()), SpikeDetector(GuardRecipe())
     for step in range(250):
         one.check(step, 0, loss[step], norm[step])
-    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    other.load_state(parse_record(GuardState, json.loads(json.dumps(asdict(one.state()))), "state.json"))
     assert [other.check(step, 0, loss[step], norm[step]) is not None for step in range(250, 400)] == [
         step == 300 for step in range(250, 400)
     ]
@@ -116,7 +119,7 @@ def test_bad_data_is_found_named_and_skipped(workspace: Path, tmp_path: Path, po
 
     skipped = {step for first in spikes for step in range(first - DETECTION_DELAY, first - DETECTION_DELAY + 8)}
     assert set(GARBAGE) | set(NEWLINES) <= skipped
-    assert run.checkpoints.read_state(90)["skipped"] == sorted(skipped)
+    assert run.checkpoints.read_state(90).skipped == sorted(skipped)
     # Every step is in the surviving history once, or was skipped.
     assert set(losses(run)) == set(range(90)) - skipped
 

@@ -214,7 +214,7 @@ def test_a_run_opens_from_anywhere_and_after_a_move(
     monkeypatch.chdir(tmp_path)
     run = Run.open("moved")
     run.load_model()
-    assert run.tokenizer().fingerprint == run.identity()["tokenizer"]
+    assert run.tokenizer().fingerprint == run.identity().tokenizer
     assert trace_step(run, 0)["documents"]
 
 
@@ -239,7 +239,7 @@ def test_fp16_skips_updates_that_overflow(workspace: Path, tmp_path: Path, monke
     assert 5 < first < 40
     assert values[first] == pytest.approx(values[0], rel=0.02)  # nothing was learned from steps that overflowed
     assert values[-1] < values[0] - 0.5
-    assert run.checkpoints.read_state(60)["loss_scale"]["value"] == 2.0 ** (40 - len(overflows))
+    assert run.checkpoints.read_state(60).loss_scale.value == 2.0 ** (40 - len(overflows))
 
 
 def test_an_overflow_at_the_smallest_scale_is_not_skipped(

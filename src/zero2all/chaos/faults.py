@@ -164,8 +164,8 @@ def remove_manifest(scenario: Scenario) -> None:
 
 
 def flip_flash_bit(scenario: Scenario) -> None:
-    slots = [slot for slot in find_staged_slots(scenario.flash_dir) if slot.rank == 1 and slot.hash is not None]
-    flip_bit(max(slots, key=lambda slot: slot.step).data)
+    slots = [slot for slot in find_staged_slots(scenario.flash_dir) if slot.rank == 1 and slot.header.hash is not None]
+    flip_bit(max(slots, key=lambda slot: slot.header.step).data)
 
 
 def delete_flash_states(scenario: Scenario) -> None:

@@ -59,10 +59,8 @@ class SimulatedCluster:
         memory = self.nodes[number].path(self.scenario.flash_dir)
 
         def staged() -> bool:
-            return (
-                len({slot.rank for slot in find_staged_slots(memory) if slot.hash is not None and slot.step >= step})
-                >= RANKS_PER_NODE
-            )
+            finished = [slot for slot in find_staged_slots(memory) if slot.header.hash is not None]
+            return len({slot.rank for slot in finished if slot.header.step >= step}) >= RANKS_PER_NODE
 
         self.scenario.wait_until(staged, f"node {number} has a flash checkpoint of step {step}")
 

@@ -5,6 +5,7 @@ from zero2all.checkpoint.checkpoint_store import CheckpointStore
 from zero2all.checkpoint.flash import SHM_DIRECTORY, flash_directory
 from zero2all.checkpoint.lock import run_lock
 from zero2all.checkpoint.rank_group import RankGroup
+from zero2all.checkpoint.training_state import RunIdentity, TrainingState
 
 __all__ = [
     "SHM_DIRECTORY",
@@ -12,6 +13,8 @@ __all__ = [
     "CheckpointStore",
     "RankGroup",
     "RestorePoint",
+    "RunIdentity",
+    "TrainingState",
     "flash_directory",
     "run_lock",
 ]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,10 +43,9 @@ from zero2all.checkpoint.integrity import (
 )
 from zero2all.checkpoint.lineage import (
     UNKNOWN_LINEAGE,
+    HistoryRecord,
     Lineage,
     extend_lineage,
-    lineage_from_json,
-    lineage_to_json,
     new_history_id,
     read_lineage,
 )
@@ -72,6 +71,7 @@ from zero2all.checkpoint.state_dict import (
     training_state_dict,
     wrap_local_like,
 )
+from zero2all.checkpoint.training_state import TrainingState
 from zero2all.console import say, warn
 from zero2all.errors import Z2aError
 from zero2all.io import HISTORY_FILE, write_json
@@ -87,7 +87,7 @@ class RestorePoint:
     """A valid state to resume from. ``slots`` are those this rank reads; none means the durable checkpoint."""
 
     step: int
-    state: dict[str, Any]
+    state: TrainingState
     lineage: Lineage
     slots: tuple[StagedSlot, ...] = ()
 
@@ -143,7 +143,7 @@ class CheckpointManager:
         self._live_state: dict[str, Any] | None = None  # the live tensors, collected once
         self._live_tensors: dict[str, Tensor] = {}
         self._pending_write: Future[None] | None = None
-        self._unwritten_history: dict[str, Any] | None = None  # for the run directory, until written there
+        self._unwritten_history: HistoryRecord | None = None  # for the run directory, until written there
 
     # Restoring
 
@@ -168,7 +168,9 @@ class CheckpointManager:
             state = self.rank_group.on_rank0(lambda: self.checkpoints.read_state(chosen.step))
             return RestorePoint(chosen.step, state, chosen.lineage)
         slots = tuple(mine[report] for report in chosen.sources[self.rank_group.rank])
-        return RestorePoint(chosen.step, slots[0].state, chosen.lineage, slots)
+        held = slots[0].header.state
+        assert held is not None  # slots that are not finished are not chosen
+        return RestorePoint(chosen.step, held, chosen.lineage, slots)
 
     def _scan_flash(self) -> dict[SlotReport, StagedSlot]:
         """The slots in this machine's memory."""
@@ -183,10 +185,10 @@ class CheckpointManager:
             SlotReport(
                 rank=slot.rank,
                 world_size=slot.world_size,
-                step=slot.step,
-                lineage=interned.setdefault(slot.lineage, slot.lineage),
-                same_layout=slot.layout == layout,
-                problem=f"{slot.data.name} was not finished" if slot.hash is None else None,
+                step=slot.header.step,
+                lineage=interned.setdefault(slot.header.lineage, slot.header.lineage),
+                same_layout=slot.header.layout == layout,
+                problem=f"{slot.data.name} was not finished" if slot.header.hash is None else None,
             ): slot
             for slot in find_staged_slots(self.flash_directory)
         }
@@ -206,8 +208,7 @@ class CheckpointManager:
 
     def _lineage_of(self, step: int) -> Lineage:
         try:
-            saved = self.checkpoints.read_state(step).get("lineage")
-            return UNKNOWN_LINEAGE if saved is None else lineage_from_json(saved)
+            return self.checkpoints.read_header(step).lineage or UNKNOWN_LINEAGE
         except MISSING_FILE_ERRORS:
             raise DamagedError(f"{STATE_FILE} is missing") from None
         except Z2aError as error:
@@ -258,11 +259,7 @@ class CheckpointManager:
         parent, step = ((), 0) if restore_point is None else (restore_point.lineage, restore_point.step)
         self.lineage = extend_lineage(parent, step, history)
         restored = None if self.decision is None else decision_summary(self.decision)
-        self._unwritten_history = {
-            "lineage": lineage_to_json(self.lineage),
-            "time": round(time.time(), 3),
-            "restored": restored,
-        }
+        self._unwritten_history = HistoryRecord(self.lineage, round(time.time(), 3), restored)
         self._write_history()
         if self.flash_directory is not None and privacy_problem(self.flash_directory) is None:
             drop_abandoned_slots(self.flash_directory, self.lineage)
@@ -272,7 +269,7 @@ class CheckpointManager:
         """Called on all ranks. A failed write is retried with every durable checkpoint."""
         if self._unwritten_history is None:
             return
-        history = self._unwritten_history
+        history = asdict(self._unwritten_history)
         try:
             self.rank_group.on_rank0(lambda: write_json(self.run_directory / HISTORY_FILE, history))
             self._unwritten_history = None
@@ -323,7 +320,7 @@ class CheckpointManager:
 
     # Saving
 
-    def save(self, step: int, state: dict[str, Any], durable: bool) -> float:
+    def save(self, step: int, state: TrainingState, durable: bool) -> float:
         """Stage the state after ``step`` steps; if ``durable``, write it to durable storage in the background.
 
         Returns the seconds training stalled: one copy, unless an earlier write is still running.
@@ -390,14 +387,14 @@ class CheckpointManager:
     def _may_commit(self) -> bool:
         return self.rank_group.rank != 0 or self.before_commit()
 
-    def _write(self, step: int, staged: dict[str, Any], state: dict[str, Any], lineage: Lineage) -> None:
+    def _write(self, step: int, staged: dict[str, Any], state: TrainingState, lineage: Lineage) -> None:
         begin = time.perf_counter()
         if not self._may_commit():  # the checkpoint is worth more than the record
             warn(
                 f"the run record has not caught up with the checkpoint of step {step}: a restart may leave a gap in it"
             )
         self._write_history()  # first: a restart may skip a checkpoint of an unrecorded history
-        self.checkpoints.write(step, staged, {**state, "lineage": lineage_to_json(lineage)}, self.rank_group)
+        self.checkpoints.write(step, staged, state, lineage, self.rank_group)
         self.on_saved(step, time.perf_counter() - begin)
 
     def _pending_write_error(self) -> Exception | None:

@@ -12,6 +12,7 @@ import shutil
 import time
 import warnings
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ from zero2all.checkpoint.integrity import (
     verify_sizes,
     worst_result,
 )
-from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, Lineage, contains_state, lineage_from_json, lineage_to_json
+from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, Lineage, SavedLineage, contains_state
 from zero2all.checkpoint.rank_group import RankGroup
 from zero2all.checkpoint.state_dict import flatten_tensors, load_training_state_dict, training_state_dict
+from zero2all.checkpoint.training_state import TrainingState
 from zero2all.console import warn
 from zero2all.errors import Z2aError
 from zero2all.io import (
@@ -48,9 +50,20 @@ from zero2all.io import (
     write_manifest,
 )
 from zero2all.paths import RemotePath
+from zero2all.records import parse_record
 
 STATE_FILE = "state.json"
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process needs no process group
+
+
+@dataclass(frozen=True)
+class CheckpointHeader:
+    """What retention and listings need of ``state.json``; it may be of an earlier version."""
+
+    time: float | None = None
+    permanent: bool = False
+    bits_per_byte: float | None = None
+    lineage: SavedLineage | None = None
 
 
 class CheckpointStore:
@@ -77,20 +90,21 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:08}"
 
-    def read_state(self, step: int) -> dict[str, Any]:
-        state = read_json(self.path(step) / STATE_FILE)
-        if not isinstance(state, dict):
-            raise Z2aError(f"{self.path(step) / STATE_FILE} is damaged: choose another step") from ValueError(state)
-        return state
+    def read_state(self, step: int) -> TrainingState:
+        path = self.path(step) / STATE_FILE
+        return parse_record(TrainingState, read_json(path), path)
+
+    def read_header(self, step: int) -> CheckpointHeader:
+        path = self.path(step) / STATE_FILE
+        return parse_record(CheckpointHeader, read_json(path), path)
 
     def newest_valid(self, lineage: Lineage | None = None) -> int | None:
         """The newest valid checkpoint; damaged ones are skipped with a warning.
 
         With the lineage of a run, a checkpoint of an abandoned history is used only if there is no other.
         """
-        current = {} if lineage is None else {"lineage": lineage_to_json(lineage)}
         steps = list(reversed(self.steps()))
-        abandoned = [step for step in steps if not _is_on_lineage(step, self.read_state_or_empty(step), current)]
+        abandoned = [step for step in steps if not _is_on_lineage(step, self.header_or_empty(step), lineage)]
         for step in sorted(steps, key=lambda step: step in abandoned):
             problem = self.problem(step)
             if problem is None:
@@ -116,7 +130,9 @@ class CheckpointStore:
             self._verified.add(step)
         return result
 
-    def write(self, step: int, tensors: dict[str, Any], state: dict[str, Any], rank_group: RankGroup) -> None:
+    def write(
+        self, step: int, tensors: dict[str, Any], state: TrainingState, lineage: Lineage, rank_group: RankGroup
+    ) -> None:
         """Called on all ranks: each writes its own file and its checksum, then rank 0 the manifest."""
         with ExitStack() as stack:
             partial = rank_group.on_rank0(lambda: stack.enter_context(self._begin(step)))
@@ -145,7 +161,8 @@ class CheckpointStore:
             files = {name: entry for entries in rank_group.on_all_ranks(publish) for name, entry in entries.items()}
 
             def finish() -> None:
-                write_json(partial / STATE_FILE, {"step": step, "time": round(time.time(), 3), **state})
+                fields = {"step": step, "time": round(time.time(), 3), **asdict(state), "lineage": lineage}
+                write_json(partial / STATE_FILE, fields)
                 digests = {name: digest for name, (digest, _) in files.items()}
                 digests[STATE_FILE] = sha256_file(partial / STATE_FILE)
                 sizes = {name: size for name, (_, size) in files.items()}
@@ -203,14 +220,14 @@ class CheckpointStore:
 
     def best_steps(self) -> list[int]:
         """Steps with a validation result, best first."""
-        return _by_bits_per_byte({step: self.read_state_or_empty(step) for step in self.steps()})
+        return _by_bits_per_byte({step: self.header_or_empty(step) for step in self.steps()})
 
-    def read_state_or_empty(self, step: int) -> dict[str, Any]:
-        """The state of a checkpoint that may be damaged."""
+    def header_or_empty(self, step: int) -> CheckpointHeader:
+        """The header of a checkpoint that may be damaged."""
         try:
-            return self.read_state(step)
+            return self.read_header(step)
         except (OSError, Z2aError):
-            return {}
+            return CheckpointHeader()
 
     def _apply_retention(self, newest: int, rank_group: RankGroup) -> None:
         """Keep the newest valid checkpoints, the best by validation bits per byte, and the permanent ones.
@@ -221,12 +238,13 @@ class CheckpointStore:
         steps: list[int] = rank_group.on_rank0(self.steps)
         to_remove = [step for step in steps if step > newest and self._verify_once(step, rank_group).kind == "damaged"]
         earlier = [step for step in steps if step <= newest]
-        states = rank_group.on_rank0(lambda: {step: self._state_for_retention(step) for step in earlier})
-        restorable = [step for step in reversed(earlier) if _is_on_lineage(step, states[step], states.get(newest, {}))]
+        headers = rank_group.on_rank0(lambda: {step: self._header_for_retention(step) for step in earlier})
+        lineage = headers[newest].lineage if newest in headers else None
+        restorable = [step for step in reversed(earlier) if _is_on_lineage(step, headers[step], lineage)]
         kept = self._first_valid(restorable, self.keep, rank_group)
         if len(kept) == self.keep:
-            old = [step for step in earlier if step < min(kept) and not states[step].get("permanent")]
-            best = self._first_valid(_by_bits_per_byte(states), self.keep_best, rank_group)
+            old = [step for step in earlier if step < min(kept) and not headers[step].permanent]
+            best = self._first_valid(_by_bits_per_byte(headers), self.keep_best, rank_group)
             to_remove += [step for step in old if step not in best]
         rank_group.on_rank0(lambda: self._remove_all(to_remove))
 
@@ -253,14 +271,14 @@ class CheckpointStore:
                 self._verified.add(step)
         return result
 
-    def _state_for_retention(self, step: int) -> dict[str, Any]:
+    def _header_for_retention(self, step: int) -> CheckpointHeader:
         try:
-            return self.read_state(step)
+            return self.read_header(step)
         except (FileNotFoundError, NotADirectoryError):
-            return {}
+            return CheckpointHeader()
         except (OSError, Z2aError) as error:
             # A damaged state says nothing; an unreadable one may be permanent.
-            return {"permanent": not isinstance(error.__cause__, ValueError)}
+            return CheckpointHeader(permanent=not isinstance(error.__cause__, ValueError))
 
     def load(self, step: int, model: nn.Module, optimizers: list[Optimizer]) -> None:
         """Load model, optimizers and random generators as they were after ``step`` steps."""
@@ -281,17 +299,11 @@ class CheckpointStore:
         return CheckpointReader(self.path(step))
 
 
-def _is_on_lineage(step: int, state: dict[str, Any], newest: dict[str, Any]) -> bool:
+def _is_on_lineage(step: int, header: CheckpointHeader, newest: Lineage | None) -> bool:
     """Whether the newest state descends from this one; others are never restored."""
-    if "lineage" not in newest:
-        return True
-    try:
-        history = lineage_from_json(state["lineage"])[-1].history if "lineage" in state else UNKNOWN_LINEAGE[-1].history
-    except Z2aError:
-        return False
-    return contains_state(lineage_from_json(newest["lineage"]), step, history)
+    return newest is None or contains_state(newest, step, (header.lineage or UNKNOWN_LINEAGE)[-1].history)
 
 
-def _by_bits_per_byte(states: dict[int, dict[str, Any]]) -> list[int]:
-    measured = [(bpb, step) for step, state in states.items() if (bpb := state.get("bits_per_byte")) is not None]
+def _by_bits_per_byte(headers: dict[int, CheckpointHeader]) -> list[int]:
+    measured = [(header.bits_per_byte, step) for step, header in headers.items() if header.bits_per_byte is not None]
     return [step for _, step in sorted(measured)]

@@ -21,17 +21,17 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-from zero2all.checkpoint.lineage import Lineage, contains_state, lineage_from_json, lineage_to_json
+from zero2all.checkpoint.lineage import Lineage, SavedLineage, contains_state
 from zero2all.checkpoint.state_dict import local_shard
+from zero2all.checkpoint.training_state import TrainingState
 from zero2all.console import warn
 from zero2all.errors import Z2aError
-from zero2all.io import fingerprint, read_json, write_json, write_text
+from zero2all.io import fingerprint, read_record, write_json, write_text
 from zero2all.units import show_bytes
 
 SHM_DIRECTORY = Path("/dev/shm")
@@ -82,6 +82,19 @@ def slot_layout(tensors: dict[str, Tensor]) -> list[ShardSpec]:
     return specs
 
 
+@dataclass(frozen=True)
+class SlotHeader:
+    """The marker of a slot; one that is not finished has only step and lineage."""
+
+    step: int
+    lineage: SavedLineage | None = None
+    """None if it was written before histories were kept."""
+    time: float | None = None
+    layout: str | None = None
+    hash: str | None = None
+    state: TrainingState | None = None
+
+
 class Slot:
     """Memory for one state: a file in a tmpfs, or memory private to this process."""
 
@@ -116,24 +129,24 @@ class Slot:
         self.step, self._lineage = step, lineage
         if self.path is not None:
             self.marker.unlink(missing_ok=True)
-            self._mark({})
+            self._mark(SlotHeader(step, lineage))
 
-    def finish(self, layout: str, state: dict[str, Any]) -> None:
+    def finish(self, layout: str, state: TrainingState) -> None:
         """Commit the slot: write its checksum."""
         if self.path is not None:
-            fields = {"time": time.time(), "layout": layout, "hash": slot_checksum(self.data), "state": state}
-            if not self._mark(fields):
+            checksum = slot_checksum(self.data)
+            if not self._mark(SlotHeader(self.step, self._lineage, time.time(), layout, checksum, state)):
                 self.discard()
 
     def discard(self) -> None:
         """Never restored: it is overwritten before the other slot, which may be."""
         self.step = -1
 
-    def _mark(self, fields: dict[str, Any]) -> bool:
+    def _mark(self, header: SlotHeader) -> bool:
         partial = self.marker.with_suffix(".partial")
-        marker = {"step": self.step, "lineage": lineage_to_json(self._lineage), **fields}
+        fields = {name: value for name, value in asdict(header).items() if value is not None}
         try:
-            partial.write_text(json.dumps(marker), encoding="utf-8")
+            partial.write_text(json.dumps(fields), encoding="utf-8")
             partial.replace(self.marker)
         except OSError as error:  # another process filled the tmpfs: training continues
             warn(f"the state of step {self.step} cannot be kept in memory: {error}", every_rank=True)
@@ -144,10 +157,10 @@ class Slot:
 def _step_in_marker(marker: Path) -> int:
     """The step of the valid state that a slot holds from an earlier process; -1 if there is none."""
     try:
-        fields = json.loads(marker.read_text(encoding="utf-8"))
-        return int(fields["step"]) if "hash" in fields else -1
-    except (OSError, ValueError, KeyError):
+        header = read_record(SlotHeader, marker)
+    except (OSError, Z2aError):
         return -1
+    return header.step if header.hash is not None else -1
 
 
 def slot_checksum(data: Tensor) -> str:
@@ -160,7 +173,7 @@ class Slots:
     """The slots of this rank: two in a directory, or one in private memory without a directory.
 
     >>> slots = Slots(tensors, directory / "rank-0-of-1")
-    >>> slot = slots.stage(20, lineage, tensors, {"step": 20}, record.flush)  # returns after one copy
+    >>> slot = slots.stage(20, lineage, tensors, state, record.flush)  # returns after one copy
     """
 
     def __init__(self, tensors: dict[str, Tensor], directory: Path | None) -> None:
@@ -182,7 +195,7 @@ class Slots:
         step: int,
         lineage: Lineage,
         tensors: dict[str, Tensor],
-        state: dict[str, Any],
+        state: TrainingState,
         before_commit: Callable[[], bool],
     ) -> Slot:
         """Copy the state; the checksum and the marker follow in the background, if ``before_commit`` returns True."""
@@ -277,16 +290,16 @@ def layout_fingerprint(specs: list[ShardSpec]) -> str:
 
 def _prepare_slot_directory(directory: Path, specs: list[ShardSpec]) -> None:
     """Keep the slots of an earlier process with the same layout until they are overwritten."""
-    layout = [asdict(spec) for spec in specs]
+    layout = directory / "layout.json"
     try:
-        same = read_json(directory / "layout.json") == layout
+        same = read_record(list[ShardSpec], layout) == specs
     except (OSError, Z2aError):
         same = False
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not same:
         for old in directory.glob("slot-*"):
             old.unlink(missing_ok=True)
-        write_json(directory / "layout.json", layout)
+        write_json(layout, [asdict(spec) for spec in specs])
 
 
 def register_rank_directory(directory: Path, history: str) -> None:
@@ -313,24 +326,18 @@ class StagedSlot:
     data: Path
     rank: int
     world_size: int
-    step: int
-    lineage: Lineage | None
-    """None if it was written before histories were kept."""
-    time: float
-    layout: str
-    hash: str | None
-    state: dict[str, Any]
+    header: SlotHeader
 
     def problem(self) -> str | None:
         """Why it is not valid; None if it is."""
-        if self.hash is None:
+        if self.header.hash is None:
             return "was not finished"
         try:
             with open(self.data, "rb") as stream:
                 mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
             if (
                 len(mapped) % HASH_BLOCK == 0
-                and slot_checksum(torch.frombuffer(mapped, dtype=torch.uint8)) == self.hash
+                and slot_checksum(torch.frombuffer(mapped, dtype=torch.uint8)) == self.header.hash
             ):
                 return None
         except (OSError, ValueError):
@@ -338,7 +345,7 @@ class StagedSlot:
         return "does not match its checksum"
 
     def shard_specs(self) -> list[ShardSpec]:
-        return [ShardSpec(**spec) for spec in read_json(self.data.with_name("layout.json"))]
+        return read_record(list[ShardSpec], self.data.with_name("layout.json"))
 
 
 def find_staged_slots(directory: Path) -> list[StagedSlot]:
@@ -346,14 +353,10 @@ def find_staged_slots(directory: Path) -> list[StagedSlot]:
     slots = []
     for path in sorted(directory.glob("rank-*-of-*/slot-*.json")):
         try:
-            marker = json.loads(path.read_text(encoding="utf-8"))
             _, rank, _, world_size = path.parent.name.split("-")
-            data = path.with_suffix(".bin")
-            lineage = lineage_from_json(marker["lineage"]) if "lineage" in marker else None
-            # Only the marker of a finished slot has all fields.
-            finished = marker.get("time", 0.0), marker.get("layout", ""), marker.get("hash"), marker.get("state", {})
-            slots.append(StagedSlot(data, int(rank), int(world_size), marker["step"], lineage, *finished))
-        except (OSError, ValueError, KeyError, Z2aError):
+            header = read_record(SlotHeader, path)
+            slots.append(StagedSlot(path.with_suffix(".bin"), int(rank), int(world_size), header))
+        except (OSError, ValueError, Z2aError):
             continue  # being written or removed at this moment
     return slots
 
@@ -361,7 +364,8 @@ def find_staged_slots(directory: Path) -> list[StagedSlot]:
 def drop_abandoned_slots(directory: Path, lineage: Lineage) -> None:
     """Invalidate states that ``lineage`` does not contain."""
     for slot in find_staged_slots(directory):
-        if slot.lineage is None or not contains_state(lineage, slot.step, slot.lineage[-1].history):
+        header = slot.header
+        if header.lineage is None or not contains_state(lineage, header.step, header.lineage[-1].history):
             slot.data.with_suffix(".json").unlink(missing_ok=True)
 
 

@@ -21,15 +21,15 @@ def list_checkpoints(checkpoints: CheckpointStore, flash_directory: Path | None)
     rows = []
     for step in checkpoints.steps():
         path = checkpoints.path(step)
-        state = checkpoints.read_state_or_empty(step)
+        header = checkpoints.header_or_empty(step)
         rows.append(
             {
                 "step": step,
                 "where": "durable",
-                "time": state.get("time"),
+                "time": header.time,
                 "bytes": sum(_size(file) for file in all_files(path)),
                 "whole": _is_finished(path),
-                "notes": ["best"] * (step in best) + ["permanent"] * bool(state.get("permanent")),
+                "notes": ["best"] * (step in best) + ["permanent"] * header.permanent,
             }
         )
     for step, slots in _by_step(flash_directory).items():
@@ -37,9 +37,9 @@ def list_checkpoints(checkpoints: CheckpointStore, flash_directory: Path | None)
             {
                 "step": step,
                 "where": "memory",
-                "time": max(slot.time for slot in slots),
+                "time": max(slot.header.time or 0.0 for slot in slots),
                 "bytes": sum(slot.data.stat().st_size for slot in slots),
-                "whole": all(slot.hash is not None for slot in slots) and len(slots) == slots[0].world_size,
+                "whole": all(slot.header.hash is not None for slot in slots) and len(slots) == slots[0].world_size,
                 "notes": [f"{len(slots)} of {slots[0].world_size} ranks"],
             }
         )
@@ -64,7 +64,7 @@ def find_problems(
     for number, slots in _by_step(flash_directory).items():
         for slot in slots:
             # An unfinished slot is not used, and may be being written.
-            if slot.hash is not None and step in (None, number) and (problem := slot.problem()) is not None:
+            if slot.header.hash is not None and step in (None, number) and (problem := slot.problem()) is not None:
                 problems[str(slot.data)] = problem
     return problems
 
@@ -111,7 +111,7 @@ def _require_step(checkpoints: CheckpointStore, step: int) -> None:
 def _by_step(flash_directory: Path | None) -> dict[int, list[StagedSlot]]:
     by_step: dict[int, list[StagedSlot]] = {}
     for slot in find_staged_slots(flash_directory) if flash_directory is not None else []:
-        by_step.setdefault(slot.step, []).append(slot)
+        by_step.setdefault(slot.header.step, []).append(slot)
     return dict(sorted(by_step.items()))
 
 

@@ -11,22 +11,24 @@ import math
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, NamedTuple
 
-from zero2all.errors import Z2aError
-from zero2all.io import HISTORY_FILE, read_json
+from pydantic import Field
+
+from zero2all.io import HISTORY_FILE, read_record
+from zero2all.records import RestoreSummary
 
 MAX_HISTORIES = 256  # in a lineage; a restart needs no older ones
 
 
-@dataclass(frozen=True)
-class Branch:
+class Branch(NamedTuple):
     history: str
     first_step: int
     """The step at which it branched off from the previous history."""
 
 
 Lineage = tuple[Branch, ...]
+SavedLineage = Annotated[Lineage, Field(min_length=1)]
 UNKNOWN_LINEAGE: Lineage = (Branch("unknown", 0),)
 """Lineage of durable checkpoints written before histories were recorded."""
 
@@ -54,19 +56,17 @@ def descends_from(lineage: Lineage, ancestor: Lineage) -> bool:
     return any(branch.history == ancestor[-1].history for branch in lineage[:-1])
 
 
-def lineage_to_json(lineage: Lineage) -> list[list[Any]]:
-    return [[branch.history, branch.first_step] for branch in lineage]
+@dataclass(frozen=True)
+class HistoryRecord:
+    """``history.json``."""
 
-
-def lineage_from_json(value: Any) -> Lineage:
-    match value:
-        case [_, *_] if all(isinstance(entry, list) and len(entry) == 2 for entry in value):
-            if all(isinstance(history, str) and isinstance(first_step, int) for history, first_step in value):
-                return tuple(Branch(history, first_step) for history, first_step in value)
-    raise Z2aError(f"not a lineage: {str(value)[:80]}") from ValueError(value)
+    lineage: SavedLineage
+    time: float = 0.0
+    """When its last history began."""
+    restored: RestoreSummary | None = None
 
 
 def read_lineage(run: Path) -> Lineage | None:
     """The lineage of the last start or rollback of a run; None if it has none."""
     path = run / HISTORY_FILE
-    return lineage_from_json(read_json(path).get("lineage")) if path.exists() else None
+    return read_record(HistoryRecord, path).lineage if path.exists() else None

@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from zero2all.checkpoint.lineage import Lineage, contains_state, descends_from
 from zero2all.errors import Z2aError
+from zero2all.records import RestoreSummary
 
 StorageTier = Literal["memory", "durable"]
 MAX_RANKS_IN_REASON = 3  # ranks named in a reason
@@ -89,16 +90,15 @@ class RestoreDecision:
     """Newer states, newest first, and why each is rejected."""
 
 
-def decision_summary(decision: RestoreDecision) -> dict[str, Any]:
-    """For ``history.json`` and the failure report."""
+def decision_summary(decision: RestoreDecision) -> RestoreSummary:
     chosen = decision.chosen
-    return {
-        "step": None if chosen is None else chosen.step,
-        "history": None if chosen is None else chosen.history,
-        "where": None if chosen is None else chosen.tier,
-        "reason": decision.reason,
-        "rejected": [str(rejected) for rejected in decision.rejected],
-    }
+    return RestoreSummary(
+        step=None if chosen is None else chosen.step,
+        history=None if chosen is None else chosen.history,
+        where=None if chosen is None else chosen.tier,
+        reason=decision.reason,
+        rejected=[str(rejected) for rejected in decision.rejected],
+    )
 
 
 def decide_restore(

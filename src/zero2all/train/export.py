@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def export_run(run: Run, out: Path, step: int | None = None, bf16: bool = False,
             if not bf16 and result["max_logit_difference"] > TOLERANCE:
                 difference = result["max_logit_difference"]
                 raise Z2aError(f"nothing was written: in transformers the logits differ by {difference:.2e}")
-        write_manifest(partial, KIND, {"run": run.identity(), "files": checksums(partial)})
+        write_manifest(partial, KIND, {"run": asdict(run.identity()), "files": checksums(partial)})
     return result
 
 

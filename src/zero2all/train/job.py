@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero2all.checkpoint import CheckpointManager, RankGroup, RestorePoint, run_lock
+from zero2all.checkpoint import CheckpointManager, RankGroup, RestorePoint, RunIdentity, TrainingState, run_lock
+from zero2all.checkpoint.training_state import LossScaleState, RopeState
 from zero2all.console import console, say, warn
 from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
 from zero2all.errors import Interrupted, UsageError, Z2aError
@@ -22,7 +23,6 @@ from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.recipe import Recipe
-from zero2all.recipe.renamed import identity_to_new
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore, verify_store
 from zero2all.track import RunRecord, open_sinks
@@ -50,7 +50,7 @@ class TrainState:
     throughput: ThroughputMeter
     checkpoint_manager: CheckpointManager
     guard: SpikeDetector
-    identity: dict[str, Any]
+    identity: RunIdentity
     heartbeat: Heartbeat
     first_step: int
     resume_step: int = 0
@@ -82,15 +82,15 @@ class TrainState:
         masked = self.run.recipe.train.document_mask
         return document_starts(inputs, self.tokenizer.eos_token_id) if masked else None
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: TrainingState) -> None:
         """Restore what a checkpoint holds beside the tensors; gradients of an unfinished step are dropped."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         apply_settings(self.optimizers, self.run.recipe.train.optimizer)
-        self.guard.load_state_dict(state["guard"])
-        if self.parallel_model.loss_scaler is not None and state["loss_scale"] is not None:
-            self.parallel_model.loss_scaler.load_state_dict(state["loss_scale"])
-        self.skipped_steps = list(state["skipped"])
+        self.guard.load_state(state.guard)
+        if self.parallel_model.loss_scaler is not None and state.loss_scale is not None:
+            self.parallel_model.loss_scaler.load_state_dict(asdict(state.loss_scale))
+        self.skipped_steps = list(state.skipped)
 
     def save(self, done: int, last: bool = False) -> float | None:
         """Save a checkpoint after ``done`` steps if one is due; returns the seconds that training stalled."""
@@ -99,20 +99,16 @@ class TrainState:
         if not (durable or plan.is_due(options.flash_every, done)):
             return None
         theta, scaling = plan.rope(plan.stage_of(done - 1))
-        config = self.parallel_model.config.model_copy(update={"rope_theta": theta, "rope_scaling": scaling})
-        state = {
-            **self.identity,
-            "rope": config.model_dump(mode="json", include={"rope_theta", "rope_scaling"}),
-            "guard": self.guard.state_dict(),
-            "loss_scale": None
-            if self.parallel_model.loss_scaler is None
-            else self.parallel_model.loss_scaler.state_dict(),
-            "skipped": self.skipped_steps,
-            "permanent": plan.is_due(options.keep_every, done),
-            "bits_per_byte": self.last_validation.get("bits_per_byte")
-            if self.last_validation.get("step") == done
-            else None,
-        }
+        scaler, validated = self.parallel_model.loss_scaler, self.last_validation.get("step") == done
+        state = TrainingState(
+            **vars(self.identity),
+            rope=RopeState(theta, None if scaling is None else scaling.model_dump(mode="json")),
+            guard=self.guard.state(),
+            loss_scale=None if scaler is None else LossScaleState(scaler.value, scaler.good_steps),
+            skipped=self.skipped_steps,
+            permanent=plan.is_due(options.keep_every, done),
+            bits_per_byte=self.last_validation.get("bits_per_byte") if validated else None,
+        )
         stall = self.checkpoint_manager.save(done, state, durable)
         if last:
             self.checkpoint_manager.wait_until_saved()
@@ -184,12 +180,12 @@ def _prepare(run: Run, mesh: ParallelMesh, rank_group: RankGroup, heartbeat: Hea
     optimizers = build_optimizers(
         parallel_model.model, options.optimizer, parallel_model.param_groups, config.mup_width_mult
     )
-    identity = {
-        "stages": plan.describe(),
-        "tokenizer": tokenizer.fingerprint,
-        "model": config.model_dump(mode="json", exclude={"preset", "ops"}),
-        "optimizer": options.optimizer.name,
-    }
+    identity = RunIdentity(
+        stages=plan.identity(),
+        tokenizer=tokenizer.fingerprint,
+        model=config.model_dump(mode="json", exclude={"preset", "ops"}),
+        optimizer=options.optimizer.name,
+    )
     flash = rank_group.on_rank0(run.create_flash_dir) if recipe.checkpoint.flash_every is not None else None
     replica_group = mesh.get_mesh("dp_replicate").get_group() if mesh.dims.dp_replicate > 1 else None
     checkpoint_manager = CheckpointManager(
@@ -224,9 +220,7 @@ def _prepare(run: Run, mesh: ParallelMesh, rank_group: RankGroup, heartbeat: Hea
     return job
 
 
-def _resume(
-    run: Run, checkpoint_manager: CheckpointManager, identity: dict[str, Any], plan: Plan
-) -> RestorePoint | None:
+def _resume(run: Run, checkpoint_manager: CheckpointManager, identity: RunIdentity, plan: Plan) -> RestorePoint | None:
     """Load the newest valid state if there is one. Refuse a run with another identity."""
     restored, decision = checkpoint_manager.find_restore_point(), checkpoint_manager.decision
     assert decision is not None
@@ -235,11 +229,11 @@ def _resume(
             warn(decision.reason)
         checkpoint_manager.begin_history(None)
         return None
-    step, saved = restored.step, identity_to_new(restored.state)
+    step, saved = restored.step, restored.state
     # Stages that have not begun may be changed.
-    begun = {**identity, "stages": plan.describe(before=step)}
-    before = {**saved, "stages": [stage for stage in saved.get("stages", []) if stage["first_step"] < step]}
-    changed = [name for name, value in begun.items() if before.get(name) != value]
+    begun = replace(identity, stages=plan.identity(before=step))
+    before = replace(saved, stages=[stage for stage in saved.stages if stage.first_step < step])
+    changed = [name for name, value in vars(begun).items() if getattr(before, name) != value]
     if changed:
         raise UsageError(
             f"the run in {run.directory} was trained with another {' and '.join(changed)}; "

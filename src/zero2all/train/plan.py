@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from zero2all.checkpoint.training_state import StageIdentity
 from zero2all.errors import UsageError
 from zero2all.recipe import Recipe, ResolvedStage, RopeScaling
 from zero2all.tokens import PackedDataset, TokenStore
@@ -75,16 +76,15 @@ class StagePlan:
         """Epochs of each source over the full stage."""
         return self.dataset.order.epochs_before(self.sample_range(self.end_step - 1)[1])
 
-    def describe(self) -> dict[str, Any]:
-        """Everything that decides which samples a step takes and how their positions are encoded."""
+    def identity(self) -> StageIdentity:
         scaling = self.recipe.rope_scaling
-        return {
-            "name": self.name,
-            "first_step": self.first_step,
-            "samples": self.dataset.fingerprint,
-            "batch": [self.batch_size, *map(int, self._ramp_offsets[:2]), self.ramp_steps],
-            "rope": [self.recipe.rope_theta, scaling and scaling.model_dump(mode="json")],
-        }
+        return StageIdentity(
+            name=self.name,
+            first_step=self.first_step,
+            samples=self.dataset.fingerprint,
+            batch=[self.batch_size, *map(int, self._ramp_offsets[:2]), self.ramp_steps],
+            rope=[self.recipe.rope_theta, None if scaling is None else scaling.model_dump(mode="json")],
+        )
 
 
 class Plan:
@@ -139,9 +139,9 @@ class Plan:
                 epochs[name] += count
         return epochs
 
-    def describe(self, before: int | None = None) -> list[dict[str, Any]]:
+    def identity(self, before: int | None = None) -> list[StageIdentity]:
         """The stages, or only those that begin before a step: later ones may still be changed."""
-        return [stage.describe() for stage in self.stages if before is None or stage.first_step < max(1, before)]
+        return [stage.identity() for stage in self.stages if before is None or stage.first_step < max(1, before)]
 
 
 def _plan_stage(

@@ -7,6 +7,7 @@ import platform
 import secrets
 import subprocess
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,14 @@ import torch
 from pydantic import ValidationError
 
 from zero2all import __version__
-from zero2all.checkpoint import CheckpointStore, flash_directory
+from zero2all.checkpoint import CheckpointStore, RunIdentity, flash_directory
 from zero2all.checkpoint.checkpoint_store import STATE_FILE
 from zero2all.checkpoint.lineage import read_lineage
 from zero2all.errors import RecipeError, UsageError, Z2aError
-from zero2all.io import atomic_path, read_json, write_json, write_text
+from zero2all.io import atomic_path, read_record, write_json, write_text
 from zero2all.model import Z2all
 from zero2all.paths import to_path
 from zero2all.recipe import ModelConfig, Recipe, load_recipe, recipe_yaml
-from zero2all.recipe.renamed import identity_to_new, to_new
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.train.plan import Plan
@@ -54,7 +54,7 @@ class Run:
                 return cls(recipe.model_copy(update={"out": candidate.absolute().parent}), candidate)
         raise UsageError(f"no run in {directory}: it should hold what 'z2a train' writes")
 
-    def save_metadata(self, identity: dict[str, Any], tokenizer: Tokenizer, device: torch.device) -> None:
+    def save_metadata(self, identity: RunIdentity, tokenizer: Tokenizer, device: torch.device) -> None:
         """Write all that is needed to rebuild the run, and a copy of its tokenizer, which may be trained again.
 
         Called at every start by the process that holds the run lock; it also removes what killed processes left.
@@ -65,7 +65,7 @@ class Run:
         (self.directory / "tokenizer").mkdir(exist_ok=True)
         for path in tokenizer_files(tokenizer):
             write_text(self.directory / "tokenizer" / path.name, path.read_text(encoding="utf-8"))
-        write_json(self.directory / "identity.json", identity)
+        write_json(self.directory / "identity.json", asdict(identity))
         self.checkpoints.remove_leftovers()
 
     def create_flash_dir(self) -> Path:
@@ -88,13 +88,8 @@ class Run:
             return None
         return flash_directory(self.recipe.checkpoint.flash_dir, key)
 
-    def identity(self) -> dict[str, Any]:
-        """Fingerprints of what the run is made of: stages, tokenizer, model, optimizer."""
-        path = self.directory / "identity.json"
-        identity = read_json(path)
-        if not isinstance(identity, dict) or not {"stages", "model"} <= set(identity):
-            raise _damaged_error(path, "it does not describe a run")
-        return identity_to_new(identity)
+    def identity(self) -> RunIdentity:
+        return read_record(RunIdentity, self.directory / "identity.json")
 
     def tokenizer(self) -> Tokenizer:
         """The run's own copy."""
@@ -103,7 +98,7 @@ class Run:
     def plan(self) -> Plan:
         """The plan of the run, if the token store is still the one it was trained on."""
         plan = Plan(self.recipe, TokenStore(self.recipe.tokens_dir, "train"))
-        if plan.describe() != self.identity()["stages"]:
+        if plan.identity() != self.identity().stages:
             raise Z2aError(
                 f"{self.recipe.tokens_dir} has changed since this run: its batches cannot be rebuilt from it"
             )
@@ -127,16 +122,14 @@ class Run:
     def _checkpoint_config(self, step: int) -> ModelConfig:
         path = self.directory / "identity.json"
         try:
-            config = ModelConfig.model_validate(self.identity()["model"])
+            config = ModelConfig.model_validate(self.identity().model)
             # A stage may have changed RoPE since the run began.
             path = self.checkpoints.path(step) / STATE_FILE
-            rope = to_new(self.checkpoints.read_state(step)["rope"], "model")
-            return ModelConfig.model_validate({**config.model_dump(mode="json"), **rope})
+            rope = self.checkpoints.read_state(step).rope
+            return ModelConfig.model_validate({**config.model_dump(mode="json"), **asdict(rope)})
         except ValidationError as error:
             first = error.errors()[0]
             raise _damaged_error(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-        except (KeyError, TypeError) as error:
-            raise _damaged_error(path, f"{type(error).__name__}: {error}") from error
 
 
 def _load_saved_recipe(path: Path) -> Recipe:

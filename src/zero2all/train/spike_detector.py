@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from zero2all.checkpoint.training_state import GuardState
 from zero2all.recipe import GuardRecipe
 
 BASELINE_WINDOW = 9  # steps whose median is the baseline
@@ -84,9 +84,9 @@ class SpikeDetector:
             self._norm.add(norm)
         return reason
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"stage": self._stage, "loss": list(self._loss.values), "norm": list(self._norm.values)}
+    def state(self) -> GuardState:
+        return GuardState(self._stage, list(self._loss.values), list(self._norm.values))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._stage = state["stage"]
-        self._loss.values, self._norm.values = deque(state["loss"]), deque(state["norm"])
+    def load_state(self, state: GuardState) -> None:
+        self._stage = state.stage
+        self._loss.values, self._norm.values = deque(state.loss), deque(state.norm)

@@ -1,0 +1,87 @@
+"""What a checkpoint holds beside the tensors, and the identity of a run: the records of its JSON files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import model_validator
+
+from zero2all.recipe.renamed import identity_to_new
+
+RopeScalingValues = dict[str, str | int | float | None]
+"""``recipe.RopeScaling`` as JSON."""
+
+
+@dataclass(frozen=True)
+class StageIdentity:
+    """What decides which samples the steps of a stage take and how their positions are encoded."""
+
+    name: str
+    first_step: int
+    samples: str
+    """Fingerprint of the dataset."""
+    batch: list[int]
+    """Batch size, the first two offsets of its ramp, steps of the ramp."""
+    rope: list[float | RopeScalingValues | None]
+    """RoPE theta and scaling that the stage sets."""
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """``identity.json``: a run resumes only with the same values."""
+
+    stages: list[StageIdentity]
+    tokenizer: str
+    """Its fingerprint."""
+    model: dict[str, Any]
+    """``recipe.ModelConfig`` as JSON, without preset and ops."""
+    optimizer: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate_old_keys(cls, value: Any) -> Any:
+        return identity_to_new(value) if isinstance(value, dict) else value
+
+
+@dataclass(frozen=True)
+class RopeState:
+    """RoPE of the stage in which the state was saved; a stage may change that of the model."""
+
+    rope_theta: float
+    rope_scaling: RopeScalingValues | None
+
+
+@dataclass(frozen=True)
+class GuardState:
+    """Recent values of the spike guard."""
+
+    stage: int
+    """First step of the stage that they are of."""
+    loss: list[float]
+    norm: list[float]
+    """Logarithms of gradient norms."""
+
+
+@dataclass(frozen=True)
+class LossScaleState:
+    """Dynamic loss scale of fp16."""
+
+    value: float
+    fitted: int
+    """Steps without an overflow since it changed."""
+
+
+@dataclass(frozen=True)
+class TrainingState(RunIdentity):
+    """What training needs to resume, beside the tensors."""
+
+    rope: RopeState
+    guard: GuardState
+    loss_scale: LossScaleState | None = None
+    skipped: list[int] = field(default_factory=list)
+    """Steps that are skipped, since their data is bad."""
+    permanent: bool = False
+    """Never removed by retention."""
+    bits_per_byte: float | None = None
+    """Of the validation after this step, if there was one."""
