@@ -147,6 +147,13 @@ def test_what_we_do_not_compute_is_refused_by_name() -> None:
             from_hf_config({**plain, **changes})
 
 
+def test_a_config_without_a_needed_field_is_refused_with_its_name() -> None:
+    plain = hf_config(ModelConfig.model_validate(SMALL))
+    del plain["hidden_size"]
+    with pytest.raises(Z2aError, match=r"^model/config\.json: hidden_size: "):
+        from_hf_config(plain, "model/config.json")
+
+
 def test_config_of_older_transformers_is_read() -> None:
     old = hf_config(ModelConfig.model_validate({**SMALL, "rope_theta": 5e5, "rope_scaling": YARN}))
     del old["rope_parameters"]

@@ -99,7 +99,7 @@ def load_hf(directory: Path, device: str = "cpu") -> Z2all:
     if not (directory / "config.json").exists():
         raise UsageError(f"no Hugging Face model in {directory}: it should hold config.json and *.safetensors")
     with torch.device("meta"):
-        model = Z2all(from_hf_config(read_json(directory / "config.json")))
+        model = Z2all(from_hf_config(read_json(directory / "config.json"), directory / "config.json"))
     model = model.to_empty(device=device).init_buffers()
     for table in (model.embed_tokens.weight, model.lm_head.weight):
         table[model.config.vocab_size :] = 0.0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from zero2all.errors import UsageError
 from zero2all.recipe import ModelConfig, MoeConfig, RopeScaling
+from zero2all.records import parse_record
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -13,24 +15,83 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# Ours in rope_scaling, theirs in rope_parameters.
-ROPE_NAMES = {
-    "linear": {"factor": "factor"},
-    "dynamic": {"factor": "factor"},
-    "yarn": {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_max_position_embeddings",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "attention_factor": "attention_factor",
-    },
-    "llama3": {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_max_position_embeddings",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-    },
+# Fields of each type of RoPE scaling, called the same here and in transformers.
+ROPE_FIELDS = {
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }
+
+
+@dataclass(frozen=True)
+class HFArchitecture:
+    """The field of any ``config.json`` that says how the others are to be read."""
+
+    model_type: str | None = None
+
+
+@dataclass(frozen=True)
+class HFRope:
+    """``rope_parameters`` of transformers 5, or ``rope_scaling`` of transformers 4."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    """``rope_type`` in older files."""
+    rope_theta: float | None = None
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    partial_rotary_factor: float | None = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = True
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """The fields of a ``config.json`` that are read, with the defaults of transformers."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    vocab_size: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rope_theta: float | None = None
+    rope_parameters: HFRope | None = None
+    rope_scaling: HFRope | None = None
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    use_sliding_window: bool | None = None
+    sliding_window: int | None = None
+    max_window_layers: int | None = None
+    layer_types: list[str] | None = None
+    initializer_range: float = 0.02
+    hidden_act: str | None = "silu"
+    mlp_bias: bool | None = False
+    decoder_sparse_step: int | None = 1
+
+
+@dataclass(frozen=True)
+class HFMoeConfig:
+    """The fields of a ``config.json`` that describe experts."""
+
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    """``num_experts`` in some files."""
+    mlp_only_layers: list[int] | None = None
+    norm_topk_prob: bool = False
+    router_aux_loss_coef: float = 0.0
 
 
 def hf_incompatibility(config: ModelConfig) -> str | None:
@@ -106,94 +167,91 @@ def hf_config(config: ModelConfig, end_of_text: int | None = None, dtype: str = 
         values["layer_types"] = [
             kinds[config.layer_window(layer) is not None] for layer in range(config.num_hidden_layers)
         ]
-    if config.moe is not None:
-        values |= _moe_values(config.moe)
+    if (moe := config.moe) is not None:
+        values |= {
+            "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.num_experts_per_tok,
+            "moe_intermediate_size": moe.moe_intermediate_size,
+            "norm_topk_prob": moe.norm_topk_prob,
+            "mlp_only_layers": [*range(moe.first_k_dense_replace)],
+            "decoder_sparse_step": 1,
+            "router_aux_loss_coef": moe.router_aux_loss_coef if moe.load_balancing == "aux" else 0.0,
+            "output_router_logits": False,
+        }
     return values
 
 
-def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
+def _rope_parameters(config: ModelConfig) -> dict[str, str | float]:
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}
-    names = ROPE_NAMES[scaling.rope_type].items()
-    given = {theirs: getattr(scaling, ours) for ours, theirs in names if getattr(scaling, ours) is not None}
+    given = scaling.model_dump(include=ROPE_FIELDS[scaling.rope_type], exclude_none=True)
     return {"rope_type": scaling.rope_type, "rope_theta": config.rope_theta, **given}
 
 
-def _moe_values(moe: MoeConfig) -> dict[str, Any]:
-    return {
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.num_experts_per_tok,
-        "moe_intermediate_size": moe.moe_intermediate_size,
-        "norm_topk_prob": moe.norm_topk_prob,
-        "mlp_only_layers": list(range(moe.first_k_dense_replace)),
-        "decoder_sparse_step": 1,
-        "router_aux_loss_coef": moe.router_aux_loss_coef if moe.load_balancing == "aux" else 0.0,
-        "output_router_logits": False,
-    }
-
-
-def from_hf_config(values: dict[str, Any]) -> ModelConfig:
+def from_hf_config(values: object, source: object = "config.json") -> ModelConfig:
     """Our shape from a ``config.json`` of transformers 4 or 5, or an error that names what we do not compute."""
-    kind = values.get("model_type")
+    kind = parse_record(HFArchitecture, values, source).model_type
     if kind not in ARCHITECTURES:
         raise UsageError(f"model_type is {kind!r}; the Z2all decoder computes {', '.join(ARCHITECTURES)}")
-    for name, plain in (("hidden_act", "silu"), ("mlp_bias", False), ("decoder_sparse_step", 1)):
-        if values.get(name, plain) != plain:
-            raise UsageError(f"{name} is {values[name]!r}; the Z2all decoder only computes {plain!r}")
-    layers = values["num_hidden_layers"]
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    context = values.get("max_position_embeddings", 2048)
+    config = parse_record(HFConfig, values, source)
+    _refuse_other_values(config, "", hidden_act="silu", mlp_bias=False, decoder_sparse_step=1)
+    rope = config.rope_parameters or config.rope_scaling or HFRope()
+    context = config.max_position_embeddings
     scaling = _scaling(rope, context)
     if scaling is not None and scaling.rope_type == "dynamic":
         context = int(context * scaling.factor)
-    window, full_attention_interval = _windows(kind, values, layers)
-    heads, head_dim = values["num_attention_heads"], values.get("head_dim")
+    window, full_attention_interval = _windows(kind, config)
+    heads = config.num_attention_heads
     return ModelConfig(
-        hidden_size=values["hidden_size"],
-        intermediate_size=values["intermediate_size"],
-        num_hidden_layers=layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=heads,
-        num_key_value_heads=values.get("num_key_value_heads") or heads,
-        head_dim=head_dim if head_dim != values["hidden_size"] / heads else None,
+        num_key_value_heads=config.num_key_value_heads or heads,
+        head_dim=config.head_dim if config.head_dim != config.hidden_size / heads else None,
         max_position_embeddings=context,
-        vocab_size=values["vocab_size"],
-        rope_theta=rope.get("rope_theta") or values.get("rope_theta") or 10000.0,
+        vocab_size=config.vocab_size,
+        rope_theta=rope.rope_theta or config.rope_theta or 10000.0,
         rope_scaling=scaling,
-        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-        qkv_bias=kind == "qwen2" or values.get("attention_bias", False),
+        rms_norm_eps=config.rms_norm_eps,
+        qkv_bias=kind == "qwen2" or config.attention_bias,
         qk_norm=kind in ("qwen3", "qwen3_moe"),
-        tie_word_embeddings=values.get("tie_word_embeddings", False),
+        tie_word_embeddings=config.tie_word_embeddings,
         sliding_window=window,
         full_attention_interval=full_attention_interval,
-        moe=_moe(values, layers) if kind == "qwen3_moe" else None,
-        initializer_range=values.get("initializer_range", 0.02),
+        moe=_moe(parse_record(HFMoeConfig, values, source)) if kind == "qwen3_moe" else None,
+        initializer_range=config.initializer_range,
     )
 
 
-def _scaling(rope: dict[str, Any], context: int) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _refuse_other_values(record: HFConfig | HFRope, prefix: str, **computed: object) -> None:
+    for name, value in computed.items():
+        if (given := getattr(record, name)) != value:
+            raise UsageError(f"{prefix}{name} is {given!r}; the Z2all decoder only computes {value!r}")
+
+
+def _scaling(rope: HFRope, context: int) -> RopeScaling | None:
+    kind = rope.rope_type or rope.type or "default"
     if kind == "default":
         return None
-    extra = {"partial_rotary_factor": 1.0, "mscale": None, "mscale_all_dim": None, "truncate": True}
-    for name, plain in extra.items():
-        if rope.get(name, plain) != plain:
-            raise UsageError(f"rope {name} is {rope[name]!r}; the Z2all decoder only computes {plain!r}")
-    if kind not in ROPE_NAMES:
-        raise UsageError(f"rope_type is {kind!r}; the Z2all decoder computes default, {', '.join(ROPE_NAMES)}")
-    given = {ours: rope[theirs] for ours, theirs in ROPE_NAMES[kind].items() if rope.get(theirs) is not None}
+    _refuse_other_values(rope, "rope ", partial_rotary_factor=1.0, mscale=None, mscale_all_dim=None, truncate=True)
+    if kind not in ROPE_FIELDS:
+        raise UsageError(f"rope_type is {kind!r}; the Z2all decoder computes default, {', '.join(ROPE_FIELDS)}")
+    given = {name: value for name in ROPE_FIELDS[kind] if (value := getattr(rope, name)) is not None}
     if kind == "dynamic":
         given["original_max_position_embeddings"] = context
-    return RopeScaling(rope_type=kind, **given)
+    return RopeScaling.model_validate({"rope_type": kind, **given})
 
 
-def _windows(kind: str, values: dict[str, Any], layers: int) -> tuple[int | None, int | None]:
+def _windows(kind: str, config: HFConfig) -> tuple[int | None, int | None]:
     """The window, and every how many layers there is none."""
-    window = values.get("sliding_window") if values.get("use_sliding_window") else None
+    layers = config.num_hidden_layers
+    window = config.sliding_window if config.use_sliding_window else None
     if window is None or kind == "qwen3_moe":
         return window, None
-    full_until = values.get("max_window_layers", layers)
-    kinds = values.get("layer_types") or ["full_attention"] * full_until + ["sliding_attention"] * (layers - full_until)
+    full_until = layers if config.max_window_layers is None else config.max_window_layers
+    kinds = config.layer_types or ["full_attention"] * full_until + ["sliding_attention"] * (layers - full_until)
     slides = [kind == "sliding_attention" for kind in kinds[:layers]]
     if not any(slides):
         return None, None
@@ -207,15 +265,18 @@ def _windows(kind: str, values: dict[str, Any], layers: int) -> tuple[int | None
     return window, every
 
 
-def _moe(values: dict[str, Any], layers: int) -> MoeConfig:
-    dense = sorted(values.get("mlp_only_layers") or [])
+def _moe(config: HFMoeConfig) -> MoeConfig:
+    num_experts = config.num_experts or config.num_local_experts
+    if num_experts is None:
+        raise UsageError("num_experts is missing")
+    dense = sorted(config.mlp_only_layers or [])
     if dense != list(range(len(dense))):
         raise UsageError(f"mlp_only_layers is {dense}; the Z2all decoder has dense layers only at the front")
     return MoeConfig(
-        num_experts=values.get("num_experts", values.get("num_local_experts")),
-        num_experts_per_tok=values["num_experts_per_tok"],
-        moe_intermediate_size=values["moe_intermediate_size"],
+        num_experts=num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        moe_intermediate_size=config.moe_intermediate_size,
         first_k_dense_replace=len(dense),
-        norm_topk_prob=values.get("norm_topk_prob", False),
-        router_aux_loss_coef=values.get("router_aux_loss_coef", 0.0),
+        norm_topk_prob=config.norm_topk_prob,
+        router_aux_loss_coef=config.router_aux_loss_coef,
     )
