@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from zero2all.processes import AGENT_PID, end_with_agent
@@ -18,7 +19,7 @@ from zero2all.elastic.worker import record_exception, run_worker, setup_worker
 setup_worker()
 
 from zero2all.chaos.injections import FaultInjector, read_injections  # noqa: E402
-from zero2all.chaos.sample_audit import sample_hash  # noqa: E402
+from zero2all.chaos.sample_audit import SeenSamples, sample_hash  # noqa: E402
 from zero2all.console import say  # noqa: E402
 from zero2all.errors import Z2aError  # noqa: E402
 from zero2all.processes import process_start_time  # noqa: E402
@@ -37,14 +38,8 @@ def main(recipe: str, directory: Path) -> int:
 
     def record_seen(batch: Batch) -> None:
         rows = [row for row, source in zip(batch.inputs, batch.sources, strict=True) if source != PADDING_SOURCE]
-        line = {
-            "time": time.time(),
-            "start": start,
-            "rank": rank,
-            "step": batch.step,
-            "rows": [sample_hash(row) for row in rows],
-        }
-        seen.write(json.dumps(line) + "\n")
+        line = SeenSamples(time.time(), start, rank, batch.step, [sample_hash(row) for row in rows])
+        seen.write(json.dumps(asdict(line)) + "\n")
         seen.flush()
         injector.before_step(batch)
 

@@ -7,10 +7,10 @@ import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
+from zero2all.records import parse_record
 from zero2all.train.data_loader import read_batch
 from zero2all.train.plan import Plan
 
@@ -23,16 +23,28 @@ class SampleAudit:
     """Steps that were started more than once."""
 
 
+@dataclass(frozen=True)
+class SeenSamples:
+    """The samples of one step on one rank: a line of ``seen-*.jsonl``."""
+
+    time: float
+    start: str
+    """The start of the job that the rank belonged to."""
+    rank: int
+    step: int
+    rows: list[str]
+    """A hash of each sample."""
+
+
 def audit_samples(directory: Path, plan: Plan, skipped: frozenset[int] = frozenset()) -> SampleAudit:
     """Compare the samples that the ranks logged with the plan. Of several starts that ran a step, the last counts."""
-    seen: dict[int, dict[str, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+    seen: dict[int, dict[str, dict[int, list[str]]]] = defaultdict(lambda: defaultdict(dict))
     latest: dict[tuple[int, str], float] = defaultdict(float)
     started = 0
     for line in read_seen_samples(directory):
-        step, start, rank = line["step"], line["start"], line["rank"]
-        seen[step][start][rank] = line["rows"]
-        latest[step, start] = max(latest[step, start], line["time"])
-        started += rank == 0
+        seen[line.step][line.start][line.rank] = line.rows
+        latest[line.step, line.start] = max(latest[line.step, line.start], line.time)
+        started += line.rank == 0
     lost = repeated = 0
     for step in set(range(plan.total_steps)) - skipped:
         expected = Counter(sample_hash(row) for row in read_batch(plan, step).inputs)
@@ -44,15 +56,16 @@ def audit_samples(directory: Path, plan: Plan, skipped: frozenset[int] = frozens
     return SampleAudit(lost, repeated, steps_repeated=started - len(seen))
 
 
-def read_seen_samples(directory: Path) -> list[dict[str, Any]]:
+def read_seen_samples(directory: Path) -> list[SeenSamples]:
     lines = []
     for path in directory.glob("seen-*.jsonl"):
         for raw in path.read_text(encoding="utf-8").splitlines():
             try:
-                lines.append(json.loads(raw))
+                values = json.loads(raw)
             except ValueError:
                 continue  # torn by a kill
-    return sorted(lines, key=lambda line: line["time"])
+            lines.append(parse_record(SeenSamples, values, path))
+    return sorted(lines, key=lambda line: line.time)
 
 
 def sample_hash(sample: Tensor) -> str:

@@ -122,7 +122,7 @@ class Scenario:
     def rank_pids(self) -> dict[int, int]:
         """Pids of the latest start, by rank."""
         lines = read_seen_samples(self.directory)
-        names = [path.stem.split("-") for path in self.directory.glob(f"seen-{lines[-1]['start']}-*.jsonl")]
+        names = [path.stem.split("-") for path in self.directory.glob(f"seen-{lines[-1].start}-*.jsonl")]
         return {int(name[-2]): int(name[-1]) for name in names}
 
     def reports(self) -> list[dict[str, Any]]:
