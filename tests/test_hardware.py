@@ -54,7 +54,7 @@ def test_measured_flops_count_a_multiply_and_an_add(monkeypatch: pytest.MonkeyPa
 
 def test_bf16_where_it_is_requested_or_native(monkeypatch: pytest.MonkeyPatch) -> None:
     for native in (True, False):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda native=native: native)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda native=native: {"amx_tile": native})
         assert compute_dtype("bf16", CPU) == torch.bfloat16
         assert compute_dtype("fp32", CPU) == torch.float32
         assert compute_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)

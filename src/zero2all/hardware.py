@@ -131,7 +131,7 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
         if device.type == "cuda":
             precision = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         else:
-            precision = "bf16" if torch.cpu._is_amx_tile_supported() else "fp32"
+            precision = "bf16" if torch.cpu.get_capabilities().get("amx_tile") else "fp32"
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from zero2all.elastic import rendezvous_client as client_module
@@ -28,6 +27,7 @@ from zero2all.elastic.rendezvous_state import RendezvousSettings, settings_to_me
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
 from zero2all.parallel.tcp_store import tcp_store_from_env
+from zero2all.torch_private import TCPStore
 
 SECRET = "correct horse battery staple"
 PATIENCE = 60.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +30,7 @@ from zero2all.model import document_starts
 from zero2all.parallel.mesh import ParallelDims, ParallelMesh
 from zero2all.parallel.parallel_model import ParallelModel
 from zero2all.recipe import ParallelRecipe
+from zero2all.torch_private import silence_redistribute_warning
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
 
 END_OF_TEXT, SEED = 0, 7
@@ -218,8 +218,7 @@ def _cached_mesh(dims: ParallelDims) -> ParallelMesh:
 
 def _compare(trials: list[Trial], references: dict[Any, _RunMetrics]) -> Iterator[RankComparison]:
     """On every rank: each trial against what one process had."""
-    # Where FSDP and TP shard the same dimension, gathering a gradient takes two collectives, and torch warns of it.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    silence_redistribute_warning()
     for trial in trials:
         began = time.perf_counter()
         run, alone = _run(trial), references[_reference_key(trial)]

@@ -110,7 +110,8 @@ def _rank_main(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing leaves this machine
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import DebugLevel, FileStore, set_debug_level
+
+    from zero2all.torch_private import DebugLevel, FileStore, set_debug_level
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     if detail:

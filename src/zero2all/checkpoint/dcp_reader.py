@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,6 +30,7 @@ from torch.futures import Future
 
 from zero2all.errors import Z2aError
 from zero2all.paths import RemotePath, open_bytes
+from zero2all.torch_private import fsspec_filesystem, storage_info
 
 T = TypeVar("T")
 DTYPES: Final = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -162,13 +163,13 @@ def _index(index: _InertObject) -> MetadataIndex:
     return MetadataIndex(index.field("fqn", str), offset, position)
 
 
-def _storage_info(info: _InertObject) -> _StorageInfo:
+def _storage_info(info: _InertObject) -> Any:
     file = info.field("relative_path", str)
     if Path(file).name != file:
         raise ValueError(f"it points outside the checkpoint: {file!r}")
     if info.attributes.get("transform_descriptors"):
         raise ValueError("it asks for a transformation of the data")
-    return _StorageInfo(file, info.field("offset", int), info.field("length", int))
+    return storage_info(file, info.field("offset", int), info.field("length", int))
 
 
 def _size(entry: _InertObject, name: str) -> torch.Size:
@@ -186,9 +187,7 @@ class CheckpointReader(FileSystemReader):
         self._metadata_file = path / ".metadata"
         self._metadata: Metadata | None = None
         if isinstance(path, RemotePath):
-            from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
-
-            self.fs = FileSystem()  # type: ignore[assignment]
+            self.fs = fsspec_filesystem()
             self.path = self.fs.init_path(str(path))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -32,6 +32,7 @@ from zero2all.checkpoint.training_state import TrainingState
 from zero2all.console import warn
 from zero2all.errors import Z2aError
 from zero2all.io import fingerprint, read_record, write_json, write_text
+from zero2all.torch_private import foreach_copy_
 from zero2all.units import show_bytes
 
 SHM_DIRECTORY = Path("/dev/shm")
@@ -202,7 +203,7 @@ class Slots:
         slot = self._slot_to_overwrite()
         slot.begin(step, lineage)
         views = self._views[self.slots.index(slot)]
-        torch._foreach_copy_(views, [local_shard(tensors[spec.name]) for spec in self.shard_specs])
+        foreach_copy_(views, [local_shard(tensors[spec.name]) for spec in self.shard_specs])
 
         def finish() -> None:
             if before_commit():

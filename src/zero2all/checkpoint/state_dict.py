@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from zero2all.torch_private import dtensor_like
+
 # Optimizer groups list parameters by index, which differs between pipeline ranks: use names instead.
 FLATTEN_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -78,10 +80,4 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 def wrap_local_like(tensor: Tensor, shard: Tensor) -> Tensor:
     """``shard`` as the local shard of ``tensor``, on any device: from_local would move it to a GPU."""
-    if not isinstance(tensor, DTensor):
-        return shard
-    inner = {"_local_tensor": shard, "device_mesh": tensor.device_mesh}
-    spec = tensor.__tensor_flatten__()[1]  # type: ignore[no-untyped-call]
-    size, stride = tensor.size(), tensor.stride()
-    wrapped: Tensor = DTensor.__tensor_unflatten__(inner, spec, size, stride)  # type: ignore[no-untyped-call]
-    return wrapped
+    return dtensor_like(tensor, shard) if isinstance(tensor, DTensor) else shard

@@ -13,9 +13,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from zero2all.doctor.findings import Finding
+from zero2all.torch_private import PrefixStore, Store, gloo_group, nccl_group
 
 CPU_PROBE_BYTES, GPU_PROBE_BYTES = 1 << 20, 1 << 26
 REPEATS = 5  # of which the fastest counts: a busy machine is not a slow network
@@ -110,13 +110,8 @@ def probe_bytes(device: torch.device) -> int:
 
 
 def _group(store: Store, rank: int, device: torch.device) -> Any:
-    if device.type == "cuda":
-        from torch._C._distributed_c10d import ProcessGroupNCCL
-
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=PAIR_TIMEOUT)
-        return ProcessGroupNCCL(store, rank, 2, options)
-    return ProcessGroupGloo(store, rank, 2, timedelta(seconds=PAIR_TIMEOUT))
+    new_group = nccl_group if device.type == "cuda" else gloo_group
+    return new_group(store, rank, 2, timedelta(seconds=PAIR_TIMEOUT))
 
 
 def _gather(group: Any, mine: torch.Tensor) -> list[torch.Tensor]:

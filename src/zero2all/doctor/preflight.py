@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from zero2all.doctor.findings import Finding
 from zero2all.doctor.network_check import diagnose_pairs, exchange_through_store, measure_pairs
 from zero2all.doctor.node_check import DeviceCheck, check_device, check_node, library_versions
 from zero2all.hardware import pick_device
+from zero2all.torch_private import Store
 
 SLOW_DEVICE_FACTOR = 1.5  # times as long as its peers
 

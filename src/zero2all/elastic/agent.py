@@ -12,11 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zero2all.console import say
@@ -39,6 +37,7 @@ from zero2all.elastic.restart_policy import RestartPolicy, should_exclude_node
 from zero2all.elastic.stragglers import CHECK_INTERVAL, find_straggler, read_arrival_times
 from zero2all.elastic.worker import collectives_path
 from zero2all.elastic.worker_logs import last_lines, trim_log
+from zero2all.torch_private import Store, forbid_restarts, remaining_restarts, worker_context
 
 EXIT_GRACE = 1.0  # seconds for ranks that lost a peer to exit and report it
 LOG_TRIM_INTERVAL = 10.0  # seconds between two checks of the log size
@@ -178,7 +177,7 @@ class Agent(LocalElasticAgent):
         self._shutdown(signal.SIGTERM, timeout=int(self.grace))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if death_sig != signal.SIGKILL and self._pcontext is not None and (running := self._running()):
+        if death_sig != signal.SIGKILL and worker_context(self) is not None and (running := self._running()):
             say(f"telling the ranks to save and exit; they have {timeout} s")
             for pid in running.values():
                 with suppress(ProcessLookupError):
@@ -197,8 +196,9 @@ class Agent(LocalElasticAgent):
         return {local: heartbeat.read() for local, heartbeat in self._heartbeats.items()}
 
     def _processes(self) -> dict[int, Any]:
-        assert isinstance(self._pcontext, SubprocessContext)
-        return {local: handler.proc for local, handler in self._pcontext.subprocess_handlers.items()}
+        context = worker_context(self)
+        assert context is not None
+        return {local: handler.proc for local, handler in context.subprocess_handlers.items()}
 
     def _running(self) -> dict[int, int]:
         return {local: process.pid for local, process in self._processes().items() if process.poll() is None}
@@ -207,8 +207,9 @@ class Agent(LocalElasticAgent):
         return [local for local, process in self._processes().items() if process.poll() not in (None, 0)]
 
     def _was_stopped(self, local: int) -> bool:
-        assert self._pcontext is not None
-        return classify_exit(1, _read_error_file(Path(self._pcontext.error_files[local]))[0]).kind == "stopped"
+        context = worker_context(self)
+        assert context is not None
+        return classify_exit(1, _read_error_file(Path(context.error_files[local]))[0]).kind == "stopped"
 
     def _end_ranks(self, wait: float) -> None:
         """Wait for ranks to exit, then kill them. torch would send SIGTERM and wait for half a minute."""
@@ -233,7 +234,7 @@ class Agent(LocalElasticAgent):
         kind = kind or ("hang" if hung else _failure_kind(rank_failures))
         self.rendezvous.failed = kind != "stopped"
         reason = self.restart_policy.reason_to_give_up(
-            kind, step, worker_group.group_world_size, self._remaining_restarts
+            kind, step, worker_group.group_world_size, remaining_restarts(self)
         )
         if rank_failures and self.run_directory is None and all(failure.status >= 0 for failure in rank_failures):
             reason = "not tried again: the command is no training run, and exited without a signal"
@@ -241,7 +242,7 @@ class Agent(LocalElasticAgent):
             self.leaves_job = True
             reason = f"{reason}: this node leaves the job, and the others continue; check it with 'z2a doctor'"
         if reason is not None:
-            self._remaining_restarts = 0
+            forbid_restarts(self)
         pause = self.restart_policy.backoff()
         after = f" after {pause:.0f} s" if pause else ""
         self.last_failure = NodeReport(

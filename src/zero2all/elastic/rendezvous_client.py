@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -39,6 +38,7 @@ from zero2all.elastic.rendezvous_protocol import (
 from zero2all.elastic.rendezvous_state import RendezvousStatus
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError, Z2aError
+from zero2all.torch_private import Store
 
 HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats
 SUSPENDED_AFTER = 5 * HEARTBEAT_INTERVAL  # seconds without running after which silence proves nothing

@@ -34,10 +34,12 @@ def setup_worker() -> None:
     dump_request = dump_request_path(directory, local_rank)
     dump_request.unlink(missing_ok=True)
     os.mkfifo(dump_request)
-    answer = (dump_request, collectives_path(directory, local_rank))
+    torch_imported = threading.Event()
+    answer = (dump_request, collectives_path(directory, local_rank), torch_imported)
     threading.Thread(target=_serve_dump_requests, args=answer, name="z2a-bell", daemon=True).start()
-    import torch  # noqa: F401 - every rank needs it, and its seconds count as imports
+    import zero2all.torch_private  # noqa: F401 - every rank needs torch, and its seconds count as imports
 
+    torch_imported.set()
     Heartbeat.from_environment().record_phase(StartupPhase.IMPORTED)
 
 
@@ -83,15 +85,19 @@ def collectives_path(directory: Path, local_rank: int) -> Path:
     return directory / f"collectives-{local_rank}.json"
 
 
-def _serve_dump_requests(dump_request: Path, to: Path) -> None:
+def _serve_dump_requests(dump_request: Path, to: Path, torch_imported: threading.Event) -> None:
     """Each time the agent opens the FIFO, dump torch's flight recorder. The main thread may be stuck meanwhile."""
     while True:
         try:
             open(dump_request, "rb").close()
-            distributed = sys.modules.get("torch._C._distributed_c10d")
-            dump = distributed._dump_fr_trace_json() if distributed is not None else b"{}"
             partial = to.with_suffix(".new")
-            partial.write_bytes(dump if isinstance(dump, bytes) else dump.encode())
+            partial.write_bytes(_flight_recorder() if torch_imported.is_set() else b"{}")
             partial.replace(to)
         except OSError:
             return  # the agent's directory is gone, and the agent with it
+
+
+def _flight_recorder() -> bytes:
+    from zero2all.torch_private import dump_flight_recorder
+
+    return dump_flight_recorder()

@@ -9,14 +9,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero2all.recipe import ParallelRecipe
+from zero2all.torch_private import set_activation_memory_budget
 
 
 def apply_ac(blocks: nn.Module, recipe: ParallelRecipe) -> None:
     """Wrap each block's forward, not the block: parameter names stay."""
     if recipe.activation_checkpointing == "budget":
-        import torch._functorch.config as compiler
-
-        compiler.activation_memory_budget = recipe.activation_budget
+        set_activation_memory_budget(recipe.activation_budget)
     elif recipe.activation_checkpointing != "none":
         options: dict[str, Any] = {}
         if recipe.activation_checkpointing == "selective":

@@ -11,7 +11,6 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +19,7 @@ from zero2all.model import Z2all
 from zero2all.model.blocks import Attention
 from zero2all.model.ops.attention import AttentionBackend, attention_mask
 from zero2all.recipe import ParallelRecipe
+from zero2all.torch_private import all_gather_autograd, all_to_all_autograd
 
 
 class ContextParallel:
@@ -68,7 +68,7 @@ class ContextParallel:
             return seen[:, :, self.local_positions(full_length, device)][..., gathered]
 
         def attend_gathered(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-            k, v = (collectives.all_gather_single_autograd(x.contiguous(), 2, self.group) for x in (k, v))
+            k, v = (all_gather_autograd(x.contiguous(), 2, self.group) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
 
         def exchanged_mask(doc_starts_BS: Tensor | None, length: int, window: int | None, device: torch.device) -> Any:
@@ -85,5 +85,5 @@ class ContextParallel:
     def _all_to_all(self, x_BHSE: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         """Shard one dimension over the ranks and gather another: heads (1) and positions (2)."""
         chunks = torch.stack(x_BHSE.chunk(self.size, dim=split_dim))
-        chunks = collectives.all_to_all_single_autograd(chunks.contiguous(), None, None, self.group)
+        chunks = all_to_all_autograd(chunks.contiguous(), None, None, self.group)
         return torch.cat(list(chunks.unbind()), dim=concat_dim)

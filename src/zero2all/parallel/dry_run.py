@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from zero2all.errors import UsageError, Z2aError
 from zero2all.hardware import compute_dtype, dtype_name
@@ -21,6 +20,7 @@ from zero2all.parallel.mesh import ParallelDims, ParallelMesh
 from zero2all.parallel.parallelize import LocalModel, parallelize
 from zero2all.parallel.rank_memory import RankMemory, rank_memory
 from zero2all.recipe import ModelConfig, Recipe
+from zero2all.torch_private import init_fake_process_group, local_shape_at
 
 FP32_BYTES = 4  # parameters are kept in fp32
 
@@ -91,9 +91,7 @@ def _fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Act as one rank of a process group whose collectives do nothing."""
     if dist.is_initialized():
         raise UsageError("this process is a rank of a group already; run 'z2a parallel show' on its own")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    init_fake_process_group(rank, world_size)
     try:
         yield
     finally:
@@ -150,13 +148,10 @@ def _summarize_stage(local_model: LocalModel, recipe: Recipe, parallel_dims: Par
 def _elements_by_rank(parameter: DTensor) -> list[int]:
     """Elements of a parameter on each rank of its mesh."""
     shape = parameter.device_mesh.shape
-    counts = []
-    for coordinate in itertools.product(*map(range, shape)):
-        local, _ = _compute_local_shape_and_global_offset(
-            parameter.shape, shape, coordinate.__getitem__, parameter.placements
-        )
-        counts.append(math.prod(local))
-    return counts
+    return [
+        math.prod(local_shape_at(parameter.shape, shape, coordinate, parameter.placements))
+        for coordinate in itertools.product(*map(range, shape))
+    ]
 
 
 def _placement_text(parameter: torch.Tensor) -> str:

@@ -6,13 +6,13 @@ import functools
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from zero2all.model import Z2all
 from zero2all.model.moe import GroupedExperts
+from zero2all.torch_private import all_to_all_autograd
 
 
 def expert_modules(model: nn.Module) -> list[GroupedExperts]:
@@ -37,7 +37,7 @@ def _expert_parallel_forward(
     received_counts = received_counts.view(ranks, -1)  # tokens from each rank for each expert here
     sent = counts_E.view(ranks, -1).sum(1).tolist()
     received = received_counts.sum(1).tolist()
-    x = _all_to_all(x_ND, received, sent, group)
+    x = all_to_all_autograd(x_ND.contiguous(), received, sent, group)
     # They arrive sorted by rank and then by expert; the experts need them sorted by expert.
     here = (
         torch.arange(received_counts.shape[1], device=x.device)
@@ -49,9 +49,4 @@ def _expert_parallel_forward(
     gate, up, down = (w.to_local().to(x.dtype) if isinstance(w, DTensor) else w.to(x.dtype) for w in weights)
     out = experts.ops.experts(x[order], received_counts.sum(0), gate, up, down, experts.ops.swiglu)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return _all_to_all(out[back], sent, received, group)
-
-
-def _all_to_all(x: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
-    out: Tensor = collectives.all_to_all_single_autograd(x.contiguous(), receive, send, group)
-    return out
+    return all_to_all_autograd(out[back].contiguous(), sent, received, group)

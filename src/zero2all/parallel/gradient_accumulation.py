@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
 from zero2all.recipe import ParallelRecipe
+from zero2all.torch_private import fsdp_param_groups, stage_backward, stage_backward_input, stage_backward_weight
 
 
 def set_gradient_sync(module: FSDPModule, recipe: ParallelRecipe, is_last: bool) -> None:
@@ -20,21 +21,9 @@ def set_gradient_sync(module: FSDPModule, recipe: ParallelRecipe, is_last: bool)
     module.set_requires_all_reduce(is_last or not every)
 
 
-def fsdp_param_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's groups of parameters that are gathered and reduced together, in module order."""
-    states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
-    return [group for state in states for group in state._fsdp_param_groups]
-
-
 def pipeline_stage_class(recipe: ParallelRecipe) -> Any:
     """Torch's pipeline stage, reducing gradients as the recipe asks: torch's own reduces after the last micro-batch."""
     from torch.distributed.pipelining import PipelineStage  # imports the compiler: only a pipeline waits for it
-    from torch.distributed.pipelining._backward import (
-        _get_grad_fn_or_grad_acc,
-        stage_backward,
-        stage_backward_input,
-        stage_backward_weight,
-    )
 
     if recipe.gradient_sync == "last":
         return PipelineStage
@@ -63,7 +52,7 @@ def pipeline_stage_class(recipe: ParallelRecipe) -> Any:
             """
             groups = fsdp_param_groups(self.submod)
             owners = {
-                _get_grad_fn_or_grad_acc(parameter.unsharded_param): number
+                get_gradient_edge(parameter.unsharded_param).node: number
                 for number, group in enumerate(groups)
                 for parameter in group.fsdp_params
             }

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zero2all.errors import UsageError
 from zero2all.parallel.tcp_store import tcp_store_from_env
 from zero2all.recipe import ParallelRecipe
+from zero2all.torch_private import concatenate_meshes, flatten_mesh
 
 # Longer than the launcher's hang detection, which explains what it sees.
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
@@ -138,13 +139,13 @@ class ParallelMesh:
         """The ranks whose gradients are reduced: replicas if any, then shards. Ranks of cp are shards too."""
         if self.dims.cp == 1:
             shards = self.get_mesh("dp_shard")
+        elif self.dims.dp_shard == 1:
+            shards = self.get_mesh("cp")
         else:
-            shards = (
-                self.get_mesh("cp") if self.dims.dp_shard == 1 else self.get_mesh("dp_shard", "cp")._flatten("shards")
-            )
+            shards = flatten_mesh(self.get_mesh("dp_shard", "cp"), "shards")
         if self.dims.dp_replicate == 1:
             return shards
-        return DeviceMesh._concatenate([self.get_mesh("dp_replicate"), shards])
+        return concatenate_meshes([self.get_mesh("dp_replicate"), shards])
 
     def ep_mesh(self) -> DeviceMesh:
         """The ranks that hold different experts."""

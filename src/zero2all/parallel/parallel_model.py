@@ -26,6 +26,7 @@ from zero2all.parallel.pipeline_parallel import Pipeline, merge_stages
 from zero2all.parallel.sharded_init import ShardedInitMode
 from zero2all.parallel.tensor_parallel import apply_tp_ops
 from zero2all.recipe import ModelConfig, ParallelRecipe, RopeScaling
+from zero2all.torch_private import foreach_mul_, foreach_norm
 
 
 class ParallelModel:
@@ -166,14 +167,14 @@ class ParallelModel:
             for parameter in self.model.parameters()
             if parameter.grad is not None
         ]
-        norms = torch._foreach_norm([gradient for _, gradient in gradients])
+        norms = foreach_norm([gradient for _, gradient in gradients])
         replicas = torch.tensor([self._replica_count(parameter) for parameter, _ in gradients], device=self.mesh.device)
         square = (torch.stack(norms).double().square() / replicas).sum()
         if self.mesh.dims.world_size > 1:
             dist.all_reduce(square)
         norm = square.sqrt().float() / self._loss_scale_factor
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self._loss_scale_factor
-        torch._foreach_mul_([gradient for _, gradient in gradients], factor)
+        foreach_mul_([gradient for _, gradient in gradients], factor)
         return norm
 
     @property

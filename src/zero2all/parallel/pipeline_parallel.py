@@ -105,7 +105,7 @@ def build_stage_module(config: ModelConfig, layers: range, first: bool, last: bo
     model = Z2all(config)
     for number in range(config.num_hidden_layers):
         if number not in layers:
-            del model.layers._modules[str(number)]
+            delattr(model.layers, str(number))
     if not first:
         model.embed_tokens = StageInput()  # type: ignore[assignment]
     if not last:
@@ -120,7 +120,8 @@ def merge_stages(config: ModelConfig, model_parts: Sequence[Z2all]) -> Z2all:
         return model_parts[0]
     merged = build_stage_module(config, range(0), first=False, last=False)
     for part in model_parts:
-        merged.layers._modules.update(part.layers._modules)
+        for name, block in part.layers.named_children():
+            merged.layers.add_module(name, block)
         if not isinstance(part.embed_tokens, StageInput):
             merged.embed_tokens = part.embed_tokens
         if not isinstance(part.lm_head, nn.Identity):

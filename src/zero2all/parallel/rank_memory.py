@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from zero2all.model.cost.optimizer_state import optimizer_state_bytes
 from zero2all.parallel.fsdp import reshard_after_forward
-from zero2all.parallel.gradient_accumulation import fsdp_param_groups
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.parallel.parallelize import LocalModel
 from zero2all.recipe import ParallelRecipe, Recipe
+from zero2all.torch_private import fsdp_param_groups, unsharded_numel
 
 FP32_BYTES = 4
 
@@ -113,7 +113,7 @@ def _named_parameters(local_model: LocalModel) -> dict[str, Tensor]:
 
 def _unsharded_elements(module: nn.Module) -> int:
     """Of a module's unsharded parameters: of what tp and ep leave to this rank."""
-    return sum(parameter._orig_size.numel() for group in fsdp_param_groups(module) for parameter in group.fsdp_params)
+    return sum(unsharded_numel(parameter) for group in fsdp_param_groups(module) for parameter in group.fsdp_params)
 
 
 def _to_local(tensor: Tensor) -> Tensor:

@@ -11,16 +11,9 @@ import functools
 from collections import defaultdict
 from typing import Any
 
-from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
-from torch._higher_order_ops.utils import redirect_to_mode
-from torch._higher_order_ops.wrap import inductor_compiled_code
-from torch._ops import OpOverload
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _CachedTorchDispatchMode,
-    _CachingTorchDispatchMode,
-    _is_compiling,
-)
+from torch.utils.checkpoint import CheckpointPolicy
+
+from zero2all.torch_private import RecomputeMode, SaveMode, is_compiling, redirect_higher_order_ops
 
 # By name, since most of these are there only if a package is, and only after it was imported.
 SAVED_OPS = {
@@ -52,36 +45,34 @@ SAVED_OPS = {
 
 @functools.cache
 def is_saved(op: Any) -> bool:
-    """Whether an operation's output is saved for backward; higher-order operators have a name and no schema."""
-    return (op._schema.name if isinstance(op, OpOverload) else op.name()) in SAVED_OPS
+    """Whether an operation's output is saved for backward."""
+    return op.name().partition(".")[0] in SAVED_OPS  # aten::mm.out is an overload of aten::mm
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_saved(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _SavingMode(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
+class _SavingMode(SaveMode):  # type: ignore[no-untyped-call]
     """The first forward. Under torch.compile every operation is marked, and the compiler does the rest."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_saved(op) or _is_compiling(op, args, kwargs or {}):  # type: ignore[no-untyped-call]
+        if is_saved(op) or is_compiling(op, args, kwargs or {}):
             return super().__torch_dispatch__(op, types, args, kwargs)  # type: ignore[no-untyped-call]
         return op(*args, **(kwargs or {}))
 
 
-class _RecomputingMode(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RecomputingMode(RecomputeMode):  # type: ignore[no-untyped-call]
     """The recomputed one."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_saved(op) or _is_compiling(op, args, kwargs or {}):  # type: ignore[no-untyped-call]
+        if is_saved(op) or is_compiling(op, args, kwargs or {}):
             return super().__torch_dispatch__(op, types, args, kwargs)  # type: ignore[no-untyped-call]
         return op(*args, **(kwargs or {}))
 
 
-# Higher-order operators know modes by their exact type.
-for _operator in (inductor_compiled_code, triton_kernel_wrapper_mutation):
-    for _mode in (_SavingMode, _RecomputingMode):
-        redirect_to_mode(_operator, _mode)
+for _mode in (_SavingMode, _RecomputingMode):
+    redirect_higher_order_ops(_mode)
 
 
 def selective_checkpoint_contexts() -> tuple[_SavingMode, _RecomputingMode]:

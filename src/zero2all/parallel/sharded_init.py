@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
+
+from zero2all.torch_private import local_shape_and_offset
 
 
 class ShardedInitMode(TorchFunctionMode):
@@ -53,8 +54,7 @@ class ShardedInitMode(TorchFunctionMode):
         if self._pending is None:
             return
         (parameter, full), self._pending = self._pending, None
-        mesh, placements = parameter.device_mesh, parameter.placements
-        shape, first = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        shape, first = local_shape_and_offset(parameter)
         if all(shape):
             local = tuple(slice(begin, begin + size) for begin, size in zip(first, shape, strict=True))
             parameter.to_local().copy_(full[local])

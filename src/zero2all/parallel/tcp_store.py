@@ -6,7 +6,7 @@ import os
 import socket
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store, TCPStore
+from zero2all.torch_private import Store, TCPStore
 
 
 def tcp_store_from_env(timeout: timedelta) -> Store | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from zero2all.model.ops.document_attention import document_attention
 from zero2all.model.ops.kernels import Kernel, builtin_kernel, needs_cuda
 from zero2all.recipe import ModelConfig
+from zero2all.torch_private import compiled_region_options
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,11 @@ def _flex_mask(doc_starts_BS: Tensor | None, length: int, window: int | None, de
 
 
 def _flex() -> AttentionBackend:
-    import torch._inductor.config as inductor
     from torch.nn.attention.flex_attention import flex_attention
 
     # Without compiling it keeps all scores in memory. As a region of its own it is one operation for activation
     # checkpointing, which can save its output.
-    region = "wrap_inductor_compiled_regions"
-    options: dict[str, Any] | None = {region: True} if hasattr(inductor, region) else None
-    compiled = torch.compile(flex_attention, options=options)
+    compiled = torch.compile(flex_attention, options=compiled_region_options())
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

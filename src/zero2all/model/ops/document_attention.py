@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from zero2all.torch_private import flash_attention_cpu, flash_attention_cpu_backward
 
 
 class Segment(NamedTuple):
@@ -58,7 +57,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, doc_starts_BS: Tensor, window: int
     out, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     for segment in segments(doc_starts_BS, window):
         mask, mine, seen = _window_mask(segment, window, q), segment.queries, segment.keys
-        out[mine], sums[mine] = _flash(q[mine], k[seen], v[seen], 0.0, mask is None, attn_mask=mask)
+        out[mine], sums[mine] = flash_attention_cpu(q[mine], k[seen], v[seen], 0.0, mask is None, attn_mask=mask)
     return out, sums
 
 
@@ -74,7 +73,7 @@ def _backward(
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for segment in segments(doc_starts_BS, window):
         mask, mine, seen = _window_mask(segment, window, q), segment.queries, segment.keys
-        grad_q[mine], in_k, in_v = _flash_backward(
+        grad_q[mine], in_k, in_v = flash_attention_cpu_backward(
             grad[mine], q[mine], k[seen], v[seen], out[mine], sums[mine], 0.0, mask is None, attn_mask=mask
         )
         grad_k[seen] += in_k  # windows overlap, so a key hears from two of them
