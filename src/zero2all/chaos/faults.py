@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero2all.chaos.cgroup import cgroup_unavailable_reason, memory_limit
+from zero2all.chaos.cgroup import cgroup_unavailable_reason
 from zero2all.chaos.injections import Injection, InjectionPoint
 from zero2all.chaos.node_faults import (
     abandon_histories,
@@ -22,17 +19,30 @@ from zero2all.chaos.node_faults import (
     restart_rendezvous,
     shrink_and_grow_nodes,
 )
-from zero2all.chaos.scenario import Scenario
-from zero2all.chaos.simulated_nodes import NODE_TMPDIR, SimulatedNode, simulated_nodes, simulation_unavailable_reason
+from zero2all.chaos.scenario import Scenario, expect_status
+from zero2all.chaos.simulated_nodes import simulation_unavailable_reason
+from zero2all.chaos.storage_faults import (
+    SMALL_DISK,
+    SMALL_MEMORY,
+    damage_then_kill,
+    delete_flash_states,
+    fill_disk,
+    flip_checkpoint_bit,
+    flip_flash_bit,
+    free_disk,
+    remount,
+    remove_manifest,
+    run_on_faulty_disk,
+    run_under_memory_limit,
+    run_with_small_shm,
+    truncate_checkpoint,
+)
 from zero2all.chaos.workspace import NUM_RANKS
-from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.elastic.exit_reason import FailureKind
-from zero2all.errors import Z2aError
 
 Rng = random.Random
 DURABLE_ONLY = ("checkpoint.flash_every=null",)
 ELASTIC_LOSS_TOLERANCE = 1e-5  # where the number of ranks changes
-SMALL_DISK, SMALL_MEMORY = NODE_TMPDIR / "disk", NODE_TMPDIR / "memory"  # small file systems of a simulated node
 
 
 @dataclass(frozen=True)
@@ -64,11 +74,6 @@ def stop_and_resume(scenario: Scenario) -> None:
     """The job stops, and the same command resumes it."""
     expect_status(scenario.run(), 1)
     expect_status(scenario.run(), 0)
-
-
-def expect_status(status: int, wanted: int) -> None:
-    if status != wanted:
-        raise Z2aError(f"the job ended with status {status}, not {wanted}")
 
 
 def inject(
@@ -117,111 +122,12 @@ def send_signal_to_agent(number: signal.Signals) -> Callable[[Scenario], None]:
     return drive
 
 
-def damage_then_kill(damage: Callable[[Scenario], None]) -> Callable[[Scenario], None]:
-    """While a rank is held, damage a checkpoint, then kill the rank."""
-
-    def drive(scenario: Scenario) -> None:
-        process = scenario.start()
-        pid = scenario.wait_until_triggered()
-        damage(scenario)
-        scenario.mark_trigger()
-        os.kill(pid, signal.SIGKILL)
-        expect_status(scenario.wait(process), 0)
-
-    return drive
-
-
-def newest_checkpoint(scenario: Scenario) -> Path:
-    """Once it is complete: it is written in the background."""
-    run = scenario.open_run()
-    scenario.wait_until(lambda: run.checkpoints.newest_valid() is not None, "there is a checkpoint")
-    return run.checkpoints.path(run.checkpoints.steps()[-1])
-
-
-def largest_file(directory: Path) -> Path:
-    return max((path for path in directory.iterdir() if path.suffix == ".distcp"), key=lambda path: path.stat().st_size)
-
-
-def truncate_checkpoint(scenario: Scenario) -> None:
-    path = largest_file(newest_checkpoint(scenario))
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def flip_bit(path: Path) -> None:
-    with open(path, "r+b") as stream:
-        stream.seek(path.stat().st_size // 2)
-        byte = stream.read(1)[0]
-        stream.seek(-1, os.SEEK_CUR)
-        stream.write(bytes([byte ^ 1]))
-
-
-def flip_checkpoint_bit(scenario: Scenario) -> None:
-    flip_bit(largest_file(newest_checkpoint(scenario)))
-
-
-def remove_manifest(scenario: Scenario) -> None:
-    (newest_checkpoint(scenario) / "manifest.json").unlink()
-
-
-def flip_flash_bit(scenario: Scenario) -> None:
-    slots = [slot for slot in find_staged_slots(scenario.flash_dir) if slot.rank == 1 and slot.header.hash is not None]
-    flip_bit(max(slots, key=lambda slot: slot.header.step).data)
-
-
-def delete_flash_states(scenario: Scenario) -> None:
-    shutil.rmtree(scenario.flash_dir)
-
-
 def hold_steps(first: int, last: int) -> Callable[[Rng], list[Injection]]:
     return lambda rng: [Injection("hold", 0, step) for step in (first, last)]
 
 
-def run_with_small_shm(scenario: Scenario) -> None:
-    with simulated_nodes(1) as [node]:
-        node.mount_small_disk(SMALL_MEMORY, "64k")
-        expect_status(scenario.run(node=node), 0)
-
-
 def hold_rank(rank: int = 0, step: int = 13) -> Callable[[Rng], list[Injection]]:
     return lambda rng: [Injection("hold", rank, step)]
-
-
-def run_on_faulty_disk(
-    break_disk: Callable[[SimulatedNode], None], repair_disk: Callable[[SimulatedNode], None]
-) -> Callable[[Scenario], None]:
-    """From the first held step to the second, the disk of the checkpoints is faulty."""
-
-    def drive(scenario: Scenario) -> None:
-        with simulated_nodes(1) as [node]:
-            node.mount_small_disk(SMALL_DISK, "64m")
-            process = scenario.start(node=node)
-            scenario.wait_until_triggered(0)
-            break_disk(node)
-            scenario.mark_trigger()
-            scenario.release(0)
-            scenario.wait_until_triggered(1)
-            repair_disk(node)
-            scenario.release(1)
-            expect_status(scenario.wait(process), 0)
-
-    return drive
-
-
-def fill_disk(node: SimulatedNode) -> None:
-    with open(node.path(SMALL_DISK) / "filler", "wb") as stream, suppress(OSError):
-        while True:
-            stream.write(bytes(1 << 20))
-
-
-def free_disk(node: SimulatedNode) -> None:
-    (node.path(SMALL_DISK) / "filler").unlink()
-
-
-def remount(how: str) -> Callable[[SimulatedNode], None]:
-    def act(node: SimulatedNode) -> None:
-        node.run("mount", "-o", f"remount,{how}", str(SMALL_DISK))
-
-    return act
 
 
 def _is_alive(pid: int) -> bool:
@@ -237,13 +143,6 @@ def change_rank_count(*rank_counts: int) -> Callable[[Scenario], None]:
         expect_status(scenario.run(rank_counts[-1]), 0)
 
     return drive
-
-
-def run_under_memory_limit(scenario: Scenario) -> None:
-    with memory_limit(scenario.directory.name, 4 << 30) as join:
-        process = scenario.start()
-        join(process.pid)
-        expect_status(scenario.wait(process), 0)
 
 
 SINGLE_NODE_FAULTS = (

@@ -148,3 +148,8 @@ class Scenario:
                     process.wait(5)
                 process.kill()  # its ranks end with it
                 process.wait()
+
+
+def expect_status(status: int, wanted: int) -> None:
+    if status != wanted:
+        raise Z2aError(f"the job ended with status {status}, not {wanted}")

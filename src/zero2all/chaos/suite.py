@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero2all.chaos.faults import FAULTS, Fault, expect_status
+from zero2all.chaos.faults import FAULTS, Fault
 from zero2all.chaos.sample_audit import audit_samples
-from zero2all.chaos.scenario import Scenario
+from zero2all.chaos.scenario import Scenario, expect_status
 from zero2all.chaos.workspace import build_workspace
 from zero2all.console import say
 from zero2all.errors import UsageError, Z2aError

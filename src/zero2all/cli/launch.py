@@ -5,88 +5,98 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from zero2all.cli.conventions import Json, Result, command
 from zero2all.errors import UsageError
 
+if TYPE_CHECKING:
+    from zero2all.elastic.launcher import LaunchConfig
+
+
+RankCommand = Annotated[
+    list[str],
+    typer.Argument(help="The z2a command that every rank runs, such as: train my.yaml.", metavar="-- COMMAND..."),
+]
+NprocPerNode = Annotated[
+    int,
+    typer.Option("--nproc-per-node", "--procs", min=1, help="Number of ranks on each node, usually one for each GPU."),
+]
+Nodes = Annotated[
+    str,
+    typer.Option(
+        "--nnodes", "--nodes", help="Number of nodes, or MIN:MAX for an elastic job that runs on any number between."
+    ),
+]
+RdzvEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--rdzv-endpoint",
+        "--rendezvous",
+        help="HOST:PORT of the rendezvous, the same on every node. Needed for several nodes.",
+    ),
+]
+RdzvListen = Annotated[
+    str | None,
+    typer.Option(
+        "--rdzv-listen", help="Address to bind on the node that serves the rendezvous, if it differs from the endpoint."
+    ),
+]
+Advertise = Annotated[
+    str | None,
+    typer.Option(
+        "--advertise", "--local-addr", help="Address by which other nodes reach this one, if it is not the default."
+    ),
+]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option("--secret-file", help="File with the job secret. Default: $Z2A_JOB_SECRET, then a file in ~/.config."),
+]
+MaxRestarts = Annotated[
+    int | None,
+    typer.Option(
+        "--max-restarts",
+        "--restarts",
+        min=0,
+        help="Largest number of restarts after failures. "
+        "Default: no limit, but a step that fails three times ends the job.",
+    ),
+]
+HangAfter = Annotated[
+    float, typer.Option("--hang-after", min=1, help="Seconds without a step after which a rank counts as hung.")
+]
+Grace = Annotated[
+    float, typer.Option("--grace", min=1, help="Seconds that ranks have to save a checkpoint when the job is stopped.")
+]
+Check = Annotated[bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")]
+JobFile = Literal["slurm", "k8s", "pytorchjob"]
+Emit = Annotated[
+    JobFile | None, typer.Option("--emit", help="Print a job file for Slurm or Kubernetes instead of running.")
+]
+To = Annotated[Path | None, typer.Option("--to", help="The file that --emit writes. Default: stdout.")]
+Image = Annotated[str, typer.Option("--image", help="Container image of the Kubernetes job.")]
+Gpus = Annotated[int, typer.Option("--gpus", min=0, help="Number of GPUs of each node, for --emit.")]
+
 
 @command
 def launch(
-    rank_command: Annotated[
-        list[str],
-        typer.Argument(help="The z2a command that every rank runs, such as: train my.yaml.", metavar="-- COMMAND..."),
-    ],
-    nproc_per_node: Annotated[
-        int,
-        typer.Option(
-            "--nproc-per-node", "--procs", min=1, help="Number of ranks on each node, usually one for each GPU."
-        ),
-    ] = 1,
-    nodes: Annotated[
-        str,
-        typer.Option(
-            "--nnodes",
-            "--nodes",
-            help="Number of nodes, or MIN:MAX for an elastic job that runs on any number between.",
-        ),
-    ] = "1",
-    rdzv_endpoint: Annotated[
-        str | None,
-        typer.Option(
-            "--rdzv-endpoint",
-            "--rendezvous",
-            help="HOST:PORT of the rendezvous, the same on every node. Needed for several nodes.",
-        ),
-    ] = None,
-    rdzv_listen: Annotated[
-        str | None,
-        typer.Option(
-            "--rdzv-listen",
-            help="Address to bind on the node that serves the rendezvous, if it differs from the endpoint.",
-        ),
-    ] = None,
-    advertise: Annotated[
-        str | None,
-        typer.Option(
-            "--advertise", "--local-addr", help="Address by which other nodes reach this one, if it is not the default."
-        ),
-    ] = None,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--secret-file", help="File with the job secret. Default: $Z2A_JOB_SECRET, then a file in ~/.config."
-        ),
-    ] = None,
-    max_restarts: Annotated[
-        int | None,
-        typer.Option(
-            "--max-restarts",
-            "--restarts",
-            min=0,
-            help="Largest number of restarts after failures. "
-            "Default: no limit, but a step that fails three times ends the job.",
-        ),
-    ] = None,
-    hang_after: Annotated[
-        float, typer.Option("--hang-after", min=1, help="Seconds without a step after which a rank counts as hung.")
-    ] = 600,
-    grace: Annotated[
-        float,
-        typer.Option("--grace", min=1, help="Seconds that ranks have to save a checkpoint when the job is stopped."),
-    ] = 110,
-    check: Annotated[
-        bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")
-    ] = False,
-    emit: Annotated[
-        Literal["slurm", "k8s", "pytorchjob"] | None,
-        typer.Option("--emit", help="Print a job file for Slurm or Kubernetes instead of running."),
-    ] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="The file that --emit writes. Default: stdout.")] = None,
-    image: Annotated[str, typer.Option("--image", help="Container image of the Kubernetes job.")] = "zero2all:latest",
-    gpus: Annotated[int, typer.Option("--gpus", min=0, help="Number of GPUs of each node, for --emit.")] = 0,
+    rank_command: RankCommand,
+    nproc_per_node: NprocPerNode = 1,
+    nodes: Nodes = "1",
+    rdzv_endpoint: RdzvEndpoint = None,
+    rdzv_listen: RdzvListen = None,
+    advertise: Advertise = None,
+    secret_file: SecretFile = None,
+    max_restarts: MaxRestarts = None,
+    hang_after: HangAfter = 600,
+    grace: Grace = 110,
+    check: Check = False,
+    emit: Emit = None,
+    to: To = None,
+    image: Image = "zero2all:latest",
+    gpus: Gpus = 0,
     json: Json = False,
 ) -> Result:
     """Run a command on many ranks, elastically.
@@ -98,12 +108,8 @@ def launch(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warnings add nothing
     from zero2all.elastic.launcher import UNLIMITED_RESTARTS, LaunchConfig
 
-    min_nodes, _, max_nodes = nodes.partition(":")
-    if not min_nodes.isdigit() or not (max_nodes or min_nodes).isdigit():
-        raise UsageError(f"--nnodes is {nodes}: write a number, or MIN:MAX such as 2:4")
-    node_range = int(min_nodes), int(max_nodes or min_nodes)
     launch_config = LaunchConfig(
-        rank_command, nproc_per_node, node_range, rdzv_endpoint, rdzv_listen, advertise, secret_file,
+        rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
         UNLIMITED_RESTARTS if max_restarts is None else max_restarts, hang_after, grace,
     )  # fmt: skip
     if emit is None:
@@ -114,13 +120,23 @@ def launch(
         return Result({"ranks": nproc_per_node, "command": rank_command}, f"{nproc_per_node} ranks finished")
     if check:
         raise UsageError("--check checks the nodes as they start: with --emit, run 'z2a launch ... -- doctor' there")
-    if emit == "slurm":
-        text = launch_config.slurm_script(gpus)
-    else:
-        text = launch_config.train_job(image, gpus) if emit == "k8s" else launch_config.pytorch_job(image, gpus)
+    text = _job_file(launch_config, emit, image, gpus)
     if to is not None:
         to.write_text(text, encoding="utf-8")
     return Result({"emit": emit, "to": to and str(to), "text": text}, text if to is None else f"written to {to}")
+
+
+def _node_range(nodes: str) -> tuple[int, int]:
+    min_nodes, _, max_nodes = nodes.partition(":")
+    if not min_nodes.isdigit() or not (max_nodes or min_nodes).isdigit():
+        raise UsageError(f"--nnodes is {nodes}: write a number, or MIN:MAX such as 2:4")
+    return int(min_nodes), int(max_nodes or min_nodes)
+
+
+def _job_file(launch_config: LaunchConfig, emit: JobFile, image: str, gpus: int) -> str:
+    if emit == "slurm":
+        return launch_config.slurm_script(gpus)
+    return launch_config.train_job(image, gpus) if emit == "k8s" else launch_config.pytorch_job(image, gpus)
 
 
 @command
