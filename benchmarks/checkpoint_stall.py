@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from zero2all.bench.report_files import write_report
-from zero2all.checkpoint import SHM_DIRECTORY, CheckpointManager, CheckpointStore, RankGroup
+from zero2all.checkpoint import SHM_DIRECTORY, CheckpointCallbacks, CheckpointManager, CheckpointStore, RankGroup
 from zero2all.checkpoint.state_dict import flatten_tensors, training_state_dict
 from zero2all.model import Z2all
 from zero2all.recipe import load_recipe_or_preset
@@ -48,7 +48,7 @@ class Trained:
 
 
 def stalls(trained: Trained, directory: Path, memory: Path, rounds: int) -> dict[str, Any]:
-    keeper = CheckpointManager(
+    manager = CheckpointManager(
         CheckpointStore(directory), memory, directory, trained.model, [trained.optimizer], RankGroup()
     )
     state = training_state_dict(trained.model, [trained.optimizer])
@@ -57,8 +57,8 @@ def stalls(trained: Trained, directory: Path, memory: Path, rounds: int) -> dict
     target = torch.zeros(size, dtype=torch.uint8)
     found: dict[str, list[float]] = {"flash": [], "memcpy": [], "torch_save": []}
     for step in range(1, rounds + 2):
-        flash = keeper.save(step, {}, durable=False)
-        keeper.wait_until_saved()  # the checksum is computed off the training path, but must not disturb the next time
+        flash = manager.save(step, {}, durable=False)
+        manager.wait_until_saved()  # the checksum is computed off the training path, but must not disturb the next time
         begin = time.perf_counter()
         target.copy_(source)
         copied = time.perf_counter() - begin
@@ -71,7 +71,7 @@ def stalls(trained: Trained, directory: Path, memory: Path, rounds: int) -> dict
         if step > 1:  # the first makes the slots
             for name, seconds in (("flash", flash), ("memcpy", copied), ("torch_save", saved)):
                 found[name].append(seconds)
-    keeper.close("finished")
+    manager.close("finished")
     middle = {name: statistics.median(seconds) for name, seconds in found.items()}
     return {
         "bytes": size,
@@ -83,21 +83,26 @@ def stalls(trained: Trained, directory: Path, memory: Path, rounds: int) -> dict
 
 def while_writing(trained: Trained, directory: Path, memory: Path, rounds: int) -> dict[str, Any]:
     """Steps while a checkpoint is being written against steps just before; the stall itself is not in them."""
-    keeper = CheckpointManager(
-        CheckpointStore(directory), memory, directory, trained.model, [trained.optimizer], RankGroup()
-    )
     written: list[float] = []
-    keeper.on_saved = lambda step, seconds: written.append(seconds)
-    keeper.save(0, {}, durable=True)
-    keeper.wait_until_saved()
+    manager = CheckpointManager(
+        CheckpointStore(directory),
+        memory,
+        directory,
+        trained.model,
+        [trained.optimizer],
+        RankGroup(),
+        callbacks=CheckpointCallbacks(on_saved=lambda step, seconds: written.append(seconds)),
+    )
+    manager.save(0, {}, durable=True)
+    manager.wait_until_saved()
     alone, beside = [], []
     for turn in range(1, rounds + 1):
         alone += [trained.step() for _ in range(3)]
-        keeper.save(turn, {}, durable=True)
+        manager.save(turn, {}, durable=True)
         while len(written) <= turn:
             beside.append(trained.step())
-        keeper.wait_until_saved()
-    keeper.close("finished")
+        manager.wait_until_saved()
+    manager.close("finished")
     quiet, busy = statistics.median(alone), statistics.median(beside)
     return {
         "step_seconds": quiet,

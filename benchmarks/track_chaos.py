@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.track.chaos import KINDS, chaos
 
 from zero2all.recipe import Recipe, load_recipe
-from zero2all.train import train
+from zero2all.train import TrainerHooks, train
 from zero2all.train.data_loader import Batch
 
 STEPS, SKIPPED = 100, 20
@@ -45,7 +45,7 @@ def run_in_turns(kind: str, recipe: Recipe, work: Path, turns: Connection) -> No
                 begun[:] = [time.perf_counter()]
             on_step(batch.step)
 
-        train(recipe, on_batch=on_batch)
+        train(recipe, hooks=TrainerHooks(on_batch=on_batch))
     turns.send(taken[SKIPPED:])
 
 

@@ -31,7 +31,7 @@ from zero2all.hardware import compute_dtype
 from zero2all.model import Z2all
 from zero2all.recipe import Recipe, load_recipe
 from zero2all.tokenizer import Tokenizer
-from zero2all.train import Run, train
+from zero2all.train import Run, TrainerHooks, train
 from zero2all.train.run import resolve_model_config
 
 WARM = 3  # steps that are not counted
@@ -68,7 +68,7 @@ class Watch:
 
 
 def ours(recipe: Recipe, watch: Watch) -> dict[str, Any]:
-    train(recipe, on_batch=watch.tick)
+    train(recipe, hooks=TrainerHooks(on_batch=watch.tick))
     if int(os.environ.get("RANK", "0")):
         return {}
     lines = [json.loads(line) for line in (recipe.run_dir / "record.jsonl").read_text().splitlines()]

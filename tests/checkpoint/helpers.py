@@ -10,7 +10,7 @@ from zero2all.checkpoint import TrainingState
 from zero2all.checkpoint.training_state import GuardState, RopeState
 from zero2all.recipe import Recipe
 from zero2all.track import read_steps
-from zero2all.train import Run, train
+from zero2all.train import Run, TrainerHooks, train
 from zero2all.train.data_loader import PADDING_SOURCE, Batch
 
 TRAINING_STATE = TrainingState(
@@ -33,7 +33,7 @@ def crash_at(when: int) -> Callable[[Batch], None]:
 def crashed(recipe: Recipe, when: int) -> None:
     """Train until the batch of step ``when`` comes."""
     try:
-        train(recipe, on_batch=crash_at(when))
+        train(recipe, hooks=TrainerHooks(on_batch=crash_at(when)))
     except CrashError:
         return
     raise AssertionError("the run finished")

@@ -24,7 +24,7 @@ from zero2all.cli.main import app
 from zero2all.errors import UsageError, Z2aError
 from zero2all.evals import evaluate_bpb
 from zero2all.recipe import Recipe
-from zero2all.train import Run, train
+from zero2all.train import Run, TrainerHooks, train
 
 
 def z2a(*words: object) -> tuple[int, dict[str, object]]:
@@ -129,7 +129,7 @@ def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(
         train(recipe)
     assert "a checkpoint could not be written" in capsys.readouterr().err
     (tmp_path / "file").unlink()
-    assert train(recipe)["resumed_at"] == 12  # from memory; no step was repeated
+    assert train(recipe).resumed_at == 12  # from memory; no step was repeated
     assert Run.open(recipe.run_dir).checkpoints.newest_valid() == 12
     assert list(losses(Run.open(recipe.run_dir))) == list(range(12))
 
@@ -149,7 +149,7 @@ def test_checkpoints_in_an_object_store(workspace: Path, tmp_path: Path, s3: str
     code, answer = z2a("verify", run.directory)
     assert code == 1
     assert "state.json does not match its checksum" in str(answer["error"])
-    assert train(recipe)["resumed_at"] == 4
+    assert train(recipe).resumed_at == 4
     assert losses(run) == losses(tmp_path / "uninterrupted")
     run.load_model()
 
@@ -180,7 +180,7 @@ def kept(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rec
     memory = ["checkpoint.flash_every=5 steps", f"checkpoint.flash_dir={out}/memory"]
     recipe = tiny_recipe(workspace, f"out={out}", "evals.every=4 steps", "checkpoint.keep_best=1", *memory)
     with suppress(CrashError):
-        train(recipe, evaluate=evaluate_bpb, on_batch=crash_at(11))
+        train(recipe, evaluate=evaluate_bpb, hooks=TrainerHooks(on_batch=crash_at(11)))
     return recipe, Run.open(recipe.run_dir)
 
 

@@ -22,7 +22,7 @@ from zero2all.bench.rank_harness import run_ranks
 from zero2all.checkpoint import CheckpointManager, CheckpointStore, RankGroup, flash
 from zero2all.errors import Interrupted
 from zero2all.recipe import Recipe, recipe_yaml
-from zero2all.train import Run, train
+from zero2all.train import Run, TrainerHooks, train
 
 FLASH = ["checkpoint.flash_every=3 steps", "checkpoint.every=8 steps"]
 # A trainer that is killed as it starts a given step, or as it is about to stage one. States are finished in the
@@ -31,7 +31,7 @@ TRAINER = """
 import json, os, signal, sys, time
 from zero2all.recipe import load_recipe
 from zero2all.checkpoint import flash
-from zero2all.train import train
+from zero2all.train import TrainerHooks, train
 
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 
@@ -61,7 +61,7 @@ def on_batch(batch):
             time.sleep(0.01)
         die()
 
-train(recipe, on_batch=on_batch)
+train(recipe, hooks=TrainerHooks(on_batch=on_batch))
 """
 
 
@@ -87,7 +87,7 @@ def test_a_restart_resumes_bit_for_bit_from_the_newest_state(
     when: int, kept: int, recipe: Recipe, uninterrupted: Run
 ) -> None:
     crashed(recipe, when)
-    assert train(recipe)["resumed_at"] == kept
+    assert train(recipe).resumed_at == kept
     assert losses(Run.open(recipe.run_dir)) == losses(uninterrupted)
     assert not list(recipe.checkpoint.flash_dir.glob("z2a-*")), "a finished run leaves nothing in memory"
 
@@ -122,7 +122,7 @@ def test_the_state_outlives_a_killed_process(
     words = [sys.executable, "-c", TRAINER, str(tmp_path / "recipe.yaml"), where, str(when)]
     killed = subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert train(recipe)["resumed_at"] == kept
+    assert train(recipe).resumed_at == kept
     assert losses(Run.open(recipe.run_dir)) == losses(uninterrupted)
     if where != "step":
         assert f"the state of step {when} in memory" in " ".join(capsys.readouterr().err.split())
@@ -149,7 +149,7 @@ def test_a_damaged_state_is_skipped(
         marker.unlink()
     else:
         marker.write_text('{"step": 6, "ti')
-    assert train(recipe)["resumed_at"] == 3
+    assert train(recipe).resumed_at == 3
     if "marker" not in damage:
         assert "state of step 6 in memory" in " ".join(capsys.readouterr().err.split())
     assert losses(Run.open(recipe.run_dir)) == losses(uninterrupted)
@@ -160,7 +160,7 @@ def test_another_run_in_the_same_directory_never_restores_an_old_state(recipe: R
 
     crashed(recipe, 7)
     shutil.rmtree(recipe.run_dir)
-    assert train(recipe)["resumed_at"] == 0
+    assert train(recipe).resumed_at == 0
     assert losses(Run.open(recipe.run_dir)) == losses(uninterrupted)
 
 
@@ -173,13 +173,16 @@ def test_without_space_in_memory_training_continues(
     monkeypatch.setattr(os, "posix_fallocate", full)
     crashed(recipe, 10)
     assert "not enough space for two states" in capsys.readouterr().err
-    assert train(recipe)["resumed_at"] == 8
+    assert train(recipe).resumed_at == 8
     assert losses(Run.open(recipe.run_dir)) == losses(uninterrupted)
 
 
 def test_ctrl_c_leaves_a_durable_checkpoint(recipe: Recipe) -> None:
     with pytest.raises(Interrupted):
-        train(recipe, on_batch=lambda batch: signal.raise_signal(signal.SIGINT) if batch.step == 4 else None)
+        train(
+            recipe,
+            hooks=TrainerHooks(on_batch=lambda batch: signal.raise_signal(signal.SIGINT) if batch.step == 4 else None),
+        )
     assert Run.open(recipe.run_dir).checkpoints.newest_valid() == 5
 
 
@@ -188,7 +191,7 @@ def crash_on_ranks(recipe: Recipe, when: int) -> None:
 
 
 def resume(recipe: Recipe) -> int:
-    return int(train(recipe)["resumed_at"])
+    return int(train(recipe).resumed_at)
 
 
 @pytest.mark.slow
@@ -219,7 +222,7 @@ def test_another_world_size_reads_the_states_in_memory(
     recipe = tiny_recipe(workspace, f"out={tmp_path}", f"checkpoint.flash_dir={tmp_path}/memory", *FLASH)
     parallel = type(recipe.parallel).model_validate(json.loads(before.replace("{", '{"').replace(":", '":')))
     run_ranks(2, crash_on_ranks, recipe.model_copy(update={"parallel": parallel}), 7)
-    assert train(recipe)["resumed_at"] == 6
+    assert train(recipe).resumed_at == 6
     found, expected = losses(Run.open(tmp_path)), losses(uninterrupted)
     assert {step: float(loss) for step, loss in found.items()} == pytest.approx(
         {step: float(loss) for step, loss in expected.items()}, abs=1e-5

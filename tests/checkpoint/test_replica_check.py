@@ -38,7 +38,7 @@ def train_with_bit_flip(recipe: Recipe, on_rank: int, at: int) -> str:
 
 
 def resume(recipe: Recipe) -> int:
-    return int(train(recipe)["resumed_at"])
+    return int(train(recipe).resumed_at)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from zero2all.checkpoint import CheckpointStore, RankGroup, TrainingState
+from zero2all.checkpoint import CheckpointCallbacks, CheckpointStore, RankGroup, TrainingState
 from zero2all.checkpoint.lineage import Lineage
 from zero2all.errors import Z2aError
 
@@ -44,11 +44,17 @@ class Rank0Store(CheckpointStore):
     """Every thread holds all tensors, and there is no process group: rank 0 writes for all."""
 
     def write(
-        self, step: int, tensors: dict[str, Any], state: TrainingState, lineage: Lineage, rank_group: RankGroup
+        self,
+        step: int,
+        tensors: dict[str, Any],
+        state: TrainingState,
+        lineage: Lineage,
+        rank_group: RankGroup,
+        callbacks: CheckpointCallbacks | None = None,
     ) -> None:
         def write() -> None:
             if rank_group.rank == 0:
-                super(Rank0Store, self).write(step, tensors, state, lineage, single_rank())
+                super(Rank0Store, self).write(step, tensors, state, lineage, single_rank(), callbacks)
 
         rank_group.on_all_ranks(write)
 

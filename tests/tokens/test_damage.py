@@ -101,7 +101,7 @@ def test_a_damaged_shard_stops_training_before_the_first_step(
     assert not (recipe.run_dir / "record.jsonl").exists()
 
     build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tokens)  # the remedy it names
-    assert train(recipe)["steps"] == 2
+    assert train(recipe).steps == 2
 
 
 def test_ids_outside_the_vocabulary_are_refused_where_they_are_read(tokens: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.conftest import tiny_recipe
 from tests.track.chaos import EXPECTED_WARNINGS, KINDS, NEEDS_MOUNT, chaos, may_mount
 from zero2all.track import read_steps
-from zero2all.train import Run, train
+from zero2all.train import Run, TrainerHooks, train
 
 STEPS = 100
 
@@ -28,7 +28,7 @@ def one_thread() -> Iterator[None]:
 def train_under(kind: str, workspace: Path, work: Path) -> tuple[dict[str, torch.Tensor], Path]:
     recipe = tiny_recipe(workspace, f"out={work / 'out'}", f"train.steps={STEPS}", "checkpoint.every=60 steps")
     with chaos(kind, work) as on_step:
-        train(recipe, on_batch=lambda batch: on_step(batch.step))
+        train(recipe, hooks=TrainerHooks(on_batch=lambda batch: on_step(batch.step)))
     return Run.open(recipe.run_dir).load_model().state_dict(), recipe.run_dir / "record.jsonl"
 
 

@@ -68,7 +68,7 @@ def test_a_run_logs_its_goodput_over_restarts(workspace: Path, tmp_path: Path) -
     run = Run.open(tmp_path)
     lines = [json.loads(line) for line in run.record_path.read_text().splitlines()]
     [logged] = [line for line in lines if line.get("event") == "goodput"]
-    assert logged["goodput"] == summary["goodput"]
+    assert logged["goodput"] == summary.goodput
     assert 0 < logged["goodput"] < 1
     assert (logged["restarts"], logged["steps_done_again"]) == (1, 2)
     # All but what this process did before it first trained, which may count as its start-up.

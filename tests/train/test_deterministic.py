@@ -16,7 +16,7 @@ from zero2all.errors import UsageError
 from zero2all.hardware import CUBLAS_VARIABLE, set_deterministic
 from zero2all.model.ops import OPS, choose_kernels
 from zero2all.recipe import ModelConfig, Recipe
-from zero2all.train import job
+from zero2all.train import trainer
 
 CUDA = torch.device("cuda")
 
@@ -118,7 +118,7 @@ def test_a_run_sets_it_before_it_uses_a_device(monkeypatch: pytest.MonkeyPatch) 
         raise Reached
 
     Cuda(monkeypatch)
-    monkeypatch.setattr(job, "pick_device", pick_device)
+    monkeypatch.setattr(trainer, "pick_device", pick_device)
     recipe = Recipe.model_validate({"train": {"steps": 1, "deterministic": True}})
-    with pytest.raises(Reached), job.prepare(recipe, 0.0):
-        pass
+    with pytest.raises(Reached):
+        trainer.Trainer(recipe)

@@ -24,7 +24,7 @@ EVERY = 7
 TRAINER = """
 import os, signal, sys, time
 from zero2all.recipe import load_recipe
-from zero2all.train import Run, train
+from zero2all.train import Run, TrainerHooks, train
 
 recipe, kill_at, every = load_recipe(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 checkpoints = Run(recipe, recipe.run_dir).checkpoints
@@ -36,7 +36,7 @@ def kill(batch):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
-train(recipe, on_batch=kill)
+train(recipe, hooks=TrainerHooks(on_batch=kill))
 """
 
 

@@ -15,7 +15,7 @@ from zero2all.errors import Interrupted
 from zero2all.evals import evaluate_bpb
 from zero2all.recipe import Recipe
 from zero2all.track import read_steps
-from zero2all.train import Run, train
+from zero2all.train import Run, TrainerHooks, train
 from zero2all.train.data_loader import PADDING_SOURCE, Batch
 
 LOSS_TOLERANCE = 5e-6  # in fp32
@@ -40,7 +40,7 @@ def trained(recipe: Recipe, stop_at: int | None = None) -> dict[int, list[str]]:
             signal.raise_signal(signal.SIGTERM)
 
     try:
-        train(recipe, on_batch=record_rows, evaluate=evaluate_bpb)
+        train(recipe, hooks=TrainerHooks(on_batch=record_rows), evaluate=evaluate_bpb)
     except Interrupted:
         assert stop_at is not None
     else:

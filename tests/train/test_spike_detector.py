@@ -22,7 +22,7 @@ from zero2all.errors import Z2aError
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import GuardRecipe, Recipe
 from zero2all.records import parse_record
-from zero2all.train import Run, train
+from zero2all.train import Run, TrainerHooks, train
 from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
 
 LONG = [
@@ -137,7 +137,7 @@ def test_a_crash_after_a_rollback_loses_nothing(workspace: Path, tmp_path: Path,
     train(uninterrupted)
     recipe = guard_recipe(workspace, tmp_path, poisoned, "train.guard.policy=rollback")
     crashed(recipe, 66)
-    assert train(recipe)["resumed_at"] == 65
+    assert train(recipe).resumed_at == 65
     assert losses(Run.open(recipe.run_dir)) == losses(Run.open(uninterrupted.run_dir))
 
 
@@ -185,7 +185,7 @@ def test_a_non_finite_step_is_repeated_before_its_data_is_skipped(
         return original(self, max_norm)
 
     monkeypatch.setattr(ParallelModel, "clip_grad_norm_", clip)
-    train(recipe, on_batch=lambda batch: current_step.__setitem__(0, batch.step))
+    train(recipe, hooks=TrainerHooks(on_batch=lambda batch: current_step.__setitem__(0, batch.step)))
     run = Run.open(recipe.run_dir)
     if times == 1:
         assert losses(run) == losses(Run.open(clean.run_dir))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from zero2all.tokens import DocumentSpan
-from zero2all.train.spikes import MAX_SAMPLES_READ, SpikeHandler
+from zero2all.train import Trainer
+from zero2all.train.spike_report import MAX_SAMPLES_READ
 
 
 class FakeDataset:
@@ -24,15 +25,17 @@ class FakeDataset:
 
 def handle_spike(rank: int, batch: tuple[int, int]) -> tuple[FakeDataset, list[dict[str, Any]]]:
     dataset, events = FakeDataset(), []
-    job: Any = SimpleNamespace(
+    record: Any = SimpleNamespace(event=lambda kind, **values: events.append({"event": kind, **values}))
+    trainer: Any = SimpleNamespace(
         guard=SimpleNamespace(check=lambda *_: "loss 9", recipe=SimpleNamespace(policy="warn")),
-        parallel_model=SimpleNamespace(loss_scaler=None, mesh=SimpleNamespace(rank=rank)),
+        model=SimpleNamespace(loss_scaler=None),
+        mesh=SimpleNamespace(rank=rank),
+        record=record,
         run=SimpleNamespace(directory="runs/a"),
     )
     stage = SimpleNamespace(dataset=dataset, first_step=0)
     step: Any = SimpleNamespace(step=7, stage=stage, sample_range=batch)
-    record: Any = SimpleNamespace(event=lambda kind, **values: events.append({"event": kind, **values}))
-    assert SpikeHandler(job).choose_action(step, 9.0, 1.0, record) == "update"
+    assert Trainer.check_spike(trainer, step, 9.0, 1.0) == "update"
     return dataset, events
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.conftest import tiny_recipe
 from zero2all.errors import UsageError
-from zero2all.train import Run, trace_step, train
+from zero2all.train import Run, TrainerHooks, trace_step, train
 
 
 def test_a_step_is_traced_to_the_documents_that_the_trainer_saw(workspace: Path, tmp_path: Path) -> None:
@@ -16,7 +16,10 @@ def test_a_step_is_traced_to_the_documents_that_the_trainer_saw(workspace: Path,
     recipe = tiny_recipe(workspace, f"out={tmp_path}", "train.steps=null", f"train.stages={stages}")
     batches: dict[int, torch.Tensor] = {}
     train(
-        recipe, on_batch=lambda batch: batches.update({batch.step: torch.cat([batch.inputs, batch.targets[:, -1:]], 1)})
+        recipe,
+        hooks=TrainerHooks(
+            on_batch=lambda batch: batches.update({batch.step: torch.cat([batch.inputs, batch.targets[:, -1:]], 1)})
+        ),
     )
     run = Run.open(tmp_path)
     tokenizer = run.tokenizer()

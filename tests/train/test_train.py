@@ -17,7 +17,7 @@ from zero2all.recipe import load_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.track import read_steps
 from zero2all.track.run_record import read_record_lines
-from zero2all.train import Run, trace_step, train
+from zero2all.train import Run, TrainerHooks, trace_step, train
 from zero2all.train.data_loader import Batch
 
 
@@ -68,8 +68,8 @@ def test_a_crashed_run_resumes_bit_for_bit(crash_at: int, uninterrupted: Run, wo
 
     recipe = tiny_recipe(workspace, f"out={tmp_path}")
     with pytest.raises(CrashError):
-        train(recipe, on_batch=crash)
-    assert train(recipe)["resumed_at"] == crash_at // 4 * 4
+        train(recipe, hooks=TrainerHooks(on_batch=crash))
+    assert train(recipe).resumed_at == crash_at // 4 * 4
     assert_same_run(uninterrupted, Run.open(tmp_path))
 
 
@@ -80,8 +80,8 @@ def ctrl_c_at(when: int) -> Callable[[Batch], None]:
 def test_ctrl_c_saves_the_current_step(uninterrupted: Run, workspace: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(workspace, f"out={tmp_path}")
     with pytest.raises(Interrupted, match="after step 6 of 12"):
-        train(recipe, on_batch=ctrl_c_at(5))
-    assert train(recipe)["resumed_at"] == 6
+        train(recipe, hooks=TrainerHooks(on_batch=ctrl_c_at(5)))
+    assert train(recipe).resumed_at == 6
     assert_same_run(uninterrupted, Run.open(tmp_path))
 
 
@@ -89,7 +89,7 @@ def test_ctrl_c_saves_the_current_step(uninterrupted: Run, workspace: Path, tmp_
 def test_a_damaged_checkpoint_is_skipped(damage: str, uninterrupted: Run, workspace: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(workspace, f"out={tmp_path}", "checkpoint.every=8 steps")
     with pytest.raises(Interrupted):
-        train(recipe, on_batch=ctrl_c_at(8))
+        train(recipe, hooks=TrainerHooks(on_batch=ctrl_c_at(8)))
     run = Run.open(tmp_path)
     assert run.checkpoints.steps() == [8, 9]
     shard = next(run.checkpoints.path(9).glob("*.distcp"))
@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_is_skipped(damage: str, uninterrupted: Run, worksp
     else:
         (run.checkpoints.path(9) / "manifest.json").write_text('{"kind": "check')
     (run.checkpoints.directory / "step-00000009.bak").mkdir()  # a stray directory
-    assert train(recipe)["resumed_at"] == 8
+    assert train(recipe).resumed_at == 8
     assert_same_run(uninterrupted, Run.open(tmp_path))
 
 
@@ -125,7 +125,7 @@ def test_a_finished_run_is_left_unchanged_and_can_be_extended(
 ) -> None:
     train(tiny_recipe(workspace, f"out={tmp_path}"))
     before = weights(Run.open(tmp_path))
-    assert train(tiny_recipe(workspace, f"out={tmp_path}"))["resumed_at"] == 12
+    assert train(tiny_recipe(workspace, f"out={tmp_path}")).resumed_at == 12
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(Run.open(tmp_path)).items())
     train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=14"))
     assert list(losses(Run.open(tmp_path))) == list(range(14))
@@ -157,7 +157,7 @@ def test_muon_resumes_bit_for_bit_too(workspace: Path, tmp_path: Path) -> None:
     muon = "train.optimizer.name=muon"
     train(tiny_recipe(workspace, f"out={tmp_path}/a", muon))
     with pytest.raises(Interrupted):
-        train(tiny_recipe(workspace, f"out={tmp_path}/b", muon), on_batch=ctrl_c_at(5))
+        train(tiny_recipe(workspace, f"out={tmp_path}/b", muon), hooks=TrainerHooks(on_batch=ctrl_c_at(5)))
     train(tiny_recipe(workspace, f"out={tmp_path}/b", muon))
     assert_same_run(Run.open(tmp_path / "a"), Run.open(tmp_path / "b"))
 
@@ -166,7 +166,7 @@ def test_settings_changed_on_resume_are_applied(workspace: Path, tmp_path: Path)
     """Two runs that differ only in a setting changed on resume must differ in their weights."""
     for name in "ab":
         with pytest.raises(Interrupted):
-            train(tiny_recipe(workspace, f"out={tmp_path}/{name}"), on_batch=ctrl_c_at(5))
+            train(tiny_recipe(workspace, f"out={tmp_path}/{name}"), hooks=TrainerHooks(on_batch=ctrl_c_at(5)))
     train(tiny_recipe(workspace, f"out={tmp_path}/a"))
     train(tiny_recipe(workspace, f"out={tmp_path}/b", "train.optimizer.weight_decay=9"))
     one, other = (weights(Run.open(tmp_path / name)) for name in "ab")
@@ -200,8 +200,8 @@ def test_a_non_finite_loss_stops_the_run_before_the_update(workspace: Path, tmp_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Z2all, "init_weights", remember)
         with pytest.raises(Z2aError, match=r"step 9: loss nan.*newest checkpoint is of step 8"):
-            train(recipe, on_batch=poison)
-    assert train(recipe)["resumed_at"] == 8
+            train(recipe, hooks=TrainerHooks(on_batch=poison))
+    assert train(recipe).resumed_at == 8
 
 
 def test_a_run_opens_from_anywhere_and_after_a_move(

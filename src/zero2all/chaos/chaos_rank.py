@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from zero2all.processes import AGENT_PID, end_with_agent
@@ -33,7 +33,6 @@ def main(recipe: str, directory: Path) -> int:
     # Ranks of one start share the port of their store.
     start = f"{os.environ['MASTER_ADDR']}-{os.environ['MASTER_PORT']}"
     injector = FaultInjector(read_injections(directory / "injections.json"), rank, directory)
-    injector.install()
     seen = open(directory / f"seen-{start}-{rank}-{os.getpid()}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
     def record_seen(batch: Batch) -> None:
@@ -44,7 +43,8 @@ def main(recipe: str, directory: Path) -> int:
         injector.before_step(batch)
 
     try:
-        train(load_recipe(Path(recipe)), on_batch=record_seen, start_time=process_start_time())
+        hooks = replace(injector.hooks(), on_batch=record_seen)
+        train(load_recipe(Path(recipe)), hooks, start_time=process_start_time())
     except Exception as error:
         say(f"error: {error}")
         record_exception(error)

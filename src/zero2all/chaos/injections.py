@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 import os
 import signal
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from zero2all.parallel import ParallelModel
+from zero2all.train import TrainerHooks
 from zero2all.train.data_loader import Batch
 
 HOLD_SECONDS = 3600.0  # longest wait of a held rank; it ends with its agent
@@ -73,54 +74,23 @@ class FaultInjector:
                 complete.unlink()
         return False
 
-    def install(self) -> None:
-        """Patch the injection points that are not at a step into the functions they belong to."""
-        from torch.distributed.checkpoint import state_dict_saver
+    def hooks(self) -> TrainerHooks:
+        """The hooks with which a trainer reaches the injection points."""
+        return TrainerHooks(
+            on_start=lambda: self.trigger("start"),
+            on_batch=self.before_step,
+            on_gradients=self.corrupt,
+            on_checkpoint=self.trigger,
+        )
 
-        from zero2all.checkpoint import checkpoint_store, flash
-        from zero2all.parallel.parallel_model import ParallelModel
-        from zero2all.train import job
-
-        self._before(job, "RankGroup", "start")  # the first collective of the ranks
-        self._before(flash.Slot, "finish", "marker")
-        self._after(flash.Slot, "begin", "staging")
-        self._before(state_dict_saver, "save", "persist")
-        self._before(checkpoint_store, "write_manifest", "manifest")
-        original_clip = ParallelModel.clip_grad_norm_
-
-        @functools.wraps(original_clip)
-        def corrupting_clip(model: ParallelModel, max_norm: float) -> torch.Tensor:
-            for _ in self._due("gradient"):
-                gradient = next(p.grad for p in model.model.parameters() if p.grad is not None)
-                (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[0] = float("nan")
-            for _ in self._due("weights"):
-                weights = next(iter(model.model.parameters())).data
-                bits = (weights.to_local() if hasattr(weights, "to_local") else weights).view(torch.int32).view(-1)
-                bits[0] ^= 1 << 12  # a small change of one weight, which the loss does not show at once
-            return original_clip(model, max_norm)
-
-        setattr(ParallelModel, "clip_grad_norm_", corrupting_clip)  # noqa: B010
-
-    def _before(self, owner: Any, name: str, where: InjectionPoint) -> None:
-        function = getattr(owner, name)
-
-        @functools.wraps(function)
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            self.trigger(where)
-            return function(*args, **kwargs)
-
-        setattr(owner, name, patched)
-
-    def _after(self, owner: Any, name: str, where: InjectionPoint) -> None:
-        function = getattr(owner, name)
-
-        @functools.wraps(function)
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            self.trigger(where)
-            return result
-
-        setattr(owner, name, patched)
+    def corrupt(self, model: ParallelModel) -> None:
+        for _ in self._due("gradient"):
+            gradient = next(p.grad for p in model.model.parameters() if p.grad is not None)
+            (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[0] = float("nan")
+        for _ in self._due("weights"):
+            weights = next(iter(model.model.parameters())).data
+            bits = (weights.to_local() if hasattr(weights, "to_local") else weights).view(torch.int32).view(-1)
+            bits[0] ^= 1 << 12  # a small change of one weight, which the loss does not show at once
 
     # Fault actions, called by the name in ``Injection.act``
 

@@ -1,5 +1,6 @@
 """In-memory and durable checkpoints of a run, and the decision which one to restore."""
 
+from zero2all.checkpoint.callbacks import CheckpointCallbacks, CheckpointPhase
 from zero2all.checkpoint.checkpoint_manager import CheckpointManager, RestorePoint
 from zero2all.checkpoint.checkpoint_store import CheckpointStore
 from zero2all.checkpoint.flash import SHM_DIRECTORY, flash_directory
@@ -9,7 +10,9 @@ from zero2all.checkpoint.training_state import RunIdentity, TrainingState
 
 __all__ = [
     "SHM_DIRECTORY",
+    "CheckpointCallbacks",
     "CheckpointManager",
+    "CheckpointPhase",
     "CheckpointStore",
     "RankGroup",
     "RestorePoint",

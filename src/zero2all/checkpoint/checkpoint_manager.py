@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
+from zero2all.checkpoint.callbacks import CheckpointCallbacks
 from zero2all.checkpoint.checkpoint_store import STATE_FILE, CheckpointStore
 from zero2all.checkpoint.flash import (
     Slots,
@@ -117,6 +117,7 @@ class CheckpointManager:
         optimizers: list[Optimizer],
         rank_group: RankGroup,
         replica_group: dist.ProcessGroup | None = None,
+        callbacks: CheckpointCallbacks | None = None,
     ) -> None:
         """``replica_group`` has the ranks that hold the same state as this one."""
         self.replica_group = replica_group
@@ -127,14 +128,7 @@ class CheckpointManager:
             rank_group,
         )
         self.model, self.optimizers = model, optimizers
-        self.on_saved: Callable[[int, float], None] = lambda step, seconds: None
-        self.on_wait: Callable[[], None] = lambda: None
-        """Called every second while training waits for storage: a heartbeat, or it would look like a hang."""
-        self.before_commit: Callable[[], bool] = lambda: True
-        """Whether a state may be committed, called in the background: not while the run record lags behind it.
-
-        Only rank 0 calls it: its record is the run's, and a refusal on any one rank would cost all ranks the state.
-        """
+        self.callbacks = callbacks or CheckpointCallbacks()
         self.lineage = extend_lineage((), 0, rank_group.on_rank0(new_history_id))
         """Lineage of the states saved from now on."""
         self.decision: RestoreDecision | None = None
@@ -385,7 +379,7 @@ class CheckpointManager:
             shutil.rmtree(self.flash_directory, ignore_errors=True)
 
     def _may_commit(self) -> bool:
-        return self.rank_group.rank != 0 or self.before_commit()
+        return self.rank_group.rank != 0 or self.callbacks.before_commit()
 
     def _write(self, step: int, staged: dict[str, Any], state: TrainingState, lineage: Lineage) -> None:
         begin = time.perf_counter()
@@ -394,8 +388,8 @@ class CheckpointManager:
                 f"the run record has not caught up with the checkpoint of step {step}: a restart may leave a gap in it"
             )
         self._write_history()  # first: a restart may skip a checkpoint of an unrecorded history
-        self.checkpoints.write(step, staged, state, lineage, self.rank_group)
-        self.on_saved(step, time.perf_counter() - begin)
+        self.checkpoints.write(step, staged, state, lineage, self.rank_group, self.callbacks)
+        self.callbacks.on_saved(step, time.perf_counter() - begin)
 
     def _pending_write_error(self) -> Exception | None:
         """Wait for the pending write and return its error."""
@@ -414,7 +408,7 @@ class CheckpointManager:
                 return write.exception(HEARTBEAT_INTERVAL)
             waited = time.monotonic() - started
             if waited < COLLECTIVE_TIMEOUT.total_seconds():
-                self.on_wait()
+                self.callbacks.on_wait()
             if waited >= log_at:
                 say(f"still waiting for storage, for {show_seconds(waited)} so far")
                 log_at = waited + LOG_INTERVAL
@@ -432,7 +426,7 @@ class CheckpointManager:
 
     def _make_slots(self, tensors: dict[str, Tensor]) -> Slots:
         if self.flash_directory is None:
-            return Slots(tensors, None)
+            return Slots(tensors, None, self.callbacks)
         directory, history = self.flash_directory, self.lineage[-1].history
         own_directory = directory / f"rank-{self.rank_group.rank}-of-{self.rank_group.world_size}"
 
@@ -445,13 +439,13 @@ class CheckpointManager:
             self.rank_group.on_all_ranks(claim)
             # All ranks have restored what they need from it.
             self.rank_group.on_all_ranks(lambda: remove_stale_ranks(directory, history))
-            self.rank_group.on_all_ranks(lambda: slots.append(Slots(tensors, own_directory)))
+            self.rank_group.on_all_ranks(lambda: slots.append(Slots(tensors, own_directory, self.callbacks)))
         except (Z2aError, OSError) as error:
             warn(_no_space_message(directory.parent, 2 * slot_bytes(slot_layout(tensors)), str(error)))
             if privacy_problem(directory) is None:
                 shutil.rmtree(directory, ignore_errors=True)
             self.flash_directory = None
-            return Slots(tensors, None)
+            return Slots(tensors, None, self.callbacks)
         return slots[0]
 
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
+from zero2all.checkpoint.callbacks import CheckpointCallbacks
 from zero2all.checkpoint.dcp_reader import CheckpointReader, failure_reasons
 from zero2all.checkpoint.integrity import (
     MANIFEST_KIND,
@@ -131,15 +132,23 @@ class CheckpointStore:
         return result
 
     def write(
-        self, step: int, tensors: dict[str, Any], state: TrainingState, lineage: Lineage, rank_group: RankGroup
+        self,
+        step: int,
+        tensors: dict[str, Any],
+        state: TrainingState,
+        lineage: Lineage,
+        rank_group: RankGroup,
+        callbacks: CheckpointCallbacks | None = None,
     ) -> None:
         """Called on all ranks: each writes its own file and its checksum, then rank 0 the manifest."""
+        on_phase = (callbacks or CheckpointCallbacks()).on_phase
         with ExitStack() as stack:
             partial = rank_group.on_rank0(lambda: stack.enter_context(self._begin(step)))
             place = partial
             if isinstance(partial, RemotePath):  # written here, then uploaded
                 # A full disk on one rank must stop all of them: the next step is a collective.
                 place = rank_group.on_all_ranks(lambda: stack.enter_context(staging_dir()))[rank_group.rank]
+            on_phase("persist")
             try:
                 state_dict_saver.save(
                     dict(flatten_tensors(tensors)),  # DCP would pickle everything else
@@ -166,6 +175,7 @@ class CheckpointStore:
                 digests = {name: digest for name, (digest, _) in files.items()}
                 digests[STATE_FILE] = sha256_file(partial / STATE_FILE)
                 sizes = {name: size for name, (_, size) in files.items()}
+                on_phase("manifest")
                 write_manifest(partial, MANIFEST_KIND, {"key": str(step), "files": digests, "sizes": sizes})
                 stack.close()
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
+from zero2all.checkpoint.callbacks import CheckpointCallbacks
 from zero2all.checkpoint.lineage import Lineage, SavedLineage, contains_state
 from zero2all.checkpoint.state_dict import local_shard
 from zero2all.checkpoint.training_state import TrainingState
@@ -177,7 +178,10 @@ class Slots:
     >>> slot = slots.stage(20, lineage, tensors, state, record.flush)  # returns after one copy
     """
 
-    def __init__(self, tensors: dict[str, Tensor], directory: Path | None) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], directory: Path | None, callbacks: CheckpointCallbacks | None = None
+    ) -> None:
+        self._callbacks = callbacks or CheckpointCallbacks()
         self.shard_specs = slot_layout(tensors)
         self._layout = layout_fingerprint(self.shard_specs)
         size = slot_bytes(self.shard_specs)
@@ -202,11 +206,13 @@ class Slots:
         """Copy the state; the checksum and the marker follow in the background, if ``before_commit`` returns True."""
         slot = self._slot_to_overwrite()
         slot.begin(step, lineage)
+        self._callbacks.on_phase("staging")
         views = self._views[self.slots.index(slot)]
         foreach_copy_(views, [local_shard(tensors[spec.name]) for spec in self.shard_specs])
 
         def finish() -> None:
             if before_commit():
+                self._callbacks.on_phase("marker")
                 slot.finish(self._layout, state)
             else:
                 warn(f"the state of step {step} is not kept in memory: the run record has not caught up with it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,8 @@ def train(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -
 
     summary = train(load_recipe(recipe, overrides), evaluate=evaluate_bpb, start_time=process_start_time())
     is_rank0 = os.environ.get("RANK", "0") == "0"  # only one of several ranks reports it
-    return Result(summary, f"trained {summary['steps']} steps; the run is in {summary['run']}" if is_rank0 else "")
+    text = f"trained {summary.steps} steps; the run is in {summary.run}" if is_rank0 else ""
+    return Result(asdict(summary), text)
 
 
 @command

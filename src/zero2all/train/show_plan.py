@@ -1,16 +1,34 @@
-"""The plan of a run, printed before the first step: stages, tokens, epochs, learning rate."""
+"""What is printed before the first step: model, device and kernels; stages, tokens, epochs, learning rate."""
 
 from __future__ import annotations
 
 from zero2all.console import say, warn
+from zero2all.hardware import dtype_name
+from zero2all.model import hf_incompatibility
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import count_parameters
+from zero2all.parallel import ParallelModel
 from zero2all.recipe import ModelConfig
 from zero2all.train.plan import MAX_USEFUL_EPOCHS, Plan, StagePlan
 from zero2all.units import show_count
 
 WIDTH, HEIGHT = 60, 8
 BLOCK_CHARS = " ▁▂▃▄▅▆▇█"
+
+
+def say_run(plan: Plan, model: ParallelModel, peak_lr: float, peak_flops_source: str) -> None:
+    """Model, device, parallelism and kernels, then the plan."""
+    parameters, tokens = count_parameters(model.config).total, plan.tokens_before(plan.total_steps)
+    say(
+        f"{show_count(parameters)} parameters on {model.mesh.device.type} in {dtype_name(model.dtype)} "
+        f"({model.mesh.dims}), {show_count(tokens)} tokens in {plan.total_steps} steps; "
+        f"utilisation against {peak_flops_source}"
+    )
+    say("ops: " + ", ".join(f"{choice.op} {choice.form}" for choice in model.model.ops.choices))
+    if (reason := hf_incompatibility(model.config)) is not None:
+        warn(f"this model cannot be exported to a standard architecture: {reason}")
+    say_plan(plan, peak_lr)
+    say_scaling_advice(plan, model.config)
 
 
 def say_plan(plan: Plan, peak_lr: float) -> None:

@@ -1,0 +1,32 @@
+"""What the owner of a checkpoint manager is told while states are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+CheckpointPhase = Literal["staging", "marker", "persist", "manifest"]
+"""In memory: a slot is being overwritten; it is complete but for its marker. On durable storage: the shards of this
+rank are about to be written; all are written but the manifest."""
+
+
+def _ignore(*details: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class CheckpointCallbacks:
+    """All but ``on_wait`` are called from background threads."""
+
+    on_wait: Callable[[], None] = _ignore
+    """Called every second while training waits for storage: a heartbeat, or it would look like a hang."""
+    before_commit: Callable[[], bool] = lambda: True
+    """Whether a state may be committed: not while the run record lags behind it.
+
+    Only rank 0 calls it: its record is the run's, and a refusal on any one rank would cost all ranks the state.
+    """
+    on_saved: Callable[[int, float], None] = _ignore
+    """Called with the step and the seconds of a durable checkpoint that was written."""
+    on_phase: Callable[[CheckpointPhase], None] = _ignore
+    """Called at each phase of saving; fault injection uses it."""

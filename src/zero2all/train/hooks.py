@@ -1,0 +1,31 @@
+"""Named points of the trainer at which other code is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zero2all.checkpoint import CheckpointPhase
+from zero2all.parallel import ParallelModel
+from zero2all.train.data_loader import Batch
+
+
+def _ignore(*details: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class TrainerHooks:
+    """Functions called on every rank: to observe a run, or to inject faults.
+
+    >>> train(recipe, TrainerHooks(on_batch=lambda batch: print(batch.step, batch.sample_range)))
+    """
+
+    on_start: Callable[[], None] = _ignore
+    """Called when the process group is up, before the first collective."""
+    on_batch: Callable[[Batch], None] = _ignore
+    """Called with every batch before it is used."""
+    on_gradients: Callable[[ParallelModel], None] = _ignore
+    """Called after the backward pass, before the gradients are clipped."""
+    on_checkpoint: Callable[[CheckpointPhase], None] = _ignore
+    """Called at each phase of saving, also from background threads."""

@@ -1,0 +1,520 @@
+"""The trainer: one run on one rank, from its first step or its newest checkpoint to its last step."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from threading import Event
+from types import TracebackType
+from typing import Any, Literal
+
+from torch import Tensor
+
+from zero2all.checkpoint import (
+    CheckpointCallbacks,
+    CheckpointManager,
+    RankGroup,
+    RestorePoint,
+    RunIdentity,
+    TrainingState,
+    run_lock,
+)
+from zero2all.checkpoint.training_state import LossScaleState, RopeState
+from zero2all.console import console, say, warn
+from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
+from zero2all.errors import Interrupted, UsageError, Z2aError
+from zero2all.hardware import compute_dtype, peak_flops, pick_device, set_deterministic
+from zero2all.model import document_starts
+from zero2all.model.cost.flops import Recompute
+from zero2all.model.cost.model_size import count_parameters
+from zero2all.parallel import ParallelMesh, ParallelModel
+from zero2all.recipe import Recipe
+from zero2all.tokenizer import Tokenizer
+from zero2all.tokens import TokenStore, verify_store
+from zero2all.track import RunRecord, open_sinks
+from zero2all.track.goodput import compute_run_goodput, format_goodput
+from zero2all.train.data_loader import Batch, DataLoader
+from zero2all.train.hooks import TrainerHooks
+from zero2all.train.optimizer import apply_settings, build_optimizers, set_learning_rate
+from zero2all.train.plan import Plan, StagePlan
+from zero2all.train.run import Run, resolve_model_config
+from zero2all.train.show_plan import say_run
+from zero2all.train.signals import stop_requested
+from zero2all.train.source_losses import LOSS, SourceLosses
+from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
+from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spike
+from zero2all.train.throughput import PER_RANK_METRICS, ThroughputMeter
+
+LossFunction = Callable[..., Tensor]
+Evaluator = Callable[[LossFunction, Tokenizer, Recipe], dict[str, Any]]
+SpikeAction = Literal["update", "skip", "rollback"]
+GC_INTERVAL_STEPS = 100
+MAX_SPIKES_IN_A_ROW = 20  # or rollbacks to the same state, before the run stops
+
+
+def train(
+    recipe: Recipe,
+    hooks: TrainerHooks | None = None,
+    evaluate: Evaluator | None = None,
+    start_time: float | None = None,
+) -> TrainSummary:
+    """Train for the recipe's duration, resuming where an earlier call stopped.
+
+    ``evaluate`` is called every ``evals.every`` with a function that computes the losses of inputs and targets; what it
+    returns goes to the record. Time counts as start-up from ``start_time`` on: now, if not given.
+    """
+    with Trainer(recipe, hooks, evaluate, start_time) as trainer:
+        return trainer.train()
+
+
+@dataclass(frozen=True)
+class TrainSummary:
+    run: str
+    steps: int
+    resumed_at: int
+    loss: float | None
+    """Of the last step; None if all steps had been trained before."""
+    tokens: int
+    parameters: int
+    goodput: float | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step computed; the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    source_metrics: dict[str, float]
+    action: SpikeAction
+    stop_requested: bool
+    """On any rank."""
+
+
+class Trainer:
+    """
+    >>> with Trainer(load_recipe("recipes/quickstart.yaml")) as trainer:
+    ...     summary = trainer.train()
+
+    ``train`` is the loop, ``train_step`` computes a step, ``after_step`` records, validates and saves it.
+    """
+
+    record: RunRecord
+    loader: DataLoader
+    stop_event: Event
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        hooks: TrainerHooks | None = None,
+        evaluate: Evaluator | None = None,
+        start_time: float | None = None,
+    ) -> None:
+        """Join the other ranks, build model and optimizers, load the newest checkpoint."""
+        if evaluate is not None and recipe.evals.every is not None:  # fail now, not after hours of training
+            TokenStore(recipe.tokens_dir, "valid").require_full_sequence(recipe.train.seq_len)
+        self.recipe, self.hooks, self.evaluate = recipe, hooks or TrainerHooks(), evaluate
+        self.start_time = start_time or time.time()
+        set_deterministic(recipe.train.deterministic, recipe.train.device)  # before the device is used
+        device = pick_device(recipe.train.device)
+        self.heartbeat = Heartbeat.from_environment()
+        self.heartbeat.set_run_directory(recipe.run_dir)
+        self.mesh = ParallelMesh.init_distributed(recipe.parallel, device)
+        self.heartbeat.record_phase(StartupPhase.JOINED)
+        console.quiet = self.mesh.rank != 0
+        self.hooks.on_start()
+        self.run, self.rank_group = Run(recipe, recipe.run_dir), RankGroup()
+        with ExitStack() as stack:
+            self.rank_group.on_rank0(lambda: stack.enter_context(run_lock(self.run.directory)))
+            self._init_data()
+            self._init_model()
+            self._init_checkpoints()
+            self._exit_stack = stack.pop_all()  # holds the run lock
+
+    def _init_data(self) -> None:
+        self.tokenizer = Tokenizer(self.recipe.tokenizer_dir)
+        tokens_dir, ranks = self.recipe.tokens_dir, self.rank_group
+        store = TokenStore(tokens_dir, "train")
+        if store.tokenizer_fingerprint != self.tokenizer.fingerprint:
+            raise Z2aError(f"{tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
+        for split_store in (store, TokenStore(tokens_dir, "valid")):
+            ranks.on_all_ranks(partial(verify_store, split_store, ranks.rank, ranks.world_size))
+        self.plan = Plan(self.recipe, store)
+        self.source_losses = SourceLosses(self.plan.sources, self.tokenizer.token_byte_lengths, self.mesh.device)
+        self._stage: StagePlan | None = None
+
+    def _init_model(self) -> None:
+        options, device = self.recipe.train, self.mesh.device
+        self.config = resolve_model_config(self.recipe, self.tokenizer)
+        dtype = compute_dtype(options.precision, device)
+        self.model = ParallelModel(
+            self.config, self.recipe.parallel, self.mesh, seed=self.recipe.seed, dtype=dtype, compile=options.compile
+        )
+        self.optimizers = build_optimizers(
+            self.model.model, options.optimizer, self.model.param_groups, self.config.mup_width_mult
+        )
+        self.guard = SpikeDetector(options.guard)
+        self._retried_steps: set[int] = set()  # steps that were repeated with the same data
+        self._consecutive_spikes = 0
+
+    def _init_checkpoints(self) -> None:
+        recipe, run, ranks = self.recipe, self.run, self.rank_group
+        self.skipped_steps: list[int] = []  # since their data is bad
+        self.last_validation: dict[str, Any] = {}  # and its step
+        self.identity = RunIdentity(
+            stages=self.plan.identity(),
+            tokenizer=self.tokenizer.fingerprint,
+            model=self.config.model_dump(mode="json", exclude={"preset", "ops"}),
+            optimizer=recipe.train.optimizer.name,
+        )
+        self.checkpoint_manager = CheckpointManager(
+            run.checkpoints,
+            ranks.on_rank0(run.create_flash_dir) if recipe.checkpoint.flash_every is not None else None,
+            run.directory,
+            self.model.model,
+            self.optimizers,
+            ranks,
+            self.mesh.get_mesh("dp_replicate").get_group() if self.mesh.dims.dp_replicate > 1 else None,
+            CheckpointCallbacks(
+                on_wait=self.heartbeat.ping,
+                # A resume begins after the saved step, so the record must be written up to it.
+                before_commit=lambda: not self.record.has_unwritten_lines(),
+                on_saved=self._record_checkpoint,
+                on_phase=self.hooks.on_checkpoint,
+            ),
+        )
+        restored = self._load_newest()
+        self.first_step = self.resume_step = 0 if restored is None else restored.step  # a rollback changes the latter
+        if self.mesh.rank == 0:
+            run.save_metadata(self.identity, self.tokenizer, self.mesh.device)
+        peak = peak_flops(self.mesh.device, self.model.dtype)
+        say_run(self.plan, self.model, recipe.train.optimizer.lr, peak.source)
+        self.heartbeat.record_phase(StartupPhase.LOADED, done=None if restored is None else restored.step)
+        mode = recipe.parallel.activation_checkpointing
+        recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
+        self.throughput = ThroughputMeter(
+            self.plan, self.config, self.mesh.device, peak.flops * self.mesh.dims.world_size, recompute
+        )
+        if restored is not None:
+            self._restore_state(restored)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._exit_stack:
+            self.heartbeat.record_phase(StartupPhase.ENDING)
+            outcome: Literal["finished", "stopped", "failed"] = "finished"
+            if error is not None:
+                outcome = "stopped" if isinstance(error, Interrupted) else "failed"
+            self.checkpoint_manager.close(outcome)
+            if outcome != "failed":  # after a failure other ranks may be gone, and torch would wait for them
+                self.mesh.close()
+
+    # Training
+
+    def train(self) -> TrainSummary:
+        """Train from the first step, or the one after the newest checkpoint, to the last."""
+        plan, mesh, loss = self.plan, self.mesh, None
+        pin_memory = mesh.device.type == "cuda"
+        with (
+            stop_requested() as self.stop_event,
+            self._open_record() as self.record,
+            DataLoader(
+                plan, self.first_step, mesh.dp_rank, mesh.dims.dp, pin_memory, self.skipped_steps
+            ) as self.loader,
+            automatic_gc_disabled(),
+        ):
+            startup = round(time.time() - self.start_time, 3)
+            kind = "resume" if self.first_step else "start"
+            self.record.event(kind, step=self.first_step, steps=plan.total_steps, startup=startup)
+            for batch in self.loader:
+                self.hooks.on_batch(batch)
+                self._enter_stage(batch)
+                result = self.train_step(batch)
+                loss = result.loss
+                if result.action == "rollback":
+                    self.loader.seek(self.resume_step, self.skipped_steps)
+                    self._stage = None  # the step to resume from may be in an earlier one
+                else:
+                    self.after_step(batch, result)
+            self._save_last()
+            goodput = self._log_goodput()
+            self.record.event("done", step=plan.total_steps)
+        return TrainSummary(
+            run=str(self.run.directory),
+            steps=plan.total_steps,
+            resumed_at=self.first_step,
+            loss=loss,
+            tokens=plan.tokens_before(plan.total_steps),
+            parameters=count_parameters(self.config).total,
+            goodput=goodput,
+        )
+
+    def train_step(self, batch: Batch) -> StepResult:
+        """Forward and backward over micro-batches, clip, reduce the metrics, check for a spike, update."""
+        model, options, step = self.model, self.recipe.train.optimizer, batch.step
+
+        # Gradient accumulation over micro-batches. Every loss is divided by the valid targets of the global batch, so
+        # gradients are summed over micro-batches and ranks, and each target has the same weight.
+        losses = model.forward_backward(
+            batch.inputs,
+            batch.targets,
+            divisor=batch.global_valid_tokens,
+            doc_starts_BS=self._document_starts(batch.inputs),
+            micro_batch_size=batch.micro_batch_size,
+        )
+        self.hooks.on_gradients(model)
+        grad_norm = model.clip_grad_norm_(options.max_grad_norm)  # by the norm over all ranks
+
+        # One all-reduce for the losses of all sources and the stop flag; reading them is the one place where the CPU
+        # waits for the device.
+        sums = self.source_losses.sums(losses, model.local_targets(batch.targets), batch.sources)
+        *by_source, stop_flags = model.all_reduce_sum(sums, stop_requested=self.stop_event.is_set()).tolist()
+        loss, norm = sum(row[LOSS] for row in by_source) / batch.global_valid_tokens, grad_norm.item()
+
+        # Before the update, while the weights are still those of the step before.
+        action = self.check_spike(batch, loss, norm)
+        lr_multiplier = batch.stage.lr_multiplier(step)
+        if action != "rollback":
+            set_learning_rate(self.optimizers, options, lr_multiplier)
+            for optimizer in self.optimizers:
+                if action == "update":
+                    optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            model.update_expert_bias()
+        source_metrics = self.source_losses.metrics(by_source)
+        return StepResult(loss, norm, options.lr * lr_multiplier, source_metrics, action, any(stop_flags))
+
+    def after_step(self, batch: Batch, result: StepResult) -> None:
+        """Record the step; at intervals log it, validate, save a checkpoint. Stop here if it was requested."""
+        step, done, last = batch.step, batch.step + 1, batch.step + 1 == self.plan.total_steps
+        self.throughput.update(step, self.loader.data_wait_seconds)
+        self._record_step(step, result)
+        if done % self.recipe.track.log_every == 0 or last or step == self.resume_step:
+            say(self.throughput.step_line(step, result.loss, result.lr, result.grad_norm, result.source_metrics))
+        if done % GC_INTERVAL_STEPS == 0:
+            gc.collect()
+        if self.evaluate is not None and self.plan.is_due(self.recipe.evals.every, done):
+            self._validate(step, self.evaluate)
+        stop_now = result.stop_requested and not last
+        if stop_now or last:
+            # The last checkpoint is waited for, which may take longer than a step.
+            self.heartbeat.record_phase(StartupPhase.ENDING)
+        if not last and (stall := self.save(done, wait=stop_now)) is not None:
+            self.record.step(step, checkpoint_stall=round(stall, 6))
+        if stop_now:
+            self.record.event("stopped", step=done)
+            raise Interrupted(
+                f"stopped after step {done} of {self.plan.total_steps}; the same command resumes from there"
+            )
+        self.throughput.restart_timer()
+        self.heartbeat(done)
+
+    def _enter_stage(self, batch: Batch) -> None:
+        """Apply what a stage changes beside samples and learning rate; the rest stays as in the stage before."""
+        if batch.stage is self._stage:
+            return
+        self._stage = batch.stage
+        self.record.event("stage", step=batch.step, name=batch.stage.name)
+        rope = self.plan.rope(batch.stage)
+        config = self.model.model.config
+        if rope != (config.rope_theta, config.rope_scaling):
+            self.model.set_rope(*rope)
+
+    def _document_starts(self, inputs: Tensor) -> Tensor | None:
+        """Where the document of each token begins, if the recipe masks across documents."""
+        masked = self.recipe.train.document_mask
+        return document_starts(inputs, self.tokenizer.eos_token_id) if masked else None
+
+    # Record and validation
+
+    def _open_record(self) -> RunRecord:
+        """Every rank writes its own record; the sinks of the recipe get that of rank 0."""
+        options, rank = self.recipe.track, self.mesh.rank
+        sinks = open_sinks(options.sinks, self.run.directory) if rank == 0 else []
+        return RunRecord(self.run.record_path, rank=rank, sinks=sinks, system_every=options.system_every)
+
+    def _record_step(self, step: int, result: StepResult) -> None:
+        metrics = {
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            **result.source_metrics,
+            **self.throughput.metrics(step),
+        }
+        if self.mesh.rank > 0:
+            metrics = {name: metrics[name] for name in PER_RANK_METRICS}
+        self.record.step(step, **metrics)
+
+    def _validate(self, step: int, evaluate: Evaluator) -> None:
+        validation = evaluate(self.model.eval_losses, self.tokenizer, self.recipe)
+        self.last_validation = {"step": step + 1, **validation}
+        self.record.event("evaluation", step=step, **validation)
+        say(f"validation after step {step + 1}: {validation['bits_per_byte']:.4f} bits per byte")
+
+    def _record_checkpoint(self, step: int, seconds: float) -> None:
+        self.record.event("checkpoint", step=step, seconds=round(seconds, 3))
+
+    def _log_goodput(self) -> float | None:
+        """Log and record the goodput of the run over all its restarts, on rank 0 only."""
+        if self.mesh.rank != 0:
+            return None
+        self.record.flush()
+        report = compute_run_goodput(self.run.directory, ended=time.time())
+        self.record.event("goodput", step=self.plan.total_steps, **report)
+        say(format_goodput(report))
+        goodput: float | None = report["goodput"]
+        return goodput
+
+    # Loss spikes
+
+    def check_spike(self, batch: Batch, loss: float, grad_norm: float) -> SpikeAction:
+        """Whether to update, to skip the update, or to resume at ``resume_step`` after a rollback; all ranks agree."""
+        step, policy = batch.step, self.guard.recipe.policy
+        scale = self.model.loss_scaler
+        if scale is not None and math.isfinite(loss) and not (scale.update(grad_norm) or scale.is_exhausted):
+            self.record.event("overflow", step=step, loss_scale=scale.value)  # fp16: the next scale is smaller
+            return "skip"
+        reason = self.guard.check(step, batch.stage.first_step, loss, grad_norm)
+        if reason is None:
+            self._consecutive_spikes = 0
+            return "update"
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if not finite and policy == "warn":
+            self.record.event("not finite", step=step, loss=str(loss), grad_norm=str(grad_norm))
+            raise Z2aError(self._not_finite_message(step, loss, grad_norm))
+        if self.mesh.rank == 0:  # every rank sees the same spike
+            report_spike(batch, reason, policy, self.run.directory, self.record)
+        if policy == "warn":
+            return "update"
+        self._consecutive_spikes += 1
+        if self._consecutive_spikes > MAX_SPIKES_IN_A_ROW:
+            raise Z2aError(
+                f"{MAX_SPIKES_IN_A_ROW} outlier steps in a row, the last {step} ({reason}): "
+                + lower_lr_hint(self.run.directory, step)
+            )
+        if policy == "rollback" and self._roll_back(step, finite):
+            return "rollback"
+        return "skip"
+
+    def _roll_back(self, step: int, finite: bool) -> bool:
+        """Load the last state from before the bad data and skip that data. False if there is no such state."""
+        # A non-finite value may be a hardware fault: repeat the step once with the same data, then skip it.
+        again = not finite and step not in self._retried_steps
+        self._retried_steps.add(step)
+        self.model.update_expert_bias()  # resets the expert load counted in this step
+        first_bad = step - DETECTION_DELAY
+        restored = self.checkpoint_manager.roll_back(step if again else max(0, first_bad))
+        if restored is None:
+            warn(f"there is no state from before step {step} to roll back to: its update is skipped")
+            return False
+        # Steps that an earlier rollback skipped stay skipped: the loaded state may not know of them yet.
+        bad_steps = [] if again else range(first_bad, first_bad + self.guard.recipe.skip)
+        skipped = sorted({*self.skipped_steps, *bad_steps})
+        self._restore_state(restored)
+        self.skipped_steps, self.resume_step = skipped, restored.step
+        self.throughput.restart_timer()
+        self.record.event("rollback", step=step, to=restored.step, skipped=skipped)
+        self.record.event("resume", step=restored.step, steps=self.plan.total_steps)
+        data = f"skipping steps {format_ranges(skipped)}" if skipped else "with the same data"
+        warn(f"rolled back to step {restored.step} {restored.location}, {data}")
+        return True
+
+    def _not_finite_message(self, step: int, loss: float, grad_norm: float) -> str:
+        with suppress(Z2aError):
+            self.checkpoint_manager.wait_until_saved()
+        saved = self.run.checkpoints.steps()
+        newest = f"; the newest checkpoint is of step {saved[-1]}" if saved else ""
+        hint = lower_lr_hint(self.run.directory, step)
+        return f"step {step}: loss {loss}, gradient norm {grad_norm}{newest}. {hint[0].upper()}{hint[1:]}"
+
+    # Checkpoints
+
+    def save(self, done: int, wait: bool = False) -> float | None:
+        """Save a checkpoint after ``done`` steps if one is due; returns the seconds that training stalled.
+
+        With ``wait`` it is due in any case, and on durable storage when this returns.
+        """
+        options, plan, model = self.recipe.checkpoint, self.plan, self.model
+        durable = plan.is_due(options.every, done) or wait
+        if not (durable or plan.is_due(options.flash_every, done)):
+            return None
+        theta, scaling = plan.rope(plan.stage_of(done - 1))
+        scaler, validated = model.loss_scaler, self.last_validation.get("step") == done
+        state = TrainingState(
+            **vars(self.identity),
+            rope=RopeState(theta, None if scaling is None else scaling.model_dump(mode="json")),
+            guard=self.guard.state(),
+            loss_scale=None if scaler is None else LossScaleState(scaler.value, scaler.good_steps),
+            skipped=self.skipped_steps,
+            permanent=plan.is_due(options.keep_every, done),
+            bits_per_byte=self.last_validation.get("bits_per_byte") if validated else None,
+        )
+        stall = self.checkpoint_manager.save(done, state, durable)
+        if wait:
+            self.checkpoint_manager.wait_until_saved()
+        return stall
+
+    def _save_last(self) -> None:
+        """Save the final checkpoint to durable storage, unless a valid one is there."""
+        self.checkpoint_manager.finish_pending_write()  # the rank group may be busy writing
+        if not self.rank_group.on_rank0(lambda: self.run.checkpoints.is_valid(self.plan.total_steps)):
+            self.save(self.plan.total_steps, wait=True)
+
+    def _load_newest(self) -> RestorePoint | None:
+        """Load the newest valid state if there is one. Refuse a run with another identity."""
+        manager, plan, directory = self.checkpoint_manager, self.plan, self.run.directory
+        restored, decision = manager.find_restore_point(), manager.decision
+        assert decision is not None
+        if restored is None:
+            if decision.rejected:
+                warn(decision.reason)
+            manager.begin_history(None)
+            return None
+        step, saved = restored.step, restored.state
+        # Stages that have not begun may be changed.
+        begun = replace(self.identity, stages=plan.identity(before=step))
+        before = replace(saved, stages=[stage for stage in saved.stages if stage.first_step < step])
+        changed = [name for name, value in vars(begun).items() if getattr(before, name) != value]
+        if changed:
+            raise UsageError(
+                f"the run in {directory} was trained with another {' and '.join(changed)}; "
+                "give this one a new place (out=DIR), or remove that directory"
+            )
+        if step > plan.total_steps:
+            raise UsageError(f"the run in {directory} is at step {step} already, past the {plan.total_steps} asked for")
+        manager.load(restored)
+        say(f"resuming after step {step}: restored {decision.reason}")
+        return restored
+
+    def _restore_state(self, restored: RestorePoint) -> None:
+        """Restore what a checkpoint holds beside the tensors; gradients of an unfinished step are dropped."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        apply_settings(self.optimizers, self.recipe.train.optimizer)
+        state, loss_scaler = restored.state, self.model.loss_scaler
+        self.guard.load_state(state.guard)
+        if loss_scaler is not None and state.loss_scale is not None:
+            loss_scaler.load_state_dict(asdict(state.loss_scale))
+        self.skipped_steps = list(state.skipped)
+
+
+@contextmanager
+def automatic_gc_disabled() -> Iterator[None]:
+    """Automatic garbage collection would stall one rank at a time while all others wait."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
