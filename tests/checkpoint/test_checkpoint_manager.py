@@ -17,7 +17,7 @@ from torch import nn
 from tests.checkpoint.helpers import TRAINING_STATE
 from tests.checkpoint.threads import Rank0Store, run_threads
 from tests.conftest import tiny_recipe
-from zero2all.checkpoint import CheckpointManager, CheckpointStore, RankGroup, flash
+from zero2all.checkpoint import CheckpointCallbacks, CheckpointManager, CheckpointStore, RankGroup, flash
 from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.console import console
 from zero2all.elastic.heartbeat import Heartbeat, create_heartbeat
@@ -115,7 +115,6 @@ def test_waiting_for_storage_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("zero2all.checkpoint.checkpoint_manager.LOG_INTERVAL", 0.02)
     model, optimizers = make_model()
     storage = SlowStorage(tmp_path / "durable")
-    manager = CheckpointManager(storage, None, tmp_path, model, optimizers, RankGroup())
     heartbeat, seen = create_heartbeat(tmp_path, 0), []
     heartbeat(41)
     before = heartbeat.read()
@@ -126,7 +125,8 @@ def test_waiting_for_storage_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.M
         if len(seen) == 3:
             storage.done.set()
 
-    manager.on_wait = on_wait
+    callbacks = CheckpointCallbacks(on_wait=on_wait)
+    manager = CheckpointManager(storage, None, tmp_path, model, optimizers, RankGroup(), callbacks=callbacks)
     manager.save(1, TRAINING_STATE, durable=True)
     manager.finish_pending_write()
     assert len(seen) >= 3
@@ -139,9 +139,9 @@ def test_storage_that_never_responds_is_a_hang_in_the_end(tmp_path: Path, monkey
     monkeypatch.setattr("zero2all.checkpoint.checkpoint_manager.COLLECTIVE_TIMEOUT", timedelta(0))
     model, optimizers = make_model()
     storage = SlowStorage(tmp_path / "durable")
-    manager = CheckpointManager(storage, None, tmp_path, model, optimizers, RankGroup())
     heartbeats: list[int] = []
-    manager.on_wait = lambda: heartbeats.append(1)
+    callbacks = CheckpointCallbacks(on_wait=lambda: heartbeats.append(1))
+    manager = CheckpointManager(storage, None, tmp_path, model, optimizers, RankGroup(), callbacks=callbacks)
     manager.save(1, TRAINING_STATE, durable=True)
     threading.Timer(0.2, storage.done.set).start()
     manager.finish_pending_write()
@@ -172,11 +172,17 @@ def test_a_state_that_the_record_lags_behind_is_not_committed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, optimizers = make_model()
+    record_written = iter((True, True, False, False))
     manager = CheckpointManager(
-        CheckpointStore(tmp_path / "durable"), tmp_path / "z2a-key-0", tmp_path, model, optimizers, RankGroup()
+        CheckpointStore(tmp_path / "durable"),
+        tmp_path / "z2a-key-0",
+        tmp_path,
+        model,
+        optimizers,
+        RankGroup(),
+        callbacks=CheckpointCallbacks(before_commit=lambda: next(record_written)),
     )
-    for step, written in ((10, True), (20, True), (30, False), (40, False)):
-        manager.before_commit = lambda written=written: written
+    for step in (10, 20, 30, 40):
         manager.save(step, TRAINING_STATE, durable=False)
         manager.wait_until_saved()
     headers = [slot.header for slot in find_staged_slots(tmp_path / "z2a-key-0")]
@@ -193,12 +199,18 @@ def test_a_lagging_record_of_another_rank_leaves_a_common_state(tmp_path: Path) 
     def rank(rank_group: RankGroup) -> int | None:
         model, optimizers = make_model()
         directory = tmp_path / f"node-{rank_group.rank}" / "z2a-key-0"
+        callbacks = CheckpointCallbacks(before_commit=lambda: rank_group.rank == 0)
         manager = CheckpointManager(
-            Rank0Store(tmp_path / "durable"), directory, tmp_path, model, optimizers, rank_group
+            Rank0Store(tmp_path / "durable"),
+            directory,
+            tmp_path,
+            model,
+            optimizers,
+            rank_group,
+            callbacks=callbacks,
         )
         manager.begin_history(None)
         for step in (10, 20, 30, 40):
-            manager.before_commit = lambda step=step: rank_group.rank == 0 or step < 30
             manager.save(step, TRAINING_STATE, durable=False)
             manager.wait_until_saved()
         found = manager.find_restore_point()
