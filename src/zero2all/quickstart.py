@@ -20,8 +20,8 @@ from zero2all.evals import evaluate_bpb
 from zero2all.generation import generate
 from zero2all.io import write_text
 from zero2all.recipe import Recipe, builtin_recipe_path, load_recipe, recipe_yaml
-from zero2all.tokenizer import Tokenizer, train_tokenizer
-from zero2all.tokens import TokenStore, build_tokens
+from zero2all.tokenizer import train_tokenizer
+from zero2all.tokens import TokenStore, build_tokens, opening_prompts
 from zero2all.train import Run, train
 from zero2all.units import show_bytes, show_count, show_seconds
 
@@ -37,7 +37,6 @@ STDLIB_EXCLUDED = [
     "*.txt",
 ]
 NUM_GENERATIONS = 3
-PROMPT_TOKENS = 12
 REASONS_SHOWN = 4
 
 
@@ -71,7 +70,7 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
         run = Run.open(recipe.run_dir)
         model, tokenizer = run.load_model(), run.tokenizer()
         validation = evaluate_bpb(model, tokenizer, recipe) if has_validation else {}
-        prompts = recipe.evals.prompts or validation_prompts(recipe, tokenizer)
+        prompts = recipe.evals.prompts or opening_prompts(recipe.tokens_dir, tokenizer, NUM_GENERATIONS)
         samples = [
             {
                 "prompt": prompt,
@@ -121,27 +120,6 @@ def _refuse_other_recipe(recipe: Recipe, path: Path) -> None:
             f"{path.parent} holds a quickstart with another {' and '.join(changed)}; "
             "choose another --out, or remove that directory"
         )
-
-
-def validation_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
-    """The beginnings of validation documents, from each source in turn: prompts in the language of the corpus.
-
-    Without a validation set, those of training documents.
-    """
-    valid = TokenStore(recipe.tokens_dir, "valid").sources.values()
-    training = TokenStore(recipe.tokens_dir, "train").sources.values()
-    shards = [shards[0] for shards in valid if shards] or [shards[0] for shards in training if shards]
-    openings: list[str] = []
-    for turn in range(NUM_GENERATIONS * max(1, len(shards))):
-        if not shards or len(openings) == NUM_GENERATIONS:
-            break
-        shard, number = shards[turn % len(shards)], turn // len(shards)
-        if number + 1 < len(shard.document_offsets):
-            first, last = shard.document_offsets[number : number + 2]
-            openings.append(
-                tokenizer.decode(shard.tokens[first : min(last - 1, first + PROMPT_TOKENS)]).strip("\ufffd")
-            )
-    return openings
 
 
 def summary_text(result: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from zero2all.errors import Interrupted
 from zero2all.evals import evaluate_bpb
 from zero2all.recipe import Recipe
 from zero2all.track import read_steps
+from zero2all.track.run_record import read_record_lines
 from zero2all.train import Run, TrainerHooks, train
 from zero2all.train.data_loader import PADDING_SOURCE, Batch
 
@@ -25,6 +26,16 @@ def losses(directory: Path) -> list[float]:
     """At every step: the loss, and loss and bits per byte of every source."""
     steps = read_steps(directory / "run" / "record.jsonl").values()
     return [values[name] for values in steps for name in sorted(values) if name.startswith(("loss", "bpb/"))]
+
+
+def layer_norms(directory: Path) -> list[tuple[int, list[float]]]:
+    lines = read_record_lines(directory / "run" / "record.jsonl")
+    return [(line["step"], line["counts"]) for line in lines if line.get("histogram") == "gradient norm by layer"]
+
+
+def samples(directory: Path) -> list[tuple[int, str, str]]:
+    lines = read_record_lines(directory / "run" / "record.jsonl")
+    return [(line["step"], line["sample"], line["text"]) for line in lines if "sample" in line]
 
 
 def trained(recipe: Recipe, stop_at: int | None = None) -> dict[int, list[str]]:
@@ -61,7 +72,8 @@ def recipe_for(workspace: Path, out: Path, *overrides: str) -> Recipe:
     return tiny_recipe(
         workspace, f"out={out}", "train.steps=null", f"train.stages={stages}", "model.num_key_value_heads=4",
         "model.num_hidden_layers=4",
-        "train.batch_tokens=384", "evals.every=4 steps", "checkpoint.every=3 steps", *overrides,
+        "train.batch_tokens=384", "evals.every=4 steps", "checkpoint.every=3 steps",
+        "track.layer_norms_every=2", *overrides,
     )  # fmt: skip
 
 
@@ -87,6 +99,13 @@ def test_several_ranks_train_as_one_process(
     assert list(others) == list(range(9))
     assert {name for values in others.values() for name in values} & {"loss", "loss/en", "mfu", "memory"} == {"memory"}
     assert_same_batches(seen, single[1], copies=ranks // readers)
+    expected_norms = layer_norms(single[0])
+    assert [step for step, _ in expected_norms] == [1, 3, 5, 7]
+    for (step, norms), (_, expected) in zip(layer_norms(tmp_path), expected_norms, strict=True):
+        assert norms == pytest.approx(expected, rel=1e-4), step
+    expected_samples = samples(single[0])
+    assert len(expected_samples) == 2 * 3  # two validations, three prompts
+    assert samples(tmp_path) == (expected_samples if "dp_replicate" in parallel else [])
     # One process loads what several ranks saved.
     models = [Run.open(out).load_model() for out in (single[0], tmp_path)]
     assert [model.config.rope_theta for model in models] == [50000, 50000]

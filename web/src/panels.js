@@ -55,9 +55,9 @@ export function textPanel(runs, kind, show) {
 export const sampleText = (line) => element("pre", {}, line.text);
 
 export function histogramBars({ counts, edges }) {
-  const most = Math.max(...counts, 1);
+  const most = Math.max(...counts) || 1;
   return element("div", {}, element("div", { class: "bars" }, ...counts.map((count, bin) =>
-    element("div", { style: `height:${(100 * count) / most}%`, title: `${number(edges[bin])} … ${number(edges[bin + 1])}: ${count}` }))),
+    element("div", { style: `height:${(100 * count) / most}%`, title: `${number(edges[bin])} … ${number(edges[bin + 1])}: ${number(count)}` }))),
     element("div", { class: "ends" }, element("small", {}, number(edges[0])), element("small", {}, number(edges.at(-1)))));
 }
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -112,22 +112,30 @@ class ParallelModel:
         # A pipeline needs a multiple of its micro-batches; the rows that pad the batch are dropped.
         multiple = 2 * self._pipeline.num_stages if self._pipeline is not None else 1
         rows = torch.arange(-(-samples // multiple) * multiple).clamp(max=samples - 1)
-        self._set_training(False)
-        try:
+        with self.eval_mode():
             doc_starts_BS = None if doc_starts_BS is None else doc_starts_BS[rows]
             losses = self._run_batch(tokens_BS[rows], targets_BS[rows], doc_starts_BS, divisor=None)[:samples]
-        finally:
-            self._set_training(True)
         return self.all_reduce_sum(losses if self.mesh.dp_rank == 0 else torch.zeros_like(losses))
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the full model: one process, or DDP."""
+        return self.mesh.dims.world_size == self.mesh.dims.dp_replicate
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        for part in self._model_parts:
+            part.eval()
+        try:
+            yield
+        finally:
+            for part in self._model_parts:
+                part.train()
 
     def set_rope(self, theta: float, scaling: RopeScaling | None) -> None:
         """Use another RoPE base and scaling from here on."""
         for part in dict.fromkeys([self.model, *self._model_parts]):
             part.set_rope(theta, scaling)
-
-    def _set_training(self, mode: bool) -> None:
-        for part in self._model_parts:
-            part.train(mode)
 
     def _run_batch(
         self,
@@ -162,6 +170,29 @@ class ParallelModel:
 
         A shard that several ranks hold counts once. One all-reduce, whatever the parallel layout.
         """
+        square = self._local_square_norms().sum()
+        if self.mesh.dims.world_size > 1:
+            dist.all_reduce(square)
+        norm = square.sqrt().float() / self._loss_scale_factor
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self._loss_scale_factor
+        gradients = [_to_local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
+        foreach_mul_(gradients, factor)
+        return norm
+
+    def layer_grad_norms(self) -> list[float]:
+        """The gradient norm of each decoder layer over all ranks, before clipping. One all-reduce."""
+        count, device = self.config.num_hidden_layers, self.mesh.device
+        names = [name for name, parameter in self.model.named_parameters() if parameter.grad is not None]
+        layers = [int(name.split(".")[1]) if name.startswith("layers.") else count for name in names]
+        squares = torch.zeros(count + 1, dtype=torch.float64, device=device)  # the last one: embeddings, head
+        squares.index_add_(0, torch.tensor(layers, device=device), self._local_square_norms())
+        if self.mesh.dims.world_size > 1:
+            dist.all_reduce(squares)
+        norms: list[float] = (squares[:-1].sqrt() / self._loss_scale_factor).tolist()
+        return norms
+
+    def _local_square_norms(self) -> Tensor:
+        """Squared norm of this rank's gradient of each parameter that has one, divided by the ranks that hold it."""
         gradients = [
             (parameter, _to_local(parameter.grad))
             for parameter in self.model.parameters()
@@ -169,13 +200,7 @@ class ParallelModel:
         ]
         norms = foreach_norm([gradient for _, gradient in gradients])
         replicas = torch.tensor([self._replica_count(parameter) for parameter, _ in gradients], device=self.mesh.device)
-        square = (torch.stack(norms).double().square() / replicas).sum()
-        if self.mesh.dims.world_size > 1:
-            dist.all_reduce(square)
-        norm = square.sqrt().float() / self._loss_scale_factor
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self._loss_scale_factor
-        foreach_mul_([gradient for _, gradient in gradients], factor)
-        return norm
+        return torch.stack(norms).double().square() / replicas
 
     @property
     def _loss_scale_factor(self) -> float:

@@ -202,6 +202,8 @@ class TrackRecipe(Section):
     treat a recipe from somebody else as code."""
     system_every: Positive = 10.0
     """Seconds between two readings of CPU, memory and GPU."""
+    layer_norms_every: int | None = Field(100, ge=1)
+    """Steps between two records of the gradient norm of every layer; null for none."""
 
 
 class EvalsRecipe(Section):

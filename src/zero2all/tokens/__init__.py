@@ -7,8 +7,18 @@
 
 from zero2all.tokens.build_store import build_tokens
 from zero2all.tokens.packed_dataset import DocumentSpan, PackedDataset
+from zero2all.tokens.prompts import opening_prompts
 from zero2all.tokens.sample_order import SampleOrder
 from zero2all.tokens.token_store import TokenShard, TokenStore
 from zero2all.tokens.verify import verify_store
 
-__all__ = ["DocumentSpan", "PackedDataset", "SampleOrder", "TokenShard", "TokenStore", "build_tokens", "verify_store"]
+__all__ = [
+    "DocumentSpan",
+    "PackedDataset",
+    "SampleOrder",
+    "TokenShard",
+    "TokenStore",
+    "build_tokens",
+    "opening_prompts",
+    "verify_store",
+]

@@ -43,6 +43,7 @@ from zero2all.train.hooks import TrainerHooks
 from zero2all.train.optimizer import apply_settings, build_optimizers, set_learning_rate
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.run import Run, resolve_model_config
+from zero2all.train.samples import record_samples
 from zero2all.train.show_plan import say_run
 from zero2all.train.signals import stop_requested
 from zero2all.train.source_losses import LOSS, SourceLosses
@@ -159,6 +160,8 @@ class Trainer:
         self.optimizers = build_optimizers(
             self.model.model, options.optimizer, self.model.param_groups, self.config.mup_width_mult
         )
+        if self.evaluate is not None and self.recipe.evals.every is not None and not self.model.is_replicated:
+            say("validation generates no samples: the weights are sharded; use 'z2a generate' with a checkpoint")
         self.guard = SpikeDetector(options.guard)
         self._retried_steps: set[int] = set()  # steps that were repeated with the same data
         self._consecutive_spikes = 0
@@ -273,6 +276,7 @@ class Trainer:
             micro_batch_size=batch.micro_batch_size,
         )
         self.hooks.on_gradients(model)
+        self._record_layer_norms(step)
         grad_norm = model.clip_grad_norm_(options.max_grad_norm)  # by the norm over all ranks
 
         # One all-reduce for the losses of all sources and the stop flag; reading them is the one place where the CPU
@@ -360,6 +364,16 @@ class Trainer:
         self.last_validation = {"step": step + 1, **validation}
         self.record.event("evaluation", step=step, **validation)
         say(f"validation after step {step + 1}: {validation['bits_per_byte']:.4f} bits per byte")
+
+        if self.mesh.rank == 0:
+            record_samples(self.record, step, self.model, self.tokenizer, self.recipe)
+
+    def _record_layer_norms(self, step: int) -> None:
+        every = self.recipe.track.layer_norms_every
+        if every is not None and (step + 1) % every == 0:
+            norms = self.model.layer_grad_norms()
+            if self.mesh.rank == 0:
+                self.record.histogram(step, "gradient norm by layer", norms, range(len(norms) + 1))
 
     def _record_checkpoint(self, step: int, seconds: float) -> None:
         self.record.event("checkpoint", step=step, seconds=round(seconds, 3))

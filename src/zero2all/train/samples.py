@@ -1,0 +1,27 @@
+"""Generated samples at each validation, for the run record."""
+
+from __future__ import annotations
+
+import torch
+
+from zero2all.generation import generate
+from zero2all.parallel import ParallelModel
+from zero2all.recipe import Recipe
+from zero2all.tokenizer import Tokenizer
+from zero2all.tokens import opening_prompts
+from zero2all.track import RunRecord
+
+NUM_SAMPLES = 3
+SAMPLE_TOKENS = 64
+
+
+def record_samples(record: RunRecord, step: int, model: ParallelModel, tokenizer: Tokenizer, recipe: Recipe) -> None:
+    """Generate from a few prompts, on one rank. A sharded model generates none: no rank has all its weights."""
+    if not model.is_replicated:
+        return
+    prompts = recipe.evals.prompts or opening_prompts(recipe.tokens_dir, tokenizer, NUM_SAMPLES)
+    # Eager: compiled blocks would be compiled again for every length of the KV cache.
+    with model.eval_mode(), torch.compiler.set_stance("force_eager"):
+        for number, prompt in enumerate(prompts[:NUM_SAMPLES], 1):
+            text = generate(model.model, tokenizer, prompt, SAMPLE_TOKENS, seed=recipe.seed)
+            record.sample(step, f"prompt {number}", f"{prompt}▸{text}")
