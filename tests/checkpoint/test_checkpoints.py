@@ -83,7 +83,7 @@ def test_a_damaged_state_of_an_old_checkpoint_does_no_harm(tmp_path: Path) -> No
     state = manager.checkpoints.path(10) / "state.json"
     state.write_bytes(b"\xff" + state.read_bytes()[1:])
     (manager.checkpoints.path(10) / "manifest.json").write_text("{", encoding="utf-8")
-    assert [(row["step"], row["whole"]) for row in list_checkpoints(manager.checkpoints, None)] == [(10, False)]
+    assert [(row.step, row.whole) for row in list_checkpoints(manager.checkpoints, None)] == [(10, False)]
     manager.save(20, TRAINING_STATE, durable=True)
     manager.finish_pending_write()
     assert manager.checkpoints.steps() == [20]

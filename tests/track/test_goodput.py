@@ -96,8 +96,8 @@ def test_no_other_interval_is_better(stall: float) -> None:
 
 def test_the_table_has_every_published_rate_and_size() -> None:
     rows = interval_table(stall=1.0, recovery=60.0, simulated_hours=2000)
-    assert [(row["rate"], row["cards"]) for row in rows] == [
+    assert [(row.rate, row.cards) for row in rows] == [
         (rate, cards) for rate in FAILURE_RATES for cards in CLUSTER_SIZES
     ]
     # 466 interruptions in 54 days are one in 2 h 47 min.
-    assert rows[-1]["between_failures"] == pytest.approx(54 * 86400 / 466)
+    assert rows[-1].between_failures == pytest.approx(54 * 86400 / 466)

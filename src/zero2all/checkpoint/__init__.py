@@ -1,11 +1,12 @@
 """In-memory and durable checkpoints of a run, and the decision which one to restore."""
 
 from zero2all.checkpoint.callbacks import CheckpointCallbacks, CheckpointPhase
-from zero2all.checkpoint.checkpoint_manager import CheckpointManager, RestorePoint
+from zero2all.checkpoint.checkpoint_manager import CheckpointManager
 from zero2all.checkpoint.checkpoint_store import CheckpointStore
 from zero2all.checkpoint.flash import SHM_DIRECTORY, flash_directory
 from zero2all.checkpoint.lock import run_lock
 from zero2all.checkpoint.rank_group import RankGroup
+from zero2all.checkpoint.restore_point import RestorePoint
 from zero2all.checkpoint.training_state import RunIdentity, TrainingState
 
 __all__ = [

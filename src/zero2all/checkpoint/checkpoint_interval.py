@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Any
 
 DAY = 86400.0
 
@@ -62,29 +61,38 @@ def simulate_goodput(model: FailureModel, interval: float, hours: float, seed: i
     return forward / now
 
 
-def interval_table(
-    stall: float, recovery: float, simulated_hours: float = 20000.0, seed: int = 0
-) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class IntervalRow:
+    rate: str
+    cards: int
+    between_failures: float
+    young: float
+    daly: float
+    goodput: float
+    simulated: float
+
+
+def interval_table(stall: float, recovery: float, simulated_hours: float = 20000.0, seed: int = 0) -> list[IntervalRow]:
     """For each published failure rate and cluster size: the optimal interval and the goodput."""
     rows = []
     for rate, per_card_day in FAILURE_RATES.items():
         for cards in CLUSTER_SIZES:
             model = FailureModel(DAY / (per_card_day * cards), stall, recovery)
             rows.append(
-                {
-                    "rate": rate,
-                    "cards": cards,
-                    "between_failures": model.mtbf,
-                    "young": model.young_interval,
-                    "daly": model.daly_interval,
-                    "goodput": model.goodput(model.daly_interval),
-                    "simulated": simulate_goodput(model, model.daly_interval, simulated_hours, seed),
-                }
+                IntervalRow(
+                    rate=rate,
+                    cards=cards,
+                    between_failures=model.mtbf,
+                    young=model.young_interval,
+                    daly=model.daly_interval,
+                    goodput=model.goodput(model.daly_interval),
+                    simulated=simulate_goodput(model, model.daly_interval, simulated_hours, seed),
+                )
             )
     return rows
 
 
-def format_markdown(rows: list[dict[str, Any]], stall: float, recovery: float) -> str:
+def format_markdown(rows: list[IntervalRow], stall: float, recovery: float) -> str:
     lines = [
         f"Stall of a checkpoint {stall:g} s, from a failure to the first step after it {recovery:g} s.",
         "",
@@ -93,7 +101,7 @@ def format_markdown(rows: list[dict[str, Any]], stall: float, recovery: float) -
     ]
     for row in rows:
         lines.append(
-            f"| {row['rate']} | {row['cards']:,} | {row['between_failures'] / 60:.1f} min | {row['young']:.1f} s "
-            f"| {row['daly']:.1f} s | {100 * row['goodput']:.3f} % | {100 * row['simulated']:.3f} % |"
+            f"| {row.rate} | {row.cards:,} | {row.between_failures / 60:.1f} min | {row.young:.1f} s "
+            f"| {row.daly:.1f} s | {100 * row.goodput:.3f} % | {100 * row.simulated:.3f} % |"
         )
     return "\n".join(lines)

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero2all.checkpoint.checkpoint_store import CheckpointStore
 from zero2all.checkpoint.flash import StagedSlot, find_staged_slots
+from zero2all.checkpoint.restore import StorageTier
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import MANIFEST, all_files, read_json
 from zero2all.paths import RemotePath
 
 
-def list_checkpoints(checkpoints: CheckpointStore, flash_directory: Path | None) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class CheckpointListing:
+    step: int
+    where: StorageTier
+    time: float | None
+    bytes: int
+    whole: bool
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class ParameterDifference:
+    parameter: str
+    largest: float
+    """Absolute difference of one value."""
+    relative: float
+    """To the largest absolute value of the parameter."""
+
+
+def list_checkpoints(checkpoints: CheckpointStore, flash_directory: Path | None) -> list[CheckpointListing]:
     """Durable ones, then those in this machine's memory, oldest first. Only ``verify`` reads their data."""
     best = checkpoints.best_steps()[:1]
     rows = []
@@ -23,25 +43,25 @@ def list_checkpoints(checkpoints: CheckpointStore, flash_directory: Path | None)
         path = checkpoints.path(step)
         header = checkpoints.header_or_empty(step)
         rows.append(
-            {
-                "step": step,
-                "where": "durable",
-                "time": header.time,
-                "bytes": sum(_size(file) for file in all_files(path)),
-                "whole": _is_finished(path),
-                "notes": ["best"] * (step in best) + ["permanent"] * header.permanent,
-            }
+            CheckpointListing(
+                step=step,
+                where="durable",
+                time=header.time,
+                bytes=sum(_size(file) for file in all_files(path)),
+                whole=_is_finished(path),
+                notes=["best"] * (step in best) + ["permanent"] * header.permanent,
+            )
         )
     for step, slots in _by_step(flash_directory).items():
         rows.append(
-            {
-                "step": step,
-                "where": "memory",
-                "time": max(slot.header.time or 0.0 for slot in slots),
-                "bytes": sum(slot.data.stat().st_size for slot in slots),
-                "whole": all(slot.header.hash is not None for slot in slots) and len(slots) == slots[0].world_size,
-                "notes": [f"{len(slots)} of {slots[0].world_size} ranks"],
-            }
+            CheckpointListing(
+                step=step,
+                where="memory",
+                time=max(slot.header.time or 0.0 for slot in slots),
+                bytes=sum(slot.data.stat().st_size for slot in slots),
+                whole=all(slot.header.hash is not None for slot in slots) and len(slots) == slots[0].world_size,
+                notes=[f"{len(slots)} of {slots[0].world_size} ranks"],
+            )
         )
     return rows
 
@@ -78,13 +98,13 @@ def remove_checkpoint(checkpoints: CheckpointStore, step: int, force: bool) -> N
     checkpoints.remove(step)
 
 
-def compare_checkpoints(checkpoints: CheckpointStore, one: int, other: int) -> list[dict[str, Any]]:
+def compare_checkpoints(checkpoints: CheckpointStore, one: int, other: int) -> list[ParameterDifference]:
     """The difference of each parameter between two checkpoints, the largest relative one first."""
     _require_step(checkpoints, one)
     _require_step(checkpoints, other)
     readers = [checkpoints.reader(step) for step in (one, other)]
     known = [reader.read_metadata().state_dict_metadata for reader in readers]
-    rows: list[dict[str, Any]] = []
+    rows = []
     for name, entry in known[0].items():
         if not name.startswith("model.") or not isinstance(entry, TensorStorageMetadata):
             continue
@@ -98,8 +118,8 @@ def compare_checkpoints(checkpoints: CheckpointStore, one: int, other: int) -> l
         largest = (values[0] - values[1]).abs().max().item() if values[0].numel() else 0.0
         scale = values[0].abs().max().item() if values[0].numel() else 0.0
         relative = largest / scale if scale else float(largest > 0)
-        rows.append({"parameter": name.removeprefix("model."), "largest": largest, "relative": relative})
-    return sorted(rows, key=lambda row: (-row["relative"], row["parameter"]))
+        rows.append(ParameterDifference(name.removeprefix("model."), largest, relative))
+    return sorted(rows, key=lambda row: (-row.relative, row.parameter))
 
 
 def _require_step(checkpoints: CheckpointStore, step: int) -> None:

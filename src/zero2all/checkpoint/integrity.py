@@ -6,13 +6,14 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from zero2all.errors import Z2aError
 from zero2all.io import MANIFEST, sha256_file
 from zero2all.paths import RemotePath
+from zero2all.records import parse_record
 
 MANIFEST_KIND = "checkpoint"
 RETRY_DELAYS = (0.5, 2.0)  # seconds: a file server usually recovers from a glitch by then
@@ -35,9 +36,16 @@ class DamagedError(Exception):
 
 
 @dataclass(frozen=True)
-class _Manifest:
-    files: dict[str, str]
-    sizes: dict[str, int]
+class CheckpointManifest:
+    """``manifest.json``: what ``write_manifest`` writes, or the mark of something unfinished in an object store."""
+
+    kind: str
+    key: str = ""
+    """The step."""
+    files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each file."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    unfinished: bool = False
 
 
 def verify_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)) -> IntegrityResult:
@@ -86,12 +94,12 @@ def is_unfinished(path: Path) -> bool:
     An object store cannot rename: there the manifest is replaced last when writing and removed first when removing.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = _parse_manifest((path / MANIFEST).read_bytes())
     except FileNotFoundError:
         return all(_is_checkpoint_file(name) for name in _sizes(path))
-    except ValueError:
+    except DamagedError:
         return False
-    return isinstance(manifest, dict) and manifest.get("kind") == MANIFEST_KIND and bool(manifest.get("unfinished"))
+    return manifest.kind == MANIFEST_KIND and manifest.unfinished
 
 
 def _is_checkpoint_file(name: str) -> bool:
@@ -113,21 +121,26 @@ def check_with_retries(check: Callable[[], None]) -> IntegrityResult:
     raise AssertionError
 
 
-def _read_manifest(path: Path, step: int) -> _Manifest:
+def _read_manifest(path: Path, step: int) -> CheckpointManifest:
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = _parse_manifest((path / MANIFEST).read_bytes())
     except MISSING_FILE_ERRORS:
         raise DamagedError(f"{MANIFEST} is missing") from None
-    except ValueError:
-        raise DamagedError(f"{MANIFEST} is damaged") from None
-    if not isinstance(manifest, dict) or manifest.get("kind") != MANIFEST_KIND or manifest.get("unfinished"):
+    if manifest.kind != MANIFEST_KIND or manifest.unfinished:
         raise DamagedError(f"{MANIFEST} is damaged or of something unfinished")
-    if manifest.get("key") != str(step):
+    if manifest.key != str(step):
         raise DamagedError(f"{MANIFEST} is of another step")
-    files, sizes = manifest.get("files"), manifest.get("sizes", {})
-    if not isinstance(files, dict) or not files or not isinstance(sizes, dict):
+    if not manifest.files:
         raise DamagedError(f"{MANIFEST} lists no files")
-    return _Manifest(files, sizes)
+    return manifest
+
+
+def _parse_manifest(data: bytes) -> CheckpointManifest:
+    """A failed read is no damage, so it happens outside."""
+    try:
+        return parse_record(CheckpointManifest, json.loads(data), MANIFEST)
+    except (ValueError, Z2aError):
+        raise DamagedError(f"{MANIFEST} is damaged") from None
 
 
 def _sizes(path: Path) -> dict[str, int]:

@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from zero2all.console import warn
 from zero2all.environment import has_agent
-from zero2all.errors import UsageError
+from zero2all.errors import UsageError, Z2aError
 from zero2all.io import host_id, is_process_alive
+from zero2all.records import parse_record
 
 LOCK_PATIENCE = 5.0  # seconds: restarted ranks may overlap with those they replace
 AGENT_LOCK_PATIENCE = 180.0  # a partitioned node holds the lock until its own agent notices
@@ -168,27 +168,33 @@ def _snapshot(path: Path) -> _LockSnapshot:
         return _LockSnapshot(stream.read(), os.fstat(stream.fileno()).st_mtime_ns)
 
 
+@dataclass(frozen=True)
+class LockHolder:
+    pid: int
+    host: str
+    host_id: str = ""
+    token: str = ""
+    """Tells holders apart where a file that was created exclusively is the lock."""
+
+
 def _own_identity(token: str = "") -> bytes:
-    identity = {"pid": os.getpid(), "host": socket.gethostname(), "host_id": host_id()}
-    return json.dumps(identity | ({"token": token} if token else {})).encode()
+    identity = asdict(LockHolder(os.getpid(), socket.gethostname(), host_id(), token))
+    return json.dumps({name: value for name, value in identity.items() if value}).encode()
 
 
 def _is_dead(identity: bytes) -> bool:
     """Only known for a process of this host."""
     holder = _parse_identity(identity)
-    if holder.get("host_id") != host_id() or not isinstance(holder.get("pid"), int):
-        return False
-    return not is_process_alive(holder["pid"])
+    return holder is not None and holder.host_id == host_id() and not is_process_alive(holder.pid)
 
 
 def _describe_holder(identity: bytes) -> str:
     holder = _parse_identity(identity)
-    return f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= set(holder) else "unknown process"
+    return "unknown process" if holder is None else f"process {holder.pid} on {holder.host}"
 
 
-def _parse_identity(identity: bytes) -> dict[str, Any]:
+def _parse_identity(identity: bytes) -> LockHolder | None:
     try:
-        fields = json.loads(identity)
-    except ValueError:
-        return {}
-    return fields if isinstance(fields, dict) else {}
+        return parse_record(LockHolder, json.loads(identity), "lock")
+    except (ValueError, Z2aError):
+        return None

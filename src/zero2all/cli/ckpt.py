@@ -27,12 +27,10 @@ def ls(run: RunPath, json: Json = False) -> Result:
     states = list_checkpoints(opened.checkpoints, opened.flash_dir)
     lines = [f"{'step':>10}  {'where':<8} {'when':<19} {'size':>8}  valid  notes"]
     for row in states:
-        when = datetime.fromtimestamp(row["time"]).strftime("%Y-%m-%d %H:%M:%S") if row["time"] else "?"
-        valid = "yes" if row["whole"] else "NO"
-        size = show_bytes(row["bytes"])
-        lines.append(
-            f"{row['step']:>10}  {row['where']:<8} {when:<19} {size:>8}  {valid:<5}  {', '.join(row['notes'])}"
-        )
+        when = datetime.fromtimestamp(row.time).strftime("%Y-%m-%d %H:%M:%S") if row.time else "?"
+        valid = "yes" if row.whole else "NO"
+        size = show_bytes(row.bytes)
+        lines.append(f"{row.step:>10}  {row.where:<8} {when:<19} {size:>8}  {valid:<5}  {', '.join(row.notes)}")
     return Result({"run": str(opened.directory), "states": states}, "\n".join(lines))
 
 
@@ -56,7 +54,7 @@ def verify(
     from zero2all.train import Run
 
     opened = Run.open(run)
-    steps = {row["step"] for row in list_checkpoints(opened.checkpoints, opened.flash_dir)}
+    steps = {row.step for row in list_checkpoints(opened.checkpoints, opened.flash_dir)}
     if step is not None and step not in steps:
         raise UsageError(f"no checkpoint of step {step}; there are {', '.join(map(str, sorted(steps))) or 'none'}")
     found = find_problems(opened.checkpoints, opened.flash_dir, step)
@@ -107,7 +105,7 @@ def diff(
     from zero2all.train import Run
 
     rows = compare_checkpoints(Run.open(run).checkpoints, one, other)
-    lines = [f"{row['largest']:>12.4e} {row['relative']:>12.4e}  {row['parameter']}" for row in rows[:top]]
+    lines = [f"{row.largest:>12.4e} {row.relative:>12.4e}  {row.parameter}" for row in rows[:top]]
     return Result({"steps": [one, other], "parameters": rows}, "\n".join([f"{'largest':>12} {'relative':>12}", *lines]))
 
 
