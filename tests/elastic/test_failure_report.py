@@ -56,7 +56,13 @@ def test_the_first_failure_that_is_no_consequence_is_named(tmp_path: Path) -> No
     assert "starting again" in text
     assert len(text.splitlines()) < 40
     assert write_failure_report(tmp_path) is None, "the node reports are consumed"
-    restored = {"reason": "step 40 from memory", "rejected": ["checkpoint x is skipped: damaged"]}
+    restored = {
+        "step": 40,
+        "history": "a",
+        "where": "memory",
+        "reason": "step 40 from memory",
+        "rejected": ["checkpoint x is skipped: damaged"],
+    }
     (tmp_path / "history.json").write_text(json.dumps({"lineage": [["a", 0]], "restored": restored}))
     add_recovery_cost(path, RecoveryCost(1, 2, 0, 1, 3, 1, 2, 1, steps_again=7))
     assert json.loads(path.read_text())["restored"] == restored
@@ -66,7 +72,7 @@ def test_the_first_failure_that_is_no_consequence_is_named(tmp_path: Path) -> No
 
 
 def test_a_node_without_a_report_is_not_listed() -> None:
-    assert combine_node_reports([node_report("node0", failure(0, "cut off", 10.0))])["nodes_heard"] == ["node0"]
+    assert combine_node_reports([node_report("node0", failure(0, "cut off", 10.0))]).nodes_heard == ["node0"]
 
 
 def hung(rank: int, **more: Any) -> HungRank:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -21,9 +22,10 @@ from zero2all.elastic import rendezvous_client as client_module
 from zero2all.elastic.job_secret import find_secret, new_secret
 from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
 from zero2all.elastic.rendezvous_client import JobEndedError, RendezvousClient, RendezvousStore, WrongSecretError
+from zero2all.elastic.rendezvous_messages import Enter, JoinNextRound, OwnNode, Ping, Request, SetValues
 from zero2all.elastic.rendezvous_protocol import MAGIC, NONCE_BYTES, SignedSession, TamperedError
 from zero2all.elastic.rendezvous_server import RendezvousServer
-from zero2all.elastic.rendezvous_state import RendezvousSettings, settings_to_message
+from zero2all.elastic.rendezvous_state import RendezvousSettings
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
 from zero2all.parallel.tcp_store import tcp_store_from_env
@@ -326,16 +328,13 @@ def test_frames_that_are_changed_repeated_or_sent_back_are_refused() -> None:
 def test_invalid_requests_are_answered(server: RendezvousServer, capsys: pytest.CaptureFixture[str]) -> None:
     """From an authenticated client, such as a node of another version."""
     client = RendezvousClient(server.endpoint, SECRET, patience=PATIENCE)
-    for operation, fields in (
-        ("fly", {}),
-        ("wait", {}),
-        ("enter", {"job": "a", "rules": {"counts": []}, "node": {}}),
-        ("enter", {"job": "a", "rules": 5, "node": {}}),
-        ("set", {"values": [1]}),
-    ):
+    fly, wait = (type("Unknown", (Request,), {"operation": name}) for name in ("fly", "wait"))
+    own: Any = {"address": "10.0.0.1", "pid": 1, "procs": 1}
+    wrong: Any = [{"counts": []}, 5]
+    for request in (fly(), wait(), Enter("a", wrong[0], own), Enter("a", wrong[1], own), SetValues(wrong)):
         with pytest.raises(UsageError, match="refused"):
-            client.request(operation, **fields)
-    client.request("beat")
+            client.request(request)
+    client.request(Ping())
     client.close()
     assert "Traceback" not in capsys.readouterr().err
 
@@ -365,16 +364,16 @@ def test_hundreds_of_nodes_join(server: RendezvousServer) -> None:
     settings, count = RendezvousSettings((200,)), 200
     clients = [RendezvousClient(server.endpoint, SECRET, patience=PATIENCE) for _ in range(count)]
     for number, client in enumerate(clients):
-        own = {"address": f"10.0.{number // 100}.{number % 100 + 1}", "pid": 1, "procs": 8}
-        client.request("enter", job="large", rules=settings_to_message(settings), node=own)
-    pending = [client.send("wait", port=1, failed=False) for client in clients]
+        own = OwnNode(f"10.0.{number // 100}.{number % 100 + 1}", pid=1, procs=8)
+        client.request(Enter("large", settings, own))
+    pending = [client.send(JoinNextRound(port=1, failed=False)) for client in clients]
     ranks = []
     for client, one in zip(clients, pending, strict=True):
         assert one.arrived.wait(PATIENCE)
         ranks.append(client.result(one)["rank"])
     assert ranks == list(range(count)), "by address"
     for client in clients:
-        client.request("beat")
+        client.request(Ping())
         client.close()
 
 

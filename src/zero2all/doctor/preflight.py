@@ -6,9 +6,8 @@ import os
 import socket
 import statistics
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,9 +15,20 @@ from zero2all.doctor.findings import Finding
 from zero2all.doctor.network_check import diagnose_pairs, exchange_through_store, measure_pairs
 from zero2all.doctor.node_check import DeviceCheck, check_device, check_node, library_versions
 from zero2all.hardware import pick_device
+from zero2all.records import parse_record
 from zero2all.torch_private import Store
 
 SLOW_DEVICE_FACTOR = 1.5  # times as long as its peers
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What a rank tells the others."""
+
+    node: str
+    versions: dict[str, str]
+    compute: DeviceCheck
+    findings: list[Finding]
 
 
 def run_checks(directory: Path, store: Store | None = None) -> list[Finding]:
@@ -38,28 +48,24 @@ def _check_all_nodes(directory: Path, store: Store) -> list[Finding]:
     device = pick_device("auto")
     node = f"{socket.gethostname()} (node {rank // each})"
     first = rank % each == 0
-    facts: dict[str, Any] = {"node": node, "versions": library_versions(), "compute": asdict(check_device(device))}
-    facts["findings"] = [asdict(finding) for finding in check_node(directory)] if first else []
-    facts_by_rank = exchange_through_store(store, "facts", rank, world, facts)
+    facts = RankFacts(node, library_versions(), check_device(device), list(check_node(directory)) if first else [])
+    exchanged = exchange_through_store(store, "facts", rank, world, asdict(facts))
+    facts_by_rank = {number: parse_record(RankFacts, value, f"rank {number}") for number, value in exchanged.items()}
     findings = [Finding("bad", f"rank {number}", "did not report: its node or its connection is lost",
                         "check that node") for number in range(world) if number not in facts_by_rank]  # fmt: skip
     for fact in facts_by_rank.values():
-        found = [Finding(**finding) for finding in fact["findings"]]
-        findings += [
-            Finding(one.level, f"{fact['node']}, {one.what}", one.text, one.fix) for one in found if one.level != "good"
-        ]
-    device_checks = {
-        f"rank {number} on {fact['node']}": DeviceCheck(**fact["compute"]) for number, fact in facts_by_rank.items()
-    }
+        findings += [replace(one, what=f"{fact.node}, {one.what}") for one in fact.findings if one.level != "good"]
+    device_checks = {f"rank {number} on {fact.node}": fact.compute for number, fact in facts_by_rank.items()}
     findings += compare_devices(device_checks)
-    findings += compare_versions({fact["node"]: fact["versions"] for fact in facts_by_rank.values()})
+    findings += compare_versions({fact.node: fact.versions for fact in facts_by_rank.values()})
     # Between nodes the first rank of each; on one machine all ranks, since their devices may have direct links.
     several = world > each
     if first or not several:
         number, count = (rank // each, world // each) if several else (rank, world)
         measurements = measure_pairs(store, number, count, device)
-        names = {at: facts_by_rank.get(at * each if several else at, {"node": "?"})["node"] for at in range(count)}
-        if not several:
+        if several:
+            names = {at: facts_by_rank[at * each].node if at * each in facts_by_rank else "?" for at in range(count)}
+        else:
             names = {at: f"rank {at}" for at in range(count)}
         findings += diagnose_pairs(measurements, names, count)
     return findings

@@ -13,10 +13,10 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zero2all.elastic.heartbeat import HeartbeatStatus
 from zero2all.elastic.worker import collectives_path, dump_request_path, stacks_path
+from zero2all.records import parse_record
 
 STARTUP_FACTOR = 5  # multiple of the limit for a step: imports, compilation and loading a checkpoint
 DUMP_TIMEOUT = 2.0  # seconds for ranks to dump their stacks
@@ -154,15 +154,25 @@ def _own_line(thread: str) -> str:
     return f"{own[0]['file']}:{own[0]['line']} in {own[0]['name']}"
 
 
+@dataclass(frozen=True)
+class _Collective:
+    """An entry of torch's flight recorder."""
+
+    profiling_name: str
+    collective_seq_id: int
+    process_group: tuple[str, str]
+    """Name and description."""
+
+
 def _last_collective(dump: str) -> str:
     try:
-        entries: list[dict[str, Any]] = json.loads(dump or "{}").get("entries", [])
+        entries = json.loads(dump or "{}").get("entries", [])
     except ValueError:
         return ""
     if not entries:
         return ""
-    last = entries[-1]
-    return f"{last['profiling_name']} number {last['collective_seq_id']} of group {last['process_group'][1]}"
+    last = parse_record(_Collective, entries[-1], "flight recorder")
+    return f"{last.profiling_name} number {last.collective_seq_id} of group {last.process_group[1]}"
 
 
 def _read(path: Path) -> str:

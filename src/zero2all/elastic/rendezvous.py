@@ -11,7 +11,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -33,9 +32,19 @@ from zero2all.elastic.addresses import (
 )
 from zero2all.elastic.job_secret import find_secret, new_secret
 from zero2all.elastic.rendezvous_client import JobEndedError, RendezvousClient, RendezvousStore
+from zero2all.elastic.rendezvous_messages import (
+    Close,
+    Enter,
+    FailureAnswer,
+    JoinNextRound,
+    Leave,
+    OwnNode,
+    ReportFailure,
+)
 from zero2all.elastic.rendezvous_server import RendezvousServer
-from zero2all.elastic.rendezvous_state import Outcome, RankAssignment, RendezvousSettings, settings_to_message
+from zero2all.elastic.rendezvous_state import Outcome, RankAssignment, RendezvousSettings
 from zero2all.errors import UsageError, Z2aError
+from zero2all.records import parse_record
 
 JOIN_TIMEOUT = 600.0  # seconds to wait for enough nodes
 _POLL_INTERVAL = 0.5
@@ -93,8 +102,7 @@ class Rendezvous(RendezvousHandler):
             self.client = RendezvousClient(
                 self.server.endpoint if self.server is not None else self.endpoint, self.secret, config.patience
             )
-            own = {"address": self.address, "pid": os.getpid(), "procs": procs}
-            self.client.request("enter", job=job_id, rules=settings_to_message(settings), node=own)
+            self.client.request(Enter(job_id, settings, OwnNode(self.address, os.getpid(), procs)))
         except BaseException:
             self._stop_server()
             raise
@@ -133,12 +141,12 @@ class Rendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         failed, self.failed = self.failed, False
-        self.assignment = RankAssignment(**self._wait_for_assignment(failed))
+        self.assignment = self._wait_for_assignment(failed)
         store = RendezvousStoreInfo(self.assignment.master, self.assignment.port)
         return RendezvousInfo(RendezvousStore(self.client), self.assignment.rank, self.assignment.nodes, store)
 
-    def _wait_for_assignment(self, failed: bool) -> dict[str, Any]:
-        pending = self.client.send("wait", port=_free_port(self.address), failed=failed)
+    def _wait_for_assignment(self, failed: bool) -> RankAssignment:
+        pending = self.client.send(JoinNextRound(_free_port(self.address), failed))
         deadline, logged = time.monotonic() + JOIN_TIMEOUT, False
         while not pending.arrived.wait(_POLL_INTERVAL):
             if self.client.status.running:
@@ -148,8 +156,7 @@ class Rendezvous(RendezvousHandler):
                     logged = True
             elif time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"fewer than {self.settings.counts[0]} nodes came in {JOIN_TIMEOUT:.0f} s")
-        assignment: dict[str, Any] = self.client.result(pending)
-        return assignment
+        return parse_record(RankAssignment, self.client.result(pending), self.endpoint)
 
     def num_nodes_waiting(self) -> int:
         """Greater than 0 if the ranks must save and restart with other nodes."""
@@ -167,8 +174,8 @@ class Rendezvous(RendezvousHandler):
     def report_node_failure(self, step: int) -> tuple[int, bool]:
         """On how many nodes the job would run without this one, which fails at ``step`` repeatedly; and whether
         others fail there too."""
-        answer = self.client.request("fail", step=step)
-        return int(answer["left"]), bool(answer["elsewhere"])
+        answer = parse_record(FailureAnswer, self.client.request(ReportFailure(step)), self.endpoint)
+        return answer.left, answer.elsewhere
 
     def is_closed(self) -> bool:
         return self.client.status.closed is not None
@@ -179,12 +186,12 @@ class Rendezvous(RendezvousHandler):
     def close(self, outcome: Outcome) -> None:
         """End the job for all nodes."""
         with suppress(RendezvousError):  # the rendezvous is already gone, and the job with it
-            self.client.request("close", outcome=outcome)
+            self.client.request(Close(outcome))
 
     def leave(self) -> None:
         """The ranks of this node have saved and ended; the others may continue."""
         with suppress(RendezvousError):
-            self.client.request("leave")
+            self.client.request(Leave())
 
     def shutdown(self) -> bool:
         """Disconnect. Without ``close`` or ``leave`` the other nodes see a lost node."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,18 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from zero2all.elastic.rendezvous_messages import (
+    AddToValue,
+    Attach,
+    CheckKeys,
+    DeleteKey,
+    GetValues,
+    Ping,
+    Request,
+    ServerMessage,
+    SetValues,
+    WaitForKeys,
+)
 from zero2all.elastic.rendezvous_protocol import (
     LENGTH_BYTES,
     MAC_BYTES,
@@ -28,7 +40,6 @@ from zero2all.elastic.rendezvous_protocol import (
     MAX_NAME_BYTES,
     NONCE_BYTES,
     WELCOME,
-    Message,
     SignedSession,
     TamperedError,
     client_proof,
@@ -38,6 +49,7 @@ from zero2all.elastic.rendezvous_protocol import (
 from zero2all.elastic.rendezvous_state import RendezvousStatus
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError, Z2aError
+from zero2all.records import parse_record
 from zero2all.torch_private import Store
 
 HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats
@@ -62,14 +74,14 @@ class JobEndedError(RendezvousClosedError):
 class PendingReply:
     """A request that has no answer yet."""
 
-    answer: Message | None = None
+    answer: ServerMessage | None = None
     arrived: threading.Event = field(default_factory=threading.Event)
 
 
 class RendezvousClient:
     """
     >>> client = RendezvousClient("login:29500", secret, patience=60)
-    >>> client.request("check", keys=["a"])
+    >>> client.request(CheckKeys(["a"]))
     False
     """
 
@@ -90,7 +102,7 @@ class RendezvousClient:
     def start_heartbeat(self) -> None:
         threading.Thread(target=self._heartbeat_loop, name="z2a-rendezvous-beat", daemon=True).start()
 
-    def send(self, operation: str, **fields: Any) -> PendingReply:
+    def send(self, request: Request) -> PendingReply:
         pending = PendingReply()
         with self._sending:
             if self._lost_reason is not None:
@@ -98,14 +110,15 @@ class RendezvousClient:
             self._number += 1
             self._pending[self._number] = pending
             try:
-                self._socket.sendall(self._session.seal({"id": self._number, "op": operation, **fields}))
+                message = {"id": self._number, "op": request.operation, **asdict(request)}
+                self._socket.sendall(self._session.seal(message))
             except OSError as error:
                 self._mark_lost(str(error))
                 raise RendezvousConnectionError(str(error)) from None
         return pending
 
-    def request(self, operation: str, timeout: float | None = None, **fields: Any) -> Any:
-        pending = self.send(operation, **fields)
+    def request(self, request: Request, timeout: float | None = None) -> Any:
+        pending = self.send(request)
         if not pending.arrived.wait(self.patience if timeout is None else timeout):
             raise RendezvousConnectionError(f"no answer from {self.endpoint} in {timeout or self.patience:.0f} s")
         return self.result(pending)
@@ -114,10 +127,9 @@ class RendezvousClient:
         """The value of an answered request."""
         if pending.answer is None:
             raise RendezvousConnectionError(self._lost_reason or "the connection is closed")
-        if "error" not in pending.answer:
-            return pending.answer.get("value")
-        text = str(pending.answer["error"])
-        match pending.answer.get("kind"):
+        if (text := pending.answer.error) is None:
+            return pending.answer.value
+        match pending.answer.kind:
             case "closed":
                 raise JobEndedError(text == "done")
             case "timeout":
@@ -178,20 +190,22 @@ class RendezvousClient:
         try:
             while True:
                 length = frame_length(_receive_exactly(self._socket, LENGTH_BYTES))
-                message = self._session.open(_receive_exactly(self._socket, length))
+                received = self._session.open(_receive_exactly(self._socket, length))
+                message = parse_record(ServerMessage, received, "message")
                 self._last_heard = time.monotonic()
-                if "status" in message:
-                    self._update_status(message["status"])
-                elif (pending := self._pending.pop(int(message["id"]), None)) is not None:
+                if message.status is not None:
+                    self._update_status(message.status)
+                elif message.id is None:
+                    raise TamperedError("neither an answer nor a status")
+                elif (pending := self._pending.pop(message.id, None)) is not None:
                     pending.answer = message
                     pending.arrived.set()
         except OSError as error:
             self._mark_lost(f"the connection to {self.endpoint} is lost ({error})")
-        except (TamperedError, KeyError, TypeError, ValueError) as error:
+        except (TamperedError, Z2aError) as error:
             self._mark_lost(f"{self.endpoint} sent an invalid message ({error})")
 
-    def _update_status(self, values: Message) -> None:
-        status = RendezvousStatus(**{**values, "lost": tuple(values["lost"])})
+    def _update_status(self, status: RendezvousStatus) -> None:
         if not status.lost:
             self.lost_since = None
         elif self.lost_since is None:
@@ -208,7 +222,7 @@ class RendezvousClient:
                 self._mark_lost(f"no sign of life from {self.endpoint} for {self.patience:.0f} s")
                 return
             with suppress(RendezvousConnectionError):
-                self.send("beat")
+                self.send(Ping())
             before = time.monotonic()  # a blocked send is no suspension: the other side does not read
 
     def _mark_lost(self, why: str) -> None:
@@ -236,7 +250,7 @@ class RendezvousStore(Store):
                 f"{JOB_SECRET_VARIABLE} is not set, and the ranks of a job need it: start them with 'z2a launch'"
             )
         client = RendezvousClient(endpoint, os.environ[JOB_SECRET_VARIABLE], timeout.total_seconds())
-        client.request("attach", job=job)
+        client.request(Attach(job))
         return cls(client, timeout)
 
     @property
@@ -251,32 +265,32 @@ class RendezvousStore(Store):
 
     def multi_set(self, keys: list[str], values: Iterable[str | bytes]) -> None:
         encoded = {key: _encode(value) for key, value in zip(keys, values, strict=True)}
-        self._client.request("set", values=encoded)
+        self._client.request(SetValues(encoded))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [base64.b64decode(value) for value in self._wait_for_keys("get", keys, self.timeout)]
+        return [base64.b64decode(value) for value in self._wait_for_keys(GetValues, keys, self.timeout)]
 
     def add(self, key: str, value: int) -> int:
-        return int(self._client.request("add", key=key, amount=value))
+        return int(self._client.request(AddToValue(key, value)))
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self._client.request("check", keys=keys))
+        return bool(self._client.request(CheckKeys(keys)))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._wait_for_keys("until", keys, timeout or self.timeout)
+        self._wait_for_keys(WaitForKeys, keys, timeout or self.timeout)
 
-    def _wait_for_keys(self, operation: str, keys: list[str], timeout: timedelta) -> Any:
+    def _wait_for_keys(self, request: type[GetValues | WaitForKeys], keys: list[str], timeout: timedelta) -> Any:
         seconds = timeout.total_seconds()
         try:
-            return self._client.request(operation, timeout=seconds + self._client.patience, keys=keys, seconds=seconds)
+            return self._client.request(request(keys, seconds), timeout=seconds + self._client.patience)
         except RendezvousTimeoutError as error:
             raise DistStoreError(str(error)) from None  # as torch's own stores
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._client.request("delete", key=key))
+        return bool(self._client.request(DeleteKey(key)))
 
 
 def _encode(value: str | bytes) -> str:

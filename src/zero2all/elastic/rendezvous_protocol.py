@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import json
-from typing import Any
 
 MAGIC = b"z2a-rendezvous-1"
 NONCE_BYTES = 32
@@ -18,8 +17,6 @@ LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 4 << 20  # bytes in a frame
 REFUSED, WELCOME = b"\0", b"\1"
 MAX_NAME_BYTES = 255
-
-Message = dict[str, Any]
 
 
 class TamperedError(Exception):
@@ -54,20 +51,20 @@ class SignedSession:
         self._out, self._in = (b"server", b"client") if is_server else (b"client", b"server")
         self._sent = self._received = 0
 
-    def seal(self, message: Message) -> bytes:
+    def seal(self, message: object) -> bytes:
         body = json.dumps(message).encode()
         signature = sign(self._key, self._out, self._sent.to_bytes(8, "big"), body)
         self._sent += 1
         return (MAC_BYTES + len(body)).to_bytes(LENGTH_BYTES, "big") + signature + body
 
-    def open(self, frame: bytes) -> Message:
-        """``frame`` is what follows the length."""
+    def open(self, frame: bytes) -> object:
+        """The parsed JSON object. ``frame`` is what follows the length."""
         signature, body = frame[:MAC_BYTES], frame[MAC_BYTES:]
         if not verify(self._key, signature, self._in, self._received.to_bytes(8, "big"), body):
             raise TamperedError("a frame without a valid signature")
         self._received += 1
         try:
-            message = json.loads(body)
+            message: object = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise TamperedError(f"a signed frame that is not JSON: {error}") from None
         if not isinstance(message, dict):

@@ -10,12 +10,33 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zero2all.console import say
+from zero2all.elastic.rendezvous_messages import (
+    AddToValue,
+    Attach,
+    CheckKeys,
+    Close,
+    DeleteKey,
+    Enter,
+    ErrorReply,
+    FailureAnswer,
+    GetValues,
+    JoinNextRound,
+    Leave,
+    Ping,
+    Reply,
+    ReportFailure,
+    Request,
+    RequestHead,
+    SetValues,
+    StatusChange,
+    WaitForKeys,
+)
 from zero2all.elastic.rendezvous_protocol import (
     LENGTH_BYTES,
     MAC_BYTES,
@@ -23,7 +44,6 @@ from zero2all.elastic.rendezvous_protocol import (
     NONCE_BYTES,
     REFUSED,
     WELCOME,
-    Message,
     SignedSession,
     TamperedError,
     client_proof,
@@ -31,8 +51,9 @@ from zero2all.elastic.rendezvous_protocol import (
     printable_name,
     server_proof,
 )
-from zero2all.elastic.rendezvous_state import Node, RendezvousState, RendezvousStatus, settings_from_message
+from zero2all.elastic.rendezvous_state import Node, RankAssignment, RendezvousState, RendezvousStatus
 from zero2all.errors import Z2aError
+from zero2all.records import parse_record
 
 HANDSHAKE_TIMEOUT = 10.0  # seconds for a client to authenticate
 MAX_UNAUTHENTICATED = 1024  # at a time
@@ -56,7 +77,7 @@ class RendezvousJob:
     state: RendezvousState
     values: dict[str, bytes] = field(default_factory=dict)
     watchers: dict[str, list[asyncio.Event]] = field(default_factory=dict)
-    pending_assignments: dict[str, asyncio.Future[Message]] = field(default_factory=dict)
+    pending_assignments: dict[str, asyncio.Future[RankAssignment]] = field(default_factory=dict)
     """Of nodes that wait for a round."""
     peers: dict[str, Peer] = field(default_factory=dict)
 
@@ -89,9 +110,9 @@ class Peer:
     node: str | None = None
     status: RendezvousStatus = field(default_factory=RendezvousStatus)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Reply | ErrorReply | StatusChange) -> None:
         if not self.writer.is_closing():
-            self.writer.write(self.session.seal(message))
+            self.writer.write(self.session.seal(asdict(message)))
 
 
 class RendezvousServer:
@@ -213,17 +234,18 @@ class RendezvousServer:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _handle_request(self, peer: Peer, message: Message) -> None:
-        number = message.get("id")
+    async def _handle_request(self, peer: Peer, message: object) -> None:
+        head = RequestHead()
         try:
-            operation = _OPERATIONS.get(str(message.get("op")))
-            if operation is None:
-                raise RequestError("usage", f"unknown request {message.get('op')!r}: is this node of another version?")
-            peer.send({"id": number, "value": await operation(self, peer, message)})
+            head = parse_record(RequestHead, message, "request")
+            if head.op not in _REQUESTS:
+                raise RequestError("usage", f"unknown request {head.op!r}: is this node of another version?")
+            request = parse_record(_REQUESTS[head.op], message, head.op)
+            peer.send(Reply(head.id, await _HANDLERS[type(request)](self, peer, request)))
         except RequestError as error:
-            peer.send({"id": number, "error": str(error), "kind": error.kind})
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, Z2aError) as error:
-            peer.send({"id": number, "error": f"malformed request ({error})", "kind": "usage"})
+            peer.send(ErrorReply(head.id, str(error), error.kind))
+        except (ArithmeticError, LookupError, ValueError, Z2aError) as error:
+            peer.send(ErrorReply(head.id, f"malformed request ({error})", "usage"))
 
     def _disconnect(self, peer: Peer, gracefully: bool) -> None:
         if peer.job is not None and peer.node is not None:
@@ -243,12 +265,12 @@ class RendezvousServer:
             job.values.clear()  # of the previous round
         for id, assignment in assignments.items():
             if not (waiting := job.pending_assignments.pop(id)).done():
-                waiting.set_result(asdict(assignment))
+                waiting.set_result(assignment)
         status = job.state.status()
         for id, peer in list(job.peers.items()):
             if peer.status != status:
                 peer.status = status
-                peer.send({"status": asdict(status)})
+                peer.send(StatusChange(status))
             if id not in job.state.nodes:  # silent for too long
                 peer.writer.close()
         if status.closed is not None:
@@ -257,13 +279,12 @@ class RendezvousServer:
                     waiting.set_exception(RequestError("closed", status.closed))
             job.pending_assignments.clear()
 
-    async def _enter(self, peer: Peer, message: Message) -> str:
-        """A node registers; from now on it receives the status."""
-        name, settings, own = str(message["job"]), settings_from_message(message["rules"]), message["node"]
-        node = Node(secrets.token_hex(8), peer.name, str(own["address"]), int(own["pid"]), int(own["procs"]))
-        job = self._jobs.get(name)
+    async def _enter(self, peer: Peer, request: Enter) -> str:
+        settings, own = request.rules, request.node
+        node = Node(secrets.token_hex(8), peer.name, own.address, own.pid, own.procs)
+        job = self._jobs.get(request.job)
         if job is None or job.state.closed is not None:  # the job has ended and starts again
-            job = self._jobs[name] = RendezvousJob(RendezvousState(settings))
+            job = self._jobs[request.job] = RendezvousJob(RendezvousState(settings))
         elif job.state.settings != settings:
             raise RequestError(
                 "usage",
@@ -275,85 +296,84 @@ class RendezvousServer:
         job.peers[peer.node] = peer
         return peer.node
 
-    async def _attach(self, peer: Peer, message: Message) -> None:
-        """A rank of the job that uses its key-value store."""
-        job = self._jobs.get(str(message["job"]))
+    async def _attach(self, peer: Peer, request: Attach) -> None:
+        job = self._jobs.get(request.job)
         if job is None:
             raise RequestError("usage", "unknown job")
         peer.job = job
 
-    async def _join_next_round(self, peer: Peer, message: Message) -> Message:
+    async def _join_next_round(self, peer: Peer, request: JoinNextRound) -> RankAssignment:
         job = _job_of(peer)
         if peer.node is None or peer.node not in job.state.nodes:
             raise RequestError("lost", "this node was silent for too long, and is no longer known")
         if job.state.closed is not None:
             raise RequestError("closed", job.state.closed)
-        job.state.join_next_round(peer.node, int(message["port"]), time.monotonic(), bool(message["failed"]))
+        job.state.join_next_round(peer.node, request.port, time.monotonic(), request.failed)
         assignment = job.pending_assignments[peer.node] = asyncio.get_running_loop().create_future()
         self._advance(job)
         try:
-            found: Message = await assignment
+            found: RankAssignment = await assignment
             return found
         except asyncio.CancelledError:
             raise RequestError("lost", "the connection is gone") from None
 
-    async def _heartbeat(self, peer: Peer, message: Message) -> None:
+    async def _heartbeat(self, peer: Peer, request: Ping) -> None:
         return None
 
-    async def _leave(self, peer: Peer, message: Message) -> None:
+    async def _leave(self, peer: Peer, request: Leave) -> None:
         self._disconnect(peer, gracefully=True)
 
-    async def _close(self, peer: Peer, message: Message) -> None:
+    async def _close(self, peer: Peer, request: Close) -> None:
         job = _job_of(peer)
-        job.state.close("done" if message["outcome"] == "done" else "failed")
+        job.state.close(request.outcome)
         self._advance(job)
 
-    async def _fail(self, peer: Peer, message: Message) -> Message:
+    async def _report_failure(self, peer: Peer, request: ReportFailure) -> FailureAnswer:
         if peer.node is None:
             raise RequestError("usage", "only nodes report failures")
-        left, elsewhere = _job_of(peer).state.report_failure(peer.node, int(message["step"]))
-        return {"left": left, "elsewhere": elsewhere}
+        return FailureAnswer(*_job_of(peer).state.report_failure(peer.node, request.step))
 
-    async def _set(self, peer: Peer, message: Message) -> None:
-        for key, value in message["values"].items():
+    async def _set(self, peer: Peer, request: SetValues) -> None:
+        for key, value in request.values.items():
             _job_of(peer).set_value(key, base64.b64decode(value))
 
-    async def _get(self, peer: Peer, message: Message) -> list[str]:
-        job, keys = _job_of(peer), list(message["keys"])
-        await job.wait_for_keys(keys, float(message["seconds"]))
-        return [base64.b64encode(job.values[key]).decode() for key in keys]
+    async def _get(self, peer: Peer, request: GetValues) -> list[str]:
+        job = _job_of(peer)
+        await job.wait_for_keys(request.keys, request.seconds)
+        return [base64.b64encode(job.values[key]).decode() for key in request.keys]
 
-    async def _add(self, peer: Peer, message: Message) -> int:
-        job, key = _job_of(peer), message["key"]
-        total = int(job.values.get(key, b"0")) + int(message["amount"])
-        job.set_value(key, str(total).encode())
+    async def _add(self, peer: Peer, request: AddToValue) -> int:
+        job = _job_of(peer)
+        total = int(job.values.get(request.key, b"0")) + request.amount
+        job.set_value(request.key, str(total).encode())
         return total
 
-    async def _wait_for_keys(self, peer: Peer, message: Message) -> None:
-        await _job_of(peer).wait_for_keys(list(message["keys"]), float(message["seconds"]))
+    async def _wait_for_keys(self, peer: Peer, request: WaitForKeys) -> None:
+        await _job_of(peer).wait_for_keys(request.keys, request.seconds)
 
-    async def _check(self, peer: Peer, message: Message) -> bool:
-        return all(key in _job_of(peer).values for key in message["keys"])
+    async def _check(self, peer: Peer, request: CheckKeys) -> bool:
+        return all(key in _job_of(peer).values for key in request.keys)
 
-    async def _delete(self, peer: Peer, message: Message) -> bool:
-        return _job_of(peer).values.pop(message["key"], None) is not None
+    async def _delete(self, peer: Peer, request: DeleteKey) -> bool:
+        return _job_of(peer).values.pop(request.key, None) is not None
 
 
-_OPERATIONS: dict[str, Callable[[RendezvousServer, Peer, Message], Any]] = {
-    "enter": RendezvousServer._enter,
-    "attach": RendezvousServer._attach,
-    "wait": RendezvousServer._join_next_round,
-    "beat": RendezvousServer._heartbeat,
-    "leave": RendezvousServer._leave,
-    "close": RendezvousServer._close,
-    "fail": RendezvousServer._fail,
-    "set": RendezvousServer._set,
-    "get": RendezvousServer._get,
-    "add": RendezvousServer._add,
-    "until": RendezvousServer._wait_for_keys,
-    "check": RendezvousServer._check,
-    "delete": RendezvousServer._delete,
+_HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], Awaitable[object]]] = {
+    Enter: RendezvousServer._enter,
+    Attach: RendezvousServer._attach,
+    JoinNextRound: RendezvousServer._join_next_round,
+    Ping: RendezvousServer._heartbeat,
+    Leave: RendezvousServer._leave,
+    Close: RendezvousServer._close,
+    ReportFailure: RendezvousServer._report_failure,
+    SetValues: RendezvousServer._set,
+    GetValues: RendezvousServer._get,
+    AddToValue: RendezvousServer._add,
+    WaitForKeys: RendezvousServer._wait_for_keys,
+    CheckKeys: RendezvousServer._check,
+    DeleteKey: RendezvousServer._delete,
 }
+_REQUESTS = {request.operation: request for request in _HANDLERS}
 
 
 def _job_of(peer: Peer) -> RendezvousJob:

@@ -7,7 +7,7 @@ the next round. Times are of the rendezvous's own monotonic clock: those of the 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any, Literal
 
@@ -233,11 +233,3 @@ class RendezvousState:
             )
             first_rank += node.procs
         return assignments
-
-
-def settings_to_message(settings: RendezvousSettings) -> dict[str, Any]:
-    return asdict(settings)
-
-
-def settings_from_message(message: dict[str, Any]) -> RendezvousSettings:
-    return RendezvousSettings(**{**message, "counts": tuple(message["counts"])})

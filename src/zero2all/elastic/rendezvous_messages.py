@@ -1,0 +1,157 @@
+"""Messages of the rendezvous: the requests of a client, and what the server sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from zero2all.elastic.rendezvous_state import Outcome, RendezvousSettings, RendezvousStatus
+
+
+@dataclass(frozen=True)
+class Request:
+    operation: ClassVar[str]
+    """Sent as ``op``, beside the fields."""
+
+
+@dataclass(frozen=True)
+class OwnNode:
+    address: str
+    pid: int
+    procs: int
+
+
+@dataclass(frozen=True)
+class Enter(Request):
+    """A node registers; from now on it receives the status."""
+
+    operation = "enter"
+    job: str
+    rules: RendezvousSettings
+    node: OwnNode
+
+
+@dataclass(frozen=True)
+class Attach(Request):
+    """A rank of the job wants to use its key-value store."""
+
+    operation = "attach"
+    job: str
+
+
+@dataclass(frozen=True)
+class JoinNextRound(Request):
+    """The answer is a ``RankAssignment``, once the round forms."""
+
+    operation = "wait"
+    port: int
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Ping(Request):
+    operation = "beat"
+
+
+@dataclass(frozen=True)
+class Leave(Request):
+    operation = "leave"
+
+
+@dataclass(frozen=True)
+class Close(Request):
+    operation = "close"
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class ReportFailure(Request):
+    operation = "fail"
+    step: int
+
+
+@dataclass(frozen=True)
+class FailureAnswer:
+    left: int
+    """Nodes on which the job could run without this one."""
+    elsewhere: bool
+    """Whether other nodes have failed at this step too."""
+
+
+@dataclass(frozen=True)
+class SetValues(Request):
+    operation = "set"
+    values: dict[str, str]
+    """In base64."""
+
+
+@dataclass(frozen=True)
+class GetValues(Request):
+    """Waits until all keys are set."""
+
+    operation = "get"
+    keys: list[str]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WaitForKeys(Request):
+    operation = "until"
+    keys: list[str]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AddToValue(Request):
+    operation = "add"
+    key: str
+    amount: int
+
+
+@dataclass(frozen=True)
+class CheckKeys(Request):
+    operation = "check"
+    keys: list[str]
+
+
+@dataclass(frozen=True)
+class DeleteKey(Request):
+    operation = "delete"
+    key: str
+
+
+@dataclass(frozen=True)
+class RequestHead:
+    """What the server reads of a request before it knows its type."""
+
+    id: int | None = None
+    op: str | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    id: int | None
+    value: Any
+
+
+@dataclass(frozen=True)
+class ErrorReply:
+    id: int | None
+    error: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class StatusChange:
+    status: RendezvousStatus
+
+
+@dataclass(frozen=True)
+class ServerMessage:
+    """One of the three above, as the client reads it."""
+
+    id: int | None = None
+    value: Any = None
+    error: str | None = None
+    kind: str | None = None
+    status: RendezvousStatus | None = None
