@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -249,3 +250,10 @@ def test_an_overflow_at_the_smallest_scale_is_not_skipped(
     monkeypatch.setattr("zero2all.parallel.loss_scale.MIN_SCALE", 2.0**37)
     with pytest.raises(Z2aError, match=r"step 3: loss .* gradient norm (nan|inf)"):
         train(tiny_recipe(workspace, f"out={tmp_path}", "train.precision=fp16"))
+
+
+def test_a_finished_run_frees_its_model(workspace: Path, tmp_path: Path) -> None:
+    models: list[weakref.ref[Z2all]] = []
+    hooks = TrainerHooks(on_gradients=lambda model: models.append(weakref.ref(model.model)))
+    train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=1"), hooks)
+    assert [model() for model in models] == [None]

@@ -70,7 +70,10 @@ def train(
     returns goes to the record. Time counts as start-up from ``start_time`` on: now, if not given.
     """
     with Trainer(recipe, hooks, evaluate, start_time) as trainer:
-        return trainer.train()
+        summary = trainer.train()
+    del trainer
+    gc.collect()  # its callbacks refer to it, so its model would stay in memory until the next collection
+    return summary
 
 
 @dataclass(frozen=True)
