@@ -151,3 +151,24 @@ def test_durations(text: object, steps: int | None) -> None:
             Duration.parse(text)
     else:
         assert Duration.parse(text).in_steps(tokens_per_step=100_000, tokens_per_epoch=1_000_000) == steps
+
+
+def test_a_mistake_on_the_command_line_has_no_line_of_the_file() -> None:
+    text = "train:\n  steps: 1\n  seq_len: 8\nmodel:\n  hidden_size: 64\n"
+    with pytest.raises(RecipeError) as raised:
+        parse_recipe(text, ["train.stps=3", "train.seq_len=x", "model={n_layers: 2, hidden_size: y}"])
+    assert {problem.path: problem.line for problem in raised.value.problems} == {
+        "train.stps": None,
+        "train.seq_len": None,
+        "model.n_layers": None,
+        "model.hidden_size": None,
+    }
+    with pytest.raises(RecipeError, match=r"line 5, model\.hidden_size"):
+        parse_recipe(text.replace("64", "y"), ["train.steps=3"])
+
+
+def test_a_missing_recipe_names_those_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").touch()
+    (tmp_path / ".hidden.yaml").touch()
+    with pytest.raises(UsageError, match=r"there are mine\.yaml$"):
+        load_recipe(tmp_path / "other.yaml")

@@ -237,7 +237,7 @@ class Agent(LocalElasticAgent):
             kind, step, worker_group.group_world_size, remaining_restarts(self)
         )
         if rank_failures and self.run_directory is None and all(failure.status >= 0 for failure in rank_failures):
-            reason = "not tried again: the command is no training run, and exited without a signal"
+            reason = "not tried again: the command exited before it opened a run"
         if should_exclude_node(self.rendezvous, kind, step, worker_group.group_world_size or 1) and reason is not None:
             self.leaves_job = True
             reason = f"{reason}: this node leaves the job, and the others continue; check it with 'z2a doctor'"

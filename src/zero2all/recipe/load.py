@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from zero2all.errors import RecipeError, RecipeProblem, UsageError
 from zero2all.recipe.presets import PRESETS
 from zero2all.recipe.renamed import lines_to_new, retired_key_problems, to_new
-from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, read_yaml
+from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, Lines, read_yaml
 from zero2all.recipe.sections import Recipe
 
 MAX_SHOWN_CHARS = 80  # characters of a wrong value in a message
@@ -47,7 +47,8 @@ def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "r
     if stored:
         values = to_new(values)
     for override in overrides or []:
-        _apply_override(values, override)
+        key_path = _apply_override(values, override)
+        lines = {path: line for path, line in lines.items() if path[: len(key_path)] != key_path} | {key_path: None}
     retired = retired_key_problems(values, lines)
     values = to_new(values)  # what is given by a retired key is not missing as well
     if problems := retired + _problems(values, lines_to_new(lines)):
@@ -82,7 +83,8 @@ def recipe_schema() -> str:
     return json.dumps(Recipe.model_json_schema(), indent=2, ensure_ascii=False)
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def _apply_override(values: dict[str, Any], override: str) -> KeyPath:
+    """Set the value, and return its key path: what the file has there no longer counts."""
     dotted, equals, raw = override.partition("=")
     keys = dotted.strip().split(".")
     shown = override if len(override) <= MAX_SHOWN_CHARS else override[:MAX_SHOWN_CHARS] + "..."
@@ -106,9 +108,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         for field in {name for shape in PRESETS.values() for name in shape}:
             section.pop(field, None)
     section[keys[-1]] = value
+    return tuple(keys)
 
 
-def _problems(values: dict[str, Any], lines: dict[KeyPath, int]) -> list[RecipeProblem]:
+def _problems(values: dict[str, Any], lines: Lines) -> list[RecipeProblem]:
     """Validate, take out what is wrong, and validate again: mistakes that hid behind others show too."""
     values = copy.deepcopy(values)
     found: list[RecipeProblem] = []
@@ -151,7 +154,7 @@ def _remove(values: dict[str, Any], key_path: KeyPath, kind: str) -> bool:
     return isinstance(parent, list) and _remove(values, key_path[:-1], kind)
 
 
-def _problem(detail: Any, lines: dict[KeyPath, int]) -> RecipeProblem:
+def _problem(detail: Any, lines: Lines) -> RecipeProblem:
     key_path: KeyPath = detail["loc"]
     message = str(detail["msg"]).removeprefix("Value error, ")
     hint = ""
@@ -190,5 +193,5 @@ def builtin_recipe_path(name: str) -> Path:
 
 def _sibling_recipes(path: Path) -> str:
     folder = path.parent
-    names = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []
+    names = sorted(p.name for p in folder.glob("[!.]*.y*ml")) if folder.is_dir() else []
     return f"; in {folder}/ there are {', '.join(names)}" if names else ""

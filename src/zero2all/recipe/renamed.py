@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero2all.errors import RecipeProblem
-from zero2all.recipe.safe_yaml import KeyPath
+from zero2all.recipe.safe_yaml import KeyPath, Lines
 
 RENAMED = {  # path of the retired key -> its new name in the same section; * is any element of a list
     "model.n_layers": "num_hidden_layers",
@@ -78,18 +78,18 @@ def identity_to_new(identity: dict[str, Any]) -> dict[str, Any]:
     return translated
 
 
-def retired_key_problems(values: dict[str, Any], lines: dict[KeyPath, int]) -> list[RecipeProblem]:
+def retired_key_problems(values: dict[str, Any], lines: Lines) -> list[RecipeProblem]:
     """One mistake for each retired key or value of a user's recipe."""
     return list(_retired(values, (), (), lines))
 
 
-def lines_to_new(lines: dict[KeyPath, int]) -> dict[KeyPath, int]:
+def lines_to_new(lines: Lines) -> Lines:
     """The line of each key under its new name as well."""
-    found = dict(lines)
+    translated = dict(lines)
     for path, line in lines.items():
         if new := _NEW_KEYS.get(_pattern(path)):
-            found.setdefault((*path[:-1], new), line)
-    return found
+            translated.setdefault((*path[:-1], new), line)
+    return translated
 
 
 def _translate(values: Any, section: _Section, keys: Mapping[_Section, str], words: Mapping[_Section, Any]) -> Any:
@@ -111,7 +111,7 @@ def _stage_to_new(stage: Any) -> Any:
     return stage
 
 
-def _retired(values: Any, path: KeyPath, section: _Section, lines: dict[KeyPath, int]) -> Iterator[RecipeProblem]:
+def _retired(values: Any, path: KeyPath, section: _Section, lines: Lines) -> Iterator[RecipeProblem]:
     dotted = ".".join(map(str, path))
     if isinstance(values, list):
         for index, inner in enumerate(values):

@@ -19,6 +19,8 @@ MAX_DEPTH = 64  # levels of lists and mappings
 MAX_VALUES = 50_000  # values, each alias counted with all that it stands for
 MAX_DIGITS = 40
 KeyPath = tuple[str | int, ...]
+Lines = dict[KeyPath, int | None]
+"""The line of each key and element; None for one that is not from a file."""
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -92,7 +94,7 @@ PlainLoader.add_constructor(_TAG + "bool", _boolean)
 PlainLoader.add_constructor(None, _unknown)
 
 
-def read_yaml(text: str, origin: str) -> tuple[Any, dict[KeyPath, int]]:
+def read_yaml(text: str, origin: str) -> tuple[Any, Lines]:
     """The values of a document, and the line of each key and element; a UsageError with the position if it is none."""
     if len(text) > MAX_FILE_BYTES:
         raise UsageError(f"{origin} is larger than {MAX_FILE_BYTES >> 20} MiB: is it a recipe?")
@@ -149,8 +151,8 @@ def _without_aliases(value: Any) -> Any:
     return [_without_aliases(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _line_numbers(node: yaml.Node, key_path: KeyPath = ()) -> dict[KeyPath, int]:
-    found: dict[KeyPath, int] = {}
+def _line_numbers(node: yaml.Node, key_path: KeyPath = ()) -> Lines:
+    found: Lines = {}
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             inner = (*key_path, key.value)
