@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.console import heading, say, warn
-from zero2all.corpus import build_corpus, recommended_workers
+from zero2all.corpus import BuiltCorpus, build_corpus, recommended_workers
 from zero2all.engine import Engine
 from zero2all.errors import UsageError
 from zero2all.evals import evaluate_bpb
@@ -80,8 +80,8 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
         ]
     return {
         "out": str(out),
-        "documents": documents["documents"],
-        "bytes": documents["bytes"],
+        "documents": documents.documents,
+        "bytes": documents.bytes,
         "tokens": tokens["tokens"],
         "parameters": trained.parameters,
         "steps": trained.steps,
@@ -161,20 +161,18 @@ def _timed_stage(title: str, name: str, seconds: dict[str, float]) -> Iterator[N
     say(f"done in {show_seconds(seconds[name])}")
 
 
-def _say_documents(manifest: dict[str, Any]) -> None:
-    for source, train_part in manifest["splits"]["train"].items():
-        valid_part = manifest["splits"]["valid"][source]
+def _say_documents(corpus: BuiltCorpus) -> None:
+    for source, train_part in corpus.splits["train"].items():
+        valid_part = corpus.splits["valid"][source]
         say(
-            f"{source}: {train_part['documents']} documents, {show_bytes(train_part['bytes'])}; "
-            f"validation {valid_part['documents']}, {show_bytes(valid_part['bytes'])}"
+            f"{source}: {train_part.documents} documents, {show_bytes(train_part.bytes)}; "
+            f"validation {valid_part.documents}, {show_bytes(valid_part.bytes)}"
         )
-        skipped = manifest["left_out"][source]
-        dropped = manifest["sources"][source]["dropped"]
-        reasons = [(count, f"{count} records ({reason})") for reason, count in skipped["documents"].items()]
-        reasons += [(part["count"], f"{part['count']} files ({reason})") for reason, part in skipped["files"].items()]
-        reasons += [
-            (part["documents"], f"{part['documents']} documents ({reason})") for reason, part in dropped.items()
-        ]
+        skipped = corpus.left_out[source]
+        dropped = corpus.sources[source].dropped
+        reasons = [(count, f"{count} records ({reason})") for reason, count in skipped.documents.items()]
+        reasons += [(files.count, f"{files.count} files ({reason})") for reason, files in skipped.files.items()]
+        reasons += [(part.documents, f"{part.documents} documents ({reason})") for reason, part in dropped.items()]
         reasons.sort(key=lambda counted: -counted[0])
         if reasons:
             more = ", and more in documents/manifest.json" if len(reasons) > REASONS_SHOWN else ""

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from zero2all.corpus import SCHEMA, build_corpus, recommended_workers
+from zero2all.corpus import SCHEMA, BuiltCorpus, build_corpus, recommended_workers
 from zero2all.corpus.filters import DEFAULT_FILTERS
 from zero2all.corpus.filters.quality_classifier import train_quality_model
 from zero2all.engine import Engine
@@ -23,7 +23,7 @@ from zero2all.io import host_id
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 
-def build(raw: Path, out: Path, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def build(raw: Path, out: Path, **options: Any) -> tuple[BuiltCorpus, list[dict[str, Any]]]:
     source = SourceRecipe(name="s", paths=[str(raw)], **options.pop("source", {}))
     manifest = build_corpus(CorpusRecipe(sources=[source], **{"filters": [], **options}), out)
     rows = [row for shard in sorted(out.glob("*/*.parquet")) for row in pq.read_table(shard).to_pylist()]
@@ -50,7 +50,7 @@ def test_every_readable_format_gives_its_documents(tmp_path: Path) -> None:
     two = next(row for row in rows if row["content"] == "two")
     assert (two["title"], two["data_src"], json.loads(two["others"])) == ("T", "s", {"x": 5})
     assert next(row for row in rows if row["content"] == "seven")["id"] == "7"
-    assert manifest["documents"] == 12
+    assert manifest.documents == 12
     assert pq.read_schema(next((tmp_path / "out").glob("train/*.parquet"))).equals(SCHEMA)
 
 
@@ -66,13 +66,13 @@ def test_what_is_skipped_is_counted_with_its_reason(tmp_path: Path) -> None:
     (raw / "f.jsonl.gz").write_bytes(b"not gzip")
     manifest, rows = build(raw, tmp_path / "out", holdout=0)
     assert len(rows) == 2
-    left_out = manifest["left_out"]["s"]
-    assert left_out["documents"] == {"broken JSON": 2, "not an object": 1, "no text in it": 2}
-    assert manifest["sources"]["s"]["quarantine"][0].endswith("broken JSON")
-    assert manifest["sources"]["s"]["dropped"]["exact copy"]["documents"] == 1
-    files = {name for part in left_out["files"].values() for name in part["first"]}
+    left_out = manifest.left_out["s"]
+    assert left_out.documents == {"broken JSON": 2, "not an object": 1, "no text in it": 2}
+    assert manifest.sources["s"].quarantine[0].endswith("broken JSON")
+    assert manifest.sources["s"].dropped["exact copy"].documents == 1
+    files = {name for part in left_out.files.values() for name in part.first}
     assert files == {"b.tar.gz", "c.txt", "d.json", "e.parquet", "f.jsonl.gz"}
-    assert {"empty file", "binary, not text", "broken JSON", "not gzip, though named so"} <= set(left_out["files"])
+    assert {"empty file", "binary, not text", "broken JSON", "not gzip, though named so"} <= set(left_out.files)
 
 
 @pytest.mark.parametrize("own_ids", [True, False])
@@ -105,21 +105,21 @@ def test_shards_roll_over_and_keep_every_document(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.jsonl").write_text("\n".join(json.dumps({"text": f"{n:05}" * 20}) for n in range(100)))
     manifest, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, shard_size="3KB")
-    assert len(manifest["splits"]["train"]["s"]["shards"]) == 4
+    assert len(manifest.splits["train"]["s"].shards) == 4
     assert sorted(row["content"][:5] for row in rows) == [f"{n:05}" for n in range(100)]
 
 
 def test_a_rerun_reads_only_what_changed_and_notices_damage(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.txt").write_text("one")
-    assert not build(tmp_path / "raw", tmp_path / "out", holdout=0)[0]["reused"]
-    assert build(tmp_path / "raw", tmp_path / "out", holdout=0)[0]["reused"]
+    assert not build(tmp_path / "raw", tmp_path / "out", holdout=0)[0].reused
+    assert build(tmp_path / "raw", tmp_path / "out", holdout=0)[0].reused
     (tmp_path / "raw" / "b.txt").write_text("two")
-    assert not build(tmp_path / "raw", tmp_path / "out", holdout=0)[0]["reused"]
+    assert not build(tmp_path / "raw", tmp_path / "out", holdout=0)[0].reused
     shard = tmp_path / "out" / "train" / "s-00000.parquet"
     shard.write_bytes(shard.read_bytes()[:-1])
     manifest, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0)
-    assert not manifest["reused"]
+    assert not manifest.reused
     assert len(rows) == 2
 
 
@@ -166,9 +166,9 @@ def test_unusual_files_and_names_never_stop_a_build(tmp_path: Path) -> None:
         stream.write("named in GBK")
     manifest, rows = build(raw, tmp_path / "out", holdout=0)
     assert {row["content"] for row in rows} == {"kept", "after", "line", "timed", "named in GBK"}
-    files = {name for part in manifest["left_out"]["s"]["files"].values() for name in part["first"]}
+    files = {name for part in manifest.left_out["s"].files.values() for name in part.first}
     assert files == {"dangling.txt"}
-    assert sum(manifest["left_out"]["s"]["documents"].values()) == 3  # a line each, and the row that is not UTF-8
+    assert sum(manifest.left_out["s"].documents.values()) == 3  # a line each, and the row that is not UTF-8
 
 
 def test_excluded_and_hidden_files_are_not_read_and_fields_can_be_named(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_evaluation_text_goes_by_the_limits_of_the_recipe(tmp_path: Path) -> Non
             assert {row["id"] for row in rows_left} == left
         else:
             manifest, _ = build(tmp_path / "raw", tmp_path / "out", **options)
-            assert manifest["documents"] == 0
+            assert manifest.documents == 0
 
 
 def test_evaluation_sets_of_the_same_name_all_count(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_retrained_quality_model_is_noticed(tmp_path: Path) -> None:
     for sides, left in (((good, bad), good[0]), ((bad, good), bad[0])):
         train_quality_model(*sides, tmp_path / "model")
         manifest, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, filters=filters)
-        assert not manifest["reused"]
+        assert not manifest.reused
         assert [row["content"] for row in rows] == [left]
 
 
@@ -304,17 +304,17 @@ def test_shared_corpus_is_read_or_reported(shared_corpus: Path, tmp_path: Path) 
     """Counts of the corpus's own table. tests/corpus/test_readers.py has the differences file by file."""
     sources = [SourceRecipe(name=name, paths=[str(shared_corpus / name)]) for name in ("zh", "en", "code")]
     manifest = build_corpus(CorpusRecipe(sources=sources, filters=[], holdout=0), tmp_path / "out", Engine(workers=2))
-    read = {name: account["read"]["documents"] for name, account in manifest["sources"].items()}
+    read = {name: account.read.documents for name, account in manifest.sources.items()}
     # 史记.txt is one document here and 130 chapters in the table; 541 articles of wiki_60 have a title and no text.
     assert read["zh"] == 28_197 - 129 - 541
     assert read["en"] == 7_431
     # LICENSES.txt is one document of 14 texts; the archives hold 1 and 18 licences that the table does not count.
     assert read["code"] == 2_615 - 13 + 1 + 18
-    assert manifest["left_out"]["zh"]["documents"] == {"no text in it": 541}
-    assert not any(part["files"] for part in manifest["left_out"].values())
-    accounts = [account["dropped"] for account in manifest["sources"].values()]
-    dropped = [part["documents"] for account in accounts for part in account.values()]
-    assert manifest["documents"] == sum(read.values()) - sum(dropped)
+    assert manifest.left_out["zh"].documents == {"no text in it": 541}
+    assert not any(part.files for part in manifest.left_out.values())
+    accounts = [account.dropped for account in manifest.sources.values()]
+    dropped = [part.documents for account in accounts for part in account.values()]
+    assert manifest.documents == sum(read.values()) - sum(dropped)
 
 
 def test_a_small_build_is_not_worth_a_second_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

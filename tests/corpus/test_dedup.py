@@ -279,8 +279,8 @@ def in_processes(function: Callable[..., Any], arguments: Sequence[tuple[Any, ..
 def test_same_bytes_whatever_the_order_of_shards_and_the_partitions(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", many_documents(), 4)
     _, first = find_duplicates(shards, tmp_path / "a", PARAMS)
-    assert first["dropped"]["exact copy"] >= 5
-    assert first["dropped"]["near copy"] >= 20
+    assert first.dropped["exact copy"] >= 5
+    assert first.dropped["near copy"] >= 20
     _, second = find_duplicates(shards[::-1], tmp_path / "b", DedupParams(**{**vars(PARAMS), "partitions": 7}))
     assert first == second
     assert digest_of(tmp_path / "a" / "drops") == digest_of(tmp_path / "b" / "drops")
@@ -339,7 +339,7 @@ def test_empty_and_tiny_documents_pass(tmp_path: Path) -> None:
     shards = [*write_shards(tmp_path / "in", documents, 1), *write_shards(tmp_path / "none", [], 1)]
     shards[1] = shards[1].rename(shards[1].with_name("nothing.parquet"))
     _, counts = find_duplicates(shards, tmp_path / "out", PARAMS)
-    assert (counts["dropped"], counts["compared"]) == ({"exact copy": 0, "near copy": 0}, 0)
+    assert (counts.dropped, counts.compared) == ({"exact copy": 0, "near copy": 0}, 0)
 
 
 def test_shards_of_the_same_name_are_refused(tmp_path: Path) -> None:

@@ -498,7 +498,7 @@ GOOD = [f"{line} {number}" for number in range(5) for line in (ZH + EN).splitlin
 
 def test_quality_score(tmp_path: Path) -> None:
     about = train_quality_model(GOOD, BAD, tmp_path / "model")
-    assert about["held_out_accuracy"] >= 0.9
+    assert about.held_out_accuracy >= 0.9
     model = str(tmp_path / "model")
     spam = doc("点击领取红包!!! 限时抢购 www.spam.cn"), doc("cheap pills !!! BUY NOW at www.spam7.cn"), doc(BAD[0] * 3)
     assert dropped("quality_score", *spam, model=model) == ["low quality score"] * 3

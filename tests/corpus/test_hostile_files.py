@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from zero2all.corpus import build, build_corpus
+from zero2all.corpus import BuiltCorpus, build, build_corpus
 from zero2all.corpus.readers import (
     BrokenRecord,
     RawFile,
@@ -34,7 +34,7 @@ from zero2all.recipe import CorpusRecipe, SourceRecipe
 TEXT = "An ordinary text that is there to be read, and long enough to stay.\n" * 20
 
 
-def built(raw: Path, out: Path, **source: Any) -> dict[str, Any]:
+def built(raw: Path, out: Path, **source: Any) -> BuiltCorpus:
     recipe = CorpusRecipe(sources=[SourceRecipe(name="raw", paths=[str(raw)], **source)], filters=[], holdout=0)
     return build_corpus(recipe, out)
 
@@ -43,8 +43,8 @@ def contents(documents: Path) -> set[str]:
     return {text for shard in documents.glob("*/*.parquet") for text in pq.read_table(shard)["content"].to_pylist()}
 
 
-def files_left_out(manifest: dict[str, Any]) -> dict[str, list[str]]:
-    return {reason: found["first"] for reason, found in manifest["left_out"]["raw"]["files"].items()}
+def files_left_out(manifest: BuiltCorpus) -> dict[str, list[str]]:
+    return {reason: found.first for reason, found in manifest.left_out["raw"].files.items()}
 
 
 @pytest.mark.timeout(20)
@@ -62,7 +62,7 @@ def test_fifos_sockets_and_devices_are_counted_not_opened(tmp_path: Path) -> Non
         finally:
             os.chdir(here)
         manifest = built(raw, tmp_path / "documents")
-    assert manifest["sources"]["raw"]["read"]["documents"] == 1
+    assert manifest.sources["raw"].read.documents == 1
     left_out = sorted(name for names in files_left_out(manifest).values() for name in names)
     assert left_out == ["null.txt", "pipe.txt", "socket.txt"]
     assert files_left_out(manifest)["link or device"][-2:] == ["pipe.txt", "socket.txt"]
@@ -116,22 +116,23 @@ def test_nesting_too_deep_breaks_one_record_in_every_reader(
         archive.writestr("member.jsonl", deep + "\n" + fine.replace("NAME", "a member"))
     manifest = built(raw, tmp_path / "documents")
     assert contents(tmp_path / "documents") == {"a line", "first element", "streamed", "in a table", "a member"}
-    left_out = manifest["left_out"]["raw"]
-    reasons = Counter(left_out["documents"])
+    left_out = manifest.left_out["raw"]
+    reasons = Counter(left_out.documents)
     assert set(reasons) <= {"nested too deep", "not an object"}
-    assert sum(reasons.values()) + sum(found["count"] for found in left_out["files"].values()) == 6
-    assert any(place.startswith("archive.zip!member.jsonl") for place in manifest["sources"]["raw"]["quarantine"])
+    assert sum(reasons.values()) + sum(found.count for found in left_out.files.values()) == 6
+    assert any(place.startswith("archive.zip!member.jsonl") for place in manifest.sources["raw"].quarantine)
 
 
 def test_deep_records_do_not_stop_sniffing_or_decontamination(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"text": "deep", "x": {nested(1000)}}}\n{{"text": "fine"}}\n')
-    found = sniff(tmp_path / "a.jsonl")
-    assert found["preview"]["content"] == "fine"
-    assert any("nested too deep" in broken for broken in found["broken"])
+    found = sniff(tmp_path / "a.jsonl").content
+    assert found is not None
+    assert found.preview["content"] == "fine"
+    assert any("nested too deep" in broken for broken in found.broken)
     (tmp_path / "text.txt").write_text("words of a document")
     source = SourceRecipe(name="raw", paths=[str(tmp_path / "text.txt")])
     recipe = CorpusRecipe(sources=[source], filters=[], holdout=0, decontaminate=[str(tmp_path / "a.jsonl")])
-    assert build_corpus(recipe, tmp_path / "documents")["documents"] == 1
+    assert build_corpus(recipe, tmp_path / "documents").documents == 1
 
 
 def test_nesting_that_is_usual_is_kept(tmp_path: Path) -> None:
@@ -291,8 +292,8 @@ def test_a_parquet_bomb_is_counted_and_the_rest_is_built(tmp_path: Path) -> None
         writer.write_table(pa.table({"text": ["after"]}))
     manifest = built(raw, tmp_path / "documents")
     assert contents(tmp_path / "documents") >= {"before", "after"}
-    assert manifest["left_out"]["raw"]["documents"] == {"unpacks to more than 250 times its size": 1}
-    assert manifest["sources"]["raw"]["quarantine"] == ["row group 1: unpacks to more than 250 times its size"]
+    assert manifest.left_out["raw"].documents == {"unpacks to more than 250 times its size": 1}
+    assert manifest.sources["raw"].quarantine == ["row group 1: unpacks to more than 250 times its size"]
 
 
 def test_rows_of_dictionaries_of_every_shape_are_the_rows_that_were_written(tmp_path: Path) -> None:
@@ -406,10 +407,10 @@ def test_a_number_too_long_is_broken_json_in_every_reader(
     (raw / "first.json").write_text(f"[{bad}, {good}]")
     (raw / "list.json").write_text(f'{{"data": [{good}, {bad}, {good}]}}')
     manifest = built(raw, tmp_path / "documents")
-    left_out = manifest["left_out"]["raw"]
-    reasons = set(left_out["documents"]) | set(left_out["files"])
+    left_out = manifest.left_out["raw"]
+    reasons = set(left_out.documents) | set(left_out.files)
     assert reasons <= {"broken JSON", "broken JSON from here on", "no text in it"}
-    assert left_out["documents"]["broken JSON"] >= 3
+    assert left_out.documents["broken JSON"] >= 3
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -46,11 +46,11 @@ DIGESTS = {
 }
 
 
-def documents(file: RawFile, **options: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def documents(file: RawFile, **options: Any) -> tuple[list[dict[str, Any]], FileStats]:
     source = SourceRecipe(**{"name": "s", "paths": ["x"], **options})
-    account = FileStats()
-    rows = [row for batch in read_documents(file, source, account) for row in batch.to_pylist()]
-    return rows, account.summary()
+    stats = FileStats()
+    rows = [row for batch in read_documents(file, source, stats) for row in batch.to_pylist()]
+    return rows, stats
 
 
 @pytest.mark.parametrize("name", DIGESTS)
@@ -85,14 +85,14 @@ def test_ranges_of_jsonl_contain_every_line_once(tmp_path: Path, size: int, mark
     assert len(parts) > 3
     assert sum(part.bytes for part in parts) == file.bytes
     assert len({part.fingerprint for part in parts}) == len(parts)
-    whole, account = documents(file)
+    whole, stats = documents(file)
     read = [documents(part) for part in parts]
     together = [row for rows, _ in read for row in rows]
     named = [row | {"id": ""} if row["id"].startswith("a.jsonl#") else row for row in whole]
     assert [row | {"id": ""} if row["id"].startswith("a.jsonl#") else row for row in together] == named
     assert len({row["id"] for row in together}) == len(together)
-    assert sum(one["left_out"].get("broken JSON", 0) for _, one in read) == account["left_out"]["broken JSON"] > 3
-    places = [place for _, one in read for place in one["quarantine"]]
+    assert sum(one.skipped["broken JSON"] for _, one in read) == stats.skipped["broken JSON"] > 3
+    places = [place for _, one in read for place in one.quarantine]
     assert len(set(places)) == len(places)
 
 
@@ -134,9 +134,9 @@ def test_a_large_file_gives_the_same_bytes_on_any_number_of_workers(
     whole = build_corpus(recipe, tmp_path / "whole")
     monkeypatch.setattr(file_ranges, "FILE_RANGE_BYTES", 20_000)
     built = [build_corpus(recipe, tmp_path / str(workers), Engine(workers=workers)) for workers in (1, 2)]
-    assert built[0]["sources"]["s"]["files"] > 3
-    assert built[0]["files"] == built[1]["files"]
-    assert built[0]["documents"] == whole["documents"]
+    assert built[0].sources["s"].files > 3
+    assert built[0].files == built[1].files
+    assert built[0].documents == whole.documents
 
 
 def test_odd_places_are_all_that_the_pattern_finds() -> None:

@@ -124,4 +124,4 @@ def test_a_node_is_lost_and_no_document_is(tmp_path: Path) -> None:
     assert done_before < FILES
     assert contents(tmp_path / "ray") == contents(tmp_path / "local")
     gids = [gid for path in (tmp_path / "ray").rglob("*.parquet") for gid in pq.read_table(path)["gid"].to_pylist()]
-    assert len(gids) == len(set(gids)) == local["documents"] > 0
+    assert len(gids) == len(set(gids)) == local.documents > 0

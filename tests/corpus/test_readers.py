@@ -35,7 +35,7 @@ from zero2all.corpus.readers import (
 )
 from zero2all.corpus.readers import base as readers_base
 from zero2all.corpus.readers.encoding import decode_text, detect_encoding, fix_mojibake
-from zero2all.corpus.sniff import sniff
+from zero2all.corpus.sniff import DetectedFormat, sniff
 from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe import SourceRecipe
 
@@ -599,13 +599,14 @@ def test_hard_files_of_the_shared_corpus_say_what_they_should(shared_corpus: Pat
 
 def test_sniff_proposes_a_source_that_works(tmp_path: Path, shared_corpus: Path) -> None:
     found = sniff(shared_corpus / "zh/news2016zh_style/news_zh_train_extra.jsonl.gz")
-    assert (found["format"], found["compression"], found["encoding"]) == ("jsonl", "gzip", "utf-8")
-    assert found["mapping"] == "new2016zh"
-    assert "mapping: new2016zh" in found["source"]
-    assert found["preview"]["content"]
+    assert found.detected == DetectedFormat("jsonl", "gzip", "utf-8")
+    assert found.content is not None
+    assert found.content.mapping == "new2016zh"
+    assert "mapping: new2016zh" in found.content.source
+    assert found.content.preview["content"]
     (tmp_path / "odd.jsonl").write_bytes(as_lines([{"url": "http://" + "x" * 99, "meta": {"story": "text " * 9}}]))
-    assert sniff(tmp_path / "odd.jsonl")["mapping_fields"] == {"content": "meta.story"}
+    assert sniff(tmp_path / "odd.jsonl").to_json()["mapping_fields"] == {"content": "meta.story"}
     (tmp_path / "a.bin").write_bytes(b"\x00\x01")
-    assert sniff(tmp_path / "a.bin")["unreadable"] == "format .bin"
+    assert sniff(tmp_path / "a.bin").unreadable == "format .bin"
     with pytest.raises(UsageError, match="nothing at"):
         sniff(tmp_path / "none")

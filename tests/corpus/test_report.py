@@ -41,13 +41,13 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_byte_that_was_read_goes_somewhere(documents: Path) -> None:
     report = corpus_report(documents)
-    account = report["sources"]["web"]
-    assert account["read"]["documents"] == 34
-    reasons = {reason: part["documents"] for reason, part in account["dropped"].items()}
+    account = report.sources["web"]
+    assert account.read.documents == 34
+    reasons = {reason: part.documents for reason, part in account.dropped.items()}
     assert reasons == {"too_short: too short": 1, "exact copy": 1, "evaluation text: eval.jsonl": 1}
-    assert report["documents"] == 31
-    assert sum(size for _, _, size in flows(report)) == account["read"]["bytes"]
-    assert report["statistics"]["web"]["domains"] == {"example.org": report["splits"]["train"]["web"]["documents"] - 1}
+    assert report.documents == 31
+    assert sum(size for _, _, size in flows(report)) == account.read.bytes
+    assert report.statistics["web"].domains == {"example.org": report.splits["train"]["web"].documents - 1}
 
 
 class Tags(HTMLParser):
@@ -81,6 +81,6 @@ def test_an_evaluation_set_that_changes_is_looked_at_again(documents: Path) -> N
         decontaminate=[str(root / "other.jsonl")],
     )
     (root / "other.jsonl").write_text(json.dumps({"question": "nothing that anybody wrote " * 5}))
-    assert "evaluation text" not in str(build_corpus(recipe, root / "again")["sources"])
+    assert "evaluation text" not in str(build_corpus(recipe, root / "again").sources)
     (root / "other.jsonl").write_text(json.dumps({"question": QUESTION}))
-    assert "evaluation text: other.jsonl" in str(build_corpus(recipe, root / "again")["sources"])
+    assert "evaluation text: other.jsonl" in str(build_corpus(recipe, root / "again").sources)

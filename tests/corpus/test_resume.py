@@ -67,11 +67,11 @@ def test_none_is_lost_and_none_is_there_twice(raw: Path, tmp_path: Path) -> None
     gids = [
         gid for path in (tmp_path / "documents").rglob("*.parquet") for gid in pq.read_table(path)["gid"].to_pylist()
     ]
-    assert len(gids) == len(set(gids)) == manifest["documents"]
-    read = sum(account["read"]["documents"] for account in manifest["sources"].values())
-    dropped = sum(part["documents"] for a in manifest["sources"].values() for part in a["dropped"].values())
+    assert len(gids) == len(set(gids)) == manifest.documents
+    read = sum(account.read.documents for account in manifest.sources.values())
+    dropped = sum(part.documents for a in manifest.sources.values() for part in a.dropped.values())
     assert read == len(gids) + dropped
-    assert manifest["sources"]["en"]["dropped"]["exact copy"]["documents"] >= 20
+    assert manifest.sources["en"].dropped["exact copy"].documents >= 20
 
 
 @pytest.mark.parametrize("workers", [2, 3])

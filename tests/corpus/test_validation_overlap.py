@@ -87,36 +87,36 @@ def test_no_train_document_is_a_near_copy_of_a_validation_document(tmp_path: Pat
     assert crossing(tmp_path / "out") == 0
     valid, train = texts_of(tmp_path / "out", "valid"), texts_of(tmp_path / "out", "train")
     assert all(is_validation(make_gid(kind, "", text), HOLDOUT) for kind, text in valid)
-    dropped = {source: part["dropped"].get(REASON) for source, part in manifest["sources"].items()}
+    dropped = {source: part.dropped.get(REASON) for source, part in manifest.sources.items()}
     if near:
         assert len(valid) + len(train) == 180  # the best of each family stays, and nothing crosses
     else:
-        assert all(part["documents"] >= 10 and part["samples"] for part in dropped.values())
-        gone = sum(part["documents"] for part in dropped.values())
+        assert all(part.documents >= 10 and part.samples for part in dropped.values())
+        gone = sum(part.documents for part in dropped.values())
         assert len(valid) + len(train) + gone == 3 * 140
 
 
 def test_near_duplicates_within_train_stay_where_near_is_off(tmp_path: Path) -> None:
     write_corpus(tmp_path / "raw")
     manifest = build_corpus(recipe_of(tmp_path / "raw", holdout=0), tmp_path / "out")
-    assert manifest["documents"] == 3 * 140
-    assert not any(REASON in part["dropped"] for part in manifest["sources"].values())
+    assert manifest.documents == 3 * 140
+    assert not any(REASON in part.dropped for part in manifest.sources.values())
 
 
 def test_workers_and_shards_change_nothing_and_a_rerun_resumes(tmp_path: Path) -> None:
     write_corpus(tmp_path / "raw")
     one = build_corpus(recipe_of(tmp_path / "raw"), tmp_path / "one")
     two = build_corpus(recipe_of(tmp_path / "raw"), tmp_path / "two", Engine(workers=2))
-    assert one["files"] == two["files"]
+    assert one.files == two.files
     shutil.rmtree(tmp_path / "two")
     done = tmp_path / "two.work" / "validation" / "done.json"
     before = done.stat().st_mtime_ns
     again = build_corpus(recipe_of(tmp_path / "raw"), tmp_path / "two")
-    assert again["files"] == one["files"]
+    assert again.files == one.files
     assert done.stat().st_mtime_ns == before  # what was found out is not found out again
     done.unlink()
     shutil.rmtree(tmp_path / "two")
-    assert build_corpus(recipe_of(tmp_path / "raw"), tmp_path / "two")["files"] == one["files"]
+    assert build_corpus(recipe_of(tmp_path / "raw"), tmp_path / "two").files == one.files
 
 
 def test_a_validation_document_that_goes_itself_takes_nothing_with_it(tmp_path: Path) -> None:
@@ -130,11 +130,11 @@ def test_a_validation_document_that_goes_itself_takes_nothing_with_it(tmp_path: 
     (raw / "en0.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [held, train[0]]))
     source = SourceRecipe(name="en", paths=[str(raw)])
     plain = build_corpus(CorpusRecipe(sources=[source], filters=[], holdout=HOLDOUT), tmp_path / "plain")
-    assert plain["sources"]["en"]["dropped"][REASON]["documents"] == 1
+    assert plain.sources["en"].dropped[REASON].documents == 1
     middle = held[len(held) // 2 - 60 : len(held) // 2 + 60]  # what only the held-out one has in a row
     (tmp_path / "eval.jsonl").write_text(json.dumps({"question": middle}))
     options: dict[str, Any] = {"decontaminate": [str(tmp_path / "eval.jsonl")], "contamination": {"min_hits": 1}}
     recipe = CorpusRecipe(sources=[source], filters=[], holdout=HOLDOUT, **options)
     manifest = build_corpus(recipe, tmp_path / "clean")
     assert texts_of(tmp_path / "clean", "train") == [("en", train[0])]
-    assert REASON not in manifest["sources"]["en"]["dropped"]
+    assert REASON not in manifest.sources["en"].dropped

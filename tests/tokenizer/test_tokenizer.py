@@ -98,7 +98,7 @@ def test_validation_text_is_not_trained_on(tmp_path: Path) -> None:
     tokens = Tokenizer(tmp_path / "tokenizer").token_bytes
     assert any(b"plain" in token for token in tokens)
     assert not any(b"zy" in token for token in tokens)
-    assert manifest["trained_on_bytes"] == documents["splits"]["train"]["s"]["bytes"]
+    assert manifest["trained_on_bytes"] == documents.splits["train"]["s"].bytes
 
 
 def test_missing_directories_say_which_command_makes_them(tmp_path: Path, workspace: Path) -> None:

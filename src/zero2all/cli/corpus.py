@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -48,7 +49,7 @@ def quality_train(
     from zero2all.corpus.filters.quality_classifier import train_quality_model
     from zero2all.corpus.ingest import document_texts
 
-    metadata = train_quality_model(document_texts(good), document_texts(bad), out)
+    metadata = asdict(train_quality_model(document_texts(good), document_texts(bad), out))
     return Result({"out": str(out), **metadata}, f"written to {out}.npz: {metadata}")
 
 
@@ -78,9 +79,12 @@ def build(
 
     loaded = load_recipe(recipe, overrides)
     chosen = Engine(engine, workers or recommended_workers(loaded.corpus), ray_address)
-    manifest = build_corpus(loaded.corpus, loaded.documents_dir, chosen)
-    text = f"{manifest['documents']} documents, {show_bytes(manifest['bytes'])} in {loaded.documents_dir}"
-    return Result({"out": str(loaded.documents_dir), **manifest}, text + (" (unchanged)" if manifest["reused"] else ""))
+    built = build_corpus(loaded.corpus, loaded.documents_dir, chosen)
+    text = f"{built.documents} documents, {show_bytes(built.bytes)} in {loaded.documents_dir}"
+    return Result(
+        {"out": str(loaded.documents_dir), "kind": "documents", **asdict(built)},
+        text + (" (unchanged)" if built.reused else ""),
+    )
 
 
 @app.command()
@@ -94,14 +98,14 @@ def sniff(path: FilePath, json: Json = False) -> Result:
     from zero2all.units import show_bytes
 
     found = sniff_file(path)
-    packed = f", {found['compression']}" if found.get("compression") else ""
-    encoding = f", {found['encoding']}" if found.get("encoding") else ""
-    lines = [f"{found['file']}: {found.get('format', 'not read')}{packed}{encoding}, {show_bytes(found['bytes'])}"]
-    if "unreadable" in found:
-        return Result(found, "\n".join([*lines, f"skipped: {found['unreadable']}"]))
-    lines += [f"  {name}  {shown[:80]!r}" for name, shown in found["fields"].items()]
-    lines += [f"  broken: {place}" for place in found["broken"]]
-    return Result(found, "\n".join([*lines, "", "for the recipe:", found["source"]]))
+    detected, content = found.detected, found.content
+    known = [detected.format, detected.compression, detected.encoding] if detected else ["not read"]
+    lines = [f"{found.file}: {', '.join(filter(None, known))}, {show_bytes(found.bytes)}"]
+    if content is None:
+        return Result(found.to_json(), "\n".join([*lines, f"skipped: {found.unreadable}"]))
+    lines += [f"  {name}  {shown[:80]!r}" for name, shown in content.fields.items()]
+    lines += [f"  broken: {place}" for place in content.broken]
+    return Result(found.to_json(), "\n".join([*lines, "", "for the recipe:", content.source]))
 
 
 @app.command()
@@ -128,4 +132,4 @@ def report(
     page = html or documents.with_name(documents.name + ".html")
     found = corpus_report(documents)
     write_text(page, report_html(found))
-    return Result({**found, "html": str(page)}, f"written to {page}")
+    return Result({**asdict(found), "html": str(page)}, f"written to {page}")

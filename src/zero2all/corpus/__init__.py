@@ -2,5 +2,6 @@
 
 from zero2all.corpus.build import build_corpus, recommended_workers
 from zero2all.corpus.document import SCHEMA, Document
+from zero2all.corpus.manifest import BuiltCorpus
 
-__all__ = ["SCHEMA", "Document", "build_corpus", "recommended_workers"]
+__all__ = ["SCHEMA", "BuiltCorpus", "Document", "build_corpus", "recommended_workers"]

@@ -9,22 +9,44 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from zero2all.console import progress, warn
 from zero2all.corpus.dedup_stage import evaluation_files, find_drops, remove_boilerplate
-from zero2all.corpus.document_shards import group_parts_by_size, write_shards
+from zero2all.corpus.document_shards import WrittenShards, group_parts_by_size, write_shards
 from zero2all.corpus.filters import DEFAULT_FILTERS, build_filters
 from zero2all.corpus.filters.quality_classifier import quality_model_checksums
+from zero2all.corpus.manifest import (
+    SPLITS,
+    BuiltCorpus,
+    CorpusManifest,
+    DroppedDocuments,
+    ReadCounts,
+    SkippedBySource,
+    SkippedFiles,
+    SourceCounts,
+    SplitShards,
+)
 from zero2all.corpus.mapping import resolve_mapping
-from zero2all.corpus.part_files import write_part
-from zero2all.corpus.readers import LINK_OUTSIDE_SOURCE, RawFile, list_files, split_large_file
+from zero2all.corpus.part_files import PartRecord, PartTask, part_path, write_part
+from zero2all.corpus.readers import LINK_OUTSIDE_SOURCE, list_files, split_large_file
 from zero2all.engine import Engine, available_cores
 from zero2all.errors import UsageError, Z2aError
-from zero2all.io import all_files, atomic_dir, fingerprint, is_current, read_json, refuse_strangers, write_manifest
+from zero2all.io import (
+    MANIFEST,
+    all_files,
+    atomic_dir,
+    fingerprint,
+    is_current,
+    read_json,
+    refuse_strangers,
+    write_manifest,
+)
 from zero2all.paths import is_url
 from zero2all.recipe import CorpusRecipe, SourceRecipe
+from zero2all.records import parse_record
 from zero2all.units import show_bytes
 
 KIND = "documents"
@@ -35,7 +57,7 @@ MAX_DROPPED_EXAMPLES_PER_SOURCE = 5  # of dropped documents, per source and reas
 MIN_PARALLEL_BYTES = 8_000_000  # one process reads and cleans them before other workers would have started
 
 
-def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) -> dict[str, Any]:
+def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) -> BuiltCorpus:
     """Read, clean, deduplicate and split every source into ``out``; return its manifest."""
     engine = engine or Engine()
     if not recipe.sources:
@@ -44,58 +66,41 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
     models = quality_model_checksums(build_filters(specs))  # fail on a wrong name before hours of reading
     for source in recipe.sources:
         resolve_mapping(source)
-    files = [
-        (source, part) for source in recipe.sources for file in list_files(source) for part in split_large_file(file)
-    ]
-    _warn_about_links(files)
-    keys = _part_keys(files, [specs, models])
+    tasks = _plan_parts(recipe, [specs, models])
+    _warn_about_links(tasks)
     evaluation = [file.fingerprint for path in recipe.decontaminate for file in evaluation_files(path)]
     options = recipe.model_dump(
         mode="json", include={"dedup", "decontaminate", "contamination", "holdout", "shard_size"}
     )
-    key = fingerprint([keys, options, evaluation])
+    key = fingerprint([[task.key for task in tasks], options, evaluation])
     if is_current(out, KIND, key):
-        return {**read_json(out / "manifest.json"), "reused": True}
+        return parse_record(BuiltCorpus, {**read_json(out / MANIFEST), "reused": True}, out / MANIFEST)
 
     refuse_strangers(out, KIND)  # like the filters: before hours of reading
     work = out.with_name(out.name + ".work")
-    stems = [work / "parts" / f"{source.name}-{part_key}" for (source, _), part_key in zip(files, keys, strict=True)]
-    parts = _write_parts(engine, files, specs, stems, keys)
-    _remove_stale_parts(work / "parts", stems)
-    nonempty = [stem.with_suffix(".parquet") for stem, part in zip(stems, parts, strict=True) if part["documents"]]
+    parts = _write_parts(engine, tasks, specs, work / "parts")
+    _remove_stale_parts(work / "parts", parts)
+    nonempty = [part_path(work / "parts", part.source, part.key) for part in parts if part.documents]
     if not nonempty:
-        dropped = _sum_counts({why: n["documents"] for why, n in part["dropped"].items()} for part in parts)
-        raise Z2aError(
-            f"no document is left of {len(files)} files. Dropped: {dropped}; "
-            f"skipped: {_skipped_by_source(recipe, parts)}"
-        )
+        dropped = _sum_counts({why: count.documents for why, count in part.dropped.items()} for part in parts)
+        skipped = {source: asdict(of_source) for source, of_source in _skipped_by_source(recipe, parts).items()}
+        raise Z2aError(f"no document is left of {len(tasks)} files. Dropped: {dropped}; skipped: {skipped}")
     stripped = remove_boilerplate(engine, recipe, nonempty, work)
     drops = find_drops(engine, recipe, list(stripped.values()), work, key)
     with atomic_dir(out, KIND) as partial:
-        written = _write_shards(engine, recipe, parts, stems, stripped, drops, partial)
-        splits = _split_summaries(recipe, written)
-        body = {
-            "key": key,
-            "format": FORMAT,
-            "documents": sum(part["documents"] for split in splits.values() for part in split.values()),
-            "bytes": sum(part["bytes"] for split in splits.values() for part in split.values()),
-            "splits": splits,
-            "sources": {source.name: _source_summary(source, parts, written) for source in recipe.sources},
-            "left_out": _skipped_by_source(recipe, parts),
-            "filters": specs,
-            "files": {name: digest for _, part in written for name, digest in part["files"].items()},
-        }
-        write_manifest(partial, KIND, body)
+        groups = _group_parts(recipe, parts, work / "parts", stripped, drops)
+        manifest = _build_manifest(recipe, key, parts, _write_shards(engine, recipe, groups, partial), specs)
+        write_manifest(partial, KIND, asdict(manifest))
     for source in recipe.sources:
-        if not splits["train"][source.name]["documents"]:
+        if not manifest.splits["train"][source.name].documents:
             warn(f"corpus source {source.name!r} gave no documents; see left_out in {out}/manifest.json")
-    return {"kind": KIND, **body, "reused": False}
+    return BuiltCorpus(**vars(manifest), reused=False)
 
 
-def _warn_about_links(files: list[tuple[SourceRecipe, RawFile]]) -> None:
+def _warn_about_links(tasks: list[PartTask]) -> None:
     """Before hours of reading: a folder of links, such as a Hugging Face cache, gives nothing without the option."""
     for name, links in Counter(
-        source.name for source, file in files if file.skip_reason == LINK_OUTSIDE_SOURCE
+        task.source.name for task in tasks if task.file.skip_reason == LINK_OUTSIDE_SOURCE
     ).items():
         warn(
             f"corpus source {name!r}: {links} link{'s' * (links > 1)} out of the source will not be read; "
@@ -111,99 +116,131 @@ def recommended_workers(recipe: CorpusRecipe) -> int:
     return available_cores() if size >= MIN_PARALLEL_BYTES else 1
 
 
-def _part_keys(files: list[tuple[SourceRecipe, RawFile]], cleaning: list[Any]) -> list[str]:
-    """Everything that each part depends on: the file as it is, how it is read, and how it is cleaned.
+def _plan_parts(recipe: CorpusRecipe, cleaning: list[Any]) -> list[PartTask]:
+    """One part per file, or per range of a large one. Its key: the file as it is, how it is read, how it is cleaned.
 
-    The path of a file is not part of it, unless two files have the same name, size and time.
+    The path of a file is not part of the key, unless two files have the same name, size and time.
     """
-    keys = []
-    for source, file in files:
+    tasks = []
+    for source in recipe.sources:
         reading = source.model_dump(mode="json", include={"name", "category", "fields", "mapping", "exclude"})
-        keys.append(fingerprint([FORMAT, reading, file.name, file.fingerprint, cleaning]))
-    seen = Counter(keys)
+        for whole in list_files(source):
+            for file in split_large_file(whole):
+                key = fingerprint([FORMAT, reading, file.name, file.fingerprint, cleaning])
+                tasks.append(PartTask(source, file, key))
+    seen = Counter(task.key for task in tasks)
     return [
-        key if seen[key] == 1 else fingerprint([key, file.path]) for key, (_, file) in zip(keys, files, strict=True)
+        task if seen[task.key] == 1 else replace(task, key=fingerprint([task.key, task.file.path])) for task in tasks
     ]
 
 
-def _write_parts(
-    engine: Engine, files: list[tuple[SourceRecipe, RawFile]], specs: list[Any], stems: list[Path], keys: list[str]
-) -> list[dict[str, Any]]:
-    total = sum(file.bytes for _, file in files)
+def _write_parts(engine: Engine, tasks: list[PartTask], specs: list[Any], directory: Path) -> list[PartRecord]:
+    total = sum(task.file.bytes for task in tasks)
     # Large files first, so that the last task to end is a short one.
-    order = sorted(range(len(files)), key=lambda number: -files[number][1].bytes)
-    tasks = [(files[n][1], files[n][0], specs, stems[n], keys[n]) for n in order]
+    by_size = sorted(tasks, key=lambda task: -task.file.bytes)
     with progress(f"reading {show_bytes(total)}", total) as advance:
-        made = engine.run(write_part, tasks, lambda task: advance(tasks[task][0].bytes))
-    parts = dict(zip(order, made, strict=True))
-    return [parts[number] for number in range(len(files))]
+        parts = engine.run(
+            write_part,
+            [(task, specs, directory) for task in by_size],
+            lambda number: advance(by_size[number].file.bytes),
+        )
+    by_key = {part.key: part for part in parts}
+    return [by_key[task.key] for task in tasks]
 
 
-def _remove_stale_parts(directory: Path, stems: list[Path]) -> None:
+def _remove_stale_parts(directory: Path, parts: list[PartRecord]) -> None:
     """Remove parts of files that no longer exist or were read with other options."""
-    wanted = {stem.with_suffix(suffix) for stem in stems for suffix in (".parquet", ".json")}
+    paths = [part_path(directory, part.source, part.key) for part in parts]
+    wanted = {*paths, *(path.with_suffix(".json") for path in paths)}
     for path in all_files(directory):
         if path not in wanted:
             path.unlink()
 
 
-def _write_shards(
-    engine: Engine,
+@dataclass(frozen=True)
+class _PartGroup:
+    """Parts of a source for one shard."""
+
+    source: str
+    number: int
+    parts: list[tuple[Path, list[Path]]]
+    """The file of each part, and its drop files."""
+
+
+def _group_parts(
     recipe: CorpusRecipe,
-    parts: list[dict[str, Any]],
-    stems: list[Path],
+    parts: list[PartRecord],
+    directory: Path,
     stripped: dict[Path, Path],
     drops: dict[Path, list[Path]],
-    out: Path,
-) -> list[tuple[str, dict[str, Any]]]:
-    """(source, what was written) for every group of parts."""
-    for split in ("train", "valid"):
-        (out / split).mkdir()
-    owners, tasks = [], []
+) -> list[_PartGroup]:
+    groups = []
     for source in recipe.sources:
-        mine = [number for number, part in enumerate(parts) if part["source"] == source.name]
-        for turn, group in enumerate(group_parts_by_size([parts[number] for number in mine], recipe.shard_size)):
-            paths = [stripped[stems[mine[number]].with_suffix(".parquet")] for number in group]
-            owners.append(source.name)
-            named = [(path, drops.get(path, [])) for path in paths]
-            tasks.append((f"{source.name}-{turn:05}", named, out, recipe.shard_size, recipe.holdout))
+        mine = [part for part in parts if part.source == source.name]
+        for number, group in enumerate(group_parts_by_size(mine, recipe.shard_size)):
+            paths = [stripped[part_path(directory, part.source, part.key)] for part in group]
+            groups.append(_PartGroup(source.name, number, [(path, drops.get(path, [])) for path in paths]))
+    return groups
+
+
+def _write_shards(engine: Engine, recipe: CorpusRecipe, groups: list[_PartGroup], out: Path) -> list[WrittenShards]:
+    for split in SPLITS:
+        (out / split).mkdir()
+    tasks = [(group.source, group.number, group.parts, out, recipe.shard_size, recipe.holdout) for group in groups]
     with progress("writing shards", len(tasks)) as advance:
-        return list(zip(owners, engine.run(write_shards, tasks, lambda task: advance(1)), strict=True))
+        return engine.run(write_shards, tasks, lambda task: advance(1))
 
 
-def _split_summaries(recipe: CorpusRecipe, written: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    splits: dict[str, Any] = {"train": {}, "valid": {}}
+def _build_manifest(
+    recipe: CorpusRecipe, key: str, parts: list[PartRecord], written: list[WrittenShards], specs: list[Any]
+) -> CorpusManifest:
+    splits = _split_summaries(recipe, written)
+    return CorpusManifest(
+        key=key,
+        format=FORMAT,
+        documents=sum(of_source.documents for split in splits.values() for of_source in split.values()),
+        bytes=sum(of_source.bytes for split in splits.values() for of_source in split.values()),
+        splits=splits,
+        sources={source.name: _count_source(source, parts, written) for source in recipe.sources},
+        left_out=_skipped_by_source(recipe, parts),
+        filters=specs,
+        files={name: digest for shards in written for name, digest in shards.files.items()},
+    )
+
+
+def _split_summaries(recipe: CorpusRecipe, written: list[WrittenShards]) -> dict[str, dict[str, SplitShards]]:
+    splits: dict[str, dict[str, SplitShards]] = {split: {} for split in SPLITS}
     for split, of_split in splits.items():
         for source in recipe.sources:
-            mine = [part[split] for owner, part in written if owner == source.name]
-            of_split[source.name] = {
-                "documents": sum(part["documents"] for part in mine),
-                "bytes": sum(part["bytes"] for part in mine),
-                "shards": [shard for part in mine for shard in part["shards"]],
-            }
+            mine = [shards.splits[split] for shards in written if shards.source == source.name]
+            of_split[source.name] = SplitShards(
+                documents=sum(shards.documents for shards in mine),
+                bytes=sum(shards.bytes for shards in mine),
+                shards=[name for shards in mine for name in shards.shards],
+            )
     return splits
 
 
-def _source_summary(
-    source: SourceRecipe, parts: list[dict[str, Any]], written: list[tuple[str, dict[str, Any]]]
-) -> dict[str, Any]:
-    """Counts of a source over all its files."""
-    mine = [part for part in parts if part["source"] == source.name]
-    dropped: dict[str, dict[str, Any]] = {}
-    for counted in [*mine, *(part for owner, part in written if owner == source.name)]:
-        for reason, part in counted["dropped"].items():
-            of_reason = dropped.setdefault(reason, {"documents": 0, "bytes": 0, "samples": []})
-            of_reason["documents"] += part["documents"]
-            of_reason["bytes"] += part["bytes"]
-            of_reason["samples"] = (of_reason["samples"] + part["samples"])[:MAX_DROPPED_EXAMPLES_PER_SOURCE]
-    return {
-        "files": len(mine),
-        "read": {what: sum(part["read"][what] for part in mine) for what in ("documents", "bytes")},
-        "left_out": _sum_counts(part["left_out"] for part in mine),
-        "changed": _sum_counts(part["changed"] for part in mine),
-        "dropped": dropped,
-        "quarantine": [place for part in mine for place in part["quarantine"]][:MAX_QUARANTINED_PER_SOURCE],
-    }
+def _count_source(source: SourceRecipe, parts: list[PartRecord], written: list[WrittenShards]) -> SourceCounts:
+    mine = [part for part in parts if part.source == source.name]
+    dropped: dict[str, DroppedDocuments] = {}
+    for counts in [
+        *(part.dropped for part in mine),
+        *(shards.dropped for shards in written if shards.source == source.name),
+    ]:
+        for reason, more in counts.items():
+            of_reason = dropped.setdefault(reason, DroppedDocuments())
+            of_reason.documents += more.documents
+            of_reason.bytes += more.bytes
+            of_reason.samples = (of_reason.samples + more.samples)[:MAX_DROPPED_EXAMPLES_PER_SOURCE]
+    return SourceCounts(
+        files=len(mine),
+        read=ReadCounts(sum(part.read.documents for part in mine), sum(part.read.bytes for part in mine)),
+        left_out=_sum_counts(part.left_out for part in mine),
+        changed=_sum_counts(part.changed for part in mine),
+        dropped=dropped,
+        quarantine=[place for part in mine for place in part.quarantine][:MAX_QUARANTINED_PER_SOURCE],
+    )
 
 
 def _sum_counts(counted: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -213,16 +250,16 @@ def _sum_counts(counted: Iterable[dict[str, int]]) -> dict[str, int]:
     return dict(total.most_common())
 
 
-def _skipped_by_source(recipe: CorpusRecipe, parts: list[dict[str, Any]]) -> dict[str, Any]:
+def _skipped_by_source(recipe: CorpusRecipe, parts: list[PartRecord]) -> dict[str, SkippedBySource]:
     """By source: records that gave no document, and files that could not be read, each with its reason."""
-    found: dict[str, Any] = {}
+    found = {}
     for source in recipe.sources:
-        mine = [part for part in parts if part["source"] == source.name]
-        files: dict[str, Any] = {}
+        mine = [part for part in parts if part.source == source.name]
+        files: dict[str, SkippedFiles] = {}
         for part in mine:
-            if part["unreadable"]:
-                of_reason = files.setdefault(part["unreadable"], {"count": 0, "first": []})
-                of_reason["count"] += 1
-                of_reason["first"] = [*of_reason["first"], part["file"]][:MAX_SKIPPED_NAMES_PER_REASON]
-        found[source.name] = {"documents": _sum_counts(part["left_out"] for part in mine), "files": files}
+            if part.unreadable:
+                of_reason = files.setdefault(part.unreadable, SkippedFiles())
+                of_reason.count += 1
+                of_reason.first = [*of_reason.first, part.file][:MAX_SKIPPED_NAMES_PER_REASON]
+        found[source.name] = SkippedBySource(_sum_counts(part.left_out for part in mine), files)
     return found

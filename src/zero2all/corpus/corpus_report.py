@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -16,8 +16,10 @@ import pyarrow.parquet as pq
 from zero2all.console import progress
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters import classify_text
-from zero2all.io import read_manifest
+from zero2all.corpus.manifest import CorpusManifest, Example, SkippedBySource, SourceCounts, SplitShards
+from zero2all.io import MANIFEST, read_manifest
 from zero2all.paths import arrow_source
+from zero2all.records import parse_record
 
 MAX_DOCUMENTS_PER_SOURCE = 20_000  # of each source; enough for every statistic here
 EXCERPT_CHARACTERS = 300
@@ -25,24 +27,70 @@ MAX_EXAMPLES = 12
 _URL = re.compile(r"https?://[^\s\"'<>]+")
 
 
-def corpus_report(directory: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class LengthStats:
+    """Characters of a source's documents."""
+
+    median: int
+    longest: int
+    histogram: list[tuple[int, int]]
+    """Upper edge of each bin, and its documents."""
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A kept document worth a look."""
+
+    why: str
+    gid: str
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SourceStatistics:
+    """Statistics of what was kept of a source."""
+
+    looked_at: int
+    characters: LengthStats
+    kinds: dict[str, int]
+    domains: dict[str, int]
+    kept_samples: list[Example]
+    suspicious: list[Outlier]
+
+
+@dataclass(frozen=True)
+class CorpusReport:
     """The flow of documents and bytes through every step, and statistics of what was kept, by source."""
-    manifest = read_manifest(directory, "documents", "z2a corpus build RECIPE")
-    train = manifest["splits"]["train"]
+
+    directory: str
+    documents: int
+    bytes: int
+    splits: dict[str, dict[str, SplitShards]]
+    sources: dict[str, SourceCounts]
+    left_out: dict[str, SkippedBySource]
+    statistics: dict[str, SourceStatistics]
+
+
+def corpus_report(directory: Path) -> CorpusReport:
+    manifest = parse_record(
+        CorpusManifest, read_manifest(directory, "documents", "z2a corpus build RECIPE"), directory / MANIFEST
+    )
+    train = manifest.splits["train"]
     statistics = {}
-    with progress("reading documents", sum(part["documents"] for part in train.values())) as advance:
+    with progress("reading documents", sum(part.documents for part in train.values())) as advance:
         for source, part in train.items():
-            shards = [directory / "train" / shard for shard in part["shards"]]
+            shards = [directory / "train" / shard for shard in part.shards]
             statistics[source] = _statistics(_documents(shards), advance)
-    return {
-        "directory": str(directory),
-        "documents": manifest["documents"],
-        "bytes": manifest["bytes"],
-        "splits": manifest["splits"],
-        "sources": manifest["sources"],
-        "left_out": manifest["left_out"],
-        "statistics": statistics,
-    }
+    return CorpusReport(
+        directory=str(directory),
+        documents=manifest.documents,
+        bytes=manifest.bytes,
+        splits=manifest.splits,
+        sources=manifest.sources,
+        left_out=manifest.left_out,
+        statistics=statistics,
+    )
 
 
 def _documents(shards: list[Path]) -> Iterator[Document]:
@@ -57,11 +105,11 @@ def _documents(shards: list[Path]) -> Iterator[Document]:
                     yield Document(**row)
 
 
-def _statistics(documents: Iterator[Document], advance: Any) -> dict[str, Any]:
+def _statistics(documents: Iterator[Document], advance: Callable[[float], None]) -> SourceStatistics:
     lengths: list[int] = []
     kinds: Counter[str] = Counter()
     domains: Counter[str] = Counter()
-    kept: list[dict[str, str]] = []
+    kept: list[Example] = []
     suspicious: list[tuple[float, str, Document]] = []
     for document in documents:
         lengths.append(len(document.content))
@@ -70,7 +118,7 @@ def _statistics(documents: Iterator[Document], advance: Any) -> dict[str, Any]:
         if domain:
             domains[domain] += 1
         if len(kept) < MAX_EXAMPLES:
-            kept.append(excerpt(document))
+            kept.append(Example.from_document(document, EXCERPT_CHARACTERS))
         score, why = _outlier_score(document)
         if score > 0:
             suspicious.append((score, why, document))
@@ -78,22 +126,21 @@ def _statistics(documents: Iterator[Document], advance: Any) -> dict[str, Any]:
     suspicious.sort(key=lambda outlier: (-outlier[0], outlier[2].gid))
     edges = [0, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1 << 62]
     counts, _ = np.histogram(lengths, bins=edges)
-    return {
-        "looked_at": len(lengths),
-        "characters": {
-            "median": int(np.median(lengths)) if lengths else 0,
-            "longest": max(lengths, default=0),
-            "histogram": [[edge, int(count)] for edge, count in zip(edges[1:], counts, strict=True)],
-        },
-        "kinds": dict(kinds.most_common()),
-        "domains": dict(domains.most_common(MAX_EXAMPLES)),
-        "kept_samples": kept,
-        "suspicious": [{"why": why, **excerpt(document)} for _, why, document in suspicious[:MAX_EXAMPLES]],
-    }
-
-
-def excerpt(document: Document) -> dict[str, str]:
-    return {"gid": document.gid, "title": document.title, "text": document.content[:EXCERPT_CHARACTERS]}
+    return SourceStatistics(
+        looked_at=len(lengths),
+        characters=LengthStats(
+            median=int(np.median(lengths)) if lengths else 0,
+            longest=max(lengths, default=0),
+            histogram=[(edge, int(count)) for edge, count in zip(edges[1:], counts, strict=True)],
+        ),
+        kinds=dict(kinds.most_common()),
+        domains=dict(domains.most_common(MAX_EXAMPLES)),
+        kept_samples=kept,
+        suspicious=[
+            Outlier(why, document.gid, document.title, document.content[:EXCERPT_CHARACTERS])
+            for _, why, document in suspicious[:MAX_EXAMPLES]
+        ],
+    )
 
 
 def _domain(document: Document) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
-from typing import Any
 
+from zero2all.corpus.corpus_report import CorpusReport, Outlier, SourceStatistics
+from zero2all.corpus.manifest import Example, SourceCounts
 from zero2all.units import show_bytes, show_count
 
 MIN_FLOW_SHARE = 0.004  # of all bytes; a thinner band is invisible
@@ -24,16 +25,15 @@ small { opacity: .75 } svg text { fill: currentColor; font-size: 13px } .bar { f
 """
 
 
-def report_html(report: dict[str, Any]) -> str:
-    sources = report["sources"]
+def report_html(report: CorpusReport) -> str:
     body = [
-        f"<h1>{show_count(report['documents'])} documents, {show_bytes(report['bytes'])}</h1>",
-        f"<small>{escape(report['directory'])}</small>",
+        f"<h1>{show_count(report.documents)} documents, {show_bytes(report.bytes)}</h1>",
+        f"<small>{escape(report.directory)}</small>",
         "<h2>Where the text went</h2>",
         sankey(flows(report)),
         "<h2>Sources</h2>",
         _sources_table(report),
-        *(_source_section(name, account, report["statistics"].get(name, {})) for name, account in sources.items()),
+        *(_source_section(name, counts, report.statistics[name]) for name, counts in report.sources.items()),
     ]
     page = "\n".join(body)
     return (
@@ -42,17 +42,17 @@ def report_html(report: dict[str, Any]) -> str:
     )
 
 
-def flows(report: dict[str, Any]) -> list[tuple[str, str, int]]:
+def flows(report: CorpusReport) -> list[tuple[str, str, int]]:
     """(source, outcome, bytes): every byte that was read goes somewhere."""
     found = []
-    for source, account in report["sources"].items():
-        for reason, part in account["dropped"].items():
-            found.append((source, reason, part["bytes"]))
+    for source, counts in report.sources.items():
+        for reason, dropped in counts.dropped.items():
+            found.append((source, reason, dropped.bytes))
         for split, label in (("train", "kept: train"), ("valid", "kept: validation")):
-            found.append((source, label, report["splits"][split].get(source, {}).get("bytes", 0)))
+            found.append((source, label, report.splits[split][source].bytes))
         outcome = sum(size for name, _, size in found if name == source)
-        if account["read"]["bytes"] > outcome:  # what filters removed from documents that were kept
-            found.append((source, "removed inside documents", account["read"]["bytes"] - outcome))
+        if counts.read.bytes > outcome:  # what filters removed from documents that were kept
+            found.append((source, "removed inside documents", counts.read.bytes - outcome))
     return _merge_small_flows([flow for flow in found if flow[2] > 0])
 
 
@@ -134,51 +134,49 @@ def _spaced_labels(x: float, placed: dict[str, tuple[float, float]], height: int
         yield _label(x, middle, 0, name, thick / (height - 60) * total, "start")
 
 
-def _sources_table(report: dict[str, Any]) -> str:
+def _sources_table(report: CorpusReport) -> str:
     rows = ["<tr><th>source<th>files<th>read<th>bytes<th>kept<th>validation<th>kept bytes<th>median length</tr>"]
-    for name, account in report["sources"].items():
-        train, valid = (report["splits"][split].get(name, {"documents": 0, "bytes": 0}) for split in ("train", "valid"))
-        read = account["read"]
-        share = (train["bytes"] + valid["bytes"]) / max(1, read["bytes"])
-        median = report["statistics"].get(name, {}).get("characters", {}).get("median", 0)
-        cells = [account["files"], read["documents"], show_bytes(read["bytes"]), train["documents"], valid["documents"]]
-        cells += [f"{show_bytes(train['bytes'] + valid['bytes'])} ({100 * share:.1f} %)", median]
+    for name, counts in report.sources.items():
+        train, valid, read = report.splits["train"][name], report.splits["valid"][name], counts.read
+        kept = train.bytes + valid.bytes
+        share = kept / max(1, read.bytes)
+        cells = [counts.files, read.documents, show_bytes(read.bytes), train.documents, valid.documents]
+        cells += [f"{show_bytes(kept)} ({100 * share:.1f} %)", report.statistics[name].characters.median]
         rows.append(f"<tr><td>{escape(name)}" + "".join(f"<td>{cell}" for cell in cells) + "</tr>")
     return f"<table>{''.join(rows)}</table>"
 
 
-def _source_section(name: str, source_counts: dict[str, Any], statistics: dict[str, Any]) -> str:
-    parts = [f"<h2>{escape(name)}</h2>"]
-    if statistics:
-        parts.append(_histogram_svg("characters a document, up to", statistics["characters"]["histogram"]))
-        parts.append(_counts_html("kinds of text", statistics["kinds"]))
-        parts.append(_counts_html("top domains", statistics["domains"]))
-    parts.append(_counts_html("skipped", source_counts["left_out"]))
-    parts.append(_counts_html("changed by", source_counts["changed"]))
-    if source_counts["dropped"]:
+def _source_section(name: str, counts: SourceCounts, statistics: SourceStatistics) -> str:
+    parts = [
+        f"<h2>{escape(name)}</h2>",
+        _histogram_svg("characters a document, up to", statistics.characters.histogram),
+        _counts_html("kinds of text", statistics.kinds),
+        _counts_html("top domains", statistics.domains),
+        _counts_html("skipped", counts.left_out),
+        _counts_html("changed by", counts.changed),
+    ]
+    if counts.dropped:
         rows = [
-            f"<tr><td>{escape(reason)}<td>{part['documents']}<td>{show_bytes(part['bytes'])}</tr>"
-            for reason, part in sorted(source_counts["dropped"].items(), key=lambda item: -item[1]["bytes"])
+            f"<tr><td>{escape(reason)}<td>{dropped.documents}<td>{show_bytes(dropped.bytes)}</tr>"
+            for reason, dropped in sorted(counts.dropped.items(), key=lambda item: -item[1].bytes)
         ]
         parts.append(f"<table><tr><th>dropped because<th>documents<th>bytes</tr>{''.join(rows)}</table>")
     parts.append('<div class="pair"><div><h3>kept</h3>')
-    parts += [_example_html(sample, "") for sample in statistics.get("kept_samples", [])[:6]]
+    parts += [_example_html(sample, "") for sample in statistics.kept_samples[:6]]
     parts.append("</div><div><h3>dropped</h3>")
     parts += [
-        _example_html(s, reason) for reason, part in source_counts["dropped"].items() for s in part["samples"][:2]
+        _example_html(sample, reason) for reason, dropped in counts.dropped.items() for sample in dropped.samples[:2]
     ]
     parts.append("</div></div>")
-    if statistics.get("suspicious"):
+    if statistics.suspicious:
         parts.append("<h3>kept, but outliers</h3>")
-        parts += [_example_html(sample, sample["why"]) for sample in statistics["suspicious"]]
+        parts += [_example_html(outlier, outlier.why) for outlier in statistics.suspicious]
     return "\n".join(parts)
 
 
-def _example_html(sample: dict[str, str], why: str) -> str:
+def _example_html(sample: Example | Outlier, why: str) -> str:
     head = f"<b>{escape(why)}</b> " if why else ""
-    return (
-        f"<small>{head}{escape(sample['title'][:100])} {sample['gid'][:12]}</small><pre>{escape(sample['text'])}</pre>"
-    )
+    return f"<small>{head}{escape(sample.title[:100])} {sample.gid[:12]}</small><pre>{escape(sample.text)}</pre>"
 
 
 def _counts_html(title: str, counts: dict[str, int]) -> str:
@@ -188,7 +186,7 @@ def _counts_html(title: str, counts: dict[str, int]) -> str:
     return f"<p><small>{title}:</small> {listed}</p>"
 
 
-def _histogram_svg(title: str, histogram: list[list[int]]) -> str:
+def _histogram_svg(title: str, histogram: list[tuple[int, int]]) -> str:
     most = max((count for _, count in histogram), default=0) or 1
     bars = []
     for number, (edge, count) in enumerate(histogram):

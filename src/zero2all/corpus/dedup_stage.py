@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,15 @@ from zero2all.corpus.dedup import (
 )
 from zero2all.corpus.readers import BrokenRecord, RawFile, UnreadableFileError, list_files, read_records
 from zero2all.engine import Engine
-from zero2all.io import fingerprint, read_json, write_json
+from zero2all.io import fingerprint, read_finished, write_json
 from zero2all.recipe import CorpusRecipe, SourceRecipe
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """What counts of a step's ``done.json``, written last; the rest of it is for people."""
+
+    key: str
 
 
 def find_drops(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path, key: str) -> dict[Path, list[Path]]:
@@ -51,7 +59,7 @@ def remove_boilerplate(engine: Engine, recipe: CorpusRecipe, parts: list[Path], 
     stripped = {part: work / "stripped" / part.name for part in parts}
     key = fingerprint([part.name for part in parts])
     done = work / "stripped" / "done.json"
-    if done.exists() and read_json(done)["key"] == key:
+    if read_finished(FinishedStep, done, key):
         return stripped
     done.unlink(missing_ok=True)
     lines, partitions = BoilerplateParams(), DedupParams().partitions
@@ -79,7 +87,7 @@ def _duplicate_drop_files(engine: Engine, recipe: CorpusRecipe, parts: list[Path
     order = tuple(source.name for source in recipe.sources)
     key = fingerprint([[part.name for part in parts], order, recipe.dedup.model_dump(mode="json")])
     done = work / "done.json"
-    if done.exists() and read_json(done)["key"] == key:
+    if read_finished(FinishedStep, done, key):
         return {part: work / "drops" / part.name for part in parts}
     done.unlink(missing_ok=True)
     params = DedupParams(source_priority=order, threshold=recipe.dedup.threshold)
@@ -89,7 +97,7 @@ def _duplicate_drop_files(engine: Engine, recipe: CorpusRecipe, parts: list[Path
             return engine.run(function, tasks, lambda task: advance(1))
 
         drops, counts = find_duplicates(parts, work, params, run_tasks, near=recipe.dedup.near)
-    write_json(done, {"key": key, **counts})
+    write_json(done, {"key": key, **asdict(counts)})
     return drops
 
 
@@ -99,7 +107,7 @@ def _validation_drop_files(
     """For each part a file that names its train documents that are near duplicates of validation documents."""
     found = {part: work / "drops" / part.name for part in drops}
     done = work / "done.json"
-    if done.exists() and read_json(done)["key"] == key:
+    if read_finished(FinishedStep, done, key):
         return found
     done.unlink(missing_ok=True)
     params = DedupParams(threshold=recipe.dedup.threshold)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,35 +13,48 @@ import pyarrow.parquet as pq
 from zero2all.corpus.dedup import read_drops
 from zero2all.corpus.document import Document, is_validation
 from zero2all.corpus.file_stats import count_drop
-from zero2all.corpus.part_files import DocumentWriter
+from zero2all.corpus.manifest import SPLITS, DroppedDocuments, SplitShards
+from zero2all.corpus.part_files import DocumentWriter, PartRecord
 from zero2all.io import atomic_path, sha256_file
 from zero2all.paths import arrow_source
 
 
-def group_parts_by_size(sidecars: list[dict[str, Any]], shard_size: int) -> list[list[int]]:
-    """Part numbers, in order, in groups of about one shard each: one task per group."""
-    groups: list[list[int]] = []
+@dataclass(frozen=True)
+class WrittenShards:
+    """What one task wrote."""
+
+    source: str
+    splits: dict[str, SplitShards]
+    dropped: dict[str, DroppedDocuments]
+    files: dict[str, str]
+    """sha256 of every shard."""
+
+
+def group_parts_by_size(parts: list[PartRecord], shard_size: int) -> list[list[PartRecord]]:
+    """Parts with documents, in order, in groups of about one shard each: one task per group."""
+    groups: list[list[PartRecord]] = []
     size = 0
-    for number, sidecar in enumerate(sidecars):
-        if not sidecar["documents"]:
+    for part in parts:
+        if not part.documents:
             continue
-        if not groups or size + sidecar["bytes"] > shard_size:
+        if not groups or size + part.bytes > shard_size:
             groups.append([])
             size = 0
-        groups[-1].append(number)
-        size += sidecar["bytes"]
+        groups[-1].append(part)
+        size += part.bytes
     return groups
 
 
 def write_shards(
-    name: str, parts: list[tuple[Path, list[Path]]], out: Path, shard_size: int, holdout: float
-) -> dict[str, Any]:
-    """Write the documents of some parts, except those in its drop files, for both splits.
+    source: str, group: int, parts: list[tuple[Path, list[Path]]], out: Path, shard_size: int, holdout: float
+) -> WrittenShards:
+    """Write the documents of a group of parts, each except those in its drop files, for both splits.
 
-    The shard is ``<name>.parquet``, and ``<name>-1`` … where there is more than fits in one.
+    The shard is ``<source>-<group>.parquet``, and ``<source>-<group>-1`` … where there is more than fits in one.
     """
-    writers = {split: DocumentShardWriter(out / split, name, shard_size) for split in ("train", "valid")}
-    dropped: dict[str, dict[str, Any]] = {}
+    name = f"{source}-{group:05}"
+    writers = {split: DocumentShardWriter(out / split, name, shard_size) for split in SPLITS}
+    dropped: dict[str, DroppedDocuments] = {}
     for part, drop_files in parts:
         drops = read_drops(drop_files)
         with pq.ParquetFile(arrow_source(part)) as table:
@@ -55,12 +68,13 @@ def write_shards(
                         chosen["valid" if is_validation(gid, holdout) else "train"].append(place)
                 for split, places in chosen.items():
                     writers[split].write(batch.take(pa.array(places, pa.int64())))
-    result: dict[str, Any] = {"dropped": dropped, "files": {}}
+    splits: dict[str, SplitShards] = {}
+    files: dict[str, str] = {}
     for split, writer in writers.items():
         writer.close()
-        result[split] = {"documents": writer.documents, "bytes": writer.bytes, "shards": writer.shards}
-        result["files"] |= {f"{split}/{shard}": sha256_file(out / split / shard) for shard in writer.shards}
-    return result
+        splits[split] = SplitShards(writer.documents, writer.bytes, writer.shards)
+        files |= {f"{split}/{shard}": sha256_file(out / split / shard) for shard in writer.shards}
+    return WrittenShards(source, splits, dropped, files)
 
 
 class DocumentShardWriter:

@@ -14,6 +14,7 @@ from zero2all.corpus.mapping import AUTOMATIC, FieldMapping, resolve_mapping
 from zero2all.corpus.readers import (
     BrokenRecord,
     RawFile,
+    RecordChunk,
     TextRecord,
     UnreadableFileError,
     list_files,
@@ -40,7 +41,7 @@ def read_documents(file: RawFile, source: SourceRecipe, stats: FileStats) -> Ite
 
 
 def to_record_batch(
-    records: Sequence[dict[str, Any]],
+    records: RecordChunk,
     mapping: FieldMapping,
     source: SourceRecipe,
     id_prefix: str,

@@ -7,6 +7,7 @@ that the part depends on, so a rerun writes only parts whose file, mapping or fi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +19,79 @@ from zero2all.corpus.document import SCHEMA, Document
 from zero2all.corpus.file_stats import FileStats, count_drop
 from zero2all.corpus.filters import BoundFilter, apply_filters, build_filters
 from zero2all.corpus.ingest import read_documents
+from zero2all.corpus.manifest import DroppedDocuments, ReadCounts
 from zero2all.corpus.readers import RawFile
-from zero2all.io import atomic_path, read_json, sha256_file, write_json
+from zero2all.io import atomic_path, read_finished, sha256_file, write_record
 from zero2all.recipe import SourceRecipe
 
 ROW_GROUP_BYTES = 8_000_000
 
 
-def find_finished_part(stem: Path, key: str) -> dict[str, Any] | None:
-    """The sidecar of a part that is complete and was made from the same inputs."""
-    sidecar_path, data = stem.with_suffix(".json"), stem.with_suffix(".parquet")
-    if not sidecar_path.exists() or not data.exists():
-        return None
-    sidecar: dict[str, Any] = read_json(sidecar_path)
-    return sidecar if sidecar["key"] == key and sidecar["sha256"] == sha256_file(data) else None
+@dataclass(frozen=True)
+class PartTask:
+    """A raw file of a source, or a range of a large one, to be written as a part."""
+
+    source: SourceRecipe
+    file: RawFile
+    key: str
+    """Fingerprint of everything that the part depends on."""
 
 
-def write_part(
-    file: RawFile, source: SourceRecipe, specs: list[str | dict[str, Any]], stem: Path, key: str
-) -> dict[str, Any]:
-    """Read a file, clean its documents, write the part, and return its sidecar."""
-    done = find_finished_part(stem, key)
+@dataclass(frozen=True)
+class PartRecord:
+    """The sidecar of a part."""
+
+    key: str
+    source: str
+    file: str
+    documents: int
+    bytes: int
+    read: ReadCounts
+    left_out: dict[str, int]
+    """Records that gave no document, by reason."""
+    quarantine: list[str]
+    """Where broken records are, each with its reason."""
+    unreadable: str | None
+    """Why the file was not read to its end."""
+    changed: dict[str, int]
+    """Documents by the filter that changed them."""
+    dropped: dict[str, DroppedDocuments]
+    """By reason."""
+    sha256: str
+
+
+def part_path(directory: Path, source: str, key: str) -> Path:
+    return directory / f"{source}-{key}.parquet"
+
+
+def write_part(task: PartTask, specs: list[str | dict[str, Any]], directory: Path) -> PartRecord:
+    """Read a file, clean its documents, write the part, and return its sidecar. A finished part is kept."""
+    data = part_path(directory, task.source.name, task.key)
+    sidecar = data.with_suffix(".json")
+    done = read_finished(PartRecord, sidecar, task.key, lambda record: record.sha256 == sha256_file(data))
     if done is not None:
         return done
     stats = FileStats()
     filters = build_filters(specs)
-    with atomic_path(stem.with_suffix(".parquet")) as partial, DocumentWriter(partial) as writer:
-        for batch in read_documents(file, source, stats):
+    with atomic_path(data) as partial, DocumentWriter(partial) as writer:
+        for batch in read_documents(task.file, task.source, stats):
             writer.write(apply_filters_to_batch(batch, filters, stats) if filters else batch)
-    sidecar = {
-        "key": key,
-        "source": source.name,
-        "file": file.name,
-        "documents": writer.documents,
-        "bytes": writer.bytes,
-        **stats.summary(),
-        "sha256": sha256_file(stem.with_suffix(".parquet")),
-    }
-    write_json(stem.with_suffix(".json"), sidecar)
-    return sidecar
+    record = PartRecord(
+        key=task.key,
+        source=task.source.name,
+        file=task.file.name,
+        documents=writer.documents,
+        bytes=writer.bytes,
+        read=stats.read,
+        left_out=dict(stats.skipped),
+        quarantine=stats.quarantine,
+        unreadable=stats.unreadable,
+        changed=dict(stats.changed),
+        dropped=stats.dropped,
+        sha256=sha256_file(data),
+    )
+    write_record(sidecar, record)
+    return record
 
 
 def apply_filters_to_batch(batch: pa.RecordBatch, filters: Sequence[BoundFilter], stats: FileStats) -> pa.RecordBatch:

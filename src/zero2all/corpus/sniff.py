@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any
@@ -25,50 +26,91 @@ BINARY_FORMATS = {"parquet", "zip", "tar"}
 _LABEL_FIELDS = re.compile(r"(^|_)(id|url|uri|path|hash|sha|md5|date|time|lang|language|license|source)$", re.I)
 
 
-def sniff(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Format, compression, encoding, fields and a mapping that fits, of one file or the first of a directory.
+@dataclass(frozen=True)
+class DetectedFormat:
+    format: str
+    compression: str | None
+    encoding: str | None
+    """None for binary formats."""
 
-    ``source`` is the YAML of a source for the recipe; ``preview`` is the first document it would give.
-    """
+
+@dataclass(frozen=True)
+class MappingChoice:
+    """The keys of a source in a recipe that map its records; none for the default field names."""
+
+    mapping: str | None = None
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SniffedContent:
+    """What is in the first records of a file."""
+
+    records_seen: int
+    broken: list[str]
+    fields: dict[str, str]
+    mapping: str | None
+    mapping_fields: dict[str, str]
+    preview: dict[str, str]
+    """The first document, by field."""
+    source: str
+    """YAML of a source for the recipe."""
+
+
+@dataclass(frozen=True)
+class SniffedFile:
+    """A file's format and content, as far as it could be read."""
+
+    path: str
+    file: str
+    bytes: int
+    fingerprint: str
+    detected: DetectedFormat | None = None
+    content: SniffedContent | None = None
+    unreadable: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """One flat object, without what is not known."""
+        shown = {"path": self.path, "file": self.file, "bytes": self.bytes, "fingerprint": self.fingerprint}
+        for known in (self.detected, self.content):
+            shown |= asdict(known) if known else {}
+        return shown | ({"unreadable": self.unreadable} if self.unreadable is not None else {})
+
+
+def sniff(path: str | os.PathLike[str]) -> SniffedFile:
+    """Format, compression, encoding, fields and a mapping that fits, of one file or the first of a directory."""
     given = os.fspath(path)
     file = find_file(given)
-    result: dict[str, Any] = {"path": given, "file": file.name, "bytes": file.bytes, "fingerprint": file.fingerprint}
+    sniffed = SniffedFile(given, file.name, file.bytes, file.fingerprint)
     try:
-        result |= _describe_format(file)
-        records, broken = _first_records(file)
+        sniffed = replace(sniffed, detected=_detect_format(file))
+        first = list(islice(read_records(file), MAX_RECORDS))
     except UnreadableFileError as reason:
-        return {**result, "unreadable": str(reason)}
-    result |= {"records_seen": len(records), "broken": broken, "fields": _fields(records)}
+        return replace(sniffed, unreadable=str(reason))
+    records = [record for record in first if not isinstance(record, BrokenRecord)]
     choice = _choose_mapping(records)
-    mapping = MAPPING_PRESETS[choice.get("mapping", "automatic")].with_rules(choice.get("fields", {}))
+    mapping = MAPPING_PRESETS[choice.mapping or "automatic"].with_rules(choice.fields)
     preview = (mapping.map_record(records[0]) if records else None) or {}
-    return {
-        **result,
-        "mapping": choice.get("mapping"),
-        "mapping_fields": choice.get("fields", {}),
-        "preview": {ours: preview[ours][:MAX_VALUE_CHARACTERS] for ours in DOCUMENT_FIELDS if ours in preview},
-        "source": _source_yaml(given, file, choice),
-    }
+    content = SniffedContent(
+        records_seen=len(records),
+        broken=[f"{record.place}: {record.reason}" for record in first if isinstance(record, BrokenRecord)],
+        fields=_fields(records),
+        mapping=choice.mapping,
+        mapping_fields=choice.fields,
+        preview={ours: preview[ours][:MAX_VALUE_CHARACTERS] for ours in DOCUMENT_FIELDS if ours in preview},
+        source=_source_yaml(given, file, choice),
+    )
+    return replace(sniffed, content=content)
 
 
-def _describe_format(file: RawFile) -> dict[str, Any]:
+def _detect_format(file: RawFile) -> DetectedFormat:
     try:
         with file.open() as raw:
             stream, compression, kind = detect_format(PeekableStream(raw), file.name, ReadLimits())
             encoding = None if kind in BINARY_FORMATS else detect_encoding(stream.peek(HEAD_BYTES)).name
     except (OSError, EOFError, ValueError) as error:
         raise UnreadableFileError(f"broken file ({type(error).__name__})") from error
-    return {"format": kind, "compression": compression, "encoding": encoding}
-
-
-def _first_records(file: RawFile) -> tuple[list[dict[str, Any]], list[str]]:
-    records, broken = [], []
-    for record in islice(read_records(file), MAX_RECORDS):
-        if isinstance(record, BrokenRecord):
-            broken.append(f"{record.place}: {record.reason}")
-        else:
-            records.append(record)
-    return records, broken
+    return DetectedFormat(kind, compression, encoding)
 
 
 def _fields(records: list[dict[str, Any]]) -> dict[str, str]:
@@ -89,26 +131,27 @@ def _flatten(record: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return flat
 
 
-def _choose_mapping(records: list[dict[str, Any]]) -> dict[str, Any]:
+def _choose_mapping(records: list[dict[str, Any]]) -> MappingChoice:
     """The preset, if it finds text; else the longest text field as content."""
     if not records or any(isinstance(record, TextRecord) for record in records):
-        return {}
+        return MappingChoice()
     names = set.intersection(*(set(record) for record in records)) or set(records[0])
     name = find_preset(names)
     if any(MAPPING_PRESETS[name].map_record(record) for record in records):
-        return {} if name == "automatic" else {"mapping": name}
+        return MappingChoice() if name == "automatic" else MappingChoice(mapping=name)
     lengths: dict[str, int] = {}
     for record in records:
-        for field, value in _flatten(record):
-            if isinstance(value, str) and not _LABEL_FIELDS.search(field):
-                lengths[field] = lengths.get(field, 0) + len(value)
-    return {"fields": {"content": max(lengths, key=lambda field: lengths[field])}} if lengths else {}
+        for name, value in _flatten(record):
+            if isinstance(value, str) and not _LABEL_FIELDS.search(name):
+                lengths[name] = lengths.get(name, 0) + len(value)
+    return MappingChoice(fields={"content": max(lengths, key=lengths.__getitem__)} if lengths else {})
 
 
-def _source_yaml(given: str, file: RawFile, choice: dict[str, Any]) -> str:
+def _source_yaml(given: str, file: RawFile, choice: MappingChoice) -> str:
     stem = PurePosixPath(strip_compression_extension(file.name)[0]).stem if file.name else "source"
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-") or "source"
     place = given if is_url(given) else os.path.expanduser(given)
-    source = {"name": name, "paths": [place], **choice}
+    chosen = {key: value for key, value in asdict(choice).items() if value}
+    source = {"name": name, "paths": [place], **chosen}
     text: str = yaml.safe_dump({"corpus": {"sources": [source]}}, allow_unicode=True, sort_keys=False)
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,18 @@ def run_locally(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...
     return [function(*one) for one in arguments]
 
 
+@dataclass(frozen=True)
+class DuplicateCounts:
+    shards: list[str]
+    compared: int
+    """Documents compared for near duplicates."""
+    dropped: dict[str, int]
+    """Documents by reason."""
+
+
 def find_duplicates(
     shards: Sequence[Path], work: Path, params: DedupParams, run_tasks: RunTasks = run_locally, near: bool = True
-) -> tuple[dict[Path, Path], dict[str, Any]]:
+) -> tuple[dict[Path, Path], DuplicateCounts]:
     """For every shard a file below ``work/drops`` of dropped documents and those kept for them; and counts.
 
     The result depends on the documents and the parameters alone: not on the order of shards, the partitions, or what
@@ -61,7 +71,7 @@ def find_duplicates(
         )
     drop_files = [*exact, *near_files] if near else exact
     dropped = run_tasks(collect_shard_drops, [(drop_files, number, lists[number]) for number, _ in numbered])
-    counts = {"shards": [path.name for path in shards], "compared": compared, "dropped": _sum_counts(dropped)}
+    counts = DuplicateCounts([path.name for path in shards], compared, _sum_counts(dropped))
     return dict(zip(shards, lists, strict=True)), counts
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ from zero2all.corpus.document import Document
 from zero2all.corpus.filters.filter_registry import KEEP, BoundFilter, Drop, FilterResult, register_filter
 from zero2all.corpus.filters.text_kinds import HAN, classify_text
 from zero2all.errors import UsageError
-from zero2all.io import atomic_path, read_json, sha256_file, write_json
+from zero2all.io import atomic_path, read_json, sha256_file, write_record
 
 BUCKETS = 1 << 18
 FORMAT = 1
@@ -28,6 +27,23 @@ _UNIT = re.compile(rf"[{HAN}]|[^\W\d_{HAN}]+|\d+|[^\w\s]|\n")
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 Buckets = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class QualityMetadata:
+    """``<model>.json``: how a model was trained."""
+
+    format: int
+    buckets: int
+    good: int
+    """Examples."""
+    bad: int
+    epochs: int
+    rate: float
+    seed: int
+    held_out: int
+    """Examples in the validation set."""
+    held_out_accuracy: float | None
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,7 @@ def hash_features(text: str) -> Buckets:
 
 def train_quality_model(
     good: Iterable[str], bad: Iterable[str], out: Path, *, epochs: int = 5, learning_rate: float = 0.5, seed: int = 0
-) -> dict[str, Any]:
+) -> QualityMetadata:
     """Train on examples and write ``<out>.npz`` and ``<out>.json``; returns the contents of the latter.
 
     A tenth of the examples, chosen by the seed, is the validation set. Both sides weigh the same however
@@ -72,20 +88,20 @@ def train_quality_model(
     class_weight = [len(examples) / (2 * len(side)) for side in sides]
     model = _fit([examples[index] for index in training], class_weight, epochs, learning_rate, random)
 
-    metadata: dict[str, Any] = {
-        "format": FORMAT,
-        "buckets": BUCKETS,
-        "good": len(sides[1]),
-        "bad": len(sides[0]),
-        "epochs": epochs,
-        "rate": learning_rate,
-        "seed": seed,
-        "held_out": len(validation),
-        "held_out_accuracy": _accuracy(model, [examples[index] for index in validation]),
-    }
+    metadata = QualityMetadata(
+        format=FORMAT,
+        buckets=BUCKETS,
+        good=len(sides[1]),
+        bad=len(sides[0]),
+        epochs=epochs,
+        rate=learning_rate,
+        seed=seed,
+        held_out=len(validation),
+        held_out_accuracy=_accuracy(model, [examples[index] for index in validation]),
+    )
     with atomic_path(out.with_suffix(".npz")) as partial, open(partial, "wb") as stream:
         np.savez(stream, weights=model.weights, bias=np.float64(model.bias))
-    write_json(out.with_suffix(".json"), metadata)
+    write_record(out.with_suffix(".json"), metadata)
     return metadata
 
 

@@ -1,6 +1,13 @@
 """Files to records, one at a time, in bounded memory. What cannot be read is counted with its reason, never fatal."""
 
-from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, SkippedMember, TextRecord, UnreadableFileError
+from zero2all.corpus.readers.base import (
+    BrokenRecord,
+    ReadLimits,
+    RecordChunk,
+    SkippedMember,
+    TextRecord,
+    UnreadableFileError,
+)
 from zero2all.corpus.readers.file_ranges import split_large_file
 from zero2all.corpus.readers.listing import LINK_OUTSIDE_SOURCE, RawFile, list_files
 from zero2all.corpus.readers.records import read_record_chunks, read_records
@@ -10,6 +17,7 @@ __all__ = [
     "BrokenRecord",
     "RawFile",
     "ReadLimits",
+    "RecordChunk",
     "SkippedMember",
     "TextRecord",
     "UnreadableFileError",

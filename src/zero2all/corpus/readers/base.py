@@ -30,34 +30,31 @@ class UnreadableFileError(Exception):
     """This file is skipped; the message is the reason it is counted under."""
 
 
-class BrokenRecord(dict[str, Any]):
-    """Stands for a record that could not be parsed, so that it can be counted and quarantined.
+@dataclass(slots=True)
+class BrokenRecord:
+    """Stands for a record that could not be parsed, so that it can be counted and quarantined."""
 
-    ``reason`` is short and the same for all of its kind; ``place`` says where in the file; ``raw`` is how it begins.
-    """
+    reason: str
+    """Short, and the same for all of its kind."""
+    place: str = ""
+    """Where in the file."""
+    raw: str = ""
+    """How it begins."""
 
-    def __init__(self, reason: str = "broken record", place: str = "", raw: str = "") -> None:
-        super().__init__(reason=reason, place=place, raw=raw[:MAX_RAW_CHARACTERS])
-
-    @property
-    def reason(self) -> str:
-        return str(self["reason"])
-
-    @property
-    def place(self) -> str:
-        return str(self["place"])
-
-    @property
-    def raw(self) -> str:
-        return str(self["raw"])
+    def __post_init__(self) -> None:
+        self.raw = self.raw[:MAX_RAW_CHARACTERS]
 
 
 class SkippedMember(BrokenRecord):
     """Stands for a member of an archive that was not read, or for the rest of the archive."""
 
 
-class TextRecord(dict[str, Any]):
+class TextRecord(dict[str, str | int]):
     """A record made of a file that is one text; a recipe's field names do not apply to it."""
+
+
+# Consecutive records of a user's file, and stand-ins for the broken ones.
+RecordChunk = list[dict[str, Any] | BrokenRecord]
 
 
 def is_too_deep(record: dict[str, Any]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from typing import Any
 
 from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, UnreadableFileError
 from zero2all.corpus.readers.encoding import to_utf8
@@ -13,7 +12,7 @@ from zero2all.corpus.readers.streams import PeekableStream, iter_lines
 DELIMITERS = "\t,;|"
 
 
-def read_csv(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+def read_csv(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, str] | BrokenRecord]:
     """Rows under a header. A row of another length is broken, not shifted."""
     csv.field_size_limit(limits.record_bytes)
     source = _LineIterator(to_utf8(stream), limits)

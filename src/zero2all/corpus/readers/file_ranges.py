@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import IO, Any
+from typing import IO
 
 import pyarrow.parquet as pq
 
 from zero2all.corpus.readers import json_records
-from zero2all.corpus.readers.base import READ_ERRORS, ReadLimits, UnreadableFileError
+from zero2all.corpus.readers.base import READ_ERRORS, ReadLimits, RecordChunk, UnreadableFileError
 from zero2all.corpus.readers.encoding import detect_encoding
 from zero2all.corpus.readers.formats import guess_format
 from zero2all.corpus.readers.listing import FileRange, RawFile
@@ -61,7 +61,7 @@ def _split_row_groups(raw: IO[bytes], file: RawFile, size: int) -> list[RawFile]
     return ranges or [file]
 
 
-def read_file_range(raw: IO[bytes], file_range: FileRange, limits: ReadLimits) -> Iterator[list[dict[str, Any]]]:
+def read_file_range(raw: IO[bytes], file_range: FileRange, limits: ReadLimits) -> Iterator[RecordChunk]:
     """A line belongs to the range in which it begins."""
     if file_range.file_format == "parquet":
         return read_parquet(raw, limits, file_range.start, file_range.stop)

@@ -19,6 +19,7 @@ from zero2all.corpus.readers.base import (
     TOO_DEEP,
     BrokenRecord,
     ReadLimits,
+    RecordChunk,
     UnreadableFileError,
     import_optional,
 )
@@ -36,14 +37,12 @@ _BETWEEN = re.compile(r"[\s,]*")
 _SPACE = re.compile(r"\s*")
 
 
-def read_jsonl(stream: PeekableStream, limits: ReadLimits) -> Iterator[list[dict[str, Any]]]:
+def read_jsonl(stream: PeekableStream, limits: ReadLimits) -> Iterator[RecordChunk]:
     """One value per line, in chunks."""
     return parse_jsonl(to_utf8(stream, replace_errors=False), limits)
 
 
-def parse_jsonl(
-    stream: PeekableStream, limits: ReadLimits, location_prefix: str = ""
-) -> Iterator[list[dict[str, Any]]]:
+def parse_jsonl(stream: PeekableStream, limits: ReadLimits, location_prefix: str = "") -> Iterator[RecordChunk]:
     """Lines that are UTF-8. ``location_prefix`` names the range of the file that they are from."""
     number = 1
     for chunk in iter_line_chunks(stream, limits.record_bytes):
@@ -55,7 +54,7 @@ def parse_jsonl(
         number += len(chunk)
 
 
-def _parse_objects(lines: list[bytes | None]) -> list[dict[str, Any]]:
+def _parse_objects(lines: list[bytes | None]) -> RecordChunk:
     """All lines at once, or nothing if one of them needs separate parsing."""
     try:
         values = list(map(orjson.loads, lines))  # type: ignore[arg-type]
@@ -64,7 +63,7 @@ def _parse_objects(lines: list[bytes | None]) -> list[dict[str, Any]]:
     return values if {*map(type, values)} == {dict} else []
 
 
-def _parse_line(line: bytes | None, place: str, limits: ReadLimits) -> dict[str, Any]:
+def _parse_line(line: bytes | None, place: str, limits: ReadLimits) -> dict[str, Any] | BrokenRecord:
     if line is None:
         return BrokenRecord(f"line longer than {limits.record_bytes >> 20} MiB", place)
     try:
@@ -90,7 +89,7 @@ def _not_an_object(value: Any, place: str) -> BrokenRecord:
     return BrokenRecord("not an object", place, reprlib.repr(value))  # of the outermost levels only
 
 
-def read_json_array(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+def read_json_array(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any] | BrokenRecord]:
     """The elements of an array one by one, whatever its length; a broken one does not affect the others."""
     records = _read_array_elements(stream, limits)
     first = next(records, None)
@@ -107,7 +106,7 @@ def read_json_array(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict
     yield from records
 
 
-def _read_array_elements(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+def _read_array_elements(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any] | BrokenRecord]:
     scanner = _JsonScanner(decode_stream(stream), limits.record_bytes)
     scanner.skip(re.compile("\ufeff?\\s*\\[?"))
     while scanner.skip(_BETWEEN):
@@ -180,7 +179,7 @@ class _JsonScanner:
         self._position += 1
         return self.skip(_SPACE)
 
-    def parse_objects(self) -> list[dict[str, Any]]:
+    def parse_objects(self) -> RecordChunk:
         """All objects up to the last place where one seems to end, at once; nothing if that is not one.
 
         Between brackets they parse as one array only if it is, whatever stands in their strings.
@@ -244,7 +243,7 @@ class _JsonScanner:
                 return False
 
 
-def read_json_object(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+def read_json_object(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any] | BrokenRecord]:
     """A file that is one object: the record itself, or what holds the list of them."""
     head = stream.peek(MAX_IN_MEMORY_BYTES + 1)
     if len(head) <= MAX_IN_MEMORY_BYTES:
@@ -315,7 +314,7 @@ def _find_record_list(ijson: Any, source: _TeeReader) -> str | None:
     return max(objects, key=objects.__getitem__, default=None)
 
 
-def _read_small_object(data: bytes, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+def _read_small_object(data: bytes, limits: ReadLimits) -> Iterator[dict[str, Any] | BrokenRecord]:
     text = decode_text(data).lstrip("\ufeff")
     try:
         value = json.loads(text)
@@ -336,17 +335,15 @@ def _read_small_object(data: bytes, limits: ReadLimits) -> Iterator[dict[str, An
         yield value
 
 
-def _read_concatenated_objects(
-    text: str, data: bytes, limits: ReadLimits, error: Exception
-) -> Iterator[dict[str, Any]]:
+def _read_concatenated_objects(text: str, data: bytes, limits: ReadLimits, error: Exception) -> RecordChunk:
     """Objects one after the other, each over several lines; or lines after all, the first of them broken."""
     as_lines = list(chain.from_iterable(read_jsonl(PeekableStream(io.BytesIO(data)), limits)))
     in_a_row = list(_read_array_elements(PeekableStream(io.BytesIO(data)), limits))
     best = max((as_lines, in_a_row), key=_count_valid)
     if all(isinstance(record, BrokenRecord) for record in best):
         raise UnreadableFileError(TOO_DEEP if isinstance(error, RecursionError) else "broken JSON") from error
-    yield from best
+    return best
 
 
-def _count_valid(records: list[dict[str, Any]]) -> int:
+def _count_valid(records: RecordChunk) -> int:
     return sum(not isinstance(record, BrokenRecord) for record in records)

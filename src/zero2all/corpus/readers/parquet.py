@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from zero2all.corpus.readers.base import BrokenRecord, ReadLimits
+from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, RecordChunk
 
 BATCH_ROWS, BATCH_BYTES = 1000, 1 << 20  # at a time; rows of a megabyte exist
 DICTIONARY_ROWS, DICTIONARY_BATCH_BYTES = 10_000, 8 << 20  # the same for rows that are not decoded yet
@@ -27,7 +27,6 @@ DECODED_BYTES = 32 << 20  # of the text of a batch that is decoded at once, if e
 MIN_BATCH_ROWS = 64  # in a batch, at least; with fewer, dictionaries are cheaper
 VALUE_BYTES = 8  # of a number or of a place in a list, at least
 
-RecordChunk = list[dict[str, Any]]
 RowSizes = NDArray[np.int64]
 
 
@@ -211,20 +210,20 @@ def _to_records(batch: pa.RecordBatch, numbers: list[int]) -> RecordChunk:
     try:
         rows: RecordChunk = batch.to_pylist()
     except UnicodeDecodeError:
-        rows = [_decode_row(batch, index, number) for index, number in enumerate(numbers)]
+        rows = [row for index, number in enumerate(numbers) for row in _decode_row(batch, index, number)]
     for name, kind in zip(batch.schema.names, batch.schema.types, strict=True):
         if "binary" in str(kind):
             for row in rows:
-                if isinstance(row.get(name), bytes):
+                if not isinstance(row, BrokenRecord) and isinstance(row.get(name), bytes):
                     row[name] = _decode_or_none(row[name])
     return rows
 
 
-def _decode_row(batch: pa.RecordBatch, index: int, number: int) -> dict[str, Any]:
+def _decode_row(batch: pa.RecordBatch, index: int, number: int) -> RecordChunk:
     try:
-        row: dict[str, Any] = batch.slice(index, 1).to_pylist()[0]
+        row: RecordChunk = batch.slice(index, 1).to_pylist()
     except UnicodeDecodeError:
-        return BrokenRecord("not UTF-8", f"row {number}")
+        return [BrokenRecord("not UTF-8", f"row {number}")]
     return row
 
 

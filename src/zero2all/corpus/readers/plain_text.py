@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord
 from zero2all.corpus.readers.encoding import decode_stream, decode_text, to_utf8
@@ -16,7 +15,7 @@ _DOC = re.compile(r"<doc\s+([^>]*)>\s*$")
 _VALUE = re.compile(r'(?:^(?:[^"]*\s)?|"\s+)([\w-]+)="')
 
 
-def read_text(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+def read_text(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[TextRecord]:
     """The file as one record; split at line ends only if it is too long for one."""
     head = stream.peek(limits.max_document_characters + 1)
     if len(head) <= limits.max_document_characters:
@@ -44,9 +43,9 @@ def _split_at_line_ends(blocks: Iterator[str], size: int) -> Iterator[str]:
         yield "".join(waiting)
 
 
-def read_wikiextractor(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+def read_wikiextractor(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, str] | BrokenRecord]:
     """``<doc id= url= title=>`` to ``</doc>``. Redirects have a title and nothing else: records of no text."""
-    record: dict[str, Any] | None = None
+    record: dict[str, str] | None = None
     body: list[str] = []
     size = 0
     for number, raw in enumerate(iter_lines(to_utf8(stream), limits.record_bytes), 1):

@@ -17,6 +17,7 @@ from zero2all.corpus.readers.base import (
     TOO_DEEP,
     BrokenRecord,
     ReadLimits,
+    RecordChunk,
     SkippedMember,
     TextRecord,
     UnreadableFileError,
@@ -34,10 +35,8 @@ CHUNK_RECORDS, CHUNK_CHARACTERS = 1000, 1 << 20
 
 _PATH_FIELDS = frozenset(PATH_FIELDS)
 
-RecordChunk = list[dict[str, Any]]
 
-
-def read_records(file: RawFile, limits: ReadLimits | None = None) -> Iterator[dict[str, Any]]:
+def read_records(file: RawFile, limits: ReadLimits | None = None) -> Iterator[dict[str, Any] | BrokenRecord]:
     """Records of a file in their order, and stand-ins for the broken ones.
 
     Raises UnreadableFileError, also after some records, when the file cannot be read (further).
@@ -131,14 +130,15 @@ def _read_format(
     return chunks if file_format == "code" else map(_sanitize_records, chunks)
 
 
-def _chunk_records(records: Iterator[dict[str, Any]]) -> Iterator[RecordChunk]:
+def _chunk_records(records: Iterator[dict[str, Any] | BrokenRecord]) -> Iterator[RecordChunk]:
     """Records that come one by one, in chunks of bounded size. Records before a read error are not lost."""
     chunk: RecordChunk = []
     size = 0
     try:
         for record in records:
             chunk.append(record)
-            size += sum(len(value) for value in record.values() if isinstance(value, str))
+            values = (record.reason, record.place, record.raw) if isinstance(record, BrokenRecord) else record.values()
+            size += sum(len(value) for value in values if isinstance(value, str))
             if size >= CHUNK_CHARACTERS or len(chunk) >= CHUNK_RECORDS:
                 yield chunk
                 chunk, size = [], 0
@@ -177,7 +177,7 @@ def _read_members(
             for chunk in _read_format(stream, file_format, name, limits):
                 for record in chunk:
                     if isinstance(record, BrokenRecord):
-                        record["place"] = f"{name} {record.place}".rstrip()
+                        record.place = f"{name} {record.place}".rstrip()
                 yield chunk
         except UnreadableFileError as reason:
             yield [SkippedMember(str(reason), name)]
@@ -187,23 +187,28 @@ def _read_members(
 
 def _sanitize_records(records: RecordChunk) -> RecordChunk:
     """What every later step can take: nothing nested so deep that it would end in a RecursionError, no mojibake."""
-    return _fix_record_encoding([BrokenRecord(TOO_DEEP) if is_too_deep(record) else record for record in records])
+    return _fix_record_encoding(
+        [
+            BrokenRecord(TOO_DEEP) if not isinstance(record, BrokenRecord) and is_too_deep(record) else record
+            for record in records
+        ]
+    )
 
 
 def _fix_record_encoding(records: RecordChunk) -> RecordChunk:
     """Fix mojibake, except in code, where unusual strings may be intended."""
     places = [
-        (number, key, value)
+        (number, record, key, value)
         for number, record in enumerate(records)
         if not isinstance(record, BrokenRecord) and not _is_code_record(record)
         for key, value in record.items()
         if isinstance(value, str) and not value.isascii()
     ]
-    better = fix_mojibake([value for _, _, value in places]) if places else {}
+    better = fix_mojibake([value for _, _, _, value in places]) if places else {}
     for place, text in better.items():
-        number, key, _ = places[place]
+        number, record, key, _ = places[place]
         if text is not None:
-            records[number][key] = text
+            record[key] = text
         else:  # only for text that looks bad is ftfy needed
             records[number] = BrokenRecord(NOT_INSTALLED)
     return records

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord, UnreadableFileError, import_optional
 from zero2all.corpus.readers.encoding import detect_encoding
@@ -19,12 +18,12 @@ _HEADER_END = re.compile(rb"\r?\n\r?\n")
 HEADER_BYTES = 1 << 16
 
 
-def read_html(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+def read_html(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[TextRecord]:
     data = stream.read_all(limits.record_bytes, "page")
     yield TextRecord(id=name, **_extract_page(_decode_html(data), title=name), raw_bytes=len(data))
 
 
-def _extract_page(html: str, title: str = "") -> dict[str, Any]:
+def _extract_page(html: str, title: str = "") -> dict[str, str]:
     """Title and main text of a page."""
     tree_of = import_optional("resiliparse.parse.html").HTMLTree.parse
     plain_text = import_optional("resiliparse.extract.html2text").extract_plain_text
@@ -71,7 +70,7 @@ def _decode_html(data: bytes, charset: str = "") -> str:
     return data.decode(encoding.name, "replace")
 
 
-def read_warc(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+def read_warc(stream: PeekableStream, limits: ReadLimits) -> Iterator[TextRecord | BrokenRecord]:
     """A record for every response that is HTML. Other records are skipped; a broken one ends the file."""
     while True:
         header = _warc_header(stream)
@@ -123,7 +122,7 @@ def _read_exactly(stream: PeekableStream, size: int, keep: bool) -> bytes | None
     return b"".join(parts)
 
 
-def _read_response(header: dict[str, str], body: bytes, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+def _read_response(header: dict[str, str], body: bytes, limits: ReadLimits) -> Iterator[TextRecord | BrokenRecord]:
     record_id = header.get("warc-record-id", "").strip("<>")
     end = _HEADER_END.search(body)
     if end is None:
