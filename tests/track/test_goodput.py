@@ -18,6 +18,7 @@ from zero2all.checkpoint.checkpoint_interval import (
     simulate_goodput,
 )
 from zero2all.track.goodput import compute_goodput, compute_run_goodput
+from zero2all.track.record_lines import parse_record_line
 from zero2all.train import Run, train
 
 
@@ -46,17 +47,17 @@ def test_every_second_of_a_record_has_one_category() -> None:
         {"step": 7, "time": 10000.0, "loss": 1.0},
         {"event": "done", "time": 10001.0, "step": 8},
     ]
-    report = compute_goodput(lines, hangs=[200.0])
-    assert report["lost"] == pytest.approx(
+    report = compute_goodput([parse_record_line(json.dumps(line).encode()) for line in lines], hangs=[200.0])
+    assert report.lost == pytest.approx(
         {
             "start-up": 10 + 5 + 3 + 2, "checkpoint stall": 0.5 + 0.5 + 1, "evaluation": 3.0,
             "recomputed steps": 2 + 0.5 + 1, "hang": 100.0, "failure": 20.0,
         }
     )  # fmt: skip
-    assert report["steps"] == pytest.approx(4 + 1 + 1 + 1)
-    assert report["seconds"] == pytest.approx((251.5 - 100) + (10001 - 9997))
-    assert report["goodput"] == pytest.approx(7 / report["seconds"], abs=1e-4)
-    assert (report["restarts"], report["steps_done_again"]) == (2, 3)
+    assert report.steps == pytest.approx(4 + 1 + 1 + 1)
+    assert report.seconds == pytest.approx((251.5 - 100) + (10001 - 9997))
+    assert report.goodput == pytest.approx(7 / report.seconds, abs=1e-4)
+    assert (report.restarts, report.steps_done_again) == (2, 3)
 
 
 def test_a_run_logs_its_goodput_over_restarts(workspace: Path, tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_a_run_logs_its_goodput_over_restarts(workspace: Path, tmp_path: Path) -
     assert (logged["restarts"], logged["steps_done_again"]) == (1, 2)
     # All but what this process did before it first trained, which may count as its start-up.
     assert logged["seconds"] >= 0.9 * took - 0.1
-    assert compute_run_goodput(run.directory)["steps"] == pytest.approx(logged["steps"], abs=0.01)
+    assert compute_run_goodput(run.directory).steps == pytest.approx(logged["steps"], abs=0.01)
 
 
 @pytest.mark.parametrize("stall", [0.1, 2.0, 60.0])

@@ -6,13 +6,15 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from zero2all.io import read_record
 from zero2all.recipe import builtin_recipe_path
-from zero2all.track.health_checks import RULES, check_health, reference_curve
+from zero2all.track.health_checks import RULES, ReferenceCurve, check_health, reference_curve
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 
@@ -122,16 +124,16 @@ def test_a_reference_curve_has_a_loss_at_every_point(tmp_path: Path) -> None:
             del row["loss"]
 
     curve = reference_curve(make_run(tmp_path, with_gaps))
-    shipped = [json.loads(path.read_text()) for path in builtin_recipe_path("reference").glob("*.json")]
+    shipped = [read_record(ReferenceCurve, path) for path in builtin_recipe_path("reference").glob("*.json")]
     assert shipped
     for one in (curve, *shipped):
-        assert all(math.isfinite(loss) for loss in one["loss"])
-        assert one["tokens"] == sorted(set(one["tokens"]))
+        assert all(math.isfinite(loss) for loss in one.loss)
+        assert one.tokens == sorted(set(one.tokens))
 
 
 def test_against_a_reference_curve(tmp_path: Path) -> None:
     good = make_run(tmp_path / "good", as_it_is)
-    (tmp_path / "quickstart.json").write_text(json.dumps(reference_curve(good)))
+    (tmp_path / "quickstart.json").write_text(json.dumps(asdict(reference_curve(good))))
 
     def worse(rows: list[dict[str, float]]) -> None:
         for row in rows[1:]:
@@ -143,7 +145,8 @@ def test_against_a_reference_curve(tmp_path: Path) -> None:
     ]
     assert [finding.level for finding in bad] == ["bad"]
     assert "above the reference" in bad[0].text
-    (tmp_path / "quickstart.json").write_text(json.dumps({**reference_curve(good), "sources": ["other text"]}))
+    other = replace(reference_curve(good), sources=["other text"])
+    (tmp_path / "quickstart.json").write_text(json.dumps(asdict(other)))
     assert not [finding for finding in check_health(good, tmp_path) if finding.rule == "reference"]
 
 

@@ -17,7 +17,7 @@ from zero2all.track.html_report import report_html
 from zero2all.track.record_index import index_path
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
-from zero2all.track.server import LiveRun, build_app, build_series, summarize_run
+from zero2all.track.server import LiveRun, build_app, build_series, encode_json, summarize_run
 
 DIGITS = "9" * 400
 BAD_LINES: dict[str, str] = {
@@ -103,8 +103,8 @@ def make(directory: Path, middle: bytes = b"", last: int = 13) -> Path:
 
 def show_everything(run: RunView) -> None:
     """All that a page, a terminal and a report ask of a run."""
-    json.dumps(summarize_run(run, check_health(run)))
-    json.dumps(build_series(run, run.names, float("-inf"), float("inf"), 100))
+    encode_json(summarize_run(run, check_health(run)))
+    encode_json(build_series(run, run.names, float("-inf"), float("inf"), 100))
     report_html([run])
 
 
@@ -181,14 +181,14 @@ def test_a_bug_of_ours_is_reported_for_its_run_and_retried(tmp_path: Path, monke
             broken.setattr(name, fail)
             broken.setattr("zero2all.track.server.HEALTH_CHECK_SECONDS", -1.0)
             live_run.refresh()
-            assert "ZeroDivisionError: on purpose" in live_run.summary["status"]["trouble"]
+            assert "ZeroDivisionError: on purpose" in live_run.summary.status.trouble
         monkeypatch.setattr("zero2all.track.server.HEALTH_CHECK_SECONDS", -1.0)
         live_run.refresh()
-        assert live_run.summary["status"]["trouble"] is None
+        assert live_run.summary.status.trouble is None
     with monkeypatch.context() as broken:
         broken.setattr("zero2all.track.server.check_health", fail)
         first = LiveRun(RunView(LocalRunLocation(make(tmp_path / "c"))))  # also at the first refresh
-        assert "on purpose" in first.summary["status"]["trouble"]
+        assert "on purpose" in first.summary.status.trouble
 
 
 def test_a_line_over_the_limit_is_skipped_once_and_not_read_again(
@@ -268,7 +268,7 @@ def test_a_damaged_index_is_not_used(tmp_path: Path, what: str) -> None:
     run = RunView(LocalRunLocation(directory))
     run.refresh()
     assert run.table(["loss"]).mean["loss"].tolist() == list(range(13))
-    assert [event["event"] for event in run.events] == ["start"]
+    assert [event.event for event in run.events] == ["start"]
     assert "record.index.jsonl" in run.damage[0]
     show_everything(run)
     with RunRecord(directory / "record.jsonl", system_every=None) as record:  # and rebuilt by the next writer

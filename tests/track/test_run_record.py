@@ -12,13 +12,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from zero2all.track import RunRecord, read_steps
 from zero2all.track.async_writer import AsyncWriter
 from zero2all.track.record_index import CHUNK_LINES, index_path
+from zero2all.track.record_lines import EventLine, HistogramLine, RecordLine, SampleLine, StepLine
 from zero2all.track.run_record import AppendFile, RunRecordWriter, read_record_lines
 
 
@@ -59,19 +59,42 @@ def test_every_kind_of_line_and_the_machine_are_recorded(tmp_path: Path) -> None
         record.sample(3, "zh", "<b>春</b>")
         record.histogram(3, "grad", [1, 2], [0.0, 0.5, 1.0])
         record.event("spike", step=3, documents=[{"gid": "a"}])
-        while not any("system/cpu_cores" in line for line in read_lines_or_none(record.path)):
+        while not any("system/cpu_cores" in metrics for metrics in read_steps_or_none(record.path).values()):
             record.flush()
     step = read_steps(record.path)[3]
     assert (step["loss"], step["loss/zh"]) == (1.5, 2.5)
     assert step["system/memory_gib"] > 0
     lines = list(read_record_lines(record.path))
-    assert next(line["text"] for line in lines if "sample" in line) == "<b>春</b>"
-    assert next(line["counts"] for line in lines if "histogram" in line) == [1, 2]
-    assert next(line["documents"] for line in lines if "event" in line) == [{"gid": "a"}]
+    assert next(line.text for line in lines if isinstance(line, SampleLine)) == "<b>春</b>"
+    assert next(line.counts for line in lines if isinstance(line, HistogramLine)) == [1, 2]
+    assert next(line.details["documents"] for line in lines if isinstance(line, EventLine)) == [{"gid": "a"}]
 
 
-def read_lines_or_none(path: Path) -> list[dict[str, Any]]:
-    return list(read_record_lines(path)) if path.exists() else []
+def test_lines_on_disk_have_their_keys_in_a_fixed_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1.5)
+    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
+        record.event("start", step=0, steps=2)
+        record.step(0, **{"loss": 1.5, "loss/zh": 2.5})
+        record.sample(0, "zh", "春")
+        record.histogram(0, "grad", [1], [0.0, 1.0])
+        record.event("resume", step=0)  # begins a chunk of the index
+    assert (tmp_path / "record.jsonl").read_text(encoding="utf-8").splitlines() == [
+        '{"event":"start","time":1.5,"step":0,"steps":2}',
+        '{"step":0,"time":1.5,"loss":1.5,"loss/zh":2.5}',
+        '{"sample":"zh","step":0,"time":1.5,"text":"春"}',
+        '{"histogram":"grad","step":0,"time":1.5,"counts":[1],"edges":[0.0,1.0]}',
+        '{"event":"resume","time":1.5,"step":0}',
+    ]
+    assert index_path(tmp_path / "record.jsonl").read_text(encoding="utf-8").splitlines() == [
+        '{"at":[0,216],"lines":1,"steps":[0,0],"times":[1.5,1.5],"names":["loss","loss/zh"],'
+        '"min":[1.5,2.5],"mean":[1.5,2.5],"max":[1.5,2.5],"others":['
+        '{"event":"start","time":1.5,"step":0,"steps":2,"at":[0,48]},'
+        '{"sample":"zh","step":0,"at":[95,144]},{"histogram":"grad","step":0,"at":[144,216]}]}'
+    ]
+
+
+def read_steps_or_none(path: Path) -> dict[int, dict[str, float]]:
+    return read_steps(path) if path.exists() else {}
 
 
 def test_ranks_write_records_of_their_own(tmp_path: Path) -> None:
@@ -112,7 +135,7 @@ def test_lines_that_come_while_the_disk_is_full_are_not_lost(tmp_path: Path, mon
         write(self)
 
     monkeypatch.setattr(AppendFile, "write", on_a_full_disk)
-    lines = [{"step": step} for step in range(12)]
+    lines: list[RecordLine] = [StepLine(step, None, {}) for step in range(12)]
     for known in (3, 7):  # a try again begins with the same lines and may have more of them
         with pytest.raises(OSError, match="no space"):
             file.write(lines[:known])
@@ -120,7 +143,7 @@ def test_lines_that_come_while_the_disk_is_full_are_not_lost(tmp_path: Path, mon
     file.write(lines[:9])
     file.write(lines[9:])
     file.close()
-    assert [line["step"] for line in read_record_lines(tmp_path / "record.jsonl")] == list(range(12))
+    assert [line.step for line in read_record_lines(tmp_path / "record.jsonl")] == list(range(12))
 
 
 def test_system_metrics_are_logged_at_the_step_that_a_resume_begins_with(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from zero2all.errors import UsageError
 from zero2all.track import RunRecord, read_steps, record_reader
 from zero2all.track.record_index import index_path
+from zero2all.track.record_lines import LoggedLine, SampleLine
 from zero2all.track.run_locations import LocalRunLocation, find_runs
 from zero2all.track.run_view import RunView
 
@@ -50,11 +51,11 @@ def test_a_run_view_equals_the_record_with_and_without_its_index(tmp_path: Path,
     same_as_record(run, path)
     assert run.last_step == 999
     assert run.total_steps == 1000
-    assert [event["event"] for event in run.events] == ["start", "resume", "resume", "start", "resume"]
+    assert [event.event for event in run.events] == ["start", "resume", "resume", "start", "resume"]
     assert run.logged_steps() == {"zh": list(range(0, 1000, 50))}
-    line = run.logged_line("sample", "zh", 250)
-    assert line is not None
-    assert line["text"] == "text of 250"
+    line = run.logged_line(LoggedLine("sample", "zh", 250))
+    assert isinstance(line, SampleLine)
+    assert line.text == "text of 250"
     assert not run.refresh()
 
 

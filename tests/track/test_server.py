@@ -135,19 +135,19 @@ def test_an_update_has_the_lines_since_and_a_resume_reloads_everything(tmp_path:
     live_run.refresh()
     assert live_run.version > version
     update, sequence = _update_since(live_run, sequence)
-    assert [line["step"] for line in update["lines"]] == [10]
-    assert not update["reload"]
+    assert [line.step for line in update.lines] == [10]
+    assert not update.reload
     with RunRecord(tmp_path / "record.jsonl", rank=1, system_every=None) as other:
         other.step(10, loss=7.0)
     with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         record.step(11, loss=7.0)
     live_run.refresh()
     update, sequence = _update_since(live_run, sequence)
-    assert (update["ranks"], update["reload"]) == (True, False)
+    assert (update.ranks, update.reload) == (True, False)
     with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         record.event("resume", step=8)
     live_run.refresh()
-    assert _update_since(live_run, sequence)[0]["reload"]
+    assert _update_since(live_run, sequence)[0].reload
 
 
 def test_the_page_forbids_foreign_scripts(client: TestClient) -> None:

@@ -15,6 +15,7 @@ from zero2all.errors import Interrupted
 from zero2all.evals import evaluate_bpb
 from zero2all.recipe import Recipe
 from zero2all.track import read_steps
+from zero2all.track.record_lines import HistogramLine, SampleLine
 from zero2all.track.run_record import read_record_lines
 from zero2all.train import Run, TrainerHooks, train
 from zero2all.train.data_loader import PADDING_SOURCE, Batch
@@ -30,12 +31,16 @@ def losses(directory: Path) -> list[float]:
 
 def layer_norms(directory: Path) -> list[tuple[int, list[float]]]:
     lines = read_record_lines(directory / "run" / "record.jsonl")
-    return [(line["step"], line["counts"]) for line in lines if line.get("histogram") == "gradient norm by layer"]
+    return [
+        (line.step, line.counts)
+        for line in lines
+        if isinstance(line, HistogramLine) and line.histogram == "gradient norm by layer"
+    ]
 
 
 def samples(directory: Path) -> list[tuple[int, str, str]]:
     lines = read_record_lines(directory / "run" / "record.jsonl")
-    return [(line["step"], line["sample"], line["text"]) for line in lines if "sample" in line]
+    return [(line.step, line.sample, line.text) for line in lines if isinstance(line, SampleLine)]
 
 
 def trained(recipe: Recipe, stop_at: int | None = None) -> dict[int, list[str]]:

@@ -17,6 +17,7 @@ from zero2all.model import Z2all
 from zero2all.recipe import load_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.track import read_steps
+from zero2all.track.record_lines import EventLine
 from zero2all.track.run_record import read_record_lines
 from zero2all.train import Run, TrainerHooks, trace_step, train
 from zero2all.train.data_loader import Batch
@@ -234,7 +235,11 @@ def test_fp16_skips_updates_that_overflow(workspace: Path, tmp_path: Path, monke
     recipe = tiny_recipe(workspace, f"out={tmp_path}", "train.precision=fp16", "train.steps=60")
     train(recipe)
     run = Run.open(recipe.run_dir)
-    overflows = [line["step"] for line in read_record_lines(run.record_path) if line.get("event") == "overflow"]
+    overflows = [
+        line.step
+        for line in read_record_lines(run.record_path)
+        if isinstance(line, EventLine) and line.event == "overflow"
+    ]
     values = [float(loss) for loss in losses(run).values()]
     first = next(step for step in range(60) if step not in overflows)
     assert 5 < first < 40

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from zero2all.chaos.faults import FAULTS, Fault
 from zero2all.chaos.sample_audit import audit_samples
@@ -17,6 +16,7 @@ from zero2all.console import say
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import write_json, write_text
 from zero2all.track import read_steps
+from zero2all.track.record_lines import EventLine, RecordLine, StepLine, restart_step
 from zero2all.track.run_record import read_record_lines
 
 COLUMNS = ("fault", "detected s", "recovered s", "steps again", "samples lost", "samples repeated", "")
@@ -119,12 +119,13 @@ def _measure(row: FaultResult, scenario: Scenario, fault: Fault) -> None:
         row.problems.append("the fault was never triggered")
         return
     times = [report["time"] for report in reports] or [when for when, _ in scenario.exits]
-    times += [line["time"] for line in _record_lines(scenario) if line.get("event") == "spike"]
+    lines = [(line.time, line) for line in _record_lines(scenario) if line.time is not None]
+    times += [when for when, line in lines if isinstance(line, EventLine) and line.event == "spike"]
     row.detected = next((when - triggered for when in sorted(times) if when > triggered), None)
-    after = [line for line in _record_lines(scenario) if line["time"] > triggered]
-    starts = [line["time"] for line in after if line.get("event") in ("start", "resume")]
-    steps = [line["time"] for line in after if "loss" in line and starts and line["time"] > starts[0]]
-    row.recovered = steps[0] - triggered if steps else None
+    after = [(when, line) for when, line in lines if when > triggered]
+    starts = [when for when, line in after if restart_step(line) is not None]
+    steps = [when for when, line in after if isinstance(line, StepLine) and "loss" in line.metrics]
+    row.recovered = next((when - triggered for when in steps if starts and when > starts[0]), None)
     row.cost = next((report["cost"] for report in reports if "cost" in report), None)
 
 
@@ -163,7 +164,8 @@ def _check(row: FaultResult, scenario: Scenario, fault: Fault, baseline_losses: 
 
 def _skipped_steps(scenario: Scenario) -> frozenset[int]:
     """Steps whose data the spike guard skipped, according to the record."""
-    rollbacks = [line["skipped"] for line in _record_lines(scenario) if line.get("event") == "rollback"]
+    events = [line for line in _record_lines(scenario) if isinstance(line, EventLine)]
+    rollbacks = [event.details["skipped"] for event in events if event.event == "rollback"]
     return frozenset(rollbacks[-1]) if rollbacks else frozenset()
 
 
@@ -171,7 +173,7 @@ def _losses(scenario: Scenario) -> dict[int, str]:
     return {step: repr(values["loss"]) for step, values in read_steps(scenario.run_dir / "record.jsonl").items()}
 
 
-def _record_lines(scenario: Scenario) -> list[dict[str, Any]]:
+def _record_lines(scenario: Scenario) -> list[RecordLine]:
     path = scenario.run_dir / "record.jsonl"
     return list(read_record_lines(path)) if path.exists() else []
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -42,14 +42,14 @@ def watch(
     Example: z2a watch runs/first ssh://me@cluster/runs/big
     """
     from zero2all.console import console
-    from zero2all.track.terminal import health_report_lines, watch_terminal
+    from zero2all.track.terminal import checked_status, health_report_lines, watch_terminal
 
     opened = _open_runs(runs, ssh)
     if once:
         for run in opened:
             run.read_to_end()
         return Result(
-            {"runs": [_run_status(run) for run in opened]},
+            {"runs": [checked_status(run) for run in opened]},
             "\n".join(line for run in opened for line in health_report_lines(run)),
         )
     if tty:
@@ -110,16 +110,6 @@ def blame(
     return Result(result, "\n".join(lines))
 
 
-def _run_status(run: RunView) -> dict[str, Any]:
-    from zero2all.track.run_view import error_message
-    from zero2all.track.terminal import safe_check_health
-
-    try:
-        return {**run.status(), "verdicts": [finding.as_dict() for finding in safe_check_health(run)]}
-    except Exception as error:  # the other runs are still shown
-        return {"name": run.name, "trouble": error_message(error), "verdicts": []}
-
-
 def _open_runs(targets: list[str], ssh: str) -> list[RunView]:
     from zero2all.track.run_locations import find_runs
     from zero2all.track.run_view import RunView
@@ -150,8 +140,8 @@ def _serve_page(runs: list[RunView], host: str, port: int) -> None:
     serve(build_app(runs, key, _documents_of_step), host, port, ready)
 
 
-def _documents_of_step(directory: Path, step: int, losses: bool) -> dict[str, Any]:
-    """``z2a tokens trace`` or ``z2a blame`` in a subprocess: the page's server stays small."""
+def _documents_of_step(directory: Path, step: int, losses: bool) -> object:
+    """The JSON of ``z2a tokens trace`` or ``z2a blame``, in a subprocess: the page's server stays small."""
     from zero2all.errors import Z2aError
 
     subcommand = ["blame"] if losses else ["tokens", "trace"]
@@ -163,7 +153,7 @@ def _documents_of_step(directory: Path, step: int, losses: bool) -> dict[str, An
         text=True,
         timeout=600,
     )
-    answer: dict[str, Any] = jsonlib.loads(completed.stdout or '{"error": "no answer"}')
-    if "error" in answer:
+    answer: object = jsonlib.loads(completed.stdout or '{"error": "no answer"}')
+    if isinstance(answer, dict) and "error" in answer:
         raise Z2aError(answer["error"])
     return answer

@@ -7,29 +7,44 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
+from zero2all.track.record_lines import EventLine, RecordLine, StepLine, restart_step
 from zero2all.track.run_record import read_record_lines
 from zero2all.units import show_seconds
 
 LOST_TIME_CATEGORIES = ("start-up", "checkpoint stall", "evaluation", "recomputed steps", "hang", "failure")
 
 
-def compute_run_goodput(run: Path, ended: float | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class GoodputReport:
+    goodput: float | None
+    """None without a step."""
+    seconds: float
+    """Wall time in which the run was neither stopped nor done."""
+    steps: float
+    """Seconds of steps that count."""
+    lost: dict[str, float]
+    """Seconds by category."""
+    restarts: int
+    steps_done_again: int
+
+
+def compute_run_goodput(run: Path, ended: float | None = None) -> GoodputReport:
     """Goodput of a run directory: its record, and the hangs reported in ``failures``. ``ended`` is its end time."""
     hangs = []
     for path in sorted((run / "failures").glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
         if report.get("kind") == "hang":
             hangs.append(float(report["time"]))
-    end = [] if ended is None else [{"event": "done", "time": ended}]
+    end = [] if ended is None else [EventLine("done", ended)]
     record = run / "record.jsonl"
     return compute_goodput(chain(read_record_lines(record) if record.exists() else (), end), hangs)
 
 
-def compute_goodput(lines: Iterable[dict[str, Any]], hangs: Iterable[float] = ()) -> dict[str, Any]:
+def compute_goodput(lines: Iterable[RecordLine], hangs: Iterable[float] = ()) -> GoodputReport:
     """Seconds by category. Time in which a run was stopped or done does not count."""
     meter = _GoodputMeter(list(hangs))
     for line in lines:
@@ -47,26 +62,30 @@ class _GoodputMeter:
         self.accounted_until: float | None = None  # all time before this is accounted for
         self.idle = False
 
-    def add_line(self, line: dict[str, Any]) -> None:
-        now, event = line.get("time"), line.get("event")
-        if now is None:
+    def add_line(self, line: RecordLine) -> None:
+        if line.time is None:
             return
-        if event in ("start", "resume"):
-            self._begin(line, now)
-        elif event == "evaluation":
+        if isinstance(line, StepLine):
+            if "checkpoint_stall" in line.metrics:
+                self.seconds["checkpoint stall"] += self._since(line.time)
+            elif "loss" in line.metrics:
+                self.steps[line.step] = self._since(line.time)
+        elif isinstance(line, EventLine):
+            self._add_event(line, line.time)
+
+    def _add_event(self, line: EventLine, now: float) -> None:
+        if (step := restart_step(line)) is not None:
+            self._begin(step, line.details.get("startup"), now)
+        elif line.event == "evaluation":
             self.seconds["evaluation"] += self._since(now)
-        elif event in ("stopped", "done"):
+        elif line.event in ("stopped", "done"):
             self.seconds["checkpoint stall"] += self._since(now)
             self.idle = True
-        elif event is None and "checkpoint_stall" in line:
-            self.seconds["checkpoint stall"] += self._since(now)
-        elif event is None and "loss" in line:
-            self.steps[line["step"]] = self._since(now)
 
-    def _begin(self, line: dict[str, Any], now: float) -> None:
+    def _begin(self, first_step: int, startup: float | None, now: float) -> None:
         """A start, resume or rollback: the steps from that one on are recomputed."""
-        started = now - line.get("startup", 0.0)
-        if "startup" in line and self.accounted_until is not None:
+        started = now - (startup or 0.0)
+        if startup is not None and self.accounted_until is not None:
             if not self.idle:
                 hung = any(self.accounted_until <= hang <= started for hang in self.hangs)
                 self.seconds["hang" if hung else "failure"] += max(0.0, started - self.accounted_until)
@@ -74,8 +93,8 @@ class _GoodputMeter:
             self.accounted_until = max(self.accounted_until, started)
         elif self.accounted_until is None:
             self.accounted_until = started
-        self.seconds["start-up" if "startup" in line else "recomputed steps"] += self._since(now)
-        recomputed = [step for step in self.steps if step >= line["step"]]
+        self.seconds["start-up" if startup is not None else "recomputed steps"] += self._since(now)
+        recomputed = [step for step in self.steps if step >= first_step]
         self.recomputed_steps += len(recomputed)
         self.seconds["recomputed steps"] += sum(self.steps.pop(step) for step in recomputed)
         self.idle = False
@@ -85,26 +104,26 @@ class _GoodputMeter:
         self.accounted_until = max(before, now)
         return self.accounted_until - before
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> GoodputReport:
         productive = sum(self.steps.values())
         wall = productive + sum(self.seconds.values())
-        return {
-            "goodput": round(productive / wall, 4) if wall else None,
-            "seconds": round(wall, 3),
-            "steps": round(productive, 3),
-            "lost": {name: round(seconds, 3) for name, seconds in self.seconds.items()},
-            "restarts": self.restarts,
-            "steps_done_again": self.recomputed_steps,
-        }
+        return GoodputReport(
+            goodput=round(productive / wall, 4) if wall else None,
+            seconds=round(wall, 3),
+            steps=round(productive, 3),
+            lost={name: round(seconds, 3) for name, seconds in self.seconds.items()},
+            restarts=self.restarts,
+            steps_done_again=self.recomputed_steps,
+        )
 
 
-def format_goodput(report: dict[str, Any]) -> str:
-    if report["goodput"] is None:
+def format_goodput(report: GoodputReport) -> str:
+    if report.goodput is None:
         return "goodput: no step yet"
-    lost = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in report["lost"].items() if seconds >= 0.5)
-    recomputed = f" ({report['steps_done_again']} steps recomputed)" if report["steps_done_again"] else ""
+    lost = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in report.lost.items() if seconds >= 0.5)
+    recomputed = f" ({report.steps_done_again} steps recomputed)" if report.steps_done_again else ""
     return (
-        f"goodput {100 * report['goodput']:.1f} % of {show_seconds(report['seconds'])}"
+        f"goodput {100 * report.goodput:.1f} % of {show_seconds(report.seconds)}"
         + (f"; lost: {lost}" if lost else "")
         + recomputed
     )

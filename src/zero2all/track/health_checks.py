@@ -6,17 +6,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from zero2all.io import read_record
 from zero2all.recipe import builtin_recipe_path
 from zero2all.track.record_reader import Array
 from zero2all.track.run_view import RunView
@@ -39,8 +39,15 @@ class HealthFinding:
     text_zh: str
     step: int | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+@dataclass(frozen=True)
+class ReferenceCurve:
+    """The smoothed loss of a good run, to compare later runs of its recipe to."""
+
+    recipe: str
+    sources: list[str]
+    tokens: list[int]
+    loss: list[float]
 
 
 @dataclass(frozen=True)
@@ -95,13 +102,13 @@ def compare_to_reference(curve: LossCurve) -> Iterator[HealthFinding]:
     batch = curve.run.metadata.batch_tokens
     if curve.reference is None or not curve.reference.exists() or not batch or not len(curve.steps):
         return
-    reference = json.loads(curve.reference.read_text(encoding="utf-8"))
-    if reference["sources"] != list(curve.run.metadata.sources):
+    reference = read_record(ReferenceCurve, curve.reference)
+    if reference.sources != list(curve.run.metadata.sources):
         return
     tokens = (curve.steps[-1] + 1) * batch
-    if not reference["tokens"][0] <= tokens <= reference["tokens"][-1] * 1.02:
+    if not reference.tokens[0] <= tokens <= reference.tokens[-1] * 1.02:
         return
-    expected = float(np.interp(tokens, reference["tokens"], reference["loss"]))
+    expected = float(np.interp(tokens, reference.tokens, reference.loss))
     latest = float(np.median(curve.loss[-max(5, len(curve.loss) // 50) :]))
     deviation = latest / expected - 1
     details = f"{latest:.3f} after {show_count(tokens)} tokens, reference {expected:.3f}"
@@ -120,9 +127,9 @@ def compare_to_reference(curve: LossCurve) -> Iterator[HealthFinding]:
 def not_finite(curve: LossCurve) -> Iterator[HealthFinding]:
     """Training stopped at a NaN or infinite loss or gradient."""
     for event in curve.run.events:
-        if event["event"] == "not finite":
-            yield HealthFinding("not finite", "bad", f"the loss or gradient was not finite at step {event.get('step')}",
-                          f"第 {event.get('step')} 步损失或梯度不是有限数", event.get("step"))  # fmt: skip
+        if event.event == "not finite":
+            yield HealthFinding("not finite", "bad", f"the loss or gradient was not finite at step {event.step}",
+                          f"第 {event.step} 步损失或梯度不是有限数", event.step)  # fmt: skip
 
 
 def divergence(curve: LossCurve) -> Iterator[HealthFinding]:
@@ -234,7 +241,7 @@ def throughput_drop(curve: LossCurve) -> Iterator[HealthFinding]:
 
 def silence(curve: LossCurve) -> Iterator[HealthFinding]:
     """A run that has not ended has written nothing for 20 step times, and at least a minute."""
-    silent, pace = curve.run.silent_seconds, curve.run.status()["step_seconds"]
+    silent, pace = curve.run.silent_seconds, curve.run.status().step_seconds
     if silent is not None and pace is not None and silent > max(60.0, 20 * pace):
         long = show_seconds(silent)
         yield HealthFinding(
@@ -257,20 +264,19 @@ RULES: tuple[Callable[[LossCurve], Iterator[HealthFinding]], ...] = (
 )  # fmt: skip
 
 
-def reference_curve(run: RunView, points: int = 200) -> dict[str, Any]:
-    """The reference curve of a good run, to compare later runs of its recipe to: tokens and smoothed loss."""
+def reference_curve(run: RunView, points: int = 200) -> ReferenceCurve:
     table = run.table(["loss"])
     valid = np.isfinite(table.mean["loss"])  # lines of other metrics have none
     steps, loss = table.steps[valid], table.mean["loss"][valid]
     smooth = _trailing_median(loss, max(5, len(steps) // 50))
     rows = np.unique(np.linspace(0, len(smooth) - 1, points).astype(int))
     batch = run.metadata.batch_tokens or 1
-    return {
-        "recipe": run.metadata.name,
-        "sources": list(run.metadata.sources),
-        "tokens": [int((steps[row] + 1) * batch) for row in rows],
-        "loss": [round(float(smooth[row]), 4) for row in rows],
-    }
+    return ReferenceCurve(
+        recipe=run.metadata.name,
+        sources=list(run.metadata.sources),
+        tokens=[int((steps[row] + 1) * batch) for row in rows],
+        loss=[round(float(smooth[row]), 4) for row in rows],
+    )
 
 
 def _trailing_median_and_mad(values: Array) -> tuple[Array, Array]:

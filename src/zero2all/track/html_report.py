@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from dataclasses import replace
 
+from zero2all.track.record_lines import LoggedLine
 from zero2all.track.run_view import RunView
 from zero2all.track.server import PAGE_DIR, build_series, encode_json, summarize_run
 from zero2all.track.terminal import safe_check_health
@@ -18,14 +19,11 @@ def report_html(runs: list[RunView]) -> str:
     summaries, texts = [], []
     for number, run in enumerate(runs):
         summary = summarize_run(run, safe_check_health(run))
-        for kind in ("sample", "histogram"):
-            summary[f"{kind}s"] = {name: steps[-MAX_LOGGED_TEXTS:] for name, steps in summary[f"{kind}s"].items()}
-            texts += [
-                {"run": number, "kind": kind, "name": name, "step": step, "line": run.logged_line(kind, name, step)}
-                for name, steps in summary[f"{kind}s"].items()
-                for step in steps
-            ]
-        summaries.append({"id": number, **summary})
+        summary = replace(summary, samples=_newest(summary.samples), histograms=_newest(summary.histograms))
+        logged = [LoggedLine("sample", name, step) for name, steps in summary.samples.items() for step in steps]
+        logged += [LoggedLine("histogram", name, step) for name, steps in summary.histograms.items() for step in steps]
+        texts += [{"run": number, **vars(line), "line": run.logged_line(line)} for line in logged]
+        summaries.append({"id": number, **vars(summary)})
     return _render_page(
         {
             "runs": summaries,
@@ -36,7 +34,11 @@ def report_html(runs: list[RunView]) -> str:
     )
 
 
-def _render_page(data: dict[str, Any]) -> str:
+def _newest(steps_by_name: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {name: steps[-MAX_LOGGED_TEXTS:] for name, steps in steps_by_name.items()}
+
+
+def _render_page(data: object) -> str:
     # Inside a script element only "</" and "<!" are markup: escape "<".
     inside = encode_json(json.loads(encode_json(data))).replace("<", "\\u003c")
     page = (PAGE_DIR / "index.html").read_text(encoding="utf-8")

@@ -11,11 +11,23 @@ without a gap; it can be deleted at any time, and is rebuilt from the record.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zero2all.track.record_lines import NON_METRIC_KEYS, is_number, is_restart, is_step
+from zero2all.track.record_lines import (
+    ByteRange,
+    EventLine,
+    HistogramLine,
+    IndexEntry,
+    LoggedLine,
+    RecordLine,
+    SampleLine,
+    StepLine,
+    is_number,
+    line_to_json,
+    restart_step,
+)
 
 CHUNK_LINES = 64
 
@@ -32,26 +44,27 @@ class ChunkSummary:
     times: list[float] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, line: dict[str, Any]) -> None:
-        self.steps.append(line["step"])
-        self.times.append(line.get("time", 0.0))
-        for name, value in line.items():
-            if name not in NON_METRIC_KEYS and is_number(value) and math.isfinite(value):
+    def add(self, line: StepLine) -> None:
+        self.steps.append(line.step)
+        self.times.append(line.time or 0.0)
+        for name, value in line.metrics.items():
+            if is_number(value) and math.isfinite(value):  # a writer may pass anything
                 self.values.setdefault(name, []).append(value)
 
-    def as_entry(self) -> dict[str, Any]:
+    def entry(self, at: ByteRange) -> IndexEntry:
         if not self.steps:
-            return {"lines": 0}
+            return IndexEntry(at)
         columns = list(self.values.values())
-        return {
-            "lines": len(self.steps),
-            "steps": [min(self.steps), max(self.steps)],
-            "times": [min(self.times), max(self.times)],
-            "names": list(self.values),
-            "min": [_round_for_display(min(column)) for column in columns],
-            "mean": [_round_for_display(_mean(column)) for column in columns],
-            "max": [_round_for_display(max(column)) for column in columns],
-        }
+        return IndexEntry(
+            at,
+            lines=len(self.steps),
+            steps=(min(self.steps), max(self.steps)),
+            times=(min(self.times), max(self.times)),
+            names=tuple(self.values),
+            min=[_round_for_display(min(column)) for column in columns],
+            mean=[_round_for_display(_mean(column)) for column in columns],
+            max=[_round_for_display(max(column)) for column in columns],
+        )
 
 
 class Indexer:
@@ -60,32 +73,48 @@ class Indexer:
     def __init__(self, offset: int = 0) -> None:
         self.indexed_bytes = offset
         self._summary = ChunkSummary()
-        self._other_lines: list[dict[str, Any]] = []
+        self._others: list[tuple[EventLine | LoggedLine, ByteRange]] = []
 
-    def add(self, line: dict[str, Any], start: int, end: int) -> dict[str, Any] | None:
+    def add(self, line: RecordLine, start: int, end: int) -> IndexEntry | None:
         """``line`` is at bytes [start, end)."""
-        entry = self._close(start) if is_restart(line) and start > self.indexed_bytes else None
-        if is_step(line):
+        if isinstance(line, StepLine):
+            entry = None
             self._summary.add(line)
         else:
-            self._other_lines.append(_pointer(line, start, end))
-        if entry is None and (len(self._summary.steps) >= CHUNK_LINES or len(self._other_lines) >= CHUNK_LINES):
+            entry = self._close(start) if restart_step(line) is not None and start > self.indexed_bytes else None
+            self._others.append((indexed_line(line), (start, end)))
+        if entry is None and (len(self._summary.steps) >= CHUNK_LINES or len(self._others) >= CHUNK_LINES):
             entry = self._close(end)
         return entry
 
-    def _close(self, end: int) -> dict[str, Any]:
-        entry = {"at": [self.indexed_bytes, end], **self._summary.as_entry()}
-        if self._other_lines:
-            entry["others"] = self._other_lines
-        self.indexed_bytes, self._summary, self._other_lines = end, ChunkSummary(), []
+    def _close(self, end: int) -> IndexEntry:
+        entry = replace(self._summary.entry((self.indexed_bytes, end)), others=self._others)
+        self.indexed_bytes, self._summary, self._others = end, ChunkSummary(), []
         return entry
 
 
-def _pointer(line: dict[str, Any], start: int, end: int) -> dict[str, Any]:
-    for kind in ("sample", "histogram"):
-        if kind in line:
-            return {kind: line[kind], "step": line.get("step"), "at": [start, end]}
-    return {**line, "at": [start, end]}
+def indexed_line(line: EventLine | SampleLine | HistogramLine) -> EventLine | LoggedLine:
+    match line:
+        case EventLine():
+            return line
+        case SampleLine():
+            return LoggedLine("sample", line.sample, line.step)
+        case HistogramLine():
+            return LoggedLine("histogram", line.histogram, line.step)
+
+
+def entry_to_json(entry: IndexEntry, previous_names: tuple[str, ...]) -> dict[str, Any]:
+    """The keys of an entry in their order in the file."""
+    columns = vars(entry) if entry.lines else {"at": entry.at, "lines": 0}
+    left_out = {"others"} | ({"names"} if entry.names == previous_names else set())
+    values = {name: value for name, value in columns.items() if name not in left_out}
+    return {**values, "others": [_other_to_json(*other) for other in entry.others]} if entry.others else values
+
+
+def _other_to_json(line: EventLine | LoggedLine, at: ByteRange) -> dict[str, Any]:
+    if isinstance(line, EventLine):
+        return {**line_to_json(line), "at": at}
+    return {line.kind: line.name, "step": line.step, "at": at}
 
 
 def _mean(column: list[float]) -> float:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zero2all.track.record_index import ChunkSummary, Indexer
+from zero2all.track.record_index import ChunkSummary, Indexer, indexed_line
 from zero2all.track.record_lines import (
-    NON_METRIC_KEYS,
+    ByteRange,
+    EventLine,
+    HistogramLine,
+    IndexEntry,
     InvalidLineError,
     LineReader,
-    is_number,
-    is_restart,
-    is_step,
+    LoggedLine,
+    RecordLine,
+    SampleLine,
+    StepLine,
     parse_index_entry,
     parse_record_line,
+    restart_step,
 )
 from zero2all.track.run_locations import RunLocation
 
@@ -34,7 +38,7 @@ MAX_CACHED_CHUNKS = 2048  # chunks whose rows are cached
 class RecordChunk:
     """A byte range [start, end) of a record and the summary of its step lines: [min, mean, max] of each metric."""
 
-    byte_range: tuple[int, int]
+    byte_range: ByteRange
     lines: int
     steps: tuple[int, int]
     times: tuple[float, float]
@@ -68,11 +72,11 @@ class RecordReader:
 
     def _reset(self) -> None:
         self.chunks: list[RecordChunk] = []
-        self.tail_lines: list[dict[str, Any]] = []
+        self.tail_lines: list[StepLine] = []
         self.names: dict[str, None] = {}  # in order of first appearance
-        self.events: list[dict[str, Any]] = []
-        self.pointers: dict[tuple[str, str, int], tuple[int, int]] = {}  # (kind, name, step) -> bytes
-        self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_RECENT_LINES)
+        self.events: list[EventLine] = []
+        self.pointers: dict[LoggedLine, ByteRange] = {}
+        self.recent: deque[tuple[int, RecordLine]] = deque(maxlen=MAX_RECENT_LINES)
         self.sequence = 0  # lines read after the index; numbers the lines in ``recent``
         self.skipped_lines = 0  # invalid lines
         self.damage: dict[str, str] = {}  # by file: where the first invalid line is, and why
@@ -106,7 +110,7 @@ class RecordReader:
 
     @property
     def last_step(self) -> int | None:
-        steps = [chunk.steps[1] for chunk in self.chunks[-1:]] + [line["step"] for line in self.tail_lines]
+        steps = [chunk.steps[1] for chunk in self.chunks[-1:]] + [line.step for line in self.tail_lines]
         return max(steps) if steps else None
 
     def table(self, names: list[str], first: float = -np.inf, last: float = np.inf, points: int = 10**9) -> MetricTable:
@@ -124,21 +128,19 @@ class RecordReader:
     def step_times(self) -> tuple[Array, Array]:
         """Steps and their times: the first and last of each chunk, then every tail line."""
         ends = [end for chunk in self.chunks for end in zip(chunk.steps, chunk.times, strict=True)]
-        ends += [(line["step"], line.get("time", 0.0)) for line in self.tail_lines]
+        ends += [(line.step, line.time or 0.0) for line in self.tail_lines]
         steps, times = np.array(ends, dtype=np.float64).reshape(-1, 2).T
         return steps, times
 
-    def read_logged_line(self, kind: str, name: str, step: int) -> dict[str, Any] | None:
+    def read_logged_line(self, logged: LoggedLine) -> SampleLine | HistogramLine | None:
         """A sample or histogram in full."""
-        byte_range = self.pointers.get((kind, name, step))
+        if (byte_range := self.pointers.get(logged)) is None:
+            return None
         try:
-            return (
-                None
-                if byte_range is None
-                else parse_record_line(self._read(byte_range[0], byte_range[1] - byte_range[0]))
-            )
-        except InvalidLineError:
-            return None  # the index points to it, but it is invalid
+            line = parse_record_line(self._read(byte_range[0], byte_range[1] - byte_range[0]))
+        except InvalidLineError:  # the index points to it, but it is invalid
+            return None
+        return line if isinstance(line, SampleLine | HistogramLine) else None
 
     def _load_index(self, index_size: int, size: int) -> int:
         """Add the chunks of the index as far as they are valid. Returns how many bytes of the record they cover."""
@@ -152,59 +154,51 @@ class RecordReader:
             except InvalidLineError as error:
                 self.damage[self.index_file] = f"byte {start}: {error}"
                 break  # read the record itself from here on
-            if entry["at"][0] != indexed_bytes or entry["at"][1] > size:
+            if entry.at[0] != indexed_bytes or entry.at[1] > size:
                 break  # the index of another record
-            names = tuple(entry["names"])
+            names, indexed_bytes = entry.names, entry.at[1]
             self._add_chunk(entry)
-            indexed_bytes = entry["at"][1]
         return indexed_bytes
 
-    def _add_line(self, line: dict[str, Any], start: int, end: int) -> None:
+    def _add_line(self, line: RecordLine, start: int, end: int) -> None:
         assert self._indexer is not None
-        if is_step(line):
-            line = {name: value for name, value in line.items() if is_number(value)}
         self.sequence += 1
         self.recent.append((self.sequence, line))
         entry = self._indexer.add(line, start, end)
+        if isinstance(line, StepLine):
+            self.tail_lines.append(line)
         if entry is not None:
-            lines = [*self.tail_lines, line] if is_step(line) else self.tail_lines
-            self._add_chunk({**entry, "others": []})  # already added line by line
-            self.tail_lines = []
+            self._add_chunk(replace(entry, others=[]))  # already added line by line
+            lines, self.tail_lines = self.tail_lines, []
             if lines and self.chunks:
                 self._cache_rows(self.chunks[-1], _lines_to_table(lines, None))
-        elif is_step(line):
-            self.tail_lines.append(line)
-        if is_step(line):
-            self.names.update(dict.fromkeys(name for name in line if name not in NON_METRIC_KEYS))
+        if isinstance(line, StepLine):
+            for name in line.metrics:
+                self.names.setdefault(name)
         else:
-            self._add_other_line({**line, "at": [start, end]})
+            self._add_other_line(indexed_line(line), (start, end))
 
-    def _add_chunk(self, entry: dict[str, Any], truncated_at_step: int | None = None) -> None:
-        for other in entry.get("others", []):
-            self._add_other_line(other)
-        if entry["lines"]:
-            values = np.array([entry["min"], entry["mean"], entry["max"]], dtype=np.float64)
-            names, (byte_range, steps, times) = tuple(entry["names"]), (entry[key] for key in ("at", "steps", "times"))
+    def _add_chunk(self, entry: IndexEntry, truncated_at_step: int | None = None) -> None:
+        for other, byte_range in entry.others:
+            self._add_other_line(other, byte_range)
+        if entry.lines:
+            values = np.array([entry.min, entry.mean, entry.max], dtype=np.float64)
             self.chunks.append(
-                RecordChunk(
-                    tuple(byte_range), entry["lines"], tuple(steps), tuple(times), names, values, truncated_at_step
-                )
+                RecordChunk(entry.at, entry.lines, entry.steps, entry.times, entry.names, values, truncated_at_step)
             )
-            self.names.update(dict.fromkeys(names))
+            self.names.update(dict.fromkeys(entry.names))
 
-    def _add_other_line(self, line: dict[str, Any]) -> None:
-        for kind in ("sample", "histogram"):
-            if kind in line:
-                start, end = line["at"]
-                self.pointers[kind, line[kind], line["step"]] = (start, end)
-                return
-        if is_restart(line):
-            self._discard_from(line["step"])
-        self.events.append({name: value for name, value in line.items() if name != "at"})
+    def _add_other_line(self, line: EventLine | LoggedLine, byte_range: ByteRange) -> None:
+        if isinstance(line, LoggedLine):
+            self.pointers[line] = byte_range
+            return
+        if (step := restart_step(line)) is not None:
+            self._discard_from(step)
+        self.events.append(line)
 
     def _discard_from(self, step: int) -> None:
         """Discard the steps that a restart at ``step`` recomputes."""
-        self.tail_lines = [line for line in self.tail_lines if line["step"] < step]
+        self.tail_lines = [line for line in self.tail_lines if line.step < step]
         while self.chunks and self.chunks[-1].steps[0] >= step:
             self.chunks.pop()
         if self.chunks and self.chunks[-1].steps[1] >= step:
@@ -212,10 +206,10 @@ class RecordReader:
             summary = ChunkSummary()
             for line in self._chunk_lines(truncated):
                 summary.add(line)
-            self._add_chunk({"at": truncated.byte_range, **summary.as_entry()}, truncated_at_step=step)
-        self.pointers = {key: byte_range for key, byte_range in self.pointers.items() if key[2] <= step}
+            self._add_chunk(summary.entry(truncated.byte_range), truncated_at_step=step)
+        self.pointers = {line: byte_range for line, byte_range in self.pointers.items() if line.step <= step}
 
-    def _chunk_lines(self, chunk: RecordChunk) -> list[dict[str, Any]]:
+    def _chunk_lines(self, chunk: RecordChunk) -> list[StepLine]:
         start, end = chunk.byte_range
         stop_step = np.inf if chunk.truncated_at_step is None else chunk.truncated_at_step
         lines = []
@@ -224,7 +218,7 @@ class RecordReader:
                 line = parse_record_line(raw)
             except InvalidLineError:
                 continue  # counted when it was first read
-            if is_step(line) and line["step"] < stop_step:
+            if isinstance(line, StepLine) and line.step < stop_step:
                 lines.append(line)
         return lines
 
@@ -239,23 +233,19 @@ class RecordReader:
         return rows
 
 
-def _lines_to_table(lines: list[dict[str, Any]], names: list[str] | None) -> MetricTable:
+def _lines_to_table(lines: list[StepLine], names: list[str] | None) -> MetricTable:
     """Lines as columns, of ``names`` or of all metrics; several lines of one step are merged into one row."""
-    merged: dict[int, dict[str, Any]] = {}
+    merged: dict[int, StepLine] = {}
     for line in lines:
-        known = merged.get(line["step"])
-        merged[line["step"]] = line if known is None else {**known, **line, "time": known.get("time", 0.0)}
+        known = merged.get(line.step)
+        merged[line.step] = line if known is None else replace(known, metrics={**known.metrics, **line.metrics})
     rows = [merged[step] for step in sorted(merged)]
-    wanted = names or dict.fromkeys(name for row in rows for name in row if name not in NON_METRIC_KEYS)
+    wanted = names or dict.fromkeys(name for row in rows for name in row.metrics)
     return MetricTable(
-        np.array([row["step"] for row in rows], dtype=np.float64),
-        np.array([row.get("time", 0.0) for row in rows], dtype=np.float64),
-        {name: np.array([_number(row.get(name)) for row in rows], dtype=np.float64) for name in wanted},
+        np.array([row.step for row in rows], dtype=np.float64),
+        np.array([row.time or 0.0 for row in rows], dtype=np.float64),
+        {name: np.array([float(row.metrics.get(name, np.nan)) for row in rows]) for name in wanted},
     )
-
-
-def _number(value: Any) -> float:
-    return float(value) if is_number(value) else np.nan
 
 
 def _concat_tables(tables: list[MetricTable], names: list[str]) -> MetricTable:

@@ -18,15 +18,20 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from zero2all.track.async_writer import AsyncWriter
-from zero2all.track.record_index import Indexer, index_path
+from zero2all.track.record_index import Indexer, entry_to_json, index_path
 from zero2all.track.record_lines import (
+    EventLine,
+    HistogramLine,
     InvalidLineError,
     LineReader,
-    is_restart,
-    is_step,
+    RecordLine,
+    SampleLine,
+    StepLine,
     is_within_line_limit,
+    line_to_json,
     parse_index_entry,
     parse_record_line,
+    restart_step,
 )
 from zero2all.track.sinks import Sink, sink_writer
 from zero2all.track.system_metrics import SystemMonitor
@@ -69,22 +74,21 @@ class RunRecord:
     def step(self, step: int, /, **values: float) -> None:
         """Metrics of a step. A name such as ``loss/zh`` is the loss of the source zh."""
         self._last_step = step
-        self._put({"step": step, "time": round(time.time(), 3), **values})
+        self._put(StepLine(step, round(time.time(), 3), values))
 
     def event(self, event: str, /, **details: Any) -> None:
         """An event: a start or resume, a checkpoint, a spike, a change of stage."""
-        line = {"event": event, "time": round(time.time(), 3), **details}
-        if is_restart(line):
-            self._last_step = line["step"]
+        line = EventLine(event, round(time.time(), 3), details)
+        if (step := restart_step(line)) is not None:
+            self._last_step = step
         self._put(line)
 
     def sample(self, step: int, name: str, text: str) -> None:
-        self._put({"sample": name, "step": step, "time": round(time.time(), 3), "text": text})
+        self._put(SampleLine(name, step, round(time.time(), 3), text))
 
     def histogram(self, step: int, name: str, counts: Sequence[float], edges: Sequence[float]) -> None:
         """``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``, as numpy and torch give them."""
-        line = {"histogram": name, "step": step, "time": round(time.time(), 3)}
-        self._put({**line, "counts": list(counts), "edges": list(edges)})
+        self._put(HistogramLine(name, step, round(time.time(), 3), list(counts), list(edges)))
 
     def flush(self, timeout: float = 1.0) -> bool:
         """Whether every line so far is handed to the operating system, where a killed process cannot lose it."""
@@ -100,7 +104,7 @@ class RunRecord:
             for writer in self._writers:
                 writer.close()
 
-    def _put(self, line: dict[str, Any]) -> None:
+    def _put(self, line: RecordLine) -> None:
         if not self._closed.is_set():
             for writer in self._writers:
                 writer.put(line)
@@ -109,7 +113,7 @@ class RunRecord:
         monitor = SystemMonitor()
         while not self._closed.wait(every):
             metrics = monitor.read()
-            self._put({"step": self._last_step, "time": round(time.time(), 3), **metrics})
+            self._put(StepLine(self._last_step, round(time.time(), 3), metrics))
 
 
 class RunRecordWriter:
@@ -120,14 +124,14 @@ class RunRecordWriter:
         self._file: AppendFile | None = None
         self._index: AppendFile | None = None
         self._indexer = Indexer()
-        self._names: list[str] = []
+        self._names: tuple[str, ...] = ()
         self._buffered_lines = 0  # lines that a failed call buffered: the next call begins with them
 
-    def write(self, lines: list[dict[str, Any]]) -> None:
+    def write(self, lines: list[RecordLine]) -> None:
         if self._file is None or self._index is None:
             self._file, self._index = self._open()
         for line in lines[self._buffered_lines :]:
-            encoded = _encode(line)
+            encoded = _encode(line_to_json(line))
             start = self._file.put(encoded)
             if is_within_line_limit(encoded):
                 self._add_to_index(self._index, line, start, start + len(encoded))
@@ -135,7 +139,7 @@ class RunRecordWriter:
         self._file.write()
         self._index.write()
         self._buffered_lines = 0
-        if any("event" in line for line in lines):
+        if any(isinstance(line, EventLine) for line in lines):
             self._file.sync()
 
     def close(self) -> None:
@@ -157,14 +161,11 @@ class RunRecordWriter:
             self._add_to_index(index, line, start, end)
         return file, index
 
-    def _add_to_index(self, index: AppendFile, line: dict[str, Any], start: int, end: int) -> None:
+    def _add_to_index(self, index: AppendFile, line: RecordLine, start: int, end: int) -> None:
         entry = self._indexer.add(line, start, end)
-        if entry is None:
-            return
-        if entry.get("names") == self._names:
-            del entry["names"]
-        self._names = entry.get("names", self._names)
-        index.put(_encode(entry))
+        if entry is not None:
+            index.put(_encode(entry_to_json(entry, self._names)))
+            self._names = entry.names if entry.lines else self._names
 
 
 class AppendFile:
@@ -212,13 +213,13 @@ def _valid_index_prefix(index: Path) -> tuple[int, int]:
                 entry = parse_index_entry(raw, names)
             except InvalidLineError:
                 break
-            if entry["at"][0] != indexed_bytes:
+            if entry.at[0] != indexed_bytes:
                 break
-            indexed_bytes, valid_bytes, names = entry["at"][1], end, tuple(entry["names"])
+            indexed_bytes, valid_bytes, names = entry.at[1], end, entry.names
     return indexed_bytes, valid_bytes
 
 
-def _valid_lines(path: Path, start: int = 0) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def _valid_lines(path: Path, start: int = 0) -> Iterator[tuple[int, int, RecordLine]]:
     with open(path, "rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         for first, end, raw in LineReader(start).read_lines(_range_reader(stream), size):
@@ -236,8 +237,8 @@ def _range_reader(stream: BinaryIO) -> Callable[[int, int], bytes]:
     return read
 
 
-def _encode(line: dict[str, Any]) -> bytes:
-    return json.dumps(line, ensure_ascii=False, separators=(",", ":"), default=_to_json_value).encode() + b"\n"
+def _encode(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_to_json_value).encode() + b"\n"
 
 
 def _to_json_value(value: Any) -> Any:
@@ -248,17 +249,17 @@ def _to_json_value(value: Any) -> Any:
         return str(value)
 
 
-def read_record_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_record_lines(path: Path) -> Iterator[RecordLine]:
     """The valid lines of a record; lines that a crash truncated or another program wrote are skipped."""
     return (line for _, _, line in _valid_lines(path))
 
 
-def read_steps(path: Path) -> dict[int, dict[str, Any]]:
+def read_steps(path: Path) -> dict[int, dict[str, float]]:
     """The metrics of each step, in step order; recomputed steps replace the earlier ones."""
-    steps: dict[int, dict[str, Any]] = {}
+    steps: dict[int, dict[str, float]] = {}
     for line in read_record_lines(path):
-        if is_restart(line):
-            steps = {step: values for step, values in steps.items() if step < line["step"]}
-        elif is_step(line):
-            steps[line["step"]] = {**steps.get(line["step"], {}), **line}
+        if isinstance(line, StepLine):
+            steps[line.step] = {**steps.get(line.step, {}), **line.metrics}
+        elif (restart := restart_step(line)) is not None:
+            steps = {step: metrics for step, metrics in steps.items() if step < restart}
     return dict(sorted(steps.items()))

@@ -6,12 +6,21 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from zero2all.errors import Z2aError
-from zero2all.track.record_lines import is_count, is_restart
+from zero2all.track.record_lines import (
+    RESTART_EVENTS,
+    EventLine,
+    HistogramLine,
+    LoggedLine,
+    RecordLine,
+    SampleLine,
+    is_count,
+)
 from zero2all.track.record_reader import MetricTable, RecordReader
 from zero2all.track.run_locations import METADATA_FILES, RECORD_FILE, RunLocation
 from zero2all.track.run_metadata import RunMetadata, read_run_metadata
@@ -20,6 +29,26 @@ from zero2all.units import show_bytes
 RANK_RECORD_PATTERN = re.compile(r"record\.rank([0-9]+)\.jsonl")
 HEADLINE_METRICS: tuple[str, ...] = ("loss", "tokens_per_second", "mfu", "tokens")
 END_EVENTS = ("done", "stopped", "not finite", "failure")
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The headline metrics, progress and health of a run."""
+
+    name: str
+    step: int | None = None
+    steps: int | None = None
+    """In all."""
+    time: float | None = None
+    """Of the last step."""
+    latest: dict[str, float] = field(default_factory=dict)
+    step_seconds: float | None = None
+    seconds_left: float | None = None
+    goodput: float | None = None
+    ended: str | None = None
+    trouble: str | None = None
+    """Why it cannot be read or shown."""
+    damage: list[str] = field(default_factory=list)
 
 
 class RunView:
@@ -91,7 +120,7 @@ class RunView:
         return [*recorded, *self.validation_table().mean]
 
     @property
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[EventLine]:
         return self.readers[0].events
 
     @property
@@ -100,14 +129,14 @@ class RunView:
 
     @property
     def total_steps(self) -> int | None:
-        starts = [event["steps"] for event in self.events if is_restart(event) and is_count(event.get("steps"))]
-        return starts[-1] if starts else None
+        starts = [event.details.get("steps") for event in self.events if event.event in RESTART_EVENTS]
+        return next((steps for steps in reversed(starts) if is_count(steps)), None)
 
     @property
     def ended(self) -> str | None:
         """How it ended, if it did."""
-        last = [event for event in self.events if event["event"] in (*END_EVENTS, "start", "resume")][-1:]
-        return last[0]["event"] if last and last[0]["event"] in END_EVENTS else None
+        last = [event.event for event in self.events if event.event in (*END_EVENTS, *RESTART_EVENTS)][-1:]
+        return last[0] if last and last[0] in END_EVENTS else None
 
     def table(
         self, names: list[str], first: float = -math.inf, last: float = math.inf, points: int = 10**9, rank: int = 0
@@ -117,24 +146,24 @@ class RunView:
     def validation_table(self, first: float = -math.inf, last: float = math.inf) -> MetricTable:
         """Bits per byte on the validation set, one row per evaluation: ``validation/all``, then a column per source."""
         rows = [
-            event
+            (event.step, event)
             for event in self.events
-            if event["event"] == "evaluation" and "bits_per_byte" in event and first <= event["step"] <= last
+            if event.event == "evaluation" and "bits_per_byte" in event.details and event.step is not None
         ]
+        rows = [(step, event) for step, event in rows if first <= step <= last]
         by_name: dict[str, list[float]] = {}
-        for number, event in enumerate(rows):
-            metrics = {"all": event, **event.get("sources", {})}
+        for number, (_, event) in enumerate(rows):
+            metrics = {"all": event.details, **event.details.get("sources", {})}
             for name, section in metrics.items():
                 column = by_name.setdefault(f"validation/{name}", [math.nan] * len(rows))
                 column[number] = section["bits_per_byte"]
         return MetricTable(
-            np.array([event["step"] for event in rows], dtype=np.float64),
-            np.array([event.get("time", 0.0) for event in rows], dtype=np.float64),
+            np.array([step for step, _ in rows], dtype=np.float64),
+            np.array([event.time or 0.0 for _, event in rows], dtype=np.float64),
             {name: np.array(column) for name, column in by_name.items()},
         )
 
-    def status(self) -> dict[str, Any]:
-        """The headline metrics, progress and health of the run."""
+    def status(self) -> RunStatus:
         wanted = [name for name in HEADLINE_METRICS if name in self.readers[0].names]
         recent = self.table(wanted, first=(self.last_step or 0) - 200)
         latest = {name: _last(recent.mean[name]) for name in wanted}
@@ -142,28 +171,28 @@ class RunView:
         left = None
         if self.total_steps is not None and self.last_step is not None and seconds is not None and self.ended is None:
             left = max(0, self.total_steps - self.last_step - 1) * seconds
-        return {
-            "name": self.name,
-            "step": self.last_step,
-            "steps": self.total_steps,
-            "time": float(recent.times[-1]) if len(recent.times) else None,
-            "latest": {name: value for name, value in latest.items() if value is not None},
-            "step_seconds": seconds,
-            "seconds_left": left,
-            "goodput": self.goodput(),
-            "ended": self.ended,
-            "trouble": self.read_error,
-            "damage": self.damage,
-        }
+        return RunStatus(
+            name=self.name,
+            step=self.last_step,
+            steps=self.total_steps,
+            time=float(recent.times[-1]) if len(recent.times) else None,
+            latest={name: value for name, value in latest.items() if value is not None},
+            step_seconds=seconds,
+            seconds_left=left,
+            goodput=self.goodput(),
+            ended=self.ended,
+            trouble=self.read_error,
+            damage=self.damage,
+        )
 
     def goodput(self) -> float | None:
         """Fraction of the time since the first start spent on steps that count: recorded by the run at its end, before
         that estimated from the median step time."""
-        recorded = [event.get("goodput") for event in self.events if event["event"] == "goodput"]
+        recorded = [event.details.get("goodput") for event in self.events if event.event == "goodput"]
         if recorded and recorded[-1] is not None and self.ended is not None:
             return float(recorded[-1])
         steps, times = self.readers[0].step_times()
-        starts = [event["time"] for event in self.events if event["event"] == "start" and "time" in event]
+        starts = [event.time for event in self.events if event.event == "start" and event.time is not None]
         moved = np.diff(steps) > 0
         if not moved.any():
             return None
@@ -179,18 +208,18 @@ class RunView:
             return None
         return [(float(step) + 1) * self.metadata.batch_tokens for step in table.steps]
 
-    def logged_line(self, kind: str, name: str, step: int) -> dict[str, Any] | None:
-        return self.readers[0].read_logged_line(kind, name, step)
+    def logged_line(self, logged: LoggedLine) -> SampleLine | HistogramLine | None:
+        return self.readers[0].read_logged_line(logged)
 
     def logged_steps(self, kind: str = "sample") -> dict[str, list[int]]:
         """Steps that have samples (or histograms), by name."""
         steps: dict[str, list[int]] = {}
-        for logged_kind, name, step in sorted(self.readers[0].pointers):
-            if logged_kind == kind:
-                steps.setdefault(name, []).append(step)
+        for logged in sorted(self.readers[0].pointers, key=lambda logged: (logged.name, logged.step)):
+            if logged.kind == kind:
+                steps.setdefault(logged.name, []).append(logged.step)
         return steps
 
-    def lines_after(self, sequence: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    def lines_after(self, sequence: int) -> Iterator[tuple[int, RecordLine]]:
         return ((number, line) for number, line in list(self.readers[0].recent) if number > sequence)
 
     def _read_metadata(self, sizes: dict[str, int]) -> bool:

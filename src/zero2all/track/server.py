@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ from starlette.routing import Route
 
 from zero2all.errors import Z2aError
 from zero2all.track.health_checks import HealthFinding, check_health
-from zero2all.track.record_lines import is_restart
-from zero2all.track.record_reader import MetricTable
+from zero2all.track.record_lines import EventLine, LoggedLine, RecordLine, line_to_json, restart_step
+from zero2all.track.record_reader import Array, MetricTable
 from zero2all.track.run_locations import LocalRunLocation
-from zero2all.track.run_view import RunView, error_message
+from zero2all.track.run_view import RunStatus, RunView, error_message
 from zero2all.track.ssh import UnreachableError
 
 PAGE_DIR = Path(__file__).with_name("page")
@@ -48,13 +49,49 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-EMPTY_SUMMARY: dict[str, Any] = {  # of a run that has never been read
-    "names": [], "events": [], "samples": {}, "histograms": {}, "verdicts": [], "batch_tokens": None, "directory": None,
-    "status": {"step": None, "steps": None, "time": None, "latest": {}, "step_seconds": None, "seconds_left": None,
-               "goodput": None, "ended": None, "damage": []},
-}  # fmt: skip
 # (run directory, step, whether to recompute losses) -> the JSON of 'z2a tokens trace' or 'z2a blame'
-DocumentLookup = Callable[[Path, int, bool], dict[str, Any]]
+DocumentLookup = Callable[[Path, int, bool], object]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Everything that the page needs of a run except the series."""
+
+    names: list[str]
+    status: RunStatus
+    events: list[EventLine]
+    samples: dict[str, list[int]]
+    """Steps by name."""
+    histograms: dict[str, list[int]]
+    verdicts: list[HealthFinding]
+    batch_tokens: int | None
+    directory: str | None
+
+
+@dataclass(frozen=True)
+class RunUpdate:
+    """What changed in a run since the page was last told."""
+
+    names: list[str]
+    status: RunStatus
+    verdicts: list[HealthFinding]
+    ranks: bool
+    """Whether there are records of several ranks."""
+    lines: list[RecordLine]
+    reload: bool
+    """Whether the page must load everything again."""
+
+
+@dataclass(frozen=True)
+class SeriesBlock:
+    """Columns of metrics over the same rows; ``low`` and ``high`` if downsampled."""
+
+    steps: list[float | None]
+    times: list[float | None]
+    tokens: list[float] | None
+    mean: dict[str, list[float | None]] | None
+    low: dict[str, list[float | None]] | None
+    high: dict[str, list[float | None]] | None
 
 
 class LiveRun:
@@ -64,8 +101,13 @@ class LiveRun:
         self.run, self.lock, self.version = run, threading.Lock(), 0
         self._findings: list[HealthFinding] = []
         self._last_health_check, self._failed = -math.inf, False
-        self.summary: dict[str, Any] = {}
+        self._summary: RunSummary | None = None
         self.refresh()
+
+    @property
+    def summary(self) -> RunSummary:
+        """An empty one for a run that has never been read."""
+        return self._summary or RunSummary([], RunStatus(self.run.name), [], {}, {}, [], None, None)
 
     def refresh(self) -> None:
         """Never raises: a failure is shown for this run, and the others are followed as before."""
@@ -76,22 +118,18 @@ class LiveRun:
                 self._failed = False
             except Exception as error:
                 self._failed, message = True, error_message(error)
-                if not failed or self.summary["status"]["trouble"] != message:
-                    summary = self.summary or {
-                        **EMPTY_SUMMARY,
-                        "status": {**EMPTY_SUMMARY["status"], "name": self.run.name},
-                    }
-                    self.summary = {**summary, "status": {**summary["status"], "trouble": message}}
+                if not failed or self.summary.status.trouble != message:
+                    self._summary = replace(self.summary, status=replace(self.summary.status, trouble=message))
                     self.version += 1
 
     def _update_summary(self, changed: bool) -> None:
-        finished = self.run.ended is not None and not changed and bool(self.summary)
+        finished = self.run.ended is not None and not changed and self._summary is not None
         if not finished and time.monotonic() - self._last_health_check > HEALTH_CHECK_SECONDS:
             before, self._findings = self._findings, check_health(self.run)
             self._last_health_check = time.monotonic()
             changed = changed or before != self._findings
-        if changed or not self.summary:
-            self.summary = summarize_run(self.run, self._findings)
+        if changed or self._summary is None:
+            self._summary = summarize_run(self.run, self._findings)
             self.version += 1
 
 
@@ -117,7 +155,7 @@ class DashboardHandlers:
 
     def list_runs(self, request: Request) -> Response:
         self._check(request)
-        return json_response([{"id": number, **live_run.summary} for number, live_run in enumerate(self.runs)])
+        return json_response([{"id": number, **vars(live_run.summary)} for number, live_run in enumerate(self.runs)])
 
     def series(self, request: Request) -> Response:
         live_run, query = self._find_run(request), request.query_params
@@ -129,9 +167,9 @@ class DashboardHandlers:
 
     def logged_text(self, request: Request) -> Response:
         live_run, query = self._find_run(request), request.query_params
-        kind = query.get("kind", "sample")
+        logged = LoggedLine(query.get("kind", "sample"), query.get("name", ""), _integer(query.get("step", "")))
         with live_run.lock:
-            line = live_run.run.logged_line(kind, query.get("name", ""), _integer(query.get("step", "")))
+            line = live_run.run.logged_line(logged)
         if line is None:
             raise HTTPException(404)
         return json_response(line)
@@ -143,9 +181,10 @@ class DashboardHandlers:
     async def documents(self, request: Request) -> Response:
         run, step = self._find_run(request).run, _integer(request.query_params.get("step", ""))
         losses = request.query_params.get("losses") == "1"
-        recorded = [event for event in run.events if event.get("step") == step and event.get("documents")]
-        if recorded and not losses:
-            return json_response({"documents": recorded[-1]["documents"]})
+        recorded = [event.details.get("documents") for event in run.events if event.step == step]
+        documents = next((found for found in reversed(recorded) if found), None)
+        if documents and not losses:
+            return json_response({"documents": documents})
         if self._documents is None or not isinstance(run.location, LocalRunLocation):
             return json_response({"elsewhere": f"z2a blame RUN --step {step}"})
         async with self._documents_semaphore:
@@ -169,7 +208,7 @@ class DashboardHandlers:
                     update, sequence = _update_since(live_run, seen[number][1])
                     seen[number] = (live_run.version, sequence)
                     last_message = time.monotonic()
-                    yield f"data: {encode_json({'id': number, **update})}\n\n"
+                    yield f"data: {encode_json({'id': number, **vars(update)})}\n\n"
             if time.monotonic() - last_message > KEEPALIVE_SECONDS:  # a write detects a closed page
                 last_message = time.monotonic()
                 yield ": still here\n\n"
@@ -237,21 +276,20 @@ def serve(app: Starlette, host: str, port: int, ready: Callable[[int], None]) ->
         uvicorn.Server(config).run([listener])
 
 
-def summarize_run(run: RunView, findings: list[HealthFinding]) -> dict[str, Any]:
-    """Everything that the page needs of a run except the series."""
-    return {
-        "names": run.names,
-        "status": run.status(),
-        "events": run.events,
-        "samples": run.logged_steps(),
-        "histograms": run.logged_steps("histogram"),
-        "verdicts": [finding.as_dict() for finding in findings],
-        "batch_tokens": run.metadata.batch_tokens,
-        "directory": str(run.location.directory) if isinstance(run.location, LocalRunLocation) else None,
-    }
+def summarize_run(run: RunView, findings: list[HealthFinding]) -> RunSummary:
+    return RunSummary(
+        names=run.names,
+        status=run.status(),
+        events=run.events,
+        samples=run.logged_steps(),
+        histograms=run.logged_steps("histogram"),
+        verdicts=findings,
+        batch_tokens=run.metadata.batch_tokens,
+        directory=str(run.location.directory) if isinstance(run.location, LocalRunLocation) else None,
+    )
 
 
-def build_series(run: RunView, names: list[str], first: float, last: float, points: int) -> list[dict[str, Any]]:
+def build_series(run: RunView, names: list[str], first: float, last: float, points: int) -> list[SeriesBlock]:
     """One block of columns per rank, and one for the evaluations: their rows need not align."""
     blocks = []
     for rank, reader in sorted(run.readers.items()):
@@ -272,36 +310,36 @@ def build_series(run: RunView, names: list[str], first: float, last: float, poin
     return [*blocks, _series_block(run, validation, available_names, "")] if available_names else blocks
 
 
-def _series_block(run: RunView, table: MetricTable, names: list[str], suffix: str) -> dict[str, Any]:
-    return {
-        "steps": _json_column(table.steps),
-        "times": _json_column(table.times),
-        "tokens": run.tokens_at(table),
-        "mean": _columns(table, "mean", names, suffix),
-        "low": _columns(table, "low", names, suffix),
-        "high": _columns(table, "high", names, suffix),
-    }
+def _series_block(run: RunView, table: MetricTable, names: list[str], suffix: str) -> SeriesBlock:
+    return SeriesBlock(
+        steps=_json_column(table.steps),
+        times=_json_column(table.times),
+        tokens=run.tokens_at(table),
+        mean=_columns(table.mean, names, suffix),
+        low=_columns(table.low, names, suffix),
+        high=_columns(table.high, names, suffix),
+    )
 
 
-def _columns(table: MetricTable, which: str, names: list[str], suffix: str) -> dict[str, Any] | None:
-    columns = getattr(table, which)
+def _columns(columns: dict[str, Array] | None, names: list[str], suffix: str) -> dict[str, list[float | None]] | None:
     return None if columns is None else {name + suffix: _json_column(columns[name]) for name in names}
 
 
-def _json_column(column: Any) -> list[float | None]:
+def _json_column(column: Array) -> list[float | None]:
     return [None if not math.isfinite(value) else value for value in column.tolist()]
 
 
-def _update_since(live_run: LiveRun, sequence: int) -> tuple[dict[str, Any], int]:
-    """What changed since ``sequence``: the new lines, and whether the page must reload everything."""
+def _update_since(live_run: LiveRun, sequence: int) -> tuple[RunUpdate, int]:
+    """What changed since ``sequence``, and the latest one."""
     with live_run.lock:
         lines = list(live_run.run.lines_after(sequence))
         latest, has_ranks = live_run.run.readers[0].sequence, len(live_run.run.readers) > 1
-    restarted = any(is_restart(line) for _, line in lines)
+    restarted = any(restart_step(line) is not None for _, line in lines)
     missed = latest - sequence != len(lines)
-    summary = {name: live_run.summary[name] for name in ("names", "status", "verdicts")}
     reload = restarted or (missed and bool(lines))
-    return {**summary, "ranks": has_ranks, "lines": [line for _, line in lines], "reload": reload}, latest
+    summary = live_run.summary
+    new_lines = [line for _, line in lines]
+    return RunUpdate(summary.names, summary.status, summary.verdicts, has_ranks, new_lines, reload), latest
 
 
 def json_response(value: Any) -> Response:
@@ -311,14 +349,21 @@ def json_response(value: Any) -> Response:
 def encode_json(value: Any) -> str:
     """JSON for browsers: NaN and infinities become null."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_fields)
     except ValueError:
         return json.dumps(_replace_non_finite(value), ensure_ascii=False, allow_nan=False)
+
+
+def _fields(value: Any) -> Any:
+    """A dataclass as JSON, one level deep."""
+    return line_to_json(value) if isinstance(value, RecordLine) else vars(value)
 
 
 def _replace_non_finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if is_dataclass(value):
+        value = _fields(value)
     if isinstance(value, dict):
         return {name: _replace_non_finite(inner) for name, inner in value.items()}
     return [_replace_non_finite(inner) for inner in value] if isinstance(value, list) else value

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zero2all.errors import RecipeProblem, UsageError, Z2aError, need
-from zero2all.track.record_lines import NON_METRIC_KEYS
+from zero2all.track.record_lines import EventLine, HistogramLine, RecordLine, SampleLine, StepLine
 
 
 class Sink(Protocol):
@@ -173,18 +173,19 @@ def _accepts_arguments(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def sink_writer(sink: Sink) -> Callable[[list[dict[str, Any]]], None]:
+def sink_writer(sink: Sink) -> Callable[[list[RecordLine]], None]:
     """A function that passes record lines to a sink's methods."""
 
-    def deliver(lines: list[dict[str, Any]]) -> None:
+    def deliver(lines: list[RecordLine]) -> None:
         for line in lines:
-            if "event" in line:
-                sink.event(line["event"], {name: value for name, value in line.items() if name != "event"})
-            elif "sample" in line:
-                sink.sample(line["step"], line["sample"], line["text"])
-            elif "histogram" in line:
-                sink.histogram(line["step"], line["histogram"], line["counts"], line["edges"])
-            else:
-                sink.step(line["step"], {name: value for name, value in line.items() if name not in NON_METRIC_KEYS})
+            match line:
+                case EventLine():
+                    sink.event(line.event, {"time": line.time, **line.details})
+                case SampleLine():
+                    sink.sample(line.step, line.sample, line.text)
+                case HistogramLine():
+                    sink.histogram(line.step, line.histogram, line.counts, line.edges)
+                case StepLine():
+                    sink.step(line.step, line.metrics)
 
     return deliver

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import numpy as np
@@ -16,7 +17,7 @@ from rich.text import Text
 from zero2all.console import sanitize
 from zero2all.track.health_checks import HealthFinding, check_health
 from zero2all.track.record_reader import Array
-from zero2all.track.run_view import RunView, error_message
+from zero2all.track.run_view import RunStatus, RunView, error_message
 from zero2all.units import show_count, show_seconds
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character, by row and column
@@ -24,6 +25,29 @@ COLOURS = {"good": "green", "note": "yellow", "bad": "red"}
 PLOTTED_METRICS = ("loss", "lr", "grad_norm", "tokens_per_second")
 REFRESH_SECONDS = 1.0
 HEALTH_CHECK_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class CheckedStatus(RunStatus):
+    """What ``--once --json`` prints for a run."""
+
+    verdicts: list[HealthFinding] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FailedStatus:
+    """The same for a run that cannot be shown."""
+
+    name: str
+    trouble: str
+    verdicts: list[HealthFinding] = field(default_factory=list)
+
+
+def checked_status(run: RunView) -> CheckedStatus | FailedStatus:
+    try:
+        return CheckedStatus(**vars(run.status()), verdicts=safe_check_health(run))
+    except Exception as error:  # the other runs are still shown
+        return FailedStatus(run.name, error_message(error))
 
 
 def health_report_lines(run: RunView) -> list[str]:
@@ -38,11 +62,11 @@ def _health_report_lines(run: RunView) -> list[str]:
         return [f"{run.name}: {error_message(error)}"]
     progress = "no step yet" if run.last_step is None else f"step {run.last_step + 1}"
     total = f" of {run.total_steps}" if run.total_steps else ""
-    latest = ", ".join(f"{name} {value:.5g}" for name, value in status["latest"].items())
-    state = status["ended"] or (f"{show_seconds(status['seconds_left'])} left" if status["seconds_left"] else "running")
+    latest = ", ".join(f"{name} {value:.5g}" for name, value in status.latest.items())
+    state = status.ended or (f"{show_seconds(status.seconds_left)} left" if status.seconds_left else "running")
     lines = [f"{run.name}: {progress}{total}, {latest or 'nothing recorded'} ({state})"]
-    if status["trouble"]:
-        lines.append(f"  cannot be read: {status['trouble']}")
+    if status.trouble:
+        lines.append(f"  cannot be read: {status.trouble}")
     lines += [f"  [{finding.level}] {finding.rule}: {finding.text}" for finding in safe_check_health(run)]
     return lines if len(lines) > 1 else [*lines, "  no problems found"]
 
@@ -82,11 +106,11 @@ def _safe_panel(run: RunView, findings: list[HealthFinding], width: int) -> Pane
 def _panel(run: RunView, findings: list[HealthFinding], width: int) -> Panel:
     status = run.status()
     head = Text(f"step {0 if run.last_step is None else run.last_step + 1}/{run.total_steps or '?'}  ")
-    head.append("  ".join(f"{name} {value:.5g}" for name, value in status["latest"].items()))
-    if status["seconds_left"]:
-        head.append(f"  left {show_seconds(status['seconds_left'])}")
-    if status["trouble"]:
-        head.append(sanitize(f"  {status['trouble']}"), style="red")
+    head.append("  ".join(f"{name} {value:.5g}" for name, value in status.latest.items()))
+    if status.seconds_left:
+        head.append(f"  left {show_seconds(status.seconds_left)}")
+    if status.trouble:
+        head.append(sanitize(f"  {status.trouble}"), style="red")
     half = max(20, (width - 8) // 2)
     plots = [
         _titled_plot(name, run.table([name], points=2 * half).mean[name], half)

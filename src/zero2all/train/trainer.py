@@ -387,10 +387,9 @@ class Trainer:
             return None
         self.record.flush()
         report = compute_run_goodput(self.run.directory, ended=time.time())
-        self.record.event("goodput", step=self.plan.total_steps, **report)
+        self.record.event("goodput", step=self.plan.total_steps, **asdict(report))
         say(format_goodput(report))
-        goodput: float | None = report["goodput"]
-        return goodput
+        return report.goodput
 
     # Loss spikes
 
