@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from zero2all.tokenizer.jit import remove_stale_cache
@@ -15,3 +17,14 @@ def test_a_compiled_cache_of_another_version_is_removed(tmp_path: Path) -> None:
         os.utime(path, (seconds, seconds))
     remove_stale_cache(tmp_path)
     assert [path.name for path in cache.iterdir()] == ["current.nbi"]
+
+
+def test_only_training_imports_numba() -> None:
+    script = """
+import sys
+from zero2all.tokenizer import Tokenizer
+assert "numba" not in sys.modules
+from zero2all.tokenizer import train_tokenizer
+assert "numba" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)

@@ -233,13 +233,13 @@ def test_memory_of_merging_is_within_the_estimate() -> None:
 import resource, sys
 import numpy as np
 from zero2all.tokenizer.merge import bytes_by_id, learn_merges, merge_memory
-from zero2all.tokenizer.pair_index import Words
+from zero2all.tokenizer.pair_index import new_words
 def learn(words):
     rng = np.random.default_rng(1)
     lengths = rng.integers(4, 28, words)
-    rows = np.stack([np.cumsum(lengths) - lengths, lengths, rng.integers(1, 9, words)], axis=1)
     symbols = rng.integers(0, 256, int(lengths.sum())).astype(np.int32)
-    learn_merges(Words(symbols, rows), [bytes([byte]) for byte in bytes_by_id()], 2000, 2)
+    counted = new_words(symbols, lengths, rng.integers(1, 9, words))
+    learn_merges(counted, [bytes([byte]) for byte in bytes_by_id()], 2000, 2)
     return merge_memory(words, symbols.size), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 _, before = learn(10)
 estimate, peak = learn(2_000_000)

@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,13 +21,12 @@ from zero2all.errors import UsageError
 from zero2all.io import atomic_dir, checksums, fingerprint, write_json, write_manifest
 from zero2all.recipe import TokenizerRecipe
 from zero2all.tokenizer.merge import learn_merges, merge_memory
+from zero2all.tokenizer.pair_index import Words, new_words
+from zero2all.tokenizer.pretokenizer import character_classes
 from zero2all.tokenizer.tokenizer import Tokenizer
 from zero2all.tokenizer.train import KIND
 from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet, reserved_tokens
 from zero2all.tokenizer.word_count import PretokenizeConfig, SpillWriter, aggregate_counts
-
-if TYPE_CHECKING:
-    from zero2all.tokenizer.pair_index import Words
 
 SIZE_MULTIPLE = 64  # vocabulary rows, for fast matrix kernels
 BATCH_TEXTS = 256
@@ -76,8 +75,6 @@ def extend_tokenizer(
 
 def _count_words(old: Tokenizer, texts: Iterable[str], work: Path, max_memory: int) -> dict[str, Any]:
     """Count the words of the texts into ``words.arrow``."""
-    from zero2all.tokenizer.pretokenizer import character_classes
-
     pattern = next((name for name, regex in PATTERNS.items() if regex == old.vocabulary.pattern), None)
     if pattern is None:
         raise UsageError(f"only a tokenizer that splits text by one of {', '.join(PATTERNS)} can be extended")
@@ -105,14 +102,12 @@ def _count_words(old: Tokenizer, texts: Iterable[str], work: Path, max_memory: i
 
 def _read_old_encoding(old: Tokenizer, path: Path) -> Words:
     """Counted words as the old tokenizer encodes them."""
-    from zero2all.tokenizer.pair_index import Words
-
     with pa.OSFile(str(path)) as stream:
         table = pa.ipc.open_file(stream).read_all()
     encoded = old.encode_batch([word.decode() for word in table["word"].to_pylist()])
     lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
     symbols = np.concatenate([np.empty(0, np.int32), *encoded]).astype(np.int32)
-    return Words(symbols, np.stack([np.cumsum(lengths) - lengths, lengths, table["count"].to_numpy()], axis=1))
+    return new_words(symbols, lengths, table["count"].to_numpy())
 
 
 def _extended_definition(old: Tokenizer, tokens: list[bytes], merges: list[tuple[int, int]]) -> dict[str, Any]:

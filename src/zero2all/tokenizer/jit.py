@@ -1,6 +1,6 @@
 """JIT compilation with numba, cached on disk, so that only the first use on a machine waits for it.
 
-Modules that use it are imported inside functions: numba takes most of a second and 100 MB.
+numba takes most of a second and 100 MB, so ``zero2all.tokenizer`` imports what uses it when a tokenizer is trained.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 JitFunction = TypeVar("JitFunction", bound=Callable[..., object])
+_njit: Any = numba.njit  # its type hints lack ``_nrt``
 
 
 def remove_stale_cache(package: Path) -> None:
@@ -35,12 +36,16 @@ remove_stale_cache(Path(__file__).parent)
 
 
 def jit(function: JitFunction) -> JitFunction:
-    return numba.njit(cache=True)(function)  # type: ignore[return-value]
+    """The function may not allocate arrays, so that it need not count references to them: in the inner loops that would
+    take longer than the work."""
+    compiled: JitFunction = _njit(cache=True, _nrt=False)(function)
+    return compiled
 
 
 def jit_inline(function: JitFunction) -> JitFunction:
     """For the innermost functions that take tables: passing their arrays costs more than the work inside."""
-    return numba.njit(cache=True, inline="always")(function)  # type: ignore[return-value]
+    compiled: JitFunction = _njit(cache=True, _nrt=False, inline="always")(function)
+    return compiled
 
 
 def _prefetch(typing: Any, array: Any, index: Any) -> Any:

@@ -1,9 +1,10 @@
-"""JIT kernels: the adjacent pairs of symbols in counted words, the count of each, and the words that contain it.
+"""JIT kernels: the adjacent pairs of tokens in counted words, the count of each pair, and the words that contain it.
 
-Most pairs are rare and never merged, so only those that occur at least ``floor`` times are indexed; when none of them
-is left, the words are scanned again with a lower floor. Everything is a flat array, so that memory is known: words are
-rows of ``symbols`` that shrink in place; pairs are a hash table; the words of a pair are a linked list of nodes; the
-pairs that wait to be merged are a heap.
+``docs/tokenizer.md`` explains the data structures with an example. Most pairs are rare and never merged, so only those
+that occur at least ``floor`` times are indexed; when none of them is left, the words are scanned again with a lower
+floor. Everything is a flat array, so that memory is known in advance. Columns that are needed together are the fields
+of one record, since each cache miss costs more than the work on what it brings. A number that kernels change is an
+array of one element.
 """
 
 from __future__ import annotations
@@ -14,56 +15,102 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero2all.tokenizer.jit import jit, jit_inline, prefetch
+from zero2all.tokenizer.pair_heap import PairHeap, heap_push, remove_top, sift_down
 
-EMPTY_KEY = -1
-NO_NODE = -1
-NUM_PAIRS, NUM_NODES, FREE_HEAD, NUM_FREE, HEAP_SIZE = range(5)  # indices into ``sizes``
-WORD_START, WORD_LENGTH, WORD_COUNT = range(3)  # columns of ``Words.rows``
-NODE_WORD, NODE_NEXT = range(2)  # columns of nodes: a list of words is a chain of them
-PAIR_KEY, PAIR_COUNT, PAIR_LIST = range(3)  # columns of pairs, adjacent for the same reason as those of words
-LEFT, RIGHT = range(2)  # the side on which a merged pair has a neighbour
-GAINED, LOST, LIST_HEAD, LIST_TAIL, LIST_SIZE = range(5)  # columns of ``MergeChanges.cells``
+EMPTY = -1  # key of a slot of the hash table without a pair
+NO_NODE = -1  # end of a list
+LEFT, RIGHT = range(2)  # the side of a merged pair on which a neighbour is
 PREFETCH_SYMBOLS, PREFETCH_ROWS = 20, 40  # prefetch distance, in words of a list
 
-Nodes = NDArray[np.int32]
-Pairs = NDArray[np.int64]
-"""PAIR_LIST is the number of occurrences of a pair while the index is built, then its list. After that lists are in
-the heap."""
+Symbols = NDArray[np.uint16] | NDArray[np.int32]
+Records = NDArray[np.void]
+
+WORD = np.dtype([("start", np.int64), ("length", np.int64), ("count", np.int64)], align=True)
+PAIR = np.dtype([("key", np.int64), ("count", np.int64), ("occurrences", np.uint32), ("head", np.int32)], align=True)
+NODE = np.dtype([("word", np.int32), ("next", np.int32)], align=True)
+CHANGE = np.dtype(
+    [("gained", np.int64), ("lost", np.int64), ("head", np.int32), ("tail", np.int32), ("num_words", np.int32)],
+    align=True,
+)
 
 
 class Words(NamedTuple):
-    symbols: NDArray[np.uint16] | NDArray[np.int32]
-    rows: NDArray[np.int64]
-    """WORD_START, WORD_LENGTH and WORD_COUNT; adjacent, because they are needed together and memory is slow."""
+    """Word w is ``symbols[start : start + length]`` with the fields of ``rows[w]``; merges shorten it in place."""
+
+    symbols: Symbols
+    """Token ids."""
+    rows: Records
+    """Of WORD."""
 
 
-class PairHeap(NamedTuple):
-    counts: NDArray[np.int64]
-    lefts: NDArray[np.int32]
-    rights: NDArray[np.int32]
-    lists: NDArray[np.int32]
+class PairTable(NamedTuple):
+    """A hash table with open addressing, at most three quarters full."""
+
+    slots: Records
+    """Of PAIR: ``occurrences`` in distinct words, and ``head`` of the list of those words, matter only while the index
+    is built; then the heap has the lists."""
+    size: NDArray[np.int64]
+
+
+class WordLists(NamedTuple):
+    """Linked lists of words in a common pool of nodes. Nodes that were freed are a list too."""
+
+    nodes: Records
+    """Of NODE."""
+    num_used: NDArray[np.int64]
+    """Nodes from here on have never been used."""
+    num_free: NDArray[np.int64]
+    free_head: NDArray[np.int64]
 
 
 class MergeChanges(NamedTuple):
-    """How one merge changes the pairs around it, by side and neighbour x: GAINED of the pair (x, new), with the
-    LIST_HEAD of its words, LIST_TAIL and LIST_SIZE, and LOST of (x, left)."""
+    """How one merge of (left, right) into ``new`` changes the pairs around it, by side and neighbour x.
 
-    cells: NDArray[np.int64]
-    ids: NDArray[np.int32]
-    """The neighbours with a change, and how many in ``sizes``: by GAINED or LOST, and side."""
-    sizes: NDArray[np.int64]
+    On the LEFT, (x, left) has ``lost`` occurrences and (x, new) has ``gained``; on the RIGHT, (right, x) and (new, x).
+    """
+
+    by_neighbour: Records
+    """Of CHANGE, by side and token; ``head``, ``tail`` and ``num_words`` are of the words of the new pair."""
+    losing: NDArray[np.int32]
+    """By side, the neighbours with a loss, ``num_losing`` of them."""
+    num_losing: NDArray[np.int64]
+    gaining: NDArray[np.int32]
+    num_gaining: NDArray[np.int64]
 
 
-def new_pairs(slots: int) -> Pairs:
-    pairs = np.zeros((slots, 3), np.int64)
-    pairs[:, PAIR_KEY] = EMPTY_KEY
-    return pairs
+def new_words(symbols: Symbols, lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> Words:
+    """Words that follow each other in ``symbols``."""
+    rows = np.empty(lengths.size, WORD)
+    rows["start"] = np.cumsum(lengths) - lengths
+    rows["length"], rows["count"] = lengths, counts
+    return Words(symbols, rows)
+
+
+def new_pair_table(num_slots: int) -> PairTable:
+    """``num_slots`` is a power of two."""
+    slots = np.zeros(num_slots, PAIR)
+    slots["key"] = EMPTY
+    return PairTable(slots, np.zeros(1, np.int64))
+
+
+def new_word_lists(capacity: int) -> WordLists:
+    return WordLists(np.empty(capacity, NODE), np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, NO_NODE))
+
+
+def grow_word_lists(lists: WordLists, capacity: int) -> WordLists:
+    return lists._replace(nodes=np.resize(lists.nodes, capacity))
+
+
+def clear_word_lists(lists: WordLists) -> None:
+    lists.num_used[0] = lists.num_free[0] = 0
+    lists.free_head[0] = NO_NODE
 
 
 def new_changes(vocab_size: int) -> MergeChanges:
-    cells = np.zeros((2, vocab_size, 5), np.int64)
-    cells[:, :, LIST_HEAD] = NO_NODE
-    return MergeChanges(cells, np.empty((2, 2, vocab_size), np.int32), np.zeros((2, 2), np.int64))
+    by_neighbour = np.zeros((2, vocab_size), CHANGE)
+    by_neighbour["head"] = NO_NODE
+    losing, gaining = np.empty((2, 2, vocab_size), np.int32)
+    return MergeChanges(by_neighbour, losing, np.zeros(2, np.int64), gaining, np.zeros(2, np.int64))
 
 
 @jit_inline
@@ -78,263 +125,202 @@ def hash_bucket(key: int, num_buckets: int) -> np.int64:
 
 
 @jit_inline
-def find_slot(pairs: Pairs, key: int) -> int:
+def find_slot(pairs: PairTable, key: int) -> int:
     """The slot of a pair, or the empty slot where it belongs."""
-    slot = hash_bucket(key, len(pairs))
-    while pairs[slot, PAIR_KEY] != key and pairs[slot, PAIR_KEY] != EMPTY_KEY:
-        slot = (slot + 1) & (len(pairs) - 1)
+    slots = pairs.slots
+    slot = hash_bucket(key, slots.size)
+    while slots[slot].key != key and slots[slot].key != EMPTY:
+        slot = (slot + 1) & (slots.size - 1)
     return int(slot)
 
 
 @jit_inline
-def insert_slot(pairs: Pairs, sizes: NDArray[np.int64], key: int) -> int:
+def insert_slot(pairs: PairTable, key: int) -> int:
     """The slot of a pair, which is inserted if it is new."""
     slot = find_slot(pairs, key)
-    if pairs[slot, PAIR_KEY] == EMPTY_KEY:
-        pairs[slot, PAIR_KEY] = key
-        sizes[NUM_PAIRS] += 1
+    if pairs.slots[slot].key == EMPTY:
+        pairs.slots[slot].key = key
+        pairs.size[0] += 1
     return slot
 
 
 @jit
-def copy_pairs(old: Pairs, new: Pairs, sizes: NDArray[np.int64], floor: int) -> None:
-    sizes[NUM_PAIRS] = 0
-    for slot in range(len(old)):
-        if old[slot, PAIR_KEY] != EMPTY_KEY and old[slot, PAIR_COUNT] >= floor:
-            there = insert_slot(new, sizes, old[slot, PAIR_KEY])
-            new[there, PAIR_COUNT] = old[slot, PAIR_COUNT]
-            new[there, PAIR_LIST] = old[slot, PAIR_LIST]
+def copy_pairs(old: PairTable, new: PairTable, floor: int) -> None:
+    for slot in range(old.slots.size):
+        pair = old.slots[slot]
+        if pair.key != EMPTY and pair.count >= floor:
+            copy = new.slots[insert_slot(new, pair.key)]
+            copy.count = pair.count
+            copy.occurrences = pair.occurrences
+            copy.head = pair.head
 
 
 @jit
 def sum_by_bucket(words: Words, sums: NDArray[np.int64]) -> None:
     """The sum of its bucket is an upper bound of a pair's count."""
-    for word in range(len(words.rows)):
-        start = words.rows[word, WORD_START]
-        for pos in range(start, start + words.rows[word, WORD_LENGTH] - 1):
-            sums[hash_bucket(pair_key(words.symbols[pos], words.symbols[pos + 1]), sums.size)] += words.rows[
-                word, WORD_COUNT
-            ]
+    for word in range(words.rows.size):
+        row = words.rows[word]
+        for pos in range(row.start, row.start + row.length - 1):
+            sums[hash_bucket(pair_key(words.symbols[pos], words.symbols[pos + 1]), sums.size)] += row.count
 
 
 @jit
-def count_pairs(
-    words: Words, pairs: Pairs, sizes: NDArray[np.int64], sums: NDArray[np.int64], floor: int, word: int
-) -> int:
+def count_pairs(words: Words, pairs: PairTable, sums: NDArray[np.int64], floor: int, word: int) -> int:
     """Count the pairs that may reach the floor, from ``word`` on; returns the word at which the table became full."""
-    while word < len(words.rows):
-        start, length = words.rows[word, WORD_START], words.rows[word, WORD_LENGTH]
-        if (sizes[NUM_PAIRS] + length) * 4 > len(pairs) * 3:
+    while word < words.rows.size:
+        row = words.rows[word]
+        if (pairs.size[0] + row.length) * 4 > pairs.slots.size * 3:
             break
-        for pos in range(start, start + length - 1):
+        for pos in range(row.start, row.start + row.length - 1):
             key = pair_key(words.symbols[pos], words.symbols[pos + 1])
             if sums[hash_bucket(key, sums.size)] >= floor:
-                slot = insert_slot(pairs, sizes, key)
-                pairs[slot, PAIR_COUNT] += words.rows[word, WORD_COUNT]
-                pairs[slot, PAIR_LIST] += 1
+                pair = pairs.slots[insert_slot(pairs, key)]
+                pair.count += row.count
+                pair.occurrences += 1
         word += 1
     return word
 
 
 @jit_inline
-def allocate_node(nodes: Nodes, sizes: NDArray[np.int64], word: int, after: int) -> int:
-    node = sizes[FREE_HEAD]
+def prepend_word(lists: WordLists, word: int, head: int) -> int:
+    """Prepend a word to a list; returns the new head. The caller ensures capacity."""
+    node = lists.free_head[0]
     if node != NO_NODE:
-        sizes[FREE_HEAD] = nodes[node, NODE_NEXT]
-        sizes[NUM_FREE] -= 1
-        prefetch(nodes, sizes[FREE_HEAD] * 2)
+        lists.free_head[0] = lists.nodes[node].next
+        lists.num_free[0] -= 1
+        prefetch(lists.nodes, lists.free_head[0])
     else:
-        node = sizes[NUM_NODES]
-        sizes[NUM_NODES] += 1
-    nodes[node, NODE_WORD] = word
-    nodes[node, NODE_NEXT] = after
+        node = lists.num_used[0]
+        lists.num_used[0] += 1
+    lists.nodes[node].word = word
+    lists.nodes[node].next = head
     return int(node)
 
 
 @jit_inline
-def free_node(nodes: Nodes, sizes: NDArray[np.int64], node: int) -> int:
+def free_node(lists: WordLists, node: int) -> int:
     """Free a node; returns the next one."""
-    after = int(nodes[node, NODE_NEXT])
-    nodes[node, NODE_NEXT] = sizes[FREE_HEAD]
-    sizes[FREE_HEAD] = node
-    sizes[NUM_FREE] += 1
+    after = int(lists.nodes[node].next)
+    lists.nodes[node].next = lists.free_head[0]
+    lists.free_head[0] = node
+    lists.num_free[0] += 1
     return after
 
 
 @jit
-def free_list(nodes: Nodes, sizes: NDArray[np.int64], node: int) -> None:
+def free_list(lists: WordLists, node: int) -> None:
     while node != NO_NODE:
-        node = free_node(nodes, sizes, node)
+        node = free_node(lists, node)
 
 
 @jit
-def build_word_lists(words: Words, pairs: Pairs, nodes: Nodes, sizes: NDArray[np.int64]) -> None:
+def build_word_lists(words: Words, pairs: PairTable, lists: WordLists) -> None:
     """Add each word to the lists of its pairs; the caller ensures capacity."""
-    pairs[:, PAIR_LIST] = NO_NODE
-    for word in range(len(words.rows)):
-        start = words.rows[word, WORD_START]
-        for pos in range(start, start + words.rows[word, WORD_LENGTH] - 1):
+    for slot in range(pairs.slots.size):
+        pairs.slots[slot].head = NO_NODE
+    for word in range(words.rows.size):
+        row = words.rows[word]
+        for pos in range(row.start, row.start + row.length - 1):
             key = pair_key(words.symbols[pos], words.symbols[pos + 1])
-            slot = find_slot(pairs, key)
-            if pairs[slot, PAIR_KEY] == key:
-                first = pairs[slot, PAIR_LIST]
-                if first == NO_NODE or nodes[first, NODE_WORD] != word:
-                    pairs[slot, PAIR_LIST] = allocate_node(nodes, sizes, word, first)
-
-
-@jit_inline
-def precedes(heap: PairHeap, i: int, j: int) -> bool:
-    """Most frequent first; ties go to the pair of the older tokens, as in the Hugging Face trainer."""
-    if heap.counts[i] != heap.counts[j]:
-        return bool(heap.counts[i] > heap.counts[j])
-    if heap.lefts[i] != heap.lefts[j]:
-        return bool(heap.lefts[i] < heap.lefts[j])
-    return bool(heap.rights[i] < heap.rights[j])
-
-
-@jit_inline
-def heap_swap(heap: PairHeap, i: int, j: int) -> None:
-    heap.counts[i], heap.counts[j] = heap.counts[j], heap.counts[i]
-    heap.lefts[i], heap.lefts[j] = heap.lefts[j], heap.lefts[i]
-    heap.rights[i], heap.rights[j] = heap.rights[j], heap.rights[i]
-    heap.lists[i], heap.lists[j] = heap.lists[j], heap.lists[i]
+            pair = pairs.slots[find_slot(pairs, key)]
+            if pair.key == key and (pair.head == NO_NODE or lists.nodes[pair.head].word != word):
+                pair.head = prepend_word(lists, word, pair.head)
 
 
 @jit
-def sift_down(heap: PairHeap, sizes: NDArray[np.int64], i: int) -> None:
-    while True:
-        best = i
-        for child in range(4 * i + 1, min(4 * i + 5, sizes[HEAP_SIZE])):
-            if precedes(heap, child, best):
-                best = child
-        if best == i:
-            return
-        heap_swap(heap, i, best)
-        i = best
+def push_all(pairs: PairTable, heap: PairHeap) -> None:
+    for slot in range(pairs.slots.size):
+        pair = pairs.slots[slot]
+        if pair.key != EMPTY:
+            heap_push(heap, pair.count, pair.key >> 32, pair.key & 0xFFFFFFFF, pair.head)
 
 
 @jit
-def heap_push(heap: PairHeap, sizes: NDArray[np.int64], count: int, key: int, list_: int) -> None:
-    i = sizes[HEAP_SIZE]
-    heap.counts[i] = count
-    heap.lefts[i] = np.int32(key >> 32)
-    heap.rights[i] = np.int32(key & 0xFFFFFFFF)
-    heap.lists[i] = list_
-    sizes[HEAP_SIZE] += 1
-    while i > 0 and precedes(heap, i, (i - 1) // 4):
-        heap_swap(heap, i, (i - 1) // 4)
-        i = (i - 1) // 4
-
-
-@jit
-def heap_push_all(pairs: Pairs, heap: PairHeap, sizes: NDArray[np.int64]) -> None:
-    for slot in range(len(pairs)):
-        if pairs[slot, PAIR_KEY] != EMPTY_KEY:
-            heap_push(heap, sizes, pairs[slot, PAIR_COUNT], pairs[slot, PAIR_KEY], pairs[slot, PAIR_LIST])
-            pairs[slot, PAIR_LIST] = NO_NODE
-
-
-@jit
-def pop_most_frequent(
-    pairs: Pairs, nodes: Nodes, heap: PairHeap, sizes: NDArray[np.int64], floor: int
-) -> tuple[int, int, int, int]:
-    """The pair to merge next: count (0: none is left above the floor), left, right, list of words.
+def pop_most_frequent(pairs: PairTable, lists: WordLists, heap: PairHeap, floor: int) -> tuple[int, int, int, int]:
+    """The pair to merge next: count (0: none is left above the floor), left, right, head of the list of its words.
 
     Counts in the heap may be stale; such an entry is pushed back with its current count.
     """
-    while sizes[HEAP_SIZE] > 0:
-        left, right, node = heap.lefts[0], heap.rights[0], heap.lists[0]
-        count = pairs[find_slot(pairs, pair_key(left, right)), PAIR_COUNT]
+    while heap.size[0] > 0:
+        left, right, head = heap.lefts[0], heap.rights[0], heap.heads[0]
+        count = pairs.slots[find_slot(pairs, pair_key(left, right))].count
         if count >= floor and heap.counts[0] != count:
             heap.counts[0] = count
-            sift_down(heap, sizes, 0)
+            sift_down(heap, 0)
             continue
-        sizes[HEAP_SIZE] -= 1
-        heap_swap(heap, 0, sizes[HEAP_SIZE])
-        sift_down(heap, sizes, 0)
+        remove_top(heap)
         if count >= floor:
-            return count, left, right, node
-        free_list(nodes, sizes, node)
+            return count, left, right, head
+        free_list(lists, head)
     return 0, 0, 0, NO_NODE
 
 
 @jit_inline
-def record_gain(
-    changes: MergeChanges, nodes: Nodes, sizes: NDArray[np.int64], side: int, neighbour: int, word: int, count: int
-) -> None:
-    cells = changes.cells
-    first = cells[side, neighbour, LIST_HEAD]
-    if first == NO_NODE:
-        changes.ids[GAINED, side, changes.sizes[GAINED, side]] = neighbour
-        changes.sizes[GAINED, side] += 1
-    if first == NO_NODE or nodes[first, NODE_WORD] != word:
-        cells[side, neighbour, LIST_HEAD] = allocate_node(nodes, sizes, word, first)
-        cells[side, neighbour, LIST_SIZE] += 1
-        if first == NO_NODE:
-            cells[side, neighbour, LIST_TAIL] = cells[side, neighbour, LIST_HEAD]
-    cells[side, neighbour, GAINED] += count
+def record_gain(changes: MergeChanges, lists: WordLists, side: int, neighbour: int, word: int, count: int) -> None:
+    change = changes.by_neighbour[side, neighbour]
+    head = change.head
+    if head == NO_NODE:
+        changes.gaining[side, changes.num_gaining[side]] = neighbour
+        changes.num_gaining[side] += 1
+    if head == NO_NODE or lists.nodes[head].word != word:
+        change.head = prepend_word(lists, word, head)
+        change.num_words += 1
+        if head == NO_NODE:
+            change.tail = change.head
+    change.gained += count
 
 
 @jit_inline
 def record_loss(changes: MergeChanges, side: int, neighbour: int, count: int) -> None:
-    cells = changes.cells
-    if cells[side, neighbour, LOST] == 0:
-        changes.ids[LOST, side, changes.sizes[LOST, side]] = neighbour
-        changes.sizes[LOST, side] += 1
-    cells[side, neighbour, LOST] += count
+    change = changes.by_neighbour[side, neighbour]
+    if change.lost == 0:
+        changes.losing[side, changes.num_losing[side]] = neighbour
+        changes.num_losing[side] += 1
+    change.lost += count
 
 
 @jit_inline
-def prefetch_row(nodes: Nodes, rows: NDArray[np.int64], node: int) -> int:
+def prefetch_row(words: Words, lists: WordLists, node: int) -> int:
     if node == NO_NODE:
         return NO_NODE
-    prefetch(rows, 3 * nodes[node, NODE_WORD])
-    return int(nodes[node, NODE_NEXT])
+    prefetch(words.rows, lists.nodes[node].word)
+    return int(lists.nodes[node].next)
 
 
 @jit_inline
-def prefetch_symbols(
-    nodes: Nodes, rows: NDArray[np.int64], symbols: NDArray[np.uint16] | NDArray[np.int32], node: int
-) -> int:
+def prefetch_symbols(words: Words, lists: WordLists, node: int) -> int:
     if node == NO_NODE:
         return NO_NODE
-    prefetch(symbols, rows[nodes[node, NODE_WORD], WORD_START])
-    return int(nodes[node, NODE_NEXT])
+    prefetch(words.symbols, words.rows[lists.nodes[node].word].start)
+    return int(lists.nodes[node].next)
 
 
 @jit
 def merge_pair_in_words(
-    words: Words,
-    nodes: Nodes,
-    sizes: NDArray[np.int64],
-    changes: MergeChanges,
-    left: int,
-    right: int,
-    new: int,
-    node: int,
+    words: Words, lists: WordLists, changes: MergeChanges, left: int, right: int, new: int, node: int
 ) -> int:
     """Merge a pair in the words of its list, from the left; returns the node at which free nodes ran out."""
-    symbols, rows = words.symbols, words.rows
+    symbols = words.symbols
     # Each word would cause three cache misses, which dominate training time: its node, its row and its symbols. So two
     # cursors run ahead and prefetch them.
     near, ahead = node, node
     for _ in range(PREFETCH_ROWS):
-        ahead = prefetch_row(nodes, rows, ahead)
+        ahead = prefetch_row(words, lists, ahead)
     for _ in range(PREFETCH_SYMBOLS):
-        near = prefetch_symbols(nodes, rows, symbols, near)
+        near = prefetch_symbols(words, lists, near)
     while node != NO_NODE:
-        ahead = prefetch_row(nodes, rows, ahead)
-        near = prefetch_symbols(nodes, rows, symbols, near)
-        word = nodes[node, NODE_WORD]
-        start, end = rows[word, WORD_START], rows[word, WORD_START] + rows[word, WORD_LENGTH]
-        if len(nodes) - sizes[NUM_NODES] + sizes[NUM_FREE] < 2 * (end - start):
+        ahead = prefetch_row(words, lists, ahead)
+        near = prefetch_symbols(words, lists, near)
+        word = lists.nodes[node].word
+        row = words.rows[word]
+        start, end, count = row.start, row.start + row.length, row.count
+        if lists.nodes.size - lists.num_used[0] + lists.num_free[0] < 2 * (end - start):
             return node
-        count = rows[word, WORD_COUNT]
         read, last = start, end - 1
         while read < last and (symbols[read] != left or symbols[read + 1] != right):
             read += 1
         if read >= last:  # its symbols were merged into other pairs since
-            node = free_node(nodes, sizes, node)
+            node = free_node(lists, node)
             continue
         write = read
         while read < end:
@@ -344,30 +330,29 @@ def merge_pair_in_words(
             else:
                 if write > start:
                     previous = symbols[write - 1]
-                    if previous == new and changes.cells[RIGHT, left, LIST_HEAD] != NO_NODE:
-                        changes.cells[RIGHT, left, GAINED] -= count  # of "new left", made a moment ago
+                    if previous == new and changes.by_neighbour[RIGHT, left].head != NO_NODE:
+                        changes.by_neighbour[RIGHT, left].gained -= count  # of "new left", made a moment ago
                     else:
                         record_loss(changes, LEFT, previous, count)
-                    record_gain(changes, nodes, sizes, LEFT, previous, word, count)
+                    record_gain(changes, lists, LEFT, previous, word, count)
                 if read + 2 < end:
                     following = symbols[read + 2]
                     record_loss(changes, RIGHT, following, count)
                     # "new new" has one place only
-                    record_gain(changes, nodes, sizes, LEFT if following == new else RIGHT, following, word, count)
+                    record_gain(changes, lists, LEFT if following == new else RIGHT, following, word, count)
                 symbols[write] = new
                 read += 2
             write += 1
-        rows[word, WORD_LENGTH] = write - start
-        node = free_node(nodes, sizes, node)
+        row.length = write - start
+        node = free_node(lists, node)
     return NO_NODE
 
 
 @jit
 def apply_changes(
-    pairs: Pairs,
-    nodes: Nodes,
+    pairs: PairTable,
+    lists: WordLists,
     heap: PairHeap,
-    sizes: NDArray[np.int64],
     changes: MergeChanges,
     floor: int,
     left: int,
@@ -376,53 +361,58 @@ def apply_changes(
 ) -> None:
     """Update the index after a merge; the caller ensures the capacity of pairs and heap."""
     for side in range(2):
-        for number in range(changes.sizes[LOST, side]):
-            other = changes.ids[LOST, side, number]
-            slot = find_slot(pairs, pair_key(other, left) if side == LEFT else pair_key(right, other))
-            if pairs[slot, PAIR_KEY] != EMPTY_KEY:
-                pairs[slot, PAIR_COUNT] -= changes.cells[side, other, LOST]
-            changes.cells[side, other, LOST] = 0
+        for number in range(changes.num_losing[side]):
+            neighbour = changes.losing[side, number]
+            change = changes.by_neighbour[side, neighbour]
+            key = pair_key(neighbour, left) if side == LEFT else pair_key(right, neighbour)
+            pair = pairs.slots[find_slot(pairs, key)]
+            if pair.key != EMPTY:
+                pair.count -= change.lost
+            change.lost = 0
     for side in range(2):
-        for number in range(changes.sizes[GAINED, side]):
-            other = changes.ids[GAINED, side, number]
-            cell = changes.cells[side, other]
-            key = pair_key(other, new) if side == LEFT else pair_key(new, other)
-            slot = find_slot(pairs, key)
-            known = pairs[slot, PAIR_COUNT] if pairs[slot, PAIR_KEY] != EMPTY_KEY else 0
-            count = known + cell[GAINED]
+        for number in range(changes.num_gaining[side]):
+            neighbour = changes.gaining[side, number]
+            change = changes.by_neighbour[side, neighbour]
+            first, second = (neighbour, new) if side == LEFT else (new, neighbour)
+            slot = find_slot(pairs, pair_key(first, second))
+            known = pairs.slots[slot].count if pairs.slots[slot].key != EMPTY else 0
+            count = known + change.gained
             if known or count >= floor:
-                pairs[insert_slot(pairs, sizes, key), PAIR_COUNT] = count
+                pairs.slots[insert_slot(pairs, pair_key(first, second))].count = count
             if count >= floor:
-                heap_push(heap, sizes, count, key, cell[LIST_HEAD])
+                heap_push(heap, count, first, second, change.head)
             else:
-                nodes[cell[LIST_TAIL], NODE_NEXT] = sizes[FREE_HEAD]  # the entire list is freed
-                sizes[FREE_HEAD] = cell[LIST_HEAD]
-                sizes[NUM_FREE] += cell[LIST_SIZE]
-            cell[GAINED], cell[LIST_HEAD], cell[LIST_SIZE] = 0, NO_NODE, 0
-    changes.sizes.fill(0)
+                lists.nodes[change.tail].next = lists.free_head[0]  # the entire list is freed
+                lists.free_head[0] = change.head
+                lists.num_free[0] += change.num_words
+            change.gained = 0
+            change.head = NO_NODE
+            change.num_words = 0
+    changes.num_losing.fill(0)
+    changes.num_gaining.fill(0)
 
 
 @jit
 def has_pair(words: Words, word: int, left: int, right: int) -> bool:
-    start = words.rows[word, WORD_START]
-    for pos in range(start, start + words.rows[word, WORD_LENGTH] - 1):
+    row = words.rows[word]
+    for pos in range(row.start, row.start + row.length - 1):
         if words.symbols[pos] == left and words.symbols[pos + 1] == right:
             return True
     return False
 
 
 @jit
-def prune_lists(words: Words, nodes: Nodes, heap: PairHeap, sizes: NDArray[np.int64]) -> None:
+def prune_lists(words: Words, lists: WordLists, heap: PairHeap) -> None:
     """Remove words from the lists of pairs that they no longer contain."""
-    for i in range(sizes[HEAP_SIZE]):
-        node = heap.lists[i]
+    for i in range(heap.size[0]):
+        node = heap.heads[i]
         last = NO_NODE
         while node != NO_NODE:
-            if has_pair(words, nodes[node, NODE_WORD], heap.lefts[i], heap.rights[i]):
-                last, node = node, nodes[node, NODE_NEXT]
+            if has_pair(words, lists.nodes[node].word, heap.lefts[i], heap.rights[i]):
+                last, node = node, lists.nodes[node].next
             else:
-                node = free_node(nodes, sizes, node)
+                node = free_node(lists, node)
                 if last == NO_NODE:
-                    heap.lists[i] = node
+                    heap.heads[i] = node
                 else:
-                    nodes[last, NODE_NEXT] = node
+                    lists.nodes[last].next = node

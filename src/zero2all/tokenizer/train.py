@@ -32,6 +32,7 @@ from zero2all.io import (
 from zero2all.recipe import TokenizerRecipe
 from zero2all.recipe.renamed import to_old
 from zero2all.tokenizer.merge import bytes_by_id, learn_merges, merge_memory, read_words
+from zero2all.tokenizer.pretokenizer import character_classes
 from zero2all.tokenizer.vocabulary import (
     CHAT_TEMPLATE,
     END_OF_TEXT,
@@ -192,8 +193,6 @@ def _count_words(
 
 def _write_character_classes(path: Path) -> None:
     """Computed once, and read by every worker."""
-    from zero2all.tokenizer.pretokenizer import character_classes
-
     with atomic_path(path) as unfinished, open(unfinished, "wb") as stream:
         np.save(stream, character_classes())
 

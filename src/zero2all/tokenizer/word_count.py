@@ -19,20 +19,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from zero2all.io import atomic_path, read_finished, write_record
 from zero2all.paths import arrow_source
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from zero2all.tokenizer.word_table import WordTable
+from zero2all.tokenizer.pretokenizer import PATTERN_RULES
+from zero2all.tokenizer.word_table import (
+    ROW_BYTES,
+    WordTable,
+    add_rows,
+    clear_table,
+    count_texts,
+    grow_table,
+    small_table,
+    table_bytes,
+    word_hashes,
+    word_uniforms,
+)
 
 HASH_PARTITIONS = 256  # of a spill, by the first byte of a word's hash
 BATCH_DOCUMENTS = 256
@@ -116,17 +125,12 @@ class SpillWriter:
     """Counts texts into a table of fixed size, and spills it to a new file whenever it is full."""
 
     def __init__(self, stem: Path, config: PretokenizeConfig, classes: NDArray[np.uint8], memory: int) -> None:
-        from zero2all.tokenizer.word_table import small_table
-
         self.stem, self.config, self.classes, self.memory = stem, config, classes, memory
         self.table = small_table()
         self.row_count = 0
         self.paths: list[Path] = []
 
     def count(self, texts: pa.Array, selected: NDArray[np.bool_]) -> None:
-        from zero2all.tokenizer.pretokenizer import PATTERN_RULES
-        from zero2all.tokenizer.word_table import count_texts, grow_table, table_bytes
-
         data, bounds = _flatten_strings(texts)
         rules = (*PATTERN_RULES[self.config.pattern], self.config.chop)
         text_index = pos = 0
@@ -141,8 +145,6 @@ class SpillWriter:
                 self.spill()
 
     def spill(self) -> None:
-        from zero2all.tokenizer.word_table import clear_table
-
         path = self.stem.with_name(f"{self.stem.name}-{len(self.paths)}.arrow")
         _write_spill(self.table, path)
         self.paths.append(path)
@@ -151,8 +153,6 @@ class SpillWriter:
 
 
 def _write_spill(table: WordTable, path: Path) -> None:
-    from zero2all.tokenizer.word_table import word_hashes
-
     partitions = (word_hashes(table) >> np.uint64(56)).astype(np.uint8)
     order = np.argsort(partitions, kind="stable")
     ends = np.cumsum(np.bincount(partitions, minlength=HASH_PARTITIONS))
@@ -165,9 +165,11 @@ def _write_spill(table: WordTable, path: Path) -> None:
             )
 
 
-WordPartition = tuple[
-    pa.Array, "NDArray[np.int64]", "NDArray[np.float64]"
-]  # words, their totals, their uniform random numbers
+class WordPartition(NamedTuple):
+    words: pa.Array
+    totals: NDArray[np.int64]
+    uniforms: NDArray[np.float64]
+    """A random number for each word, which decides whether it is kept."""
 
 
 def aggregate_counts(
@@ -184,30 +186,29 @@ def aggregate_counts(
     kept: list[WordPartition] = []
     threshold, different, total = 1, 0, 0
     for part in _partition_totals(spills, rows, seed, table_memory):
-        different, total = different + len(part[0]), total + int(part[1].sum())
+        different, total = different + len(part.words), total + int(part.totals.sum())
         kept.append(_subsample(part, threshold))
         while (
-            memory_cost(sum(len(words) for words, _, _ in kept), sum(_total_bytes(words) for words, _, _ in kept))
+            memory_cost(sum(len(part.words) for part in kept), sum(_total_bytes(part.words) for part in kept))
             > memory_budget
         ):
             threshold *= 2
             kept = [_subsample(part, threshold) for part in kept]
         advance(1)
     with atomic_path(out) as partial, pa.ipc.new_file(str(partial), COUNTS_SCHEMA, options=ZSTD_OPTIONS) as file:
-        for words, counts, _ in kept:
-            file.write_batch(pa.record_batch([words, pa.array(np.maximum(counts, threshold))], schema=COUNTS_SCHEMA))
+        for part in kept:
+            counts = pa.array(np.maximum(part.totals, threshold))
+            file.write_batch(pa.record_batch([part.words, counts], schema=COUNTS_SCHEMA))
     return {
         "words": total,
         "different_words": different,
-        "kept_words": sum(len(words) for words, _, _ in kept),
+        "kept_words": sum(len(part.words) for part in kept),
         "threshold": threshold,
     }
 
 
 def _partition_totals(spills: Sequence[Path], rows: int, seed: int, memory: int) -> Iterator[WordPartition]:
     """All words with their totals, each once, one hash partition at a time."""
-    from zero2all.tokenizer.word_table import ROW_BYTES, clear_table, small_table, word_hashes, word_uniforms
-
     table = small_table()
     num_passes = -(-2 * ROW_BYTES * rows // (HASH_PARTITIONS * memory))
     for part in range(HASH_PARTITIONS):
@@ -217,12 +218,11 @@ def _partition_totals(spills: Sequence[Path], rows: int, seed: int, memory: int)
                 table = _add_partition(table, spill, part, num_passes, pass_index)
             hashes = word_hashes(table)
             order = np.argsort(hashes)
-            yield table.words().take(pa.array(order)), table.counts()[order], word_uniforms(hashes[order], seed)
+            uniforms = word_uniforms(hashes[order], seed)
+            yield WordPartition(table.words().take(pa.array(order)), table.counts()[order], uniforms)
 
 
 def _add_partition(table: WordTable, spill: Path, partition: int, num_passes: int, pass_index: int) -> WordTable:
-    from zero2all.tokenizer.word_table import add_rows, grow_table
-
     with pa.OSFile(str(spill)) as stream:
         batch = pa.ipc.open_file(stream).get_batch(partition)
     data, bounds = _flatten_strings(batch.column("word"))
@@ -234,11 +234,10 @@ def _add_partition(table: WordTable, spill: Path, partition: int, num_passes: in
 
 
 def _subsample(partition: WordPartition, threshold: int) -> WordPartition:
-    words, counts, uniforms = partition
-    kept = uniforms * threshold < counts
+    kept = partition.uniforms * threshold < partition.totals
     if kept.all():
         return partition
-    return words.filter(pa.array(kept)), counts[kept], uniforms[kept]
+    return WordPartition(partition.words.filter(pa.array(kept)), partition.totals[kept], partition.uniforms[kept])
 
 
 def _total_bytes(words: pa.Array) -> int:

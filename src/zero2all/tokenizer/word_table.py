@@ -13,36 +13,38 @@ from zero2all.tokenizer.pretokenizer import han_split_end, word_end
 
 ROW_BYTES = 64  # memory for a row and its word, at the average word length that the table is sized for
 WORD_BYTES = 16
-ROW_START, ROW_COUNT = range(2)  # columns of ``WordTable.rows``
+ROW = np.dtype([("start", np.int64), ("count", np.int64)], align=True)
 
 
 class WordTable(NamedTuple):
-    """Row r is the word ``word_bytes[rows[r, ROW_START]:rows[r + 1, ROW_START]]``; ``size[0]`` is the number of rows.
+    """Row r is the word ``word_bytes[rows[r].start : rows[r + 1].start]`` and its count.
 
     A slot holds the first half of a word's hash and its row + 1, so that most lookups end there: memory is slow.
     """
 
     slots: NDArray[np.uint64]
-    rows: NDArray[np.int64]
+    rows: NDArray[np.void]
+    """Of ROW."""
     word_bytes: NDArray[np.uint8]
     size: NDArray[np.int64]
+    """One element: the number of rows."""
 
     def words(self) -> pa.Array:
         """The words as an Arrow array over the table's own bytes."""
         size = int(self.size[0])
-        starts = np.ascontiguousarray(self.rows[: size + 1, ROW_START])
+        starts = np.ascontiguousarray(self.rows["start"][: size + 1])
         buffers = [None, pa.py_buffer(starts), pa.py_buffer(self.word_bytes)]
         return pa.LargeBinaryArray.from_buffers(pa.large_binary(), size, buffers)
 
     def counts(self) -> NDArray[np.int64]:
-        return np.ascontiguousarray(self.rows[: int(self.size[0]), ROW_COUNT])
+        return np.ascontiguousarray(self.rows["count"][: int(self.size[0])])
 
 
 def new_table(rows: int, byte_capacity: int) -> WordTable:
     slots = 1 << (2 * rows - 1).bit_length()
     return WordTable(
         np.zeros(slots, np.uint64),
-        np.zeros((rows + 1, 2), np.int64),
+        np.zeros(rows + 1, ROW),
         np.empty(byte_capacity, np.uint8),
         np.zeros(1, np.int64),
     )
@@ -66,7 +68,7 @@ def grow_table(table: WordTable, byte_capacity: int = 0) -> WordTable:
     """The same words in a table of twice the size, or with a capacity of at least this many bytes."""
     larger = new_table(2 * (len(table.rows) - 1), max(2 * table.word_bytes.size, byte_capacity))
     size = int(table.size[0])
-    add_rows(larger, table.word_bytes, table.rows[: size + 1, ROW_START].copy(), table.counts(), 1, 0, 0)
+    add_rows(larger, table.word_bytes, np.ascontiguousarray(table.rows["start"][: size + 1]), table.counts(), 1, 0, 0)
     return larger
 
 
@@ -99,37 +101,41 @@ def add_word(table: WordTable, data: NDArray[np.uint8], start: int, end: int, co
         found = table.slots[slot]
         if found >> half == hashed >> half:
             row = np.int64(found & np.uint64(0xFFFFFFFF)) - 1
-            at = table.rows[row, ROW_START]
-            if table.rows[row + 1, ROW_START] - at == length:
+            at = table.rows[row].start
+            if table.rows[row + 1].start - at == length:
                 same = 0
                 while same < length and table.word_bytes[at + same] == data[start + same]:
                     same += 1
                 if same == length:
-                    table.rows[row, ROW_COUNT] += count
+                    table.rows[row].count += count
                     return
         slot = (slot + np.uint64(1)) & last
     row = table.size[0]
     table.slots[slot] = hashed >> half << half | np.uint64(row + 1)
-    at = table.rows[row, ROW_START]
+    at = table.rows[row].start
     for offset in range(length):
         table.word_bytes[at + offset] = data[start + offset]
-    table.rows[row, ROW_COUNT] = count
-    table.rows[row + 1, ROW_START] = at + length
+    table.rows[row].count = count
+    table.rows[row + 1].start = at + length
     table.size[0] = row + 1
 
 
 @jit_inline
 def has_capacity(table: WordTable, words: int, byte_count: int) -> bool:
     size = table.size[0]
-    return bool(size + words < len(table.rows) and table.rows[size, ROW_START] + byte_count <= table.word_bytes.size)
+    return bool(size + words < len(table.rows) and table.rows[size].start + byte_count <= table.word_bytes.size)
+
+
+def word_hashes(table: WordTable) -> NDArray[np.uint64]:
+    hashes = np.empty(int(table.size[0]), np.uint64)
+    fill_word_hashes(table, hashes)
+    return hashes
 
 
 @jit
-def word_hashes(table: WordTable) -> NDArray[np.uint64]:
-    hashes = np.empty(table.size[0], np.uint64)
+def fill_word_hashes(table: WordTable, hashes: NDArray[np.uint64]) -> None:
     for row in range(hashes.size):
-        hashes[row] = word_hash(table.word_bytes, table.rows[row, ROW_START], table.rows[row + 1, ROW_START])
-    return hashes
+        hashes[row] = word_hash(table.word_bytes, table.rows[row].start, table.rows[row + 1].start)
 
 
 @jit
@@ -187,11 +193,15 @@ def add_rows(
     return row_index
 
 
-@jit
 def word_uniforms(hashes: NDArray[np.uint64], seed: int) -> NDArray[np.float64]:
     """A uniform number in [0, 1) for each word that depends only on the word and the seed."""
-    salt = mix_hash(np.uint64(seed) ^ np.uint64(0x9E3779B97F4A7C15))
     uniforms = np.empty(hashes.size, np.float64)
+    fill_word_uniforms(hashes, seed, uniforms)
+    return uniforms
+
+
+@jit
+def fill_word_uniforms(hashes: NDArray[np.uint64], seed: int, uniforms: NDArray[np.float64]) -> None:
+    salt = mix_hash(np.uint64(seed) ^ np.uint64(0x9E3779B97F4A7C15))
     for row in range(hashes.size):
         uniforms[row] = np.float64(mix_hash(hashes[row] ^ salt) >> np.uint64(11)) * 2.0**-53
-    return uniforms
