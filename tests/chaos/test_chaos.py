@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from tests.conftest import tiny_recipe
 from zero2all.chaos.faults import FAULTS
+from zero2all.chaos.injections import InjectionPoint
 from zero2all.chaos.sample_audit import SampleAudit, audit_samples, sample_hash
 from zero2all.chaos.suite import FaultResult, render_table, run_suite
+from zero2all.elastic.exit_reason import FailureKind
 from zero2all.errors import UsageError
 from zero2all.tokens import TokenStore
 from zero2all.train.data_loader import read_batch
@@ -31,13 +35,19 @@ def test_a_job_survives_the_short_suite(tmp_path: Path) -> None:
         assert row.detected is not None
     killed = rows[0]
     assert killed.cost is not None, "its cost is itemised"
-    assert killed.cost["steps_again"] >= 0
+    assert 0 < killed.cost["steps_again"] <= 4, "flash checkpoints are taken every 4 steps"
     assert (tmp_path / "chaos.md").read_text() == render_table(rows) + "\n"
 
 
-def test_there_are_enough_faults_with_unique_names() -> None:
-    names = [fault.name for fault in FAULTS]
-    assert len(set(names)) == len(names) >= 30
+def test_every_injection_point_and_every_kind_of_failure_has_a_fault() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    points = {injection.where for fault in FAULTS for injection in fault.injections(random.Random(0))}
+    assert points == {*get_args(InjectionPoint)}
+    reported = {fault.expected_kind for fault in FAULTS}
+    assert {*get_args(FailureKind)} - reported == {"ended by the agent", "stopped", "wrong usage"}
+
+
+def test_an_unknown_fault_is_refused() -> None:
     with pytest.raises(UsageError, match="no fault is called earthquake"):
         run_suite(Path("nowhere"), only=["earthquake"])
 

@@ -20,7 +20,7 @@ import pytest
 
 from tests.conftest import ENGLISH, write_raw
 from tests.corpus.test_resume import contents, recipe_for
-from zero2all.chaos.simulated_nodes import SimulatedNode, simulation_unavailable_reason, two_simulated_nodes
+from zero2all.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
 from zero2all.corpus import build_corpus
 from zero2all.recipe import load_recipe
 
@@ -108,7 +108,7 @@ def test_a_node_is_lost_and_no_document_is(tmp_path: Path) -> None:
     recipe.write_text(f"corpus: {{sources: [{{name: en, paths: ['{tmp_path}/raw']}}], dir: '{tmp_path}/ray'}}\n")
     local = build_corpus(load_recipe(recipe).corpus, tmp_path / "local")
     parts = tmp_path / "ray.work" / "parts"
-    with two_simulated_nodes() as (head, lost), ray_cluster((head, lost)) as environment:
+    with simulated_nodes(2) as (head, lost), ray_cluster((head, lost)) as environment:
         words = [str(Z2A), "corpus", "build", str(recipe), "--engine", "ray", "--ray-address", f"{head.ip}:{PORT}"]
         driver = subprocess.Popen(head.command(*words), env=environment)
         deadline = time.monotonic() + 120

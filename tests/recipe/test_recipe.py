@@ -109,8 +109,10 @@ def test_a_resolved_recipe_loads_as_itself() -> None:
 
 
 def test_shipped_recipes_are_valid() -> None:
-    for path in (ROOT / "recipes").glob("**/*.yaml"):
-        load_recipe(path)
+    paths = {path.name: path for path in (ROOT / "recipes").glob("**/*.yaml")}
+    assert {"quickstart.yaml", "70b-1024.yaml"} <= paths.keys()
+    names = {load_recipe(path).name for path in paths.values()}
+    assert len(names) == len(paths), "each run has its own name"
 
 
 def test_a_missing_recipe_names_its_neighbours() -> None:

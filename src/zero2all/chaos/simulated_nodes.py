@@ -185,12 +185,6 @@ def simulated_nodes(count: int) -> Iterator[list[SimulatedNode]]:
 
 
 @contextmanager
-def two_simulated_nodes() -> Iterator[tuple[SimulatedNode, SimulatedNode]]:
-    with simulated_nodes(2) as (one, other):
-        yield one, other
-
-
-@contextmanager
 def simulated_network(count: int) -> Iterator[SimulatedNetwork]:
     network = SimulatedNetwork()
     try:
