@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from zero2all import __version__
 from zero2all.errors import DiskFullError, UsageError, Z2aError, is_disk_full
 from zero2all.paths import RemotePath, open_bytes
-from zero2all.records import Record, parse_record
+from zero2all.records import DocumentsManifest, Record, parse_record
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -304,6 +304,11 @@ def read_manifest(directory: Path, kind: str, made_by: str) -> dict[str, Any]:
     if manifest.get("unfinished"):
         raise Z2aError(f"the {kind} in {directory} are not finished: run '{made_by}' again")
     return manifest
+
+
+def read_documents_manifest(directory: Path) -> DocumentsManifest:
+    manifest = read_manifest(directory, "documents", "z2a corpus build RECIPE")
+    return parse_record(DocumentsManifest, manifest, directory / MANIFEST)
 
 
 def is_current(directory: Path, kind: str, key: str) -> bool:

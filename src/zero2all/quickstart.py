@@ -8,6 +8,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,46 @@ NUM_GENERATIONS = 3
 REASONS_SHOWN = 4
 
 
-def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str] | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class SourceEntry:
+    """A source in the recipe."""
+
+    name: str
+    paths: list[str]
+    exclude: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Generated text."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class QuickstartResult:
+    out: str
+    documents: int
+    bytes: int
+    tokens: int
+    parameters: int
+    steps: int
+    loss: float | None
+    validation: dict[str, Any]
+    """What ``evaluate_bpb`` returns; empty without a validation set."""
+    samples: list[Sample]
+    seconds: dict[str, float]
+    """By stage."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As ``z2a quickstart --json`` prints it: the metrics of the validation set are beside the others."""
+        fields = asdict(self)
+        validation, samples, seconds = (fields.pop(name) for name in ("validation", "samples", "seconds"))
+        return {**fields, **validation, "samples": samples, "seconds": seconds}
+
+
+def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str] | None = None) -> QuickstartResult:
     """Build documents, tokenizer, tokens and a model below ``out``; evaluate it and generate text.
 
     If interrupted, the same call resumes where it stopped.
@@ -57,10 +97,10 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
         _say_documents(documents)
     with _timed_stage("2/5 tokenizer: documents to a vocabulary", "tokenizer", seconds):
         vocabulary = train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
-        say(f"{vocabulary['vocab_size']} tokens from {show_bytes(vocabulary['trained_on_bytes'])} of text")
+        say(f"{vocabulary.vocab_size} tokens from {show_bytes(vocabulary.trained_on_bytes)} of text")
     with _timed_stage("3/5 tokens: documents to a token store", "tokens", seconds):
         tokens = build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
-        say(f"{show_count(tokens['tokens'])} tokens, {tokens['bytes'] / tokens['tokens']:.2f} bytes each")
+        say(f"{show_count(tokens.tokens)} tokens, {tokens.bytes / tokens.tokens:.2f} bytes each")
     has_validation = TokenStore(recipe.tokens_dir, "valid").has_full_sequence(recipe.train.seq_len)
     if not has_validation:
         warn("no validation set: the model will not be evaluated. Give more documents, or raise corpus.holdout")
@@ -72,24 +112,21 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
         validation = evaluate_bpb(model, tokenizer, recipe) if has_validation else {}
         prompts = recipe.evals.prompts or opening_prompts(recipe.tokens_dir, tokenizer, NUM_GENERATIONS)
         samples = [
-            {
-                "prompt": prompt,
-                "text": generate(model, tokenizer, prompt, max_tokens=80, temperature=0.6, seed=recipe.seed),
-            }
+            Sample(prompt, generate(model, tokenizer, prompt, max_tokens=80, temperature=0.6, seed=recipe.seed))
             for prompt in prompts[:NUM_GENERATIONS]
         ]
-    return {
-        "out": str(out),
-        "documents": documents.documents,
-        "bytes": documents.bytes,
-        "tokens": tokens["tokens"],
-        "parameters": trained.parameters,
-        "steps": trained.steps,
-        "loss": trained.loss,
-        **validation,
-        "samples": samples,
-        "seconds": seconds,
-    }
+    return QuickstartResult(
+        out=str(out),
+        documents=documents.documents,
+        bytes=documents.bytes,
+        tokens=tokens.tokens,
+        parameters=trained.parameters,
+        steps=trained.steps,
+        loss=trained.loss,
+        validation=validation,
+        samples=samples,
+        seconds=seconds,
+    )
 
 
 def quickstart_recipe(out: Path, corpus: list[Path], overrides: list[str]) -> Recipe:
@@ -100,10 +137,13 @@ def quickstart_recipe(out: Path, corpus: list[Path], overrides: list[str]) -> Re
     missing = [str(path) for path in corpus if not path.exists()]
     if missing:
         raise UsageError(f"--corpus: nothing at {', '.join(missing)}")
-    library = {"name": "stdlib", "paths": [sysconfig.get_paths()["stdlib"]], "exclude": STDLIB_EXCLUDED}
-    sources = _source_entries(corpus) if corpus else [library]
+    library = SourceEntry("stdlib", [sysconfig.get_paths()["stdlib"]], STDLIB_EXCLUDED)
+    sources = _group_sources(corpus) if corpus else [library]
     # As JSON, which is valid YAML whatever the paths contain.
-    places = [f"out={json.dumps(str(out.absolute()))}", f"corpus.sources={json.dumps(sources)}"]
+    places = [
+        f"out={json.dumps(str(out.absolute()))}",
+        f"corpus.sources={json.dumps([asdict(source) for source in sources])}",
+    ]
     return load_recipe(builtin_recipe_path("quickstart.yaml"), [*overrides, *places])
 
 
@@ -122,16 +162,16 @@ def _refuse_other_recipe(recipe: Recipe, path: Path) -> None:
         )
 
 
-def summary_text(result: dict[str, Any]) -> str:
+def summary_text(result: QuickstartResult) -> str:
     """The summary printed at the end."""
     lines = [""]
-    for number, sample in enumerate(result["samples"], 1):
-        lines += [f"── sample {number} " + "─" * 40, f"{sample['prompt']}▸{sample['text']}"]
-    out = result["out"]
+    for number, sample in enumerate(result.samples, 1):
+        lines += [f"── sample {number} " + "─" * 40, f"{sample.prompt}▸{sample.text}"]
+    out = result.out
     lines += [
         "─" * 52,
-        *_bits_per_byte_lines(result),
-        f"everything is in {out}, made in {show_seconds(sum(result['seconds'].values()))}",
+        *_bits_per_byte_lines(result.validation),
+        f"everything is in {out}, made in {show_seconds(sum(result.seconds.values()))}",
         "",
         "what to do next:",
         f'  z2a generate {out} --prompt "..."            generate text',
@@ -143,7 +183,7 @@ def summary_text(result: dict[str, Any]) -> str:
 
 
 def _bits_per_byte_lines(result: dict[str, Any]) -> list[str]:
-    if "bits_per_byte" not in result:
+    if not result:
         return ["there is no validation set, so there is no bits-per-byte"]
     below = f"{100 * result['below_unigram']:.0f} % below a unigram model ({result['unigram_bits_per_byte']:.3f})"
     return [f"validation bits-per-byte {result['bits_per_byte']:.3f}, {below}"] + [
@@ -179,18 +219,18 @@ def _say_documents(corpus: BuiltCorpus) -> None:
             say(f"  skipped: {', '.join(text for _, text in reasons[:REASONS_SHOWN])}{more}")
 
 
-def _source_entries(paths: list[Path]) -> list[dict[str, Any]]:
+def _group_sources(paths: list[Path]) -> list[SourceEntry]:
     """A directory is a source; files given from one directory are one source together, as in ``notes/*.txt``."""
     grouped: dict[Path, list[str]] = {}
     for path in paths:
         absolute = path.absolute()
         grouped.setdefault(absolute if absolute.is_dir() else absolute.parent, []).append(str(absolute))
-    sources: list[dict[str, Any]] = []
+    sources: list[SourceEntry] = []
     for top, members in grouped.items():
         # One file gives its own name, several the name of their directory.
         label = Path(members[0]).name.split(".")[0] if len(members) == 1 else top.name
         base = re.sub(r"[^A-Za-z0-9_-]+", "_", label).lstrip("-") or "text"
-        taken = [source["name"] for source in sources]
+        taken = [source.name for source in sources]
         name = next(name for n in count(1) if (name := base if n == 1 else f"{base}-{n}") not in taken)
-        sources.append({"name": name, "paths": members})
+        sources.append(SourceEntry(name, members))
     return sources

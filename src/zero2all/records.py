@@ -25,6 +25,30 @@ class RestoreSummary:
     rejected: list[str]
 
 
+@dataclass(frozen=True)
+class DocumentShards:
+    """One source in one split of the documents."""
+
+    bytes: int
+    shards: list[str]
+    """File names, in the directory of the split."""
+
+
+@dataclass(frozen=True)
+class DocumentsManifest:
+    """What later stages need of the manifest of a corpus."""
+
+    key: str
+    splits: dict[str, dict[str, DocumentShards]]
+    """By split and source."""
+    files: dict[str, str]
+    """sha256 of every shard."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(source.bytes for sources in self.splits.values() for source in sources.values())
+
+
 @cache
 def _adapter(record: Any) -> TypeAdapter[Any]:
     return TypeAdapter(record)

@@ -22,8 +22,8 @@ def extended(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
     texts = ["acetylsalicylic acid 乙酰水杨酸 thrombocytopenia 血小板减少症"] * 50 + ["the model reads"] * 5
     out = tmp_path_factory.mktemp("extended") / "tokenizer"
     made = extend_tokenizer(tokenizer.directory, texts, 100, out)
-    assert made["extends"] == tokenizer.fingerprint
-    assert made["vocab_size"] == Tokenizer(out).vocab_size
+    assert made.extends == tokenizer.fingerprint
+    assert made.vocab_size == Tokenizer(out).vocab_size
     assert not out.with_name("tokenizer.work").exists()
     return Tokenizer(out)
 
@@ -43,7 +43,7 @@ def test_the_size_is_exact_without_padding_too(tokenizer: Tokenizer, tmp_path: P
     made = extend_tokenizer(
         tokenizer.directory, ["acetylsalicylic thrombocytopenia 乙酰水杨酸血小板减少症"] * 50, 64, tmp_path / "t"
     )
-    assert made["vocab_size"] == tokenizer.vocab_size + 64
+    assert made.vocab_size == tokenizer.vocab_size + 64
 
 
 def test_every_reader_agrees_on_an_extended_tokenizer(extended: Tokenizer) -> None:

@@ -65,15 +65,15 @@ def test_training_twice_gives_the_same_bytes_and_a_rerun_is_free(workspace: Path
     manifest = train_tokenizer(recipe.tokenizer, recipe.documents_dir, tmp_path / "again")
     first, again = (path / "tokenizer.json" for path in (workspace / "tokenizer", tmp_path / "again"))
     assert first.read_bytes() == again.read_bytes()
-    assert not manifest["reused"]
-    assert train_tokenizer(recipe.tokenizer, recipe.documents_dir, tmp_path / "again")["reused"]
+    assert not manifest.reused
+    assert train_tokenizer(recipe.tokenizer, recipe.documents_dir, tmp_path / "again").reused
 
 
 def test_a_text_too_small_for_the_vocabulary_leaves_reserved_names(workspace: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(workspace, "tokenizer.vocab_size=8192")
     manifest = train_tokenizer(recipe.tokenizer, recipe.documents_dir, tmp_path / "big")
-    assert manifest["learned"] < 8192 - len(SPECIAL_TOKENS)
-    assert manifest["vocab_size"] == Tokenizer(tmp_path / "big").vocab_size == 8192
+    assert manifest.learned < 8192 - len(SPECIAL_TOKENS)
+    assert manifest.vocab_size == Tokenizer(tmp_path / "big").vocab_size == 8192
 
 
 def test_validation_text_is_not_trained_on(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_validation_text_is_not_trained_on(tmp_path: Path) -> None:
     tokens = Tokenizer(tmp_path / "tokenizer").token_bytes
     assert any(b"plain" in token for token in tokens)
     assert not any(b"zy" in token for token in tokens)
-    assert manifest["trained_on_bytes"] == documents.splits["train"]["s"].bytes
+    assert manifest.trained_on_bytes == documents.splits["train"]["s"].bytes
 
 
 def test_missing_directories_say_which_command_makes_them(tmp_path: Path, workspace: Path) -> None:

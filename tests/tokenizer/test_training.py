@@ -27,7 +27,7 @@ from zero2all.recipe import TokenizerRecipe
 from zero2all.tokenizer import train, train_tokenizer
 from zero2all.tokenizer.merge import PairIndex, bytes_by_id, learn_merges, read_words
 from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet
-from zero2all.tokenizer.word_count import COUNTS_SCHEMA, PretokenizeConfig, SpillWriter, aggregate_counts
+from zero2all.tokenizer.word_count import COUNTS_SCHEMA, PretokenizeConfig, SpillWriter, WordCounts, aggregate_counts
 
 UNUSUAL_CHARACTERS = [
     *"aZ'sSſmdt1٣²½〇々汉字⺀，éﬁKｆกᄒ😀_-\u0301\u200d\u202e\x00\U000e0001\U0010ffff\ufeff",
@@ -108,7 +108,7 @@ def count(texts: list[str], work: Path, classes: Any) -> SpillWriter:
 
 def add_up(
     spills: SpillWriter, work: Path, max_words: int = 1 << 40, seed: int = 0
-) -> tuple[dict[bytes, int], dict[str, Any]]:
+) -> tuple[dict[bytes, int], WordCounts]:
     """At most this many words with their counts, and the record of their aggregation."""
     path = work / "words.arrow"
     record = aggregate_counts(
@@ -134,7 +134,7 @@ def test_counts_are_exact_however_often_the_table_is_full(tmp_path: Path, classe
     words, record = add_up(spills, tmp_path)
     assert len(spills.paths) > 2
     assert words == Counter(word.encode() for text in texts for word in theirs("zh-en-code", text))
-    assert record["threshold"] == 1
+    assert record.threshold == 1
 
 
 def test_a_word_larger_than_the_table_is_counted(tmp_path: Path, classes: Any) -> None:
@@ -151,9 +151,9 @@ def test_sampling_respects_the_limit_and_is_unbiased(tmp_path: Path, classes: An
     for seed in range(rounds):
         words, record = add_up(spills, tmp_path, max_words, seed)
         assert max_words / 2.5 < len(words) <= max_words
-        assert record["threshold"] > 1
-        assert all(count >= record["threshold"] for count in words.values())
-        assert all(words[word] == count for word, count in truth.items() if count >= record["threshold"])
+        assert record.threshold > 1
+        assert all(count >= record.threshold for count in words.values())
+        assert all(words[word] == count for word, count in truth.items() if count >= record.threshold)
         estimates.update(words)
     # Of the rare words together: some 15,000, each kept with probability 1/8, give a deviation of 0.7 %.
     rare = [word for word, number in truth.items() if number == 1]
@@ -292,8 +292,8 @@ def expected(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zero2all.tokenizer.train.merge_memory", heavy_words)
         manifest = train_tokenizer(RECIPE, documents, out)
-    assert manifest["counted"]["threshold"] > 1
-    assert 0 < manifest["trained_on_bytes"] < 1_000_000
+    assert manifest.counted.threshold > 1
+    assert 0 < manifest.trained_on_bytes < 1_000_000
     return (out / "tokenizer.json").read_bytes()
 
 
@@ -349,7 +349,7 @@ def test_another_vocabulary_size_does_not_count_again(
     train_tokenizer(RECIPE, documents, tmp_path / "out")
     monkeypatch.delattr(train, "count_shard")
     larger = RECIPE.model_copy(update={"vocab_size": 1088})
-    assert train_tokenizer(larger, documents, tmp_path / "out")["vocab_size"] == 1088
+    assert train_tokenizer(larger, documents, tmp_path / "out").vocab_size == 1088
 
 
 def test_too_little_memory_for_the_workers_says_what_is_enough(documents: Path, tmp_path: Path) -> None:

@@ -39,22 +39,23 @@ def test_tokenizers_are_measured_side_by_side(tokenizer: Tokenizer, real_tokeniz
         "en": ["the model reads a line of text <|pad|> " * 30],
     }
     paths = {"small": tokenizer.directory, "real": real_tokenizer.directory, "lossy": lossy}
-    metrics = evaluate_tokenizers(paths, texts)["tokenizers"]
+    evaluation = evaluate_tokenizers(paths, texts)
+    metrics = evaluation.tokenizers
     for name, ours in (("small", tokenizer), ("real", real_tokenizer)):
-        part = metrics[name]["domains"]["en"]
-        assert part["tokens"] == len(ours.encode(texts["en"][0]))  # "<|pad|>" is text here too
-        assert part["bytes_per_token"] == round(part["bytes"] / part["tokens"], 4)
+        part = metrics[name].domains["en"]
+        assert part.tokens == len(ours.encode(texts["en"][0]))  # "<|pad|>" is text here too
+        assert part.bytes_per_token == round(part.bytes / part.tokens, 4)
         used = {id for documents in texts.values() for text in documents for id in ours.encode(text)}
-        assert metrics[name]["unused_tokens"] == ours.vocab_size - len(ours.special_ids) - len(used)
-        assert metrics[name]["random_bytes_back"] == part["documents_back"] == 1
-    assert metrics["lossy"]["random_bytes_back"] < 0.5
-    assert metrics["lossy"]["domains"]["zh"]["documents_back"] == 0
-    assert metrics["real"]["tokens_per_word"]["English names"] < metrics["small"]["tokens_per_word"]["English names"]
+        assert metrics[name].unused_tokens == ours.vocab_size - len(ours.special_ids) - len(used)
+        assert metrics[name].random_bytes_back == part.documents_back == 1
+    assert metrics["lossy"].random_bytes_back < 0.5
+    assert metrics["lossy"].domains["zh"].documents_back == 0
+    assert metrics["real"].tokens_per_word["English names"] < metrics["small"].tokens_per_word["English names"]
 
-    table = render_table({"tokenizers": metrics}).splitlines()
+    table = render_table(evaluation).splitlines()
     assert len({line.count("|") for line in table}) == 1
     assert re.search(r"\|\s+small \|\s+real \|\s+lossy \|", table[0])
-    assert ElementTree.fromstring(render_svg({"tokenizers": metrics})).tag.endswith("svg")
+    assert ElementTree.fromstring(render_svg(evaluation)).tag.endswith("svg")
 
 
 def test_a_tokenizer_or_text_that_is_not_there_says_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -106,8 +107,8 @@ def test_tiktoken_reads_what_is_exported(
     from tiktoken.load import load_tiktoken_bpe
 
     made = export_tiktoken(real_tokenizer, tmp_path / "mine.tiktoken")
-    settings = read_json(Path(made["settings"]))
-    encoding = tiktoken.Encoding("mine", mergeable_ranks=load_tiktoken_bpe(made["ranks"]), **settings)
+    settings = read_json(Path(made.settings))
+    encoding = tiktoken.Encoding("mine", mergeable_ranks=load_tiktoken_bpe(made.ranks), **settings)
     assert encoding.n_vocab == real_tokenizer.vocab_size
     for texts in real_texts.values():
         for text in texts[:20]:

@@ -26,13 +26,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         document_rows = pa.RecordBatch.from_arrays([[f"{number:032x}"], ["s"], ["t"], [64]], schema=DOCS_SCHEMA)
         with TokenShardWriter(root / "train" / f"s-{number:05}", 320) as writer:
             writer.write(document_rows, [np.full(64, number % 256)], end_of_text=256)
-    entry = {
+    counts = {"documents": SHARDS, "tokens": 65 * SHARDS, "bytes": 64 * SHARDS}
+    entry = counts | {
         "shards": [f"s-{number:05}" for number in range(SHARDS)],
         "shard_tokens": [65] * SHARDS,
         "sha256": ["0"] * SHARDS,
         "records": ["0"] * SHARDS,
     }
-    manifest = {"kind": "tokens", "format": 2, "tokenizer": "x", "vocab_size": 320, "splits": {"train": {"s": entry}}}
+    manifest = {"kind": "tokens", "format": 2, "tokenizer": "x", "vocab_size": 320, "documents_key": "x"}
+    manifest |= {"splits": {"train": {"s": entry}}, "tokens": 65 * SHARDS, "bytes": 64 * SHARDS}
     (root / "manifest.json").write_text(json.dumps(manifest))
     return root
 

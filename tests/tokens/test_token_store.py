@@ -81,7 +81,7 @@ def test_a_rerun_encodes_only_what_changed(workspace: Path, tmp_path: Path) -> N
     recipe = tiny_recipe(workspace)
 
     def build() -> bool:
-        return bool(build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path)["reused"])
+        return build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path).reused
 
     assert not build()
     assert build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,6 @@ def _update_checksums(tokens: Path) -> None:
     for entry in manifest["splits"]["train"].values():
         for number, shard in enumerate(entry["shards"]):
             path = tokens / "train" / f"{shard}.json"
-            write_json(path, read_json(path) | shard_checksums(path.with_suffix("")))
+            write_json(path, read_json(path) | asdict(shard_checksums(path.with_suffix(""))))
             entry["records"][number] = sha256_file(path)
     write_json(tokens / MANIFEST, manifest)

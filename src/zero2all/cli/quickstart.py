@@ -34,4 +34,4 @@ def quickstart(
     overrides = [word for word in more or [] if "=" in word and not Path(word).exists()]
     paths = [*(corpus or []), *(Path(word) for word in more or [] if word not in overrides)]
     result = quickstart(out, paths, overrides)
-    return Result(result, summary_text(result))
+    return Result(result.to_json(), summary_text(result))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -50,15 +51,22 @@ def train(
     Example: z2a tokenizer train my.yaml tokenizer.vocab_size=65536 --max-memory 4GiB
     """
     from zero2all.engine import Engine, available_cores
+    from zero2all.io import MANIFEST, read_json
     from zero2all.recipe import load_recipe
     from zero2all.tokenizer import train_tokenizer
+    from zero2all.tokenizer.manifest import KIND
 
     memory = [f"tokenizer.max_memory={max_memory}"] if max_memory else []
     loaded = load_recipe(recipe, [*(overrides or []), *memory])
     where = Engine(engine, workers or available_cores(), ray_address)
-    manifest = train_tokenizer(loaded.tokenizer, loaded.documents_dir, loaded.tokenizer_dir, where)
-    text = f"{manifest['vocab_size']} tokens in {loaded.tokenizer_dir}"
-    return Result({"out": str(loaded.tokenizer_dir), **manifest}, text + (" (unchanged)" if manifest["reused"] else ""))
+    trained = train_tokenizer(loaded.tokenizer, loaded.documents_dir, loaded.tokenizer_dir, where)
+    text = f"{trained.vocab_size} tokens in {loaded.tokenizer_dir}"
+    # The manifest of a tokenizer that was there also says which version trained it.
+    manifest = read_json(loaded.tokenizer_dir / MANIFEST) if trained.reused else {"kind": KIND, **asdict(trained)}
+    return Result(
+        {"out": str(loaded.tokenizer_dir), **manifest, "reused": trained.reused},
+        text + (" (unchanged)" if trained.reused else ""),
+    )
 
 
 @app.command("eval")
@@ -153,9 +161,11 @@ def extend(
     """
     from zero2all.corpus.ingest import document_texts
     from zero2all.tokenizer.extend import extend_tokenizer
+    from zero2all.tokenizer.manifest import KIND
 
     made = extend_tokenizer(directory, document_texts(text), add, out, min_frequency)
-    return Result({"out": str(out), **made}, f"{made['learned']} new tokens, {made['vocab_size']} in total, in {out}")
+    summary = f"{made.learned} new tokens, {made.vocab_size} in total, in {out}"
+    return Result({"out": str(out), "kind": KIND, **asdict(made)}, summary)
 
 
 @app.command()
@@ -175,4 +185,4 @@ def export(
     from zero2all.tokenizer.export_tiktoken import export_tiktoken
 
     made = export_tiktoken(Tokenizer(directory), tiktoken)
-    return Result(made, f"{made['tokens']} ranks in {made['ranks']}, pattern and special tokens in {made['settings']}")
+    return Result(made, f"{made.tokens} ranks in {made.ranks}, pattern and special tokens in {made.settings}")

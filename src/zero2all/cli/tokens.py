@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -34,9 +35,12 @@ def build(
 
     loaded = load_recipe(recipe, overrides)
     where = Engine(engine, workers, ray_address)
-    manifest = build_tokens(loaded.tokens, loaded.documents_dir, loaded.tokenizer_dir, loaded.tokens_dir, where)
-    text = f"{show_count(manifest['tokens'])} tokens in {loaded.tokens_dir}"
-    return Result({"out": str(loaded.tokens_dir), **manifest}, text + (" (unchanged)" if manifest["reused"] else ""))
+    built = build_tokens(loaded.tokens, loaded.documents_dir, loaded.tokenizer_dir, loaded.tokens_dir, where)
+    text = f"{show_count(built.tokens)} tokens in {loaded.tokens_dir}"
+    return Result(
+        {"out": str(loaded.tokens_dir), "kind": "tokens", **asdict(built)},
+        text + (" (unchanged)" if built.reused else ""),
+    )
 
 
 @app.command()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
@@ -70,7 +69,38 @@ class PlainTokenizer:
         return bool(self.tokenizer.decode(ids, skip_special_tokens=False) == text)
 
 
-def evaluate_tokenizers(paths: Mapping[str, Path], texts: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class DomainMetrics:
+    """A tokenizer on the text of one domain."""
+
+    documents: int
+    bytes: int
+    tokens: int
+    bytes_per_token: float
+    tokens_per_character: float
+    documents_back: float
+    """Fraction of the documents that round-trip."""
+
+
+@dataclass(frozen=True)
+class TokenizerMetrics:
+    path: str
+    vocab_size: int
+    domains: dict[str, DomainMetrics]
+    tokens_per_word: dict[str, float]
+    """By kind of word."""
+    unused_tokens: int
+    """Tokens that occur in no text."""
+    random_bytes_back: float
+    """Fraction of random byte strings that round-trip."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    tokenizers: dict[str, TokenizerMetrics]
+
+
+def evaluate_tokenizers(paths: Mapping[str, Path], texts: Mapping[str, Sequence[str]]) -> Evaluation:
     """Metrics of each tokenizer on each domain of text, and on fixed names, numbers and code."""
     loaded = {name: PlainTokenizer.load(path) for name, path in paths.items()}
     for domain, documents in texts.items():
@@ -84,20 +114,20 @@ def evaluate_tokenizers(paths: Mapping[str, Path], texts: Mapping[str, Sequence[
             domains = {
                 domain: _measure_domain(tokenizer, documents, used, advance) for domain, documents in texts.items()
             }
-            measured[name] = {
-                "path": str(paths[name]),
-                "vocab_size": tokenizer.vocab_size,
-                "domains": domains,
-                "tokens_per_word": {probe: _fertility(tokenizer, words) for probe, words in PROBES.items()},
-                "unused_tokens": len(tokenizer.text_ids - used),
-                "random_bytes_back": _random_bytes_round_trip(tokenizer),
-            }
-    return {"tokenizers": measured}
+            measured[name] = TokenizerMetrics(
+                path=str(paths[name]),
+                vocab_size=tokenizer.vocab_size,
+                domains=domains,
+                tokens_per_word={probe: _fertility(tokenizer, words) for probe, words in PROBES.items()},
+                unused_tokens=len(tokenizer.text_ids - used),
+                random_bytes_back=_random_bytes_round_trip(tokenizer),
+            )
+    return Evaluation(measured)
 
 
 def _measure_domain(
-    tokenizer: PlainTokenizer, documents: Sequence[str], used: set[int], advance: Any
-) -> dict[str, Any]:
+    tokenizer: PlainTokenizer, documents: Sequence[str], used: set[int], advance: Callable[[float], None]
+) -> DomainMetrics:
     tokens = round_trips = 0
     for start in range(0, len(documents), BATCH_TEXTS):
         batch = documents[start : start + BATCH_TEXTS]
@@ -107,14 +137,14 @@ def _measure_domain(
             round_trips += tokenizer.round_trips(text, ids)
         advance(sum(map(len, batch)))
     size, characters = sum(len(text.encode()) for text in documents), sum(map(len, documents))
-    return {
-        "documents": len(documents),
-        "bytes": size,
-        "tokens": tokens,
-        "bytes_per_token": round(size / tokens, 4),
-        "tokens_per_character": round(tokens / characters, 4),
-        "documents_back": round(round_trips / len(documents), 6),
-    }
+    return DomainMetrics(
+        documents=len(documents),
+        bytes=size,
+        tokens=tokens,
+        bytes_per_token=round(size / tokens, 4),
+        tokens_per_character=round(tokens / characters, 4),
+        documents_back=round(round_trips / len(documents), 6),
+    )
 
 
 def _fertility(tokenizer: PlainTokenizer, words: Sequence[str]) -> float:

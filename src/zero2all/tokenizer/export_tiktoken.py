@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zero2all.io import write_json, write_text
 from zero2all.tokenizer.tokenizer import Tokenizer
 
 
-def export_tiktoken(tokenizer: Tokenizer, out: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class TiktokenFiles:
+    ranks: str
+    settings: str
+    tokens: int
+    """Number of ranks."""
+
+
+def export_tiktoken(tokenizer: Tokenizer, out: Path) -> TiktokenFiles:
     """Write the rank file ``out``, and beside it ``out``.json with the pattern and special tokens it has no place for.
 
     >>> ranks = tiktoken.load.load_tiktoken_bpe("out.tiktoken")
@@ -22,4 +30,4 @@ def export_tiktoken(tokenizer: Tokenizer, out: Path) -> dict[str, Any]:
     write_text(out, "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks))
     settings = out.with_name(out.name + ".json")
     write_json(settings, {"pat_str": pattern, "special_tokens": tokenizer.special_ids})
-    return {"ranks": str(out), "settings": str(settings), "tokens": len(ranks)}
+    return TiktokenFiles(str(out), str(settings), len(ranks))

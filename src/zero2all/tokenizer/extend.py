@@ -10,6 +10,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from zero2all.console import progress
 from zero2all.errors import UsageError
 from zero2all.io import atomic_dir, checksums, fingerprint, write_json, write_manifest
 from zero2all.recipe import TokenizerRecipe
+from zero2all.tokenizer.manifest import KIND, ExtendedTokenizer
 from zero2all.tokenizer.merge import learn_merges, merge_memory
 from zero2all.tokenizer.pair_index import Words, new_words
 from zero2all.tokenizer.pretokenizer import character_classes
 from zero2all.tokenizer.tokenizer import Tokenizer
-from zero2all.tokenizer.train import KIND
 from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet, reserved_tokens
 from zero2all.tokenizer.word_count import PretokenizeConfig, SpillWriter, aggregate_counts
 
@@ -40,12 +41,12 @@ def extend_tokenizer(
     out: Path,
     min_frequency: int = 2,
     max_memory: int = 2 << 30,
-) -> dict[str, Any]:
+) -> ExtendedTokenizer:
     """Learn up to ``num_new_tokens`` tokens; ``out`` becomes a Hugging Face directory with the old and new tokens."""
     old = Tokenizer(directory)
     work = out.with_name(f"{out.name}.work")
     try:
-        table = _count_words(old, texts, work, max_memory)
+        trained_on_bytes = _count_words(old, texts, work, max_memory)
         words = _read_old_encoding(old, work / "words.arrow")
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -61,20 +62,20 @@ def extend_tokenizer(
         for name in KEPT_FILES:
             if (directory / name).exists():
                 shutil.copy(directory / name, partial / name)
-        body = {
-            "key": fingerprint([old.fingerprint, definition["model"]["merges"][-len(merges) :] if merges else []]),
-            "extends": old.fingerprint,
-            "vocab_size": 1 + max(ids),
-            "learned": len(tokens) - old.vocab_size,
-            "trained_on_bytes": table["bytes"],
-            "files": checksums(partial),
-        }
-        write_manifest(partial, KIND, body)
-    return {"kind": KIND, **body}
+        manifest = ExtendedTokenizer(
+            key=fingerprint([old.fingerprint, definition["model"]["merges"][-len(merges) :] if merges else []]),
+            extends=old.fingerprint,
+            vocab_size=1 + max(ids),
+            learned=len(tokens) - old.vocab_size,
+            trained_on_bytes=trained_on_bytes,
+            files=checksums(partial),
+        )
+        write_manifest(partial, KIND, asdict(manifest))
+    return manifest
 
 
-def _count_words(old: Tokenizer, texts: Iterable[str], work: Path, max_memory: int) -> dict[str, Any]:
-    """Count the words of the texts into ``words.arrow``."""
+def _count_words(old: Tokenizer, texts: Iterable[str], work: Path, max_memory: int) -> int:
+    """Count the words of the texts into ``words.arrow``; returns the bytes of the texts."""
     pattern = next((name for name, regex in PATTERNS.items() if regex == old.vocabulary.pattern), None)
     if pattern is None:
         raise UsageError(f"only a tokenizer that splits text by one of {', '.join(PATTERNS)} can be extended")
@@ -94,10 +95,10 @@ def _count_words(old: Tokenizer, texts: Iterable[str], work: Path, max_memory: i
             advance(len(batch))
     spills.spill()
     memory_budget = max_memory // 2
-    record = aggregate_counts(
+    aggregate_counts(
         spills.paths, spills.row_count, work / "words.arrow", merge_memory, memory_budget, 0, max_memory // 4
     )
-    return {**record, "bytes": size}
+    return size
 
 
 def _read_old_encoding(old: Tokenizer, path: Path) -> Words:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,19 +18,24 @@ from zero2all.console import progress
 from zero2all.engine import Engine, available_cores, shutdown_workers
 from zero2all.errors import UsageError
 from zero2all.io import (
+    MANIFEST,
     atomic_dir,
     atomic_path,
     checksums,
     fingerprint,
     is_current,
+    read_documents_manifest,
+    read_finished,
     read_json,
-    read_manifest,
     write_json,
     write_manifest,
+    write_record,
     write_text,
 )
 from zero2all.recipe import TokenizerRecipe
 from zero2all.recipe.renamed import to_old
+from zero2all.records import DocumentsManifest, parse_record
+from zero2all.tokenizer.manifest import KIND, TokenizerManifest, TrainedTokenizer
 from zero2all.tokenizer.merge import bytes_by_id, learn_merges, merge_memory, read_words
 from zero2all.tokenizer.pretokenizer import character_classes
 from zero2all.tokenizer.vocabulary import (
@@ -48,55 +53,67 @@ from zero2all.tokenizer.word_count import (
     HASH_PARTITIONS,
     PretokenizeConfig,
     SpillWriter,
+    WordCounts,
     aggregate_counts,
     count_shard,
     read_finished_count,
 )
 from zero2all.units import show_bytes, show_count
 
-KIND = "tokenizer"
 FORMAT = 2
 PROCESS_MEMORY = 300 << 20  # of a process before it counts anything: Python, Arrow, numba, one batch of documents
 MIN_TABLE_MEMORY, MAX_TABLE_MEMORY = 32 << 20, 512 << 20
 
 
+@dataclass(frozen=True)
+class CountedWords:
+    """The record of ``words.arrow``: its key, the bytes of text, and the fields of ``WordCounts``."""
+
+    key: str
+    bytes: int
+    words: int
+    different_words: int
+    kept_words: int
+    threshold: int
+
+
 def train_tokenizer(
     recipe: TokenizerRecipe, documents: Path, out: Path, engine: Engine | None = None
-) -> dict[str, Any]:
+) -> TrainedTokenizer:
     """Learn a vocabulary from the training split in ``documents``; ``out`` becomes a Hugging Face directory.
 
     Intermediate results are in ``<out>.work``; after an interruption, the same call resumes from there.
     """
     engine = engine or Engine()
-    corpus = read_manifest(documents, "documents", "z2a corpus build RECIPE")
+    corpus = read_documents_manifest(documents)
     settings = to_old(recipe.model_dump(mode="json", exclude={"dir"}), "tokenizer")  # keys that 0.1 trained with
-    key = fingerprint([FORMAT, corpus["key"], settings])
+    key = fingerprint([FORMAT, corpus.key, settings])
     if is_current(out, KIND, key):
-        return {**read_json(out / "manifest.json"), "reused": True}
+        return parse_record(TrainedTokenizer, {**read_json(out / MANIFEST), "reused": True}, out / MANIFEST)
 
     work = out.with_name(f"{out.name}.work")
     table = _count_words(recipe, documents, corpus, work, engine)
     tokens = [bytes([byte]) for byte in bytes_by_id()]
     wanted = recipe.vocab_size - len(SPECIAL_TOKENS)
-    with progress(f"learning {wanted} tokens from {show_count(table['kept_words'])} words", wanted - 256) as advance:
+    with progress(f"learning {wanted} tokens from {show_count(table.kept_words)} words", wanted - 256) as advance:
         merges = learn_merges(read_words(work / "words.arrow", wanted), tokens, wanted, recipe.min_frequency, advance)
 
     # The model relies on the size, so a text too small to fill it leaves reserved names for later use.
     special = NAMED_TOKENS + reserved_tokens(recipe.vocab_size - len(tokens) - len(NAMED_TOKENS))
     with atomic_dir(out, KIND) as unfinished:
         write_hf_directory(unfinished, recipe.pattern, tokens, merges, special)
-        body = {
-            "key": key,
-            "vocab_size": len(tokens) + len(special),
-            "learned": len(tokens),
-            "special_tokens": list(special),
-            "pattern": recipe.pattern,
-            "trained_on_bytes": table["bytes"],
-            "counted": {name: table[name] for name in ("words", "different_words", "kept_words", "threshold")},
-            "files": checksums(unfinished),
-        }
-        write_manifest(unfinished, KIND, body)
-    return {"kind": KIND, **body, "reused": False}
+        manifest = TokenizerManifest(
+            key=key,
+            vocab_size=len(tokens) + len(special),
+            learned=len(tokens),
+            special_tokens=list(special),
+            pattern=recipe.pattern,
+            trained_on_bytes=table.bytes,
+            counted=WordCounts(table.words, table.different_words, table.kept_words, table.threshold),
+            files=checksums(unfinished),
+        )
+        write_manifest(unfinished, KIND, asdict(manifest))
+    return TrainedTokenizer(**vars(manifest), reused=False)
 
 
 def write_hf_directory(
@@ -133,20 +150,20 @@ def write_hf_directory(
 
 
 def _count_words(
-    recipe: TokenizerRecipe, documents: Path, corpus: dict[str, Any], work: Path, engine: Engine
-) -> dict[str, Any]:
+    recipe: TokenizerRecipe, documents: Path, corpus: DocumentsManifest, work: Path, engine: Engine
+) -> CountedWords:
     """Stage one: ``words.arrow`` in ``work``, and its record."""
-    sources = corpus["splits"]["train"].values()
-    available = sum(part["bytes"] for part in sources)
+    sources = corpus.splits["train"].values()
+    available = sum(part.bytes for part in sources)
     config = PretokenizeConfig(
         recipe.pattern, recipe.max_han_run, min(1.0, recipe.train_bytes / available) if available else 0.0
     )
-    shards = [f"train/{shard}" for part in sources for shard in part["shards"]]
-    keys = [fingerprint([FORMAT, corpus["files"][shard], vars(config)]) for shard in shards]
+    shards = [f"train/{shard}" for part in sources for shard in part.shards]
+    keys = [fingerprint([FORMAT, corpus.files[shard], vars(config)]) for shard in shards]
     key = fingerprint([keys, recipe.seed, recipe.max_memory])
     done = work / "words.json"
-    if done.exists() and (before := read_json(done))["key"] == key:
-        return before  # type: ignore[no-any-return]
+    if (before := read_finished(CountedWords, done, key)) is not None:
+        return before
     done.unlink(missing_ok=True)
 
     table_memory = _memory_per_table(recipe.max_memory, engine)
@@ -185,8 +202,8 @@ def _count_words(
             min(MAX_TABLE_MEMORY, (recipe.max_memory - PROCESS_MEMORY) // 4),
             advance,
         )
-    words = {"key": key, "bytes": sum(record.bytes for record in in_order), **table}
-    write_json(done, words)
+    words = CountedWords(key, sum(record.bytes for record in in_order), **vars(table))
+    write_record(done, words)
     shutil.rmtree(counts)
     return words
 

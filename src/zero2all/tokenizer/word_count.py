@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -165,6 +165,18 @@ def _write_spill(table: WordTable, path: Path) -> None:
             )
 
 
+@dataclass(frozen=True)
+class WordCounts:
+    """How many words there are, and how many were kept."""
+
+    words: int
+    """All occurrences."""
+    different_words: int
+    kept_words: int
+    threshold: int
+    """T: 1 if all words were kept."""
+
+
 class WordPartition(NamedTuple):
     words: pa.Array
     totals: NDArray[np.int64]
@@ -181,7 +193,7 @@ def aggregate_counts(
     seed: int,
     table_memory: int,
     advance: Callable[[float], None] = lambda part: None,
-) -> dict[str, Any]:
+) -> WordCounts:
     """Aggregate all spills into one file of (word, count), sampled until ``memory_cost(words, bytes)`` is in budget."""
     kept: list[WordPartition] = []
     threshold, different, total = 1, 0, 0
@@ -199,12 +211,7 @@ def aggregate_counts(
         for part in kept:
             counts = pa.array(np.maximum(part.totals, threshold))
             file.write_batch(pa.record_batch([part.words, counts], schema=COUNTS_SCHEMA))
-    return {
-        "words": total,
-        "different_words": different,
-        "kept_words": sum(len(part.words) for part in kept),
-        "threshold": threshold,
-    }
+    return WordCounts(total, different, sum(len(part.words) for part in kept), threshold)
 
 
 def _partition_totals(spills: Sequence[Path], rows: int, seed: int, memory: int) -> Iterator[WordPartition]:

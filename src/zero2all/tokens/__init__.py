@@ -6,6 +6,7 @@
 """
 
 from zero2all.tokens.build_store import build_tokens
+from zero2all.tokens.manifest import BuiltStore
 from zero2all.tokens.packed_dataset import DocumentSpan, PackedDataset
 from zero2all.tokens.prompts import opening_prompts
 from zero2all.tokens.sample_order import SampleOrder
@@ -13,6 +14,7 @@ from zero2all.tokens.token_store import TokenShard, TokenStore
 from zero2all.tokens.verify import verify_store
 
 __all__ = [
+    "BuiltStore",
     "DocumentSpan",
     "PackedDataset",
     "SampleOrder",

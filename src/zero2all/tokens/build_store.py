@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +18,8 @@ from zero2all.errors import Z2aError
 from zero2all.io import (
     MANIFEST,
     fingerprint,
+    read_documents_manifest,
     read_finished,
-    read_manifest,
     refuse_strangers,
     sha256_file,
     write_json,
@@ -29,7 +28,9 @@ from zero2all.io import (
 )
 from zero2all.paths import arrow_source
 from zero2all.recipe import TokensRecipe
+from zero2all.records import DocumentsManifest
 from zero2all.tokenizer import Ids, Tokenizer
+from zero2all.tokens.manifest import BuiltStore, ShardChecksums, ShardRecord, SourceShards, StoreManifest
 from zero2all.tokens.token_store import DOCS_SCHEMA, FORMAT, KIND, TokenShardWriter
 from zero2all.tokens.verify import block_checksums
 from zero2all.units import show_bytes
@@ -38,40 +39,22 @@ SUFFIXES = (".bin", ".idx", ".docs.arrow")
 ENCODE_BATCH_DOCUMENTS = 256
 
 
-@dataclass(frozen=True)
-class ShardRecord:
-    """The record of a finished shard, written last and valid only while the shard's files match it."""
-
-    shard: str
-    key: str
-    documents: int
-    tokens: int
-    bytes: int
-    verified: int
-    """Documents whose encoding was checked."""
-    files: dict[str, str]
-    """sha256 by suffix."""
-    sizes: dict[str, int]
-    blocks: list[int]
-    """CRC-32 of the blocks of the ``.bin`` file."""
-
-
 def build_tokens(
     recipe: TokensRecipe, documents: Path, tokenizer_dir: Path, out: Path, engine: Engine | None = None
-) -> dict[str, Any]:
+) -> BuiltStore:
     """Encode both splits of ``documents`` into ``out``. A shard whose input and tokenizer are unchanged is kept."""
     engine = engine or Engine()
-    corpus = read_manifest(documents, "documents", "z2a corpus build RECIPE")
+    corpus = read_documents_manifest(documents)
     tokenizer = Tokenizer(tokenizer_dir)
     shards = [
         (split, source, shard)
-        for split, sources in corpus["splits"].items()
+        for split, sources in corpus.splits.items()
         for source, entry in sources.items()
-        for shard in entry["shards"]
+        for shard in entry.shards
     ]
     stems = [out / split / Path(shard).stem for split, _, shard in shards]
     keys = [
-        fingerprint([FORMAT, corpus["files"][f"{split}/{shard}"], tokenizer.fingerprint, recipe.verify])
+        fingerprint([FORMAT, corpus.files[f"{split}/{shard}"], tokenizer.fingerprint, recipe.verify])
         for split, _, shard in shards
     ]
     refuse_strangers(out, KIND)
@@ -84,9 +67,9 @@ def build_tokens(
         # From here on the old manifest no longer describes the store.
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / MANIFEST, {"kind": KIND, "unfinished": True})
-    for split in corpus["splits"]:
+    for split in corpus.splits:
         (out / split).mkdir(parents=True, exist_ok=True)
-    with progress(f"encoding {show_bytes(corpus['bytes'])}", corpus["bytes"]) as advance:
+    with progress(f"encoding {show_bytes(corpus.bytes)}", corpus.bytes) as advance:
         advance(sum(record.bytes for record in records.values()))
         tasks = [
             (
@@ -101,52 +84,52 @@ def build_tokens(
         if engine.in_process:
             encoded = engine.run(partial(_encode_shard, advance=advance), tasks)
         else:
-            remaining = corpus["bytes"] - sum(record.bytes for record in records.values())
+            remaining = corpus.bytes - sum(record.bytes for record in records.values())
             encoded = engine.run(_encode_shard, tasks, lambda task: advance(remaining / len(tasks)))
     records |= dict(zip(todo, encoded, strict=True))
 
     digests = {number: sha256_file(stems[number].with_suffix(".json")) for number in records}
-    body = _build_manifest(corpus, tokenizer, [(split, source) for split, source, _ in shards], records, digests)
+    manifest = _build_manifest(corpus, tokenizer, [(split, source) for split, source, _ in shards], records, digests)
     expected_files = {stem.with_suffix(suffix) for stem in stems for suffix in (*SUFFIXES, ".json")}
-    for split in corpus["splits"]:
+    for split in corpus.splits:
         for path in (out / split).iterdir():
             if path not in expected_files:  # of a removed source, or partially written by a killed process
                 path.unlink()
-    write_manifest(out, KIND, body)
-    return {"kind": KIND, **body, "reused": not todo}
+    write_manifest(out, KIND, asdict(manifest))
+    return BuiltStore(**vars(manifest), reused=not todo)
 
 
 def _build_manifest(
-    corpus: dict[str, Any],
+    corpus: DocumentsManifest,
     tokenizer: Tokenizer,
     owners: list[tuple[str, str]],
     records: dict[int, ShardRecord],
     digests: dict[int, str],
-) -> dict[str, Any]:
-    splits: dict[str, Any] = {}
-    for split, sources in corpus["splits"].items():
+) -> StoreManifest:
+    splits: dict[str, dict[str, SourceShards]] = {}
+    for split, sources in corpus.splits.items():
         splits[split] = {}
         for source in sources:
             numbers = [number for number, owner in enumerate(owners) if owner == (split, source)]
             source_records = [records[number] for number in numbers]
-            splits[split][source] = {
-                "documents": sum(record.documents for record in source_records),
-                "tokens": sum(record.tokens for record in source_records),
-                "bytes": sum(record.bytes for record in source_records),
-                "shards": [record.shard for record in source_records],
-                "shard_tokens": [record.tokens for record in source_records],
-                "sha256": [record.files[".bin"] for record in source_records],
-                "records": [digests[number] for number in numbers],
-            }
-    return {
-        "format": FORMAT,
-        "tokenizer": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "documents_key": corpus["key"],
-        "splits": splits,
-        "tokens": sum(record.tokens for record in records.values()),
-        "bytes": sum(record.bytes for record in records.values()),
-    }
+            splits[split][source] = SourceShards(
+                documents=sum(record.documents for record in source_records),
+                tokens=sum(record.tokens for record in source_records),
+                bytes=sum(record.bytes for record in source_records),
+                shards=[record.shard for record in source_records],
+                shard_tokens=[record.tokens for record in source_records],
+                sha256=[record.files[".bin"] for record in source_records],
+                records=[digests[number] for number in numbers],
+            )
+    return StoreManifest(
+        format=FORMAT,
+        tokenizer=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        documents_key=corpus.key,
+        splits=splits,
+        tokens=sum(record.tokens for record in records.values()),
+        bytes=sum(record.bytes for record in records.values()),
+    )
 
 
 def _read_finished_record(stem: Path, key: str) -> ShardRecord | None:
@@ -191,18 +174,17 @@ def _encode_shard(
             advance(size)
     for suffix in SUFFIXES:
         unverified_stem.with_suffix(suffix).replace(stem.with_suffix(suffix))
-    record = ShardRecord(stem.name, key, documents, tokens, total_bytes, verified, **shard_checksums(stem))
+    record = ShardRecord(stem.name, key, documents, tokens, total_bytes, verified, **vars(shard_checksums(stem)))
     write_record(stem.with_suffix(".json"), record)
     return record
 
 
-def shard_checksums(stem: Path) -> dict[str, Any]:
-    """The part of a shard's record that detects changed files."""
-    return {
-        "files": {suffix: sha256_file(stem.with_suffix(suffix)) for suffix in SUFFIXES},
-        "sizes": {suffix: stem.with_suffix(suffix).stat().st_size for suffix in SUFFIXES},
-        "blocks": block_checksums(stem.with_suffix(".bin")),
-    }
+def shard_checksums(stem: Path) -> ShardChecksums:
+    return ShardChecksums(
+        files={suffix: sha256_file(stem.with_suffix(suffix)) for suffix in SUFFIXES},
+        sizes={suffix: stem.with_suffix(suffix).stat().st_size for suffix in SUFFIXES},
+        blocks=block_checksums(stem.with_suffix(".bin")),
+    )
 
 
 @lru_cache(maxsize=1)

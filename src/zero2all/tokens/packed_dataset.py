@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +63,7 @@ class PackedDataset:
             name: PackedSequences(shards, store.shard_tokens[name], seq_len) for name, shards in store.sources.items()
         }
         self.order = SampleOrder({name: len(packed) for name, packed in self._sequences.items()}, mixture, seed, stage)
-        self.fingerprint = fingerprint([self.order.describe(), store.fingerprint, seq_len, PACKING])
+        self.fingerprint = fingerprint([asdict(self.order.describe()), store.fingerprint, seq_len, PACKING])
 
     @classmethod
     def open(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,18 @@ from zero2all.errors import UsageError
 BLOCK_SAMPLES = 2**16
 FEISTEL_ROUNDS = 4
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class OrderDescription:
+    """Everything that an order depends on, for fingerprints."""
+
+    seed: int
+    stage: str
+    rows: dict[str, int]
+    """Sequences by source."""
+    quotas: dict[str, int]
+    """Samples of a block by pool."""
 
 
 class SampleOrder:
@@ -68,14 +81,13 @@ class SampleOrder:
         """Sequences of all sources in the mixture."""
         return int(self._sequence_counts.sum())
 
-    def describe(self) -> dict[str, Any]:
-        """Everything that the order depends on, for fingerprints."""
-        return {
-            "seed": self.seed,
-            "stage": self.stage,
-            "rows": {name: int(count) for name, count in zip(self.names, self._sequence_counts, strict=True)},
-            "quotas": {name: int(quota) for name, quota in zip(self._pool_names, self.quotas, strict=True)},
-        }
+    def describe(self) -> OrderDescription:
+        return OrderDescription(
+            seed=self.seed,
+            stage=self.stage,
+            rows={name: int(count) for name, count in zip(self.names, self._sequence_counts, strict=True)},
+            quotas={name: int(quota) for name, quota in zip(self._pool_names, self.quotas, strict=True)},
+        )
 
     def locate(self, start: int, stop: int) -> tuple[Array, Array]:
         """For samples [start, stop): the index of each source in ``names``, and of the sequence in that source."""

@@ -22,6 +22,8 @@ import pyarrow as pa
 
 from zero2all.errors import Z2aError
 from zero2all.io import MANIFEST, fingerprint, read_manifest
+from zero2all.records import parse_record
+from zero2all.tokens.manifest import SourceShards, StoreManifest
 
 MAGIC = b"MMIDIDX\x00\x00"
 # Megatron knows no unsigned 32-bit type, so vocabularies past 16 bits are stored as int32.
@@ -229,25 +231,25 @@ class TokenStore:
     """One split of a token store: the shards of each source."""
 
     def __init__(self, directory: Path, split: Split) -> None:
-        manifest = read_manifest(directory, KIND, "z2a tokens build RECIPE")
+        content = read_manifest(directory, KIND, "z2a tokens build RECIPE")
         self.directory, self.split = directory, split
-        if manifest.get("format") != FORMAT:
+        if content.get("format") != FORMAT:
             raise Z2aError(f"{directory} was built by another version: run 'z2a tokens build RECIPE' again")
+        path = directory / MANIFEST
         try:
-            self.tokenizer_fingerprint: str = manifest["tokenizer"]
-            self.vocab_size: int = manifest["vocab_size"]
-            entries: dict[str, Any] = manifest["splits"][split]
-            self.fingerprint = fingerprint({name: entry["sha256"] for name, entry in entries.items()})
-            self.sources = {name: list(self._shards(entry)) for name, entry in entries.items()}
-            self.shard_tokens: dict[str, list[int]] = {name: entry["shard_tokens"] for name, entry in entries.items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise damaged_error(directory / MANIFEST, f"is damaged ({type(error).__name__}: {error})") from error
+            manifest = parse_record(StoreManifest, content, path)
+            self.tokenizer_fingerprint = manifest.tokenizer
+            self.vocab_size = manifest.vocab_size
+            sources = manifest.splits[split]
+            self.sources = {name: list(self._shards(source)) for name, source in sources.items()}
+        except (Z2aError, KeyError, ValueError) as error:
+            raise damaged_error(path, f"is damaged ({type(error).__name__}: {error})") from error
+        self.fingerprint = fingerprint({name: source.sha256 for name, source in sources.items()})
+        self.shard_tokens = {name: source.shard_tokens for name, source in sources.items()}
 
-    def _shards(self, entry: dict[str, Any]) -> Iterator[TokenShard]:
-        for name, tokens, record in zip(entry["shards"], entry["shard_tokens"], entry["records"], strict=True):
-            yield TokenShard(
-                self.directory / self.split / name, ShardManifestEntry(int(tokens), int(self.vocab_size), record)
-            )
+    def _shards(self, source: SourceShards) -> Iterator[TokenShard]:
+        for name, tokens, record in zip(source.shards, source.shard_tokens, source.records, strict=True):
+            yield TokenShard(self.directory / self.split / name, ShardManifestEntry(tokens, self.vocab_size, record))
 
     def has_full_sequence(self, seq_len: int) -> bool:
         """Whether any source has ``seq_len`` tokens and the last target."""

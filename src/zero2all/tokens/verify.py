@@ -10,11 +10,11 @@ from __future__ import annotations
 import random
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from zero2all.io import read_json, sha256_file
+from zero2all.io import read_record, sha256_file
+from zero2all.tokens.manifest import ShardRecord
 from zero2all.tokens.token_store import TokenShard, TokenStore, damaged_error
 
 BLOCK_BYTES = 1 << 20
@@ -41,7 +41,7 @@ def verify_store(store: TokenStore, rank: int = 0, world_size: int = 1, seed: in
     total = int(firsts[-1])
     count = min(total, BLOCKS_PER_RANK, max(1, MAX_BLOCKS_TOTAL // world_size))
     chosen = sorted(random.Random(seed).sample(range(total), count))
-    records: dict[int, dict[str, Any]] = {}
+    records: dict[int, ShardRecord] = {}
     for block in chosen:
         number = int(np.searchsorted(firsts, block, side="right")) - 1
         if number not in records:
@@ -49,15 +49,15 @@ def verify_store(store: TokenStore, rank: int = 0, world_size: int = 1, seed: in
         _verify_block(shards[number], records[number], block - int(firsts[number]))
 
 
-def _read_shard_record(shard: TokenShard) -> dict[str, Any]:
+def _read_shard_record(shard: TokenShard) -> ShardRecord:
     """The record that the build wrote for a shard; its checksum in the manifest detects a shard of another store."""
     path = shard.stem.with_suffix(".json")
     if not path.exists():
         raise damaged_error(path, "is missing")
     if shard.manifest_entry is None or sha256_file(path) != shard.manifest_entry.record_sha256:
         raise damaged_error(path, "does not match the store's manifest")
-    record: dict[str, Any] = read_json(path)
-    for suffix, size in record["sizes"].items():
+    record = read_record(ShardRecord, path)
+    for suffix, size in record.sizes.items():
         file = shard.stem.with_suffix(suffix)
         if not file.exists():
             raise damaged_error(file, "is missing")
@@ -66,11 +66,11 @@ def _read_shard_record(shard: TokenShard) -> dict[str, Any]:
     return record
 
 
-def _verify_block(shard: TokenShard, record: dict[str, Any], number: int) -> None:
+def _verify_block(shard: TokenShard, record: ShardRecord, number: int) -> None:
     path = shard.stem.with_suffix(".bin")
     with open(path, "rb") as stream:
         stream.seek(number * BLOCK_BYTES)
-        if zlib.crc32(stream.read(BLOCK_BYTES)) != record["blocks"][number]:
+        if zlib.crc32(stream.read(BLOCK_BYTES)) != record.blocks[number]:
             raise damaged_error(
                 path,
                 f"does not match its checksum between bytes {number * BLOCK_BYTES} and {(number + 1) * BLOCK_BYTES}",

@@ -1,0 +1,71 @@
+"""Records of a token store: its manifest, and beside every shard a record of the shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ShardChecksums:
+    """What detects a change of a shard's files."""
+
+    files: dict[str, str]
+    """sha256 by suffix."""
+    sizes: dict[str, int]
+    """Bytes by suffix."""
+    blocks: list[int]
+    """CRC-32 of the blocks of the ``.bin`` file."""
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """The record of a finished shard, written last and valid only while the shard's files match it."""
+
+    shard: str
+    key: str
+    documents: int
+    tokens: int
+    bytes: int
+    verified: int
+    """Documents whose encoding was checked."""
+    files: dict[str, str]
+    sizes: dict[str, int]
+    blocks: list[int]
+
+
+@dataclass(frozen=True)
+class SourceShards:
+    """One source in one split; lists have an element for each shard."""
+
+    documents: int
+    tokens: int
+    bytes: int
+    shards: list[str]
+    shard_tokens: list[int]
+    sha256: list[str]
+    """Of ``.bin``."""
+    records: list[str]
+    """sha256 of the shard's own record."""
+
+
+@dataclass(frozen=True)
+class StoreManifest:
+    """``manifest.json`` of a token store, without the kind and version that every manifest begins with."""
+
+    format: int
+    tokenizer: str
+    """Fingerprint."""
+    vocab_size: int
+    documents_key: str
+    splits: dict[str, dict[str, SourceShards]]
+    """By split and source."""
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class BuiltStore(StoreManifest):
+    """The result of a build."""
+
+    reused: bool
+    """Whether all shards were there already, of the same documents and tokenizer."""
