@@ -343,14 +343,14 @@ def test_a_half_removed_step_of_an_object_store_is_written_again(name: str, is_o
 def test_an_object_store_that_does_not_respond_costs_no_checkpoint(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = CheckpointStore(remote(s3), keep=1)
     write(checkpoints, 1)
-    read_text = RemotePath.read_text
+    read_bytes = RemotePath.read_bytes
 
-    def failing(path: RemotePath, *args: Any, **kwargs: Any) -> str:
+    def failing(path: RemotePath, *args: Any, **kwargs: Any) -> bytes:
         if path.name == "manifest.json":
             raise Z2aError(f"the store failed at {path}")
-        return read_text(path, *args, **kwargs)
+        return read_bytes(path, *args, **kwargs)
 
-    monkeypatch.setattr(RemotePath, "read_text", failing)
+    monkeypatch.setattr(RemotePath, "read_bytes", failing)
     assert checkpoints.verify(1).kind == "unreadable"
     checkpoints.remove_leftovers()
     monkeypatch.undo()

@@ -29,6 +29,7 @@ from zero2all.elastic.rendezvous_state import RendezvousSettings
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
 from zero2all.processes import AGENT_PID
+from zero2all.train import TrainSummary
 
 WORDS = ["train", "my recipe.yaml", "train.steps=5"]
 
@@ -272,7 +273,8 @@ def test_one_rank_reports_that_the_run_is_done(
     rank: str | None, printed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zero2all.recipe.load_recipe", lambda *words: None)
-    monkeypatch.setattr("zero2all.train.train", lambda *words, **options: {"steps": 7, "run": "there"})
+    summary = TrainSummary(run="there", steps=7, resumed_at=0, loss=2.5, tokens=70, parameters=9, goodput=0.5)
+    monkeypatch.setattr("zero2all.train.train", lambda *words, **options: summary)
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)

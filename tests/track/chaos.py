@@ -6,7 +6,7 @@ import functools
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ class NoRecord:
     def __exit__(self, *error: object) -> None: ...
     def step(self, step: int, **values: float) -> None: ...
     def event(self, event: str, **details: Any) -> None: ...
+    def sample(self, step: int, name: str, text: str) -> None: ...
+    def histogram(self, step: int, name: str, counts: Sequence[float], edges: Sequence[float]) -> None: ...
     def flush(self) -> bool:
         return True
 
