@@ -62,7 +62,8 @@ LOG_INTERVAL = 60.0  # seconds between two log lines about it
 
 
 class CheckpointManager:
-    """
+    """Saves in-memory (flash) and durable checkpoints, and restores the newest valid one.
+
     >>> flash_dir = flash_directory(SHM_DIRECTORY, key)
     >>> manager = CheckpointManager(checkpoints, flash_dir, run.directory, model, optimizers, RankGroup())
     >>> restore_point = manager.find_restore_point()

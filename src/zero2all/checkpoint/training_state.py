@@ -33,7 +33,7 @@ class RunIdentity:
 
     stages: list[StageIdentity]
     tokenizer: str
-    """Its fingerprint."""
+    """Fingerprint of the tokenizer."""
     model: dict[str, Any]
     """``recipe.ModelConfig`` as JSON, without preset and ops."""
     optimizer: str
@@ -84,4 +84,4 @@ class TrainingState(RunIdentity):
     permanent: bool = False
     """Never removed by retention."""
     bits_per_byte: float | None = None
-    """Of the validation after this step, if there was one."""
+    """Bits-per-byte of the validation after this step, if there was one."""

@@ -86,7 +86,7 @@ def parity(
 ) -> Result:
     """Check numerical parity of every parallel layout on CPU.
 
-    Each trains a small model and is compared with one process, step by step.
+    Each layout trains a small model and is compared with one process, step by step.
 
     Example: z2a bench parity --only FSDP
     """

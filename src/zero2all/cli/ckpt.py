@@ -45,7 +45,7 @@ def verify(
 ) -> Result:
     """Verify the checksums of checkpoints.
 
-    Exit status 1 if one does not match.
+    The exit status is 1 if one does not match.
 
     Example: z2a ckpt verify runs/first
     """
@@ -97,7 +97,7 @@ def diff(
 ) -> Result:
     """Compare the parameters of two checkpoints.
 
-    Largest absolute difference of each, and relative to its largest value.
+    The table has the largest absolute difference of each parameter, and that relative to its largest value.
 
     Example: z2a ckpt diff runs/first 400 500
     """
@@ -122,7 +122,7 @@ def interval(
 ) -> Result:
     """Compute the best checkpoint interval (Young/Daly).
 
-    And the goodput to expect, at published failure rates.
+    The table also has the expected goodput, at published failure rates.
 
     Example: z2a ckpt interval --stall 0.5 --recovery 30
     """

@@ -121,7 +121,7 @@ def report(
 ) -> Result:
     """Write an HTML report of kept and dropped documents.
 
-    With counts for each filter and examples.
+    The report has counts and examples for each filter.
 
     Example: z2a corpus report runs/first/documents --html report.html
     """

@@ -21,7 +21,7 @@ def doctor(
 ) -> Result:
     """Check this machine, or all nodes and their network.
 
-    For all nodes: 'z2a launch ... -- doctor'. Exit status 1 if a check fails.
+    To check all nodes, run 'z2a launch ... -- doctor'. The exit status is 1 if a check fails.
 
     Example: z2a doctor --dir runs
     """

@@ -154,7 +154,7 @@ def rendezvous(
 ) -> Result:
     """Serve the rendezvous of multi-node jobs.
 
-    On a machine that outlives the nodes, such as the login node.
+    Run it on a machine that outlives the nodes, such as the login node.
 
     Example: z2a rendezvous --port 29500 --listen 10.0.0.1
     """

@@ -24,7 +24,7 @@ def show(
 ) -> Result:
     """Print parameters, FLOPs, KV cache and memory of a model.
 
-    And the kernels chosen for this machine, and advice on its shape.
+    It also prints the kernels chosen for this machine, and advice on the shape.
 
     Example: z2a model show z2all-1.1b train.seq_len=2048 --gpu H100
     """

@@ -29,7 +29,7 @@ def show(recipe: RecipePath, overrides: Overrides = None, json: Json = False) ->
 def check(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -> Result:
     """Validate a recipe and report all its mistakes at once.
 
-    Each with its line and, for a misspelt key, the nearest known one.
+    Each mistake is shown with its line and, for a misspelt key, the nearest known one.
 
     Example: z2a recipe check recipes/quickstart.yaml
     """

@@ -46,7 +46,7 @@ def train(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -
 def goodput(run: RunPath, json: Json = False) -> Result:
     """Show how much of a run's time was productive training.
 
-    Over all restarts, and where the rest of the time went.
+    All restarts count. The rest of the time is shown by its cause.
 
     Example: z2a goodput runs/first
     """
@@ -110,7 +110,7 @@ def export(
 ) -> Result:
     """Export a model in Hugging Face format.
 
-    A standard architecture that transformers, vLLM and llama.cpp load.
+    The export has a standard architecture, which transformers, vLLM and llama.cpp load.
 
     Example: z2a export runs/first --to runs/first/hf --check
     """

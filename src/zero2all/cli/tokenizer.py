@@ -86,7 +86,7 @@ def evaluate(
 ) -> Result:
     """Compare tokenizers on your text.
 
-    Bytes per token by domain, fertility on names, numbers and code, round-trip rate.
+    The table has bytes per token by domain, fertility on names, numbers and code, and the round-trip rate.
 
     Example: z2a tokenizer eval runs/mine/tokenizer qwen3/ --text zh=zh.jsonl --text en=en.txt --svg fit.svg
     """

@@ -37,7 +37,7 @@ def watch(
 ) -> Result:
     """Watch runs live in a browser or terminal.
 
-    Or print their status once (--once).
+    With --once, print their status and exit.
 
     Example: z2a watch runs/first ssh://me@cluster/runs/big
     """
@@ -68,7 +68,7 @@ def report(
 ) -> Result:
     """Write a standalone HTML report of runs.
 
-    Charts, samples, events, recipe and environment.
+    The report has charts, samples, events, recipe and environment.
 
     Example: z2a report runs/first --html first.html
     """

@@ -20,10 +20,13 @@ SCHEMA = pa.schema(
         ("others", pa.string()),  # JSON: the record's fields beyond those above
     ]
 )
+"""The Arrow schema of the Parquet files of a corpus."""
 
 
 @dataclass(frozen=True)
 class Document:
+    """One document of a corpus, a row of its Parquet files."""
+
     gid: str
     id: str
     data_src: str

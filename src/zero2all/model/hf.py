@@ -90,7 +90,7 @@ def _shards(weights: dict[str, Tensor], itemsize: int, limit: int) -> Iterator[l
 
 @torch.no_grad()
 def load_hf(directory: Path, device: str = "cpu") -> Z2all:
-    """A model in fp32 from a directory of one of the architectures above, one tensor in memory beside it.
+    """A model in fp32 from a Hugging Face directory of a supported architecture, one tensor in memory beside it.
 
     >>> model = load_hf(Path("Qwen3-0.6B"))
     """

@@ -68,7 +68,8 @@ class MTPModule(nn.Module):
 
 
 class Z2all(OpsModule):
-    """
+    """The decoder-only transformer, dense or with a mixture of experts.
+
     >>> model = Z2all(ModelConfig(preset="z2all-3m", vocab_size=4096)).init_weights(seed=0)
     >>> model(torch.zeros(1, 8, dtype=torch.int64)).shape  # logits
     torch.Size([1, 8, 4096])

@@ -22,7 +22,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=15)
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """
+    """The size of each mesh dimension (degree of each parallelism).
+
     >>> ParallelDims.from_recipe(ParallelRecipe(tp=2), world_size=8)
     ParallelDims(pp=1, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=1)
     """

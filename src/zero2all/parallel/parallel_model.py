@@ -30,7 +30,8 @@ from zero2all.torch_private import foreach_mul_, foreach_norm
 
 
 class ParallelModel:
-    """
+    """The model of this rank under any combination of DDP, FSDP, tensor, pipeline, context and expert parallelism.
+
     >>> mesh = ParallelMesh.init_distributed(recipe.parallel, torch.device("cpu"))
     >>> model = ParallelModel(config, recipe.parallel, mesh, seed=0)
     >>> optimizer = torch.optim.AdamW(model.param_groups(model.model.parameters()))

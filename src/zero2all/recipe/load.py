@@ -39,7 +39,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None, stored: bo
 
 
 def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "recipe", stored: bool = False) -> Recipe:
-    """The same from text."""
+    """The same as ``load_recipe``, from the text of a YAML file."""
     read, lines = read_yaml(text, origin)
     values = {} if read is None else read
     if not isinstance(values, dict):

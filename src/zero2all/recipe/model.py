@@ -24,7 +24,7 @@ class OpsRecipe(Section):
     cross_entropy: Literal["auto", "liger", "chunked", "torch", "reference"] = "auto"
     """Kernel of the output head and its cross-entropy."""
     experts: Literal["auto", "grouped", "reference"] = "auto"
-    """Kernel of the experts' feed-forward parts."""
+    """Kernel of the experts' feed-forward layers."""
 
 
 class RopeScaling(Section):
@@ -37,15 +37,15 @@ class RopeScaling(Section):
     original_max_position_embeddings: int | None = Field(None, ge=1)
     """The original context length; every type but linear needs it."""
     low_freq_factor: Positive = 1.0
-    """For llama3: wavelengths above original_max_position_embeddings / this are scaled in full."""
+    """For llama3: wavelengths above original_max_position_embeddings / low_freq_factor are scaled in full."""
     high_freq_factor: Positive = 4.0
-    """For llama3: wavelengths below original_max_position_embeddings / this stay as they are."""
+    """For llama3: wavelengths below original_max_position_embeddings / high_freq_factor stay as they are."""
     beta_fast: Positive = 32.0
     """For yarn: dimensions that turn more often than this over the original context stay as they are."""
     beta_slow: Positive = 1.0
-    """For yarn: those that turn less often are scaled in full."""
+    """For yarn: dimensions that turn less often than this over the original context are scaled in full."""
     attention_factor: Positive | None = None
-    """For yarn: multiplies cos and sin; 0.1 ln(factor) + 1 if not given."""
+    """For yarn: factor of cos and sin. Default: 0.1 ln(factor) + 1."""
 
     @model_validator(mode="after")
     def _needs_original_context(self) -> Self:
@@ -66,7 +66,7 @@ class MoeConfig(Section):
     num_experts_per_tok: int = Field(ge=1)
     """Number of experts that each token is routed to."""
     moe_intermediate_size: int = Field(ge=8)
-    """Width of one expert; num_experts_per_tok x this is what a token goes through."""
+    """Width of one expert. A token goes through num_experts_per_tok of them."""
     n_shared_experts: int = Field(0, ge=0)
     """Number of shared experts, which every token goes through."""
     first_k_dense_replace: int = Field(0, ge=0)
@@ -95,13 +95,13 @@ class ModelConfig(Section):
     """The shape of the decoder. Give a preset, single fields, or a preset with some fields changed."""
 
     preset: str | None = None
-    """A named shape; any field given beside it wins."""
+    """Name of a preset shape. Fields given beside it override it."""
     hidden_size: int = Field(192, ge=8)
     """Width of the residual stream."""
     intermediate_size: int = Field(512, ge=8)
-    """Width of the feed-forward part."""
+    """Width of the feed-forward layers (MLP)."""
     num_hidden_layers: int = Field(7, ge=1)
-    """Number of blocks."""
+    """Number of transformer blocks (layers)."""
     num_attention_heads: int = Field(3, ge=1)
     """Number of query heads."""
     num_key_value_heads: int = Field(1, ge=1)
@@ -111,35 +111,35 @@ class ModelConfig(Section):
     max_position_embeddings: int = Field(512, ge=8)
     """Longest sequence the model takes (context length)."""
     vocab_size: int | None = None
-    """Tokens of the vocabulary; taken from the tokenizer if not given. The tables have rows up to the next multiple
-    of 64; those past the vocabulary never count."""
+    """Number of tokens in the vocabulary. Default: that of the tokenizer. Embedding and head are padded to the next
+    multiple of 64; padded rows are never predicted."""
     rope_theta: Positive = 10000.0
-    """Base of the rotary positions' wavelengths; a higher one reaches farther."""
+    """Base of the rotary position embedding (RoPE). A larger base suits longer sequences."""
     rope_scaling: RopeScaling | None = None
-    """RoPE scaling of a model that was trained on shorter text."""
+    """RoPE scaling of a model that was trained on shorter sequences."""
     rms_norm_eps: Positive = 1e-5
     """Epsilon of RMSNorm."""
     qkv_bias: bool = False
-    """A bias on the query, key and value projections."""
+    """Add a bias to the query, key and value projections."""
     qk_norm: bool = False
-    """RMSNorm over each head of queries and keys."""
+    """Apply RMSNorm to each head of queries and keys."""
     tie_word_embeddings: bool = False
-    """One matrix for embedding and output head."""
+    """Share one matrix between embedding and output head."""
     residual_fp32: bool = True
     """Keep the residual stream in fp32 under bf16."""
     sliding_window: int | None = Field(None, ge=1)
-    """Layers see only this many positions back, themselves included."""
+    """Sliding-window attention: number of positions that a token attends to, its own included. Default: all."""
     full_attention_interval: int | None = Field(None, ge=2)
     """With a sliding window: every n-th layer has full attention."""
     final_logit_softcapping: Positive | None = None
     """Softcap of the logits: ``cap * tanh(logits / cap)``."""
     z_loss: float = Field(0.0, ge=0)
-    """Weight of the squared log-sum-exp of the logits, which keeps them from drifting. In the gradient, not in the
-    loss that is reported; 1e-4 is usual."""
+    """Weight of the z-loss, the squared log-sum-exp of the logits, which keeps them from drifting. It is in the
+    gradient, not in the reported loss. 1e-4 is usual."""
     mtp_weight: float = Field(0.0, ge=0)
     """Weight of the multi-token prediction (MTP) loss; 0 has no MTP block. Export leaves the block out."""
     moe: MoeConfig | None = None
-    """A mixture of experts in place of the feed-forward part."""
+    """Mixture of experts in place of the feed-forward layers."""
     initializer_range: Positive = 0.02
     """Standard deviation of the initial weights; those that write to the residual stream are scaled by depth."""
     mup_base: int | None = Field(None, ge=8)

@@ -32,3 +32,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     # The reference shape. With its 64,320-row embedding and untied head it has 1,255,499,776 parameters.
     "z2all-1.1b": _shape(2048, 5632, 22, 32, 8, 2048, vocab_size=64320, rope_theta=10000.0),
 }
+"""Fields of ``model`` by the name of the preset."""

@@ -46,19 +46,20 @@ class SourceRecipe(Section):
     """Where one kind of text comes from."""
 
     name: Slug
-    """Name of the source; losses, weights and token counts are kept by it."""
+    """Name of the source. Losses, mixture weights and token counts are recorded under it."""
     paths: list[InputPath] = Field(min_length=1)
-    """Files, directories or globs, relative to where the command runs."""
+    """Files, directories, globs or URLs to read, relative to the working directory."""
     category: str = ""
-    """Written to every document of the source."""
+    """Category of every document of the source."""
     exclude: list[str] = []
-    """Globs on the path below a given directory, such as ``test/*``."""
+    """Globs of files to skip, matched with the path below a given directory, such as ``test/*``."""
     follow_links: bool = False
-    """Read what symbolic links inside the paths lead to outside of them; otherwise they are counted and skipped."""
+    """Follow symbolic links that lead out of the paths. Otherwise they are counted and skipped."""
     fields: dict[str, str] = {}
-    """For records: which of their fields becomes which of ours. What is not named is found by its usual names."""
+    """Record field for each document field, such as ``content: body``. Fields that are not given are found by their
+    usual names."""
     mapping: str | None = None
-    """A ready mapping by its name, such as ``alpaca``; ``fields`` go over it. See ``z2a corpus sniff``."""
+    """Name of a built-in field mapping, such as ``alpaca``; ``fields`` override it. See ``z2a corpus sniff``."""
 
     @field_validator("fields")
     @classmethod
@@ -97,9 +98,9 @@ class CorpusRecipe(Section):
     """How raw files become documents."""
 
     sources: list[SourceRecipe] = []
-    """What to read."""
+    """Sources to read."""
     filters: list[str | dict[str, Any]] | None = None
-    """Cleaning steps in order, each a name or a mapping of name and options; a sane default if not given."""
+    """Filters in order, each a name or a mapping of its name to its options. Default: the built-in list."""
     dedup: DedupRecipe = DedupRecipe()
     """Which documents count as duplicates."""
     decontaminate: list[InputPath] = []
@@ -107,7 +108,7 @@ class CorpusRecipe(Section):
     contamination: ContaminationRecipe = ContaminationRecipe()
     """How much text of an evaluation set a document may hold."""
     shard_size: Bytes = 200_000_000
-    """Text bytes in one Parquet shard."""
+    """Bytes of text in one Parquet shard."""
     holdout: Fraction = 0.01
     """Fraction of documents in the validation split, chosen by a hash of their gid. Near-duplicates of them are never
     trained on."""
@@ -131,16 +132,16 @@ class TokenizerRecipe(Section):
     vocab_size: Count = 8192
     """Rows of the vocabulary, special tokens and padding included; a multiple of 64."""
     pattern: Literal["zh-en-code", "qwen2", "gpt2"] = "zh-en-code"
-    """The pre-tokenizer's pattern."""
+    """Name of the pre-tokenizer pattern."""
     min_frequency: int = Field(2, ge=1)
-    """A pair seen less often is never merged."""
+    """A pair is merged only if it occurs at least this often."""
     train_bytes: Bytes = 10_000_000_000
     """Bytes of text to train on, sampled evenly from the documents of all sources."""
     max_han_run: int = Field(16, ge=0)
     """In training only, split runs of Han characters after this many, because whole clauses hardly ever repeat.
     Encoding does not split them. 0 is off."""
     max_memory: Bytes = 2 * 2**30
-    """Memory of all processes together. Words that do not fit are sampled without bias."""
+    """Memory limit of all processes together. Words that do not fit are sampled without bias."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the sampling of rare words where not all fit into memory."""
     dir: LocalDir | None = None
@@ -180,7 +181,7 @@ class CheckpointRecipe(Section):
     flash_every: DurationField | None = Duration(10, "steps")
     """How often an in-memory (flash) checkpoint is taken, for restarts on the same machines; null is never."""
     flash_dir: LocalDir = Path("/dev/shm")
-    """A tmpfs with space for two checkpoints of every rank on the machine."""
+    """Directory of in-memory checkpoints: a tmpfs with space for two checkpoints of every rank on the machine."""
     keep_latest: int = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     keep_every: DurationField | None = None
@@ -214,7 +215,8 @@ class EvalsRecipe(Section):
     every: DurationField | None = None
     """How often training is validated. Default: only at the end of a quickstart."""
     prompts: list[str] = []
-    """Prompts of the generations that the quickstart prints. Default: the beginnings of validation documents."""
+    """Prompts of the samples that validation records and the quickstart prints. Default: the beginnings of validation
+    documents."""
 
 
 class Recipe(Section):
@@ -225,7 +227,7 @@ class Recipe(Section):
     seed: int = Field(1234, ge=0, lt=2**63)
     """Seed of initial weights and sample order."""
     out: LocalDir = Path("runs/run")
-    """Where every stage puts its directory, unless its section names another."""
+    """Output directory of every stage, unless its section sets another."""
     corpus: CorpusRecipe = CorpusRecipe()
     """How raw files become documents."""
     tokenizer: TokenizerRecipe = TokenizerRecipe()

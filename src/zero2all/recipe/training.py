@@ -16,9 +16,10 @@ class OptimizerRecipe(Section):
     """The optimizer and its hyperparameters."""
 
     name: Literal["adamw", "adamw-8bit", "muon", "lion", "sgd"] = "adamw"
-    """Muon is orthogonalised momentum for the matrices inside the blocks, AdamW for the rest. 8bit needs torchao."""
+    """The optimizer. muon updates the matrices inside the blocks by orthogonalized momentum and the rest by AdamW.
+    adamw-8bit needs torchao."""
     lr: Positive = 3e-3
-    """Peak learning rate; with muon that of AdamW."""
+    """Peak learning rate. With muon, that of the parameters that AdamW updates."""
     muon_lr: Positive = 0.02
     """Peak learning rate of Muon."""
     momentum: Fraction = 0.95
@@ -101,7 +102,7 @@ class StageRecipe(TrainLength):
     """One stage of a run, such as long context or annealing. What it does not set is as in ``train``."""
 
     name: Slug
-    """Seeds the order of its samples, so that every stage draws its own."""
+    """Name of the stage. It seeds the sample order, so that every stage draws its own samples."""
     seq_len: Count | None = None
     """Sequence length. Default: as in ``train``."""
     batch_tokens: Count | None = None
@@ -115,11 +116,12 @@ class StageRecipe(TrainLength):
     max_epochs: Positive | None = None
     """Limit of passes over any one source. Default: as in ``train``."""
     schedule: ScheduleRecipe | None = None
-    """Default: in the first stage that of ``train``, later the constant rate at which the previous stage ended."""
+    """Learning-rate schedule. Default: that of ``train`` in the first stage, then the constant rate at which the
+    previous stage ended."""
     rope_theta: Positive | None = None
-    """As in ``model``, from this stage on: a larger one for longer sequences."""
+    """Value of ``model.rope_theta`` from this stage on. A larger one suits longer sequences."""
     rope_scaling: RopeScaling | None = None
-    """As in ``model``, from this stage on."""
+    """Value of ``model.rope_scaling`` from this stage on."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -157,13 +159,14 @@ class TrainRecipe(TrainLength):
     batch_tokens: Count = 16384
     """Tokens in one step, over all devices."""
     micro_batch_tokens: Count | None = None
-    """Tokens in one forward pass of one device; the gradient is accumulated over the rest. All if not given."""
+    """Tokens in one forward pass of one device (micro-batch). The gradient is accumulated over the micro-batches of a
+    step. Default: one micro-batch, or with pp at most two for each pipeline stage."""
     batch_ramp: BatchRampRecipe | None = None
     """Ramp the batch size up from a smaller one."""
     mixture: dict[str, Positive] = {}
     """Weight of each source. Empty means by size; a source that is not named is not used."""
     max_epochs: Positive | None = None
-    """With a mixture: no source is repeated more often in a stage; the others take its place."""
+    """Limit of passes over any one source in a stage, with a mixture. The other sources take its place."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto takes a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -172,10 +175,11 @@ class TrainRecipe(TrainLength):
     compile: bool = False
     """Compile each block with torch.compile."""
     document_mask: bool = False
-    """Tokens see only their own document, which begins at its end-of-text token, with positions counted from there."""
+    """Mask attention across documents: tokens attend only to their own document, which begins at its end-of-text
+    token. Positions are counted from there."""
     deterministic: bool = False
-    """Only operations that give the same bits every time, where they exist; slower on GPUs. Sets
-    CUBLAS_WORKSPACE_CONFIG, asks flash-attn for its deterministic backward, and excludes flex attention."""
+    """Use deterministic operations where they exist, which is slower on GPUs. This sets CUBLAS_WORKSPACE_CONFIG, asks
+    flash-attn for its deterministic backward, and excludes flex attention."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
     """The optimizer and its hyperparameters."""
     schedule: ScheduleRecipe = ScheduleRecipe()

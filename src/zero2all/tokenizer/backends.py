@@ -27,6 +27,7 @@ from zero2all.errors import UsageError, Z2aError, need
 from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
+"""The token ids of one text."""
 BackendName = Literal["auto", "gigatoken", "tiktoken", "hf"]
 
 

@@ -30,7 +30,8 @@ _INVALID_UTF8 = re.compile(
 
 
 class Tokenizer:
-    """
+    """A trained tokenizer: encodes text and chats, and decodes ids. Text is never parsed as a special token.
+
     >>> tokenizer = Tokenizer("runs/quickstart/tokenizer")
     >>> tokenizer.decode(tokenizer.encode("<|endoftext|> is only text here"))
     '<|endoftext|> is only text here'

@@ -42,7 +42,8 @@ class OrderDescription:
 
 
 class SampleOrder:
-    """
+    """The shuffled order of samples over all epochs and sources, computed from the seed without a stored permutation.
+
     >>> order = SampleOrder({"zh": 1000, "en": 500}, {"zh": 2, "en": 1}, seed=7)
     >>> sources, sequences = order.locate(0, 6)
     >>> [order.names[s] for s in sources]

@@ -40,7 +40,8 @@ SYSTEM_METRICS_SECONDS = 10.0
 
 
 class RunRecord:
-    """
+    """The record of a run: metrics of every step, events, generated samples and histograms, as JSON lines.
+
     >>> with RunRecord(Path("runs/quickstart/run/record.jsonl")) as record:
     ...     record.step(0, loss=8.3, lr=1e-4)
     ...     record.sample(0, "zh", "床前明月光")

@@ -31,7 +31,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 class Run:
-    """
+    """The directory of a run: its recipe, tokenizer, record and checkpoints.
+
     >>> run = Run.open("runs/quickstart")
     >>> model, tokenizer = run.load_model(), run.tokenizer()
     """

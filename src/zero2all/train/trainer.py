@@ -78,11 +78,13 @@ def train(
 
 @dataclass(frozen=True)
 class TrainSummary:
+    """The result of ``train``."""
+
     run: str
     steps: int
     resumed_at: int
     loss: float | None
-    """Of the last step; None if all steps had been trained before."""
+    """Loss of the last step; None if all steps had been trained before."""
     tokens: int
     parameters: int
     goodput: float | None
@@ -102,7 +104,8 @@ class StepResult:
 
 
 class Trainer:
-    """
+    """Trains a recipe, from scratch or resumed from the newest checkpoint.
+
     >>> with Trainer(load_recipe("recipes/quickstart.yaml")) as trainer:
     ...     summary = trainer.train()
 

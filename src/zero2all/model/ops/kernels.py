@@ -11,7 +11,8 @@ import torch
 
 from zero2all.recipe import ModelConfig
 
-IGNORE_INDEX = -100  # a target that counts for nothing
+IGNORE_INDEX = -100
+"""A target with this value has no loss."""
 AvailabilityCheck = Callable[[torch.device, ModelConfig], str | None]
 
 
