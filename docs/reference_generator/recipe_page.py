@@ -1,0 +1,198 @@
+"""The recipe page: every key of every section, from the types and their docstrings."""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from pydantic.fields import FieldInfo
+
+from reference_generator.markdown import first_paragraph, heading_link, page, paragraphs, prose, table, value_text
+from zero2all.recipe import PRESETS, ModelConfig, Recipe
+from zero2all.recipe.sections import AnyDir, InputPath, LocalDir
+from zero2all.recipe.types import Bytes, Count, DurationField, Section, Slug
+
+CHANGELOG = Path(__file__).parents[2] / "CHANGELOG.md"
+FIRST_VERSION = "0.1.0"
+NAMED_TYPES = [
+    (Count, "count"),
+    (Bytes, "size"),
+    (DurationField, "duration"),
+    (Slug, "name"),
+    (LocalDir, "path"),
+    (AnyDir, "path or URL"),
+    (InputPath, "path or URL"),
+]
+PLAIN_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+RECIPE_INTRODUCTION = """\
+A recipe is a YAML file. Every key has a default unless it is marked as required. Overrides on the command line replace
+values of the file: `z2a train my.yaml train.steps=200`; a list is replaced as a whole. `z2a recipe check` validates a
+recipe, `z2a recipe show` prints it with all defaults filled in, and `z2a recipe schema` prints the JSON Schema for
+editors. [formats.md](../formats.md#recipe) has the rules of the file.
+
+`[]` in a path stands for an element of a list: `corpus.sources[].name` is the name of a source. *Since* is the version
+that introduced the key under this name; [CHANGELOG.md](../../CHANGELOG.md) maps the earlier names."""
+TYPE_ROWS = [
+    ("count", "An integer, also with a suffix: `4096`, `64Ki`, `10M`, `1.1B`."),
+    ("size", "A number of bytes: `4096`, `200MB`, `2GiB`."),
+    (
+        "duration",
+        "A number of steps, tokens or epochs: `100 steps`, `2M tokens`, `0.5 epochs`. A number alone is steps.",
+    ),
+    ("name", "Letters, digits, `_` and `-`; it does not start with `-`."),
+    ("path", "A local file or directory, relative to the working directory."),
+    ("path or URL", "The same, or a place in an object store such as `s3://bucket/documents`."),
+]
+
+
+class Key(NamedTuple):
+    path: str
+    hint: Any
+    """Its type with all annotations."""
+    info: FieldInfo
+
+
+def recipe_page() -> str:
+    parts = [
+        RECIPE_INTRODUCTION,
+        "## Types",
+        table(["Type", "Values"], ((f"`{name}`", text) for name, text in TYPE_ROWS)),
+        "## Top level",
+        first_paragraph(Recipe.__doc__),
+        key_table(Recipe, ""),
+    ]
+    for path, section in sections(Recipe, ""):
+        parts += [f"{'##' if '.' not in path else '###'} `{path}`", *paragraphs(section.__doc__ or "")]
+        parts.append(key_table(section, path))
+        if section is ModelConfig:
+            parts += ["### Presets of `model.preset`", preset_table()]
+    return page("Recipe reference", *parts)
+
+
+def keys(section: type[Section], prefix: str) -> Iterator[Key]:
+    hints = get_type_hints(section, include_extras=True)
+    for name, info in section.model_fields.items():
+        yield Key(f"{prefix}.{name}" if prefix else name, hints[name], info)
+
+
+def sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    """All sections below one, each before those inside it."""
+    for key in keys(section, prefix):
+        if found := section_in(key.hint):
+            path = key.path + ("[]" if get_origin(key.hint) is list else "")
+            yield path, found
+            yield from sections(found, path)
+
+
+def section_in(hint: Any) -> type[Section] | None:
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return hint
+    return next((found for part in get_args(hint) if (found := section_in(part))), None)
+
+
+def key_table(section: type[Section], prefix: str) -> str:
+    rows = (
+        (f"`{key.path}`", type_text(key), default_text(key), since(key.path), prose(key.info.description or ""))
+        for key in keys(section, prefix)
+    )
+    return table(["Key", "Type", "Default", "Since", "Description"], rows)
+
+
+def type_text(key: Key) -> str:
+    if not (section := section_in(key.hint)):
+        return hint_text(key.hint, key.info.metadata)
+    if get_origin(key.hint) is list:
+        return f"list of {heading_link(key.path + '[]')}"
+    return f"section {heading_link(key.path)}" + ("" if key.hint is section else " or `null`")
+
+
+def hint_text(hint: Any, metadata: Iterable[Any] = ()) -> str:
+    """A type in words; the metadata of a field hold its bounds."""
+    *others, last = alternatives(hint, metadata)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def alternatives(hint: Any, metadata: Iterable[Any] = ()) -> list[str]:
+    for alias, name in NAMED_TYPES:
+        if hint == alias:
+            return [name]
+    if hint is type(None):
+        return ["`null`"]
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return alternatives(parts[0], parts[1:])
+    if origin is Literal:
+        return [f"`{value}`" for value in parts]
+    if origin in (Union, types.UnionType):
+        return [text for part in parts for text in alternatives(part, metadata)]
+    if origin is list:
+        inner = hint_text(parts[0])
+        return [f"list of ({inner})" if " or " in inner else f"list of {inner}"]
+    if origin is tuple:
+        return [f"list of {len(parts)}: {hint_text(parts[0])}"]
+    if origin is dict:
+        return ["mapping" if parts[1] is Any else f"mapping of {hint_text(parts[0])} to {hint_text(parts[1])}"]
+    return [" ".join([PLAIN_TYPES[hint], bounds_text(metadata)]).rstrip()]
+
+
+def bounds_text(metadata: Iterable[Any]) -> str:
+    flat = [one for given in metadata for one in (given.metadata if isinstance(given, FieldInfo) else [given])]
+    bounds = [
+        f"{sign} {'2^63' if limit == 2**63 else f'{limit:g}'}"
+        for one in flat
+        for name, sign in BOUNDS.items()
+        if (limit := getattr(one, name, None)) is not None
+    ]
+    return " and ".join(bounds)
+
+
+def default_text(key: Key) -> str:
+    default = key.info.default
+    if key.info.is_required():
+        return "required"
+    if isinstance(default, Section):
+        given = default.model_dump(exclude_unset=True)
+        return ", ".join(f"`{name}: {value_text(value)}`" for name, value in given.items())
+    if key.hint == Bytes:
+        return f"`{size_text(default)}`"
+    return f"`{value_text(default)}`"
+
+
+def size_text(size: int) -> str:
+    units = {"GiB": 2**30, "GB": 10**9, "MB": 10**6}
+    return next((f"{size // factor}{unit}" for unit, factor in units.items() if size % factor == 0), str(size))
+
+
+def since(path: str) -> str:
+    """The version that introduced a key, by the tables of recipe keys in the changelog."""
+    found = (version for version, key in changelog_keys() if f".{path}".endswith(f".{key}"))
+    return next(found, FIRST_VERSION)
+
+
+@functools.cache
+def changelog_keys() -> list[tuple[str, str]]:
+    """Each version that has a table of recipe keys, with every new or renamed key in it, newest version first.
+
+    The first column is the key before or ``new``, the second one is the key; that of a renamed key has no section.
+    """
+    found = []
+    for version in re.split(r"^## ", CHANGELOG.read_text("utf-8"), flags=re.MULTILINE)[1:]:
+        _, _, rows = version.partition("\nRecipe keys:\n")
+        for before, key in re.findall(r"^\| (new|`[\w.]+`) \| `([\w.]+)` \|$", rows, flags=re.MULTILINE):
+            section = "" if before == "new" else before.strip("`").rpartition(".")[0]
+            found.append((version.split()[0], f"{section}.{key}".lstrip(".")))
+    return found
+
+
+def preset_table() -> str:
+    names = list(dict.fromkeys(name for shape in PRESETS.values() for name in shape))
+    rows = []
+    for preset in PRESETS:
+        config = ModelConfig(preset=preset)
+        rows.append([f"`{preset}`", *(f"`{value_text(getattr(config, name))}`" for name in names)])
+    return table(["Preset", *(f"`{name}`" for name in names)], rows)

@@ -1,0 +1,187 @@
+"""The generated pages in docs/reference are current and complete.
+
+What must be in them comes from the JSON schema, the parsed command tree and the text of ``__all__``, not from the
+generator.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+import zero2all
+from generate_reference import REFERENCE, pages
+from zero2all.cli.main import app
+from zero2all.recipe import PRESETS, recipe_schema
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = (
+    "", "recipe", "corpus", "tokenizer", "tokens", "model", "parallel", "train", "checkpoint", "elastic", "doctor",
+    "track", "evals", "generation",
+)  # fmt: skip
+OLD_RECIPE = ROOT / "tests" / "recipe" / "run_of_0_1" / "recipe.yaml"  # written by 0.1
+TYPER_FLAGS = {"--install-completion", "--show-completion"}
+# A sentence or a noun phrase that stands alone, not one that continues the name or the key above.
+SENTENCE = re.compile(r"(?!(Of|As|Those|Such|Default|Written) )[A-Z].* .*\.", re.DOTALL)
+
+
+def read(name: str) -> str:
+    return (REFERENCE / name).read_text(encoding="utf-8")
+
+
+def rows(text: str) -> Iterator[list[str]]:
+    """The cells of all rows whose first cell is code."""
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def schema_keys() -> Iterator[tuple[str, str]]:
+    """Every key of the JSON schema and its help."""
+    schema = json.loads(recipe_schema())
+
+    def walk(node: dict[str, Any], path: str) -> Iterator[tuple[str, str]]:
+        if "$ref" in node:
+            yield from walk(schema["$defs"][node["$ref"].rpartition("/")[2]], path)
+        for option in node.get("anyOf", []):
+            yield from walk(option, path)
+        if "items" in node:
+            yield from walk(node["items"], f"{path}[]")
+        for name, child in node.get("properties", {}).items():
+            key = f"{path}.{name}".lstrip(".")
+            section = schema["$defs"].get(
+                child.get("$ref", "").rpartition("/")[2], {}
+            )  # has the help if it is the same
+            yield key, child.get("description") or section.get("description", "")
+            yield from walk(child, key)
+
+    return walk(schema, "")
+
+
+def recipe_rows() -> dict[str, list[str]]:
+    text = re.sub(r"^## Types$.*?^## ", "## ", read("recipe.md"), flags=re.DOTALL | re.MULTILINE)
+    return {cells[0].strip("`"): cells for cells in rows(text) if cells[0].strip("`") not in PRESETS}
+
+
+def all_commands() -> Iterator[tuple[str, Any]]:
+    """Every group and command with its words, as typer parses them."""
+
+    def walk(command: Any, words: str) -> Iterator[tuple[str, Any]]:
+        yield words, command
+        for name, child in getattr(command, "commands", {}).items():
+            yield from walk(child, f"{words} {name}")
+
+    return walk(typer.main.get_command(app), "z2a")
+
+
+def command_sections() -> dict[str, str]:
+    """The text below the heading of each command."""
+    parts = re.split(r"^#+ (.+)$", read("cli.md"), flags=re.MULTILINE)
+    return {heading.strip("`"): text for heading, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+@pytest.mark.parametrize("name", ["recipe.md", "cli.md", "python.md"])
+def test_a_page_is_current(name: str) -> None:
+    assert read(name) == pages()[name], f"docs/reference/{name} is out of date: run python docs/generate_reference.py"
+
+
+def test_every_recipe_key_is_on_the_page_and_no_other() -> None:
+    assert sorted(recipe_rows()) == sorted(key for key, _ in schema_keys())
+
+
+def test_every_recipe_key_has_a_type_and_a_sentence_of_help() -> None:
+    wrong = [f"{key}: {text!r}" for key, text in schema_keys() if not SENTENCE.fullmatch(text)]
+    assert not wrong, "\n".join(wrong)
+    assert [key for key, cells in recipe_rows().items() if not (cells[1] and cells[4]) or "  " in cells[1]] == []
+
+
+def test_keys_that_a_recipe_of_0_1_has_are_since_0_1_and_no_others() -> None:
+    old = yaml.safe_load(OLD_RECIPE.read_text(encoding="utf-8"))
+    for key, cells in recipe_rows().items():
+        value: Any = old
+        for name in key.replace("[]", ".*").split("."):
+            if value is None:  # a section that this recipe does not give
+                break
+            if name != "*" and name not in value:
+                assert cells[3] != "0.1.0", key
+                break
+            value = value[0] if name == "*" else value[name]
+        else:
+            assert cells[3] == "0.1.0", key
+
+
+def test_every_preset_is_on_the_page() -> None:
+    assert [cells[0].strip("`") for cells in rows(read("recipe.md")) if cells[0].strip("`") in PRESETS] == list(PRESETS)
+
+
+def test_every_command_and_flag_is_on_the_page_and_no_other() -> None:
+    sections = command_sections()
+    assert sorted(name for name in sections if name.startswith("z2a")) == sorted(words for words, _ in all_commands())
+    for words, command in all_commands():
+        options = [one for one in command.params if one.param_type_name == "option"]
+        expected = {flag for one in options for flag in [*one.opts, *one.secondary_opts]}
+        expected |= {"-h", "--help"} if words == "z2a" else set()
+        shown = [flag for cells in rows(sections[words]) for flag in re.findall(r"`(--?[a-z][\w-]*)`", cells[0])]
+        assert sorted(shown) == sorted(expected), words
+        arguments = [cells for cells in rows(sections[words]) if len(cells) == 2]
+        assert len(arguments) == len(command.params) - len(options), words
+
+
+def test_every_flag_and_argument_has_a_sentence_of_help() -> None:
+    for words, command in all_commands():
+        for one in command.params:
+            if not TYPER_FLAGS & set(one.opts):
+                assert SENTENCE.fullmatch(one.help or ""), f"{words} {one.opts[0]}: {one.help!r}"
+        assert all(cells[-1] for cells in rows(command_sections()[words])), words
+
+
+def test_defaults_of_flags_are_those_of_the_commands() -> None:
+    sections = command_sections()
+    for words, command in all_commands():
+        shown = {flag: cells[2] for cells in rows(sections[words]) for flag in re.findall(r"`(--[\w-]+)`", cells[0])}
+        for one in command.params:
+            if one.param_type_name == "option" and not isinstance(one.default, bool):
+                empty = one.default is None or one.default in ("", ())
+                expected = "required" if one.required else "" if empty else f"`{one.default}`"
+                assert shown[one.opts[0]].replace(".0`", "`") == expected.replace(".0`", "`"), f"{words} {one.opts[0]}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_exported_name_is_on_the_page_with_a_summary(package: str) -> None:
+    source = (Path(zero2all.__file__).parent / package / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r"^__all__ = (\[.*?\])", source, flags=re.DOTALL | re.MULTILINE)
+    heading = f"## `zero2all.{package}`" if package else "## `zero2all`"
+    _, _, rest = read("python.md").partition(f"\n{heading}\n")
+    parts = re.split(r"^### `(\w+)`$", rest.partition("\n## ")[0], flags=re.MULTILINE)
+    assert parts[0].strip()
+    assert sorted(parts[1::2]) == sorted(ast.literal_eval(found[1]) if found else [])
+    for name, text in zip(parts[1::2], parts[2::2], strict=True):
+        summary = text.split("```")[2].strip().partition("\n\n")[0]
+        assert SENTENCE.fullmatch(summary) or summary.startswith("`"), f"{name}: {summary!r}"
+
+
+def test_links_between_pages_and_to_headings_exist() -> None:
+    anchors = {}
+    for path in REFERENCE.glob("*.md"):
+        headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        anchors[path.name] = {re.sub(r"[^a-z0-9_ -]", "", one.lower()).replace(" ", "-") for one in headings}
+    for name in anchors:
+        for file, anchor in re.findall(r"\]\(([\w./-]*)#?([\w-]*)\)", read(name)):
+            assert (REFERENCE / (file or name)).exists(), f"{name}: {file}"
+            if (target := file or name) in anchors and anchor:
+                assert anchor in anchors[target], f"{name}: {file}#{anchor}"
+
+
+def test_pages_name_no_place_of_this_machine() -> None:
+    for text in pages().values():
+        assert str(ROOT) not in text
+        assert str(Path.home()) not in text
+        assert not re.search(r"0x[0-9a-f]{6,}|Posix|<function|<class", text)
