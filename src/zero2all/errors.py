@@ -36,6 +36,7 @@ class DiskFullError(Z2aError):
         )
 
 
+_CPU_OOM = "DefaultCPUAllocator: can't allocate memory"  # torch raises a plain RuntimeError
 # Messages of Rust libraries and numpy, which set no errno.
 _DISK_FULL_MESSAGE = re.compile(r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written")
 
@@ -45,6 +46,11 @@ def is_disk_full(error: BaseException) -> bool:
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno is not None):
         return isinstance(error, DiskFullError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
     return not isinstance(error, Z2aError) and _DISK_FULL_MESSAGE.search(str(error)) is not None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: in Python, or in torch on a GPU or in main memory. torch need not be imported."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _CPU_OOM in str(error)
 
 
 class Interrupted(Z2aError):

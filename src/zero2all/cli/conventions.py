@@ -19,9 +19,13 @@ from typing import Annotated, Literal, ParamSpec
 import typer
 
 from zero2all.console import say
-from zero2all.errors import DiskFullError, RecipeError, Z2aError, is_disk_full
+from zero2all.errors import DiskFullError, RecipeError, Z2aError, is_disk_full, is_out_of_memory
 from zero2all.redact import redact
 
+OUT_OF_MEMORY_ADVICE = (
+    "in training try a smaller train.micro_batch_tokens, parallel.activation_checkpointing=selective, or more ranks; "
+    "'z2a model show RECIPE' estimates what is needed"
+)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
 RecipePath = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE")]
 Overrides = Annotated[
@@ -84,6 +88,9 @@ def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None
         except KeyboardInterrupt:
             _exit_with_error("interrupted; finished work is kept: run the same command again to continue", 1, as_json)
         except Exception as error:
+            if is_out_of_memory(error):
+                first_line = (str(error).splitlines() or [type(error).__name__])[0]
+                _exit_with_error(f"out of memory: {first_line}; {OUT_OF_MEMORY_ADVICE}", 1, as_json, error)
             if ERROR_FILE not in os.environ:  # under an agent, which shows the one that matters
                 say(traceback.format_exc().rstrip())
             _exit_with_error(f"this is a bug in zero2all: {type(error).__name__}: {error}", 1, as_json, error)
