@@ -75,7 +75,8 @@ SIGNATURES: dict[str, list[str] | None] = {
     "torch.utils.checkpoint._is_compiling": ["func", "args", "kwargs"],
 }  # fmt: skip
 ATTRIBUTES = {"_fsdp_param_groups", "_orig_size", "_pcontext", "_remaining_restarts", "_timeout"}  # used below
-OF_THE_LIBRARY = {"os._exit", "atexit._run_exitfuncs", "pool._processes", "self.head_config._replace"}
+OF_THE_LIBRARY = {"os._exit", "atexit._run_exitfuncs", "pool._processes"}
+NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make"}  # public in spite of the underscore
 
 
 def is_private(name: str) -> bool:
@@ -94,7 +95,7 @@ def private_torch_names(source: str) -> set[str]:
             root, *rest = ast.unparse(node).split(".")
             if root in imported and all(name.isidentifier() for name in rest):
                 found.add(".".join([imported[root], *rest]))
-            elif node.attr not in own and ast.unparse(node) not in OF_THE_LIBRARY:
+            elif node.attr not in own | NAMED_TUPLE and ast.unparse(node) not in OF_THE_LIBRARY:
                 found.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.update(re.findall(r"\btorch(?:\.\w+)*\._\w+", node.value))

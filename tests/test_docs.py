@@ -1,0 +1,114 @@
+"""Documentation: links and anchors, imports of examples, the vocabulary, and two languages with one structure."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md"))
+)
+ENGLISH = [page for page in PAGES if not page.endswith(".zh-CN.md")]
+PAIRS = [page for page in ENGLISH if page.replace(".md", ".zh-CN.md") in PAGES]
+FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+RETIRED = re.compile(
+    r"\b(mend(s|ed|ing)?|alike|anew|held[- ]out|go(es|ing)? on with|passed over|dearest|for want of|"
+    r"token after next|figures?)\b",
+    re.IGNORECASE,
+)
+RETIRED_CHINESE = re.compile(r"各通道|通道损失|留出文本|接着跑下去|未曾见过的文本")
+TERMS = {
+    "docs/train.md": (
+        "training step", "gradient accumulation", "micro-batch", "mixed precision", "learning rate", "warmup",
+        "data loader", "validation", "packing",
+    ),
+    "docs/parallel.md": (
+        "data parallel", "tensor parallel", "pipeline parallel", "context parallel", "expert parallel", "sharding",
+        "all-reduce", "activation checkpointing", "load balancing",
+    ),
+    "docs/resilience.md": (
+        "fault tolerance", "elastic", "rendezvous", "heartbeat", "checkpoint", "goodput", "rollback",
+    ),
+    "docs/track.md": ("metric", "gradient norm", "throughput", "TensorBoard"),
+    "docs/corpus.md": ("deduplication", "MinHash", "decontamination", "language identification", "validation"),
+    "docs/tokenizer.md": ("byte-level BPE", "vocabulary", "special token", "pre-tokenizer"),
+    "docs/model.md": ("grouped-query attention", "RMSNorm", "mixture of experts", "kernel", "mask"),
+    "docs/bench.md": ("FLOPs", "MFU", "optimizer state", "activation"),
+}  # fmt: skip
+
+
+@cache
+def prose(page: str) -> str:
+    """The text of a page without its code blocks."""
+    return FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
+
+
+def headings(page: str) -> list[tuple[int, str]]:
+    return [(len(marks), text) for marks, text in re.findall(r"^(#{1,6}) +(.+?) *$", prose(page), re.MULTILINE)]
+
+
+def relative(path: Path) -> str:
+    return path.resolve().relative_to(ROOT.resolve()).as_posix()
+
+
+@cache
+def anchors(page: str) -> set[str]:
+    """As GitHub makes them: lower case, punctuation removed, spaces to hyphens, repeated ones numbered."""
+    found: set[str] = set()
+    for _, text in headings(page):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+        slug = base = re.sub(r"[^\w\- ]", "", text.lower().replace("`", "")).replace(" ", "-")
+        number = 0
+        while slug in found:
+            number += 1
+            slug = f"{base}-{number}"
+        found.add(slug)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    broken = []
+    text = re.sub(r"`[^`\n]*`", "", prose(page))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(relative(path))):
+            broken.append(target)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_imports_of_examples_exist(page: str) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for module, names in re.findall(r"^ *from (zero2all[\w.]*) import ([\w, ]+)$", "\n".join(blocks), re.MULTILINE):
+        for name in names.split(","):
+            assert hasattr(importlib.import_module(module), name.strip()), f"{module} has no {name.strip()}"
+
+
+@pytest.mark.parametrize("page", PAIRS)
+def test_both_languages_have_the_same_structure(page: str) -> None:
+    levels = [[level for level, _ in headings(name)] for name in (page, page.replace(".md", ".zh-CN.md"))]
+    assert levels[0] == levels[1]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_no_retired_word(page: str) -> None:
+    text = re.sub(r"`[^`\n]*`", "", prose(page))  # names of commands and faults
+    found = [match.group() for match in (*RETIRED.finditer(text), *RETIRED_CHINESE.finditer(text))]
+    assert not found
+
+
+@pytest.mark.parametrize(("page", "terms"), TERMS.items(), ids=TERMS)
+def test_a_page_has_the_terms_of_its_feature(page: str, terms: tuple[str, ...]) -> None:
+    text = " ".join(prose(page).lower().split())
+    missing = [term for term in terms if term.lower() not in text]
+    assert not missing
