@@ -17,7 +17,7 @@ def grow_embeddings(model: Z2all, subtoken_ids: Sequence[Sequence[int]]) -> Z2al
     So a new token starts as what the model knows of its parts. Without subtokens (a reserved name) it starts as the
     mean of all rows, which no text has and which favours nothing.
 
-    >>> grown = grow_embeddings(model, token_pieces(Tokenizer("old"), Tokenizer("new")))
+    >>> grown = grow_embeddings(model, decompose_new_tokens(Tokenizer("old"), Tokenizer("new")))
     """
     before = model.config.vocab_size or 0
     config = model.config.model_copy(update={"vocab_size": before + len(subtoken_ids)})
