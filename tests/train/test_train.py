@@ -13,6 +13,7 @@ import torch
 
 from tests.conftest import tiny_recipe
 from zero2all.errors import Interrupted, UsageError, Z2aError
+from zero2all.evals import evaluate_bpb
 from zero2all.model import Z2all
 from zero2all.recipe import load_recipe
 from zero2all.tokenizer import train_tokenizer
@@ -262,3 +263,15 @@ def test_a_finished_run_frees_its_model(workspace: Path, tmp_path: Path) -> None
     hooks = TrainerHooks(on_gradients=lambda model: models.append(weakref.ref(model.model)))
     train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=1"), hooks)
     assert [model() for model in models] == [None]
+
+
+def test_samples_that_cannot_be_generated_do_not_end_the_run(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def out_of_memory(*words: object, **options: object) -> str:
+        raise torch.OutOfMemoryError("no memory for the KV cache")
+
+    monkeypatch.setattr("zero2all.train.samples.generate", out_of_memory)
+    recipe = tiny_recipe(workspace, f"out={tmp_path}", "train.steps=4", "evals.every=2 steps")
+    assert train(recipe, evaluate=evaluate_bpb).steps == 4
+    assert capsys.readouterr().err.count("no samples at this validation: no memory for the KV cache") == 2

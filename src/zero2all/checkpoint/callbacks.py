@@ -11,22 +11,22 @@ CheckpointPhase = Literal["staging", "marker", "persist", "manifest"]
 rank are about to be written; all are written but the manifest."""
 
 
-def _ignore(*details: object) -> None:
-    pass
+def ignore(*details: object) -> None:
+    """The callback of those who need none."""
 
 
 @dataclass(frozen=True)
 class CheckpointCallbacks:
-    """All but ``on_wait`` are called from background threads."""
+    """Called from the training thread or from background threads: they must be thread-safe."""
 
-    on_wait: Callable[[], None] = _ignore
+    on_wait: Callable[[], None] = ignore
     """Called every second while training waits for storage: a heartbeat, or it would look like a hang."""
     before_commit: Callable[[], bool] = lambda: True
     """Whether a state may be committed: not while the run record lags behind it.
 
     Only rank 0 calls it: its record is the run's, and a refusal on any one rank would cost all ranks the state.
     """
-    on_saved: Callable[[int, float], None] = _ignore
+    on_saved: Callable[[int, float], None] = ignore
     """Called with the step and the seconds of a durable checkpoint that was written."""
-    on_phase: Callable[[CheckpointPhase], None] = _ignore
+    on_phase: Callable[[CheckpointPhase], None] = ignore
     """Called at each phase of saving; fault injection uses it."""

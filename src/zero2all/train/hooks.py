@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zero2all.checkpoint import CheckpointPhase
+from zero2all.checkpoint.callbacks import CheckpointPhase, ignore
 from zero2all.parallel import ParallelModel
 from zero2all.train.data_loader import Batch
-
-
-def _ignore(*details: object) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -21,11 +17,11 @@ class TrainerHooks:
     >>> train(recipe, TrainerHooks(on_batch=lambda batch: print(batch.step, batch.sample_range)))
     """
 
-    on_start: Callable[[], None] = _ignore
+    on_start: Callable[[], None] = ignore
     """Called when the process group is up, before the first collective."""
-    on_batch: Callable[[Batch], None] = _ignore
+    on_batch: Callable[[Batch], None] = ignore
     """Called with every batch before it is used."""
-    on_gradients: Callable[[ParallelModel], None] = _ignore
+    on_gradients: Callable[[ParallelModel], None] = ignore
     """Called after the backward pass, before the gradients are clipped."""
-    on_checkpoint: Callable[[CheckpointPhase], None] = _ignore
+    on_checkpoint: Callable[[CheckpointPhase], None] = ignore
     """Called at each phase of saving, also from background threads."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from zero2all.console import warn
+from zero2all.errors import Z2aError
 from zero2all.generation import generate
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import Recipe
@@ -16,9 +18,19 @@ SAMPLE_TOKENS = 64
 
 
 def record_samples(record: RunRecord, step: int, model: ParallelModel, tokenizer: Tokenizer, recipe: Recipe) -> None:
-    """Generate from a few prompts, on one rank. A sharded model generates none: no rank has all its weights."""
+    """Generate from a few prompts, on one rank. A sharded model generates none: no rank has all its weights.
+
+    A failure, such as no memory for the KV cache, costs the samples, not the run.
+    """
     if not model.is_replicated:
         return
+    try:
+        _generate_samples(record, step, model, tokenizer, recipe)
+    except (RuntimeError, OSError, Z2aError) as error:  # torch's out-of-memory error is a RuntimeError
+        warn(f"no samples at this validation: {error}")
+
+
+def _generate_samples(record: RunRecord, step: int, model: ParallelModel, tokenizer: Tokenizer, recipe: Recipe) -> None:
     prompts = recipe.evals.prompts or opening_prompts(recipe.tokens_dir, tokenizer, NUM_SAMPLES)
     # Eager: compiled blocks would be compiled again for every length of the KV cache.
     with model.eval_mode(), torch.compiler.set_stance("force_eager"):

@@ -370,7 +370,6 @@ class Trainer:
         self.last_validation = {"step": step + 1, **validation}
         self.record.event("evaluation", step=step, **validation)
         say(f"validation after step {step + 1}: {validation['bits_per_byte']:.4f} bits per byte")
-
         if self.mesh.rank == 0:
             record_samples(self.record, step, self.model, self.tokenizer, self.recipe)
 
