@@ -105,7 +105,7 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
     if not has_validation:
         warn("no validation set: the model will not be evaluated. Give more documents, or raise corpus.holdout")
     with _timed_stage("4/5 train: tokens to a model", "train", seconds):
-        trained = train(recipe)
+        trained = train(recipe, evaluate=evaluate_bpb if has_validation else None)
     with _timed_stage("5/5 evals: the model on text it has not seen", "evals", seconds):
         run = Run.open(recipe.run_dir)
         model, tokenizer = run.load_model(), run.tokenizer()
@@ -168,16 +168,20 @@ def summary_text(result: QuickstartResult) -> str:
     for number, sample in enumerate(result.samples, 1):
         lines += [f"── sample {number} " + "─" * 40, f"{sample.prompt}▸{sample.text}"]
     out = result.out
+    next_commands = (
+        (f'z2a generate {out} --prompt "..."', "generate text"),
+        (f"z2a train {out}/recipe.yaml train.steps=1000", "train it further"),
+        (f"z2a tokens trace {out} --step 10", "see which documents were in a step"),
+        (f"z2a export {out} --to {out}/hf", "a directory for transformers, vLLM, llama.cpp"),
+    )
+    width = max(len(command) for command, _ in next_commands)
     lines += [
         "─" * 52,
         *_bits_per_byte_lines(result.validation),
         f"everything is in {out}, made in {show_seconds(sum(result.seconds.values()))}",
         "",
         "what to do next:",
-        f'  z2a generate {out} --prompt "..."            generate text',
-        f"  z2a train {out}/recipe.yaml train.steps=1000   train it further",
-        f"  z2a tokens trace {out} --step 10             see which documents were in a step",
-        f"  z2a export {out} --to {out}/hf               a directory for transformers, vLLM, llama.cpp",
+        *(f"  {command:<{width}}  {purpose}" for command, purpose in next_commands),
     ]
     return "\n".join(lines)
 
