@@ -18,7 +18,7 @@ from zero2all.cli.main import app
 
 CLI_INTRODUCTION = """\
 `z2a COMMAND --help` prints the same for one command. Logs and progress go to stderr, results to stdout. With `--json`,
-stdout has exactly one JSON object, also when the command fails: then it has the keys `error` and `problems`.
+stdout has exactly one JSON object, even when the command fails; it then has the keys `error` and `problems`.
 `KEY=VALUE` arguments override recipe keys; see the [recipe reference](recipe.md)."""
 EXIT_CODES = [
     ("0", "The command succeeded."),

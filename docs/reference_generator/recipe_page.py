@@ -31,22 +31,22 @@ PLAIN_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 RECIPE_INTRODUCTION = """\
 A recipe is a YAML file. Every key has a default unless it is marked as required. Overrides on the command line replace
-values of the file: `z2a train my.yaml train.steps=200`; a list is replaced as a whole. `z2a recipe check` validates a
+values from the file: `z2a train my.yaml train.steps=200`. A list is replaced as a whole. `z2a recipe check` validates a
 recipe, `z2a recipe show` prints it with all defaults filled in, and `z2a recipe schema` prints the JSON Schema for
-editors. [formats.md](../formats.md#recipe) has the rules of the file.
+editors. [formats.md](../formats.md#recipe) describes the syntax.
 
 `[]` in a path stands for an element of a list: `corpus.sources[].name` is the name of a source. *Since* is the version
 that introduced the key under this name; [CHANGELOG.md](../../CHANGELOG.md) maps the earlier names."""
 TYPE_ROWS = [
-    ("count", "An integer, also with a suffix: `4096`, `64Ki`, `10M`, `1.1B`."),
+    ("count", "An integer, optionally with a suffix: `4096`, `64Ki`, `10M`, `1.1B`."),
     ("size", "A number of bytes: `4096`, `200MB`, `2GiB`."),
     (
         "duration",
-        "A number of steps, tokens or epochs: `100 steps`, `2M tokens`, `0.5 epochs`. A number alone is steps.",
+        "A number of steps, tokens or epochs: `100 steps`, `2M tokens`, `0.5 epochs`. A plain number means steps.",
     ),
-    ("name", "Letters, digits, `_` and `-`; it does not start with `-`."),
+    ("name", "Letters, digits, `_` and `-`; the first character is not `-`."),
     ("path", "A local file or directory, relative to the working directory."),
-    ("path or URL", "The same, or a place in an object store such as `s3://bucket/documents`."),
+    ("path or URL", "The same, or a path in an object store such as `s3://bucket/documents`."),
 ]
 
 

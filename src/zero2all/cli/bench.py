@@ -20,10 +20,10 @@ def ops(
     target: RecipeOrPreset = "auto",
     overrides: Overrides = None,
     rounds: Annotated[
-        int, typer.Option("--rounds", min=1, help="Number of times every row is measured; the fastest counts.")
+        int, typer.Option("--rounds", min=1, help="Number of measurements of each row; the fastest one is used.")
     ] = 3,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, help="Number of timed steps in each round; their median counts.")
+        int, typer.Option("--steps", min=1, help="Number of timed steps in each round; the median is used.")
     ] = 5,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also measure with torch.compile.")] = True,
     out: Out = None,
@@ -31,7 +31,7 @@ def ops(
 ) -> Result:
     """Time a training step with and without each fused kernel.
 
-    auto is a small preset on a CPU and the reference shape on a GPU.
+    The default auto is a small preset on a CPU and the reference shape on a GPU.
 
     Example: z2a bench ops z2all-10m train.batch_tokens=4096 --out bench
     """
@@ -52,15 +52,15 @@ def shapes(
     target: RecipeOrPreset = "z2all-25m",
     overrides: Overrides = None,
     rounds: Annotated[
-        int, typer.Option("--rounds", min=1, help="Number of times every size is measured; the fastest counts.")
+        int, typer.Option("--rounds", min=1, help="Number of measurements of each size; the fastest one is used.")
     ] = 9,
     step: Annotated[
-        int, typer.Option("--step", min=0, help="Distance between the sizes that are tried. 0 chooses one.")
+        int, typer.Option("--step", min=0, help="Spacing of the sizes to try. 0 chooses it automatically.")
     ] = 0,
     out: Out = None,
     json: Json = False,
 ) -> Result:
-    """Find the fastest feed-forward size near 8/3 of hidden.
+    """Find the fastest feed-forward size near 8/3 hidden_size.
 
     Example: z2a bench shapes z2all-25m model.hidden_size=640 model.num_attention_heads=10
     """
@@ -79,14 +79,14 @@ def shapes(
 def parity(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Number of training steps to compare.")] = 20,
     only: Annotated[
-        str | None, typer.Option("--only", help="Only layouts whose name contains this, such as 'PP 2'.")
+        str | None, typer.Option("--only", help="Run only layouts whose name contains this, such as 'PP 2'.")
     ] = None,
     out: Out = None,
     json: Json = False,
 ) -> Result:
     """Check numerical parity of every parallel layout on CPU.
 
-    Each layout trains a small model and is compared with one process, step by step.
+    Each layout trains a small model and is compared with a single process, step by step.
 
     Example: z2a bench parity --only FSDP
     """

@@ -13,15 +13,9 @@ from zero2all.cli.conventions import Json, Result, command
 
 @command
 def chaos(
-    out: Annotated[
-        Path, typer.Option("--out", help="The directory in which jobs run and the result table is written.")
-    ],
-    only: Annotated[
-        list[str] | None, typer.Option("--only", help="Inject only this fault. May be given several times.")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", help="Seed of the random ranks and steps at which faults are injected.")
-    ] = 0,
+    out: Annotated[Path, typer.Option("--out", help="Directory for the jobs and the result table.")],
+    only: Annotated[list[str] | None, typer.Option("--only", help="Inject only this fault. Can be repeated.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed for the ranks and steps at which faults are injected.")] = 0,
     json: Json = False,
 ) -> Result:
     """Inject faults into small jobs and check exact recovery.

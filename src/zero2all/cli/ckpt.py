@@ -45,7 +45,7 @@ def verify(
 ) -> Result:
     """Verify the checksums of checkpoints.
 
-    The exit status is 1 if one does not match.
+    The exit status is 1 if any does not match.
 
     Example: z2a ckpt verify runs/first
     """
@@ -97,7 +97,7 @@ def diff(
 ) -> Result:
     """Compare the parameters of two checkpoints.
 
-    The table has the largest absolute difference of each parameter, and that relative to its largest value.
+    The table lists the largest absolute difference of each parameter, also relative to its largest value.
 
     Example: z2a ckpt diff runs/first 400 500
     """
@@ -116,13 +116,13 @@ def interval(
         float, typer.Option("--stall", min=0.001, help="Seconds that training pauses for each checkpoint.")
     ] = 1.0,
     recovery: Annotated[
-        float, typer.Option("--recovery", min=0, help="Seconds from a failure to the first step after it.")
+        float, typer.Option("--recovery", min=0, help="Seconds from a failure to the first step after the restart.")
     ] = 60.0,
     json: Json = False,
 ) -> Result:
-    """Compute the best checkpoint interval (Young/Daly).
+    """Compute the optimal checkpoint interval (Young/Daly).
 
-    The table also has the expected goodput, at published failure rates.
+    The table also lists the expected goodput at published failure rates.
 
     Example: z2a ckpt interval --stall 0.5 --recovery 30
     """

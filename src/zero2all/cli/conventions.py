@@ -30,18 +30,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 RecipePath = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Overrides of recipe keys, such as train.steps=200.", metavar="[KEY=VALUE]..."),
+    typer.Argument(help="Recipe overrides, such as train.steps=200.", metavar="[KEY=VALUE]..."),
 ]
-RecipeOrPreset = Annotated[str, typer.Argument(help="The name of a preset, or a recipe file.", metavar="PRESET|RECIPE")]
+RecipeOrPreset = Annotated[str, typer.Argument(help="Name of a preset, or a recipe file.", metavar="PRESET|RECIPE")]
 RunPath = Annotated[
-    Path, typer.Argument(help="The run directory, or the output directory that holds it.", metavar="RUN")
+    Path, typer.Argument(help="The run directory, or the output directory that contains it.", metavar="RUN")
 ]
 
 EngineKind = Annotated[
     Literal["local", "ray"], typer.Option("--engine", help="Run tasks in local processes or on a Ray cluster.")
 ]
 Workers = Annotated[
-    int | None, typer.Option("--workers", min=1, help="Number of local processes. Default: one for each core.")
+    int | None, typer.Option("--workers", min=1, help="Number of local processes. Default: one per core.")
 ]
 RayAddress = Annotated[
     str | None,

@@ -25,20 +25,24 @@ FilePath = Annotated[str, typer.Argument(help="The file, directory or URL to rea
 app = typer.Typer(help="Turn raw files into clean, deduplicated documents.", no_args_is_help=True)
 
 
-quality_app = typer.Typer(help="Train the classifier of the quality_score filter.", no_args_is_help=True)
+quality_app = typer.Typer(help="Train the classifier for the quality_score filter.", no_args_is_help=True)
 app.add_typer(quality_app, name="quality")
 
 
 @quality_app.callback()
 def quality_group() -> None:
-    """Train the classifier of the quality_score filter."""
+    """Train the classifier for the quality_score filter."""
 
 
 @quality_app.command("train")
 @command
 def quality_train(
-    good: Annotated[list[str], typer.Option("--good", help="Text of good quality. May be given several times.")],
-    bad: Annotated[list[str], typer.Option("--bad", help="Text of bad quality. May be given several times.")],
+    good: Annotated[
+        list[str], typer.Option("--good", help="High-quality text: a file, directory or URL. Can be repeated.")
+    ],
+    bad: Annotated[
+        list[str], typer.Option("--bad", help="Low-quality text: a file, directory or URL. Can be repeated.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="Write the classifier to OUT.npz and OUT.json.")],
     json: Json = False,
 ) -> Result:
@@ -121,7 +125,7 @@ def report(
 ) -> Result:
     """Write an HTML report of kept and dropped documents.
 
-    The report has counts and examples for each filter.
+    The report lists counts and examples for each filter.
 
     Example: z2a corpus report runs/first/documents --html report.html
     """

@@ -14,9 +14,7 @@ from zero2all.cli.conventions import Json, Result, command
 
 @command
 def doctor(
-    directory: Annotated[
-        Path, typer.Option("--dir", help="The directory that runs will be written to; its disk is checked.")
-    ] = Path("runs"),
+    directory: Annotated[Path, typer.Option("--dir", help="Directory for runs; its disk is checked.")] = Path("runs"),
     json: Json = False,
 ) -> Result:
     """Check this machine, or all nodes and their network.

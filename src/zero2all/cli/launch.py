@@ -22,32 +22,30 @@ RankCommand = Annotated[
 ]
 NprocPerNode = Annotated[
     int,
-    typer.Option("--nproc-per-node", "--procs", min=1, help="Number of ranks on each node, usually one for each GPU."),
+    typer.Option("--nproc-per-node", "--procs", min=1, help="Number of ranks on each node, usually one per GPU."),
 ]
 Nodes = Annotated[
     str,
-    typer.Option(
-        "--nnodes", "--nodes", help="Number of nodes, or MIN:MAX for an elastic job that runs on any number between."
-    ),
+    typer.Option("--nnodes", "--nodes", help="Number of nodes, or MIN:MAX for an elastic job."),
 ]
 RdzvEndpoint = Annotated[
     str | None,
     typer.Option(
         "--rdzv-endpoint",
         "--rendezvous",
-        help="HOST:PORT of the rendezvous, the same on every node. Needed for several nodes.",
+        help="HOST:PORT of the rendezvous server, the same on every node. Required for several nodes.",
     ),
 ]
 RdzvListen = Annotated[
     str | None,
     typer.Option(
-        "--rdzv-listen", help="Address to bind on the node that serves the rendezvous, if it differs from the endpoint."
+        "--rdzv-listen", help="Address to bind on the node that runs the rendezvous server, if not the endpoint."
     ),
 ]
 Advertise = Annotated[
     str | None,
     typer.Option(
-        "--advertise", "--local-addr", help="Address by which other nodes reach this one, if it is not the default."
+        "--advertise", "--local-addr", help="Address at which other nodes reach this one, if not the default."
     ),
 ]
 SecretFile = Annotated[
@@ -60,8 +58,8 @@ MaxRestarts = Annotated[
         "--max-restarts",
         "--restarts",
         min=0,
-        help="Largest number of restarts after failures. "
-        "Default: no limit, but a step that fails three times ends the job.",
+        help="Maximum number of restarts after failures. "
+        "Default: unlimited, but a step that fails three times ends the job.",
     ),
 ]
 HangAfter = Annotated[
@@ -77,7 +75,7 @@ Emit = Annotated[
 ]
 To = Annotated[Path | None, typer.Option("--to", help="The file that --emit writes. Default: stdout.")]
 Image = Annotated[str, typer.Option("--image", help="Container image of the Kubernetes job.")]
-Gpus = Annotated[int, typer.Option("--gpus", min=0, help="Number of GPUs of each node, for --emit.")]
+Gpus = Annotated[int, typer.Option("--gpus", min=0, help="Number of GPUs per node, for --emit.")]
 
 
 @command
@@ -99,9 +97,9 @@ def launch(
     gpus: Gpus = 0,
     json: Json = False,
 ) -> Result:
-    """Run a command on many ranks, elastically.
+    """Run a command on many ranks with elastic restarts.
 
-    On several nodes, run the same line on each; a failed rank or node is restarted or left out.
+    For several nodes, run the same command on each. Failed ranks are restarted, failing nodes excluded.
 
     Example: z2a launch --nproc-per-node 2 -- train recipes/quickstart.yaml
     """
@@ -142,7 +140,7 @@ def _job_file(launch_config: LaunchConfig, emit: JobFile, image: str, gpus: int)
 @command
 def rendezvous(
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to listen on. 0 takes a free one.")
+        int, typer.Option("--port", min=0, max=65535, help="Port to listen on. 0 picks a free port.")
     ] = 29500,
     listen: Annotated[
         str | None, typer.Option("--listen", help="Address to bind. Default: the address of this machine's host name.")
@@ -152,9 +150,9 @@ def rendezvous(
     ] = None,
     json: Json = False,
 ) -> Result:
-    """Serve the rendezvous of multi-node jobs.
+    """Run the rendezvous server for multi-node jobs.
 
-    Run it on a machine that outlives the nodes, such as the login node.
+    Run it on a machine that stays up, such as the login node.
 
     Example: z2a rendezvous --port 29500 --listen 10.0.0.1
     """

@@ -18,13 +18,13 @@ def show(
     overrides: Overrides = None,
     gpu: Annotated[
         str,
-        typer.Option("--gpu", help="The GPU that shape advice is for, such as H100. It need not be in this machine."),
+        typer.Option("--gpu", help="GPU for the shape advice, such as H100. This machine does not need one."),
     ] = "",
     json: Json = False,
 ) -> Result:
     """Print parameters, FLOPs, KV cache and memory of a model.
 
-    It also prints the kernels chosen for this machine, and advice on the shape.
+    It also prints the kernels selected on this machine and shape advice.
 
     Example: z2a model show z2all-1.1b train.seq_len=2048 --gpu H100
     """

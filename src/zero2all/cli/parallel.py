@@ -8,7 +8,7 @@ import typer
 
 from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, command
 
-app = typer.Typer(help="Plan the parallelism of a model.", no_args_is_help=True)
+app = typer.Typer(help="Plan the parallelism of a run.", no_args_is_help=True)
 
 
 @app.command()

@@ -12,20 +12,20 @@ from zero2all.cli.conventions import Json, Result, command
 
 @command
 def quickstart(
-    out: Annotated[Path, typer.Option("--out", help="The directory for everything that is written.")],
+    out: Annotated[Path, typer.Option("--out", help="Output directory of all stages.")],
     corpus: Annotated[
         list[Path] | None,
-        typer.Option("--corpus", help="Text to train on: files or directories, each a source. More paths may follow."),
+        typer.Option("--corpus", help="Text to train on: files or directories. Several paths can follow."),
     ] = None,
     more: Annotated[
         list[str] | None,
-        typer.Argument(help="More paths of --corpus, and overrides of recipe keys such as train.steps=50."),
+        typer.Argument(help="More paths for --corpus, and recipe overrides such as train.steps=50."),
     ] = None,
     json: Json = False,
 ) -> Result:
     """Train a small model end to end, in minutes on a CPU.
 
-    Without --corpus it trains on the source of Python's standard library.
+    Without --corpus it trains on the source code of Python's standard library.
 
     Example: z2a quickstart --corpus books/ notes/ --out runs/first
     """

@@ -8,7 +8,7 @@ import typer
 
 from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, command
 
-app = typer.Typer(help="Show, validate and document recipes.", no_args_is_help=True)
+app = typer.Typer(help="Show and validate recipes; print their JSON Schema.", no_args_is_help=True)
 
 
 @app.command()
@@ -29,7 +29,7 @@ def show(recipe: RecipePath, overrides: Overrides = None, json: Json = False) ->
 def check(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -> Result:
     """Validate a recipe and report all its mistakes at once.
 
-    Each mistake is shown with its line and, for a misspelt key, the nearest known one.
+    Each mistake is shown with its line and, for a misspelled key, the closest known key.
 
     Example: z2a recipe check recipes/quickstart.yaml
     """

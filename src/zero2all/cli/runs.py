@@ -46,7 +46,7 @@ def train(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -
 def goodput(run: RunPath, json: Json = False) -> Result:
     """Show how much of a run's time was productive training.
 
-    All restarts count. The rest of the time is shown by its cause.
+    Lost time is listed by cause, over all restarts.
 
     Example: z2a goodput runs/first
     """
@@ -60,7 +60,7 @@ def goodput(run: RunPath, json: Json = False) -> Result:
 @eval_app.command("loss")
 @command
 def eval_loss(run: RunPath, step: CheckpointStep = None, json: Json = False) -> Result:
-    """Measure bits-per-byte on the validation split.
+    """Measure bits-per-byte on the validation set.
 
     Example: z2a eval loss runs/first
     """
@@ -78,10 +78,10 @@ def eval_loss(run: RunPath, step: CheckpointStep = None, json: Json = False) -> 
 def generate(
     run: RunPath,
     prompt: Annotated[str, typer.Option("--prompt", help="The prompt.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy decoding.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens. 0 samples from all.")] = 50,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
     step: CheckpointStep = None,
     json: Json = False,
 ) -> Result:
@@ -100,7 +100,7 @@ def generate(
 @command
 def export(
     run: RunPath,
-    to: Annotated[Path, typer.Option("--to", help="The directory to write.")],
+    to: Annotated[Path, typer.Option("--to", help="The directory to write to.")],
     step: CheckpointStep = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="Store the weights in bf16.")] = False,
     check: Annotated[
@@ -110,7 +110,7 @@ def export(
 ) -> Result:
     """Export a model in Hugging Face format.
 
-    The export has a standard architecture, which transformers, vLLM and llama.cpp load.
+    The export uses a standard architecture: Llama, Qwen2, Qwen3 or Qwen3-MoE.
 
     Example: z2a export runs/first --to runs/first/hf --check
     """

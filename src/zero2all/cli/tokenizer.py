@@ -20,7 +20,7 @@ from zero2all.cli.conventions import (
     command,
 )
 
-TokenizerDir = Annotated[Path, typer.Argument(help="The directory of a tokenizer.", metavar="DIR")]
+TokenizerDir = Annotated[Path, typer.Argument(help="Tokenizer directory.", metavar="DIR")]
 
 app = typer.Typer(help="Train, evaluate, inspect and export tokenizers.", no_args_is_help=True)
 
@@ -41,7 +41,7 @@ def train(
     max_memory: Annotated[
         str | None,
         typer.Option(
-            "--max-memory", help="Memory limit of all processes together, such as 2GiB. Default: tokenizer.max_memory."
+            "--max-memory", help="Memory limit for all processes together, such as 2GiB. Default: tokenizer.max_memory."
         ),
     ] = None,
     json: Json = False,
@@ -75,10 +75,8 @@ def evaluate(
     directories: Annotated[
         list[Path], typer.Argument(help="Tokenizer directories, or tokenizer.json files.", metavar="DIR...")
     ],
-    text: Annotated[
-        list[str], typer.Option("--text", help="Text to measure on, as NAME=PATH. May be given several times.")
-    ],
-    svg: Annotated[Path | None, typer.Option("--svg", help="Also draw a bar chart to this SVG file.")] = None,
+    text: Annotated[list[str], typer.Option("--text", help="Text to evaluate on, as NAME=PATH. Can be repeated.")],
+    svg: Annotated[Path | None, typer.Option("--svg", help="Also write a bar chart to this SVG file.")] = None,
     markdown: Annotated[
         Path | None, typer.Option("--markdown", help="Also write the table to this Markdown file.")
     ] = None,
@@ -86,7 +84,7 @@ def evaluate(
 ) -> Result:
     """Compare tokenizers on your text.
 
-    The table has bytes per token by domain, fertility on names, numbers and code, and the round-trip rate.
+    The table lists bytes per token by domain, fertility on names, numbers and code, and the round-trip rate.
 
     Example: z2a tokenizer eval runs/mine/tokenizer qwen3/ --text zh=zh.jsonl --text en=en.txt --svg fit.svg
     """
@@ -118,7 +116,7 @@ def inspect(
     file: Annotated[Path | None, typer.Option("--file", help="Read the text from this file.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page to this file.")] = None,
     special: Annotated[
-        bool, typer.Option("--special", help="Parse the names of special tokens in the text as special tokens.")
+        bool, typer.Option("--special", help="Parse special-token strings in the text as special tokens.")
     ] = False,
     json: Json = False,
 ) -> Result:
@@ -145,9 +143,7 @@ def inspect(
 @command
 def extend(
     directory: TokenizerDir,
-    text: Annotated[
-        list[str], typer.Option("--text", help="Text to learn new tokens from. May be given several times.")
-    ],
+    text: Annotated[list[str], typer.Option("--text", help="Text to learn new tokens from. Can be repeated.")],
     add: Annotated[int, typer.Option("--add", min=1, help="Number of tokens to add.")],
     out: Annotated[Path, typer.Option("--out", help="The directory of the new tokenizer.")],
     min_frequency: Annotated[

@@ -19,7 +19,7 @@ def build(
     overrides: Overrides = None,
     engine: EngineKind = "local",
     workers: Annotated[
-        int, typer.Option("--workers", min=1, help="Number of local processes. One already encodes on all cores.")
+        int, typer.Option("--workers", min=1, help="Number of local processes. One process already uses all cores.")
     ] = 1,
     ray_address: RayAddress = None,
     json: Json = False,

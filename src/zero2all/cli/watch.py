@@ -27,11 +27,11 @@ Ssh = Annotated[str, typer.Option("--ssh", help="The ssh command to use, such as
 def watch(
     runs: RunTargets,
     once: Annotated[bool, typer.Option("--once", help="Print the status of the runs and exit.")] = False,
-    tty: Annotated[bool, typer.Option("--tty", help="Draw the charts in this terminal instead of a web page.")] = False,
+    tty: Annotated[bool, typer.Option("--tty", help="Draw charts in the terminal instead of a web page.")] = False,
     host: Annotated[
         str, typer.Option(help="Address to serve the page on. With 0.0.0.0 other machines can reach it.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve the page on. 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve the page on. 0 picks a free port.")] = 0,
     ssh: Ssh = "ssh",
     json: Json = False,
 ) -> Result:
@@ -68,7 +68,7 @@ def report(
 ) -> Result:
     """Write a standalone HTML report of runs.
 
-    The report has charts, samples, events, recipe and environment.
+    The report contains charts, samples, events, recipe and environment.
 
     Example: z2a report runs/first --html first.html
     """
@@ -92,7 +92,7 @@ def blame(
     top: Annotated[int, typer.Option("--top", min=1, help="Number of documents to print.")] = 20,
     json: Json = False,
 ) -> Result:
-    """Show the documents of a step by loss, worst first.
+    """List the documents of a step, highest loss first.
 
     Losses are recomputed with the nearest checkpoint. 'z2a tokens trace' lists them without losses.
 

@@ -1,4 +1,4 @@
-"""The one typed recipe: a YAML file, dotted overrides, and every mistake named at once.
+"""The typed recipe: a YAML file, dotted overrides, and validation that reports all mistakes at once.
 
 >>> recipe = load_recipe("recipes/quickstart.yaml", ["train.steps=200"])
 >>> recipe.train.steps

@@ -11,41 +11,42 @@ from zero2all.recipe.types import Positive, Section
 
 
 class OpsRecipe(Section):
-    """Which kernel computes each operation. All give the same result; ``auto`` takes the fastest that runs here."""
+    """The kernel for each operation. All give the same result; ``auto`` selects the fastest that runs on this
+    machine."""
 
     attention: Literal["auto", "flash", "flex", "sdpa", "reference"] = "auto"
-    """Kernel of attention."""
+    """Kernel for attention."""
     norm: Literal["auto", "liger", "torch", "reference"] = "auto"
-    """Kernel of RMSNorm."""
+    """Kernel for RMSNorm."""
     rope: Literal["auto", "liger", "torch", "reference"] = "auto"
-    """Kernel of rotary positions."""
+    """Kernel for RoPE."""
     swiglu: Literal["auto", "liger", "torch", "reference"] = "auto"
-    """Kernel of SwiGLU."""
+    """Kernel for SwiGLU."""
     cross_entropy: Literal["auto", "liger", "chunked", "torch", "reference"] = "auto"
-    """Kernel of the output head and its cross-entropy."""
+    """Kernel for the output head and cross-entropy."""
     experts: Literal["auto", "grouped", "reference"] = "auto"
-    """Kernel of the experts' feed-forward layers."""
+    """Kernel for the feed-forward layers of the experts."""
 
 
 class RopeScaling(Section):
-    """RoPE scaling for text longer than a model was trained on, computed as transformers does."""
+    """RoPE scaling for sequences longer than the model was trained on, computed as in transformers."""
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
     """The scaling method."""
     factor: Positive
-    """How many times longer the context becomes."""
+    """Factor by which the context is extended."""
     original_max_position_embeddings: int | None = Field(None, ge=1)
-    """The original context length; every type but linear needs it."""
+    """The original context length; required for every type except linear."""
     low_freq_factor: Positive = 1.0
-    """For llama3: wavelengths above original_max_position_embeddings / low_freq_factor are scaled in full."""
+    """For llama3: wavelengths above original_max_position_embeddings / low_freq_factor are fully scaled."""
     high_freq_factor: Positive = 4.0
-    """For llama3: wavelengths below original_max_position_embeddings / high_freq_factor stay as they are."""
+    """For llama3: wavelengths below original_max_position_embeddings / high_freq_factor are not scaled."""
     beta_fast: Positive = 32.0
-    """For yarn: dimensions that turn more often than this over the original context stay as they are."""
+    """For yarn: dimensions with more rotations than this over the original context are not scaled."""
     beta_slow: Positive = 1.0
-    """For yarn: dimensions that turn less often than this over the original context are scaled in full."""
+    """For yarn: dimensions with fewer rotations than this over the original context are fully scaled."""
     attention_factor: Positive | None = None
-    """For yarn: factor of cos and sin. Default: 0.1 ln(factor) + 1."""
+    """For yarn: multiplier of cos and sin. Default: 0.1 ln(factor) + 1."""
 
     @model_validator(mode="after")
     def _needs_original_context(self) -> Self:
@@ -59,22 +60,22 @@ class RopeScaling(Section):
 
 
 class MoeConfig(Section):
-    """A mixture of experts: each token goes to the few experts that its router scores highest. None is dropped."""
+    """Mixture of experts: each token is routed to the experts with the highest router scores. No token is dropped."""
 
     num_experts: int = Field(ge=2)
     """Number of routed experts."""
     num_experts_per_tok: int = Field(ge=1)
     """Number of experts that each token is routed to."""
     moe_intermediate_size: int = Field(ge=8)
-    """Width of one expert. A token goes through num_experts_per_tok of them."""
+    """Feed-forward width of one expert."""
     n_shared_experts: int = Field(0, ge=0)
-    """Number of shared experts, which every token goes through."""
+    """Number of shared experts, which process every token."""
     first_k_dense_replace: int = Field(0, ge=0)
-    """Number of first layers that are dense, with intermediate_size."""
+    """Number of leading layers that are dense, with intermediate_size."""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """How router scores are computed."""
     norm_topk_prob: bool = True
-    """Normalize the weights of a token's experts to a sum of one."""
+    """Normalize the expert weights of a token so that they sum to one."""
     load_balancing: Literal["aux", "bias", "none"] = "aux"
     """How expert load is balanced: aux (auxiliary loss), bias (auxiliary-loss-free) or none."""
     router_aux_loss_coef: float = Field(0.01, ge=0)
@@ -92,10 +93,10 @@ class MoeConfig(Section):
 
 
 class ModelConfig(Section):
-    """The shape of the decoder. Give a preset, single fields, or a preset with some fields changed."""
+    """The model architecture: a preset, single fields, or a preset with some fields overridden."""
 
     preset: str | None = None
-    """Name of a preset shape. Fields given beside it override it."""
+    """Name of a preset. Other fields override its values."""
     hidden_size: int = Field(192, ge=8)
     """Width of the residual stream."""
     intermediate_size: int = Field(512, ge=8)
@@ -107,16 +108,16 @@ class ModelConfig(Section):
     num_key_value_heads: int = Field(1, ge=1)
     """Number of key and value heads; fewer than ``num_attention_heads`` is grouped-query attention."""
     head_dim: int | None = None
-    """Size of one head; ``hidden_size / num_attention_heads`` if not given."""
+    """Size of one head. Default: ``hidden_size / num_attention_heads``."""
     max_position_embeddings: int = Field(512, ge=8)
-    """Longest sequence the model takes (context length)."""
+    """Maximum sequence length (context length)."""
     vocab_size: int | None = None
     """Number of tokens in the vocabulary. Default: that of the tokenizer. Embedding and head are padded to the next
     multiple of 64; padded rows are never predicted."""
     rope_theta: Positive = 10000.0
     """Base of the rotary position embedding (RoPE). A larger base suits longer sequences."""
     rope_scaling: RopeScaling | None = None
-    """RoPE scaling of a model that was trained on shorter sequences."""
+    """RoPE scaling for a model that was trained on shorter sequences."""
     rms_norm_eps: Positive = 1e-5
     """Epsilon of RMSNorm."""
     qkv_bias: bool = False
@@ -128,25 +129,25 @@ class ModelConfig(Section):
     residual_fp32: bool = True
     """Keep the residual stream in fp32 under bf16."""
     sliding_window: int | None = Field(None, ge=1)
-    """Sliding-window attention: number of positions that a token attends to, its own included. Default: all."""
+    """Sliding-window attention: number of positions that a token attends to, including its own. Default: all."""
     full_attention_interval: int | None = Field(None, ge=2)
     """With a sliding window: every n-th layer has full attention."""
     final_logit_softcapping: Positive | None = None
     """Softcap of the logits: ``cap * tanh(logits / cap)``."""
     z_loss: float = Field(0.0, ge=0)
-    """Weight of the z-loss, the squared log-sum-exp of the logits, which keeps them from drifting. It is in the
-    gradient, not in the reported loss. 1e-4 is usual."""
+    """Weight of the z-loss, the squared log-sum-exp of the logits, which keeps them from drifting. It affects the
+    gradient, not the reported loss. A common value is 1e-4."""
     mtp_weight: float = Field(0.0, ge=0)
-    """Weight of the multi-token prediction (MTP) loss; 0 has no MTP block. Export leaves the block out."""
+    """Weight of the multi-token prediction (MTP) loss; 0 disables MTP. The MTP block is not exported."""
     moe: MoeConfig | None = None
     """Mixture of experts in place of the feed-forward layers."""
     initializer_range: Positive = 0.02
-    """Standard deviation of the initial weights; those that write to the residual stream are scaled by depth."""
+    """Standard deviation of the initial weights; projections into the residual stream are scaled by depth."""
     mup_base: int | None = Field(None, ge=8)
-    """Width transfer (muP): the hidden_size at which the learning rate was tuned; initial weights and rates of the
-    matrices are scaled so that it fits this width too. For AdamW, with untied embeddings."""
+    """Base width for muP: the hidden_size at which the learning rate was tuned. Initial weights and learning rates of the
+    matrices are scaled so that it transfers to this width. For AdamW with untied embeddings."""
     ops: OpsRecipe = OpsRecipe()
-    """Which kernel computes each operation."""
+    """The kernel for each operation."""
 
     @model_validator(mode="before")
     @classmethod

@@ -18,17 +18,17 @@ SPLIT_BACKWARD_SCHEDULES = ("zero-bubble", "zbv")
 
 
 class ParallelRecipe(Section):
-    """The parallelism of a model. By default all ranks shard one model (FSDP).
+    """How the model is parallelized. By default all ranks shard one model (FSDP).
 
     The product of dp_replicate, dp_shard, cp, tp and pp is the number of ranks; ep reuses ranks of dp_shard and cp.
     """
 
     dp_replicate: Degree | Literal["auto"] = 1
-    """Number of replicas of the (sharded) model. Alone it is DDP, with dp_shard it is HSDP."""
+    """Number of replicas of the (sharded) model. On its own this is DDP; with dp_shard it is HSDP."""
     dp_shard: Degree | Literal["auto"] = "auto"
-    """Number of ranks that shard one replica (FSDP2). auto takes the remaining ranks."""
+    """Number of ranks that shard one replica (FSDP2). auto uses the remaining ranks."""
     tp: Degree = 1
-    """Tensor parallelism: number of ranks that share every matrix of a block."""
+    """Tensor parallelism: number of ranks over which the matrices of a block are sharded."""
     sp: bool = True
     """Sequence parallelism: with tp, shard norms and the residual stream along the sequence."""
     loss_parallel: bool = True
@@ -36,25 +36,26 @@ class ParallelRecipe(Section):
     pp: Degree = 1
     """Pipeline parallelism: number of pipeline ranks."""
     schedule: PipelineSchedule = "1f1b"
-    """Order of micro-batches in the pipeline. interleaved, zero-bubble and zbv give a rank two stages."""
+    """Pipeline schedule. interleaved, zero-bubble and zbv put two stages on each rank."""
     cp: Degree = 1
-    """Context parallelism: number of ranks that share every sequence."""
+    """Context parallelism: number of ranks over which each sequence is split."""
     cp_attention: Literal["allgather", "ulysses"] = "allgather"
-    """Attention under cp. allgather: each rank sees all keys and values; ulysses: all positions of some heads."""
+    """Attention with cp. allgather: each rank gathers all keys and values. ulysses: each rank has all positions of some
+    heads."""
     ep: Degree = 1
-    """Expert parallelism: number of ranks that share the experts of every MoE layer."""
+    """Expert parallelism: number of ranks over which the experts of each MoE layer are distributed."""
     reshard_after_forward: Literal["auto", "always", "never"] | Degree = "auto"
-    """Whether FSDP frees a block's gathered weights after its forward pass, or reshards them to groups of N ranks.
-    auto: not with pp."""
+    """Whether FSDP frees a block's gathered weights after its forward pass, or reshards them to groups of N ranks. auto
+    frees them unless pp is used."""
     gradient_sync: Literal["every", "last"] = "every"
-    """When FSDP reduce-scatters the gradient: with every micro-batch, or with the last one only. last sends less, but
-    every rank then holds the gradient of the unsharded model in fp32: 4 bytes for each parameter of its tp, pp and ep
-    part. Copies (DDP, HSDP) are all-reduced with the last micro-batch in any case."""
+    """When FSDP reduce-scatters the gradient: after every micro-batch, or only after the last one. last communicates
+    less, but every rank then holds the unsharded gradient in fp32: 4 bytes for each parameter of its tp, pp and ep
+    part. Replicas (DDP, HSDP) are always all-reduced after the last micro-batch."""
     activation_checkpointing: Literal["none", "full", "selective", "budget"] = "none"
-    """What the backward pass recomputes: nothing, each block, everything but matmuls and attention (selective), or by a
-    budget."""
+    """What the backward pass recomputes: nothing, each block, everything except matmuls and attention (selective), or
+    as much as a budget requires."""
     activation_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Fraction of activations that budget keeps."""
+    """Fraction of activations that are kept with ``budget``."""
 
     @model_validator(mode="after")
     def _one_auto(self) -> Self:

@@ -43,7 +43,7 @@ DOCUMENT_FIELDS = ("id", "category", "title", "content", "desc")
 
 
 class SourceRecipe(Section):
-    """Where one kind of text comes from."""
+    """A named source of text."""
 
     name: Slug
     """Name of the source. Losses, mixture weights and token counts are recorded under it."""
@@ -52,14 +52,14 @@ class SourceRecipe(Section):
     category: str = ""
     """Category of every document of the source."""
     exclude: list[str] = []
-    """Globs of files to skip, matched with the path below a given directory, such as ``test/*``."""
+    """Globs of files to skip, matched against the path relative to a given directory, such as ``test/*``."""
     follow_links: bool = False
-    """Follow symbolic links that lead out of the paths. Otherwise they are counted and skipped."""
+    """Follow symbolic links that point outside the given paths. Otherwise they are skipped and counted."""
     fields: dict[str, str] = {}
-    """Record field for each document field, such as ``content: body``. Fields that are not given are found by their
-    usual names."""
+    """Mapping of document fields to record fields, such as ``content: body``. Fields that are not listed are found by
+    their usual names."""
     mapping: str | None = None
-    """Name of a built-in field mapping, such as ``alpaca``; ``fields`` override it. See ``z2a corpus sniff``."""
+    """Name of a built-in field mapping, such as ``alpaca``; ``fields`` overrides it. See ``z2a corpus sniff``."""
 
     @field_validator("fields")
     @classmethod
@@ -71,27 +71,27 @@ class SourceRecipe(Section):
 
 
 class DedupRecipe(Section):
-    """Which documents count as the same; the copy of the source named first in the recipe is kept.
+    """Which documents count as duplicates. The copy from the source listed first in the recipe is kept.
 
-    Documents that are equal but for case, width and white space (code: but for line ends) always do.
+    Documents that differ only in case, character width or white space (code: only in line endings) always do.
     """
 
     near: bool = False
-    """Remove near-duplicates too, by MinHash over n-grams."""
+    """Also remove near-duplicates, found by MinHash over n-grams."""
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Jaccard similarity of n-grams from which two documents are near-duplicates."""
+    """Minimum Jaccard similarity between the n-grams of near-duplicates."""
     boilerplate: bool = False
     """Remove lines that occur in many documents of a source, such as footers."""
 
 
 class ContaminationRecipe(Section):
-    """How much text of an evaluation set a document may hold. An n-gram is 13 words, or 20 Chinese characters."""
+    """How much text from an evaluation set a document may contain. An n-gram is 13 words, or 20 Chinese characters."""
 
     min_hits: int = Field(8, ge=1)
-    """A document that shares at least this many distinct n-grams with an evaluation set is dropped."""
+    """Drop a document that shares at least this many distinct n-grams with an evaluation set."""
     min_share: Annotated[float, Field(gt=0, le=1)] = 0.01
-    """A document is dropped if at least this fraction of its n-grams is in an evaluation set, such as a short text that
-    quotes one question."""
+    """Drop a document if at least this fraction of its n-grams is in an evaluation set. This catches short texts that
+    quote one question."""
 
 
 class CorpusRecipe(Section):
@@ -100,21 +100,21 @@ class CorpusRecipe(Section):
     sources: list[SourceRecipe] = []
     """Sources to read."""
     filters: list[str | dict[str, Any]] | None = None
-    """Filters in order, each a name or a mapping of its name to its options. Default: the built-in list."""
+    """Filters in order, each a name, or a mapping with ``name`` and options. Default: the built-in list."""
     dedup: DedupRecipe = DedupRecipe()
     """Which documents count as duplicates."""
     decontaminate: list[InputPath] = []
-    """Files or directories of evaluation sets; documents that share long n-grams with them are dropped."""
+    """Files or directories with evaluation sets; documents that share long n-grams with them are dropped."""
     contamination: ContaminationRecipe = ContaminationRecipe()
-    """How much text of an evaluation set a document may hold."""
+    """How much text from an evaluation set a document may contain."""
     shard_size: Bytes = 200_000_000
     """Bytes of text in one Parquet shard."""
     holdout: Fraction = 0.01
-    """Fraction of documents in the validation split, chosen by a hash of their gid. Near-duplicates of them are never
-    trained on."""
+    """Fraction of documents in the validation split, chosen by gid. Their near-duplicates are removed from the training
+    set."""
     dir: AnyDir | None = None
-    """Where the documents are: a directory, or a place in an object store such as ``s3://bucket/documents``;
-    ``<out>/documents`` if not given."""
+    """Directory of the documents, local or in an object store such as ``s3://bucket/documents``. Default:
+    ``<out>/documents``."""
 
     @field_validator("sources")
     @classmethod
@@ -130,7 +130,7 @@ class TokenizerRecipe(Section):
     """How the tokenizer is trained."""
 
     vocab_size: Count = 8192
-    """Rows of the vocabulary, special tokens and padding included; a multiple of 64."""
+    """Vocabulary size including special tokens and padding; a multiple of 64."""
     pattern: Literal["zh-en-code", "qwen2", "gpt2"] = "zh-en-code"
     """Name of the pre-tokenizer pattern."""
     min_frequency: int = Field(2, ge=1)
@@ -138,14 +138,14 @@ class TokenizerRecipe(Section):
     train_bytes: Bytes = 10_000_000_000
     """Bytes of text to train on, sampled evenly from the documents of all sources."""
     max_han_run: int = Field(16, ge=0)
-    """In training only, split runs of Han characters after this many, because whole clauses hardly ever repeat.
-    Encoding does not split them. 0 is off."""
+    """Split runs of Han characters after this many characters, because whole clauses rarely repeat. This affects
+    training only, not encoding. 0 disables it."""
     max_memory: Bytes = 2 * 2**30
-    """Memory limit of all processes together. Words that do not fit are sampled without bias."""
+    """Memory limit for all processes together. Words that do not fit are sampled without bias."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of the sampling of rare words where not all fit into memory."""
+    """Seed for sampling rare words if not all of them fit into memory."""
     dir: LocalDir | None = None
-    """Where the tokenizer is; ``<out>/tokenizer`` if not given."""
+    """Directory of the tokenizer. Default: ``<out>/tokenizer``."""
 
     @field_validator("max_memory")
     @classmethod
@@ -168,43 +168,43 @@ class TokensRecipe(Section):
     """How documents are tokenized."""
 
     verify: Annotated[float, Field(ge=0, le=1)] = 0.001
-    """Fraction of documents that the reference backend encodes again, and decodes, before a shard is published."""
+    """Fraction of documents that are encoded again with the reference backend, and decoded, to verify each shard."""
     dir: LocalDir | None = None
-    """Where the token store is; ``<out>/tokens`` if not given."""
+    """Directory of the token store. Default: ``<out>/tokens``."""
 
 
 class CheckpointRecipe(Section):
     """When and where checkpoints are written."""
 
     every: DurationField = Duration(100, "steps")
-    """How often a checkpoint is written to durable storage, in the background."""
+    """Interval of durable checkpoints, which are written in the background."""
     flash_every: DurationField | None = Duration(10, "steps")
-    """How often an in-memory (flash) checkpoint is taken, for restarts on the same machines; null is never."""
+    """Interval of in-memory (flash) checkpoints, for restarts on the same machines; null disables them."""
     flash_dir: LocalDir = Path("/dev/shm")
     """Directory of in-memory checkpoints: a tmpfs with space for two checkpoints of every rank on the machine."""
     keep_latest: int = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     keep_every: DurationField | None = None
-    """Interval in steps, tokens or epochs at which a checkpoint is kept forever."""
+    """Interval of checkpoints that are kept forever."""
     keep_best: int = Field(0, ge=0)
     """Number of best checkpoints to keep, by validation bits-per-byte measured at the same step."""
     dir: AnyDir | None = None
-    """Where checkpoints are written: a directory that every machine sees, or a place such as ``s3://bucket/run``;
-    ``<out>/run/checkpoints`` if not given."""
+    """Directory of the checkpoints, shared by all machines, or an object store such as ``s3://bucket/run``. Default:
+    ``<out>/run/checkpoints``."""
 
 
 class TrackRecipe(Section):
     """What is recorded and logged."""
 
     log_every: int = Field(10, ge=1)
-    """Steps between two log lines; the record holds every step."""
+    """Number of steps between log lines; the run record has every step."""
     sinks: list[str] = []
-    """Other trackers to write to as well: tensorboard, wandb, or package.module:Class. That module is imported, so
-    treat a recipe from somebody else as code."""
+    """Additional trackers: tensorboard, wandb, or package.module:Class. That module is imported, so treat a recipe from
+    somebody else as code."""
     system_every: Positive = 10.0
-    """Seconds between two readings of CPU, memory and GPU."""
+    """Seconds between measurements of CPU, memory and GPU."""
     layer_norms_every: int | None = Field(100, ge=1)
-    """Steps between two records of the gradient norm of every layer; null for none."""
+    """Number of steps between records of the gradient norm of every layer; null disables them."""
 
 
 class EvalsRecipe(Section):
@@ -213,19 +213,19 @@ class EvalsRecipe(Section):
     tokens: Count = 131072
     """Number of validation tokens that bits-per-byte is measured on."""
     every: DurationField | None = None
-    """How often training is validated. Default: only at the end of a quickstart."""
+    """Interval of validation during training. Default: none; the quickstart validates at the end."""
     prompts: list[str] = []
-    """Prompts of the samples that validation records and the quickstart prints. Default: the beginnings of validation
+    """Prompts for the samples that validation records and the quickstart prints. Default: the beginnings of validation
     documents."""
 
 
 class Recipe(Section):
-    """Everything about a model: its data, its shape, how it is trained and evaluated."""
+    """Everything about a run: data, model, parallelism, training and evaluation."""
 
     name: Slug = "run"
     """Name of the run."""
     seed: int = Field(1234, ge=0, lt=2**63)
-    """Seed of initial weights and sample order."""
+    """Seed for the initial weights and the sample order."""
     out: LocalDir = Path("runs/run")
     """Output directory of every stage, unless its section sets another."""
     corpus: CorpusRecipe = CorpusRecipe()
@@ -235,9 +235,9 @@ class Recipe(Section):
     tokens: TokensRecipe = TokensRecipe()
     """How documents are tokenized."""
     model: ModelConfig = ModelConfig()
-    """The shape of the model."""
+    """The model architecture."""
     parallel: ParallelRecipe = ParallelRecipe()
-    """The parallelism of the model."""
+    """How the model is parallelized."""
     train: TrainRecipe = TrainRecipe(epochs=1)
     """How the model is trained."""
     checkpoint: CheckpointRecipe = CheckpointRecipe()

@@ -16,10 +16,10 @@ class OptimizerRecipe(Section):
     """The optimizer and its hyperparameters."""
 
     name: Literal["adamw", "adamw-8bit", "muon", "lion", "sgd"] = "adamw"
-    """The optimizer. muon updates the matrices inside the blocks by orthogonalized momentum and the rest by AdamW.
-    adamw-8bit needs torchao."""
+    """The optimizer. muon updates the matrices inside the blocks with orthogonalized momentum and all other parameters
+    with AdamW. adamw-8bit needs torchao."""
     lr: Positive = 3e-3
-    """Peak learning rate. With muon, that of the parameters that AdamW updates."""
+    """Peak learning rate. With muon, the rate of the parameters that AdamW updates."""
     muon_lr: Positive = 0.02
     """Peak learning rate of Muon."""
     momentum: Fraction = 0.95
@@ -38,7 +38,7 @@ class ScheduleRecipe(Section):
     """Learning-rate schedule of a stage, as a multiplier of the optimizer's rate: linear warmup, then a shape."""
 
     shape: Literal["cosine", "linear", "constant", "inverse-sqrt", "wsd"] = "cosine"
-    """How the rate goes from ``peak`` to ``min_lr_ratio``. wsd holds the peak and decays linearly over the last
+    """Shape of the decay from ``peak`` to ``min_lr_ratio``. wsd holds the peak and decays linearly over the last
     ``decay_ratio``; inverse-sqrt decays with the square root of the step and ignores ``min_lr_ratio``."""
     warmup: DurationField = Duration(20, "steps")
     """Length of the linear warmup."""
@@ -47,7 +47,7 @@ class ScheduleRecipe(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning-rate multiplier at the last step of the stage."""
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """For wsd: the fraction of the stage's steps in which the rate decays."""
+    """For wsd: fraction of the stage over which the rate decays."""
 
 
 class GuardRecipe(Section):
@@ -57,19 +57,19 @@ class GuardRecipe(Section):
     """The response. warn: log it, and stop on a non-finite value. skip: skip the update of that step. rollback: restore
     the last checkpoint before it and skip the steps around it."""
     threshold: Positive = 8.0
-    """A value further than this many robust standard deviations from the rolling median is an outlier."""
+    """A value more than this many robust standard deviations from the rolling median is an outlier."""
     min_loss_change: Fraction = 0.1
     """A smaller relative change of the loss is never an outlier."""
     min_norm_factor: Annotated[float, Field(gt=1)] = 5.0
-    """A gradient norm that changed by a smaller factor is never an outlier."""
+    """A change of the gradient norm by a smaller factor is never an outlier."""
     window: int = Field(64, ge=24)
-    """Number of steps in the rolling baseline."""
+    """Number of recent steps over which the standard deviation is estimated."""
     skip: int = Field(8, ge=3)
     """Number of steps skipped after a rollback, including the two before the outlier."""
 
 
 class BatchRampRecipe(Section):
-    """A batch size that grows linearly, in full samples, at the beginning of a stage."""
+    """Linear ramp of the batch size, in whole samples, at the beginning of a stage."""
 
     start: Count
     """Batch size of the first step, in tokens."""
@@ -99,10 +99,10 @@ class TrainLength(Section):
 
 
 class StageRecipe(TrainLength):
-    """One stage of a run, such as long context or annealing. What it does not set is as in ``train``."""
+    """One stage of a run, such as long context or annealing. Fields that are not set are as in ``train``."""
 
     name: Slug
-    """Name of the stage. It seeds the sample order, so that every stage draws its own samples."""
+    """Name of the stage. It seeds the sample order, so that every stage draws different samples."""
     seq_len: Count | None = None
     """Sequence length. Default: as in ``train``."""
     batch_tokens: Count | None = None
@@ -112,9 +112,9 @@ class StageRecipe(TrainLength):
     batch_ramp: BatchRampRecipe | None = None
     """Ramp the batch size up from a smaller one."""
     mixture: dict[str, Positive] | None = None
-    """Weight of each source. Default: as in ``train``."""
+    """Sampling weight of each source. Default: as in ``train``."""
     max_epochs: Positive | None = None
-    """Limit of passes over any one source. Default: as in ``train``."""
+    """Maximum number of epochs of any one source. Default: as in ``train``."""
     schedule: ScheduleRecipe | None = None
     """Learning-rate schedule. Default: that of ``train`` in the first stage, then the constant rate at which the
     previous stage ended."""
@@ -150,35 +150,35 @@ class ResolvedStage:
 
 
 class TrainRecipe(TrainLength):
-    """The run. Give its length as exactly one of steps, tokens or epochs, or as a list of stages with theirs."""
+    """How the model is trained. Set the length as exactly one of steps, tokens or epochs, or set stages."""
 
     stages: list[StageRecipe] = []
-    """A run in several stages; the fields beside it are the defaults of every stage."""
+    """Stages of the run, each with its own length; the other fields of ``train`` are their defaults."""
     seq_len: Count = 512
     """Sequence length: tokens in one sample."""
     batch_tokens: Count = 16384
     """Tokens in one step, over all devices."""
     micro_batch_tokens: Count | None = None
     """Tokens in one forward pass of one device (micro-batch). The gradient is accumulated over the micro-batches of a
-    step. Default: one micro-batch, or with pp at most two for each pipeline stage."""
+    step. Default: one micro-batch, or with pp at most two per pipeline stage."""
     batch_ramp: BatchRampRecipe | None = None
     """Ramp the batch size up from a smaller one."""
     mixture: dict[str, Positive] = {}
-    """Weight of each source. Empty means by size; a source that is not named is not used."""
+    """Sampling weight of each source; sources that are not listed are not used. Default: all sources, by size."""
     max_epochs: Positive | None = None
-    """Limit of passes over any one source in a stage, with a mixture. The other sources take its place."""
+    """With a mixture: maximum number of epochs of any one source in a stage. The other sources fill its share."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on. auto takes a GPU if there is one."""
+    """Device to train on. auto uses a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Compute dtype. bf16 and fp16 mean fp32 weights under autocast, fp16 with a scaled loss. auto takes bf16 where the
-    device has it natively, fp16 on other GPUs, fp32 on other CPUs."""
+    """Compute dtype. bf16 and fp16 use autocast with fp32 weights; fp16 also scales the loss. auto selects bf16 if the
+    device supports it natively, otherwise fp16 on GPUs and fp32 on CPUs."""
     compile: bool = False
     """Compile each block with torch.compile."""
     document_mask: bool = False
     """Mask attention across documents: tokens attend only to their own document, which begins at its end-of-text
     token. Positions are counted from there."""
     deterministic: bool = False
-    """Use deterministic operations where they exist, which is slower on GPUs. This sets CUBLAS_WORKSPACE_CONFIG, asks
+    """Use deterministic operations if available; this is slower on GPUs. It sets CUBLAS_WORKSPACE_CONFIG, asks
     flash-attn for its deterministic backward, and excludes flex attention."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
     """The optimizer and its hyperparameters."""
