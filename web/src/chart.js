@@ -192,7 +192,7 @@ export class Chart {
     const items = plot.series.map((series, column) => [series.line, plot.data[column]]).filter(([line]) => line)
       .map(([line, values]) => element("span", {},
         element("i", { style: `background:${line.colour}` }), line.label, " ", element("b", {}, number(near(values, idx, over ? 200 : Infinity)))));
-    const where = { step: (x) => `${say("step")} ${Math.round(x)}`, tokens: compact, time: duration }[state.x];
+    const where = { step: (x) => say("step {}").replace("{}", Math.round(x)), tokens: compact, time: duration }[state.x];
     const x = plot.data[0][idx];
     const event = !over ? null : this.eventNear(plot, plot.cursor.left);
     if (event) items.push(element("span", { class: "event" }, `${say(event.event)} ${event.step ?? ""}`));

@@ -4,7 +4,7 @@ import { COLOURS } from "./chart.js";
 import { element } from "./element.js";
 import { compact, duration, number } from "./format.js";
 import { change, hiddenRuns, state } from "./state.js";
-import { language, say } from "./words.js";
+import { language, say, sayName } from "./words.js";
 
 export function runCard(run) {
   const { status } = run, hidden = hiddenRuns();
@@ -42,12 +42,12 @@ export function textPanel(runs, kind, show) {
     slider.value = steps.length - 1;
     const open = async () => {
       const step = steps[slider.value];
-      label.textContent = `${say("step")} ${step}`;
+      label.textContent = say("step {}").replace("{}", step);
       body.replaceChildren(show(await getText(run.id, kind, name, step)));
     };
     slider.addEventListener("input", open);
     open();
-    const title = runs.length > 1 ? `${run.status.name} · ${name}` : name;
+    const title = runs.length > 1 ? `${run.status.name} · ${sayName(name)}` : sayName(name);
     return element("article", {}, element("header", {}, element("b", {}, title), slider, label), body);
   }));
 }
@@ -81,7 +81,7 @@ export async function openDocuments(run, step, highest) {
   document.querySelector("dialog")?.remove();
   const body = element("div", {}, say("loading…"));
   const dialog = element("dialog", { onclose: () => { change({ step: "" }); dialog.remove(); } },
-    element("header", {}, element("b", {}, `${say("documents of step")} ${step}`),
+    element("header", {}, element("b", {}, say("documents of step {}").replace("{}", step)),
       highest ? element("small", {}, say("the highest between two points")) : null,
       element("button", { onclick: () => dialog.close() }, say("close"))),
     body);
