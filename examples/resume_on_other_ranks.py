@@ -27,7 +27,7 @@ def train_on_one_rank(recipe: Path, out: Path, steps: int) -> None:
 
 def resume_on_two_ranks(recipe: Path, out: Path, steps: int) -> None:
     """The same command that would start the run; it resumes from the newest checkpoint."""
-    command = ["launch", "--nproc-per-node", "2", "--", "train", recipe, f"out={out}", f"train.steps={steps}"]
+    command = ["launch", "--nproc-per-node", "2", "--", "train", str(recipe), f"out={out}", f"train.steps={steps}"]
     subprocess.run([sys.executable, "-m", "zero2all.cli", *command], check=True, stdout=sys.stderr)
 
 
