@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = ("docs", "examples", "recipes")
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md"))
+    for path in (*ROOT.glob("*.md"), *(page for name in FOLDERS for page in (ROOT / name).rglob("*.md")))
 )
 ENGLISH = [page for page in PAGES if not page.endswith(".zh-CN.md")]
 PAIRS = [page for page in ENGLISH if page.replace(".md", ".zh-CN.md") in PAGES]

@@ -32,7 +32,7 @@ WORDS = re.compile(
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    for folder in ("src", "tests", "benchmarks"):
+    for folder in ("src", "tests", "benchmarks", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
 
