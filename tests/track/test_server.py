@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from tests.track.browser import watching
 from zero2all.errors import Z2aError
 from zero2all.track import RunRecord
 from zero2all.track.html_report import report_html
@@ -61,6 +63,13 @@ def test_runs_and_series(client: TestClient) -> None:
     assert block["tokens"] == [300, 400, 500]
     assert block["mean"]["loss/zh"] == [1.0, None, 1.0]
     assert client.get("/api/runs/0/series", params={"name": "nothing"}).json() == []
+
+
+def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with watching(tmp_path) as (_, process):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
 
 
 def test_the_documents_of_a_step(client: TestClient) -> None:

@@ -5,26 +5,22 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
-import shutil
 import socket
-import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.sshd import answers, sshd, wait_for, write_client
 from tests.track.browser import watching
 from zero2all.errors import UsageError
 from zero2all.track import RunRecord
 from zero2all.track.run_locations import find_runs
 from zero2all.track.run_view import RunView
 from zero2all.track.ssh import SshConnection, UnreachableError, parse_address
-
-SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
 
 class Wire:
@@ -86,65 +82,11 @@ def with_shutdown(end: socket.socket) -> None:
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Wire, Path]]:
     """A running sshd behind a wire, and the directory with its client's configuration."""
-    if not Path(SSHD).exists() or shutil.which("ssh") is None:
-        pytest.skip("needs sshd and ssh (Debian: openssh-server openssh-client)")
     home = tmp_path_factory.mktemp("ssh")
-    for name in ("host", "other", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", home / name], check=True)
-    shutil.copy(home / "user.pub", home / "authorized")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    (home / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nListenAddress ::1\nHostKey {home}/host\n"
-        f"AuthorizedKeysFile {home}/authorized\n"
-        "PidFile none\nUsePAM no\nStrictModes no\nPasswordAuthentication no\nPermitRootLogin yes\n"
-    )
-    separation = Path("/run/sshd")  # sshd asks for it; Debian's service would make it
-    if not separation.exists():
-        try:
-            separation.mkdir()
-        except OSError:
-            pytest.skip("sshd cannot be started here: /run/sshd is missing")
-    server = subprocess.Popen([SSHD, "-D", "-e", "-f", home / "sshd_config"], stderr=subprocess.DEVNULL)
-    wire = Wire(port)
-    try:
-        wait_for(lambda: server.poll() is not None or answers(port), "sshd does not answer")
-        if server.poll() is not None:
-            pytest.skip(f"sshd cannot be started here (status {server.returncode})")
-        write_client(home, wire, "host")
+    with sshd(home) as port, contextlib.closing(Wire(port)) as wire:
+        write_client(home, wire.port, "host")
         wire.listens_on_ipv6 = answers(port, "::1")
         yield wire, home
-    finally:
-        wire.close()
-        server.terminate()
-        server.wait(10)
-
-
-def write_client(home: Path, wire: Wire, known: str) -> None:
-    """The client's configuration; ``known`` is the key that it takes for the host's."""
-    kind, key = (home / f"{known}.pub").read_text().split()[:2]
-    (home / f"known_{known}").write_text(f"[127.0.0.1]:{wire.port} {kind} {key}\n")
-    (home / f"client_{known}").write_text(
-        f"Host there\n  HostName 127.0.0.1\n  Port {wire.port}\n  User {getpass.getuser()}\n"
-        f"  IdentityFile {home}/user\n  IdentitiesOnly yes\n  UserKnownHostsFile {home}/known_{known}\n"
-        "  GlobalKnownHostsFile /dev/null\n  StrictHostKeyChecking yes\n  BatchMode yes\n  LogLevel ERROR\n"
-    )
-
-
-def answers(port: int, host: str = "127.0.0.1") -> bool:
-    try:
-        with socket.create_connection((host, port), timeout=1):
-            return True
-    except OSError:
-        return False
-
-
-def wait_for(there: Callable[[], Any], complaint: str, seconds: float = 40.0) -> Any:
-    until = time.monotonic() + seconds
-    while not (found := there()):
-        assert time.monotonic() < until, complaint
-        time.sleep(0.05)
-    return found
 
 
 def test_the_page_follows_a_remote_run_and_no_step_is_missing_after_a_disconnect(
@@ -192,9 +134,17 @@ def test_the_page_follows_a_remote_run_and_no_step_is_missing_after_a_disconnect
             assert steps() == list(range(500))
 
 
+def test_a_run_that_matches_two_search_paths_is_listed_once(remote: tuple[Wire, Path], tmp_path: Path) -> None:
+    """``run/`` is both the run of a recipe and a directory one level below."""
+    _, home = remote
+    with RunRecord(tmp_path / "run" / "record.jsonl", system_every=None) as record:
+        record.step(0, loss=1.0)
+    assert len(find_runs(f"ssh://there{tmp_path}", f"ssh -F {home}/client_host")) == 1
+
+
 def test_a_wrong_host_key_is_refused(remote: tuple[Wire, Path], tmp_path: Path) -> None:
     wire, home = remote
-    write_client(home, wire, "other")
+    write_client(home, wire.port, "other")
     with pytest.raises(UnreachableError, match="Host key verification failed"):
         find_runs(f"ssh://there{tmp_path}", f"ssh -F {home}/client_other")
 

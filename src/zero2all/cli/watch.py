@@ -6,6 +6,7 @@ import json as jsonlib
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,11 +53,12 @@ def watch(
             {"runs": [checked_status(run) for run in opened]},
             "\n".join(line for run in opened for line in health_report_lines(run)),
         )
-    if tty:
-        watch_terminal(opened, console)
-        return Result({"runs": [run.status() for run in opened]}, "")
-    _serve_page(opened, host, port)
-    return Result({"runs": [run.name for run in opened]}, "")
+    with suppress(KeyboardInterrupt):  # the usual end of watching, not a failure
+        if tty:
+            watch_terminal(opened, console)
+        else:
+            _serve_page(opened, host, port)
+    return Result({"runs": [run.status() for run in opened]}, "")
 
 
 @command

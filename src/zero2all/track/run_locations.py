@@ -91,7 +91,7 @@ def find_runs(target: str, ssh: str = "ssh") -> list[RunLocation]:
         connection = SshConnection(address, ssh)
         patterns = [f"{below}/{RECORD_FILE}" if below else RECORD_FILE for below in SEARCH_PATHS]
         listed = connection.glob_files(path, patterns)
-        records = [name for name in listed if _is_expected_record_path(name)]
+        records = sorted({name for name in listed if _is_expected_record_path(name)})  # the patterns overlap
         locations: list[RunLocation] = [
             SshRunLocation(connection, f"{path}/{name}".removesuffix(f"/{RECORD_FILE}")) for name in records
         ]
@@ -102,5 +102,5 @@ def find_runs(target: str, ssh: str = "ssh") -> list[RunLocation]:
         )
         locations = [LocalRunLocation(path.parent) for path in local]
     if not locations:
-        raise UsageError(f"no run in {target}: it should hold the {RECORD_FILE} that 'z2a train' writes")
+        raise UsageError(f"no run in {target}: there is no {RECORD_FILE}, which 'z2a train' writes")
     return locations
