@@ -24,7 +24,7 @@ from zero2all.bench.parity_cases import (
     TrainingSetup,
     cases,
 )
-from zero2all.bench.rank_harness import stream_ranks
+from zero2all.bench.rank_harness import stream_jobs
 from zero2all.console import progress
 from zero2all.model import document_starts
 from zero2all.parallel.mesh import ParallelDims, ParallelMesh
@@ -110,7 +110,7 @@ def measure_parity(
         torch.set_num_threads(threads)
         for ranks, own in _group_by_ranks(trials):
             needed = {key: references[key] for key in map(_reference_key, own)}
-            for seen in stream_ranks(ranks, _compare, own, needed, seconds=seconds, detail=detail):
+            for seen in stream_jobs(ranks, _compare, own, needed, seconds=seconds, detail=detail):
                 yield _merge_ranks(seen, needed)
                 advance(1)
 

@@ -9,14 +9,19 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
+from zero2all.console import warn
 from zero2all.errors import Z2aError
 from zero2all.processes import watch_parent
+
+
+class RankCrashError(Z2aError):
+    """A rank ended without a Python exception: native code crashed, or something killed it."""
 
 
 def run_ranks(
@@ -57,6 +62,24 @@ def stream_ranks(
                 process.join()
 
 
+def stream_jobs(
+    ranks: int, function: Callable[..., Iterator[Any]], jobs: Sequence[Any], *args: Any, seconds: float, detail: bool
+) -> Iterator[list[Any]]:
+    """As :func:`stream_ranks` for ``function(jobs, *args)``, which yields a value for each job, in order.
+
+    After a crash of native code the jobs without a value are repeated once, in new processes: gloo's event loop
+    in torch 2.13 has been seen to crash after dozens of process groups.
+    """
+    done = 0
+    try:
+        for values in stream_ranks(ranks, function, jobs, *args, seconds=seconds, detail=detail):
+            done += 1
+            yield values
+    except RankCrashError as error:
+        warn(f"{error}; new processes repeat {len(jobs) - done} of {len(jobs)} runs")
+        yield from stream_ranks(ranks, function, jobs[done:], *args, seconds=seconds, detail=detail)
+
+
 def _yield_result(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
     yield function(*args)
 
@@ -65,8 +88,8 @@ def _collect(pipes: list[Connection], deadline: float) -> Iterator[list[Any]]:
     values: list[deque[Any]] = [deque() for _ in pipes]
     working = {pipe: rank for rank, pipe in enumerate(pipes)}
 
-    def receive_message(pipe: Connection) -> str | None:
-        """One message of a rank; the failure, if it reports one."""
+    def receive_message(pipe: Connection) -> Z2aError | None:
+        """One message of a rank; the failure, if it reports one or is gone."""
         rank = working[pipe]
         try:
             kind, value = pickle.loads(pipe.recv_bytes())
@@ -78,11 +101,12 @@ def _collect(pipes: list[Connection], deadline: float) -> Iterator[list[Any]]:
         del working[pipe]
         if kind == "end":
             return None
-        return f"rank {rank} of {len(pipes)} " + (
-            "died without an error message" if value is None else f"failed:\n{value}"
-        )
+        name = f"rank {rank} of {len(pipes)}"
+        if value is None:
+            return RankCrashError(f"{name} died without an error message")
+        return Z2aError(f"{name} failed:\n{value}")
 
-    failures: list[str] = []
+    failures: list[Z2aError] = []
     while working and not failures:
         ready = wait(list(working), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -93,7 +117,7 @@ def _collect(pipes: list[Connection], deadline: float) -> Iterator[list[Any]]:
         while all(values):
             yield [own.popleft() for own in values]
     if failures:
-        raise Z2aError(failures[0])
+        raise failures[0]
 
 
 def _rank_main(
