@@ -29,7 +29,7 @@ _STATUSES = {
     255: "exit(-1), or an ssh connection that failed: see the last log lines",
 }
 _SIGNALS = {
-    signal.SIGKILL: "killed from outside: by the OOM killer (see dmesg), a person or a scheduler",
+    signal.SIGKILL: "killed by another process: the OOM killer (see dmesg), a scheduler or a person",
     signal.SIGSEGV: "segmentation fault: a bug in native code, or bad memory",
     signal.SIGBUS: "bus error: a mapped file was truncated, or /dev/shm is full",
     signal.SIGABRT: "native code aborted: see the last log lines",

@@ -97,7 +97,7 @@ def load_hf(directory: Path, device: str = "cpu") -> Z2all:
     from safetensors import safe_open
 
     if not (directory / "config.json").exists():
-        raise UsageError(f"no Hugging Face model in {directory}: it should hold config.json and *.safetensors")
+        raise UsageError(f"no Hugging Face model in {directory}: config.json or *.safetensors is missing")
     with torch.device("meta"):
         model = Z2all(from_hf_config(read_json(directory / "config.json"), directory / "config.json"))
     model = model.to_empty(device=device).init_buffers()

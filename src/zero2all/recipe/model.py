@@ -144,8 +144,8 @@ class ModelConfig(Section):
     initializer_range: Positive = 0.02
     """Standard deviation of the initial weights; projections into the residual stream are scaled by depth."""
     mup_base: int | None = Field(None, ge=8)
-    """Base width for muP: the hidden_size at which the learning rate was tuned. Initial weights and learning rates of the
-    matrices are scaled so that it transfers to this width. For AdamW with untied embeddings."""
+    """Base width for muP: the hidden_size at which the learning rate was tuned. Initial weights and learning rates of
+    the matrices are scaled so that it transfers to this width. For AdamW with untied embeddings."""
     ops: OpsRecipe = OpsRecipe()
     """The kernel for each operation."""
 

@@ -53,7 +53,7 @@ class Run:
                 recipe = _load_saved_recipe(candidate / "recipe.yaml")
                 # Where it is now, not where it was made: a run may be moved, or opened from elsewhere.
                 return cls(recipe.model_copy(update={"out": candidate.absolute().parent}), candidate)
-        raise UsageError(f"no run in {directory}: it should hold what 'z2a train' writes")
+        raise UsageError(f"no run in {directory}: 'z2a train' writes one")
 
     def save_metadata(self, identity: RunIdentity, tokenizer: Tokenizer, device: torch.device) -> None:
         """Write all that is needed to rebuild the run, and a copy of its tokenizer, which may be trained again.

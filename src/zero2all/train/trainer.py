@@ -505,8 +505,8 @@ class Trainer:
         changed = [name for name, value in vars(begun).items() if getattr(before, name) != value]
         if changed:
             raise UsageError(
-                f"the run in {directory} was trained with another {' and '.join(changed)}; "
-                "give this one a new place (out=DIR), or remove that directory"
+                f"the recipe does not match the run in {directory}: {', '.join(changed)} changed; "
+                "choose another directory (out=DIR) or remove this one"
             )
         if step > plan.total_steps:
             raise UsageError(f"the run in {directory} is at step {step} already, past the {plan.total_steps} asked for")
