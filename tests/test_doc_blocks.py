@@ -1,0 +1,195 @@
+"""Console and Python blocks of README, get-started and the guides are executed as printed; both languages have them.
+
+Pages that install packages or train for minutes are marked ``long`` and run by .ci/long.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from sybil import Example
+from sybil.document import Document
+from sybil.parsers.markdown import CodeBlockParser
+
+from tests.doc_pages import (
+    MARKED,
+    ROOT,
+    Page,
+    Sandbox,
+    prepare_longer_run,
+    prepare_run,
+    prepare_stages,
+    prepare_text,
+    recipe_with,
+    sandbox,
+)
+
+SMALL_MODEL = "{{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, qk_norm: true}}"
+GATE = [
+    Page("docs/guides/find-spike-documents.md", prepare_longer_run),
+    Page(
+        "docs/guides/resume-and-extend.md", prepare_run,
+        {"train.tokens=2B": "train.tokens=4Ki", "--nproc-per-node 4": "--nproc-per-node 2", "--step 5000": "--step 16"},
+    ),
+    Page(
+        "docs/guides/watch-over-ssh.md", prepare_run,
+        {"me@": "{user}@", "/home/me/runs/big": "{work}/runs/mine",
+         ":2222/~/runs": ":{ssh_port}{work}/runs", "runs/local": "runs/mine", "runs/big": "runs/mine",
+         "8080": "{port}"},
+    ),
+]  # fmt: skip
+LONG = [
+    Page(
+        "README.md", prepare_text,
+        {"train.steps=5000": "train.steps=620", "--out runs/quick": "--out runs/quick train.steps=20",
+         "vocab_size: 16384": "vocab_size: 512",
+         "{preset: z2all-25m, qk_norm: true}": SMALL_MODEL, "tokens: 500M": "tokens: 20Ki",
+         "seq_len: 1024": "seq_len: 64", "batch_tokens: 128Ki": "batch_tokens: 1Ki",
+         "micro_batch_tokens: 16Ki": "micro_batch_tokens: 256", "2M tokens": "2Ki tokens", "10M tokens": "5Ki tokens",
+         "--nproc-per-node 8": "--nproc-per-node 2"},
+        recipe="mine.yaml", in_clone=True, own_venv=True,
+    ),
+    Page(
+        "docs/get-started.md", prepare_text,
+        {"--out runs/first": "--out runs/first train.steps=330", "train.steps=1000": "train.steps=350",
+         "--out runs/quick": "--out runs/quick train.steps=20", "vocab_size: 8192": "vocab_size: 512",
+         "{preset: z2all-10m}": SMALL_MODEL, "tokens: 5M": "tokens: 20Ki", "seq_len: 512": "seq_len: 64",
+         "batch_tokens: 16Ki": "batch_tokens: 1Ki", "micro_batch_tokens: 4Ki": "micro_batch_tokens: 256",
+         "100 steps": "10 steps", "--nproc-per-node 8 --nnodes 4": "--nproc-per-node 1 --nnodes 2",
+         "--nproc-per-node 8": "--nproc-per-node 2", "head:29500": "127.0.0.1:{port}"},
+        recipe="mine.yaml", in_clone=True, own_venv=True,
+    ),
+    Page(
+        "docs/guides/export.md", prepare_run, {"--step 400": "--step 8"}, in_clone=True,
+    ),
+    Page("docs/guides/extend.md", prepare_stages, in_clone=True),
+    Page(
+        "docs/guides/multi-node.md", prepare_run,
+        {"me@": "{user}@", "/shared/runs/big": "{work}/runs/mine",
+         "login:29500": "127.0.0.1:{port}", "29500": "{port}",
+         "--nproc-per-node 8 --nnodes 4 --rdzv": "--nproc-per-node 1 --nnodes 2 --rdzv"},
+    ),
+    Page(
+        "docs/guides/train-overnight.md", prepare_text,
+        {"vocab_size: 32768": "vocab_size: 512", "{preset: z2all-85m, qk_norm: true}": SMALL_MODEL,
+         "tokens: 1B": "tokens: 20Ki", "seq_len: 1024": "seq_len: 64", "batch_tokens: 256Ki": "batch_tokens: 1Ki",
+         "micro_batch_tokens: 16Ki": "micro_batch_tokens: 256", "compile: true": "compile: false",
+         "200 steps": "2 steps", "500 steps": "10 steps"},
+        recipe="overnight.yaml", in_clone=True,
+    ),
+    Page("docs/guides/tune-lr-and-mup.md", prepare_stages, {"train.steps=1000": "train.steps=12"}),
+]  # fmt: skip
+PAGES = [*GATE, *LONG]
+
+
+class Blocks:
+    """Sybil's evaluators for one page."""
+
+    def __init__(self, page: Page, box: Sandbox | None = None) -> None:
+        self.page, self.box = page, box
+        self.document = Document.parse(
+            str(ROOT / page.path),
+            CodeBlockParser("sh", self._shell),
+            CodeBlockParser("python", self._python),
+            CodeBlockParser("yaml", self._recipe),
+        )
+
+    def sources(self, language: str) -> list[str]:
+        examples = self.document.examples()
+        return [str(one.parsed) for one in examples if one.region.lexemes["arguments"] == language]
+
+    def run(self) -> None:
+        assert self.box is not None
+        for text in filter(is_whole_recipe, self.sources("yaml")):  # commands may be printed before the recipe
+            self.box.write_recipe(text)
+        for example in self.document.examples():
+            try:
+                example.evaluate()
+            except AssertionError as error:
+                raise AssertionError(f"{self.page.path}, line {example.line}: {error}") from error
+
+    def _shell(self, example: Example) -> None:
+        assert self.box is not None
+        self.box.shell(str(example.parsed))
+
+    def _python(self, example: Example) -> None:
+        """A block that begins with the name of a file is that file; another one is run."""
+        assert self.box is not None
+        text = str(example.parsed)
+        if named := re.match(r"# ([\w/]+\.py)\n", text):
+            (self.box.work / named[1]).write_text(text, encoding="utf-8")
+        else:
+            (self.box.work / "block.py").write_text(text, encoding="utf-8")
+            self.box.shell("python block.py")
+
+    def _recipe(self, example: Example) -> None:
+        """A recipe as printed is valid; a part of one is valid in a recipe, and a corpus is built with it."""
+        assert self.box is not None
+        text = str(example.parsed)
+        part = None if is_whole_recipe(text) else yaml.safe_load(text)
+        if part is not None:
+            text = yaml.safe_dump(recipe_with(self.box, part), sort_keys=False)
+        (self.box.work / "printed.yaml").write_text(text, encoding="utf-8")
+        self.box.shell("z2a recipe check printed.yaml")
+        if part is not None and "corpus" in part:
+            self.box.shell("z2a corpus build printed.yaml")
+
+
+def is_whole_recipe(text: str) -> bool:
+    return text.startswith("name:")
+
+
+def execute(page: Page, tmp_path: Path, workspace: Path) -> None:
+    text = (ROOT / page.path).read_text(encoding="utf-8")
+    stale = [printed for printed in page.changes if printed not in text]
+    assert not stale, f"not on the page any more: {stale}"
+    for tool in ("jq", "tmux"):
+        if f"{tool} " in "".join(Blocks(page).sources("sh")) and shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}")
+    with sandbox(page, tmp_path, workspace) as box:
+        Blocks(page, box).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", GATE, ids=lambda page: page.path)
+def test_blocks_run_as_printed(page: Page, tmp_path: Path, workspace: Path) -> None:
+    execute(page, tmp_path, workspace)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("page", LONG, ids=lambda page: page.path)
+def test_long_blocks_run_as_printed(page: Page, tmp_path: Path, workspace: Path) -> None:
+    execute(page, tmp_path, workspace)
+
+
+def test_every_page_with_commands_is_executed() -> None:
+    guides = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "guides").glob("*[!N].md")}
+    assert {page.path for page in PAGES} == guides | {"README.md", "docs/get-started.md"}
+
+
+def test_fewer_than_a_tenth_of_the_blocks_have_a_command_that_is_not_run() -> None:
+    blocks = [text for page in PAGES for language in ("sh", "python") for text in Blocks(page).sources(language)]
+    marked = [
+        text for text in blocks if any(re.search(rf"^{re.escape(name)}\b", text, re.MULTILINE) for name in MARKED)
+    ]
+    assert marked, "the list of commands that are not run is empty: remove this test"
+    assert len(marked) < len(blocks) / 10, f"{len(marked)} of {len(blocks)}"
+
+
+def code(path: Path) -> list[tuple[str, str]]:
+    """The blocks of a page without comments and texts in quotes, which are written in its language."""
+    text = path.read_text(encoding="utf-8")
+    found = re.findall(r"^```(sh|python|yaml)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    stripped = [(language, re.sub(r"(^|\s+)#.*", "", block, flags=re.MULTILINE)) for language, block in found]
+    return [(language, " ".join(re.sub(r'"[^"\n]*"', '""', block).split())) for language, block in stripped]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path)
+def test_the_chinese_page_has_the_same_commands(page: Page) -> None:
+    path = ROOT / page.path
+    assert code(path) == code(path.with_suffix(".zh-CN.md"))
