@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from zero2all.elastic.failure_report import (
     RecoveryCost,
     add_recovery_cost,
     combine_node_reports,
+    render_text,
     write_failure_report,
     write_node_report,
 )
@@ -97,6 +99,17 @@ def test_the_rank_that_the_others_wait_for_is_named() -> None:
 
 def test_a_stopped_rank_comes_before_one_outside_of_the_collective() -> None:
     assert [one.rank for one, _ in find_hang_culprits([hung(0, state="T"), hung(1, waits=False)])] == [0]
+
+
+def test_ranks_of_a_lost_node_that_wait_for_the_others_are_no_hang() -> None:
+    lost = node_report("node0", failure(0, "cut off", 10.0))
+    waiting = replace(node_report("node1", stuck=[hung(2), hung(3)]), time=12.0)
+    report = combine_node_reports([lost, waiting])
+    assert report.kind == "cut off"
+    assert "no progress" not in render_text(report)
+    looping = replace(waiting, stuck=[hung(2), hung(3, waits=False)])
+    assert combine_node_reports([lost, looping]).kind == "hang"
+    assert combine_node_reports([replace(waiting, time=8.0), lost]).kind == "hang"  # the ranks of node0 lost node1's
 
 
 def fail_at(policy: RestartPolicy, step: int) -> str | None:

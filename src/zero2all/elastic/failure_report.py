@@ -160,8 +160,11 @@ def combine_node_reports(node_reports: list[NodeReport]) -> FailureReport:
     )
     stuck = sorted((one for report in node_reports for one in report.stuck), key=lambda one: one.rank)
     causes = [failure for failure in rank_failures if failure.kind not in _SECONDARY_KINDS] or rank_failures
+    culprits = find_hang_culprits(stuck)
     kinds = [report.kind for report in node_reports]
     kind = next((known for known in kinds if known not in _SECONDARY_KINDS), kinds[0])
+    if kind == "hang" and kinds[0] == "cut off" and not culprits:
+        kind = "cut off"  # the node that was lost waits for the others
     return FailureReport(
         time=node_reports[0].time,
         kind=kind,
@@ -169,7 +172,7 @@ def combine_node_reports(node_reports: list[NodeReport]) -> FailureReport:
         nodes=node_reports[0].nodes,
         nodes_heard=sorted({report.node for report in node_reports}),
         first=causes[0] if causes else None,
-        odd=[HangCulprit(one.rank, why, one.line) for one, why in find_hang_culprits(stuck)],
+        odd=[HangCulprit(one.rank, why, one.line) for one, why in culprits],
         seen_after=min(report.since for report in node_reports),
         decision=node_reports[0].decision,
         command=node_reports[0].command,
@@ -187,7 +190,7 @@ def render_text(report: FailureReport) -> str:
     missing = report.nodes - len(report.nodes_heard)
     if missing > 0:
         lines.append(f"  {missing} of {report.nodes} nodes sent no report: their agents are gone")
-    if report.stuck:
+    if report.stuck and report.kind == "hang":
         lines += _hang_lines(report)
     elif report.first is not None:
         lines += _failure_lines(report.first, report.ranks)
