@@ -39,6 +39,7 @@ from zero2all.chaos.storage_faults import (
 )
 from zero2all.chaos.workspace import NUM_RANKS
 from zero2all.elastic.exit_reason import FailureKind
+from zero2all.elastic.launcher import RENDEZVOUS_ADVICE
 
 Rng = random.Random
 DURABLE_ONLY = ("checkpoint.flash_every=null",)
@@ -363,7 +364,7 @@ MULTI_NODE_FAULTS = (
         lose_rendezvous_node,
         expected_kind=None,
         accepted_kinds=("cut off",),
-        expected_messages=("'z2a rendezvous' on a machine that stays",),
+        expected_messages=(RENDEZVOUS_ADVICE,),
         unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(

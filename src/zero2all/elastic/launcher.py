@@ -37,6 +37,7 @@ MAX_RENDEZVOUS_LOSSES = 3  # times in a row that the rendezvous may be lost soon
 STABLE_AFTER = 600.0  # seconds connected after which a loss is a new one, not one more of the same
 RECONNECT_DELAY = 2.0  # seconds before connecting to the rendezvous again
 SLURM_SIGNAL_MARGIN = 10  # seconds that Slurm grants in addition to the grace period
+RENDEZVOUS_ADVICE = "the rendezvous is gone; 'z2a rendezvous' on a separate machine lets a job survive any node"
 MONITOR_INTERVAL = 0.1  # seconds between two checks of the ranks
 
 
@@ -125,7 +126,7 @@ class LaunchConfig:
                 was_steady = connected is not None and time.monotonic() - connected >= STABLE_AFTER
                 losses = 1 if was_steady else losses + 1
                 time.sleep(RECONNECT_DELAY if losses < MAX_RENDEZVOUS_LOSSES else 0)
-        say("given up: it is gone. 'z2a rendezvous' on a separate machine lets a job survive any node")
+        say(f"given up: {RENDEZVOUS_ADVICE}")
         return 1
 
     def _join_rendezvous(self) -> Rendezvous:
