@@ -65,12 +65,12 @@ def test_the_others_continue_without_a_bad_node(tmp_path: Path) -> None:
     with open(tmp_path / "good.txt", "wb") as log:
         good = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
     wait_for(tmp_path / "ranks-1", good, tmp_path / "good.txt")
-    (tmp_path / "ranks-1").unlink()
     bad = subprocess.run(words, env={**environment, "BAD": "1"}, capture_output=True, text=True, timeout=400)
     try:
         assert bad.returncode == 1, bad.stderr
         assert "this node leaves the job" in bad.stderr
-        wait_for(tmp_path / "ranks-1", good, tmp_path / "good.txt")  # one_node again
+        (tmp_path / "ranks-1").unlink()  # only now: the rank of the first round touched it until the second began
+        wait_for(tmp_path / "ranks-1", good, tmp_path / "good.txt")  # one node again
         (tmp_path / "end").touch()
         assert good.wait(200) == 0, (tmp_path / "good.txt").read_text()
     finally:
