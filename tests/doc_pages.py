@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pyarrow
@@ -25,7 +26,6 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from tests.conftest import write_raw
 from tests.processes import MARK, gone, marked
 from tests.sshd import free_port, sshd, write_client
 
@@ -243,20 +243,21 @@ def prepare_longer_run(page: Sandbox) -> None:
 
 
 def prepare_text(page: Sandbox) -> None:
-    """Files in the shapes and places that the recipes of the pages name."""
-    raw = page.work / "raw"
-    write_raw(raw)
-    rows = [json.loads(line) for line in (raw / "en.jsonl").read_text("utf-8").splitlines()]
-    for directory in ("books", "notes", "articles", "data/books", "data/web", "data/en"):
+    """Real text in the shapes and places that the recipes of the pages name: Python's help and our Chinese pages."""
+    prose = "\n\n".join(topics[name] for name in sorted(topics))
+    english = [prose[start : start + 4000] for start in range(0, len(prose) - 4000, 4000)]
+    third = len(english) // 3
+    for directory in ("books", "notes", "articles", "data/books", "data/web", "data/en", "data/zh"):
         (page.work / directory).mkdir(parents=True)
-    for number, row in enumerate(rows):
-        for directory in ("books", "notes", "data/books"):
-            (page.work / directory / f"{number}.txt").write_text(row["text"] * 4, encoding="utf-8")
-    shutil.copytree(raw / "zh", page.work / "data" / "zh")
-    lines = "".join(json.dumps({"id": row["id"], "body": row["text"] + f" {row['id']}" * 40}) + "\n" for row in rows)
-    (page.work / "articles" / "part-0.jsonl").write_text(lines, encoding="utf-8")
-    shutil.copy(raw / "en.jsonl", page.work / "articles.jsonl")
+    for number, text in enumerate(english):
+        for directory in ("data/books", "books" if number < third else "notes"):
+            (page.work / directory / f"{number}.txt").write_text(text, encoding="utf-8")
+    for source in (ROOT / "docs").rglob("*.zh-CN.md"):
+        shutil.copy(source, page.work / "data" / "zh")
+    lines = ["".join(json.dumps({key: text}) + "\n" for text in english[third:]) for key in ("text", "body")]
+    (page.work / "articles.jsonl").write_text(lines[0], encoding="utf-8")
+    (page.work / "articles" / "part-0.jsonl").write_text(lines[1], encoding="utf-8")
     with pyarrow.CompressedOutputStream(page.work / "data" / "web" / "part-0.jsonl.zst", "zstd") as stream:
-        stream.write((raw / "en.jsonl").read_bytes())
-    table = pyarrow.table({"article": [row["text"] * 4 for row in rows]})
+        stream.write(lines[0].encode())
+    table = pyarrow.table({"article": english})
     pyarrow.parquet.write_table(table, page.work / "data" / "en" / "part-0.parquet")
