@@ -407,10 +407,12 @@ def lesson(t: Teller) -> None:
             t.let_difference()
             t.tell(f"question_minus c {asked} n m")
         t.tell(f"think {asked}")
-        t.maybe(f"hint {other} {asked}", 0.7)
+        if helped := t.chance(0.7):
+            t.tell(f"hint {other} {asked}")
         t.tell(f"answer {asked} k")
         t.tell(f"right c {asked}")
-    t.maybe("thank a b", 0.4)
+        if helped:
+            t.maybe(f"thank {asked} {other}", 0.4)
     t.maybe("play a b", 0.6)
     ending(t)
 

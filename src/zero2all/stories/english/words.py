@@ -59,7 +59,7 @@ in: park, forest, meadow, orchard, garden, field, valley
 by: lake, river, pond, bridge, mill, well, waterfall, stream
 on: hill, farm, playground
 """
-SHOPS = "bakery, market, toy shop, village shop, corner shop"
+SHOPS = "market, toy shop, village shop, corner shop, little shop"
 FRUIT = "apples, pears, plums, cherries, peaches, berries"
 FOOD = "nuts, carrots, cookies, buns, cakes, pies"
 WILD = "stones, flowers, mushrooms, acorns, feathers, leaves, chestnuts, pine cones"
@@ -86,7 +86,7 @@ PHRASES = {
     "painting a fence, digging a hole, picking beans, raking leaves, knitting a sock, fixing a gate",
     "spot": "behind a rock, under a bush, in the tall grass, behind a tree, between two stones, next to an old log, "
     "under a pile of leaves, near an anthill, beside a puddle, at the foot of a tree, behind a fence, among the ferns",
-    "junk": "an old shoe, a sleeping snail, a pile of leaves, a lazy beetle, some dry grass, a broken pot, "
+    "junk": "an old shoe, a sleeping snail, a heap of twigs, a lazy beetle, some dry grass, a broken pot, "
     "a rusty nail, a hungry ant, a piece of string, an empty bottle",
     "seat": "rock, log, bench, stone, tree stump, fallen tree",
     "sad": "sad, upset, unhappy, worried, gloomy",
