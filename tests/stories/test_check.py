@@ -34,7 +34,7 @@ CHINESE = (
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(language=st.sampled_from(LANGUAGES), seed=st.integers(0, 2**63), plot=st.integers(0, 100))
 def test_every_generated_story_is_understood_as_it_was_meant(language: str, seed: int, plot: int) -> None:
     grammar = get_language(language)
@@ -56,10 +56,10 @@ def test_every_generated_story_is_understood_as_it_was_meant(language: str, seed
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_the_checker_accepts_all_of_the_generators_output(language: str) -> None:
-    quality = summarize_checks(check_story(story, language) for story in generate_stories(language, 11, 400))
-    assert (quality.stories, quality.parsed_share) == (400, 1)
+    quality = summarize_checks(check_story(story, language) for story in generate_stories(language, 11, 200))
+    assert (quality.stories, quality.parsed_share) == (200, 1)
     assert quality.consistent_share == quality.right_sum_share == 1
-    assert quality.sums > 200
+    assert quality.sums > 100
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
