@@ -1,0 +1,1 @@
+"""The story world in English."""

@@ -1,0 +1,38 @@
+"""The languages of the story world."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from zero2all.errors import UsageError
+from zero2all.stories.chinese.plots import CHINESE_PLOTS
+from zero2all.stories.chinese.words import chinese_words
+from zero2all.stories.english.plots import ENGLISH_PLOTS
+from zero2all.stories.english.words import english_words
+from zero2all.stories.language import Language
+
+
+@cache
+def get_language(name: str) -> Language:
+    """The language `en` or `zh`."""
+    if name == "en":
+        return Language(
+            name="en",
+            package="zero2all.stories.english",
+            words=english_words(),
+            plots=ENGLISH_PLOTS,
+            separator=" ",
+            length=(60, 200),
+            measure=lambda text: len(text.split()),
+        )
+    if name == "zh":
+        return Language(
+            name="zh",
+            package="zero2all.stories.chinese",
+            words=chinese_words(),
+            plots=CHINESE_PLOTS,
+            separator="",
+            length=(100, 300),
+            measure=len,
+        )
+    raise UsageError(f"no stories in language {name!r}: use en or zh")
