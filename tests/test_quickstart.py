@@ -1,13 +1,28 @@
-"""What the quickstart hands to the trainer."""
+"""What the quickstart hands to the trainer, and one book from file to validation."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import CHINESE
+from zero2all.corpus.corpus_report import corpus_report
+from zero2all.corpus.corpus_report_page import report_html
 from zero2all.evals import evaluate_bpb
-from zero2all.quickstart import quickstart
+from zero2all.io import write_text
+from zero2all.quickstart import quickstart, quickstart_recipe
+from zero2all.recipe import recipe_yaml
+from zero2all.track.run_locations import LocalRunLocation
+from zero2all.track.run_view import RunView
+from zero2all.train import Run, trace_step
+
+TINY = [
+    *("train.steps=2", "train.batch_tokens=256", "train.seq_len=64", "tokenizer.vocab_size=512", "evals.tokens=512"),
+    *("model.num_hidden_layers=1", "model.hidden_size=32", "model.intermediate_size=64", "train.device=cpu"),
+    *("model.num_attention_heads=2", "model.num_key_value_heads=2", "checkpoint.flash_every=null"),
+]
 
 
 class Reached(Exception):
@@ -29,3 +44,45 @@ def test_evals_every_is_not_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("zero2all.quickstart.train", train)
     with pytest.raises(Reached):
         quickstart(tmp_path / "out", [text], ["evals.every=2 steps", "corpus.holdout=0.3", "corpus.filters=[]"])
+
+
+@pytest.mark.slow
+def test_one_book_is_trained_on_and_validated_under_its_own_name(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    name, words = "三国演义 <卷一>", [*CHINESE.replace(" ", "")]
+    file = tmp_path / f"{name}.txt"
+    file.write_text("\n".join("".join(rng.choices(words, k=30)) for _ in range(1500)), encoding="utf-8")
+    result = quickstart(tmp_path / "out", [file], [*TINY, "corpus.filters=[]"])
+    assert list(result.validation["sources"]) == [name]
+    assert result.validation["bytes"] > 1000
+    assert f"name: {name}" in (tmp_path / "out" / "recipe.yaml").read_text(encoding="utf-8")
+
+    run = RunView(LocalRunLocation(tmp_path / "out" / "run"))
+    run.refresh()
+    assert {f"loss/{name}", f"bpb/{name}"} <= set(run.names)
+    assert list(run.metadata.sources) == [name]
+    traced = trace_step(Run.open(tmp_path / "out"), 1)["documents"]
+    assert {(part["source"], part["title"]) for part in traced} == {(name, file.name)}
+    page = report_html(corpus_report(tmp_path / "out" / "documents"))
+    assert "三国演义 &lt;卷一&gt;" in page
+    assert name not in page
+
+
+def test_a_directory_is_a_source_of_its_own_name(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("小说", "my notes", "deep/小说", "a@b", "😀")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    recipe = quickstart_recipe(tmp_path / "out", folders, [])
+    assert [source.name for source in recipe.corpus.sources] == ["小说", "my notes", "小说-2", "a_b", "😀"]
+    assert [source.paths for source in recipe.corpus.sources] == [[str(folder)] for folder in folders]
+
+
+def test_sources_of_an_earlier_version_keep_their_names(tmp_path: Path) -> None:
+    """It replaced what was not ASCII; a quickstart that it began is resumed and not refused."""
+    folders = [tmp_path / "小说", tmp_path / "new"]
+    for folder in folders:
+        folder.mkdir()
+    recipe = quickstart_recipe(tmp_path / "out", folders[:1], [])
+    write_text(tmp_path / "out" / "recipe.yaml", recipe_yaml(recipe).replace("name: 小说", "name: _"))
+    recipe = quickstart_recipe(tmp_path / "out", folders, [])
+    assert [source.name for source in recipe.corpus.sources] == ["_", "new"]

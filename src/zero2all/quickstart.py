@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import re
+import math
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from zero2all.console import heading, say, warn
 from zero2all.corpus import BuiltCorpus, build_corpus, recommended_workers
 from zero2all.engine import Engine
@@ -21,6 +22,7 @@ from zero2all.evals import evaluate_bpb
 from zero2all.generation import generate
 from zero2all.io import write_text
 from zero2all.recipe import Recipe, builtin_recipe_path, load_recipe, recipe_yaml
+from zero2all.recipe.source_names import to_source_name
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import TokenStore, build_tokens, opening_prompts
 from zero2all.train import Run, train
@@ -103,7 +105,7 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
         say(f"{show_count(tokens.tokens)} tokens, {tokens.bytes / tokens.tokens:.2f} bytes each")
     has_validation = TokenStore(recipe.tokens_dir, "valid").has_full_sequence(recipe.train.seq_len)
     if not has_validation:
-        warn("no validation set: the model will not be evaluated. Give more documents, or raise corpus.holdout")
+        warn("no validation set: the model will not be evaluated. Give more text, or raise corpus.holdout")
     with _timed_stage("4/5 train: tokens to a model", "train", seconds):
         trained = train(recipe, evaluate=evaluate_bpb if has_validation else None)
     with _timed_stage("5/5 evals: the model on text it has not seen", "evals", seconds):
@@ -138,13 +140,23 @@ def quickstart_recipe(out: Path, corpus: list[Path], overrides: list[str]) -> Re
     if missing:
         raise UsageError(f"--corpus: nothing at {', '.join(missing)}")
     library = SourceEntry("stdlib", [sysconfig.get_paths()["stdlib"]], STDLIB_EXCLUDED)
-    sources = _group_sources(corpus) if corpus else [library]
-    # As JSON, which is valid YAML whatever the paths contain.
+    sources = _group_sources(corpus, _earlier_names(out / "recipe.yaml")) if corpus else [library]
     places = [
-        f"out={json.dumps(str(out.absolute()))}",
-        f"corpus.sources={json.dumps([asdict(source) for source in sources])}",
+        f"out={_inline_yaml(str(out.absolute()))}",
+        f"corpus.sources={_inline_yaml([asdict(source) for source in sources])}",
     ]
     return load_recipe(builtin_recipe_path("quickstart.yaml"), [*overrides, *places])
+
+
+def _inline_yaml(value: Any) -> str:
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
+    return text
+
+
+def _earlier_names(path: Path) -> dict[tuple[str, ...], str]:
+    """Names of sources by their paths in an earlier quickstart, of a version that replaced what was not ASCII."""
+    sources = load_recipe(path, stored=True).corpus.sources if path.exists() else []
+    return {tuple(source.paths): source.name for source in sources}
 
 
 def _refuse_other_recipe(recipe: Recipe, path: Path) -> None:
@@ -223,7 +235,7 @@ def _say_documents(corpus: BuiltCorpus) -> None:
             say(f"  skipped: {', '.join(text for _, text in reasons[:REASONS_SHOWN])}{more}")
 
 
-def _group_sources(paths: list[Path]) -> list[SourceEntry]:
+def _group_sources(paths: list[Path], earlier_names: dict[tuple[str, ...], str]) -> list[SourceEntry]:
     """A directory is a source; files given from one directory are one source together, as in ``notes/*.txt``."""
     grouped: dict[Path, list[str]] = {}
     for path in paths:
@@ -233,7 +245,7 @@ def _group_sources(paths: list[Path]) -> list[SourceEntry]:
     for top, members in grouped.items():
         # One file gives its own name, several the name of their directory.
         label = Path(members[0]).name.split(".")[0] if len(members) == 1 else top.name
-        base = re.sub(r"[^A-Za-z0-9_-]+", "_", label).lstrip("-") or "text"
+        base = earlier_names.get(tuple(members)) or to_source_name(label)
         taken = [source.name for source in sources]
         name = next(name for n in count(1) if (name := base if n == 1 else f"{base}-{n}") not in taken)
         sources.append(SourceEntry(name, members))

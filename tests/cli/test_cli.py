@@ -142,7 +142,7 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
 
 
 def test_quickstart_on_one_book_in_an_odd_place(tmp_path: Path) -> None:
-    """One file is one document, so there is no validation set; a directory may be called like a date."""
+    """It is too short to take validation text from; a directory may be called like a date."""
     (tmp_path / "book: a story.txt").write_text(
         " ".join(f"{word} {n % 7}" for n, word in enumerate(["so", "it"] * 900))
     )

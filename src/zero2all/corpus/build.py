@@ -30,8 +30,10 @@ from zero2all.corpus.manifest import (
     SplitShards,
 )
 from zero2all.corpus.mapping import resolve_mapping
-from zero2all.corpus.part_files import PartRecord, PartTask, part_path, write_part
+from zero2all.corpus.part_files import PartFile, PartRecord, PartTask, part_path, write_part
 from zero2all.corpus.readers import LINK_OUTSIDE_SOURCE, list_files, split_large_file
+from zero2all.corpus.validation_blocks import LONG_CHARACTERS
+from zero2all.corpus.validation_stage import split_parts
 from zero2all.engine import Engine, available_cores
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import (
@@ -46,6 +48,7 @@ from zero2all.io import (
 )
 from zero2all.paths import is_url
 from zero2all.recipe import CorpusRecipe, SourceRecipe
+from zero2all.recipe.source_names import source_file_names
 from zero2all.records import parse_record
 from zero2all.units import show_bytes
 
@@ -80,20 +83,20 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
     work = out.with_name(out.name + ".work")
     parts = _write_parts(engine, tasks, specs, work / "parts")
     _remove_stale_parts(work / "parts", parts)
-    nonempty = [part_path(work / "parts", part.source, part.key) for part in parts if part.documents]
+    nonempty = [PartFile(part, part_path(work / "parts", part.source, part.key)) for part in parts if part.documents]
     if not nonempty:
         dropped = _sum_counts({why: count.documents for why, count in part.dropped.items()} for part in parts)
         skipped = {source: asdict(of_source) for source, of_source in _skipped_by_source(recipe, parts).items()}
         raise Z2aError(f"no document is left of {len(tasks)} files. Dropped: {dropped}; skipped: {skipped}")
-    stripped = remove_boilerplate(engine, recipe, nonempty, work)
-    drops = find_drops(engine, recipe, list(stripped.values()), work, key)
+    stripped = remove_boilerplate(engine, recipe, [part.path for part in nonempty], work)
+    drops = find_drops(engine, recipe, list(stripped.values()), work)
+    clean = [replace(part, path=stripped[part.path], drop_files=drops[stripped[part.path]]) for part in nonempty]
+    ready = split_parts(engine, recipe, clean, work, key)
     with atomic_dir(out, KIND) as partial:
-        groups = _group_parts(recipe, parts, work / "parts", stripped, drops)
-        manifest = _build_manifest(recipe, key, parts, _write_shards(engine, recipe, groups, partial), specs)
+        written = _write_shards(engine, recipe, _group_parts(recipe, ready), partial)
+        manifest = _build_manifest(recipe, key, parts, written, specs)
         write_manifest(partial, KIND, asdict(manifest))
-    for source in recipe.sources:
-        if not manifest.splits["train"][source.name].documents:
-            warn(f"corpus source {source.name!r} gave no documents; see left_out in {out}/manifest.json")
+    _warn_about_empty_splits(recipe, manifest, out)
     return BuiltCorpus(**vars(manifest), reused=False)
 
 
@@ -106,6 +109,18 @@ def _warn_about_links(tasks: list[PartTask]) -> None:
             f"corpus source {name!r}: {links} link{'s' * (links > 1)} out of the source will not be read; "
             "if you trust the data, set follow_links: true on the source"
         )
+
+
+def _warn_about_empty_splits(recipe: CorpusRecipe, manifest: CorpusManifest, out: Path) -> None:
+    train, valid = manifest.splits["train"], manifest.splits["valid"]
+    more = f"give more documents, or join short ones into a file of {LONG_CHARACTERS:,} characters or more"
+    for name, of_source in train.items():
+        if not of_source.documents and valid[name].documents:
+            warn(f"corpus source {name!r} has validation text but no training text; {more}, or lower corpus.holdout")
+        elif not of_source.documents:
+            warn(f"corpus source {name!r} gave no documents; see left_out in {out}/manifest.json")
+    if recipe.holdout and not any(of_source.documents for of_source in valid.values()):
+        warn(f"there is no validation text: no document happens to be in that split; {more}, or raise corpus.holdout")
 
 
 def recommended_workers(recipe: CorpusRecipe) -> int:
@@ -162,31 +177,33 @@ class _PartGroup:
     """Parts of a source for one shard."""
 
     source: str
-    number: int
-    parts: list[tuple[Path, list[Path]]]
-    """The file of each part, and its drop files."""
+    shard: str
+    parts: list[PartFile]
 
 
-def _group_parts(
-    recipe: CorpusRecipe,
-    parts: list[PartRecord],
-    directory: Path,
-    stripped: dict[Path, Path],
-    drops: dict[Path, list[Path]],
-) -> list[_PartGroup]:
+def _group_parts(recipe: CorpusRecipe, parts: list[PartFile]) -> list[_PartGroup]:
     groups = []
-    for source in recipe.sources:
-        mine = [part for part in parts if part.source == source.name]
+    for source, file_name in source_file_names(source.name for source in recipe.sources).items():
+        mine = [part for part in parts if part.record.source == source]
         for number, group in enumerate(group_parts_by_size(mine, recipe.shard_size)):
-            paths = [stripped[part_path(directory, part.source, part.key)] for part in group]
-            groups.append(_PartGroup(source.name, number, [(path, drops.get(path, [])) for path in paths]))
+            groups.append(_PartGroup(source, f"{file_name}-{number:05}", group))
     return groups
 
 
 def _write_shards(engine: Engine, recipe: CorpusRecipe, groups: list[_PartGroup], out: Path) -> list[WrittenShards]:
     for split in SPLITS:
         (out / split).mkdir()
-    tasks = [(group.source, group.number, group.parts, out, recipe.shard_size, recipe.holdout) for group in groups]
+    tasks = [
+        (
+            group.source,
+            group.shard,
+            [(part.path, part.drop_files) for part in group.parts],
+            out,
+            recipe.shard_size,
+            recipe.holdout,
+        )
+        for group in groups
+    ]
     with progress("writing shards", len(tasks)) as advance:
         return engine.run(write_shards, tasks, lambda task: advance(1))
 

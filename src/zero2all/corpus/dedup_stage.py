@@ -1,4 +1,4 @@
-"""The deduplication stage: boilerplate lines, duplicate documents, and text of evaluation or validation sets."""
+"""The deduplication stage: boilerplate lines, duplicate documents, and text of evaluation sets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from zero2all.corpus.dedup import (
     BoilerplateParams,
     DedupParams,
     build_decontamination_index,
-    build_validation_index,
     count_lines,
     find_duplicates,
     strip_boilerplate,
     write_boilerplate_lines,
     write_contamination_drops,
-    write_validation_drops,
-    write_validation_signatures,
 )
 from zero2all.corpus.readers import BrokenRecord, RawFile, UnreadableFileError, list_files, read_records
 from zero2all.engine import Engine
@@ -35,20 +32,14 @@ class FinishedStep:
     key: str
 
 
-def find_drops(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path, key: str) -> dict[Path, list[Path]]:
-    """For each part the files that name its documents to drop. Unchanged parts and options are not processed again.
-
-    ``key`` fingerprints everything that the documents depend on.
-    """
+def find_drops(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, list[Path]]:
+    """For each part the files that name its documents to drop. Unchanged parts and options are not processed again."""
     drops = {
         part: [duplicates] for part, duplicates in _duplicate_drop_files(engine, recipe, parts, work / "dedup").items()
     }
     if recipe.decontaminate:
         for part, contaminated in _contamination_drop_files(engine, recipe, parts, work / "decontaminate").items():
             drops[part].append(contaminated)
-    if recipe.holdout:  # last, since a validation document that is dropped itself drops no train document
-        for part, duplicates in _validation_drop_files(engine, recipe, drops, work / "validation", key).items():
-            drops[part].append(duplicates)
     return drops
 
 
@@ -99,36 +90,6 @@ def _duplicate_drop_files(engine: Engine, recipe: CorpusRecipe, parts: list[Path
         drops, counts = find_duplicates(parts, work, params, run_tasks, near=recipe.dedup.near)
     write_json(done, {"key": key, **asdict(counts)})
     return drops
-
-
-def _validation_drop_files(
-    engine: Engine, recipe: CorpusRecipe, drops: dict[Path, list[Path]], work: Path, key: str
-) -> dict[Path, Path]:
-    """For each part a file that names its train documents that are near duplicates of validation documents."""
-    found = {part: work / "drops" / part.name for part in drops}
-    done = work / "done.json"
-    if read_finished(FinishedStep, done, key):
-        return found
-    done.unlink(missing_ok=True)
-    params = DedupParams(threshold=recipe.dedup.threshold)
-    signed = [work / "signed" / f"{part.name}.npy" for part in drops]
-    with progress("finding duplicates of validation documents", 2 * len(drops) + 1) as advance:
-
-        def run_tasks(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
-            return engine.run(function, tasks, lambda task: advance(1))
-
-        given = list(drops.items())
-        run_tasks(
-            write_validation_signatures,
-            [(part, files, recipe.holdout, out, params) for (part, files), out in zip(given, signed, strict=True)],
-        )
-        (documents,) = run_tasks(build_validation_index, [(signed, work / "index", params)])
-        counts = run_tasks(
-            write_validation_drops,
-            [(part, files, recipe.holdout, work / "index", found[part], params) for part, files in given],
-        )
-    write_json(done, {"key": key, "validation": documents, "dropped": sum(counts)})
-    return found
 
 
 def _contamination_drop_files(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -61,7 +62,20 @@ def gid_maker(data_src: str) -> Callable[[bytes, bytes | memoryview], str]:
 
 def is_validation(gid: str, holdout: float) -> bool:
     """By the document itself, so that growing a corpus never moves a document across the split."""
-    return int(gid[:12], 16) < holdout * 2**48
+    return gid_position(gid) < holdout
+
+
+def gid_position(gid: str) -> float:
+    """The first 48 bits of a gid as a number from 0 to 1; it decides on which side of the split a document is."""
+    return int(gid[:12], 16) / 2**48
+
+
+def gid_in_split(text: str, valid: bool, holdout: float) -> str:
+    """A gid for part of a document: a hash of ``text`` with its position on the given side of the split."""
+    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    limit = min(math.ceil(holdout * 2**48), 2**48 - 1)
+    first, size = (0, limit) if valid else (limit, 2**48 - limit)
+    return f"{first + int(digest[:12], 16) % size:012x}{digest[12:]}"
 
 
 def replace_lone_surrogates(text: str) -> str:

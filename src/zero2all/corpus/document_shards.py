@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from zero2all.corpus.dedup import read_drops
 from zero2all.corpus.document import Document, is_validation
 from zero2all.corpus.file_stats import count_drop
 from zero2all.corpus.manifest import SPLITS, DroppedDocuments, SplitShards
-from zero2all.corpus.part_files import DocumentWriter, PartRecord
+from zero2all.corpus.part_files import DocumentWriter, PartFile
 from zero2all.io import atomic_path, sha256_file
 from zero2all.paths import arrow_source
 
@@ -30,29 +31,26 @@ class WrittenShards:
     """sha256 of every shard."""
 
 
-def group_parts_by_size(parts: list[PartRecord], shard_size: int) -> list[list[PartRecord]]:
-    """Parts with documents, in order, in groups of about one shard each: one task per group."""
-    groups: list[list[PartRecord]] = []
+def group_parts_by_size(parts: list[PartFile], shard_size: int) -> list[list[PartFile]]:
+    """Parts in order, in groups of about one shard each: one task per group."""
+    groups: list[list[PartFile]] = []
     size = 0
     for part in parts:
-        if not part.documents:
-            continue
-        if not groups or size + part.bytes > shard_size:
+        if not groups or size + part.record.bytes > shard_size:
             groups.append([])
             size = 0
         groups[-1].append(part)
-        size += part.bytes
+        size += part.record.bytes
     return groups
 
 
 def write_shards(
-    source: str, group: int, parts: list[tuple[Path, list[Path]]], out: Path, shard_size: int, holdout: float
+    source: str, name: str, parts: list[tuple[Path, Sequence[Path]]], out: Path, shard_size: int, holdout: float
 ) -> WrittenShards:
     """Write the documents of a group of parts, each except those in its drop files, for both splits.
 
-    The shard is ``<source>-<group>.parquet``, and ``<source>-<group>-1`` … where there is more than fits in one.
+    The shard is ``<name>.parquet``, and ``<name>-1`` … where there is more than fits in one.
     """
-    name = f"{source}-{group:05}"
     writers = {split: DocumentShardWriter(out / split, name, shard_size) for split in SPLITS}
     dropped: dict[str, DroppedDocuments] = {}
     for part, drop_files in parts:

@@ -23,6 +23,7 @@ from zero2all.corpus.manifest import DroppedDocuments, ReadCounts
 from zero2all.corpus.readers import RawFile
 from zero2all.io import atomic_path, read_finished, sha256_file, write_record
 from zero2all.recipe import SourceRecipe
+from zero2all.recipe.source_names import source_file_name
 
 ROW_GROUP_BYTES = 8_000_000
 
@@ -60,8 +61,19 @@ class PartRecord:
     sha256: str
 
 
+@dataclass(frozen=True)
+class PartFile:
+    """A part with documents on its way to the shards."""
+
+    record: PartRecord
+    path: Path
+    """Its file, or the copy that a later stage changed."""
+    drop_files: Sequence[Path] = ()
+    """They name its documents to drop."""
+
+
 def part_path(directory: Path, source: str, key: str) -> Path:
-    return directory / f"{source}-{key}.parquet"
+    return directory / f"{source_file_name(source)}-{key}.parquet"
 
 
 def write_part(task: PartTask, specs: list[str | dict[str, Any]], directory: Path) -> PartRecord:

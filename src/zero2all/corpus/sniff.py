@@ -19,6 +19,7 @@ from zero2all.corpus.readers.listing import RawFile, find_file
 from zero2all.corpus.readers.records import detect_format, read_records
 from zero2all.corpus.readers.streams import HEAD_BYTES, PeekableStream
 from zero2all.paths import is_url
+from zero2all.recipe.source_names import to_source_name
 
 MAX_RECORDS = 20  # inspected
 MAX_VALUE_CHARACTERS = 200  # characters of a value
@@ -149,9 +150,8 @@ def _choose_mapping(records: list[dict[str, Any]]) -> MappingChoice:
 
 def _source_yaml(given: str, file: RawFile, choice: MappingChoice) -> str:
     stem = PurePosixPath(strip_compression_extension(file.name)[0]).stem if file.name else "source"
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-") or "source"
     place = given if is_url(given) else os.path.expanduser(given)
     chosen = {key: value for key, value in asdict(choice).items() if value}
-    source = {"name": name, "paths": [place], **chosen}
+    source = {"name": to_source_name(stem), "paths": [place], **chosen}
     text: str = yaml.safe_dump({"corpus": {"sources": [source]}}, allow_unicode=True, sort_keys=False)
     return text

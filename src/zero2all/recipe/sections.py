@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, m
 from zero2all.paths import RemotePath, credentials_problem, is_url, to_path
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.parallel import ParallelRecipe, parallel_problems
+from zero2all.recipe.source_names import SourceName
 from zero2all.recipe.training import TrainRecipe
 from zero2all.recipe.types import Bytes, Count, DurationField, Fraction, Positive, Section, Slug
 from zero2all.redact import redact
@@ -45,8 +46,9 @@ DOCUMENT_FIELDS = ("id", "category", "title", "content", "desc")
 class SourceRecipe(Section):
     """A named source of text."""
 
-    name: Slug
-    """Name of the source. Losses, mixture weights and token counts are recorded under it."""
+    name: SourceName
+    """Name of the source, in any script, without ``/``, ``\\``, ``@`` and control characters. Losses, mixture weights
+    and token counts are recorded under it."""
     paths: list[InputPath] = Field(min_length=1)
     """Files, directories, globs or URLs to read, relative to the working directory."""
     category: str = ""
@@ -111,7 +113,7 @@ class CorpusRecipe(Section):
     """Bytes of text in one Parquet shard."""
     holdout: Fraction = 0.01
     """Fraction of documents in the validation split, chosen by gid. Their near-duplicates are removed from the training
-    set."""
+    set. In a source with too few documents, the fraction is taken from inside long ones."""
     dir: AnyDir | None = None
     """Directory of the documents, local or in an object store such as ``s3://bucket/documents``. Default:
     ``<out>/documents``."""

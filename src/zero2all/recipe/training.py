@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from zero2all.recipe.model import RopeScaling
+from zero2all.recipe.source_names import SourceReference
 from zero2all.recipe.types import Count, DurationField, Fraction, Positive, Section, Slug
 from zero2all.units import Duration
 
@@ -111,7 +112,7 @@ class StageRecipe(TrainLength):
     """Tokens in one forward pass of one device. Default: as in ``train``, unless the stage sets seq_len."""
     batch_ramp: BatchRampRecipe | None = None
     """Ramp the batch size up from a smaller one."""
-    mixture: dict[str, Positive] | None = None
+    mixture: dict[SourceReference, Positive] | None = None
     """Sampling weight of each source. Default: as in ``train``."""
     max_epochs: Positive | None = None
     """Maximum number of epochs of any one source. Default: as in ``train``."""
@@ -163,7 +164,7 @@ class TrainRecipe(TrainLength):
     step. Default: one micro-batch, or with pp at most two per pipeline stage."""
     batch_ramp: BatchRampRecipe | None = None
     """Ramp the batch size up from a smaller one."""
-    mixture: dict[str, Positive] = {}
+    mixture: dict[SourceReference, Positive] = {}
     """Sampling weight of each source; sources that are not listed are not used. Default: all sources, by size."""
     max_epochs: Positive | None = None
     """With a mixture: maximum number of epochs of any one source in a stage. The other sources fill its share."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,3 +54,8 @@ def read_drops(files: Sequence[Path]) -> dict[str, list[str]]:
         for gid, reason in zip(table["gid"].to_pylist(), table["reason"].to_pylist(), strict=True):
             drops.setdefault(gid, []).append(reason)
     return drops
+
+
+def count_drops(files: Sequence[Path]) -> Counter[str]:
+    """How often each gid is dropped."""
+    return Counter({gid: len(reasons) for gid, reasons in read_drops(files).items()})

@@ -6,14 +6,13 @@ indexed, a hundredth of the corpus or less; every other document is signed, look
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zero2all.corpus.dedup.drops import read_drops, write_drops
+from zero2all.corpus.dedup.drops import count_drops, write_drops
 from zero2all.corpus.dedup.minhash import estimate_jaccard
 from zero2all.corpus.dedup.near import (
     MAX_BUCKET_LEADERS,
@@ -41,10 +40,6 @@ from zero2all.corpus.document import is_validation
 NEAR_VALIDATION = "near copy of a validation document"
 
 
-def _count_drops(drop_files: Sequence[Path]) -> Counter[str]:
-    return Counter({gid: len(reasons) for gid, reasons in read_drops(drop_files).items()})
-
-
 def _validation_mask(gids: Sequence[str], holdout: float) -> NDArray[np.bool_]:
     return np.array([is_validation(gid, holdout) for gid in gids], dtype=bool)
 
@@ -53,7 +48,7 @@ def write_validation_signatures(
     part: Path, drop_files: Sequence[Path], holdout: float, out: Path, params: DedupParams
 ) -> int:
     """Write the band rows of a part's validation documents, except those in its drop files."""
-    dropped_counts = _count_drops(drop_files)
+    dropped_counts = count_drops(drop_files)
     rows = [np.zeros(0, dtype=band_dtype(params))]
     for columns in read_columns(part, [*LABEL_COLUMNS, "content"]):
         wanted = remaining_mask(columns["gid"], dropped_counts) & _validation_mask(columns["gid"], holdout)
@@ -83,7 +78,7 @@ def write_validation_drops(
 ) -> int:
     """Write which train documents of a part are near duplicates of a validation document, and of which."""
     nodes, hashes, owners = (load_rows(index / f"{name}.npy") for name in ("nodes", "hashes", "owners"))
-    dropped_counts = _count_drops(drop_files)
+    dropped_counts = count_drops(drop_files)
     gids: list[str] = []
     kept: list[str] = []
     for columns in read_columns(part, [*LABEL_COLUMNS, "content"]):

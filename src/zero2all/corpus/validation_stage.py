@@ -1,0 +1,142 @@
+"""The validation split: blocks of long documents where there are too few, and train documents that repeat it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zero2all.console import progress, say
+from zero2all.corpus.dedup import (
+    DedupParams,
+    build_validation_index,
+    write_validation_drops,
+    write_validation_signatures,
+)
+from zero2all.corpus.dedup_stage import FinishedStep
+from zero2all.corpus.part_files import PartFile
+from zero2all.corpus.validation_blocks import (
+    BlockChoice,
+    SplitSizes,
+    cut_drops_path,
+    measure_split,
+    merge_block_ngrams,
+    write_block_ngrams,
+    write_cut_part,
+)
+from zero2all.engine import Engine
+from zero2all.io import fingerprint, read_finished, write_json
+from zero2all.recipe import CorpusRecipe
+
+FEW_EXPECTED_DOCUMENTS = 20  # in the smaller split: with more, chance hardly leaves it empty
+MIN_VALIDATION_BYTES = 4096
+
+
+def split_parts(engine: Engine, recipe: CorpusRecipe, parts: list[PartFile], work: Path, key: str) -> list[PartFile]:
+    """The parts with documents cut and drop files added, so that every gid tells its split and nothing crosses it.
+
+    ``key`` fingerprints everything that the documents depend on.
+    """
+    if not recipe.holdout:
+        return parts
+    cut = _cut_parts(engine, recipe.holdout, parts, work / "blocks")
+    cut_names = [after.path.name for before, after in zip(parts, cut, strict=True) if before is not after]
+    key = fingerprint([key, cut_names]) if cut_names else key
+    # After the other drops, since a validation document that is dropped itself drops no train document.
+    return _drop_near_validation(engine, recipe, cut, work / "validation", key)
+
+
+def _cut_parts(engine: Engine, holdout: float, parts: list[PartFile], work: Path) -> list[PartFile]:
+    choices = _choose_blocks(engine, holdout, parts)
+    if not choices:
+        return parts
+    chosen = [part for part in parts if part.record.source in choices]
+    files = [work / "ngrams" / f"{part.path.name}.npy" for part in chosen]
+    outs = [work / "cut" / part.path.name for part in parts]
+    with progress("taking validation text from long documents", len(chosen) + 1 + len(parts)) as advance:
+
+        def run_tasks(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
+            return engine.run(function, tasks, lambda task: advance(1))
+
+        counts = run_tasks(
+            write_block_ngrams,
+            [
+                (part.path, part.drop_files, choices[part.record.source], out)
+                for part, out in zip(chosen, files, strict=True)
+            ],
+        )
+        run_tasks(merge_block_ngrams, [(files, work / "ngrams.npy")])
+        tasks = [
+            (part.path, part.drop_files, choices.get(part.record.source), holdout, work / "ngrams.npy", out)
+            for part, out in zip(parts, outs, strict=True)
+        ]
+        was_cut = run_tasks(write_cut_part, tasks)
+    for name in choices:
+        documents = sum(count for part, count in zip(chosen, counts, strict=True) if part.record.source == name)
+        say(f"{name}: too few documents to hold whole ones out; validation text is taken from inside {documents}")
+    return [
+        replace(part, path=out, drop_files=(*part.drop_files, cut_drops_path(out))) if changed else part
+        for part, out, changed in zip(parts, outs, was_cut, strict=True)
+    ]
+
+
+def _choose_blocks(engine: Engine, holdout: float, parts: list[PartFile]) -> dict[str, BlockChoice]:
+    """By source: those that have long documents and no usable split by document, because they have few documents."""
+    documents: Counter[str] = Counter()
+    for part in parts:
+        documents[part.record.source] += part.record.documents
+    few = {name for name, count in documents.items() if count * min(holdout, 1 - holdout) < FEW_EXPECTED_DOCUMENTS}
+    measured = [part for part in parts if part.record.source in few]
+    sizes = engine.run(measure_split, [(part.path, part.drop_files, holdout) for part in measured])
+    choices = {}
+    for name in sorted(few):
+        mine = [size for part, size in zip(measured, sizes, strict=True) if part.record.source == name]
+        long_gids = [gid for size in mine for gid in size.long_gids]
+        if long_gids and not _is_usable_split(mine, holdout):
+            choices[name] = BlockChoice(holdout, min(long_gids))
+    return choices
+
+
+def _is_usable_split(sizes: list[SplitSizes], holdout: float) -> bool:
+    """Whether there is validation text to speak of, and training has at least half of what it should have."""
+    train = sum(size.train_bytes for size in sizes)
+    valid = sum(size.valid_bytes for size in sizes)
+    return valid >= MIN_VALIDATION_BYTES and train >= (1 - holdout) / 2 * (train + valid)
+
+
+def _drop_near_validation(
+    engine: Engine, recipe: CorpusRecipe, parts: list[PartFile], work: Path, key: str
+) -> list[PartFile]:
+    """Add to each part a file that names its train documents that are near duplicates of validation documents."""
+    outs = [work / "drops" / part.path.name for part in parts]
+    added = [replace(part, drop_files=(*part.drop_files, out)) for part, out in zip(parts, outs, strict=True)]
+    done = work / "done.json"
+    if read_finished(FinishedStep, done, key):
+        return added
+    done.unlink(missing_ok=True)
+    params = DedupParams(threshold=recipe.dedup.threshold)
+    signed = [work / "signed" / f"{part.path.name}.npy" for part in parts]
+    with progress("finding duplicates of validation documents", 2 * len(parts) + 1) as advance:
+
+        def run_tasks(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
+            return engine.run(function, tasks, lambda task: advance(1))
+
+        run_tasks(
+            write_validation_signatures,
+            [
+                (part.path, part.drop_files, recipe.holdout, out, params)
+                for part, out in zip(parts, signed, strict=True)
+            ],
+        )
+        (documents,) = run_tasks(build_validation_index, [(signed, work / "index", params)])
+        counts = run_tasks(
+            write_validation_drops,
+            [
+                (part.path, part.drop_files, recipe.holdout, work / "index", out, params)
+                for part, out in zip(parts, outs, strict=True)
+            ],
+        )
+    write_json(done, {"key": key, "validation": documents, "dropped": sum(counts)})
+    return added
