@@ -68,7 +68,8 @@ class RecipeProblem:
 
     def __str__(self) -> str:
         line = f"line {self.line}" if self.line else ""
-        path = "" if self.message.startswith(f"`{self.path}") else self.path  # the message begins with it
+        # Left out where the message begins with it, or where the line says enough about a rule over several sections.
+        path = "" if self.message.startswith(f"`{self.path}") or (line and self.path == "recipe") else self.path
         place = ", ".join(filter(None, (line, path)))
         return (f"{place}: " if place else "") + self.message + (f" ({self.hint})" if self.hint else "")
 

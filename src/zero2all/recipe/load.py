@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import difflib
 import json
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
-from zero2all.errors import RecipeError, RecipeProblem, UsageError
+from zero2all.errors import RecipeError, UsageError
 from zero2all.recipe.presets import PRESETS
+from zero2all.recipe.problems import MAX_SHOWN_CHARS, find_problems
 from zero2all.recipe.renamed import lines_to_new, retired_key_problems, to_new
-from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, Lines, read_yaml
+from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, read_yaml
 from zero2all.recipe.sections import Recipe
-
-MAX_SHOWN_CHARS = 80  # characters of a wrong value in a message
-_LENGTH_KEYS = ("steps", "tokens", "epochs")
+from zero2all.recipe.training import LENGTH_KEYS
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None, stored: bool = False) -> Recipe:
@@ -51,7 +46,7 @@ def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "r
         lines = {path: line for path, line in lines.items() if path[: len(key_path)] != key_path} | {key_path: None}
     retired = retired_key_problems(values, lines)
     values = to_new(values)  # what is given by a retired key is not missing as well
-    if problems := retired + _problems(values, lines_to_new(lines)):
+    if problems := retired + find_problems(values, lines_to_new(lines)):
         raise RecipeError(origin, problems)
     return Recipe.model_validate(values)
 
@@ -99,9 +94,9 @@ def _apply_override(values: dict[str, Any], override: str) -> KeyPath:
         if not isinstance(section.get(key), dict):
             section[key] = {}
         section = section[key]
-    if keys[:-1] == ["train"] and keys[-1] in _LENGTH_KEYS:
+    if keys[:-1] == ["train"] and keys[-1] in LENGTH_KEYS and value is not None:
         # A length on the command line takes the place of the one in the file, whatever its unit.
-        for other in _LENGTH_KEYS:
+        for other in LENGTH_KEYS:
             section.pop(other, None)
     if keys == ["model", "preset"]:
         # Likewise a shape: a resolved recipe spells out every field of the old one.
@@ -109,79 +104,6 @@ def _apply_override(values: dict[str, Any], override: str) -> KeyPath:
             section.pop(field, None)
     section[keys[-1]] = value
     return tuple(keys)
-
-
-def _problems(values: dict[str, Any], lines: Lines) -> list[RecipeProblem]:
-    """Validate, take out what is wrong, and validate again: mistakes that hid behind others show too."""
-    values = copy.deepcopy(values)
-    found: list[RecipeProblem] = []
-    removed_places: set[KeyPath] = set()
-    while True:
-        try:
-            Recipe.model_validate(values)
-            return found
-        except ValidationError as error:
-            removed = False
-            for detail in error.errors(include_url=False):
-                key_path: KeyPath = detail["loc"]
-                problem = _problem(detail, lines)
-                if problem not in found and not (detail["type"] == "missing" and key_path in removed_places):
-                    found.append(problem)
-                if _remove(values, key_path, detail["type"]):
-                    removed_places.add(key_path)
-                    removed = True
-            if not removed:
-                return found
-
-
-def _remove(values: dict[str, Any], key_path: KeyPath, kind: str) -> bool:
-    """Take the offending value out, so that its default stands in. A missing value or a rule over several has none."""
-    if kind == "missing" or not key_path:
-        return False
-    parent: Any = values
-    for key in key_path[:-1]:
-        try:
-            parent = parent[key]
-        except (KeyError, IndexError, TypeError):
-            return False
-    if isinstance(parent, dict) and key_path[-1] in parent:
-        if key_path[:-1] == ("train",) and key_path[-1] in _LENGTH_KEYS:
-            parent[key_path[-1]] = 1  # without any length a second mistake would show that nobody made
-        else:
-            del parent[key_path[-1]]
-        return True
-    # One element less may be a mistake of its own, so the whole list goes.
-    return isinstance(parent, list) and _remove(values, key_path[:-1], kind)
-
-
-def _problem(detail: Any, lines: Lines) -> RecipeProblem:
-    key_path: KeyPath = detail["loc"]
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    hint = ""
-    if detail["type"] == "extra_forbidden":
-        message = "no such key"
-        known = _known_keys(key_path[:-1])
-        close = difflib.get_close_matches(str(key_path[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-    elif detail["type"] == "missing":
-        message = "is required"
-    elif not isinstance(detail["input"], dict | list | BaseModel) and repr(detail["input"]) not in message:
-        given = repr(detail["input"])
-        message = f"{message}; it is {given if len(given) <= MAX_SHOWN_CHARS else given[:MAX_SHOWN_CHARS] + '...'}"
-    line = next((lines[key_path[:end]] for end in range(len(key_path), 0, -1) if key_path[:end] in lines), None)
-    return RecipeProblem(".".join(map(str, key_path)) or "recipe", message, hint, line)
-
-
-def _known_keys(key_path: KeyPath) -> list[str]:
-    """The keys that a section knows, found by walking the types along a path."""
-    kind: Any = Recipe
-    for key in key_path:
-        if isinstance(key, int) or not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-            continue
-        kind = kind.model_fields[key].annotation
-        while get_origin(kind) in (list, UnionType):
-            kind = get_args(kind)[0]
-    return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
 
 
 def builtin_recipe_path(name: str) -> Path:
