@@ -65,12 +65,16 @@ class RecipeProblem:
     message: str
     hint: str = ""
     line: int | None = None
+    """The line of the file."""
+    override: str = ""
+    """The override on the command line, if the mistake is there."""
 
     def __str__(self) -> str:
-        line = f"line {self.line}" if self.line else ""
-        # Left out where the message begins with it, or where the line says enough about a rule over several sections.
-        path = "" if self.message.startswith(f"`{self.path}") or (line and self.path == "recipe") else self.path
-        place = ", ".join(filter(None, (line, path)))
+        where = f"line {self.line}" if self.line else f"command line, {self.override}" if self.override else ""
+        is_said = self.message.startswith(f"`{self.path}") or self.override.startswith(self.path)
+        # A rule over several sections has no path of its own; the place says enough.
+        path = "" if is_said or (where and self.path == "recipe") else self.path
+        place = ", ".join(filter(None, (where, path)))
         return (f"{place}: " if place else "") + self.message + (f" ({self.hint})" if self.hint else "")
 
 
@@ -79,7 +83,10 @@ class RecipeError(UsageError):
 
     def __init__(self, origin: str, problems: list[RecipeProblem]) -> None:
         self.origin = redact(origin)
-        self.problems = [replace(one, message=redact(one.message), hint=redact(one.hint)) for one in problems]
+        self.problems = [
+            replace(one, message=redact(one.message), hint=redact(one.hint), override=redact(one.override))
+            for one in problems
+        ]
         count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
         super().__init__("\n".join([f"{origin}: {count}", *(f"  - {problem}" for problem in self.problems)]))
 

@@ -184,5 +184,16 @@ def test_a_rule_is_located_at_the_value_that_is_in_the_file() -> None:
     assert all(one.startswith("line 7: parallel.tp (2)") for one in mistakes(text)[1:])
 
 
+def test_a_rule_that_an_override_breaks_is_a_mistake_of_the_override() -> None:
+    text = "train:\n  steps: 1\n  seq_len: 512\nmodel:\n  preset: z2all-3m\n"
+    assert mistakes(text, "train.batch_tokens=1000") == [
+        "command line, train.batch_tokens=1000: batch_tokens (1000) must be a multiple of seq_len (512)"
+    ]
+    assert mistakes(text, "model.max_position_embeddings=256") == [
+        "command line, model.max_position_embeddings=256: "
+        "train.seq_len (512) is longer than model.max_position_embeddings (256)"
+    ]
+
+
 def test_a_length_that_is_null_on_the_command_line_does_not_replace_another() -> None:
     assert parse_recipe("train: {tokens: 10M}", ["train.steps=5", "train.tokens=null"]).train.steps == 5

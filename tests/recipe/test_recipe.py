@@ -155,16 +155,18 @@ def test_durations(text: object, steps: int | None) -> None:
         assert Duration.parse(text).in_steps(tokens_per_step=100_000, tokens_per_epoch=1_000_000) == steps
 
 
-def test_a_mistake_on_the_command_line_has_no_line_of_the_file() -> None:
+def test_a_mistake_on_the_command_line_has_its_override_and_no_line_of_the_file() -> None:
     text = "train:\n  steps: 1\n  seq_len: 8\nmodel:\n  hidden_size: 64\n"
     with pytest.raises(RecipeError) as raised:
         parse_recipe(text, ["train.stps=3", "train.seq_len=x", "model={n_layers: 2, hidden_size: y}"])
-    assert {problem.path: problem.line for problem in raised.value.problems} == {
-        "train.stps": None,
-        "train.seq_len": None,
-        "model.n_layers": None,
-        "model.hidden_size": None,
+    assert {problem.path: (problem.line, problem.override) for problem in raised.value.problems} == {
+        "train.stps": (None, "train.stps=3"),
+        "train.seq_len": (None, "train.seq_len=x"),
+        "model.n_layers": (None, "model={n_layers: 2, hidden_size: y}"),
+        "model.hidden_size": (None, "model={n_layers: 2, hidden_size: y}"),
     }
+    assert "  - command line, train.stps=3: no such key (did you mean steps?)" in str(raised.value)
+    assert "  - command line, model={n_layers: 2, hidden_size: y}, model.hidden_size: Input" in str(raised.value)
     with pytest.raises(RecipeError, match=r"line 5, model\.hidden_size"):
         parse_recipe(text.replace("64", "y"), ["train.steps=3"])
 

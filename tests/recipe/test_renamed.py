@@ -117,7 +117,8 @@ def test_a_retired_key_is_the_only_mistake_even_if_its_default_would_not_fit() -
 
 @pytest.mark.parametrize("override", ["model.n_heads=3", "model={n_heads: 3}"])
 def test_a_retired_key_on_the_command_line_is_a_mistake(override: str) -> None:
-    assert mistakes("train: {steps: 1}", override) == ["`model.n_heads` is now `num_attention_heads`"]
+    said = mistakes("train: {steps: 1}", override)
+    assert said == [f"command line, {override}: `model.n_heads` is now `num_attention_heads`"]
 
 
 def test_a_retired_key_beside_the_new_one_is_one_mistake() -> None:

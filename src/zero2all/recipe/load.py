@@ -9,9 +9,10 @@ from typing import Any
 import yaml
 
 from zero2all.errors import RecipeError, UsageError
+from zero2all.recipe.places import Places, override_place, shorten
 from zero2all.recipe.presets import PRESETS
-from zero2all.recipe.problems import MAX_SHOWN_CHARS, find_problems
-from zero2all.recipe.renamed import lines_to_new, retired_key_problems, to_new
+from zero2all.recipe.problems import find_problems
+from zero2all.recipe.renamed import places_to_new, retired_key_problems, to_new
 from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, read_yaml
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.training import LENGTH_KEYS
@@ -41,12 +42,12 @@ def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "r
         raise UsageError(f"{origin} must be a mapping with keys such as {', '.join(list(Recipe.model_fields)[:5])}")
     if stored:
         values = to_new(values)
+    places: Places = dict(lines)
     for override in overrides or []:
-        key_path = _apply_override(values, override)
-        lines = {path: line for path, line in lines.items() if path[: len(key_path)] != key_path} | {key_path: None}
-    retired = retired_key_problems(values, lines)
+        places = override_place(places, _apply_override(values, override), override)
+    retired = retired_key_problems(values, places)
     values = to_new(values)  # what is given by a retired key is not missing as well
-    if problems := retired + find_problems(values, lines_to_new(lines)):
+    if problems := retired + find_problems(values, places_to_new(places)):
         raise RecipeError(origin, problems)
     return Recipe.model_validate(values)
 
@@ -79,10 +80,10 @@ def recipe_schema() -> str:
 
 
 def _apply_override(values: dict[str, Any], override: str) -> KeyPath:
-    """Set the value, and return its key path: what the file has there no longer counts."""
+    """Set the value, and return its key path."""
     dotted, equals, raw = override.partition("=")
     keys = dotted.strip().split(".")
-    shown = override if len(override) <= MAX_SHOWN_CHARS else override[:MAX_SHOWN_CHARS] + "..."
+    shown = shorten(override)
     if not equals or not all(keys) or len(keys) > MAX_DEPTH:
         raise UsageError(f"{shown!r} is not an override: write section.key=value, such as train.steps=200")
     try:

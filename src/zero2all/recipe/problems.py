@@ -16,18 +16,17 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from zero2all.errors import RecipeProblem
+from zero2all.recipe.places import Places, locate, located_problem, shorten
 from zero2all.recipe.presets import PRESETS
-from zero2all.recipe.safe_yaml import KeyPath, Lines
+from zero2all.recipe.safe_yaml import KeyPath
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.types import COLLECT_MISTAKES, Mistake, Section
 
-MAX_SHOWN_CHARS = 80  # characters of a wrong value in a message
 
-
-def find_problems(values: dict[str, Any], lines: Lines) -> list[RecipeProblem]:
+def find_problems(values: dict[str, Any], places: Places) -> list[RecipeProblem]:
     """The mistakes in the values of a recipe: keys, single values, rules over several."""
     remaining = copy.deepcopy(values)
-    problems, invalid = _take_out_invalid(remaining, lines)
+    problems, invalid = _take_out_invalid(remaining, places)
     try:
         recipe = Recipe.model_validate(remaining, context=COLLECT_MISTAKES)
     except ValidationError:  # a mistake that cannot be taken out hides the rules
@@ -36,12 +35,14 @@ def find_problems(values: dict[str, Any], lines: Lines) -> list[RecipeProblem]:
         keys = [section + _to_path(key) for key in mistake.keys]
         if not any(key[: len(path)] == path for key in keys for path in invalid):
             given = [key for key in keys if _is_given(values, key)] or keys
-            path = keys[0] if len(keys) == 1 else section
-            problems.append(RecipeProblem(_dotted(path), mistake.message, line=_line(lines, given[0])))
+            found = [locate(places, key) for key in given]
+            # What is on the command line was added to a file that was right before.
+            place = next((one for one in found if isinstance(one, str)), found[0])
+            problems.append(located_problem(keys[0] if len(keys) == 1 else section, mistake.message, place=place))
     return problems
 
 
-def _take_out_invalid(values: dict[str, Any], lines: Lines) -> tuple[list[RecipeProblem], list[KeyPath]]:
+def _take_out_invalid(values: dict[str, Any], places: Places) -> tuple[list[RecipeProblem], list[KeyPath]]:
     """Remove every value that is wrong by itself. Returns the problems, and the keys whose values are now unknown."""
     problems: list[RecipeProblem] = []
     invalid: list[KeyPath] = []
@@ -50,7 +51,7 @@ def _take_out_invalid(values: dict[str, Any], lines: Lines) -> tuple[list[Recipe
         for path, details in _by_value(values, errors).items():
             is_missing = details[0]["type"] == "missing"
             if not (is_missing and path in invalid):
-                problems.append(_invalid_value_problem(path, details, lines))
+                problems.append(_invalid_value_problem(path, details, places))
             if taken := _remove(values, path[:-1] if is_missing else path):
                 removed.append(taken)
                 if details[0]["type"] == "extra_forbidden":
@@ -112,7 +113,7 @@ def _remove(values: dict[str, Any], path: KeyPath) -> KeyPath | None:
     return path
 
 
-def _invalid_value_problem(path: KeyPath, details: list[ErrorDetails], lines: Lines) -> RecipeProblem:
+def _invalid_value_problem(path: KeyPath, details: list[ErrorDetails], places: Places) -> RecipeProblem:
     first = details[0]
     message = ", or ".join(
         dict.fromkeys(str(detail["msg"]).removeprefix("Value error, ") for detail in details)
@@ -125,9 +126,8 @@ def _invalid_value_problem(path: KeyPath, details: list[ErrorDetails], lines: Li
     elif first["type"] == "missing":
         message = "is required"
     elif not isinstance(first["input"], dict | list | BaseModel) and repr(first["input"]) not in message:
-        given = repr(first["input"])
-        message = f"{message}; it is {given if len(given) <= MAX_SHOWN_CHARS else given[:MAX_SHOWN_CHARS] + '...'}"
-    return RecipeProblem(_dotted(path), message, hint, _line(lines, path))
+        message = f"{message}; it is {shorten(repr(first['input']))}"
+    return located_problem(path, message, hint, locate(places, path))
 
 
 def _section_mistakes(section: Section, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Mistake]]:
@@ -161,14 +161,5 @@ def known_keys(path: KeyPath) -> list[str]:
     return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
 
 
-def _line(lines: Lines, path: KeyPath) -> int | None:
-    """The line of a value, or of the nearest section around it that has one."""
-    return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None)
-
-
 def _to_path(dotted: str) -> KeyPath:
     return tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(map(str, path)) or "recipe"
