@@ -195,5 +195,36 @@ def test_a_rule_that_an_override_breaks_is_a_mistake_of_the_override() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("steps", "did you mean train.steps?"),
+        ("step", "did you mean train.steps?"),
+        ("lr", "did you mean train.optimizer.lr?"),
+        ("train.lr", "did you mean train.optimizer.lr?"),
+        ("train.stpes", "did you mean steps?"),
+        ("train.warmup", "did you mean train.schedule.warmup?"),
+        ("optimizer.lr", "did you mean train.optimizer?"),
+        ("model.seq_len", "did you mean train.seq_len?"),
+        ("num_hidden_layers", "did you mean model.num_hidden_layers?"),
+        ("vocab_size", "did you mean tokenizer.vocab_size or model.vocab_size?"),
+        ("model.top_k", "known: preset, hidden_size, "),
+        ("track.every", "did you mean log_every?"),
+        ("train.num_experts", "did you mean model.moe.num_experts?"),
+    ],
+)
+def test_a_key_of_another_level_is_suggested(key: str, hint: str) -> None:
+    [said] = mistakes("train: {epochs: 1}", f"{key}=5")
+    assert said.startswith(f"command line, {key}=5")
+    assert hint in said
+    nested = yaml.safe_dump(replaced({"train": {"epochs": 1}}, key, 5))
+    assert any(hint in one for one in mistakes(nested))
+
+
+def test_a_suggested_key_of_another_level_is_not_missing_as_well() -> None:
+    [said] = mistakes("{steps: 5, train: {seq_len: 512}}")
+    assert said == "line 1, steps: no such key (did you mean train.steps?)"
+
+
 def test_a_length_that_is_null_on_the_command_line_does_not_replace_another() -> None:
     assert parse_recipe("train: {tokens: 10M}", ["train.steps=5", "train.tokens=null"]).train.steps == 5

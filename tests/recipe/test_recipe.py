@@ -82,6 +82,7 @@ def test_another_preset_on_a_resolved_recipe_is_another_shape() -> None:
     resolved = recipe_yaml(parse_recipe("{train: {steps: 1}, model: {preset: z2all-3m, qk_norm: true}}"))
     model = parse_recipe(resolved, ["model.preset=z2all-25m", "model.num_hidden_layers=3"]).model
     assert (model.hidden_size, model.num_hidden_layers, model.qk_norm) == (512, 3, True)
+    assert parse_recipe(resolved, ["model.num_hidden_layers=3", "model.preset=z2all-25m"]).model == model
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("4.1M", 4_100_000), ("16.1K", 16_100), ("64Ki", 65536), ("1e3", 1000)])

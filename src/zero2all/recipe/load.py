@@ -43,7 +43,8 @@ def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "r
     if stored:
         values = to_new(values)
     places: Places = dict(lines)
-    for override in overrides or []:
+    # A preset removes the shape that it replaces, so it goes before the overrides of single fields.
+    for override in sorted(overrides or [], key=lambda text: not text.startswith("model.preset=")):
         places = override_place(places, _apply_override(values, override), override)
     retired = retired_key_problems(values, places)
     values = to_new(values)  # what is given by a retired key is not missing as well
@@ -80,7 +81,7 @@ def recipe_schema() -> str:
 
 
 def _apply_override(values: dict[str, Any], override: str) -> KeyPath:
-    """Set the value, and return its key path."""
+    """Set the value, and return the path of all that is new: its key, or a section that did not exist."""
     dotted, equals, raw = override.partition("=")
     keys = dotted.strip().split(".")
     shown = shorten(override)
@@ -91,9 +92,11 @@ def _apply_override(values: dict[str, Any], override: str) -> KeyPath:
     except UsageError as error:
         raise UsageError(f"{error}; put quotes around a value that is text") from None
     section = values
-    for key in keys[:-1]:
+    new = len(keys)
+    for depth, key in enumerate(keys[:-1], 1):
         if not isinstance(section.get(key), dict):
             section[key] = {}
+            new = min(new, depth)
         section = section[key]
     if keys[:-1] == ["train"] and keys[-1] in LENGTH_KEYS and value is not None:
         # A length on the command line takes the place of the one in the file, whatever its unit.
@@ -104,7 +107,7 @@ def _apply_override(values: dict[str, Any], override: str) -> KeyPath:
         for field in {name for shape in PRESETS.values() for name in shape}:
             section.pop(field, None)
     section[keys[-1]] = value
-    return tuple(keys)
+    return tuple(keys[:new])
 
 
 def builtin_recipe_path(name: str) -> Path:

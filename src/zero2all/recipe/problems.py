@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Iterator
+from functools import cache, partial
 from types import UnionType
 from typing import Any, get_args, get_origin
 
@@ -121,7 +122,7 @@ def _invalid_value_problem(path: KeyPath, details: list[ErrorDetails], places: P
     hint = ""
     if first["type"] == "extra_forbidden":
         message = "no such key"
-        close = [str(key[-1]) for key in suggested_keys(path)]
+        close = [str(key[-1]) if key[:-1] == path[:-1] else ".".join(key) for key in suggested_keys(path)]
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known_keys(path[:-1]))}"
     elif first["type"] == "missing":
         message = "is required"
@@ -144,9 +145,28 @@ def _section_mistakes(section: Section, path: KeyPath = ()) -> Iterator[tuple[Ke
 
 
 def suggested_keys(path: KeyPath) -> list[KeyPath]:
-    """The known key that a wrong one probably means."""
-    close = difflib.get_close_matches(str(path[-1]), known_keys(path[:-1]), n=1, cutoff=0.5)
-    return [(*path[:-1], name) for name in close]
+    """The known keys that a wrong one may mean: much like one beside it, the same or much like one elsewhere, or a
+    little like one beside it. Several if a name is in several sections."""
+    *section, name = path
+    beside = partial(difflib.get_close_matches, str(name), known_keys(path[:-1]), 1)
+    names = {key[-1] for key in _all_keys(Recipe)}
+    if close := beside(cutoff=0.7):
+        return [(*section, close[0])]
+    if elsewhere := difflib.get_close_matches(str(name), names, 1, cutoff=0.8):
+        return [key for key in _all_keys(Recipe) if key[-1] == elsewhere[0]]
+    return [(*section, close) for close in beside(cutoff=0.6)]
+
+
+@cache
+def _all_keys(kind: type[BaseModel]) -> list[tuple[str, ...]]:
+    """Every key of a section and of the sections in it, without those of list elements."""
+    keys: list[tuple[str, ...]] = []
+    for name, field in kind.model_fields.items():
+        keys.append((name,))
+        for part in (field.annotation, *get_args(field.annotation)):
+            if isinstance(part, type) and issubclass(part, Section) and get_origin(field.annotation) is not list:
+                keys += [(name, *key) for key in _all_keys(part)]
+    return keys
 
 
 def known_keys(path: KeyPath) -> list[str]:
