@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,20 @@ import yaml
 from zero2all.errors import RecipeError, UsageError
 from zero2all.recipe.places import Places, override_place, shorten
 from zero2all.recipe.presets import PRESETS
-from zero2all.recipe.problems import find_problems
+from zero2all.recipe.problems import Check, find_problems
 from zero2all.recipe.renamed import places_to_new, retired_key_problems, to_new
 from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, read_yaml
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.training import LENGTH_KEYS
 
 
-def load_recipe(path: str | Path, overrides: list[str] | None = None, stored: bool = False) -> Recipe:
+def load_recipe(
+    path: str | Path, overrides: list[str] | None = None, stored: bool = False, checks: Iterable[Check] = ()
+) -> Recipe:
     """Read a YAML recipe and apply ``section.key=value`` overrides to it.
 
-    One that a run ``stored`` may be of an earlier version: its retired keys are translated, not refused.
+    One that a run ``stored`` may be of an earlier version: its retired keys are translated, not refused. What
+    ``checks`` find is reported with all other mistakes.
     """
     path = Path(path)
     try:
@@ -31,10 +35,16 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None, stored: bo
         raise UsageError(f"no recipe at {path}{_sibling_recipes(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the recipe {path}: {error}") from None
-    return parse_recipe(text, overrides, origin=str(path), stored=stored)
+    return parse_recipe(text, overrides, str(path), stored, checks)
 
 
-def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "recipe", stored: bool = False) -> Recipe:
+def parse_recipe(
+    text: str,
+    overrides: list[str] | None = None,
+    origin: str = "recipe",
+    stored: bool = False,
+    checks: Iterable[Check] = (),
+) -> Recipe:
     """The same as ``load_recipe``, from the text of a YAML file."""
     read, lines = read_yaml(text, origin)
     values = {} if read is None else read
@@ -48,7 +58,7 @@ def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "r
         places = override_place(places, _apply_override(values, override), override)
     retired = retired_key_problems(values, places)
     values = to_new(values)  # what is given by a retired key is not missing as well
-    if problems := retired + find_problems(values, places_to_new(places)):
+    if problems := retired + find_problems(values, places_to_new(places), checks):
         raise RecipeError(origin, problems)
     return Recipe.model_validate(values)
 

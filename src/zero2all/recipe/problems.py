@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -23,16 +23,20 @@ from zero2all.recipe.safe_yaml import KeyPath
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.types import COLLECT_MISTAKES, Mistake, Section
 
+Check = Callable[[Recipe], Iterable[Mistake]]
+"""A check of more than the recipe itself, such as the files that it names."""
 
-def find_problems(values: dict[str, Any], places: Places) -> list[RecipeProblem]:
-    """The mistakes in the values of a recipe: keys, single values, rules over several."""
+
+def find_problems(values: dict[str, Any], places: Places, checks: Iterable[Check] = ()) -> list[RecipeProblem]:
+    """The mistakes in the values of a recipe: keys, single values, rules over several, and those of ``checks``."""
     remaining = copy.deepcopy(values)
     problems, invalid = _take_out_invalid(remaining, places)
     try:
         recipe = Recipe.model_validate(remaining, context=COLLECT_MISTAKES)
     except ValidationError:  # a mistake that cannot be taken out hides the rules
         return problems
-    for section, mistake in _section_mistakes(recipe):
+    checked: list[tuple[KeyPath, Mistake]] = [((), mistake) for check in checks for mistake in check(recipe)]
+    for section, mistake in (*_section_mistakes(recipe), *checked):
         keys = [section + _to_path(key) for key in mistake.keys]
         if not any(key[: len(path)] == path for key in keys for path in invalid):
             given = [key for key in keys if _is_given(values, key)] or keys
