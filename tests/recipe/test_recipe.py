@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from zero2all.errors import RecipeError, UsageError
-from zero2all.recipe import PRESETS, Recipe, load_recipe, parse_recipe, recipe_schema, recipe_yaml
+from zero2all.recipe import (
+    PRESETS,
+    Recipe,
+    load_recipe,
+    load_recipe_or_preset,
+    parse_recipe,
+    recipe_schema,
+    recipe_yaml,
+)
 from zero2all.units import Duration
 
 ROOT = Path(__file__).parents[2]
@@ -177,3 +185,31 @@ def test_a_missing_recipe_names_those_beside_it(tmp_path: Path) -> None:
     (tmp_path / ".hidden.yaml").touch()
     with pytest.raises(UsageError, match=r"there are mine\.yaml$"):
         load_recipe(tmp_path / "other.yaml")
+
+
+def test_a_missing_recipe_names_those_in_recipes_if_there_is_none_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "small.yaml").touch()
+    with pytest.raises(UsageError, match=r"in .*/recipes/ there are small\.yaml$"):
+        load_recipe(tmp_path / "other.yaml")
+    with pytest.raises(UsageError, match=r"nowhere/other\.yaml$"):
+        load_recipe(tmp_path / "nowhere" / "other.yaml")
+
+
+@pytest.mark.parametrize("place", ["recipe.yaml", "run/recipe.yaml"])
+def test_a_run_directory_stands_for_its_recipe(tmp_path: Path, place: str) -> None:
+    path = tmp_path / place
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{train: {steps: 3}, model: {n_layers: 2}}")  # as 0.1 stored it
+    for target in {tmp_path, path.parent}:
+        recipe = load_recipe(target, ["train.steps=4"])
+        assert (recipe.train.steps, recipe.model.num_hidden_layers) == (4, 2)
+        assert load_recipe_or_preset(str(target)).train.steps == 3
+    with pytest.raises(RecipeError, match=r"recipe\.yaml: 1 mistake\n.*command line, model\.n_layers=3"):
+        load_recipe(tmp_path, ["model.n_layers=3"])
+
+
+def test_a_directory_without_a_recipe_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(UsageError, match=r"neither recipe\.yaml nor run/recipe\.yaml.*there are mine\.yaml$"):
+        load_recipe(tmp_path)

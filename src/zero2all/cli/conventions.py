@@ -27,12 +27,16 @@ OUT_OF_MEMORY_ADVICE = (
     "'z2a model show RECIPE' estimates what is needed"
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
-RecipePath = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE")]
+RecipePath = Annotated[
+    Path, typer.Argument(help="The recipe: a YAML file, or the directory of a run.", metavar="RECIPE")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Recipe overrides, such as train.steps=200.", metavar="[KEY=VALUE]..."),
 ]
-RecipeOrPreset = Annotated[str, typer.Argument(help="Name of a preset, or a recipe file.", metavar="PRESET|RECIPE")]
+RecipeOrPreset = Annotated[
+    str, typer.Argument(help="Name of a preset, a recipe file, or the directory of a run.", metavar="PRESET|RECIPE")
+]
 RunPath = Annotated[
     Path, typer.Argument(help="The run directory, or the output directory that contains it.", metavar="RUN")
 ]

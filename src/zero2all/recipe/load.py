@@ -18,16 +18,20 @@ from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, read_y
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.training import LENGTH_KEYS
 
+RECIPE_FILE = "recipe.yaml"  # in the directory of a quickstart or a run
+
 
 def load_recipe(
     path: str | Path, overrides: list[str] | None = None, stored: bool = False, checks: Iterable[Check] = ()
 ) -> Recipe:
-    """Read a YAML recipe and apply ``section.key=value`` overrides to it.
+    """Read a YAML recipe and apply ``section.key=value`` overrides to it. A run directory stands for its recipe.
 
     One that a run ``stored`` may be of an earlier version: its retired keys are translated, not refused. What
     ``checks`` find is reported with all other mistakes.
     """
     path = Path(path)
+    if path.is_dir():
+        path, stored = _stored_recipe_path(path), True
     try:
         with open(path, "rb") as stream:  # which may be a pipe, and may have no end
             text = stream.read(MAX_FILE_BYTES + 1).decode("utf-8")
@@ -127,7 +131,18 @@ def builtin_recipe_path(name: str) -> Path:
     return next((place for place in places if place.exists()), places[0])
 
 
+def _stored_recipe_path(directory: Path) -> Path:
+    """The recipe of an output or run directory."""
+    for path in (directory / RECIPE_FILE, directory / "run" / RECIPE_FILE):
+        if path.is_file():
+            return path
+    where = f"{directory} is a directory with neither {RECIPE_FILE} nor run/{RECIPE_FILE}"
+    raise UsageError(f"{where}, so it is not that of a run; give a recipe file{_sibling_recipes(directory / '?')}")
+
+
 def _sibling_recipes(path: Path) -> str:
-    folder = path.parent
-    names = sorted(p.name for p in folder.glob("[!.]*.y*ml")) if folder.is_dir() else []
-    return f"; in {folder}/ there are {', '.join(names)}" if names else ""
+    """The recipes beside a path where there is none, or those in ``recipes/`` there."""
+    for folder in (path.parent, path.parent / "recipes"):
+        if names := sorted(p.name for p in folder.glob("[!.]*.y*ml")):
+            return f"; in {folder}/ there are {', '.join(names)}"
+    return ""
