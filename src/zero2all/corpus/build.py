@@ -32,6 +32,7 @@ from zero2all.corpus.manifest import (
 from zero2all.corpus.mapping import resolve_mapping
 from zero2all.corpus.part_files import PartRecord, PartTask, part_path, write_part
 from zero2all.corpus.readers import LINK_OUTSIDE_SOURCE, list_files, split_large_file
+from zero2all.corpus.summary import count_text, reasons_text
 from zero2all.engine import Engine, available_cores
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import (
@@ -82,9 +83,7 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
     _remove_stale_parts(work / "parts", parts)
     nonempty = [part_path(work / "parts", part.source, part.key) for part in parts if part.documents]
     if not nonempty:
-        dropped = _sum_counts({why: count.documents for why, count in part.dropped.items()} for part in parts)
-        skipped = {source: asdict(of_source) for source, of_source in _skipped_by_source(recipe, parts).items()}
-        raise Z2aError(f"no document is left of {len(tasks)} files. Dropped: {dropped}; skipped: {skipped}")
+        raise Z2aError(_nothing_left_message(recipe, parts))
     stripped = remove_boilerplate(engine, recipe, nonempty, work)
     drops = find_drops(engine, recipe, list(stripped.values()), work, key)
     with atomic_dir(out, KIND) as partial:
@@ -93,8 +92,22 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
         write_manifest(partial, KIND, asdict(manifest))
     for source in recipe.sources:
         if not manifest.splits["train"][source.name].documents:
-            warn(f"corpus source {source.name!r} gave no documents; see left_out in {out}/manifest.json")
+            why = _reasons(source.name, manifest.left_out[source.name], parts)
+            warn(f"corpus source {source.name!r} gave no documents ({why}); see left_out in {out}/manifest.json")
     return BuiltCorpus(**vars(manifest), reused=False)
+
+
+def _nothing_left_message(recipe: CorpusRecipe, parts: list[PartRecord]) -> str:
+    skipped = _skipped_by_source(recipe, parts)
+    whys = [f"{name}: {_reasons(name, of_source, parts)}" for name, of_source in skipped.items()]
+    files = {(part.source, part.file) for part in parts}
+    return f"no document is left of {count_text(len(files), 'file')}; {'; '.join(whys)}"
+
+
+def _reasons(source: str, skipped: SkippedBySource, parts: list[PartRecord]) -> str:
+    mine = [part.dropped for part in parts if part.source == source]
+    dropped = _sum_counts({reason: of_reason.documents for reason, of_reason in part.items()} for part in mine)
+    return reasons_text(skipped, dropped) or "it has no files"
 
 
 def _warn_about_links(tasks: list[PartTask]) -> None:
@@ -255,11 +268,22 @@ def _skipped_by_source(recipe: CorpusRecipe, parts: list[PartRecord]) -> dict[st
     found = {}
     for source in recipe.sources:
         mine = [part for part in parts if part.source == source.name]
-        files: dict[str, SkippedFiles] = {}
-        for part in mine:
-            if part.unreadable:
-                of_reason = files.setdefault(part.unreadable, SkippedFiles())
-                of_reason.count += 1
-                of_reason.first = [*of_reason.first, part.file][:MAX_SKIPPED_NAMES_PER_REASON]
-        found[source.name] = SkippedBySource(_sum_counts(part.left_out for part in mine), files)
+        found[source.name] = SkippedBySource(
+            documents=_sum_counts(part.left_out for part in mine),
+            files=_files_by_reason((part.unreadable, part.file) for part in mine if part.unreadable),
+            # A large file has several parts.
+            record_files=_files_by_reason(
+                dict.fromkeys((reason, part.file) for part in mine for reason in part.left_out)
+            ),
+        )
     return found
+
+
+def _files_by_reason(skipped: Iterable[tuple[str, str]]) -> dict[str, SkippedFiles]:
+    """From pairs of a reason and a file."""
+    files: dict[str, SkippedFiles] = {}
+    for reason, name in skipped:
+        of_reason = files.setdefault(reason, SkippedFiles())
+        of_reason.count += 1
+        of_reason.first = [*of_reason.first, name][:MAX_SKIPPED_NAMES_PER_REASON]
+    return files
