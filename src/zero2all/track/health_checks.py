@@ -195,8 +195,10 @@ def sudden_drop(curve: LossCurve) -> Iterator[HealthFinding]:
         step, high, low = int(curve.steps[WINDOW + first]), baseline[first], after[first]
         yield HealthFinding(
             "sudden drop", "bad",
-            f"falls from {high:.3f} to {low:.3f} around step {step}: does the data repeat, or do the targets leak?",
-            f"第 {step} 步附近由 {high:.3f} 突降到 {low:.3f}：数据是否重复，或目标是否泄漏？",
+            f"falls from {high:.3f} to {low:.3f} around step {step}: does the data repeat, or do the targets leak? "
+            f"'z2a blame RUN --step {step} --lowest' shows the text that it knows",
+            f"第 {step} 步附近由 {high:.3f} 突降到 {low:.3f}：数据是否重复，或目标是否泄漏？"
+            f"用 z2a blame RUN --step {step} --lowest 查看模型已经熟悉的文本",
             step,
         )  # fmt: skip
 
