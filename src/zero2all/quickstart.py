@@ -169,9 +169,11 @@ def summary_text(result: QuickstartResult) -> str:
         lines += [f"── sample {number} " + "─" * 40, f"{sample.prompt}▸{sample.text}"]
     out = result.out
     next_commands = (
+        (f"z2a watch {out}", "curves, samples and health checks in a browser"),
+        (f"z2a report {out} --html {out}/report.html", "the same as one file"),
         (f'z2a generate {out} --prompt "..."', "generate text"),
         (f"z2a train {out}/recipe.yaml train.steps=1000", "train it further"),
-        (f"z2a tokens trace {out} --step 10", "see which documents were in a step"),
+        (f"z2a tokens trace {out} --step {min(10, result.steps - 1)}", "see which documents were in a step"),
         (f"z2a export {out} --to {out}/hf", "a directory for transformers, vLLM, llama.cpp"),
     )
     width = max(len(command) for command, _ in next_commands)
