@@ -126,7 +126,7 @@ def _invalid_value_problem(path: KeyPath, details: list[ErrorDetails], places: P
     hint = ""
     if first["type"] == "extra_forbidden":
         message = "no such key"
-        close = [str(key[-1]) if key[:-1] == path[:-1] else ".".join(key) for key in suggested_keys(path)]
+        close = [str(key[-1]) if key[:-1] == path[:-1] else ".".join(map(str, key)) for key in suggested_keys(path)]
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known_keys(path[:-1]))}"
     elif first["type"] == "missing":
         message = "is required"

@@ -234,9 +234,15 @@ class TrainRecipe(TrainLength):
 
     def resolved_stages(self) -> list[ResolvedStage]:
         """The stages with every field filled in; a run without a list of them is one stage called main."""
-        own = {"name": "main", "schedule": self.schedule, "batch_ramp": self.batch_ramp}
         # Not validated again: a recipe whose mistakes are being collected may have two lengths.
-        main = StageRecipe.model_construct(**own, **{name: getattr(self, name) for name in self.given_lengths})
+        main = StageRecipe.model_construct(
+            name="main",
+            steps=self.steps,
+            tokens=self.tokens,
+            epochs=self.epochs,
+            schedule=self.schedule,
+            batch_ramp=self.batch_ramp,
+        )
         given = self.stages or [main]
         return [self._resolve(stage, first=number == 0) for number, stage in enumerate(given)]
 
