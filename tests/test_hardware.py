@@ -36,9 +36,20 @@ def test_a_gpu_can_be_requested_that_is_not_installed() -> None:
 
 def test_on_cpu_the_peak_is_measured_once_and_labelled() -> None:
     peak = peak_flops(CPU, torch.float32)
-    assert peak.source == "fp32 matrix products of 2048 measured here"
+    assert peak.source.startswith("fp32 matrix products of 2048 measured here")
     assert peak.flops > 1e8
     assert peak_flops(CPU, torch.float32) is peak
+
+
+@pytest.mark.parametrize(("share", "is_said"), [(None, False), (0.1, False), (0.45, True)])
+def test_a_peak_that_was_measured_on_a_busy_machine_says_so(
+    monkeypatch: pytest.MonkeyPatch, share: float | None, is_said: bool
+) -> None:
+    monkeypatch.setattr("zero2all.hardware.measure_matmul_flops", lambda *args: 1e11)
+    monkeypatch.setattr("zero2all.cpu_use.OtherCpuUse.share", lambda self: share)
+    note = " while other programs used 45% of the CPU, so MFU and HFU are too high" if is_said else ""
+    source = peak_flops.__wrapped__(CPU, torch.float32).source
+    assert source == f"fp32 matrix products of 2048 measured here{note}"
 
 
 def test_a_known_gpu_has_the_peak_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:

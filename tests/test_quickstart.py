@@ -12,7 +12,7 @@ from zero2all.corpus.corpus_report import corpus_report
 from zero2all.corpus.corpus_report_page import report_html
 from zero2all.evals import evaluate_bpb
 from zero2all.io import write_text
-from zero2all.quickstart import quickstart, quickstart_recipe
+from zero2all.quickstart import QuickstartResult, quickstart, quickstart_recipe, summary_text
 from zero2all.recipe import recipe_yaml
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
@@ -86,3 +86,12 @@ def test_sources_of_an_earlier_version_keep_their_names(tmp_path: Path) -> None:
     write_text(tmp_path / "out" / "recipe.yaml", recipe_yaml(recipe).replace("name: 小说", "name: _"))
     recipe = quickstart_recipe(tmp_path / "out", folders, [])
     assert [source.name for source in recipe.corpus.sources] == ["_", "new"]
+
+
+@pytest.mark.parametrize(("steps", "traced"), [(600, 10), (10, 9), (1, 0)])
+def test_what_to_do_next_names_a_step_that_the_run_has(steps: int, traced: int) -> None:
+    result = QuickstartResult("out", 1, 1, 1, 1, steps, 1.0, {}, [], {})
+    text = summary_text(result)
+    assert f"z2a tokens trace out --step {traced} " in text
+    assert "z2a watch out " in text
+    assert "z2a report out --html " in text

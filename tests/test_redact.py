@@ -81,6 +81,15 @@ def test_messages_are_redacted(capsys: pytest.CaptureFixture[str]) -> None:
     assert SECRET not in shown
 
 
+def test_a_secret_that_is_cut_off_in_the_message_about_an_override_is_redacted() -> None:
+    url = f"http://bob:{SECRET}{'x' * 80}@host/a"
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe("train: {steps: 1}", [f"corpus.sources={url}", f"name={url}"])
+    assert len(caught.value.problems) == 2
+    assert SECRET not in str(caught.value)
+    assert SECRET not in str(caught.value.problems)
+
+
 def test_a_recipe_is_shown_and_written_without_secrets_and_loads_again(tmp_path: Path) -> None:
     url = f"http://bob:{SECRET}@host/a.jsonl"
     signed = f"https://host/b?X-Amz-Signature={SECRET}"

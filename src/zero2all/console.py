@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,6 +12,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from zero2all.redact import redact
+from zero2all.units import show_seconds
+
+LOG_INTERVAL = 5.0  # seconds between lines of progress in a log file
 
 # Control characters except tab and line feed, and those that change the text direction.
 _CONTROLS = {
@@ -43,8 +48,44 @@ def heading(message: str) -> None:
 
 @contextmanager
 def progress(title: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
-    """A progress bar on a terminal; the yielded function advances it. In a log file it is silent."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(escape(sanitize(title)), total=total)
-        yield lambda amount: bar.advance(task, amount)
+    """A progress bar on a terminal, a line every few seconds in a log file. The yielded function advances it."""
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(escape(sanitize(title)), total=total)
+            yield lambda amount: bar.advance(task, amount)
+        return
+    log = _ProgressLog(title, total)
+    thread = threading.Thread(target=log.print_lines, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield log.advance
+    finally:
+        log.closed.set()
+        thread.join()
+
+
+class _ProgressLog:
+    """Prints lines from a thread, because a task may take minutes before it advances."""
+
+    def __init__(self, title: str, total: float | None) -> None:
+        self.title, self.total, self.done = title, total, 0.0
+        self.closed = threading.Event()
+        self._started = time.monotonic()
+
+    def advance(self, amount: float) -> None:
+        self.done += amount
+
+    def print_lines(self) -> None:
+        # Less often in a long task, so that a log of hours stays short.
+        while not self.closed.wait(max(LOG_INTERVAL, 0.05 * self._elapsed())):
+            say(self.line(self._elapsed()))
+
+    def line(self, elapsed: float) -> str:
+        if not self.total or not self.done:
+            return f"{self.title}: {show_seconds(elapsed)} so far"
+        share = min(1.0, self.done / self.total)
+        return f"{self.title}: {100 * share:.0f} %, {show_seconds(elapsed * (1 - share) / share)} left"
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._started

@@ -27,13 +27,12 @@ class UsageError(Z2aError):
 
 
 class DiskFullError(Z2aError):
-    """The disk or the user's quota is full."""
+    """The disk or the user's quota is full. See ``zero2all.io.disk_full_error``."""
 
-    @classmethod
-    def for_path(cls, path: object) -> DiskFullError:
-        return cls(
-            f"no space left for {path}: free some on that disk or choose another place, and run the same command again"
-        )
+    reason: str = ""
+    """The message without the advice."""
+    needed: int | None = None
+    """Bytes that are needed at least, if known."""
 
 
 _CPU_OOM = "DefaultCPUAllocator: can't allocate memory"  # torch raises a plain RuntimeError
@@ -43,9 +42,21 @@ _DISK_FULL_MESSAGE = re.compile(r"No space left on device|Disk quota exceeded|\d
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether a write failed because the disk is full, in whichever library."""
-    if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno is not None):
-        return isinstance(error, DiskFullError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return not isinstance(error, Z2aError) and _DISK_FULL_MESSAGE.search(str(error)) is not None
+    if isinstance(error, Z2aError):
+        return isinstance(error, DiskFullError)
+    if isinstance(error, OSError) and error.errno is not None:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    else:
+        is_full = _DISK_FULL_MESSAGE.search(str(error)) is not None
+    cause = error.__cause__ or error.__context__  # torch raises an error of its own while it handles the real one
+    return is_full or (cause is not None and is_disk_full(cause))
+
+
+def is_quota_exceeded(error: BaseException) -> bool:
+    """Whether a full disk is full only for this user."""
+    is_exceeded = getattr(error, "errno", None) == errno.EDQUOT or "Disk quota exceeded" in str(error)
+    cause = error.__cause__ or error.__context__
+    return is_exceeded or (cause is not None and is_quota_exceeded(cause))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -65,11 +76,16 @@ class RecipeProblem:
     message: str
     hint: str = ""
     line: int | None = None
+    """The line of the file."""
+    override: str = ""
+    """The override on the command line, if the mistake is there."""
 
     def __str__(self) -> str:
-        line = f"line {self.line}" if self.line else ""
-        path = "" if self.message.startswith(f"`{self.path}") else self.path  # the message begins with it
-        place = ", ".join(filter(None, (line, path)))
+        where = f"line {self.line}" if self.line else f"command line, {self.override}" if self.override else ""
+        is_said = self.message.startswith(f"`{self.path}") or self.override.startswith(self.path)
+        # A rule over several sections has no path of its own; the place says enough.
+        path = "" if is_said or (where and self.path == "recipe") else self.path
+        place = ", ".join(filter(None, (where, path)))
         return (f"{place}: " if place else "") + self.message + (f" ({self.hint})" if self.hint else "")
 
 
@@ -78,7 +94,10 @@ class RecipeError(UsageError):
 
     def __init__(self, origin: str, problems: list[RecipeProblem]) -> None:
         self.origin = redact(origin)
-        self.problems = [replace(one, message=redact(one.message), hint=redact(one.hint)) for one in problems]
+        self.problems = [
+            replace(one, message=redact(one.message), hint=redact(one.hint), override=redact(one.override))
+            for one in problems
+        ]
         count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
         super().__init__("\n".join([f"{origin}: {count}", *(f"  - {problem}" for problem in self.problems)]))
 

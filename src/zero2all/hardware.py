@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero2all.cpu_use import OtherCpuUse, busy_note
 from zero2all.errors import UsageError
 
 
@@ -149,9 +150,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Pea
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := lookup_gpu(torch.cuda.get_device_name(device))):
         return PeakFlops(gpu.flops, f"data sheet of {gpu.name}")
     size = 8192 if device.type == "cuda" else 2048
-    return PeakFlops(
-        measure_matmul_flops(device, dtype, size), f"{_DTYPE_NAMES[dtype]} matrix products of {size} measured here"
-    )
+    others = OtherCpuUse()
+    flops = measure_matmul_flops(device, dtype, size)
+    source = f"{_DTYPE_NAMES[dtype]} matrix products of {size} measured here"
+    if device.type == "cpu" and (note := busy_note(others.share())):
+        source += f" while {note}, so MFU and HFU are too high"
+    return PeakFlops(flops, source)
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype, size: int, seconds: float = 0.7) -> float:

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from zero2all import __version__
-from zero2all.errors import DiskFullError, UsageError, Z2aError, is_disk_full
+from zero2all.errors import DiskFullError, UsageError, Z2aError, is_disk_full, is_quota_exceeded
 from zero2all.paths import RemotePath, open_bytes
 from zero2all.records import DocumentsManifest, Record, parse_record
+from zero2all.units import show_bytes
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -119,13 +120,44 @@ def _swap_into_place(partial: Path, target: Path, mark: str) -> None:
 
 @contextmanager
 def _name_disk_full(target: Path) -> Iterator[None]:
-    """Name the file in the error of a full disk: few libraries do."""
+    """Name the file in the error of a full disk: few libraries do. For the outside of what cleans up, so that the
+    space that is reported free is what the user will find."""
     try:
         yield
     except Exception as error:
         if is_disk_full(error):
-            raise DiskFullError.for_path(target) from error
+            raise disk_full_error(target, error) from error
         raise
+
+
+def disk_full_error(path: Path | None, cause: BaseException, needed: int | None = None) -> DiskFullError:
+    """The error of a write to ``path`` that failed because of ``cause``: where there is too little space, and how much.
+
+    Without a path, no library said which file it was. ``needed`` is the least number of bytes, if known.
+    """
+    needed = cause.needed if needed is None and isinstance(cause, DiskFullError) else needed
+    space = "" if path is None else _space_text(path, is_quota_exceeded(cause))
+    size = "" if needed is None else f"at least {show_bytes(needed)} are needed"
+    details = ", ".join(filter(None, (space, size)))
+    reason = f"no space left for {path or 'what was being written'}" + (f": {details}" if details else "")
+    error = DiskFullError(f"{reason}; free some there or choose another place, and run the same command again")
+    error.reason, error.needed = reason, needed
+    return error
+
+
+def _space_text(path: Path, is_quota: bool) -> str:
+    """How full the file system of a path is. Empty if that cannot be found out."""
+    with suppress(OSError):
+        place = next(parent for parent in (path.resolve(), *path.resolve().parents) if parent.exists())
+        mount = next(parent for parent in (place, *place.parents) if parent.is_mount())
+        status = os.statvfs(place)
+        if is_quota:
+            return f"the quota of this user on {mount} is used up"
+        if status.f_files and not status.f_favail:
+            return f"{mount} has no inodes left for another file"
+        free, total = (blocks * status.f_frsize for blocks in (status.f_bavail, status.f_blocks))
+        return f"{show_bytes(free)} free of {show_bytes(total)} on {mount} is not enough"
+    return ""
 
 
 def _fsync(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from zero2all.console import heading, say, warn
-from zero2all.corpus import BuiltCorpus, build_corpus, recommended_workers
+from zero2all.corpus import build_corpus, recommended_workers, summary_lines
 from zero2all.engine import Engine
 from zero2all.errors import UsageError
 from zero2all.evals import evaluate_bpb
@@ -40,7 +40,6 @@ STDLIB_EXCLUDED = [
     "*.txt",
 ]
 NUM_GENERATIONS = 3
-REASONS_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,8 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
         documents = build_corpus(
             recipe.corpus, recipe.documents_dir, Engine(workers=recommended_workers(recipe.corpus))
         )
-        _say_documents(documents)
+        for line in summary_lines(documents):
+            say(line)
     with _timed_stage("2/5 tokenizer: documents to a vocabulary", "tokenizer", seconds):
         vocabulary = train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
         say(f"{vocabulary.vocab_size} tokens from {show_bytes(vocabulary.trained_on_bytes)} of text")
@@ -181,9 +181,11 @@ def summary_text(result: QuickstartResult) -> str:
         lines += [f"── sample {number} " + "─" * 40, f"{sample.prompt}▸{sample.text}"]
     out = result.out
     next_commands = (
+        (f"z2a watch {out}", "curves, samples and health checks in a browser"),
+        (f"z2a report {out} --html {out}/report.html", "the same as one file"),
         (f'z2a generate {out} --prompt "..."', "generate text"),
         (f"z2a train {out}/recipe.yaml train.steps=1000", "train it further"),
-        (f"z2a tokens trace {out} --step 10", "see which documents were in a step"),
+        (f"z2a tokens trace {out} --step {min(10, result.steps - 1)}", "see which documents were in a step"),
         (f"z2a export {out} --to {out}/hf", "a directory for transformers, vLLM, llama.cpp"),
     )
     width = max(len(command) for command, _ in next_commands)
@@ -215,24 +217,6 @@ def _timed_stage(title: str, name: str, seconds: dict[str, float]) -> Iterator[N
     yield
     seconds[name] = round(time.perf_counter() - start, 1)
     say(f"done in {show_seconds(seconds[name])}")
-
-
-def _say_documents(corpus: BuiltCorpus) -> None:
-    for source, train_part in corpus.splits["train"].items():
-        valid_part = corpus.splits["valid"][source]
-        say(
-            f"{source}: {train_part.documents} documents, {show_bytes(train_part.bytes)}; "
-            f"validation {valid_part.documents}, {show_bytes(valid_part.bytes)}"
-        )
-        skipped = corpus.left_out[source]
-        dropped = corpus.sources[source].dropped
-        reasons = [(count, f"{count} records ({reason})") for reason, count in skipped.documents.items()]
-        reasons += [(files.count, f"{files.count} files ({reason})") for reason, files in skipped.files.items()]
-        reasons += [(part.documents, f"{part.documents} documents ({reason})") for reason, part in dropped.items()]
-        reasons.sort(key=lambda counted: -counted[0])
-        if reasons:
-            more = ", and more in documents/manifest.json" if len(reasons) > REASONS_SHOWN else ""
-            say(f"  skipped: {', '.join(text for _, text in reasons[:REASONS_SHOWN])}{more}")
 
 
 def _group_sources(paths: list[Path], earlier_names: dict[tuple[str, ...], str]) -> list[SourceEntry]:

@@ -180,6 +180,7 @@ def test_text_in_any_script_comes_out_on_any_console(tmp_path: Path, workspace: 
         (["quickstart", "out=y", "--out", "x"], 2, "--out"),
         (["model", "show", "z2all-2m"], 2, "z2all-2m is no recipe and no preset"),
         (["model", "show", "z2all-3m", "--gpu", "GTX"], 2, "no data sheet of 'GTX'"),
+        (["train", "."], 2, "neither recipe.yaml nor run/recipe.yaml"),
         (["train"], 2, "Missing argument"),
         (["train", "good.yaml", "--fast"], 2, "No such option"),
         (["fly"], 2, "No such command"),

@@ -14,7 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from zero2all.corpus import SCHEMA, BuiltCorpus, build_corpus, recommended_workers
+from zero2all.corpus import SCHEMA, BuiltCorpus, build_corpus, recommended_workers, summary_lines
+from zero2all.corpus.corpus_report import corpus_report
+from zero2all.corpus.corpus_report_page import report_html
 from zero2all.corpus.filters import DEFAULT_FILTERS
 from zero2all.corpus.filters.quality_classifier import train_quality_model
 from zero2all.engine import Engine
@@ -73,6 +75,64 @@ def test_what_is_skipped_is_counted_with_its_reason(tmp_path: Path) -> None:
     files = {name for part in left_out.files.values() for name in part.first}
     assert files == {"b.tar.gz", "c.txt", "d.json", "e.parquet", "f.jsonl.gz"}
     assert {"empty file", "binary, not text", "broken JSON", "not gzip, though named so"} <= set(left_out.files)
+    assert {reason: files.first for reason, files in left_out.record_files.items()} == {
+        reason: ["a.jsonl"] for reason in left_out.documents
+    }
+    assert manifest.sources["s"].quarantine[0] == "a.jsonl line 2: broken JSON"
+
+
+def test_skipped_files_are_named_in_the_summary_and_in_the_report(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "a.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    for number in range(4):
+        (raw / f"<{number}>.pdf").write_bytes(b"%PDF-1.4 \x00\xff")
+    (raw / "empty.txt").touch()
+    manifest, _ = build(raw, tmp_path / "out", holdout=0)
+    assert summary_lines(manifest) == [
+        "s: 1 document, 4B; validation 0, 0B",
+        "  skipped: 4 files (format .pdf: <0>.pdf, <1>.pdf, <2>.pdf, ...), 1 record (broken JSON: a.jsonl), "
+        "1 record (no text in it: empty.txt); convert files of such a format to text first",
+    ]
+    page = report_html(corpus_report(tmp_path / "out"))
+    assert "&lt;3&gt;.pdf" in page
+    assert "<td>broken JSON<td>1<td>a.jsonl</tr>" in page
+
+
+def test_an_empty_corpus_names_what_was_skipped_and_dropped(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "paper.pdf").write_bytes(b"%PDF-1.4 \x00\xff")
+    (raw / "tiny.txt").write_text("tiny")
+    with pytest.raises(Z2aError) as caught:
+        build(raw, tmp_path / "out", filters=["too_short"])
+    assert str(caught.value) == (
+        "no document is left of 2 files; s: 1 file (format .pdf: paper.pdf), 1 document (too_short: too short); "
+        "convert files of such a format to text first"
+    )
+
+
+def test_a_source_that_gives_nothing_is_a_warning_with_the_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "b.pdf").write_bytes(b"%PDF-1.4 \x00\xff")
+    sources = [SourceRecipe(name=name, paths=[str(tmp_path / f)]) for name, f in (("a", "a.txt"), ("b", "b.pdf"))]
+    build_corpus(CorpusRecipe(sources=sources, filters=[], holdout=0), tmp_path / "out")
+    assert "corpus source 'b' gave no documents (1 file (format .pdf: b.pdf); convert" in capsys.readouterr().err
+
+
+def test_a_manifest_without_the_files_of_skipped_records_is_read(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    build(tmp_path / "raw", tmp_path / "out", holdout=0)
+    path = tmp_path / "out" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["left_out"]["s"]["record_files"]
+    path.write_text(json.dumps(manifest))
+    again, _ = build(tmp_path / "raw", tmp_path / "out", holdout=0)
+    assert again.reused
+    assert summary_lines(again)[1] == "  skipped: 1 record (broken JSON)"
 
 
 @pytest.mark.parametrize("own_ids", [True, False])

@@ -293,7 +293,7 @@ def test_a_parquet_bomb_is_counted_and_the_rest_is_built(tmp_path: Path) -> None
     manifest = built(raw, tmp_path / "documents")
     assert contents(tmp_path / "documents") >= {"before", "after"}
     assert manifest.left_out["raw"].documents == {"unpacks to more than 250 times its size": 1}
-    assert manifest.sources["raw"].quarantine == ["row group 1: unpacks to more than 250 times its size"]
+    assert manifest.sources["raw"].quarantine == ["a.parquet row group 1: unpacks to more than 250 times its size"]
 
 
 def test_rows_of_dictionaries_of_every_shape_are_the_rows_that_were_written(tmp_path: Path) -> None:

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from zero2all.errors import RecipeError, UsageError
-from zero2all.recipe import PRESETS, Recipe, load_recipe, parse_recipe, recipe_schema, recipe_yaml
+from zero2all.recipe import (
+    PRESETS,
+    Recipe,
+    load_recipe,
+    load_recipe_or_preset,
+    parse_recipe,
+    recipe_schema,
+    recipe_yaml,
+)
 from zero2all.units import Duration
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +90,7 @@ def test_another_preset_on_a_resolved_recipe_is_another_shape() -> None:
     resolved = recipe_yaml(parse_recipe("{train: {steps: 1}, model: {preset: z2all-3m, qk_norm: true}}"))
     model = parse_recipe(resolved, ["model.preset=z2all-25m", "model.num_hidden_layers=3"]).model
     assert (model.hidden_size, model.num_hidden_layers, model.qk_norm) == (512, 3, True)
+    assert parse_recipe(resolved, ["model.num_hidden_layers=3", "model.preset=z2all-25m"]).model == model
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("4.1M", 4_100_000), ("16.1K", 16_100), ("64Ki", 65536), ("1e3", 1000)])
@@ -155,16 +164,18 @@ def test_durations(text: object, steps: int | None) -> None:
         assert Duration.parse(text).in_steps(tokens_per_step=100_000, tokens_per_epoch=1_000_000) == steps
 
 
-def test_a_mistake_on_the_command_line_has_no_line_of_the_file() -> None:
+def test_a_mistake_on_the_command_line_has_its_override_and_no_line_of_the_file() -> None:
     text = "train:\n  steps: 1\n  seq_len: 8\nmodel:\n  hidden_size: 64\n"
     with pytest.raises(RecipeError) as raised:
         parse_recipe(text, ["train.stps=3", "train.seq_len=x", "model={n_layers: 2, hidden_size: y}"])
-    assert {problem.path: problem.line for problem in raised.value.problems} == {
-        "train.stps": None,
-        "train.seq_len": None,
-        "model.n_layers": None,
-        "model.hidden_size": None,
+    assert {problem.path: (problem.line, problem.override) for problem in raised.value.problems} == {
+        "train.stps": (None, "train.stps=3"),
+        "train.seq_len": (None, "train.seq_len=x"),
+        "model.n_layers": (None, "model={n_layers: 2, hidden_size: y}"),
+        "model.hidden_size": (None, "model={n_layers: 2, hidden_size: y}"),
     }
+    assert "  - command line, train.stps=3: no such key (did you mean steps?)" in str(raised.value)
+    assert "  - command line, model={n_layers: 2, hidden_size: y}, model.hidden_size: Input" in str(raised.value)
     with pytest.raises(RecipeError, match=r"line 5, model\.hidden_size"):
         parse_recipe(text.replace("64", "y"), ["train.steps=3"])
 
@@ -174,3 +185,31 @@ def test_a_missing_recipe_names_those_beside_it(tmp_path: Path) -> None:
     (tmp_path / ".hidden.yaml").touch()
     with pytest.raises(UsageError, match=r"there are mine\.yaml$"):
         load_recipe(tmp_path / "other.yaml")
+
+
+def test_a_missing_recipe_names_those_in_recipes_if_there_is_none_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "small.yaml").touch()
+    with pytest.raises(UsageError, match=r"in .*/recipes/ there are small\.yaml$"):
+        load_recipe(tmp_path / "other.yaml")
+    with pytest.raises(UsageError, match=r"nowhere/other\.yaml$"):
+        load_recipe(tmp_path / "nowhere" / "other.yaml")
+
+
+@pytest.mark.parametrize("place", ["recipe.yaml", "run/recipe.yaml"])
+def test_a_run_directory_stands_for_its_recipe(tmp_path: Path, place: str) -> None:
+    path = tmp_path / place
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{train: {steps: 3}, model: {n_layers: 2}}")  # as 0.1 stored it
+    for target in {tmp_path, path.parent}:
+        recipe = load_recipe(target, ["train.steps=4"])
+        assert (recipe.train.steps, recipe.model.num_hidden_layers) == (4, 2)
+        assert load_recipe_or_preset(str(target)).train.steps == 3
+    with pytest.raises(RecipeError, match=r"recipe\.yaml: 1 mistake\n.*command line, model\.n_layers=3"):
+        load_recipe(tmp_path, ["model.n_layers=3"])
+
+
+def test_a_directory_without_a_recipe_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(UsageError, match=r"neither recipe\.yaml nor run/recipe\.yaml.*there are mine\.yaml$"):
+        load_recipe(tmp_path)

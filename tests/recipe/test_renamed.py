@@ -12,7 +12,7 @@ import yaml
 from zero2all.errors import RecipeError
 from zero2all.io import fingerprint
 from zero2all.recipe import ModelConfig, Recipe, load_recipe, parse_recipe
-from zero2all.recipe.load import _known_keys
+from zero2all.recipe.problems import known_keys
 from zero2all.recipe.renamed import RENAMED, RENAMED_VALUES, identity_to_new, to_new, to_old
 from zero2all.tokenizer.train import FORMAT
 
@@ -104,7 +104,7 @@ def test_every_retired_key_is_one_mistake_that_names_the_new_key(path: str) -> N
 @pytest.mark.parametrize("path", RENAMED)
 def test_every_new_key_is_known_and_no_retired_one_is(path: str) -> None:
     *section, old = (0 if key == "*" else key for key in path.split("."))
-    known = _known_keys(tuple(section))
+    known = known_keys(tuple(section))
     assert RENAMED[path] in known
     assert old not in known
     assert all(path.split(".")[0] in Recipe.model_fields for path in RENAMED_VALUES)
@@ -117,7 +117,8 @@ def test_a_retired_key_is_the_only_mistake_even_if_its_default_would_not_fit() -
 
 @pytest.mark.parametrize("override", ["model.n_heads=3", "model={n_heads: 3}"])
 def test_a_retired_key_on_the_command_line_is_a_mistake(override: str) -> None:
-    assert mistakes("train: {steps: 1}", override) == ["`model.n_heads` is now `num_attention_heads`"]
+    said = mistakes("train: {steps: 1}", override)
+    assert said == [f"command line, {override}: `model.n_heads` is now `num_attention_heads`"]
 
 
 def test_a_retired_key_beside_the_new_one_is_one_mistake() -> None:

@@ -92,6 +92,11 @@ def slows(rows: list[dict[str, float]]) -> None:
         row["tokens_per_second"] *= 0.6
 
 
+def shares_the_cpu(rows: list[dict[str, float]]) -> None:
+    for row in rows[::30]:
+        row["system/other_cpu"] = 0.45
+
+
 @pytest.mark.parametrize(
     ("change", "rule", "step"),
     [
@@ -104,6 +109,7 @@ def slows(rows: list[dict[str, float]]) -> None:
         (loses_source, "dead source", None),
         (source_freezes, "dead source", None),
         (slows, "throughput drop", None),
+        (shares_the_cpu, "busy machine", None),
     ],
 )
 def test_each_rule_sees_its_own_fault_and_no_other(tmp_path: Path, change: Change, rule: str, step: int | None) -> None:
@@ -116,6 +122,20 @@ def test_each_rule_sees_its_own_fault_and_no_other(tmp_path: Path, change: Chang
 def test_a_normal_run_is_reported_as_good(tmp_path: Path) -> None:
     findings = check_health(make_run(tmp_path, as_it_is), tmp_path)
     assert [(finding.rule, finding.level) for finding in findings] == [("initial loss", "good")]
+
+
+def test_a_machine_that_was_busy_for_a_moment_or_has_a_gpu_is_not_reported(tmp_path: Path) -> None:
+    def for_a_moment(rows: list[dict[str, float]]) -> None:
+        for number, row in enumerate(rows[::30]):
+            row["system/other_cpu"] = 0.9 if number < 5 else 0.05
+
+    def with_a_gpu(rows: list[dict[str, float]]) -> None:
+        shares_the_cpu(rows)
+        rows[0]["gpu0/busy_percent"] = 99.0
+
+    for name, change in (("moment", for_a_moment), ("gpu", with_a_gpu)):
+        findings = check_health(make_run(tmp_path / name, change), tmp_path)
+        assert [finding.rule for finding in findings] == ["initial loss"]
 
 
 def test_a_reference_curve_has_a_loss_at_every_point(tmp_path: Path) -> None:

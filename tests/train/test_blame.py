@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
+from zero2all.cli.main import app
 from zero2all.errors import Z2aError
 from zero2all.train import Run, blame_step, trace_step, train
 
@@ -17,6 +19,9 @@ def test_losses_of_documents_add_up_to_the_loss_of_the_step(workspace: Path, tmp
     assert blamed["checkpoint"] == 8
     losses = [span["loss"] for span in blamed["documents"]]
     assert losses == sorted(losses, reverse=True)
+    assert [span["loss"] for span in blame_step(run, 8, lowest=True)["documents"]] == sorted(losses)
+    printed = CliRunner().invoke(app, ["blame", str(tmp_path), "--step", "8", "--lowest", "--top", "1"]).stdout
+    assert printed.splitlines()[1].split()[0] == f"{min(losses):.4f}"
     # The weights before step 8 are those of checkpoint 8, so the loss is the one in the record.
     first, last = blamed["samples"]
     batch = torch.from_numpy(run.plan().stage_of(8).dataset.tokens(first, last))

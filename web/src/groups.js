@@ -5,7 +5,7 @@ const TITLES = {
   tokens_per_second: "tokens per second", mfu: "MFU", hfu: "HFU", goodput: "goodput", memory: "memory (bytes)",
   data_wait: "waiting for data", "time/*": "time of a step by part (s)", "system/cpu_cores": "CPU cores in use",
   "system/memory_gib": "memory of the process (GiB)", "system/machine_memory_gib": "memory of the machine (GiB)",
-  "system/load": "load",
+  "system/load": "load", "system/other_cpu": "CPU share of other programs",
 };
 const FIRST = ["loss", "loss/*", "validation/*", "bpb", "bpb/*", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu",
   "goodput", "time/*", "data_wait", "memory"];

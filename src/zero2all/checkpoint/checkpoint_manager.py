@@ -52,7 +52,7 @@ from zero2all.checkpoint.state_dict import (
 )
 from zero2all.checkpoint.training_state import TrainingState
 from zero2all.console import say, warn
-from zero2all.errors import Z2aError
+from zero2all.errors import DiskFullError, Z2aError
 from zero2all.io import HISTORY_FILE, write_json
 from zero2all.units import show_bytes, show_seconds
 
@@ -226,7 +226,7 @@ class CheckpointManager:
     def finish_pending_write(self) -> None:
         """Wait for the pending write. A failure costs a checkpoint, not the run: the next one may succeed."""
         if (error := self._pending_write_error()) is not None:
-            warn(f"a checkpoint could not be written: {error}; training continues, and the next one is tried")
+            warn(f"a checkpoint could not be written: {_reason(error)}; training continues, and the next one is tried")
 
     def wait_until_saved(self) -> None:
         """Wait until everything saved is committed; an error names what is not."""
@@ -234,7 +234,7 @@ class CheckpointManager:
             self._slots.wait()  # if storage fails, the state in memory is the only one
         if (error := self._pending_write_error()) is not None:
             raise Z2aError(
-                f"the last checkpoint could not be written: {error}; fix that and run the same command again"
+                f"the last checkpoint could not be written: {_reason(error)}; fix that and run the same command again"
             )
 
     def close(self, outcome: Literal["finished", "stopped", "failed"]) -> None:
@@ -318,6 +318,11 @@ class CheckpointManager:
             self.flash_directory = None
             return Slots(tensors, None, self.callbacks)
         return slots[0]
+
+
+def _reason(error: Exception) -> str:
+    """Without the advice to run the command again: the run continues."""
+    return error.reason if isinstance(error, DiskFullError) else str(error)
 
 
 def _no_space_message(place: Path, size: int, error: str) -> str:

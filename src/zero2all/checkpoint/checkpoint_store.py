@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -36,13 +36,19 @@ from zero2all.checkpoint.integrity import (
 )
 from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, Lineage, SavedLineage, contains_state
 from zero2all.checkpoint.rank_group import RankGroup
-from zero2all.checkpoint.state_dict import flatten_tensors, load_training_state_dict, training_state_dict
+from zero2all.checkpoint.state_dict import (
+    flatten_tensors,
+    load_training_state_dict,
+    local_shard,
+    training_state_dict,
+)
 from zero2all.checkpoint.training_state import TrainingState
 from zero2all.console import warn
-from zero2all.errors import Z2aError
+from zero2all.errors import Z2aError, is_disk_full
 from zero2all.io import (
     MANIFEST,
     atomic_dir,
+    disk_full_error,
     read_json,
     remove_stale_staging,
     sha256_file,
@@ -149,15 +155,16 @@ class CheckpointStore:
                 # A full disk on one rank must stop all of them: the next step is a collective.
                 place = rank_group.on_all_ranks(lambda: stack.enter_context(staging_dir()))[rank_group.rank]
             on_phase("persist")
+            shards = dict(flatten_tensors(tensors))  # DCP would pickle everything else
             try:
                 state_dict_saver.save(
-                    dict(flatten_tensors(tensors)),  # DCP would pickle everything else
+                    shards,
                     storage_writer=FileSystemWriter(place),
                     process_group=rank_group.group,
                     no_dist=rank_group.group is None,
                 )
             except CheckpointException as error:
-                raise Z2aError(failure_reasons(error)) from error
+                raise self._write_error(step, place, shards, error) from error
             own = [place / ".metadata"] if rank_group.rank == 0 else []
             own += sorted(place.glob(f"__{rank_group.rank}_*"))
 
@@ -185,6 +192,15 @@ class CheckpointStore:
             self._apply_retention(step, rank_group)
         except (OSError, Z2aError) as error:  # the new checkpoint is written all the same
             warn(f"old checkpoints in {self.directory} are not removed: {error}")
+
+    def _write_error(self, step: int, place: Path, shards: dict[str, Tensor], error: CheckpointException) -> Z2aError:
+        """Why DCP could not write. Of a full disk it says nothing, and of other ranks only what it says arrives."""
+        needed = sum(shard.numel() * shard.element_size() for shard in map(local_shard, shards.values()))
+        written = sum(path.stat().st_size for path in place.iterdir())
+        is_full = any(is_disk_full(reason) for reason, _ in error.failures.values())
+        if is_full or shutil.disk_usage(place).free < needed - written:
+            return disk_full_error(place if isinstance(self.path(step), RemotePath) else self.path(step), error, needed)
+        return Z2aError(failure_reasons(error))
 
     def _begin(self, step: int) -> AbstractContextManager[Path]:
         path = self.path(step)

@@ -19,7 +19,7 @@ from typing import Annotated, Literal, ParamSpec
 import typer
 
 from zero2all.console import say
-from zero2all.errors import DiskFullError, RecipeError, Z2aError, is_disk_full, is_out_of_memory
+from zero2all.errors import RecipeError, Z2aError, is_disk_full, is_out_of_memory
 from zero2all.redact import redact
 
 OUT_OF_MEMORY_ADVICE = (
@@ -27,12 +27,16 @@ OUT_OF_MEMORY_ADVICE = (
     "'z2a model show RECIPE' estimates what is needed"
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
-RecipePath = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE")]
+RecipePath = Annotated[
+    Path, typer.Argument(help="The recipe: a YAML file, or the directory of a run.", metavar="RECIPE")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Recipe overrides, such as train.steps=200.", metavar="[KEY=VALUE]..."),
 ]
-RecipeOrPreset = Annotated[str, typer.Argument(help="Name of a preset, or a recipe file.", metavar="PRESET|RECIPE")]
+RecipeOrPreset = Annotated[
+    str, typer.Argument(help="Name of a preset, a recipe file, or the directory of a run.", metavar="PRESET|RECIPE")
+]
 RunPath = Annotated[
     Path, typer.Argument(help="The run directory, or the output directory that contains it.", metavar="RUN")
 ]
@@ -82,12 +86,13 @@ def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None
             raise  # the command has reported why
         except Z2aError as error:
             _exit_with_error(str(error), error.exit_code, as_json, error)
-        except OSError as error:
-            full = DiskFullError.for_path(error.filename or "what was being written")
-            _exit_with_error(str(full if is_disk_full(error) else error), 1, as_json, error)
         except KeyboardInterrupt:
             _exit_with_error("interrupted; finished work is kept: run the same command again to continue", 1, as_json)
         except Exception as error:
+            if is_disk_full(error):
+                _exit_with_error(_disk_full_message(error), 1, as_json, error)
+            if isinstance(error, OSError):
+                _exit_with_error(str(error), 1, as_json, error)
             if is_out_of_memory(error):
                 first_line = (str(error).splitlines() or [type(error).__name__])[0]
                 _exit_with_error(f"out of memory: {first_line}; {OUT_OF_MEMORY_ADVICE}", 1, as_json, error)
@@ -98,6 +103,13 @@ def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None
             result.show(as_json)
 
     return wrapped
+
+
+def _disk_full_message(error: Exception) -> str:
+    from zero2all.io import disk_full_error
+
+    name = getattr(error, "filename", None)
+    return str(disk_full_error(Path(name) if isinstance(name, str) else None, error))
 
 
 def print_json(value: object) -> None:

@@ -76,7 +76,7 @@ def build(
 
     Example: z2a corpus build my.yaml corpus.holdout=0.02
     """
-    from zero2all.corpus import build_corpus, recommended_workers
+    from zero2all.corpus import build_corpus, recommended_workers, summary_lines
     from zero2all.engine import Engine
     from zero2all.recipe import load_recipe
     from zero2all.units import show_bytes
@@ -84,10 +84,11 @@ def build(
     loaded = load_recipe(recipe, overrides)
     chosen = Engine(engine, workers or recommended_workers(loaded.corpus), ray_address)
     built = build_corpus(loaded.corpus, loaded.documents_dir, chosen)
-    text = f"{built.documents} documents, {show_bytes(built.bytes)} in {loaded.documents_dir}"
+    unchanged = " (unchanged)" if built.reused else ""
+    total = f"{built.documents} documents, {show_bytes(built.bytes)} in {loaded.documents_dir}{unchanged}"
     return Result(
         {"out": str(loaded.documents_dir), "kind": "documents", **asdict(built)},
-        text + (" (unchanged)" if built.reused else ""),
+        "\n".join([*summary_lines(built), total]),
     )
 
 

@@ -29,17 +29,16 @@ def show(recipe: RecipePath, overrides: Overrides = None, json: Json = False) ->
 def check(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -> Result:
     """Validate a recipe and report all its mistakes at once.
 
-    Each mistake is shown with its line and, for a misspelled key, the closest known key.
+    Each mistake is shown with its line or override and, for a misspelled key, the closest known key. Local paths of
+    sources must exist; URLs are not looked up.
 
     Example: z2a recipe check recipes/quickstart.yaml
     """
-    from zero2all.errors import RecipeError
+    from zero2all.corpus.corpus_mistakes import corpus_mistakes
     from zero2all.recipe import load_recipe
-    from zero2all.track.sinks import sink_problems
+    from zero2all.track.sinks import sink_mistakes
 
-    resolved = load_recipe(recipe, overrides)
-    if problems := sink_problems(resolved.track.sinks):
-        raise RecipeError(str(recipe), problems)
+    load_recipe(recipe, overrides, checks=(corpus_mistakes, sink_mistakes))
     return Result({"recipe": str(recipe), "problems": []}, f"{recipe} is valid")
 
 

@@ -92,6 +92,9 @@ def blame(
     run: RunPath,
     step: Annotated[int, typer.Option("--step", help="The training step, counted from 0.")],
     top: Annotated[int, typer.Option("--top", min=1, help="Number of documents to print.")] = 20,
+    lowest: Annotated[
+        bool, typer.Option("--lowest", help="List the lowest loss first: text that the model knows, such as repeats.")
+    ] = False,
     json: Json = False,
 ) -> Result:
     """List the documents of a step, highest loss first.
@@ -102,7 +105,7 @@ def blame(
     """
     from zero2all.train import Run, blame_step
 
-    result = blame_step(Run.open(run), step)
+    result = blame_step(Run.open(run), step, lowest)
     lines = [f"step {step}: mean loss {result['loss']:.4f} with the weights of step {result['checkpoint']}"]
     for document in result["documents"][:top]:
         lines.append(

@@ -32,6 +32,7 @@ from zero2all.corpus.manifest import (
 from zero2all.corpus.mapping import resolve_mapping
 from zero2all.corpus.part_files import PartFile, PartRecord, PartTask, part_path, write_part
 from zero2all.corpus.readers import LINK_OUTSIDE_SOURCE, list_files, split_large_file
+from zero2all.corpus.summary import count_text, reasons_text
 from zero2all.corpus.validation_blocks import LONG_CHARACTERS
 from zero2all.corpus.validation_stage import split_parts
 from zero2all.engine import Engine, available_cores
@@ -85,9 +86,7 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
     _remove_stale_parts(work / "parts", parts)
     nonempty = [PartFile(part, part_path(work / "parts", part.source, part.key)) for part in parts if part.documents]
     if not nonempty:
-        dropped = _sum_counts({why: count.documents for why, count in part.dropped.items()} for part in parts)
-        skipped = {source: asdict(of_source) for source, of_source in _skipped_by_source(recipe, parts).items()}
-        raise Z2aError(f"no document is left of {len(tasks)} files. Dropped: {dropped}; skipped: {skipped}")
+        raise Z2aError(_nothing_left_message(recipe, parts))
     stripped = remove_boilerplate(engine, recipe, [part.path for part in nonempty], work)
     drops = find_drops(engine, recipe, list(stripped.values()), work)
     clean = [replace(part, path=stripped[part.path], drop_files=drops[stripped[part.path]]) for part in nonempty]
@@ -96,8 +95,21 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
         written = _write_shards(engine, recipe, _group_parts(recipe, ready), partial)
         manifest = _build_manifest(recipe, key, parts, written, specs)
         write_manifest(partial, KIND, asdict(manifest))
-    _warn_about_empty_splits(recipe, manifest, out)
+    _warn_about_empty_splits(recipe, manifest, parts, out)
     return BuiltCorpus(**vars(manifest), reused=False)
+
+
+def _nothing_left_message(recipe: CorpusRecipe, parts: list[PartRecord]) -> str:
+    skipped = _skipped_by_source(recipe, parts)
+    whys = [f"{name}: {_reasons(name, of_source, parts)}" for name, of_source in skipped.items()]
+    files = {(part.source, part.file) for part in parts}
+    return f"no document is left of {count_text(len(files), 'file')}; {'; '.join(whys)}"
+
+
+def _reasons(source: str, skipped: SkippedBySource, parts: list[PartRecord]) -> str:
+    mine = [part.dropped for part in parts if part.source == source]
+    dropped = _sum_counts({reason: of_reason.documents for reason, of_reason in part.items()} for part in mine)
+    return reasons_text(skipped, dropped) or "it has no files"
 
 
 def _warn_about_links(tasks: list[PartTask]) -> None:
@@ -111,14 +123,17 @@ def _warn_about_links(tasks: list[PartTask]) -> None:
         )
 
 
-def _warn_about_empty_splits(recipe: CorpusRecipe, manifest: CorpusManifest, out: Path) -> None:
+def _warn_about_empty_splits(
+    recipe: CorpusRecipe, manifest: CorpusManifest, parts: list[PartRecord], out: Path
+) -> None:
     train, valid = manifest.splits["train"], manifest.splits["valid"]
     more = f"give more documents, or join short ones into a file of {LONG_CHARACTERS:,} characters or more"
     for name, of_source in train.items():
         if not of_source.documents and valid[name].documents:
             warn(f"corpus source {name!r} has validation text but no training text; {more}, or lower corpus.holdout")
         elif not of_source.documents:
-            warn(f"corpus source {name!r} gave no documents; see left_out in {out}/manifest.json")
+            why = _reasons(name, manifest.left_out[name], parts)
+            warn(f"corpus source {name!r} gave no documents ({why}); see left_out in {out}/manifest.json")
     if recipe.holdout and not any(of_source.documents for of_source in valid.values()):
         warn(f"there is no validation text: no document happens to be in that split; {more}, or raise corpus.holdout")
 
@@ -272,11 +287,22 @@ def _skipped_by_source(recipe: CorpusRecipe, parts: list[PartRecord]) -> dict[st
     found = {}
     for source in recipe.sources:
         mine = [part for part in parts if part.source == source.name]
-        files: dict[str, SkippedFiles] = {}
-        for part in mine:
-            if part.unreadable:
-                of_reason = files.setdefault(part.unreadable, SkippedFiles())
-                of_reason.count += 1
-                of_reason.first = [*of_reason.first, part.file][:MAX_SKIPPED_NAMES_PER_REASON]
-        found[source.name] = SkippedBySource(_sum_counts(part.left_out for part in mine), files)
+        found[source.name] = SkippedBySource(
+            documents=_sum_counts(part.left_out for part in mine),
+            files=_files_by_reason((part.unreadable, part.file) for part in mine if part.unreadable),
+            # A large file has several parts.
+            record_files=_files_by_reason(
+                dict.fromkeys((reason, part.file) for part in mine for reason in part.left_out)
+            ),
+        )
     return found
+
+
+def _files_by_reason(skipped: Iterable[tuple[str, str]]) -> dict[str, SkippedFiles]:
+    """From pairs of a reason and a file."""
+    files: dict[str, SkippedFiles] = {}
+    for reason, name in skipped:
+        of_reason = files.setdefault(reason, SkippedFiles())
+        of_reason.count += 1
+        of_reason.first = [*of_reason.first, name][:MAX_SKIPPED_NAMES_PER_REASON]
+    return files

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from html import escape
 
 from zero2all.corpus.corpus_report import CorpusReport, Outlier, SourceStatistics
-from zero2all.corpus.manifest import Example, SourceCounts
+from zero2all.corpus.manifest import Example, SkippedBySource, SkippedFiles, SourceCounts
 from zero2all.units import show_bytes, show_count
 
 MIN_FLOW_SHARE = 0.004  # of all bytes; a thinner band is invisible
@@ -33,7 +33,10 @@ def report_html(report: CorpusReport) -> str:
         sankey(flows(report)),
         "<h2>Sources</h2>",
         _sources_table(report),
-        *(_source_section(name, counts, report.statistics[name]) for name, counts in report.sources.items()),
+        *(
+            _source_section(name, counts, report.left_out[name], report.statistics[name])
+            for name, counts in report.sources.items()
+        ),
     ]
     page = "\n".join(body)
     return (
@@ -146,13 +149,16 @@ def _sources_table(report: CorpusReport) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def _source_section(name: str, counts: SourceCounts, statistics: SourceStatistics) -> str:
+def _source_section(name: str, counts: SourceCounts, skipped: SkippedBySource, statistics: SourceStatistics) -> str:
     parts = [
         f"<h2>{escape(name)}</h2>",
         _histogram_svg("characters a document, up to", statistics.characters.histogram),
         _counts_html("kinds of text", statistics.kinds),
         _counts_html("top domains", statistics.domains),
-        _counts_html("skipped", counts.left_out),
+        _skipped_html("skipped records", "records", counts.left_out, skipped.record_files),
+        _skipped_html(
+            "skipped files", "files", {why: found.count for why, found in skipped.files.items()}, skipped.files
+        ),
         _counts_html("changed by", counts.changed),
     ]
     if counts.dropped:
@@ -184,6 +190,18 @@ def _counts_html(title: str, counts: dict[str, int]) -> str:
         return ""
     listed = ", ".join(f"{escape(str(name))} {count}" for name, count in counts.items())
     return f"<p><small>{title}:</small> {listed}</p>"
+
+
+def _skipped_html(title: str, what: str, counts: dict[str, int], files: dict[str, SkippedFiles]) -> str:
+    """A table of reasons, each with its count and the names of the first files."""
+    if not counts:
+        return ""
+    rows = []
+    for reason, count in counts.items():
+        names = files.get(reason, SkippedFiles())
+        more = ", ..." if names.count > len(names.first) else ""
+        rows.append(f"<tr><td>{escape(reason)}<td>{count}<td>{escape(', '.join(names.first))}{more}</tr>")
+    return f"<table><tr><th>{title}<th>{what}<th>files, the first ones</tr>{''.join(rows)}</table>"
 
 
 def _histogram_svg(title: str, histogram: list[tuple[int, int]]) -> str:

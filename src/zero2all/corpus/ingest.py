@@ -51,8 +51,11 @@ def to_record_batch(
     """Records in our schema. One without its own id gets ``id_prefix`` and its number, from ``first_number``."""
     rows: list[dict[str, str]] = []
     ids: list[str] = []
+    file_name = id_prefix.rpartition("#")[0]
     for number, record in enumerate(records, first_number):
         if isinstance(record, BrokenRecord):
+            if record.place and not record.place.startswith(file_name):
+                record.place = f"{file_name} {record.place}"
             stats.count_broken(record, f"{id_prefix}{number}")
             continue
         # A file that is one text became a record with the default field names, to which a recipe's rules do not apply.

@@ -68,10 +68,11 @@ class SourceCounts:
 
 @dataclass(slots=True)
 class SkippedFiles:
-    """Files that could not be read for one reason."""
+    """Files that were skipped for one reason, or that have records which were."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
+    """Names of the first few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class SkippedBySource:
     """Records by reason."""
     files: dict[str, SkippedFiles]
     """By reason."""
+    record_files: dict[str, SkippedFiles] = field(default_factory=dict)
+    """Files with such records, by reason. Empty in manifests of 0.2."""
 
 
 @dataclass(frozen=True)

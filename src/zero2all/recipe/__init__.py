@@ -36,6 +36,7 @@ from zero2all.recipe.training import (
     StageRecipe,
     TrainRecipe,
 )
+from zero2all.recipe.types import Mistake
 
 __all__ = [
     "PRESETS",
@@ -45,6 +46,7 @@ __all__ = [
     "DedupRecipe",
     "EvalsRecipe",
     "GuardRecipe",
+    "Mistake",
     "ModelConfig",
     "MoeConfig",
     "OpsRecipe",

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import copy
-import difflib
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
-from zero2all.errors import RecipeError, RecipeProblem, UsageError
+from zero2all.errors import RecipeError, UsageError
+from zero2all.recipe.places import Places, override_place, shorten
 from zero2all.recipe.presets import PRESETS
-from zero2all.recipe.renamed import lines_to_new, retired_key_problems, to_new
-from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, Lines, read_yaml
+from zero2all.recipe.problems import Check, find_problems
+from zero2all.recipe.renamed import places_to_new, retired_key_problems, to_new
+from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, read_yaml
 from zero2all.recipe.sections import Recipe
+from zero2all.recipe.training import LENGTH_KEYS
 
-MAX_SHOWN_CHARS = 80  # characters of a wrong value in a message
-_LENGTH_KEYS = ("steps", "tokens", "epochs")
+RECIPE_FILE = "recipe.yaml"  # in the directory of a quickstart or a run
 
 
-def load_recipe(path: str | Path, overrides: list[str] | None = None, stored: bool = False) -> Recipe:
-    """Read a YAML recipe and apply ``section.key=value`` overrides to it.
+def load_recipe(
+    path: str | Path, overrides: list[str] | None = None, stored: bool = False, checks: Iterable[Check] = ()
+) -> Recipe:
+    """Read a YAML recipe and apply ``section.key=value`` overrides to it. A run directory stands for its recipe.
 
-    One that a run ``stored`` may be of an earlier version: its retired keys are translated, not refused.
+    One that a run ``stored`` may be of an earlier version: its retired keys are translated, not refused. What
+    ``checks`` find is reported with all other mistakes.
     """
     path = Path(path)
+    if path.is_dir():
+        path, stored = _stored_recipe_path(path), True
     try:
         with open(path, "rb") as stream:  # which may be a pipe, and may have no end
             text = stream.read(MAX_FILE_BYTES + 1).decode("utf-8")
@@ -35,10 +39,16 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None, stored: bo
         raise UsageError(f"no recipe at {path}{_sibling_recipes(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the recipe {path}: {error}") from None
-    return parse_recipe(text, overrides, origin=str(path), stored=stored)
+    return parse_recipe(text, overrides, str(path), stored, checks)
 
 
-def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "recipe", stored: bool = False) -> Recipe:
+def parse_recipe(
+    text: str,
+    overrides: list[str] | None = None,
+    origin: str = "recipe",
+    stored: bool = False,
+    checks: Iterable[Check] = (),
+) -> Recipe:
     """The same as ``load_recipe``, from the text of a YAML file."""
     read, lines = read_yaml(text, origin)
     values = {} if read is None else read
@@ -46,12 +56,13 @@ def parse_recipe(text: str, overrides: list[str] | None = None, origin: str = "r
         raise UsageError(f"{origin} must be a mapping with keys such as {', '.join(list(Recipe.model_fields)[:5])}")
     if stored:
         values = to_new(values)
-    for override in overrides or []:
-        key_path = _apply_override(values, override)
-        lines = {path: line for path, line in lines.items() if path[: len(key_path)] != key_path} | {key_path: None}
-    retired = retired_key_problems(values, lines)
+    places: Places = dict(lines)
+    # A preset removes the shape that it replaces, so it goes before the overrides of single fields.
+    for override in sorted(overrides or [], key=lambda text: not text.startswith("model.preset=")):
+        places = override_place(places, _apply_override(values, override), override)
+    retired = retired_key_problems(values, places)
     values = to_new(values)  # what is given by a retired key is not missing as well
-    if problems := retired + _problems(values, lines_to_new(lines)):
+    if problems := retired + find_problems(values, places_to_new(places), checks):
         raise RecipeError(origin, problems)
     return Recipe.model_validate(values)
 
@@ -84,10 +95,10 @@ def recipe_schema() -> str:
 
 
 def _apply_override(values: dict[str, Any], override: str) -> KeyPath:
-    """Set the value, and return its key path: what the file has there no longer counts."""
+    """Set the value, and return the path of all that is new: its key, or a section that did not exist."""
     dotted, equals, raw = override.partition("=")
     keys = dotted.strip().split(".")
-    shown = override if len(override) <= MAX_SHOWN_CHARS else override[:MAX_SHOWN_CHARS] + "..."
+    shown = shorten(override)
     if not equals or not all(keys) or len(keys) > MAX_DEPTH:
         raise UsageError(f"{shown!r} is not an override: write section.key=value, such as train.steps=200")
     try:
@@ -95,93 +106,22 @@ def _apply_override(values: dict[str, Any], override: str) -> KeyPath:
     except UsageError as error:
         raise UsageError(f"{error}; put quotes around a value that is text") from None
     section = values
-    for key in keys[:-1]:
+    new = len(keys)
+    for depth, key in enumerate(keys[:-1], 1):
         if not isinstance(section.get(key), dict):
             section[key] = {}
+            new = min(new, depth)
         section = section[key]
-    if keys[:-1] == ["train"] and keys[-1] in _LENGTH_KEYS:
+    if keys[:-1] == ["train"] and keys[-1] in LENGTH_KEYS and value is not None:
         # A length on the command line takes the place of the one in the file, whatever its unit.
-        for other in _LENGTH_KEYS:
+        for other in LENGTH_KEYS:
             section.pop(other, None)
     if keys == ["model", "preset"]:
         # Likewise a shape: a resolved recipe spells out every field of the old one.
         for field in {name for shape in PRESETS.values() for name in shape}:
             section.pop(field, None)
     section[keys[-1]] = value
-    return tuple(keys)
-
-
-def _problems(values: dict[str, Any], lines: Lines) -> list[RecipeProblem]:
-    """Validate, take out what is wrong, and validate again: mistakes that hid behind others show too."""
-    values = copy.deepcopy(values)
-    found: list[RecipeProblem] = []
-    removed_places: set[KeyPath] = set()
-    while True:
-        try:
-            Recipe.model_validate(values)
-            return found
-        except ValidationError as error:
-            removed = False
-            for detail in error.errors(include_url=False):
-                key_path: KeyPath = detail["loc"]
-                problem = _problem(detail, lines)
-                if problem not in found and not (detail["type"] == "missing" and key_path in removed_places):
-                    found.append(problem)
-                if _remove(values, key_path, detail["type"]):
-                    removed_places.add(key_path)
-                    removed = True
-            if not removed:
-                return found
-
-
-def _remove(values: dict[str, Any], key_path: KeyPath, kind: str) -> bool:
-    """Take the offending value out, so that its default stands in. A missing value or a rule over several has none."""
-    if kind == "missing" or not key_path:
-        return False
-    parent: Any = values
-    for key in key_path[:-1]:
-        try:
-            parent = parent[key]
-        except (KeyError, IndexError, TypeError):
-            return False
-    if isinstance(parent, dict) and key_path[-1] in parent:
-        if key_path[:-1] == ("train",) and key_path[-1] in _LENGTH_KEYS:
-            parent[key_path[-1]] = 1  # without any length a second mistake would show that nobody made
-        else:
-            del parent[key_path[-1]]
-        return True
-    # One element less may be a mistake of its own, so the whole list goes.
-    return isinstance(parent, list) and _remove(values, key_path[:-1], kind)
-
-
-def _problem(detail: Any, lines: Lines) -> RecipeProblem:
-    key_path: KeyPath = detail["loc"]
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    hint = ""
-    if detail["type"] == "extra_forbidden":
-        message = "no such key"
-        known = _known_keys(key_path[:-1])
-        close = difflib.get_close_matches(str(key_path[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-    elif detail["type"] == "missing":
-        message = "is required"
-    elif not isinstance(detail["input"], dict | list | BaseModel) and repr(detail["input"]) not in message:
-        given = repr(detail["input"])
-        message = f"{message}; it is {given if len(given) <= MAX_SHOWN_CHARS else given[:MAX_SHOWN_CHARS] + '...'}"
-    line = next((lines[key_path[:end]] for end in range(len(key_path), 0, -1) if key_path[:end] in lines), None)
-    return RecipeProblem(".".join(map(str, key_path)) or "recipe", message, hint, line)
-
-
-def _known_keys(key_path: KeyPath) -> list[str]:
-    """The keys that a section knows, found by walking the types along a path."""
-    kind: Any = Recipe
-    for key in key_path:
-        if isinstance(key, int) or not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-            continue
-        kind = kind.model_fields[key].annotation
-        while get_origin(kind) in (list, UnionType):
-            kind = get_args(kind)[0]
-    return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
+    return tuple(keys[:new])
 
 
 def builtin_recipe_path(name: str) -> Path:
@@ -191,7 +131,18 @@ def builtin_recipe_path(name: str) -> Path:
     return next((place for place in places if place.exists()), places[0])
 
 
+def _stored_recipe_path(directory: Path) -> Path:
+    """The recipe of an output or run directory."""
+    for path in (directory / RECIPE_FILE, directory / "run" / RECIPE_FILE):
+        if path.is_file():
+            return path
+    where = f"{directory} is a directory with neither {RECIPE_FILE} nor run/{RECIPE_FILE}"
+    raise UsageError(f"{where}, so it is not that of a run; give a recipe file{_sibling_recipes(directory / '?')}")
+
+
 def _sibling_recipes(path: Path) -> str:
-    folder = path.parent
-    names = sorted(p.name for p in folder.glob("[!.]*.y*ml")) if folder.is_dir() else []
-    return f"; in {folder}/ there are {', '.join(names)}" if names else ""
+    """The recipes beside a path where there is none, or those in ``recipes/`` there."""
+    for folder in (path.parent, path.parent / "recipes"):
+        if names := sorted(p.name for p in folder.glob("[!.]*.y*ml")):
+            return f"; in {folder}/ there are {', '.join(names)}"
+    return ""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from zero2all.recipe.presets import PRESETS
-from zero2all.recipe.types import Positive, Section
+from zero2all.recipe.types import Mistake, Positive, Section
 
 
 class OpsRecipe(Section):
@@ -48,15 +49,18 @@ class RopeScaling(Section):
     attention_factor: Positive | None = None
     """For yarn: multiplier of cos and sin. Default: 0.1 ln(factor) + 1."""
 
-    @model_validator(mode="after")
-    def _needs_original_context(self) -> Self:
+    def mistakes(self) -> Iterator[Mistake]:
         if self.rope_type != "linear" and self.original_max_position_embeddings is None:
-            raise ValueError(
-                f"{self.rope_type} needs original_max_position_embeddings, the context of the model before"
+            yield Mistake(
+                f"{self.rope_type} needs original_max_position_embeddings, the context of the model before",
+                ("rope_type", "original_max_position_embeddings"),
             )
         if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError("high_freq_factor must be above low_freq_factor")
-        return self
+            yield Mistake(
+                f"high_freq_factor ({self.high_freq_factor:g}) must be above "
+                f"low_freq_factor ({self.low_freq_factor:g})",
+                ("high_freq_factor", "low_freq_factor"),
+            )
 
 
 class MoeConfig(Section):
@@ -83,13 +87,12 @@ class MoeConfig(Section):
     bias_update_rate: Positive = 0.001
     """Step size of the expert bias (auxiliary-loss-free balancing)."""
 
-    @model_validator(mode="after")
-    def _enough_experts(self) -> Self:
+    def mistakes(self) -> Iterator[Mistake]:
         if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok ({self.num_experts_per_tok}) is more than num_experts ({self.num_experts})"
+            yield Mistake(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) is more than num_experts ({self.num_experts})",
+                ("num_experts_per_tok", "num_experts"),
             )
-        return self
 
 
 class ModelConfig(Section):
@@ -163,38 +166,42 @@ class ModelConfig(Section):
             raise ValueError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
         return name
 
-    @model_validator(mode="after")
-    def _head_counts_divide(self) -> Self:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
-            )
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) must be a multiple of "
-                f"num_attention_heads ({self.num_attention_heads})"
-            )
-        if self.head_size % 2:
-            raise ValueError(f"head size ({self.head_size}) must be even for rotary positions")
-        return self
-
-    @model_validator(mode="after")
-    def _options_agree(self) -> Self:
+    def mistakes(self) -> Iterator[Mistake]:
+        yield from self._head_mistakes()
         if self.full_attention_interval is not None and self.sliding_window is None:
-            raise ValueError("full_attention_interval sets which layers have no sliding window: set sliding_window too")
-        if self.moe is not None and self.moe.first_k_dense_replace >= self.num_hidden_layers:
-            raise ValueError(
-                f"moe.first_k_dense_replace ({self.moe.first_k_dense_replace}) leaves none of "
-                f"{self.num_hidden_layers} layers to experts"
+            yield Mistake(
+                "full_attention_interval sets which layers have no sliding window: set sliding_window too",
+                ("full_attention_interval", "sliding_window"),
             )
-        return self
-
-    @model_validator(mode="after")
-    def _mup_needs_untied_embeddings(self) -> Self:
+        if self.moe is not None and self.moe.first_k_dense_replace >= self.num_hidden_layers:
+            yield Mistake(
+                f"moe.first_k_dense_replace ({self.moe.first_k_dense_replace}) leaves none of "
+                f"{self.num_hidden_layers} layers to experts",
+                ("moe.first_k_dense_replace", "num_hidden_layers"),
+            )
         if self.mup_base is not None and self.tie_word_embeddings:
-            raise ValueError("mup_base scales the head and not the embedding: set tie_word_embeddings=false")
-        return self
+            yield Mistake(
+                "mup_base scales the head and not the embedding: set tie_word_embeddings=false",
+                ("mup_base", "tie_word_embeddings"),
+            )
+
+    def _head_mistakes(self) -> Iterator[Mistake]:
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads % kv_heads:
+            yield Mistake(
+                f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})",
+                ("num_attention_heads", "num_key_value_heads"),
+            )
+        if self.head_dim is None and self.hidden_size % heads:
+            yield Mistake(
+                f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads ({heads})",
+                ("num_attention_heads", "hidden_size", "head_dim"),
+            )
+        elif self.head_size % 2:
+            yield Mistake(
+                f"head size ({self.head_size}) must be even for rotary positions",
+                ("head_dim", "num_attention_heads", "hidden_size"),
+            )
 
     @property
     def mup_width_mult(self) -> float:

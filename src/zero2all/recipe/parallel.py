@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.training import TrainRecipe
-from zero2all.recipe.types import Section
+from zero2all.recipe.types import Mistake, Section
 
 Degree = Annotated[int, Field(ge=1)]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
@@ -57,100 +57,136 @@ class ParallelRecipe(Section):
     activation_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of activations that are kept with ``budget``."""
 
-    @model_validator(mode="after")
-    def _one_auto(self) -> Self:
+    def mistakes(self) -> Iterator[Mistake]:
         if self.dp_replicate == "auto" and self.dp_shard == "auto":
-            raise ValueError("only one of dp_replicate and dp_shard can be auto: set dp_shard=1 for plain copies (DDP)")
-        return self
+            yield Mistake(
+                "only one of dp_replicate and dp_shard can be auto: set dp_shard=1 for plain copies (DDP)",
+                ("dp_replicate", "dp_shard"),
+            )
 
     @property
     def stages_per_rank(self) -> int:
         return 2 if self.pp > 1 and self.schedule in ("interleaved", *SPLIT_BACKWARD_SCHEDULES) else 1
 
 
-def parallel_problems(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> list[str]:
+def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
     """Everything that is impossible with any number of ranks; each message names what to change."""
-    return [message for wrong, message in _parallel_rules(model, train, parallel) if wrong]
+    yield from _tensor_parallel_mistakes(model, parallel)
+    yield from _context_parallel_mistakes(model, train, parallel)
+    if parallel.activation_checkpointing == "budget" and not train.compile:
+        yield Mistake(
+            "the compiler keeps the activation budget: set train.compile=true, or "
+            "parallel.activation_checkpointing=selective",
+            ("parallel.activation_checkpointing", "train.compile"),
+        )
+    if model.mtp_weight > 0 and max(parallel.tp, parallel.pp, parallel.cp) > 1:
+        yield Mistake(
+            "the multi-token prediction block is not sharded: set model.mtp_weight=0 or use dp_shard instead of tp, "
+            "pp, cp",
+            ("model.mtp_weight", "parallel.tp", "parallel.pp", "parallel.cp"),
+        )
+    if parallel.pp > 1:
+        yield from _pipeline_mistakes(model, train, parallel)
+    yield from _expert_mistakes(model, parallel)
 
 
-def _parallel_rules(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[tuple[bool, str]]:
-    """Pairs of whether a rule is broken and the message if it is."""
+def _tensor_parallel_mistakes(model: ModelConfig, parallel: ParallelRecipe) -> Iterator[Mistake]:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(model, name)
-        yield size % parallel.tp != 0, f"parallel.tp ({parallel.tp}) must divide model.{name} ({size})"
+        if size % parallel.tp:
+            yield Mistake(
+                f"parallel.tp ({parallel.tp}) must divide model.{name} ({size})", ("parallel.tp", f"model.{name}")
+            )
     rows = 0 if model.vocab_size is None else model.padded_vocab_size
-    yield rows % parallel.tp != 0, f"parallel.tp ({parallel.tp}) must divide the {rows} rows of the vocabulary"
+    if rows % parallel.tp:
+        yield Mistake(
+            f"parallel.tp ({parallel.tp}) must divide the {rows} rows of the vocabulary",
+            ("parallel.tp", "model.vocab_size"),
+        )
+
+
+def _context_parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
     chunks = 2 * parallel.cp if parallel.cp > 1 else 1
     shards = parallel.cp * parallel.tp if parallel.sp else parallel.cp
-    for length in dict.fromkeys(stage.seq_len for stage in train.resolved_stages()):
-        yield length % chunks != 0, f"train.seq_len ({length}) must be a multiple of 2 x parallel.cp ({chunks})"
-        yield (
-            length % shards != 0,
-            f"train.seq_len ({length}) must be a multiple of cp x tp ({shards}); or set parallel.sp=false",
-        )
+    for length, keys in train.keys_by_seq_len().items():
+        if length % chunks:
+            yield Mistake(
+                f"train.seq_len ({length}) must be a multiple of 2 x parallel.cp ({chunks})", ("parallel.cp", *keys)
+            )
+        if length % shards:
+            yield Mistake(
+                f"train.seq_len ({length}) must be a multiple of cp x tp ({shards}); or set parallel.sp=false",
+                ("parallel.cp", "parallel.tp", "parallel.sp", *keys),
+            )
     heads = parallel.cp * parallel.tp if parallel.cp > 1 and parallel.cp_attention == "ulysses" else 1
-    yield (
-        model.num_key_value_heads % heads != 0,
-        f"ulysses shards model.num_key_value_heads ({model.num_key_value_heads}) over cp x tp ({heads}) ranks: "
-        "set parallel.cp_attention=allgather",
-    )
-    yield (
-        parallel.activation_checkpointing == "budget" and not train.compile,
-        "the compiler keeps the activation budget: set train.compile=true, or "
-        "parallel.activation_checkpointing=selective",
-    )
-    yield (
-        model.mtp_weight > 0 and max(parallel.tp, parallel.pp, parallel.cp) > 1,
-        "the multi-token prediction block is not sharded: set model.mtp_weight=0 or use dp_shard instead of tp, pp, cp",
-    )
-    if parallel.pp > 1:
-        yield from _pipeline_rules(model, train, parallel)
-    yield from _expert_rules(model, parallel)
+    if model.num_key_value_heads % heads:
+        yield Mistake(
+            f"ulysses shards model.num_key_value_heads ({model.num_key_value_heads}) over cp x tp ({heads}) ranks: "
+            "set parallel.cp_attention=allgather",
+            ("parallel.cp_attention", "parallel.cp", "parallel.tp", "model.num_key_value_heads"),
+        )
 
 
-def _pipeline_rules(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[tuple[bool, str]]:
+def _pipeline_mistakes(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
     stages = parallel.pp * parallel.stages_per_rank
-    yield (
-        stages > model.num_hidden_layers,
-        f"{stages} pipeline stages need as many layers, and model.num_hidden_layers is "
-        f"{model.num_hidden_layers}: lower parallel.pp"
-        + (" or set parallel.schedule=1f1b" if parallel.stages_per_rank > 1 else ""),
-    )
-    yield (
-        model.tie_word_embeddings,
-        "embedding and head are on different pipeline stages: set model.tie_word_embeddings=false or parallel.pp=1",
-    )
-    yield (
-        parallel.schedule in SPLIT_BACKWARD_SCHEDULES and train.compile,
-        f"schedule {parallel.schedule} cannot split a compiled backward: set train.compile=false or "
-        "parallel.schedule=interleaved",
-    )
-    yield (
-        parallel.schedule in SPLIT_BACKWARD_SCHEDULES and parallel.reshard_after_forward not in ("auto", "never"),
-        f"schedule {parallel.schedule} loses the weight gradients of blocks that free their gathered weights: "
-        "set parallel.reshard_after_forward=auto, or parallel.schedule=interleaved",
-    )
-    yield (
-        parallel.schedule in SPLIT_BACKWARD_SCHEDULES and parallel.activation_checkpointing == "selective",
-        f"schedule {parallel.schedule} recomputes a block twice, but what selective checkpointing keeps serves once: "
-        "set parallel.activation_checkpointing=full, or parallel.schedule=interleaved",
-    )
-    yield (
-        model.moe is not None and model.moe.load_balancing == "aux",
-        "the balance loss of early pipeline stages would be lost: set model.moe.load_balancing=bias",
-    )
+    if stages > model.num_hidden_layers:
+        yield Mistake(
+            f"{stages} pipeline stages need as many layers, and model.num_hidden_layers is "
+            f"{model.num_hidden_layers}: lower parallel.pp"
+            + (" or set parallel.schedule=1f1b" if parallel.stages_per_rank > 1 else ""),
+            ("parallel.pp", "parallel.schedule", "model.num_hidden_layers"),
+        )
+    if model.tie_word_embeddings:
+        yield Mistake(
+            "embedding and head are on different pipeline stages: set model.tie_word_embeddings=false or parallel.pp=1",
+            ("parallel.pp", "model.tie_word_embeddings"),
+        )
+    if model.moe is not None and model.moe.load_balancing == "aux":
+        yield Mistake(
+            "the balance loss of early pipeline stages would be lost: set model.moe.load_balancing=bias",
+            ("parallel.pp", "model.moe.load_balancing"),
+        )
+    if parallel.schedule in SPLIT_BACKWARD_SCHEDULES:
+        yield from _split_backward_mistakes(train, parallel)
 
 
-def _expert_rules(model: ModelConfig, parallel: ParallelRecipe) -> Iterator[tuple[bool, str]]:
+def _split_backward_mistakes(train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
+    if train.compile:
+        yield Mistake(
+            f"schedule {parallel.schedule} cannot split a compiled backward: set train.compile=false or "
+            "parallel.schedule=interleaved",
+            ("parallel.schedule", "parallel.pp", "train.compile"),
+        )
+    if parallel.reshard_after_forward not in ("auto", "never"):
+        yield Mistake(
+            f"schedule {parallel.schedule} loses the weight gradients of blocks that free their gathered weights: "
+            "set parallel.reshard_after_forward=auto, or parallel.schedule=interleaved",
+            ("parallel.schedule", "parallel.pp", "parallel.reshard_after_forward"),
+        )
+    if parallel.activation_checkpointing == "selective":
+        yield Mistake(
+            f"schedule {parallel.schedule} recomputes a block twice, but what selective checkpointing keeps serves "
+            "once: set parallel.activation_checkpointing=full, or parallel.schedule=interleaved",
+            ("parallel.schedule", "parallel.pp", "parallel.activation_checkpointing"),
+        )
+
+
+def _expert_mistakes(model: ModelConfig, parallel: ParallelRecipe) -> Iterator[Mistake]:
     moe = model.moe
     if moe is None:
-        yield (
-            parallel.ep > 1,
-            f"parallel.ep is {parallel.ep}, but the model has no experts: set it to 1, or give model.moe",
-        )
+        if parallel.ep > 1:
+            yield Mistake(
+                f"parallel.ep is {parallel.ep}, but the model has no experts: set it to 1, or give model.moe",
+                ("parallel.ep", "model.moe"),
+            )
         return
-    yield (
-        moe.num_experts % parallel.ep != 0,
-        f"parallel.ep ({parallel.ep}) must divide model.moe.num_experts ({moe.num_experts})",
-    )
-    yield parallel.tp > 1, "experts are not sharded by tp: set parallel.tp=1 and share them with parallel.ep"
+    if moe.num_experts % parallel.ep:
+        yield Mistake(
+            f"parallel.ep ({parallel.ep}) must divide model.moe.num_experts ({moe.num_experts})",
+            ("parallel.ep", "model.moe.num_experts"),
+        )
+    if parallel.tp > 1:
+        yield Mistake(
+            "experts are not sharded by tp: set parallel.tp=1 and share them with parallel.ep",
+            ("parallel.tp", "model.moe"),
+        )

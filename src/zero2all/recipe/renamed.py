@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero2all.errors import RecipeProblem
-from zero2all.recipe.safe_yaml import KeyPath, Lines
+from zero2all.recipe.places import Places, locate, located_problem
+from zero2all.recipe.safe_yaml import KeyPath
 
 RENAMED = {  # path of the retired key -> its new name in the same section; * is any element of a list
     "model.n_layers": "num_hidden_layers",
@@ -78,17 +79,17 @@ def identity_to_new(identity: dict[str, Any]) -> dict[str, Any]:
     return translated
 
 
-def retired_key_problems(values: dict[str, Any], lines: Lines) -> list[RecipeProblem]:
+def retired_key_problems(values: dict[str, Any], places: Places) -> list[RecipeProblem]:
     """One mistake for each retired key or value of a user's recipe."""
-    return list(_retired(values, (), (), lines))
+    return list(_retired(values, (), (), places))
 
 
-def lines_to_new(lines: Lines) -> Lines:
-    """The line of each key under its new name as well."""
-    translated = dict(lines)
-    for path, line in lines.items():
+def places_to_new(places: Places) -> Places:
+    """The place of each key under its new name as well."""
+    translated = dict(places)
+    for path, place in places.items():
         if new := _NEW_KEYS.get(_pattern(path)):
-            translated.setdefault((*path[:-1], new), line)
+            translated.setdefault((*path[:-1], new), place)
     return translated
 
 
@@ -111,20 +112,20 @@ def _stage_to_new(stage: Any) -> Any:
     return stage
 
 
-def _retired(values: Any, path: KeyPath, section: _Section, lines: Lines) -> Iterator[RecipeProblem]:
+def _retired(values: Any, path: KeyPath, section: _Section, places: Places) -> Iterator[RecipeProblem]:
     dotted = ".".join(map(str, path))
     if isinstance(values, list):
         for index, inner in enumerate(values):
-            yield from _retired(inner, (*path, index), (*section, "*"), lines)
+            yield from _retired(inner, (*path, index), (*section, "*"), places)
     elif isinstance(values, dict):
         for key, inner in values.items():
             if new := _NEW_KEYS.get((*section, key)):
                 old = f"{dotted}.{key}"
                 hint = f"both are given: remove `{key}`" if new in values else ""
-                yield RecipeProblem(old, f"`{old}` is now `{new}`", hint, lines.get((*path, key)))
-            yield from _retired(inner, (*path, key), (*section, key), lines)
+                yield located_problem((*path, key), f"`{old}` is now `{new}`", hint, locate(places, (*path, key)))
+            yield from _retired(inner, (*path, key), (*section, key), places)
     elif isinstance(values, str) and (new := _NEW_VALUES.get(section, {}).get(values)):
-        yield RecipeProblem(dotted, f"`{dotted}: {values}` is now `{new}`", line=lines.get(path))
+        yield located_problem(path, f"`{dotted}: {values}` is now `{new}`", place=locate(places, path))
 
 
 def _section(dotted: str) -> _Section:

@@ -19,8 +19,8 @@ MAX_DEPTH = 64  # levels of lists and mappings
 MAX_VALUES = 50_000  # values, each alias counted with all that it stands for
 MAX_DIGITS = 40
 KeyPath = tuple[str | int, ...]
-Lines = dict[KeyPath, int | None]
-"""The line of each key and element; None for one that is not from a file."""
+Lines = dict[KeyPath, int]
+"""The line of each key and element."""
 _TAG = "tag:yaml.org,2002:"
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, field_validator
 
 from zero2all.paths import RemotePath, credentials_problem, is_url, to_path
 from zero2all.recipe.model import ModelConfig
-from zero2all.recipe.parallel import ParallelRecipe, parallel_problems
+from zero2all.recipe.parallel import ParallelRecipe, parallel_mistakes
 from zero2all.recipe.source_names import SourceName
 from zero2all.recipe.training import TrainRecipe
-from zero2all.recipe.types import Bytes, Count, DurationField, Fraction, Positive, Section, Slug
+from zero2all.recipe.types import Bytes, Count, DurationField, Fraction, Mistake, Positive, Section, Slug
 from zero2all.redact import redact
 from zero2all.units import Duration
 
@@ -249,29 +250,30 @@ class Recipe(Section):
     evals: EvalsRecipe = EvalsRecipe()
     """How the model is evaluated."""
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
-        longest = max(stage.seq_len for stage in self.train.resolved_stages())
-        if longest > self.model.max_position_embeddings:
-            raise ValueError(
-                f"train.seq_len ({longest}) is longer than "
-                f"model.max_position_embeddings ({self.model.max_position_embeddings})"
+    def mistakes(self) -> Iterator[Mistake]:
+        for length, keys in self.train.keys_by_seq_len().items():
+            if length > self.model.max_position_embeddings:
+                yield Mistake(
+                    f"train.seq_len ({length}) is longer than "
+                    f"model.max_position_embeddings ({self.model.max_position_embeddings})",
+                    (*keys, "model.max_position_embeddings"),
+                )
+        known = {source.name for source in self.corpus.sources}
+        stages = self.train.resolved_stages()
+        unknown = sorted({name for stage in stages for name in stage.mixture} - known) if known else []
+        if unknown:
+            mixtures = [f"train.stages.{number}.mixture" for number in range(len(stages))]
+            yield Mistake(
+                f"train.mixture names {', '.join(unknown)}, but the sources are {', '.join(sorted(known))}",
+                (*mixtures, "train.mixture", "corpus.sources"),
             )
         if self.model.vocab_size is not None and self.model.vocab_size < self.tokenizer.vocab_size:
-            raise ValueError(
+            yield Mistake(
                 f"model.vocab_size ({self.model.vocab_size}) is smaller than tokenizer.vocab_size "
-                f"({self.tokenizer.vocab_size})"
+                f"({self.tokenizer.vocab_size})",
+                ("model.vocab_size", "tokenizer.vocab_size"),
             )
-        known = {source.name for source in self.corpus.sources}
-        mixed = {name for stage in self.train.resolved_stages() for name in stage.mixture}
-        unknown = sorted(mixed - known) if known else []
-        if unknown:
-            raise ValueError(
-                f"train.mixture names {', '.join(unknown)}, but the sources are {', '.join(sorted(known))}"
-            )
-        if problems := parallel_problems(self.model, self.train, self.parallel):
-            raise ValueError("; ".join(problems))
-        return self
+        yield from parallel_mistakes(self.model, self.train, self.parallel)
 
     @property
     def documents_dir(self) -> Path:

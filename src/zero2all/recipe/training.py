@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from zero2all.recipe.model import RopeScaling
 from zero2all.recipe.source_names import SourceReference
-from zero2all.recipe.types import Count, DurationField, Fraction, Positive, Section, Slug
+from zero2all.recipe.types import Count, DurationField, Fraction, Mistake, Positive, Section, Slug
 from zero2all.units import Duration
 
 
@@ -78,6 +79,9 @@ class BatchRampRecipe(Section):
     """Length of the ramp; tokens and epochs are counted in full batches."""
 
 
+LENGTH_KEYS = ("steps", "tokens", "epochs")
+
+
 class TrainLength(Section):
     """How long something is trained, as exactly one of steps, tokens or epochs."""
 
@@ -90,7 +94,7 @@ class TrainLength(Section):
 
     @property
     def given_lengths(self) -> list[str]:
-        return [name for name in ("steps", "tokens", "epochs") if getattr(self, name) is not None]
+        return [name for name in LENGTH_KEYS if getattr(self, name) is not None]
 
     @property
     def duration(self) -> Duration:
@@ -124,13 +128,12 @@ class StageRecipe(TrainLength):
     rope_scaling: RopeScaling | None = None
     """Value of ``model.rope_scaling`` from this stage on."""
 
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def mistakes(self) -> Iterator[Mistake]:
         if len(self.given_lengths) != 1:
-            raise ValueError(
-                f"give exactly one of steps, tokens, epochs (given: {', '.join(self.given_lengths) or 'none'})"
+            yield Mistake(
+                f"give exactly one of steps, tokens, epochs (given: {', '.join(self.given_lengths) or 'none'})",
+                LENGTH_KEYS,
             )
-        return self
 
 
 @dataclass(frozen=True)
@@ -188,34 +191,39 @@ class TrainRecipe(TrainLength):
     guard: GuardRecipe = GuardRecipe()
     """The loss-spike guard."""
 
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def mistakes(self) -> Iterator[Mistake]:
+        keys = (*LENGTH_KEYS, "stages")
         if self.stages and self.given_lengths:
-            raise ValueError(f"{self.given_lengths[0]} and stages: with stages, each has its own length")
+            yield Mistake(f"{self.given_lengths[0]} and stages: with stages, each has its own length", keys)
         if not self.stages and len(self.given_lengths) != 1:
-            raise ValueError(
-                "give exactly one of steps, tokens, epochs, or stages "
-                f"(given: {', '.join(self.given_lengths) or 'none'})"
-            )
+            given = ", ".join(self.given_lengths) or "none"
+            yield Mistake(f"give exactly one of steps, tokens, epochs, or stages (given: {given})", keys)
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
-            raise ValueError("two stages share a name")
-        return self
+            yield Mistake("two stages share a name", ("stages",))
+        yield from self._batch_mistakes()
 
-    @model_validator(mode="after")
-    def _batches_divide(self) -> Self:
-        for stage in self.resolved_stages():
+    def _batch_mistakes(self) -> Iterator[Mistake]:
+        seen = set()  # what several stages inherit is one mistake
+        for number, stage in enumerate(self.resolved_stages()):
             where = f"stage {stage.name}: " if self.stages else ""
             for field, tokens in (
                 ("batch_tokens", stage.batch_tokens),
                 ("micro_batch_tokens", stage.micro_batch_tokens or 0),
                 ("batch_ramp.start", stage.batch_ramp.start if stage.batch_ramp else 0),
             ):
-                if tokens % stage.seq_len:
-                    raise ValueError(f"{where}{field} ({tokens}) must be a multiple of seq_len ({stage.seq_len})")
+                if tokens % stage.seq_len and (field, tokens, stage.seq_len) not in seen:
+                    seen.add((field, tokens, stage.seq_len))
+                    yield Mistake(
+                        f"{where}{field} ({tokens}) must be a multiple of seq_len ({stage.seq_len})",
+                        _stage_keys(number, field, "seq_len"),
+                    )
             if stage.batch_ramp and stage.batch_ramp.start > stage.batch_tokens:
-                raise ValueError(f"{where}batch_ramp.start is more than batch_tokens ({stage.batch_tokens})")
-        return self
+                yield Mistake(
+                    f"{where}batch_ramp.start ({stage.batch_ramp.start}) is more than "
+                    f"batch_tokens ({stage.batch_tokens})",
+                    _stage_keys(number, "batch_ramp.start", "batch_tokens"),
+                )
 
     @property
     def effective_micro_batch_tokens(self) -> int:
@@ -227,9 +235,24 @@ class TrainRecipe(TrainLength):
 
     def resolved_stages(self) -> list[ResolvedStage]:
         """The stages with every field filled in; a run without a list of them is one stage called main."""
-        own = {"name": "main", "schedule": self.schedule, "batch_ramp": self.batch_ramp}
-        given = self.stages or [StageRecipe(**own, **{name: getattr(self, name) for name in self.given_lengths})]
+        # Not validated again: a recipe whose mistakes are being collected may have two lengths.
+        main = StageRecipe.model_construct(
+            name="main",
+            steps=self.steps,
+            tokens=self.tokens,
+            epochs=self.epochs,
+            schedule=self.schedule,
+            batch_ramp=self.batch_ramp,
+        )
+        given = self.stages or [main]
         return [self._resolve(stage, first=number == 0) for number, stage in enumerate(given)]
+
+    def keys_by_seq_len(self) -> dict[int, tuple[str, ...]]:
+        """Every sequence length of the run, with the keys of the recipe that it may be from."""
+        return {
+            stage.seq_len: tuple(f"train.{key}" for key in _stage_keys(number, "seq_len"))
+            for number, stage in enumerate(self.resolved_stages())
+        }
 
     def _resolve(self, stage: StageRecipe, first: bool) -> ResolvedStage:
         batch_tokens = stage.batch_tokens or self.batch_tokens
@@ -249,3 +272,8 @@ class TrainRecipe(TrainLength):
             rope_theta=stage.rope_theta,
             rope_scaling=stage.rope_scaling,
         )
+
+
+def _stage_keys(number: int, *fields: str) -> tuple[str, ...]:
+    """The keys in ``train`` that a stage may have its fields from: its own, then those that it inherits."""
+    return tuple(key for field in fields for key in (f"stages.{number}.{field}", field))

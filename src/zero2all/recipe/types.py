@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -15,6 +16,7 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 
 from zero2all.units import INT64_LIMIT, Duration, parse_bytes, parse_count
@@ -26,6 +28,20 @@ DurationField = Annotated[Duration, PlainValidator(Duration.parse), PlainSeriali
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
+
+
+COLLECT_MISTAKES = "collect mistakes"
+"""Validation context in which broken rules raise nothing: the caller asks every section for its ``mistakes``."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A broken rule over values that are valid one by one."""
+
+    message: str
+    keys: tuple[str, ...]
+    """Dotted keys, from the section, of all values that the rule reads; the one most likely wrong is first. If one of
+    them is invalid, the rule says nothing about what the user wrote."""
 
 
 class Section(BaseModel):
@@ -40,6 +56,16 @@ class Section(BaseModel):
         if _takes_numbers_only(cls.model_fields[str(info.field_name)].annotation):
             _refuse_non_numbers(value)
         return value
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """The broken rules of this section, without those of the sections in it."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _keeps_its_rules(self, info: ValidationInfo) -> Self:
+        if info.context != COLLECT_MISTAKES and (found := [mistake.message for mistake in self.mistakes()]):
+            raise ValueError("; ".join(found))
+        return self
 
 
 def _takes_numbers_only(kind: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from zero2all.cpu_use import NOTICEABLE_SHARE
 from zero2all.io import read_record
 from zero2all.recipe import builtin_recipe_path
 from zero2all.track.record_reader import Array
@@ -26,6 +27,7 @@ MAX_POINTS = 4000
 MIN_POINTS = 50  # that a rule about a curve needs
 WINDOW = 50
 MAX_DAMAGED_FILES = 5  # reported per run
+OTHER_CPU = "system/other_cpu"
 Level = Literal["good", "note", "bad"]
 
 
@@ -195,8 +197,10 @@ def sudden_drop(curve: LossCurve) -> Iterator[HealthFinding]:
         step, high, low = int(curve.steps[WINDOW + first]), baseline[first], after[first]
         yield HealthFinding(
             "sudden drop", "bad",
-            f"falls from {high:.3f} to {low:.3f} around step {step}: does the data repeat, or do the targets leak?",
-            f"第 {step} 步附近由 {high:.3f} 突降到 {low:.3f}：数据是否重复，或目标是否泄漏？",
+            f"falls from {high:.3f} to {low:.3f} around step {step}: does the data repeat, or do the targets leak? "
+            f"'z2a blame RUN --step {step} --lowest' shows the text that it knows",
+            f"第 {step} 步附近由 {high:.3f} 突降到 {low:.3f}：数据是否重复，或目标是否泄漏？"
+            f"用 z2a blame RUN --step {step} --lowest 查看模型已经熟悉的文本",
             step,
         )  # fmt: skip
 
@@ -239,6 +243,22 @@ def throughput_drop(curve: LossCurve) -> Iterator[HealthFinding]:
         )  # fmt: skip
 
 
+def busy_machine(curve: LossCurve) -> Iterator[HealthFinding]:
+    """On a CPU, other programs used a noticeable share of it, in the median."""
+    names = curve.run.readers[0].names
+    if OTHER_CPU not in names or any(name.startswith("gpu") for name in names):
+        return
+    shares = curve.run.table([OTHER_CPU], points=MAX_POINTS).mean[OTHER_CPU]
+    shares = shares[np.isfinite(shares)]
+    if len(shares) and (median := float(np.median(shares))) >= NOTICEABLE_SHARE:
+        percent = f"{100 * median:.0f}"
+        yield HealthFinding(
+            "busy machine", "note",
+            f"other programs used {percent} % of the CPU: tokens/s, MFU and the time left are those of a busy machine",
+            f"其他程序占用了 {percent} % 的 CPU：每秒 token 数、MFU 和剩余时间都受其影响",
+        )  # fmt: skip
+
+
 def silence(curve: LossCurve) -> Iterator[HealthFinding]:
     """A run that has not ended has written nothing for 20 step times, and at least a minute."""
     silent, pace = curve.run.silent_seconds, curve.run.status().step_seconds
@@ -260,7 +280,7 @@ def damaged_files(curve: LossCurve) -> Iterator[HealthFinding]:
 
 RULES: tuple[Callable[[LossCurve], Iterator[HealthFinding]], ...] = (
     initial_loss, compare_to_reference, not_finite, divergence, plateau, loss_spikes, sudden_drop, dead_source,
-    throughput_drop, silence, damaged_files,
+    throughput_drop, busy_machine, silence, damaged_files,
 )  # fmt: skip
 
 

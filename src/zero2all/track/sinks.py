@@ -11,12 +11,13 @@ import importlib
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from zero2all.errors import RecipeProblem, UsageError, Z2aError, need
+from zero2all.errors import UsageError, Z2aError, need
+from zero2all.recipe import Mistake, Recipe
 from zero2all.track.record_lines import EventLine, HistogramLine, RecordLine, SampleLine, StepLine
 
 
@@ -107,15 +108,13 @@ def open_sinks(names: Iterable[str], directory: Path) -> list[Sink]:
     return [_create_sink(name, directory) for name in names]
 
 
-def sink_problems(names: Iterable[str]) -> list[RecipeProblem]:
+def sink_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     """What is wrong with the sinks that a recipe names. Their modules are imported; nothing is instantiated."""
-    problems = []
-    for number, name in enumerate(names):
+    for number, name in enumerate(recipe.track.sinks):
         try:
             _sink_class(name)
         except UsageError as error:
-            problems.append(RecipeProblem(f"track.sinks.{number}", str(error)))
-    return problems
+            yield Mistake(str(error), (f"track.sinks.{number}",))
 
 
 def _create_sink(name: str, directory: Path) -> Sink:

@@ -7,6 +7,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from zero2all.cpu_use import OtherCpuUse
+
 GIB = 2**30
 
 
@@ -15,6 +17,7 @@ class SystemMonitor:
 
     def __init__(self) -> None:
         self._last_time, self._last_cpu_time = time.monotonic(), time.process_time()
+        self._others = OtherCpuUse()
         self._devices = _gpus()
 
     def read(self) -> dict[str, float]:
@@ -22,6 +25,8 @@ class SystemMonitor:
         elapsed = max(now - self._last_time, 1e-3)
         metrics = {"system/cpu_cores": round((cpu_time - self._last_cpu_time) / elapsed, 3)}
         self._last_time, self._last_cpu_time = now, cpu_time
+        if (others := self._others.share()) is not None:
+            metrics["system/other_cpu"] = round(others, 3)
         with suppress(OSError, ValueError):
             metrics["system/memory_gib"] = _resident_gib()
             metrics["system/machine_memory_gib"] = _machine_memory_gib()

@@ -15,8 +15,11 @@ MAX_TEXT_CHARS = 200  # of each document span
 
 
 @torch.inference_mode()
-def blame_step(run: Run, step: int) -> dict[str, Any]:
-    """What ``trace_step`` returns, each document span with its mean loss and its first words, highest loss first."""
+def blame_step(run: Run, step: int, lowest: bool = False) -> dict[str, Any]:
+    """What ``trace_step`` returns, each document span with its mean loss and its first words, highest loss first.
+
+    With ``lowest`` the lowest is first: text that the model knows already, such as repeated text.
+    """
     checkpoint = _nearest_checkpoint(run, step)
     model, tokenizer = run.load_model(checkpoint), run.tokenizer()
     traced = trace_step(run, step)
@@ -43,7 +46,7 @@ def blame_step(run: Run, step: int) -> dict[str, Any]:
             text = tokenizer.decode(batch[sample - first, offset:end].numpy())[:MAX_TEXT_CHARS]
             spans.append({**span, "loss": round(predicted.mean().item(), 4), "text": text})
         offset = end
-    spans.sort(key=lambda span: -span["loss"])
+    spans.sort(key=lambda span: span["loss"], reverse=not lowest)
     return {**traced, "checkpoint": checkpoint, "loss": round(losses.mean().item(), 4), "documents": spans}
 
 

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from zero2all.cpu_use import OtherCpuUse, busy_note
 from zero2all.model.cost.flops import Recompute, flops_per_token
 from zero2all.recipe import ModelConfig
 from zero2all.train.plan import Plan
@@ -28,6 +29,7 @@ class ThroughputMeter:
         self.plan, self.config, self.device = plan, config, device
         self.peak_flops, self.recompute = peak_flops, recompute
         self.tokens_per_second = self.data_wait = 0.0
+        self._others = OtherCpuUse() if device.type == "cpu" else None
         self._updates = 0
         self._last_update = time.perf_counter()  # or the end of what came after it: only training counts
 
@@ -59,6 +61,8 @@ class ThroughputMeter:
         }
 
     def step_line(self, step: int, loss: float, lr: float, grad_norm: float, source_metrics: dict[str, float]) -> str:
+        """The log line. On a CPU it says if other programs used the machine since the line before."""
+        busy = "" if self._others is None else busy_note(self._others.share())
         total, metrics = self.plan.total_steps, self.metrics(step)
         by_source = [
             f"{name.removeprefix('loss/')} {value:.3f}" for name, value in source_metrics.items() if "loss/" in name
@@ -71,7 +75,7 @@ class ThroughputMeter:
                 f"lr {lr:.2e}",
                 f"grad {grad_norm:.3f}",
                 f"{show_count(self.tokens_per_second)} tok/s",
-                f"MFU {100 * metrics['mfu']:.1f}% HFU {100 * metrics['hfu']:.1f}%",
+                f"MFU {100 * metrics['mfu']:.1f}% HFU {100 * metrics['hfu']:.1f}%" + (f" ({busy})" if busy else ""),
                 show_bytes(metrics["memory"]),
                 f"wait {100 * self.data_wait:.1f}%",
                 f"left {show_seconds(left)}",

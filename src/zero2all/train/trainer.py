@@ -40,6 +40,7 @@ from zero2all.track import RunRecord, open_sinks
 from zero2all.track.goodput import compute_run_goodput, format_goodput
 from zero2all.train.data_loader import Batch, DataLoader
 from zero2all.train.hooks import TrainerHooks
+from zero2all.train.identity_changes import identity_changes
 from zero2all.train.optimizer import apply_settings, build_optimizers, set_learning_rate
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.run import Run, resolve_model_config
@@ -502,10 +503,9 @@ class Trainer:
         # Stages that have not begun may be changed.
         begun = replace(self.identity, stages=plan.identity(before=step))
         before = replace(saved, stages=[stage for stage in saved.stages if stage.first_step < step])
-        changed = [name for name, value in vars(begun).items() if getattr(before, name) != value]
-        if changed:
+        if changes := identity_changes(before, begun):
             raise UsageError(
-                f"the recipe does not match the run in {directory}: {', '.join(changed)} changed; "
+                f"the run in {directory} was trained with {'; '.join(changes)}: "
                 "choose another directory (out=DIR) or remove this one"
             )
         if step > plan.total_steps:

@@ -22,6 +22,7 @@ from zero2all.corpus.filters.filter_registry import (
     Keep,
     apply_filters,
     build_filters,
+    filter_problems,
     register_filter,
 )
 from zero2all.corpus.filters.text_kinds import TextKind, classify_text
@@ -70,5 +71,6 @@ __all__ = [
     "apply_filters",
     "build_filters",
     "classify_text",
+    "filter_problems",
     "register_filter",
 ]

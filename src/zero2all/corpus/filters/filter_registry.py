@@ -112,25 +112,40 @@ def _options_model(name: str, function: FilterFunction) -> type[BaseModel]:
 
 def build_filters(specs: Iterable[str | Mapping[str, Any]]) -> list[BoundFilter]:
     """Filters from a recipe: a name alone, or ``{"name": ..., option: value, ...}``."""
-    return [_bind({"name": spec} if isinstance(spec, str) else dict(spec)) for spec in specs]
+    return [_bind(spec) for spec in specs]
 
 
-def _bind(spec: dict[str, Any]) -> BoundFilter:
-    name = str(spec.pop("name", ""))
+def filter_problems(spec: str | Mapping[str, Any]) -> list[str]:
+    """Everything that is wrong with the name and the options of a filter."""
+    name, given = _split_spec(spec)
     info = FILTERS.get(name)
     if info is None:
-        raise UsageError(f"there is no filter {name!r}{_suggest(name, FILTERS)}")
+        return [f"there is no filter {name!r}{_suggest(name, FILTERS)}"]
     known = list(info.options.model_fields)
-    for option in spec:
-        if option not in known:
-            raise UsageError(f"filter {name} has no option {option!r}{_suggest(str(option), known)}")
+    unknown = [option for option in given if option not in known]
+    problems = [f"filter {name} has no option {option!r}{_suggest(str(option), known)}" for option in unknown]
     try:
-        options = info.options(**spec)
+        info.options(**{option: value for option, value in given.items() if option in known})
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"filter {name}, option {where}: {first['msg']}") from error
-    return BoundFilter(name, info.function, {option: getattr(options, option) for option in known})
+        for detail in error.errors():
+            if not (unknown and detail["type"] == "missing"):  # an unknown one may be meant
+                where = ".".join(str(part) for part in detail["loc"])
+                problems.append(f"filter {name}, option {where}: {detail['msg']}")
+    return problems
+
+
+def _split_spec(spec: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    options = {"name": spec} if isinstance(spec, str) else dict(spec)
+    return str(options.pop("name", "")), options
+
+
+def _bind(spec: str | Mapping[str, Any]) -> BoundFilter:
+    if problems := filter_problems(spec):
+        raise UsageError("; ".join(problems))
+    name, given = _split_spec(spec)
+    info = FILTERS[name]
+    options = info.options(**given)
+    return BoundFilter(name, info.function, {option: getattr(options, option) for option in info.options.model_fields})
 
 
 def _suggest(wrong: str, known: Iterable[str]) -> str:

@@ -128,20 +128,33 @@ def find_file(path: str) -> RawFile:
     return file
 
 
+def path_problem(pattern: str, follow_links: bool = False) -> str | None:
+    """Why a path gives no file. A URL is not looked up, and a directory is searched only up to its first file."""
+    if is_url(pattern):
+        return None
+    try:
+        tops, root = _find_tops(pattern, follow_links)
+        limit = None if follow_links else root
+        has_files = any(any(_walk(top, set(), limit)) if top.is_dir() else top.exists() for top in tops)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None if has_files else _not_found_message(pattern)
+
+
 def _not_found_message(pattern: str) -> str:
-    return f"nothing at {os.path.expanduser(pattern)}" if pattern else "empty path; name a file, a directory or a glob"
+    if not pattern:
+        return "empty path; name a file, a directory or a glob"
+    path = os.path.expanduser(pattern)
+    if os.path.isdir(path):
+        return f"no files in {path}"
+    relative = "" if is_url(path) or os.path.isabs(path) else f" (relative to {os.getcwd()})"
+    return f"nothing at {path}{relative}"
 
 
 def _list_local(pattern: str, follow_links: bool = False) -> Iterator[RawFile]:
     """Files below what the pattern names. Without ``follow_links`` no link leads out of there: a folder that was
     unpacked from a download may hold links to anything that this machine has."""
-    if not pattern:
-        return
-    pattern = os.path.expanduser(pattern)
-    if os.path.exists(pattern):  # named by the user, and so good even if it is a link
-        found, root = [Path(pattern)], os.path.realpath(pattern)
-    else:
-        found, root = _glob_local(pattern, follow_links)
+    found, root = _find_tops(pattern, follow_links)
     for top in found:
         if not follow_links and not _is_inside(top, root):
             yield RawFile.from_path(top, top, LINK_OUTSIDE_SOURCE)
@@ -149,6 +162,16 @@ def _list_local(pattern: str, follow_links: bool = False) -> Iterator[RawFile]:
         for path in sorted(_walk(top, set(), None if follow_links else root)) if top.is_dir() else [top]:
             leaves = not follow_links and path != top and path.is_symlink() and not _is_inside(path, root)
             yield RawFile.from_path(path, top, LINK_OUTSIDE_SOURCE if leaves else "")
+
+
+def _find_tops(pattern: str, follow_links: bool) -> tuple[list[Path], str]:
+    """The files and directories that a path or glob names, and the directory that links must not lead out of."""
+    if not pattern:
+        return [], ""
+    pattern = os.path.expanduser(pattern)
+    if os.path.exists(pattern):  # named by the user, and so good even if it is a link
+        return [Path(pattern)], os.path.realpath(pattern)
+    return _glob_local(pattern, follow_links)
 
 
 def _glob_local(pattern: str, follow_links: bool) -> tuple[list[Path], str]:

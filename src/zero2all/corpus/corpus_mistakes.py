@@ -1,0 +1,42 @@
+"""What ``z2a corpus build`` would refuse before it reads any text, as mistakes of the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zero2all.corpus.filters import build_filters, filter_problems
+from zero2all.corpus.filters.quality_classifier import quality_model_checksums
+from zero2all.corpus.mapping import resolve_mapping
+from zero2all.corpus.readers.listing import path_problem
+from zero2all.errors import UsageError, Z2aError
+from zero2all.recipe import Mistake, Recipe
+
+
+def corpus_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    """Paths that do not exist, unknown field mappings, unknown filters and wrong options of filters."""
+    for number, source in enumerate(recipe.corpus.sources):
+        key = f"corpus.sources.{number}"
+        yield from _path_mistakes(f"{key}.paths", source.paths, source.follow_links)
+        try:
+            resolve_mapping(source)
+        except UsageError as error:
+            yield Mistake(str(error), (key,))
+    yield from _path_mistakes("corpus.decontaminate", recipe.corpus.decontaminate, follow_links=True)
+    for number, spec in enumerate(recipe.corpus.filters or []):
+        for problem in filter_problems(spec) or _model_problems(spec):
+            yield Mistake(problem, (f"corpus.filters.{number}",))
+
+
+def _path_mistakes(key: str, paths: list[str], follow_links: bool) -> Iterator[Mistake]:
+    for number, path in enumerate(paths):
+        if (problem := path_problem(path, follow_links)) is not None:
+            yield Mistake(problem, (f"{key}.{number}",))
+
+
+def _model_problems(spec: str | dict[str, Any]) -> list[str]:
+    try:
+        quality_model_checksums(build_filters([spec]))
+    except Z2aError as error:
+        return [str(error)]
+    return []

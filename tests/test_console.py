@@ -1,0 +1,69 @@
+"""Progress: a bar on a terminal, lines in a log file."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+from rich.console import Console
+
+from zero2all import console
+from zero2all.console import _ProgressLog, progress
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(console, "console", Console(file=io.StringIO()))
+    found: list[str] = []
+    monkeypatch.setattr(console, "say", found.append)
+    return found
+
+
+def test_a_log_file_gets_lines_also_while_nothing_advances(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "LOG_INTERVAL", 0.001)
+    printed = threading.Event()
+    monkeypatch.setattr(console, "say", lambda line: (lines.append(line), printed.set()))
+    with progress("reading 5MB", 10) as advance:
+        assert printed.wait(60)
+        assert lines[0] == "reading 5MB: 0s so far"
+        advance(4)
+        for _ in range(2):  # the first may have been on its way
+            printed.clear()
+            assert printed.wait(60)
+        assert lines[-1].startswith("reading 5MB: 40 %, ")
+    assert not any(thread.name == "progress" for thread in threading.enumerate())
+
+
+def test_a_short_task_prints_nothing(lines: list[str]) -> None:
+    with progress("reading", 10) as advance:
+        advance(10)
+    assert lines == []
+
+
+def test_a_failure_ends_the_lines(lines: list[str]) -> None:
+    with pytest.raises(ZeroDivisionError), progress("reading"):
+        raise ZeroDivisionError
+    assert not any(thread.name == "progress" for thread in threading.enumerate())
+
+
+def test_what_a_line_says() -> None:
+    log = _ProgressLog("reading", 200)
+    assert log.line(65) == "reading: 1m05s so far"
+    log.advance(50)
+    assert log.line(60) == "reading: 25 %, 3m00s left"
+    log.advance(500)
+    assert log.line(60) == "reading: 100 %, 0s left"
+    unknown = _ProgressLog("counting", None)
+    unknown.advance(5)
+    assert unknown.line(7) == "counting: 7s so far"
+
+
+def test_a_terminal_gets_a_bar_and_no_lines(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
+    monkeypatch.setattr(console, "console", terminal)
+    monkeypatch.setattr(console, "LOG_INTERVAL", 0.0)
+    with progress("reading", 4) as advance:
+        advance(2)
+    assert lines == []
+    assert "reading" in terminal.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import tiny_recipe
+from zero2all.checkpoint import RunIdentity
+from zero2all.checkpoint.training_state import StageIdentity
+from zero2all.errors import UsageError
+from zero2all.train import train
+from zero2all.train.identity_changes import identity_changes
+
+STAGE = StageIdentity("main", 0, "a1", [8, 0, 8, 0], [None, None])
+RUN = RunIdentity([STAGE], "t1", {"num_hidden_layers": 2, "qk_norm": False}, "adamw")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (replace(RUN, tokenizer="t2"), "another tokenizer"),
+        (replace(RUN, optimizer="muon"), "train.optimizer.name=adamw, not muon"),
+        (replace(RUN, model={"num_hidden_layers": 3, "qk_norm": False}), "model.num_hidden_layers=2, not 3"),
+        (replace(RUN, model={"num_hidden_layers": 2}), "model.qk_norm=False, not None"),
+        (replace(RUN, stages=[replace(STAGE, batch=[4, 0, 4, 0])]), "8 samples in a batch of stage main, not 4"),
+        (replace(RUN, stages=[replace(STAGE, batch=[8, 0, 2, 5])]), "another train.batch_ramp in stage main"),
+        (replace(RUN, stages=[replace(STAGE, samples="b")]), "other samples in stage main (seed, train.seq_len"),
+        (replace(RUN, stages=[replace(STAGE, rope=[5e5, None])]), "another rope_theta or rope_scaling of stage main"),
+        (replace(RUN, stages=[replace(STAGE, name="x")]), "stage main at step 0, not x at step 0"),
+        (replace(RUN, stages=[STAGE, STAGE]), "1 stages begun, not 2"),
+    ],
+)
+def test_each_difference_is_named_with_its_key(changed: RunIdentity, said: str) -> None:
+    [found] = identity_changes(RUN, changed)
+    assert found.startswith(said)
+
+
+def test_every_part_of_an_identity_is_compared() -> None:
+    assert identity_changes(RUN, RUN) == []
+    assert {field.name for field in fields(RunIdentity)} == {"stages", "tokenizer", "model", "optimizer"}
+    assert {field.name for field in fields(StageIdentity)} == {"name", "first_step", "samples", "batch", "rope"}
+
+
+def test_a_run_with_another_batch_and_depth_is_refused_with_both_keys(workspace: Path, tmp_path: Path) -> None:
+    train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=1"))
+    other = tiny_recipe(workspace, f"out={tmp_path}", "train.batch_tokens=128", "model.num_hidden_layers=1")
+    with pytest.raises(
+        UsageError, match=r"not 4 \(train\.batch_tokens\); model\.num_hidden_layers=2, not 1: give this"
+    ):
+        train(other)
