@@ -32,10 +32,6 @@ SMALL_MODEL = "{{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, n
 GATE = [
     Page("docs/guides/find-spike-documents.md", prepare_longer_run),
     Page(
-        "docs/guides/resume-and-extend.md", prepare_run,
-        {"train.tokens=2B": "train.tokens=4Ki", "--nproc-per-node 4": "--nproc-per-node 2", "--step 5000": "--step 16"},
-    ),
-    Page(
         "docs/guides/watch-over-ssh.md", prepare_run,
         {"me@": "{user}@", "/home/me/runs/big": "{work}/runs/mine",
          ":2222/~/runs": ":{ssh_port}{work}/runs", "runs/local": "runs/mine", "runs/big": "runs/mine",
@@ -67,6 +63,10 @@ LONG = [
         "docs/guides/export.md", prepare_run, {"--step 400": "--step 8"}, in_clone=True,
     ),
     Page("docs/guides/extend.md", prepare_stages, in_clone=True),
+    Page(
+        "docs/guides/resume-and-extend.md", prepare_run,
+        {"train.tokens=2B": "train.tokens=4Ki", "--nproc-per-node 4": "--nproc-per-node 2", "--step 5000": "--step 16"},
+    ),
     Page(
         "docs/guides/multi-node.md", prepare_run,
         {"me@": "{user}@", "/shared/runs/big": "{work}/runs/mine",

@@ -115,7 +115,7 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
     done = z2a("quickstart", "--corpus", tmp_path / "raw/en.jsonl", tmp_path / "raw/zh", *SMALL, "--out", out, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert "1 files (format .pdf)" in done.stderr
+    assert "1 file (format .pdf: scan.pdf)" in done.stderr
     assert len(result["samples"]) == 3
     assert result["below_unigram"] > 0.1  # an untrained model is above it
     assert set(result["sources"]) == {"en", "zh"}

@@ -124,7 +124,7 @@ def test_a_misspelled_option_is_not_missing_as_well(texts: Path) -> None:
 
 
 def test_a_source_that_is_wrong_otherwise_is_not_searched_for(texts: Path) -> None:
-    [found] = problems(texts, "{train: {steps: 1}, corpus: {sources: [{name: '?', paths: [nowhere]}]}}")
+    [found] = problems(texts, "{train: {steps: 1}, corpus: {sources: [{name: a/b, paths: [nowhere]}]}}")
     assert found.path == "corpus.sources.0.name"
 
 

@@ -137,10 +137,10 @@ def test_a_finished_run_is_left_unchanged_and_can_be_extended(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("seed=12", "stages"),
-        ("train.seq_len=16", "stages"),
-        ("model.num_hidden_layers=3", "model"),
-        ("train.batch_tokens=128", "stages"),
+        ("seed=12", "seed"),
+        ("train.seq_len=16", "train.seq_len"),
+        ("model.num_hidden_layers=3", "model.num_hidden_layers"),
+        ("train.batch_tokens=128", "train.batch_tokens"),
     ],
 )
 def test_a_run_with_another_identity_is_refused(change: str, named: str, workspace: Path, tmp_path: Path) -> None:
