@@ -245,7 +245,7 @@ def prepare_longer_run(page: Sandbox) -> None:
 def prepare_text(page: Sandbox) -> None:
     """Real text in the shapes and places that the recipes of the pages name: Python's help and our Chinese pages."""
     prose = "\n\n".join(topics[name] for name in sorted(topics))
-    english = [prose[start : start + 4000] for start in range(0, len(prose) - 4000, 4000)]
+    english = [prose[start : start + 40_000] for start in range(0, len(prose) - 40_000, 40_000)]
     third = len(english) // 3
     for directory in ("books", "notes", "articles", "data/books", "data/web", "data/en", "data/zh"):
         (page.work / directory).mkdir(parents=True)
