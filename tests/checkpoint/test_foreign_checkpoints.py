@@ -177,12 +177,13 @@ def test_what_we_read_is_what_dcp_reads(tmp_path: Path) -> None:
     checkpoints = make_checkpoint(tmp_path)
     ours, theirs = checkpoints.reader(1).read_metadata(), FileSystemReader(checkpoints.path(1)).read_metadata()
     assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
-    for name, entry in ours.state_dict_metadata.items():  # of the properties only the type is read
+    for name, entry in ours.state_dict_metadata.items():
         other = theirs.state_dict_metadata[name]
         assert isinstance(other, TensorStorageMetadata), name
         assert isinstance(entry, TensorStorageMetadata), name
         assert (entry.size, entry.chunks) == (other.size, other.chunks), name
-        assert entry.properties.dtype == other.properties.dtype, name
+        # torch 2.15 also writes strides; a checkpoint of 2.13 has none, so they are not read.
+        assert vars(entry.properties) | {"strides": None} == vars(other.properties) | {"strides": None}, name
     assert ours.storage_data == theirs.storage_data
     assert ours.version == theirs.version
 
