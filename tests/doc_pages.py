@@ -33,8 +33,8 @@ ROOT = Path(__file__).parents[1]
 SECONDS = 1800
 # What is printed and not run, with the reason. tests/test_doc_blocks.py counts them.
 MARKED = {
-    "vllm": "needs a GPU or an hour of compilation; not part of the tests yet",
-    "python convert_hf_to_gguf.py": "needs a checkout of llama.cpp; not part of the tests yet",
+    "vllm": "not installed by the tests yet",
+    "python convert_hf_to_gguf.py": "needs a checkout of llama.cpp, which the tests do not make yet",
     "sbatch": "needs a Slurm controller",
     "kubectl": "needs a Kubernetes cluster",
 }
