@@ -25,7 +25,7 @@ from zero2all.recipe import PRESETS, recipe_schema
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     "", "recipe", "corpus", "tokenizer", "tokens", "model", "parallel", "train", "checkpoint", "elastic", "doctor",
-    "track", "evals", "generation", "stories",
+    "track", "evals", "generation", "storyworld",
 )  # fmt: skip
 OLD_RECIPE = ROOT / "tests" / "recipe" / "run_of_0_1" / "recipe.yaml"  # written by 0.1
 TYPER_FLAGS = {"--install-completion", "--show-completion"}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zero2all.stories.world import EVENTS, Event
+from zero2all.storyworld.world import EVENTS, Event
 
 KINDS = {
     "a": "person", "b": "person", "c": "person", "o": "thing", "u": "thing", "x": "place", "y": "place",

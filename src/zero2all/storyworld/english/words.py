@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from zero2all.stories.grammar import Word
+from zero2all.storyworld.grammar import Word
 
 GIRLS = "Mia Lily Nora Ruby Ella Anna Zoe Lucy Ivy Clara Emma Alice"
 BOYS = "Tom Sam Ben Jack Max Leo Finn Hugo Oscar Noah Peter Theo"

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zero2all.stories.grammar import PERSON_ROLES, THING_ROLES, Parse
-from zero2all.stories.language import MAX_SENTENCE, Language, complete_sentences
-from zero2all.stories.languages import get_language
-from zero2all.stories.world import Discourse, Problem, ProblemKind, World
+from zero2all.storyworld.grammar import PERSON_ROLES, THING_ROLES, Parse
+from zero2all.storyworld.language import MAX_SENTENCE, Language, complete_sentences
+from zero2all.storyworld.languages import get_language
+from zero2all.storyworld.world import Discourse, Problem, ProblemKind, World
 
 MAX_STORY = 5000  # characters; no story is a quarter as long, and a check must end whatever a model writes
 MIN_PARSED = 0.5  # of the sentences: the consistency of a text that is hardly understood is not known

@@ -1,7 +1,7 @@
 """Short stories in English and Chinese, generated from a grammar, and a check of what a model writes after them."""
 
-from zero2all.stories.check import StoryCheck, StoryProblem, StoryQuality, check_story, summarize_checks
-from zero2all.stories.generate import generate_stories, generate_story
+from zero2all.storyworld.check import StoryCheck, StoryProblem, StoryQuality, check_story, summarize_checks
+from zero2all.storyworld.generate import generate_stories, generate_story
 
 __all__ = [
     "StoryCheck",

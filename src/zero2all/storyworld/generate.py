@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from zero2all.stories.languages import get_language
-from zero2all.stories.plots import cast
-from zero2all.stories.teller import Teller
+from zero2all.storyworld.languages import get_language
+from zero2all.storyworld.plots import cast
+from zero2all.storyworld.teller import Teller
 
 
 def generate_story(language: str, seed: int, number: int) -> str:

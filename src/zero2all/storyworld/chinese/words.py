@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from zero2all.stories.grammar import Word
+from zero2all.storyworld.grammar import Word
 
 GIRLS = "小雨 朵朵 小梅 芳芳 小燕 婷婷 妞妞 小莉 小兰 丫丫 小霞 琳琳"
 BOYS = "小明 冬冬 乐乐 大壮 小刚 小亮 强强 虎子 豆豆 小宝 阿福 小军"

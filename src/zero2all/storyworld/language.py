@@ -9,10 +9,10 @@ from functools import cached_property
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from zero2all.stories.grammar import Group, Parser, Word, read_groups
+from zero2all.storyworld.grammar import Group, Parser, Word, read_groups
 
 if TYPE_CHECKING:
-    from zero2all.stories.teller import Teller
+    from zero2all.storyworld.teller import Teller
 
 MAX_SENTENCE = 300  # characters; the longest sentence of the grammar is about half as long
 _ENDS = ".!?。！？"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 from zero2all.errors import UsageError
-from zero2all.stories.chinese.plots import CHINESE_PLOTS
-from zero2all.stories.chinese.words import chinese_words
-from zero2all.stories.english.plots import ENGLISH_PLOTS
-from zero2all.stories.english.words import english_words
-from zero2all.stories.language import Language
+from zero2all.storyworld.chinese.plots import CHINESE_PLOTS
+from zero2all.storyworld.chinese.words import chinese_words
+from zero2all.storyworld.english.plots import ENGLISH_PLOTS
+from zero2all.storyworld.english.words import english_words
+from zero2all.storyworld.language import Language
 
 
 @cache
@@ -18,7 +18,7 @@ def get_language(name: str) -> Language:
     if name == "en":
         return Language(
             name="en",
-            package="zero2all.stories.english",
+            package="zero2all.storyworld.english",
             words=english_words(),
             plots=ENGLISH_PLOTS,
             separator=" ",
@@ -28,7 +28,7 @@ def get_language(name: str) -> Language:
     if name == "zh":
         return Language(
             name="zh",
-            package="zero2all.stories.chinese",
+            package="zero2all.storyworld.chinese",
             words=chinese_words(),
             plots=CHINESE_PLOTS,
             separator="",

@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 from typing import TypeVar
 
-from zero2all.stories.grammar import Pattern, Word, role_kind
-from zero2all.stories.language import Language
-from zero2all.stories.world import Discourse, World
+from zero2all.storyworld.grammar import Pattern, Word, role_kind
+from zero2all.storyworld.language import Language
+from zero2all.storyworld.world import Discourse, World
 
 T = TypeVar("T")
 KEPT = ("kin", "season")  # a word of these kinds is chosen once in a story

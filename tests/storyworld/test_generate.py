@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from zero2all.errors import UsageError
-from zero2all.stories import generate_stories, generate_story
-from zero2all.stories.grammar import Slot, role_kind
-from zero2all.stories.language import complete_sentences
-from zero2all.stories.languages import get_language
-from zero2all.stories.teller import Teller
+from zero2all.storyworld import generate_stories, generate_story
+from zero2all.storyworld.grammar import Slot, role_kind
+from zero2all.storyworld.language import complete_sentences
+from zero2all.storyworld.languages import get_language
+from zero2all.storyworld.teller import Teller
 
 LANGUAGES = ("en", "zh")
 MEGABYTE = 1_000_000
@@ -46,7 +46,7 @@ def test_a_story_depends_only_on_seed_language_and_number(language: str) -> None
 
 
 def test_another_process_with_another_hash_seed_writes_the_same_stories() -> None:
-    code = "from zero2all.stories import *; print([*generate_stories('en', 1, 5), *generate_stories('zh', 1, 5)])"
+    code = "from zero2all.storyworld import *; print([*generate_stories('en', 1, 5), *generate_stories('zh', 1, 5)])"
     here = [*generate_stories("en", 1, 5), *generate_stories("zh", 1, 5)]
     for hash_seed in ("1", "2"):
         environment = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": "utf-8"}
@@ -63,7 +63,7 @@ def test_a_story_uses_only_the_random_numbers_that_python_keeps_stable(monkeypat
             self.random = random.Random(seed).random
 
     expected = list(generate_stories("en", seed=7, count=3))
-    monkeypatch.setattr("zero2all.stories.teller.random", SimpleNamespace(Random=Stable))
+    monkeypatch.setattr("zero2all.storyworld.teller.random", SimpleNamespace(Random=Stable))
     assert list(generate_stories("en", seed=7, count=3)) == expected
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero2all.stories import check_story, generate_stories, summarize_checks
-from zero2all.stories.check import _Checker
-from zero2all.stories.language import complete_sentences
-from zero2all.stories.languages import get_language
-from zero2all.stories.plots import cast
-from zero2all.stories.teller import Teller
+from zero2all.storyworld import check_story, generate_stories, summarize_checks
+from zero2all.storyworld.check import _Checker
+from zero2all.storyworld.language import complete_sentences
+from zero2all.storyworld.languages import get_language
+from zero2all.storyworld.plots import cast
+from zero2all.storyworld.teller import Teller
 
 LANGUAGES = ("en", "zh")
 ENGLISH = (

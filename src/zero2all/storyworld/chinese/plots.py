@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zero2all.stories.plots import SHARED_PLOTS, ending, fruit, opening, snack
-from zero2all.stories.teller import Teller
+from zero2all.storyworld.plots import SHARED_PLOTS, ending, fruit, opening, snack
+from zero2all.storyworld.teller import Teller
 
 
 def stuck_kite(t: Teller) -> None:

@@ -5,7 +5,7 @@ The sentences are those of the language: its pattern files have a group for each
 
 from __future__ import annotations
 
-from zero2all.stories.teller import Teller
+from zero2all.storyworld.teller import Teller
 
 
 def cast(t: Teller) -> None:
