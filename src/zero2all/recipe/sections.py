@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, field_validator
 
 from zero2all.paths import RemotePath, credentials_problem, is_url, to_path
 from zero2all.recipe.model import ModelConfig
@@ -41,6 +41,18 @@ LocalDir = Annotated[Path, BeforeValidator(_require_local)]
 AnyDir = Annotated[Path, BeforeValidator(_local_or_remote)]
 # A password in the URL of a text is used to read it; it is not written into the recipe of a run, nor shown.
 InputPath = Annotated[str, BeforeValidator(_refuse_credentials), PlainSerializer(redact, when_used="json")]
+RESERVED_NAMES = ("documents", "tokenizer", "tokens")  # directories of the other stages below ``out``
+
+
+def _not_reserved(name: str) -> str:
+    if name.split("/")[0] in RESERVED_NAMES:
+        raise ValueError(f"is the directory of another stage; reserved: {', '.join(RESERVED_NAMES)}")
+    return name
+
+
+RunName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$"), AfterValidator(_not_reserved)
+]
 DOCUMENT_FIELDS = ("id", "category", "title", "content", "desc")
 
 
@@ -226,7 +238,9 @@ class Recipe(Section):
     """Everything about a run: data, model, parallelism, training and evaluation."""
 
     name: Slug = "run"
-    """Name of the run."""
+    """Name of the recipe; a reference curve is found by it."""
+    run: RunName = "run"
+    """Directory of the run below ``out``. Runs below one ``out`` share its documents, tokenizer and tokens."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """Seed for the initial weights and the sample order."""
     out: LocalDir = Path("runs/run")
@@ -289,4 +303,4 @@ class Recipe(Section):
 
     @property
     def run_dir(self) -> Path:
-        return self.out / "run"
+        return self.out / self.run

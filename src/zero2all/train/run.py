@@ -52,7 +52,8 @@ class Run:
             if (candidate / "identity.json").exists():
                 recipe = _load_saved_recipe(candidate / "recipe.yaml")
                 # Where it is now, not where it was made: a run may be moved, or opened from elsewhere.
-                return cls(recipe.model_copy(update={"out": candidate.absolute().parent}), candidate)
+                out = candidate.absolute().parents[recipe.run.count("/")]
+                return cls(recipe.model_copy(update={"out": out}), candidate)
         raise UsageError(f"no run in {directory}: 'z2a train' writes one")
 
     def save_metadata(self, identity: RunIdentity, tokenizer: Tokenizer, device: torch.device) -> None:
