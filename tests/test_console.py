@@ -57,6 +57,9 @@ def test_what_a_line_says() -> None:
     unknown = _ProgressLog("counting", None)
     unknown.advance(5)
     assert unknown.line(7) == "counting: 7s so far"
+    transfer = _ProgressLog("downloading", 800e6, is_transfer=True)
+    transfer.advance(200e6)
+    assert transfer.line(20) == "downloading: 25 %, 200MB, 10.00MB/s, 1m00s left"
 
 
 def test_a_terminal_gets_a_bar_and_no_lines(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,19 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from zero2all.redact import redact
-from zero2all.units import show_seconds
+from zero2all.units import show_bytes, show_seconds
 
 LOG_INTERVAL = 5.0  # seconds between lines of progress in a log file
 
@@ -47,15 +56,25 @@ def heading(message: str) -> None:
 
 
 @contextmanager
-def progress(title: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
-    """A progress bar on a terminal, a line every few seconds in a log file. The yielded function advances it."""
+def progress(title: str, total: float | None = None, is_transfer: bool = False) -> Iterator[Callable[[float], None]]:
+    """A progress bar on a terminal, a line every few seconds in a log file. The yielded function advances it.
+
+    ``is_transfer``: the amounts are bytes, and their rate is shown.
+    """
     if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        transfer: tuple[ProgressColumn, ...] = (DownloadColumn(), TransferSpeedColumn()) if is_transfer else ()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            *transfer,
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(escape(sanitize(title)), total=total)
             yield lambda amount: bar.advance(task, amount)
         return
-    log = _ProgressLog(title, total)
+    log = _ProgressLog(title, total, is_transfer)
     thread = threading.Thread(target=log.print_lines, name="progress", daemon=True)
     thread.start()
     try:
@@ -68,8 +87,8 @@ def progress(title: str, total: float | None = None) -> Iterator[Callable[[float
 class _ProgressLog:
     """Prints lines from a thread, because a task may take minutes before it advances."""
 
-    def __init__(self, title: str, total: float | None) -> None:
-        self.title, self.total, self.done = title, total, 0.0
+    def __init__(self, title: str, total: float | None, is_transfer: bool = False) -> None:
+        self.title, self.total, self.is_transfer, self.done = title, total, is_transfer, 0.0
         self.closed = threading.Event()
         self._started = time.monotonic()
 
@@ -82,10 +101,11 @@ class _ProgressLog:
             say(self.line(self._elapsed()))
 
     def line(self, elapsed: float) -> str:
-        if not self.total or not self.done:
-            return f"{self.title}: {show_seconds(elapsed)} so far"
+        transfer = f"{show_bytes(self.done)}, {show_bytes(self.done / elapsed)}/s, " if self.is_transfer else ""
+        if not self.total or self.done <= 0:
+            return f"{self.title}: {transfer}{show_seconds(elapsed)} so far"
         share = min(1.0, self.done / self.total)
-        return f"{self.title}: {100 * share:.0f} %, {show_seconds(elapsed * (1 - share) / share)} left"
+        return f"{self.title}: {100 * share:.0f} %, {transfer}{show_seconds(elapsed * (1 - share) / share)} left"
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._started

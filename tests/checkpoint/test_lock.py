@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import zero2all.checkpoint.lock as lock
+import zero2all.directory_lock as lock
 from zero2all.checkpoint import run_lock
 from zero2all.errors import UsageError
 
@@ -150,11 +150,11 @@ def test_a_lock_that_changes_hands_while_it_is_removed_is_put_back(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", late)
-    assert not lock._LockFile(held).acquire()
+    assert not lock._LockFile(held, "trainer").acquire()
     assert [path.name for path in tmp_path.iterdir()] == ["lock.held"]
     assert held.read_text() == (first if change == "refreshed" else first.replace("stale", "other"))
     monkeypatch.setattr(os, "rename", rename)
-    claim = lock._LockFile(held)
+    claim = lock._LockFile(held, "trainer")
     assert not claim.acquire()
     assert not held.exists()
     assert claim.acquire()
