@@ -46,6 +46,6 @@ def test_a_run_with_another_batch_and_depth_is_refused_with_both_keys(workspace:
     train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=1"))
     other = tiny_recipe(workspace, f"out={tmp_path}", "train.batch_tokens=128", "model.num_hidden_layers=1")
     with pytest.raises(
-        UsageError, match=r"not 4 \(train\.batch_tokens\); model\.num_hidden_layers=2, not 1: choose another"
+        UsageError, match=r"not 4 \(train\.batch_tokens\); model\.num_hidden_layers=2, not 1: train another"
     ):
         train(other)

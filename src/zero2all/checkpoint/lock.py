@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zero2all.directory_lock import LockUser, lock_directory
 from zero2all.environment import has_agent
+from zero2all.workspace import NEW_RUN_COMMAND
 
 LOCK_PATIENCE = 5.0  # seconds: restarted ranks may overlap with those they replace
 AGENT_LOCK_PATIENCE = 180.0  # a partitioned node holds the lock until its own agent notices
@@ -18,5 +19,5 @@ def run_lock(directory: Path, patience: float | None = None) -> Iterator[None]:
     """Lock the directory of a run. The lock of a process that died is never in the way."""
     if patience is None:
         patience = AGENT_LOCK_PATIENCE if has_agent() else LOCK_PATIENCE
-    with lock_directory(directory, LockUser("trainer", directory, "out=DIR"), patience):
+    with lock_directory(directory, LockUser("trainer", directory, NEW_RUN_COMMAND), patience):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -25,21 +26,36 @@ CheckpointStep = Annotated[
 ]
 
 
+NewRunName = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        help="Name of a run beside the others of the recipe, on the same tokens. Sets name and run in the recipe.",
+    ),
+]
+
+
 @command
-def train(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -> Result:
+def train(recipe: RecipePath, overrides: Overrides = None, name: NewRunName = None, json: Json = False) -> Result:
     """Train or resume a run.
 
-    Example: z2a train recipes/quickstart.yaml train.steps=200 model.num_hidden_layers=4
+    Example: z2a train recipes/quickstart.yaml model.num_hidden_layers=6 --name deeper
     """
     from zero2all.evals import evaluate_bpb
     from zero2all.processes import process_start_time
     from zero2all.recipe import load_recipe
     from zero2all.train import train
 
-    summary = train(load_recipe(recipe, overrides), evaluate=evaluate_bpb, start_time=process_start_time())
+    loaded = load_recipe(recipe, [*(overrides or []), *name_overrides(name)])
+    summary = train(loaded, evaluate=evaluate_bpb, start_time=process_start_time())
     is_rank0 = os.environ.get("RANK", "0") == "0"  # only one of several ranks reports it
     text = f"trained {summary.steps} steps; the run is in {summary.run}" if is_rank0 else ""
     return Result(asdict(summary), text)
+
+
+def name_overrides(name: str | None) -> list[str]:
+    """``--name`` as overrides of the recipe; in quotes, since a name such as 2 is text too."""
+    return [] if name is None else [f"{key}={jsonlib.dumps(name)}" for key in ("name", "run")]
 
 
 @command

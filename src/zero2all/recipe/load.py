@@ -17,6 +17,7 @@ from zero2all.recipe.renamed import places_to_new, retired_key_problems, to_new
 from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, read_yaml
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.training import LENGTH_KEYS
+from zero2all.workspace import DEFAULT_RUN, IDENTITY_FILE, find_runs_below, workspace_of
 
 RECIPE_FILE = "recipe.yaml"  # in the directory of a quickstart or a run
 
@@ -30,7 +31,8 @@ def load_recipe(
     ``checks`` find is reported with all other mistakes.
     """
     path = Path(path)
-    if path.is_dir():
+    is_directory = path.is_dir()
+    if is_directory:
         path, stored = _stored_recipe_path(path), True
     try:
         with open(path, "rb") as stream:  # which may be a pipe, and may have no end
@@ -39,6 +41,8 @@ def load_recipe(
         raise UsageError(f"no recipe at {path}{_sibling_recipes(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the recipe {path}: {error}") from None
+    if is_directory:
+        overrides = [*_workspace_override(path, text), *(overrides or [])]
     return parse_recipe(text, overrides, str(path), stored, checks)
 
 
@@ -133,11 +137,22 @@ def builtin_recipe_path(name: str) -> Path:
 
 def _stored_recipe_path(directory: Path) -> Path:
     """The recipe of an output or run directory."""
-    for path in (directory / RECIPE_FILE, directory / "run" / RECIPE_FILE):
+    for path in (directory / RECIPE_FILE, directory / DEFAULT_RUN / RECIPE_FILE):
         if path.is_file():
             return path
-    where = f"{directory} is a directory with neither {RECIPE_FILE} nor run/{RECIPE_FILE}"
+    where = f"{directory} is a directory with neither {RECIPE_FILE} nor {DEFAULT_RUN}/{RECIPE_FILE}"
+    if below := find_runs_below(directory):
+        raise UsageError(f"{where}; give one of the runs below it: {', '.join(map(str, below))}")
     raise UsageError(f"{where}, so it is not that of a run; give a recipe file{_sibling_recipes(directory / '?')}")
+
+
+def _workspace_override(path: Path, text: str) -> list[str]:
+    """The recipe of a run means the workspace that the run is in now, not the one where it was stored."""
+    name = parse_recipe(text, origin=str(path), stored=True).run
+    for run in (path.parent, path.parent / name):
+        if (run / IDENTITY_FILE).exists():
+            return [f"out={json.dumps(str(workspace_of(run, name)))}"]
+    return []
 
 
 def _sibling_recipes(path: Path) -> str:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema, field_validator
 
 from zero2all.paths import RemotePath, credentials_problem, is_url, to_path
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.parallel import ParallelRecipe, parallel_mistakes
 from zero2all.recipe.source_names import SourceName
 from zero2all.recipe.training import TrainRecipe
-from zero2all.recipe.types import Bytes, Count, DurationField, Fraction, Mistake, Positive, Section, Slug
+from zero2all.recipe.types import Bytes, Count, DurationField, Fraction, Mistake, Positive, Section
 from zero2all.redact import redact
 from zero2all.units import Duration
+from zero2all.workspace import DEFAULT_RUN, MAX_NAME_PARTS, is_unsearched
 
 
 def _require_local(path: Any) -> Any:
@@ -41,18 +43,29 @@ LocalDir = Annotated[Path, BeforeValidator(_require_local)]
 AnyDir = Annotated[Path, BeforeValidator(_local_or_remote)]
 # A password in the URL of a text is used to read it; it is not written into the recipe of a run, nor shown.
 InputPath = Annotated[str, BeforeValidator(_refuse_credentials), PlainSerializer(redact, when_used="json")]
-RESERVED_NAMES = ("documents", "tokenizer", "tokens")  # directories of the other stages below ``out``
+NAME_PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+NAME_PATTERN = rf"^{NAME_PART}(/{NAME_PART}){{0,{MAX_NAME_PARTS - 1}}}$"
 
 
-def _not_reserved(name: str) -> str:
-    if name.split("/")[0] in RESERVED_NAMES:
-        raise ValueError(f"is the directory of another stage; reserved: {', '.join(RESERVED_NAMES)}")
+def _check_name(name: str) -> str:
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise ValueError(
+            f"must be letters, digits, '_', '-' and '.', in at most {MAX_NAME_PARTS} parts separated by '/' that begin "
+            "with a letter, a digit or '_'"
+        )
     return name
 
 
-RunName = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$"), AfterValidator(_not_reserved)
-]
+def _check_run_name(name: str) -> str:
+    """Beside the directories of stages, and with ``checkpoint.dir`` beside the checkpoints of the default run."""
+    for part in name.split("/"):
+        if is_unsearched(part) or re.fullmatch(r"step-\d+", part):
+            raise ValueError(f"must not have the part {part!r}, which names the output of a stage or a checkpoint")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_check_name), WithJsonSchema({"type": "string", "pattern": NAME_PATTERN})]
+RunName = Annotated[Name, AfterValidator(_check_run_name)]
 DOCUMENT_FIELDS = ("id", "category", "title", "content", "desc")
 
 
@@ -204,8 +217,9 @@ class CheckpointRecipe(Section):
     keep_best: int = Field(0, ge=0)
     """Number of best checkpoints to keep, by validation bits-per-byte measured at the same step."""
     dir: AnyDir | None = None
-    """Directory of the checkpoints, shared by all machines, or an object store such as ``s3://bucket/run``. Default:
-    ``<out>/run/checkpoints``."""
+    """Directory of the checkpoints, shared by all machines, or an object store such as ``s3://bucket/run``. A run with
+    another directory than ``<out>/run`` has its own below it, such as ``s3://bucket/run/deeper``. Default:
+    ``<out>/<run>/checkpoints``."""
 
 
 class TrackRecipe(Section):
@@ -237,10 +251,11 @@ class EvalsRecipe(Section):
 class Recipe(Section):
     """Everything about a run: data, model, parallelism, training and evaluation."""
 
-    name: Slug = "run"
+    name: Name = DEFAULT_RUN
     """Name of the recipe; a reference curve is found by it."""
-    run: RunName = "run"
-    """Directory of the run below ``out``. Runs below one ``out`` share its documents, tokenizer and tokens."""
+    run: RunName = DEFAULT_RUN
+    """Directory of the run below ``out``. Runs below one ``out`` share its documents, tokenizer and tokens.
+    ``z2a train --name`` sets it together with ``name``."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """Seed for the initial weights and the sample order."""
     out: LocalDir = Path("runs/run")
@@ -304,3 +319,9 @@ class Recipe(Section):
     @property
     def run_dir(self) -> Path:
         return self.out / self.run
+
+    @property
+    def checkpoint_dir(self) -> Path | None:
+        """The directory of checkpoints outside the run's own; no two runs below ``out`` have the same."""
+        directory = self.checkpoint.dir
+        return directory if directory is None or self.run == DEFAULT_RUN else directory / self.run

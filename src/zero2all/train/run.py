@@ -19,15 +19,17 @@ from zero2all.checkpoint import CheckpointStore, RunIdentity, flash_directory
 from zero2all.checkpoint.checkpoint_store import STATE_FILE
 from zero2all.checkpoint.lineage import read_lineage
 from zero2all.errors import RecipeError, UsageError, Z2aError
-from zero2all.io import atomic_path, read_record, write_json, write_text
+from zero2all.io import MANIFEST, atomic_path, read_record, write_json, write_text
 from zero2all.model import Z2all
 from zero2all.paths import to_path
 from zero2all.recipe import ModelConfig, Recipe, load_recipe, recipe_yaml
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.train.plan import Plan
+from zero2all.workspace import DEFAULT_RUN, IDENTITY_FILE, NEW_RUN_COMMAND, find_runs_below, workspace_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+RENAME = "choose another name (--name, or run in the recipe)"
 
 
 class Run:
@@ -41,20 +43,29 @@ class Run:
         self.recipe, self.directory = recipe, directory
         options = recipe.checkpoint
         self.checkpoints = CheckpointStore(
-            options.dir or directory / "checkpoints", options.keep_latest, options.keep_best
+            recipe.checkpoint_dir or directory / "checkpoints", options.keep_latest, options.keep_best
         )
         self.record_path = directory / "record.jsonl"
 
     @classmethod
     def open(cls, directory: str | Path) -> Run:
-        """An existing run; ``directory`` may also be its parent (``out``)."""
-        for candidate in (Path(directory), Path(directory) / "run"):
-            if (candidate / "identity.json").exists():
+        """An existing run; ``directory`` may also be the workspace (``out``) of the run ``run``."""
+        for candidate in (Path(directory), Path(directory) / DEFAULT_RUN):
+            if (candidate / IDENTITY_FILE).exists():
                 recipe = _load_saved_recipe(candidate / "recipe.yaml")
-                # Where it is now, not where it was made: a run may be moved, or opened from elsewhere.
-                out = candidate.absolute().parents[recipe.run.count("/")]
-                return cls(recipe.model_copy(update={"out": out}), candidate)
+                return cls(recipe.model_copy(update={"out": workspace_of(candidate, recipe.run)}), candidate)
+        if below := find_runs_below(Path(directory)):
+            raise UsageError(f"no run in {directory} itself; give one of those below: {', '.join(map(str, below))}")
         raise UsageError(f"no run in {directory}: 'z2a train' writes one")
+
+    def check_directory(self) -> None:
+        """Raise if the directory holds something else, or if one of two runs would be inside the other."""
+        above = [parent for parent in self.directory.parents if parent.is_relative_to(self.recipe.out)]
+        for other in (*above, *find_runs_below(self.directory)):
+            if other != self.directory and (other / IDENTITY_FILE).exists():
+                raise UsageError(f"{self.directory} and the run in {other} would be one inside the other: {RENAME}")
+        if (self.directory / MANIFEST).exists():
+            raise UsageError(f"{self.directory} holds the output of another command: {RENAME}")
 
     def save_metadata(self, identity: RunIdentity, tokenizer: Tokenizer, device: torch.device) -> None:
         """Write all that is needed to rebuild the run, and a copy of its tokenizer, which may be trained again.
@@ -67,7 +78,7 @@ class Run:
         (self.directory / "tokenizer").mkdir(exist_ok=True)
         for path in tokenizer_files(tokenizer):
             write_text(self.directory / "tokenizer" / path.name, path.read_text(encoding="utf-8"))
-        write_json(self.directory / "identity.json", asdict(identity))
+        write_json(self.directory / IDENTITY_FILE, asdict(identity))
         self.checkpoints.remove_leftovers()
 
     def create_flash_dir(self) -> Path:
@@ -91,7 +102,7 @@ class Run:
         return flash_directory(self.recipe.checkpoint.flash_dir, key)
 
     def identity(self) -> RunIdentity:
-        return read_record(RunIdentity, self.directory / "identity.json")
+        return read_record(RunIdentity, self.directory / IDENTITY_FILE)
 
     def tokenizer(self) -> Tokenizer:
         """The run's own copy."""
@@ -122,7 +133,7 @@ class Run:
         return model.eval()
 
     def _checkpoint_config(self, step: int) -> ModelConfig:
-        path = self.directory / "identity.json"
+        path = self.directory / IDENTITY_FILE
         try:
             config = ModelConfig.model_validate(self.identity().model)
             # A stage may have changed RoPE since the run began.
@@ -140,13 +151,35 @@ def _load_saved_recipe(path: Path) -> Recipe:
         recipe = load_recipe(path, stored=True)
     except RecipeError as error:
         raise _damaged_error(path, str(error.problems[0])) from error
+    except UsageError as error:
+        raise _damaged_error(path, str(error).removeprefix(f"{path} ")) from error
     if not path.read_text(encoding="utf-8").strip():
         raise _damaged_error(path, "it is empty")
     return recipe
 
 
 def _damaged_error(path: Path, reason: str) -> Z2aError:
-    return Z2aError(f"{path} is damaged ({reason}): restore it from a copy of the run, or train again (out=DIR)")
+    return Z2aError(
+        f"{path} is damaged ({reason}): restore it from a copy of the run, or train another run on the same tokens "
+        f"({NEW_RUN_COMMAND})"
+    )
+
+
+def require_data(recipe: Recipe) -> None:
+    """Raise one error for all stages whose output is missing. If only one is, the error comes from reading it."""
+    missing = []
+    if not (recipe.tokenizer_dir / TOKENIZER_FILES[0]).exists():
+        missing.append((f"no tokenizer in {recipe.tokenizer_dir}", "'z2a tokenizer train RECIPE'"))
+    if not (recipe.tokens_dir / MANIFEST).exists():
+        missing.append((f"no tokens in {recipe.tokens_dir}", "'z2a tokens build RECIPE'"))
+    if missing and not (recipe.documents_dir / MANIFEST).exists():
+        missing.insert(0, (f"no documents in {recipe.documents_dir}", "'z2a corpus build RECIPE'"))
+    if len(missing) > 1:
+        whats, commands = zip(*missing, strict=True)
+        raise Z2aError(
+            f"{', '.join(whats)}: make them with {', then '.join(commands)}; to train on those of another directory, "
+            "set tokenizer.dir and tokens.dir"
+        )
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> list[Path]:

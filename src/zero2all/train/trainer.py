@@ -43,7 +43,7 @@ from zero2all.train.hooks import TrainerHooks
 from zero2all.train.identity_changes import identity_changes
 from zero2all.train.optimizer import apply_settings, build_optimizers, set_learning_rate
 from zero2all.train.plan import Plan, StagePlan
-from zero2all.train.run import Run, resolve_model_config
+from zero2all.train.run import Run, require_data, resolve_model_config
 from zero2all.train.samples import record_samples
 from zero2all.train.show_plan import say_run
 from zero2all.train.signals import stop_requested
@@ -51,6 +51,7 @@ from zero2all.train.source_losses import LOSS, SourceLosses
 from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
 from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spike
 from zero2all.train.throughput import PER_RANK_METRICS, ThroughputMeter
+from zero2all.workspace import NEW_RUN_COMMAND
 
 LossFunction = Callable[..., Tensor]
 Evaluator = Callable[[LossFunction, Tokenizer, Recipe], dict[str, Any]]
@@ -125,6 +126,7 @@ class Trainer:
         start_time: float | None = None,
     ) -> None:
         """Join the other ranks, build model and optimizers, load the newest checkpoint."""
+        require_data(recipe)
         if evaluate is not None and recipe.evals.every is not None:  # fail now, not after hours of training
             TokenStore(recipe.tokens_dir, "valid").require_full_sequence(recipe.train.seq_len)
         self.recipe, self.hooks, self.evaluate = recipe, hooks or TrainerHooks(), evaluate
@@ -139,6 +141,7 @@ class Trainer:
         self.hooks.on_start()
         self.run, self.rank_group = Run(recipe, recipe.run_dir), RankGroup()
         with ExitStack() as stack:
+            self.rank_group.on_rank0(self.run.check_directory)
             self.rank_group.on_rank0(lambda: stack.enter_context(run_lock(self.run.directory)))
             self._init_data()
             self._init_model()
@@ -506,7 +509,7 @@ class Trainer:
         if changes := identity_changes(before, begun):
             raise UsageError(
                 f"the run in {directory} was trained with {'; '.join(changes)}: "
-                "choose another directory (out=DIR) or remove this one"
+                f"train another run on the same tokens ({NEW_RUN_COMMAND}), or remove this directory"
             )
         if step > plan.total_steps:
             raise UsageError(f"the run in {directory} is at step {step} already, past the {plan.total_steps} asked for")
