@@ -58,7 +58,7 @@ def contend() -> None:
         while time.monotonic() < begin + float(line):
             step.run()
             steps += 1
-        speed = steps * recipe.train.batch_tokens / (time.monotonic() - begin)
+        speed = steps * recipe.train.tokens_per_step / (time.monotonic() - begin)
         sys.stdout.write(f"{speed}\n")
         sys.stdout.flush()
 

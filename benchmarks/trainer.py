@@ -164,7 +164,7 @@ def contend(options: argparse.Namespace) -> None:
         else:
             found = {"ours": ours, "transformers": transformers}[options.contender](recipe, watch)
     if not int(os.environ.get("RANK", "0")):
-        rate = recipe.train.batch_tokens / median(watch.seconds())
+        rate = recipe.train.tokens_per_step / median(watch.seconds())
         print(json.dumps({"tokens_per_second": rate, **found}))  # noqa: T201
 
 

@@ -32,7 +32,7 @@ def show_step(recipe: Recipe, store: TokenStore, tokenizer: Tokenizer, step: int
     """The batch of a step (counted from 0), and the documents that its tokens come from."""
     options = recipe.train
     dataset = PackedDataset(store, options.seq_len, recipe.seed, mixture=options.mixture)
-    batch_size = options.batch_tokens // options.seq_len
+    batch_size = options.batch_samples
     start, stop = step * batch_size, (step + 1) * batch_size
     tokens, sources = dataset.read(start, stop)  # inputs are tokens[:, :-1], targets are tokens[:, 1:]
     print(

@@ -37,7 +37,7 @@ BROKEN_RULES: dict[str, dict[str, Any]] = {
     },
     "micro_batch_tokens (1000)": {"train": {"micro_batch_tokens": 1000}},
     "batch_ramp.start (1000)": {"train": {"batch_ramp": {**RAMP, "start": 1000}}},
-    "batch_ramp.start (32768)": {"train": {"batch_ramp": {**RAMP, "start": 32768}}},
+    "batch_ramp.start (32768)": {"train": {"batch_tokens": 16384, "batch_ramp": {**RAMP, "start": 32768}}},
     "train.seq_len (1024) is longer": {"train": {"seq_len": 1024}},
     "train.mixture names b": {"train": {"mixture": {"b": 1}}, "corpus": {"sources": [{"name": "a", "paths": ["x"]}]}},
     "model.vocab_size (320) is smaller": {"model": {"vocab_size": 320}},
@@ -158,7 +158,13 @@ def test_mistakes_of_every_kind_are_reported_at_once() -> None:
         {
             "corpus": {"sources": [{"name": "a"}]},
             "model": {"num_attention_heads": 7, "mup_base": 64, "tie_word_embeddings": True},
-            "train": {"steps": 1, "seq_len": 1000, "optimizer": {"lr": "fast"}, "stages": [{"name": "s", "steps": 1}]},
+            "train": {
+                "steps": 1,
+                "seq_len": 1000,
+                "batch_tokens": 16384,
+                "optimizer": {"lr": "fast"},
+                "stages": [{"name": "s", "steps": 1}],
+            },
             "parallel": {"tp": 2, "dp_replicate": "auto"},
         }
     )

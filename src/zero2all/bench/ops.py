@@ -161,14 +161,14 @@ def _report(
         dtype=str(dtype).removeprefix("torch."),
         torch=str(torch.__version__),
         model=recipe.model,
-        batch_tokens=options.batch_tokens,
+        batch_tokens=options.tokens_per_step,
         micro_batch_tokens=options.effective_micro_batch_tokens,
         seq_len=options.seq_len,
         flops_per_token=flops.model,
         peak=peak,
         rounds=rounds,
         steps=steps,
-        rows=[_report_row(variant, options.batch_tokens, flops.model, peak) for variant in variants],
+        rows=[_report_row(variant, options.tokens_per_step, flops.model, peak) for variant in variants],
     )
 
 

@@ -54,7 +54,7 @@ class BenchStep:
         for micro in self.micro_batches:
             with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
                 losses = self.model(micro[:, :-1], targets_BS=micro[:, 1:])
-            loss = losses.sum() / options.batch_tokens
+            loss = losses.sum() / options.tokens_per_step
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.optimizer.max_grad_norm)

@@ -28,6 +28,7 @@ train:
   precision: fp32
   device: cpu
   deterministic: true
+  optimizer: {lr: 3e-3}
   schedule: {warmup: 3 steps}
 checkpoint: {every: 8 steps, flash_every: 4 steps, keep_latest: 3}
 track: {log_every: 1}

@@ -37,8 +37,9 @@ def ops(
     """
     from zero2all.bench import bench_ops, default_preset, ops_markdown, write_report
     from zero2all.recipe import load_recipe_or_preset
+    from zero2all.train.hyperparameters import fill_hyperparameters
 
-    recipe = load_recipe_or_preset(default_preset() if target == "auto" else target, overrides)
+    recipe = fill_hyperparameters(load_recipe_or_preset(default_preset() if target == "auto" else target, overrides))
     report = bench_ops(recipe, rounds, steps, compiled)
     markdown = ops_markdown(report)
     if out is not None:
@@ -66,8 +67,9 @@ def shapes(
     """
     from zero2all.bench import bench_shapes, shapes_markdown, write_report
     from zero2all.recipe import load_recipe_or_preset
+    from zero2all.train.hyperparameters import fill_hyperparameters
 
-    report = bench_shapes(load_recipe_or_preset(target, overrides), rounds, step)
+    report = bench_shapes(fill_hyperparameters(load_recipe_or_preset(target, overrides)), rounds, step)
     markdown = shapes_markdown(report)
     if out is not None:
         write_report(out, "bench-shapes", report, markdown)

@@ -31,7 +31,8 @@ def show(
     from zero2all.hardware import pick_device, pick_gpu
     from zero2all.model.cost.describe import describe_model, model_text
     from zero2all.recipe import load_recipe_or_preset
+    from zero2all.train.hyperparameters import fill_hyperparameters
 
-    recipe = load_recipe_or_preset(target, overrides)
+    recipe = fill_hyperparameters(load_recipe_or_preset(target, overrides))
     shown = describe_model(recipe, pick_device(recipe.train.device), pick_gpu(gpu))
     return Result(shown, model_text(shown))

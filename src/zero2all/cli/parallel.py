@@ -25,9 +25,10 @@ def show(
     """
     from zero2all.parallel.dry_run import dry_run
     from zero2all.recipe import load_recipe
+    from zero2all.train.hyperparameters import fill_hyperparameters
     from zero2all.units import show_count
 
-    shown = dry_run(load_recipe(recipe, overrides), world)
+    shown = dry_run(fill_hyperparameters(load_recipe(recipe, overrides)), world)
     mesh = " x ".join(f"{name} {size}" for name, size in shown.mesh.items() if size > 1) or "one process"
     memory = shown.memory_per_rank
     parts = {

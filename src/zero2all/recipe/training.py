@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -13,6 +13,14 @@ from zero2all.recipe.source_names import SourceReference
 from zero2all.recipe.types import Count, DurationField, Fraction, Mistake, Positive, Section, Slug
 from zero2all.units import Duration
 
+Chosen = TypeVar("Chosen", int, float)
+
+
+def _require_chosen(value: Chosen | None, key: str) -> Chosen:
+    if value is None:
+        raise ValueError(f"{key} is not set: choose it with zero2all.train.hyperparameters")
+    return value
+
 
 class OptimizerRecipe(Section):
     """The optimizer and its hyperparameters."""
@@ -20,10 +28,11 @@ class OptimizerRecipe(Section):
     name: Literal["adamw", "adamw-8bit", "muon", "lion", "sgd"] = "adamw"
     """The optimizer. muon updates the matrices inside the blocks with orthogonalized momentum and all other parameters
     with AdamW. adamw-8bit needs torchao."""
-    lr: Positive = 3e-3
-    """Peak learning rate. With muon, the rate of the parameters that AdamW updates."""
-    muon_lr: Positive = 0.02
-    """Peak learning rate of Muon."""
+    lr: Positive | None = None
+    """Peak learning rate. With muon, the rate of the parameters that AdamW updates. Default: chosen for the optimizer,
+    the model size and the number of tokens; the log and the recipe of the run have the value."""
+    muon_lr: Positive | None = None
+    """Peak learning rate of Muon. Default: 0.02, at which its updates suit every width."""
     momentum: Fraction = 0.95
     """Momentum of Muon and SGD."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -34,6 +43,14 @@ class OptimizerRecipe(Section):
     """Weight decay of matrices; norms and biases have none."""
     max_grad_norm: Positive = 1.0
     """Gradients are clipped to this global norm."""
+
+    @property
+    def peak_lr(self) -> float:
+        return _require_chosen(self.lr, "train.optimizer.lr")
+
+    @property
+    def peak_muon_lr(self) -> float:
+        return _require_chosen(self.muon_lr, "train.optimizer.muon_lr")
 
 
 class ScheduleRecipe(Section):
@@ -143,7 +160,8 @@ class ResolvedStage:
     name: str
     duration: Duration
     seq_len: int
-    batch_tokens: int
+    given_batch_tokens: int | None
+    """None until it is chosen."""
     micro_batch_tokens: int | None
     batch_ramp: BatchRampRecipe | None
     mixture: dict[str, float]
@@ -151,6 +169,10 @@ class ResolvedStage:
     schedule: ScheduleRecipe
     rope_theta: float | None
     rope_scaling: RopeScaling | None
+
+    @property
+    def batch_tokens(self) -> int:
+        return _require_chosen(self.given_batch_tokens, "train.batch_tokens")
 
 
 class TrainRecipe(TrainLength):
@@ -160,8 +182,9 @@ class TrainRecipe(TrainLength):
     """Stages of the run, each with its own length; the other fields of ``train`` are their defaults."""
     seq_len: Count = 512
     """Sequence length: tokens in one sample."""
-    batch_tokens: Count = 16384
-    """Tokens in one step, over all devices."""
+    batch_tokens: Count | None = None
+    """Tokens in one step, over all devices. Default: chosen for the number of tokens; the log and the recipe of the run
+    have the value."""
     micro_batch_tokens: Count | None = None
     """Tokens in one forward pass of one device (micro-batch). The gradient is accumulated over the micro-batches of a
     step. Default: one micro-batch, or with pp at most two per pipeline stage."""
@@ -208,7 +231,7 @@ class TrainRecipe(TrainLength):
         for number, stage in enumerate(self.resolved_stages()):
             where = f"stage {stage.name}: " if self.stages else ""
             for field, tokens in (
-                ("batch_tokens", stage.batch_tokens),
+                ("batch_tokens", stage.given_batch_tokens or 0),
                 ("micro_batch_tokens", stage.micro_batch_tokens or 0),
                 ("batch_ramp.start", stage.batch_ramp.start if stage.batch_ramp else 0),
             ):
@@ -218,20 +241,24 @@ class TrainRecipe(TrainLength):
                         f"{where}{field} ({tokens}) must be a multiple of seq_len ({stage.seq_len})",
                         _stage_keys(number, field, "seq_len"),
                     )
-            if stage.batch_ramp and stage.batch_ramp.start > stage.batch_tokens:
+            batch_tokens = stage.given_batch_tokens
+            if stage.batch_ramp and batch_tokens is not None and stage.batch_ramp.start > batch_tokens:
                 yield Mistake(
-                    f"{where}batch_ramp.start ({stage.batch_ramp.start}) is more than "
-                    f"batch_tokens ({stage.batch_tokens})",
+                    f"{where}batch_ramp.start ({stage.batch_ramp.start}) is more than batch_tokens ({batch_tokens})",
                     _stage_keys(number, "batch_ramp.start", "batch_tokens"),
                 )
 
     @property
+    def tokens_per_step(self) -> int:
+        return _require_chosen(self.batch_tokens, "train.batch_tokens")
+
+    @property
     def effective_micro_batch_tokens(self) -> int:
-        return self.micro_batch_tokens or self.batch_tokens
+        return self.micro_batch_tokens or self.tokens_per_step
 
     @property
     def batch_samples(self) -> int:
-        return self.batch_tokens // self.seq_len
+        return self.tokens_per_step // self.seq_len
 
     def resolved_stages(self) -> list[ResolvedStage]:
         """The stages with every field filled in; a run without a list of them is one stage called main."""
@@ -255,7 +282,6 @@ class TrainRecipe(TrainLength):
         }
 
     def _resolve(self, stage: StageRecipe, first: bool) -> ResolvedStage:
-        batch_tokens = stage.batch_tokens or self.batch_tokens
         # A micro-batch is what fits into memory at one sequence length; another length has to set its own.
         micro = stage.micro_batch_tokens or (None if stage.seq_len else self.micro_batch_tokens)
         later = ScheduleRecipe(shape="constant", warmup=Duration(0, "steps"))
@@ -263,7 +289,7 @@ class TrainRecipe(TrainLength):
             name=stage.name,
             duration=stage.duration,
             seq_len=stage.seq_len or self.seq_len,
-            batch_tokens=batch_tokens,
+            given_batch_tokens=stage.batch_tokens or self.batch_tokens,
             micro_batch_tokens=micro,
             batch_ramp=stage.batch_ramp,
             mixture=self.mixture if stage.mixture is None else stage.mixture,

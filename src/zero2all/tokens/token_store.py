@@ -251,6 +251,11 @@ class TokenStore:
         for name, tokens, record in zip(source.shards, source.shard_tokens, source.records, strict=True):
             yield TokenShard(self.directory / self.split / name, ShardManifestEntry(tokens, self.vocab_size, record))
 
+    @property
+    def source_tokens(self) -> dict[str, int]:
+        """Tokens of each source."""
+        return {name: sum(tokens) for name, tokens in self.shard_tokens.items()}
+
     def has_full_sequence(self, seq_len: int) -> bool:
         """Whether any source has ``seq_len`` tokens and the last target."""
         return any(sum(tokens) > seq_len for tokens in self.shard_tokens.values())

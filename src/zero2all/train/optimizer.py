@@ -73,7 +73,7 @@ def apply_settings(optimizers: list[Optimizer], recipe: OptimizerRecipe) -> None
 def set_learning_rate(optimizers: list[Optimizer], recipe: OptimizerRecipe, lr_multiplier: float) -> None:
     """Set every group to the same fraction of its own peak."""
     for optimizer in optimizers:
-        peak = recipe.muon_lr if isinstance(optimizer, Muon) else recipe.lr
+        peak = recipe.peak_muon_lr if isinstance(optimizer, Muon) else recipe.peak_lr
         for group in optimizer.param_groups:
             lr = peak * lr_multiplier * group["rate"]
             # Low-bit optimizers keep the learning rate in a tensor, so that a change does not recompile.

@@ -101,6 +101,11 @@ class Run:
             return None
         return flash_directory(self.recipe.checkpoint.flash_dir, key)
 
+    def stored_recipe(self) -> Recipe | None:
+        """The recipe with which the run was last started, or None if it never was."""
+        path = self.directory / "recipe.yaml"
+        return _load_saved_recipe(path) if (self.directory / "identity.json").exists() else None
+
     def identity(self) -> RunIdentity:
         return read_record(RunIdentity, self.directory / IDENTITY_FILE)
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 from zero2all.console import say, warn
 from zero2all.hardware import dtype_name
 from zero2all.model import hf_incompatibility
-from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import ModelConfig
+from zero2all.train.hyperparameters import (
+    STEP_LAW,
+    TOKENS_PER_PARAMETER,
+    ChosenValue,
+    lr_parameters,
+    step_law_batch_tokens,
+    step_law_lr,
+)
 from zero2all.train.plan import MAX_USEFUL_EPOCHS, Plan, StagePlan
 from zero2all.units import show_count
 
@@ -16,7 +23,9 @@ WIDTH, HEIGHT = 60, 8
 BLOCK_CHARS = " ▁▂▃▄▅▆▇█"
 
 
-def say_run(plan: Plan, model: ParallelModel, peak_lr: float, peak_flops_source: str) -> None:
+def say_run(
+    plan: Plan, model: ParallelModel, peak_lr: float, chosen: list[ChosenValue], peak_flops_source: str
+) -> None:
     """Model, device, parallelism and kernels, then the plan."""
     parameters, tokens = count_parameters(model.config).total, plan.tokens_before(plan.total_steps)
     say(
@@ -27,6 +36,8 @@ def say_run(plan: Plan, model: ParallelModel, peak_lr: float, peak_flops_source:
     say("ops: " + ", ".join(f"{choice.op} {choice.form}" for choice in model.model.ops.choices))
     if (reason := hf_incompatibility(model.config)) is not None:
         warn(f"this model cannot be exported to a standard architecture: {reason}")
+    for value in chosen:
+        say(f"chosen: {value}")
     say_plan(plan, peak_lr)
     say_scaling_advice(plan, model.config)
 
@@ -45,19 +56,13 @@ def say_plan(plan: Plan, peak_lr: float) -> None:
 
 
 def say_scaling_advice(plan: Plan, config: ModelConfig) -> None:
-    """What published scaling laws would choose for this compute; printed, not enforced.
-
-    Learning rate and batch of AdamW from https://arxiv.org/abs/2401.02954, tokens from https://arxiv.org/abs/2203.15556.
-    """
+    """What published scaling laws would choose; printed, not enforced."""
     parameters, tokens = count_parameters(config), plan.tokens_before(plan.total_steps)
-    compute = sum(
-        flops_per_token(config, stage.recipe.seq_len).model * stage.tokens_before(stage.end_step)
-        for stage in plan.stages
-    )
     say(
-        f"scaling laws for {compute:.1e} operations: lr {0.3118 * compute**-0.125:.1e}, batch of "
-        f"{show_count(round(0.292 * compute**0.3271))} tokens; 20 tokens a parameter would be "
-        f"{show_count(20 * parameters.active)} (here {show_count(tokens)})"
+        f"scaling laws for {show_count(tokens)} tokens: AdamW lr {step_law_lr(lr_parameters(config), tokens):.1e}, "
+        f"batch of {show_count(round(step_law_batch_tokens(tokens)))} tokens ({STEP_LAW}); compute-optimal: "
+        f"{show_count(TOKENS_PER_PARAMETER * parameters.active)} tokens, {TOKENS_PER_PARAMETER} per parameter "
+        "(https://arxiv.org/abs/2203.15556)"
     )
 
 

@@ -40,6 +40,7 @@ from zero2all.track import RunRecord, open_sinks
 from zero2all.track.goodput import compute_run_goodput, format_goodput
 from zero2all.train.data_loader import Batch, DataLoader
 from zero2all.train.hooks import TrainerHooks
+from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
 from zero2all.train.identity_changes import identity_changes
 from zero2all.train.optimizer import apply_settings, build_optimizers, set_learning_rate
 from zero2all.train.plan import Plan, StagePlan
@@ -156,9 +157,18 @@ class Trainer:
             raise Z2aError(f"{tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
         for split_store in (store, TokenStore(tokens_dir, "valid")):
             ranks.on_all_ranks(partial(verify_store, split_store, ranks.rank, ranks.world_size))
+        self._choose_hyperparameters(store)
         self.plan = Plan(self.recipe, store)
         self.source_losses = SourceLosses(self.plan.sources, self.tokenizer.token_byte_lengths, self.mesh.device)
         self._stage: StagePlan | None = None
+
+    def _choose_hyperparameters(self, store: TokenStore) -> None:
+        """Fill in what the recipe leaves open; every rank does as rank 0, which reads the recipe of the run."""
+        recipe, run = self.recipe, self.run
+        self.chosen = self.rank_group.on_rank0(
+            lambda: choose_hyperparameters(recipe, store.source_tokens, run.stored_recipe)
+        )
+        self.recipe = run.recipe = with_hyperparameters(recipe, self.chosen)
 
     def _init_model(self) -> None:
         options, device = self.recipe.train, self.mesh.device
@@ -207,7 +217,7 @@ class Trainer:
         if self.mesh.rank == 0:
             run.save_metadata(self.identity, self.tokenizer, self.mesh.device)
         peak = peak_flops(self.mesh.device, self.model.dtype)
-        say_run(self.plan, self.model, recipe.train.optimizer.lr, peak.source)
+        say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, peak.source)
         self.heartbeat.record_phase(StartupPhase.LOADED, done=None if restored is None else restored.step)
         mode = recipe.parallel.activation_checkpointing
         recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
@@ -306,7 +316,7 @@ class Trainer:
                 optimizer.zero_grad(set_to_none=True)
             model.update_expert_bias()
         source_metrics = self.source_losses.metrics(by_source)
-        return StepResult(loss, norm, options.lr * lr_multiplier, source_metrics, action, any(stop_flags))
+        return StepResult(loss, norm, options.peak_lr * lr_multiplier, source_metrics, action, any(stop_flags))
 
     def after_step(self, batch: Batch, result: StepResult) -> None:
         """Record the step; at intervals log it, validate, save a checkpoint. Stop here if it was requested."""

@@ -56,6 +56,13 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     return ParameterCounts(parts, total, total - idle, total - idle - looked_up)
 
 
+def non_embedding_parameters(config: ModelConfig) -> int:
+    """Active parameters without embedding, head and multi-token prediction: the N of scaling laws."""
+    # The vocabulary does not matter, and may not be known yet.
+    counts = count_parameters(config.model_copy(update={"vocab_size": 64, "mtp_weight": 0.0}))
+    return counts.active - counts.parts["embedding"] - counts.parts.get("head", 0)
+
+
 def _meta_parameters(config: ModelConfig) -> list[tuple[str, nn.Parameter]]:
     """Every parameter without its memory. Ops named in a recipe may not run here, and change no parameter."""
     with torch.device("meta"):

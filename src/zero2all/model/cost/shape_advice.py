@@ -84,7 +84,8 @@ def advise_shapes(recipe: Recipe, gpu: Gpu) -> list[Advice]:
     """Everything in the recipe's shape that the GPU would not like.
 
     >>> from zero2all.hardware import GPUS
-    >>> recipe = Recipe(model=ModelConfig(intermediate_size=500, vocab_size=8192))
+    >>> train = TrainRecipe(epochs=1, batch_tokens=16384)
+    >>> recipe = Recipe(model=ModelConfig(intermediate_size=500, vocab_size=8192), train=train)
     >>> print(advise_shapes(recipe, GPUS["A100"])[0])
     model.intermediate_size=500 -> 512: not a multiple of 64 elements, so A100 does not use its tensor cores fully
     """
