@@ -39,12 +39,12 @@ class ChosenValue:
 
 def step_law_lr(parameters: float, tokens: float) -> float:
     """Peak learning rate of AdamW for a number of non-embedding parameters and tokens."""
-    return min(MAX_LR, 1.79 * parameters**-0.713 * tokens**0.307)
+    return min(MAX_LR, 1.79 * math.pow(parameters, -0.713) * math.pow(tokens, 0.307))
 
 
 def step_law_batch_tokens(tokens: float) -> float:
     """Tokens in a step; it hardly depends on the size of the model."""
-    return 0.58 * tokens**0.571
+    return 0.58 * math.pow(tokens, 0.571)
 
 
 def choose_hyperparameters(

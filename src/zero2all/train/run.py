@@ -104,7 +104,7 @@ class Run:
     def stored_recipe(self) -> Recipe | None:
         """The recipe with which the run was last started, or None if it never was."""
         path = self.directory / "recipe.yaml"
-        return _load_saved_recipe(path) if (self.directory / "identity.json").exists() else None
+        return _load_saved_recipe(path) if (self.directory / IDENTITY_FILE).exists() else None
 
     def identity(self) -> RunIdentity:
         return read_record(RunIdentity, self.directory / IDENTITY_FILE)
