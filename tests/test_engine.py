@@ -5,7 +5,8 @@ import signal
 
 import pytest
 
-from zero2all.engine import Engine
+from zero2all import engine
+from zero2all.engine import Engine, shutdown_workers
 from zero2all.errors import Z2aError
 
 
@@ -32,6 +33,19 @@ def test_results_are_in_task_order_and_each_completion_is_reported(workers: int)
     assert [value for value, _ in results] == [n * n for n in range(7)]
     assert sorted(told) == list(range(7))
     assert ({pid for _, pid in results} == {os.getpid()}) == (workers == 1)
+
+
+def test_without_semaphores_one_process_does_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_semaphores(*args: object, **options: object) -> None:
+        raise FileNotFoundError("no semaphores")
+
+    shutdown_workers()
+    monkeypatch.setattr(engine, "ProcessPoolExecutor", no_semaphores)
+    for _ in range(2):
+        assert Engine(workers=2).run(square, [(n,) for n in range(3)]) == [(n * n, os.getpid()) for n in range(3)]
+    assert capsys.readouterr().err.count("no worker processes: no semaphores") == 1
 
 
 def test_a_killed_worker_is_an_actionable_error() -> None:

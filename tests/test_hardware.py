@@ -4,9 +4,21 @@ import pytest
 import torch
 
 from zero2all.errors import UsageError
-from zero2all.hardware import compute_dtype, lookup_gpu, measure_matmul_flops, peak_flops, pick_gpu
+from zero2all.hardware import (
+    compute_dtype,
+    device_title,
+    fp64_device,
+    lookup_gpu,
+    measure_matmul_flops,
+    peak_flops,
+    pick_device,
+    pick_gpu,
+    set_deterministic,
+    synchronize,
+)
+from zero2all.train.throughput import peak_memory_bytes
 
-CPU = torch.device("cpu")
+CPU, MPS = torch.device("cpu"), torch.device("mps")
 
 
 @pytest.mark.parametrize(
@@ -75,3 +87,53 @@ def test_gpus_without_bf16_compute_in_fp16(monkeypatch: pytest.MonkeyPatch) -> N
     for native in (True, False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native)
         assert compute_dtype("auto", torch.device("cuda")) == (torch.bfloat16 if native else torch.float16)
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose torch sees the GPU of a Mac and no other."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M3")
+
+
+@pytest.mark.usefixtures("mac")
+def test_the_gpu_of_a_mac_is_used_only_if_it_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [pick_device(wanted).type for wanted in ("auto", "cpu", "mps")] == ["cpu", "cpu", "mps"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="one process"):
+        pick_device("mps")
+
+
+def test_the_gpu_of_a_mac_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(UsageError, match=r"no GPU of a Mac here; use train\.device=auto"):
+        pick_device("mps")
+
+
+def test_on_the_gpu_of_a_mac_fp32_is_the_default_and_fp64_is_computed_on_the_cpu() -> None:
+    expected = {"auto": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    assert {precision: compute_dtype(precision, MPS) for precision in expected} == expected
+    assert fp64_device(MPS) == CPU
+    assert fp64_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
+
+
+def test_deterministic_is_refused_on_the_gpu_of_a_mac() -> None:
+    with pytest.raises(UsageError, match=r"not possible on mps.*train\.device=cpu"):
+        set_deterministic(True, "mps")
+    set_deterministic(False, "mps")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.usefixtures("mac")
+def test_the_gpu_of_a_mac_is_measured_with_its_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[bool] = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append(True))
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 3 << 30)
+    monkeypatch.setattr("zero2all.hardware.measure_matmul_flops", lambda device, dtype, size: size)
+    synchronize(CPU)
+    synchronize(MPS)
+    assert waited == [True]
+    assert device_title(MPS) == "Apple M3"
+    assert peak_memory_bytes(MPS) == 3 << 30
+    assert peak_flops.__wrapped__(MPS, torch.float32).source == "fp32 matrix products of 4096 measured here"

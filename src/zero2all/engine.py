@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar
 
+from zero2all.console import say
 from zero2all.errors import Z2aError, need
 from zero2all.processes import watch_parent
 
@@ -60,7 +62,7 @@ class Engine:
     ) -> Iterator[tuple[int, TaskResult]]:
         if self.kind == "ray":
             return _on_ray(function, tasks, self.ray_address)
-        if self.in_process or len(tasks) <= 1:
+        if self.in_process or len(tasks) <= 1 or not _start_pool(self.workers):
             return ((number, function(*task)) for number, task in enumerate(tasks))
         return _in_processes(function, tasks, self.workers)
 
@@ -79,13 +81,28 @@ def shutdown_workers() -> None:
         _pools.popitem()[1].shutdown()
 
 
-def _in_processes(
-    function: Callable[..., TaskResult], tasks: Sequence[tuple[Any, ...]], workers: int
-) -> Iterator[tuple[int, TaskResult]]:
+def _start_pool(workers: int) -> bool:
+    """False if they cannot be started: Linux without /dev/shm has no semaphores for them."""
     if workers not in _pools:
         # Spawned, not forked: threads of tokenizers or Arrow do not survive a fork.
         context = multiprocessing.get_context("spawn")
-        _pools[workers] = ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker)
+        try:
+            _pools[workers] = ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker)
+        except (OSError, NotImplementedError) as error:
+            _say_no_workers(str(error))
+            return False
+    return True
+
+
+@cache
+def _say_no_workers(reason: str) -> None:
+    """Once: a stage runs many lists of tasks."""
+    say(f"no worker processes: {reason}; one process does all the work, which takes longer")
+
+
+def _in_processes(
+    function: Callable[..., TaskResult], tasks: Sequence[tuple[Any, ...]], workers: int
+) -> Iterator[tuple[int, TaskResult]]:
     pool = _pools[workers]
     try:
         futures = {pool.submit(function, *task): number for number, task in enumerate(tasks)}

@@ -35,7 +35,8 @@ class DiskFullError(Z2aError):
     """Bytes that are needed at least, if known."""
 
 
-_CPU_OOM = "DefaultCPUAllocator: can't allocate memory"  # torch raises a plain RuntimeError
+# torch raises a plain RuntimeError with these messages: in main memory, and on the GPU of a Mac.
+_OUT_OF_MEMORY_MESSAGE = re.compile(r"DefaultCPUAllocator: can't allocate memory|MPS backend out of memory")
 # Messages of Rust libraries and numpy, which set no errno.
 _DISK_FULL_MESSAGE = re.compile(r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written")
 
@@ -61,7 +62,8 @@ def is_quota_exceeded(error: BaseException) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: in Python, or in torch on a GPU or in main memory. torch need not be imported."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _CPU_OOM in str(error)
+    is_named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_named or _OUT_OF_MEMORY_MESSAGE.search(str(error)) is not None
 
 
 class Interrupted(Z2aError):

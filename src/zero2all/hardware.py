@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import time
 from dataclasses import dataclass
 
@@ -48,6 +49,8 @@ GPUS = {
 }
 
 
+MPS = "mps"
+"""The device type of a Mac's GPU (Metal)."""
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_DETERMINISTIC = (
     ":4096:8",
@@ -83,15 +86,25 @@ def pick_gpu(name: str = "") -> Gpu:
     return here or GPUS["A100"]
 
 
-def device_title(device: torch.device) -> str:
-    """For the head of a table."""
+def device_name(device: torch.device) -> str:
+    """The product name of a GPU; of a CPU whatever the system reports."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"CPU with {torch.get_num_threads()} threads"
+    return torch.backends.mps.get_name() if device.type == MPS else platform.processor() or "cpu"
+
+
+def device_title(device: torch.device) -> str:
+    """For the head of a table."""
+    return f"CPU with {torch.get_num_threads()} threads" if device.type == "cpu" else device_name(device)
 
 
 def pick_device(wanted: str) -> torch.device:
-    """``train.device`` of a recipe: auto is the GPU that the launcher assigned if there is one, else the CPU."""
+    """``train.device`` of a recipe: auto is the GPU that the launcher assigned if there is one, else the CPU.
+
+    auto does not select the GPU of a Mac: no run has been made on one.
+    """
+    if wanted == MPS:
+        return _pick_mps()
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UsageError("train.device is cuda, but torch sees no GPU here; use train.device=auto")
     if wanted == "cpu" or not torch.cuda.is_available():
@@ -101,12 +114,30 @@ def pick_device(wanted: str) -> torch.device:
     return device
 
 
+def _pick_mps() -> torch.device:
+    if not torch.backends.mps.is_available():
+        raise UsageError("train.device is mps, but torch sees no GPU of a Mac here; use train.device=auto")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("train.device=mps is for one process: no collective runs on it; use 'z2a train'")
+    return torch.device(MPS)
+
+
+def fp64_device(device: torch.device) -> torch.device:
+    """Where to compute in fp64: on the device itself, or on the CPU for the GPU of a Mac, which has no fp64."""
+    return torch.device("cpu") if device.type == MPS else device
+
+
 def set_deterministic(on: bool, wanted: str) -> None:
     """``train.deterministic`` of a recipe, for its ``train.device``. To be called before anything else uses the GPU.
 
     cuBLAS gives the same bits only with a fixed workspace, which it reads from the environment once, and torch refuses
     every product without it.
     """
+    if on and wanted == MPS:
+        raise UsageError(
+            "train.deterministic is not possible on mps: torch does not say which of its kernels there give the same "
+            "bits every time; use train.device=cpu"
+        )
     torch.use_deterministic_algorithms(on)
     if not on or wanted == "cpu" or not torch.cuda.is_available():
         return
@@ -126,13 +157,15 @@ def set_deterministic(on: bool, wanted: str) -> None:
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     """What a recipe's ``train.precision`` means here; auto is bf16 where the device computes it natively.
 
-    GPUs that do not are fast in fp16, whose small range needs a scaled loss; CPUs that do not are fast in fp32.
+    GPUs that do not are fast in fp16, whose small range needs a scaled loss; CPUs that do not are fast in fp32. So are
+    the GPUs of Macs: M1 and M2 emulate bf16, and later ones have gained little from it.
     """
     if precision == "auto":
         if device.type == "cuda":
             precision = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         else:
-            precision = "bf16" if torch.cpu.get_capabilities().get("amx_tile") else "fp32"
+            has_bf16 = device.type == "cpu" and torch.cpu.get_capabilities().get("amx_tile")
+            precision = "bf16" if has_bf16 else "fp32"
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
@@ -149,7 +182,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Pea
     """
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := lookup_gpu(torch.cuda.get_device_name(device))):
         return PeakFlops(gpu.flops, f"data sheet of {gpu.name}")
-    size = 8192 if device.type == "cuda" else 2048
+    size = {"cuda": 8192, MPS: 4096}.get(device.type, 2048)
     others = OtherCpuUse()
     flops = measure_matmul_flops(device, dtype, size)
     source = f"{_DTYPE_NAMES[dtype]} matrix products of {size} measured here"
@@ -182,3 +215,5 @@ def time_matmul(left: Tensor, right: Tensor, out: Tensor) -> float:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == MPS:
+        torch.mps.synchronize()

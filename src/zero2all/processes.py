@@ -13,6 +13,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 
+from zero2all.errors import UsageError
+
 AGENT_PID = "Z2A_AGENT_PID"  # environment variable: pid of the agent that started this rank
 _PR_SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG
 
@@ -21,7 +23,8 @@ def end_with_parent(parent: int | None = None) -> None:
     """Call first in a program whose parent waits for it; ``parent`` is the pid of the parent, if known.
 
     The kernel ties the signal to the thread that started the child, not to its process. So this is for children of a
-    thread that outlives them; pool workers call :func:`watch_parent`.
+    thread that outlives them; pool workers call :func:`watch_parent`. Other kernels than Linux have no such signal, and
+    the child then runs to its end.
     """
     if sys.platform == "linux":
         parent = parent or os.getppid()
@@ -49,6 +52,12 @@ def watch_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_kill_when_ready, args=(parent.sentinel,), name="z2a-parent", daemon=True).start()
+
+
+def require_linux(command: str) -> None:
+    """For commands that start ranks: they rely on /proc, and on signals that only Linux sends."""
+    if sys.platform != "linux":
+        raise UsageError(f"'{command}' runs on Linux only, and this is {sys.platform}: use 'z2a train', in one process")
 
 
 def stop_on_sigterm() -> None:

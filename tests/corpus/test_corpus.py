@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import tarfile
+import unicodedata
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,19 @@ def test_excluded_and_hidden_files_are_not_read_and_fields_can_be_named(tmp_path
     source = {"exclude": ["test/*"], "fields": {"content": "story"}}
     _, rows = build(raw, tmp_path / "out", holdout=0, source=source)
     assert sorted(row["content"] for row in rows) == ["keep/a.py", "yes"]
+
+
+def test_names_match_in_any_unicode_form(tmp_path: Path) -> None:
+    """macOS may list a name in another form than a recipe is written in."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for form in ("NFC", "NFD"):
+        (raw / f"{unicodedata.normalize(form, 'né')}-{form}.txt").write_text(form)
+    (raw / "kept.txt").write_text("kept")
+    for form in ("NFC", "NFD"):
+        source = {"exclude": [unicodedata.normalize(form, "né-*")]}
+        _, rows = build(raw, tmp_path / form, holdout=0, source=source)
+        assert [row["content"] for row in rows] == ["kept"]
 
 
 def test_excluded_members_of_archives_are_not_read(tmp_path: Path) -> None:

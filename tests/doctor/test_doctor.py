@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from zero2all.chaos.simulated_nodes import simulated_nodes, simulation_unavailable_reason
 from zero2all.doctor.network_check import (
@@ -30,6 +31,17 @@ def test_this_machine_is_checked(tmp_path: Path) -> None:
     assert {"memory", "/dev/shm", "open files", "disk", "devices"} <= set(found)
     assert found["disk"].level != "bad"
     assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def test_a_mac_is_checked_without_what_only_linux_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr("zero2all.doctor.node_check.free_memory", lambda: None)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    checked: list[str] = []
+    monkeypatch.setattr("zero2all.doctor.preflight.check_device", lambda device: checked.append(device.type) or GOOD)
+    found = {finding.what for finding in run_checks(tmp_path)}
+    assert checked == ["cpu", "mps"]
+    assert not found & {"memory", "open files"}
 
 
 def test_a_directory_that_cannot_be_written_is_bad(tmp_path: Path) -> None:

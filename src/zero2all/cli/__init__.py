@@ -1,5 +1,10 @@
 """The ``z2a`` command: one thin file a command group; parse, call, print."""
 
+import os
+
 from zero2all.openmp import limit_openmp_spinning
 
-limit_openmp_spinning()  # here, because every way into the command comes past before it imports torch
+# Both here, because every way into the command comes past before it imports torch.
+limit_openmp_spinning()
+# What torch cannot compute on the GPU of a Mac is computed on the CPU, with a warning, instead of ending the run.
+os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from zero2all.cli.conventions import Json, Result, command
+from zero2all.processes import require_linux
 
 
 @command
@@ -22,6 +23,7 @@ def chaos(
 
     Example: z2a chaos --out runs/chaos --only "kill a rank"
     """
+    require_linux("z2a chaos")
     from zero2all.chaos.suite import render_table, run_suite
 
     rows = run_suite(out, only or [], seed)

@@ -11,6 +11,7 @@ import typer
 
 from zero2all.cli.conventions import Json, Result, command
 from zero2all.errors import UsageError
+from zero2all.processes import require_linux
 
 if TYPE_CHECKING:
     from zero2all.elastic.launcher import LaunchConfig
@@ -111,6 +112,7 @@ def launch(
         UNLIMITED_RESTARTS if max_restarts is None else max_restarts, hang_after, grace,
     )  # fmt: skip
     if emit is None:
+        require_linux("z2a launch")
         status = replace(launch_config, command=["doctor"], max_restarts=0).run() if check else 0
         status = status or launch_config.run()
         if status:
@@ -156,6 +158,7 @@ def rendezvous(
 
     Example: z2a rendezvous --port 29500 --listen 10.0.0.1
     """
+    require_linux("z2a rendezvous")
     from zero2all.elastic.rendezvous import serve_rendezvous
 
     serve_rendezvous(port, listen, secret_file)

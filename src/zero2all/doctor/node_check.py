@@ -9,6 +9,7 @@ import re
 import resource
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,6 +20,7 @@ import torch
 
 from zero2all import __version__
 from zero2all.doctor.findings import Finding, finding_if
+from zero2all.hardware import device_name
 from zero2all.units import show_bytes
 
 GIB = 2**30
@@ -28,9 +30,9 @@ MIN_DISK_BYTES = 10 * GIB
 
 def check_node(directory: Path) -> Iterator[Finding]:
     """All checks that need no other node. ``directory`` is where runs will be written."""
-    free = free_memory()
-    yield finding_if(free < 2 * GIB, "note", "memory", f"{show_bytes(free)} free",
-                 "stop other processes, or use a machine with more")  # fmt: skip
+    if (free := free_memory()) is not None:
+        yield finding_if(free < 2 * GIB, "note", "memory", f"{show_bytes(free)} free",
+                     "stop other processes, or use a machine with more")  # fmt: skip
     yield from _check_shared_memory()
     yield from _check_limits()
     yield _check_disk(directory)
@@ -50,6 +52,9 @@ def _check_shared_memory() -> Iterator[Finding]:
 
 
 def _check_limits() -> Iterator[Finding]:
+    """Limits that several ranks need, so only where they can run."""
+    if sys.platform != "linux":
+        return
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     unlimited = files == resource.RLIM_INFINITY
     yield finding_if(not unlimited and files < MIN_OPEN_FILES, "bad", "open files",
@@ -110,12 +115,14 @@ def _check_settings() -> Iterator[Finding]:
         yield Finding("note", "NCCL_IB_DISABLE", "InfiniBand is available but not used", "unset it")
 
 
-def free_memory() -> int:
-    """Of the machine, or of the container if that has less."""
+def free_memory() -> int | None:
+    """Of the machine, or of the container if that has less. None if the system, as macOS, does not report it."""
     try:
         found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
         free = int(found[1]) * 1024 if found else 0
     except OSError:
+        if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+            return None
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
@@ -145,9 +152,8 @@ def check_device(device: torch.device) -> DeviceCheck:
         product = (left @ right).cpu()  # the copy waits for the device
         times.append(time.perf_counter() - begin)
         digests.append(hashlib.sha256(product.numpy().tobytes()).hexdigest()[:16])
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor() or 'cpu'}"
-    threads = "" if device.type == "cuda" else f" with {torch.get_num_threads()} threads"
-    return DeviceCheck(name + threads, statistics.median(times[1:]), digests[0], len(set(digests)) == 1)
+    threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return DeviceCheck(device_name(device) + threads, statistics.median(times[1:]), digests[0], len(set(digests)) == 1)
 
 
 def library_versions() -> dict[str, str]:

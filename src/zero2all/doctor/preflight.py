@@ -14,7 +14,7 @@ import torch
 from zero2all.doctor.findings import Finding
 from zero2all.doctor.network_check import diagnose_pairs, exchange_through_store, measure_pairs
 from zero2all.doctor.node_check import DeviceCheck, check_device, check_node, library_versions
-from zero2all.hardware import pick_device
+from zero2all.hardware import MPS, pick_device
 from zero2all.records import parse_record
 from zero2all.torch_private import Store
 
@@ -35,8 +35,10 @@ def run_checks(directory: Path, store: Store | None = None) -> list[Finding]:
     """On one machine all of its devices; with a store one device per rank, and the network between the nodes."""
     if store is not None:
         return _check_all_nodes(directory, store)
-    count = torch.cuda.device_count()
-    devices = [torch.device("cuda", number) for number in range(count)] or [torch.device("cpu")]
+    gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    devices = gpus or [torch.device("cpu")]
+    if torch.backends.mps.is_available():
+        devices.append(torch.device(MPS))
     device_checks = {f"device {device}": check_device(device) for device in devices}
     return [*check_node(directory), *compare_devices(device_checks)]
 

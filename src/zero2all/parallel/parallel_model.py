@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zero2all.errors import UsageError
+from zero2all.hardware import fp64_device
 from zero2all.model import IGNORE_INDEX, Z2all
 from zero2all.model.moe import MoE
 from zero2all.parallel.context_parallel import ContextParallel
@@ -151,7 +152,7 @@ class ParallelModel:
         if doc_starts_BS is not None:
             inputs["doc_starts_BS"] = doc_starts_BS
         device = self.mesh.device  # contiguous, because pipeline stages check strides
-        inputs = {name: tensor.contiguous().to(device, non_blocking=True) for name, tensor in inputs.items()}
+        inputs = {name: _to_device(tensor.contiguous(), device) for name, tensor in inputs.items()}
         length = tokens_BS.shape[1]
         if self._context_parallel is not None:
             positions = self._context_parallel.local_positions(length, self.mesh.device)
@@ -177,16 +178,16 @@ class ParallelModel:
         norm = square.sqrt().float() / self._loss_scale_factor
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self._loss_scale_factor
         gradients = [_to_local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
-        foreach_mul_(gradients, factor)
+        foreach_mul_(gradients, factor.to(self.mesh.device))
         return norm
 
     def layer_grad_norms(self) -> list[float]:
         """The gradient norm of each decoder layer over all ranks, before clipping. One all-reduce."""
-        count, device = self.config.num_hidden_layers, self.mesh.device
+        count, own_squares = self.config.num_hidden_layers, self._local_square_norms()
         names = [name for name, parameter in self.model.named_parameters() if parameter.grad is not None]
         layers = [int(name.split(".")[1]) if name.startswith("layers.") else count for name in names]
-        squares = torch.zeros(count + 1, dtype=torch.float64, device=device)  # the last one: embeddings, head
-        squares.index_add_(0, torch.tensor(layers, device=device), self._local_square_norms())
+        squares = own_squares.new_zeros(count + 1)  # the last one: embeddings, head
+        squares.index_add_(0, torch.tensor(layers, device=squares.device), own_squares)
         if self.mesh.dims.world_size > 1:
             dist.all_reduce(squares)
         norms: list[float] = (squares[:-1].sqrt() / self._loss_scale_factor).tolist()
@@ -200,8 +201,9 @@ class ParallelModel:
             if parameter.grad is not None
         ]
         norms = foreach_norm([gradient for _, gradient in gradients])
-        replicas = torch.tensor([self._replica_count(parameter) for parameter, _ in gradients], device=self.mesh.device)
-        return torch.stack(norms).double().square() / replicas
+        device = fp64_device(self.mesh.device)
+        replicas = torch.tensor([self._replica_count(parameter) for parameter, _ in gradients], device=device)
+        return torch.stack(norms).to(device).double().square() / replicas
 
     @property
     def _loss_scale_factor(self) -> float:
@@ -210,7 +212,7 @@ class ParallelModel:
 
     def local_targets(self, targets_BS: Tensor) -> Tensor:
         """The targets whose losses this rank computes, on its device; IGNORE_INDEX at the positions of other ranks."""
-        targets_BS = targets_BS.to(self.mesh.device, non_blocking=True)
+        targets_BS = _to_device(targets_BS, self.mesh.device)
         if self._context_parallel is None:
             return targets_BS
         positions = self._context_parallel.local_positions(targets_BS.shape[1], self.mesh.device)
@@ -331,6 +333,11 @@ class ParallelModel:
             return ranks
         shards = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
         return ranks // math.prod(size for size, placement in shards if not placement.is_replicate())
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    # Not to the GPU of a Mac: torch would copy memory that is freed meanwhile (pytorch/pytorch#189690).
+    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def _to_local(tensor: Tensor) -> Tensor:

@@ -194,11 +194,12 @@ class TrainRecipe(TrainLength):
     """Sampling weight of each source; sources that are not listed are not used. Default: all sources, by size."""
     max_epochs: Positive | None = None
     """With a mixture: maximum number of epochs of any one source in a stage. The other sources fill its share."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on. auto uses a GPU if there is one."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Device to train on. auto uses a CUDA GPU if there is one, otherwise the CPU. mps is the GPU of a Mac, for one
+    process; auto does not select it, because no run has been made on one yet."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute dtype. bf16 and fp16 use autocast with fp32 weights; fp16 also scales the loss. auto selects bf16 if the
-    device supports it natively, otherwise fp16 on GPUs and fp32 on CPUs."""
+    device supports it natively, otherwise fp16 on CUDA GPUs, and fp32 on CPUs and on mps."""
     compile: bool = False
     """Compile each block with torch.compile."""
     document_mask: bool = False

@@ -17,8 +17,11 @@ from pydantic import ValidationError
 from zero2all import __version__
 from zero2all.checkpoint import CheckpointStore, RunIdentity, flash_directory
 from zero2all.checkpoint.checkpoint_store import STATE_FILE
+from zero2all.checkpoint.flash import SHM_DIRECTORY
 from zero2all.checkpoint.lineage import read_lineage
+from zero2all.console import say
 from zero2all.errors import RecipeError, UsageError, Z2aError
+from zero2all.hardware import device_name
 from zero2all.io import MANIFEST, atomic_path, read_record, write_json, write_text
 from zero2all.model import Z2all
 from zero2all.paths import to_path
@@ -81,16 +84,24 @@ class Run:
         write_json(self.directory / IDENTITY_FILE, asdict(identity))
         self.checkpoints.remove_leftovers()
 
-    def create_flash_dir(self) -> Path:
-        """The directory of in-memory checkpoints. Its name is unique, also after a run at the same path was removed."""
-        path = self.directory / "key"
+    def create_flash_dir(self) -> Path | None:
+        """The directory of in-memory checkpoints. Its name is unique, also after a run at the same path was removed.
+
+        None on a system without the default place for it, such as macOS.
+        """
+        place, path = self.recipe.checkpoint.flash_dir, self.directory / "key"
+        if place == SHM_DIRECTORY and not place.is_dir():
+            say(
+                f"no in-memory checkpoints: this system has no {place}, so a run that is killed resumes from the last "
+                "durable checkpoint (checkpoint.every)"
+            )
+            return None
         if self.flash_dir is None:
             with atomic_path(path) as partial:
                 partial.touch(mode=0o600)  # whoever knows the name could create that directory first
                 partial.write_text(f"{secrets.token_hex(8)}\n", encoding="utf-8")
         with suppress(OSError):
             path.chmod(0o600)  # earlier versions let others read it
-        assert self.flash_dir is not None
         return self.flash_dir
 
     @property
@@ -221,7 +232,7 @@ def collect_environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "device": device_name(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "git": _git_state(),

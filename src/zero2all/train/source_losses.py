@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zero2all.hardware import fp64_device
+
 LOSS, TARGETS, TEXT_LOSS, BYTES = range(4)  # columns: nats and targets of all tokens, nats and bytes of text alone
 
 
@@ -23,13 +25,14 @@ class SourceLosses:
         self.names = list(names)
         self._source_index = {name: number for number, name in enumerate(self.names)}
         # One more entry at the end, for ignored targets (index -1).
-        self._bytes = torch.tensor([*token_byte_lengths, 0], dtype=torch.float64, device=device)
+        self._bytes = torch.tensor([*token_byte_lengths, 0], dtype=torch.float64, device=fp64_device(device))
 
     def sums(self, losses_NS: Tensor, targets_NS: Tensor, sources: Sequence[str]) -> Tensor:
         """[sources + 1, 4] in fp64, of losses and targets on the same device. A row without a source is padding.
 
         The last row is zero: flags that ranks exchange go there, so that they need no all-reduce of their own.
         """
+        losses_NS, targets_NS = (tensor.to(fp64_device(tensor.device)) for tensor in (losses_NS, targets_NS))
         device = losses_NS.device
         rows = [row for row, source in enumerate(sources) if source in self._source_index]
         numbers = torch.tensor([self._source_index[sources[row]] for row in rows], dtype=torch.int64).to(device)

@@ -9,6 +9,7 @@ import time
 import torch
 
 from zero2all.cpu_use import OtherCpuUse, busy_note
+from zero2all.hardware import MPS
 from zero2all.model.cost.flops import Recompute, flops_per_token
 from zero2all.recipe import ModelConfig
 from zero2all.train.plan import Plan
@@ -84,8 +85,13 @@ class ThroughputMeter:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak bytes so far: of the CUDA allocator, or resident in main memory."""
+    """Peak bytes so far: of the CUDA allocator, or resident in main memory.
+
+    On the GPU of a Mac what Metal holds now, with the allocator's cache, which torch returns only when memory is short.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if device.type == MPS:
+        return torch.mps.driver_allocated_memory()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -7,7 +7,8 @@ import os
 import posixpath
 import re
 import stat
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -114,9 +115,15 @@ def list_files(source: SourceRecipe) -> list[RawFile]:
         if not files:
             raise UsageError(f"corpus source {source.name!r}: {_not_found_message(pattern)}")
         for file in files:
-            if not any(fnmatch(file.name, excluded) for excluded in source.exclude):
+            if not is_excluded(file.name, source.exclude):
                 found.setdefault(file.path, file)
     return list(found.values())
+
+
+def is_excluded(name: str, patterns: Sequence[str]) -> bool:
+    """Compared in one Unicode form: macOS may list a name in another one (NFD) than the recipe is written in."""
+    name = unicodedata.normalize("NFC", name)
+    return any(fnmatch(name, unicodedata.normalize("NFC", pattern)) for pattern in patterns)
 
 
 def find_file(path: str) -> RawFile:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatch
 from itertools import chain
 from typing import IO, Any
 
@@ -26,7 +25,7 @@ from zero2all.corpus.readers.base import (
 from zero2all.corpus.readers.encoding import fix_mojibake
 from zero2all.corpus.readers.file_ranges import read_file_range
 from zero2all.corpus.readers.formats import FileFormat, guess_format, strip_compression_extension
-from zero2all.corpus.readers.listing import RawFile
+from zero2all.corpus.readers.listing import RawFile, is_excluded
 from zero2all.corpus.readers.parquet import read_parquet
 from zero2all.corpus.readers.streams import HEAD_BYTES, PeekableStream, decompress_stream, detect_compression
 
@@ -166,7 +165,7 @@ def _read_members(
         if member is None:
             return
         begun = True
-        if any(fnmatch(member.name, pattern) for pattern in exclude):
+        if is_excluded(member.name, exclude):
             continue
         name = f"{archive}!{member.name}" if member.name else archive
         if member.stream is None:

@@ -67,9 +67,9 @@ def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     """``into += left.T @ right``, in fp32; the product is not rounded to the half precision of its factors first."""
     if left.dtype == into.dtype:
         into.addmm_(left.T, right)
-    elif left.device.type == "cpu":  # knows no product of bf16 in fp32; and this is faster than a rounded one and a sum
+    elif left.device.type != "cuda":  # no product of bf16 in fp32; on a CPU this is faster than a rounded one and a sum
         into.addmm_(left.T.float(), right.float())
-    elif left.device.type == "cuda" and torch.cuda.get_device_capability(left.device) >= (8, 0):
+    elif torch.cuda.get_device_capability(left.device) >= (8, 0):
         torch.addmm(into, left.T, right, out_dtype=torch.float32, out=into)
     else:
         into += left.T @ right

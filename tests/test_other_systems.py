@@ -1,0 +1,110 @@
+"""One process, as on a Mac: without /proc and /dev/shm, without what only Linux has, and with another sys.platform.
+
+What is simulated is in ``tests/other_system``. A real Mac is only in the workflow of the hosting site.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import tiny_recipe
+from tests.test_quickstart import TINY
+from zero2all.recipe import recipe_yaml
+from zero2all.train import train
+
+HERE = Path(__file__).parent
+SIMULATION = HERE / "other_system"
+UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--user", "--map-root-user"]
+LIBRARIES = "torch numba uvicorn starlette"
+NO_MEMORY = "no in-memory checkpoints: this system has no /dev/shm"
+
+
+def without_linux(directory: Path, *arguments: str, libraries: str = LIBRARIES) -> subprocess.CompletedProcess[str]:
+    """Run Python on the simulated system. ``libraries`` are those that must be loaded on the real one."""
+    path = [str(SIMULATION), str(HERE.parent), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TEST_LIBRARIES": libraries}
+    # torch reads it from /proc/cpuinfo; other kernels would round in other ways.
+    environment["ATEN_CPU_CAPABILITY"] = torch.backends.cpu.get_cpu_capability().lower()
+    (directory / "dev").mkdir(parents=True, exist_ok=True)
+    hide = [*UNSHARE, "sh", str(SIMULATION / "hide_linux.sh"), str(directory / "dev")]
+    command = [*hide, sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+
+
+def run_commands(directory: Path, *commands: list[str]) -> tuple[list[int], str]:
+    """The exit status of each z2a command, and all that was printed."""
+    done = without_linux(directory, str(SIMULATION / "run_commands.py"), json.dumps(commands))
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
+    assert "Traceback" not in printed
+    statuses = [line for line in done.stderr.splitlines() if line.startswith("exit status ")]
+    return [int(line.removeprefix("exit status ")) for line in statuses], printed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_mount_namespaces(tmp_path_factory: pytest.TempPathFactory) -> None:
+    probe = without_linux(tmp_path_factory.mktemp("probe"), "-c", "")
+    if probe.returncode:
+        pytest.skip(f"no mount namespace can be made here: {probe.stderr.strip()}")
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "record.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.mark.slow
+def test_a_run_without_linux_has_the_same_losses_after_a_stop(workspace: Path, tmp_path: Path) -> None:
+    options = ["evals.every=6 steps", "checkpoint.flash_every=2 steps"]
+    train(tiny_recipe(workspace, f"out={tmp_path}/linux", *options))
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "other"
+    recipe.write_text(recipe_yaml(tiny_recipe(workspace, f"out={out}", *options)), encoding="utf-8")
+    statuses, printed = run_commands(
+        tmp_path,
+        ["recipe", "check", str(recipe)],
+        ["at step 5", "train", str(recipe)],
+        ["train", str(recipe)],
+        ["ckpt", "ls", str(out)],
+        ["eval", "loss", str(out)],
+        ["generate", str(out), "--prompt", "the model", "--max-tokens", "4"],
+        ["export", str(out), "--to", f"{out}/hf"],
+        ["report", str(out), "--html", f"{out}/report.html"],
+        ["launch", "--procs", "2", "--", "train", str(recipe)],
+    )
+    assert statuses == [0, 1, 0, 0, 0, 0, 0, 0, 2], printed
+    assert losses(out / "run") == losses(tmp_path / "linux" / "run")
+    assert "stopped after step 6 of 12" in printed
+    assert "resuming after step 6" in printed
+    assert printed.count(NO_MEMORY) == 2, "once in each process that trains"
+    assert "'z2a launch' runs on Linux only, and this is darwin" in printed
+    watch = [str(HERE / "interrupted.py"), sys.executable, "-m", "zero2all.cli", "watch", str(out)]
+    page = without_linux(tmp_path, *watch, libraries="uvicorn starlette")
+    assert page.returncode == 0, page.stdout
+    assert "http://127.0.0.1:" in page.stdout
+
+
+@pytest.mark.long
+def test_the_quickstart_and_the_checks_run_without_linux(workspace: Path, tmp_path: Path) -> None:
+    """/dev/shm also holds the semaphores of worker processes: without them one process does the work."""
+    raw, first = workspace / "raw", tmp_path / "first"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(recipe_yaml(tiny_recipe(workspace, f"out={tmp_path}", "corpus.dir=null")), encoding="utf-8")
+    statuses, printed = run_commands(
+        tmp_path,
+        ["doctor", "--dir", str(tmp_path)],
+        ["quickstart", "--out", str(first), "--corpus", str(raw / "zh"), *TINY[:-1], "corpus.filters=[]"],
+        ["watch", str(first), "--once"],
+        ["corpus", "build", str(recipe), "--workers", "2"],
+        ["rendezvous"],
+        ["chaos", "--out", str(tmp_path / "chaos")],
+    )
+    assert statuses == [0, 0, 0, 0, 2, 2], printed
+    assert printed.count(NO_MEMORY) == 1
+    assert printed.count("no worker processes") == 1
