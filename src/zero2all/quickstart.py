@@ -25,7 +25,7 @@ from zero2all.recipe import Recipe, builtin_recipe_path, load_recipe, recipe_yam
 from zero2all.recipe.source_names import to_source_name
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import TokenStore, build_tokens, opening_prompts
-from zero2all.train import Run, train
+from zero2all.train import Run, ScheduleChangedError, train
 from zero2all.units import show_bytes, show_count, show_seconds
 
 # Parts of the standard library that are tests, data, or so large and uniform that a small model learns little else.
@@ -107,7 +107,10 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
     if not has_validation:
         warn("no validation set: the model will not be evaluated. Give more text, or raise corpus.holdout")
     with _timed_stage("4/5 train: tokens to a model", "train", seconds):
-        trained = train(recipe, evaluate=evaluate_bpb if has_validation else None)
+        try:
+            trained = train(recipe, evaluate=evaluate_bpb if has_validation else None)
+        except ScheduleChangedError as error:
+            raise ScheduleChangedError(f"{error}\nfor example: z2a train {out}/recipe.yaml --extend rewarm") from error
     with _timed_stage("5/5 evals: the model on text it has not seen", "evals", seconds):
         run = Run.open(recipe.run_dir)
         model, tokenizer = run.load_model(), run.tokenizer()
@@ -184,7 +187,7 @@ def summary_text(result: QuickstartResult) -> str:
         (f"z2a watch {out}", "curves, samples and health checks in a browser"),
         (f"z2a report {out} --html {out}/report.html", "the same as one file"),
         (f'z2a generate {out} --prompt "..."', "generate text"),
-        (f"z2a train {out}/recipe.yaml train.steps=1000", "train it further"),
+        (f"z2a train {out}/recipe.yaml train.steps=1000 --extend rewarm", "train it further"),
         (f"z2a tokens trace {out} --step {min(10, result.steps - 1)}", "see which documents were in a step"),
         (f"z2a export {out} --to {out}/hf", "a directory for transformers, vLLM, llama.cpp"),
     )

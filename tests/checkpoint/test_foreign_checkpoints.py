@@ -140,7 +140,7 @@ def test_training_does_not_resume_from_it(
 ) -> None:
     inject(run / "checkpoints" / "step-00000008", tmp_path / "mark")
     with pytest.raises(Z2aError, match="step-00000008"):
-        train(tiny_recipe(workspace, f"out={run.parent}", "train.steps=12"))
+        train(tiny_recipe(workspace, f"out={run.parent}", "train.steps=12"), extend="constant")
     assert not (tmp_path / "mark").exists()
 
 

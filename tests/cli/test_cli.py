@@ -130,7 +130,11 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
         stage = z2a(*words, out / "recipe.yaml", "--json")
         assert stage.returncode == 0, stage.stderr
         assert json.loads(stage.stdout)["reused"] is True
-    trained = z2a("train", out / "recipe.yaml", "train.steps=122", "--json")
+    longer = z2a("quickstart", "--corpus", tmp_path / "raw/en.jsonl", tmp_path / "raw/zh", *SMALL, "train.steps=122",
+                 "--out", out)  # fmt: skip
+    assert longer.returncode == 2
+    assert f"for example: z2a train {out}/recipe.yaml --extend rewarm" in longer.stderr
+    trained = z2a("train", out / "recipe.yaml", "--extend", "rewarm", "--json")
     assert json.loads(trained.stdout)["resumed_at"] == 120
     traced = json.loads(z2a("tokens", "trace", out, "--step", 3, "--json").stdout)
     assert {"gid", "source", "title"} <= set(traced["documents"][0])

@@ -96,6 +96,7 @@ def test_a_parallel_layout_over_several_nodes_uses_them_in_multiples(workspace: 
     assert counts() == (1, 2, 3, 4, 5, 6)
     assert counts("parallel={tp: 2}") == (2, 4, 6)
     assert counts("parallel={tp: 2}", nodes=(3, 5)) == (4,)
+    assert counts("parallel={tp: 2}", "--extend", "rewarm", "--json") == (2, 4, 6)
     assert counts("parallel={dp_shard: 2, dp_replicate: 2}") == (4,)
     assert counts("parallel={tp: 2}", nodes=(3, 3)) == (3,), "the ranks will report the error"
     assert node_counts(["train", "no-such-file.yaml"], 8, (1, 2)) == (1, 2)

@@ -130,7 +130,7 @@ def test_a_finished_run_is_left_unchanged_and_can_be_extended(
     before = weights(Run.open(tmp_path))
     assert train(tiny_recipe(workspace, f"out={tmp_path}")).resumed_at == 12
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(Run.open(tmp_path)).items())
-    train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=14"))
+    train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=14"), extend="rewarm")
     assert list(losses(Run.open(tmp_path))) == list(range(14))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -24,6 +26,12 @@ def eval_group() -> None:
 CheckpointStep = Annotated[
     int | None, typer.Option("--step", help="Use the checkpoint of this step. Default: the newest.")
 ]
+Extend = Annotated[
+    Literal["constant", "rewarm", "as-planned"] | None,
+    typer.Option(
+        "--extend", help="The learning rate of a resumed stage whose length or schedule has changed. Default: refuse."
+    ),
+]
 
 
 NewRunName = Annotated[
@@ -36,7 +44,13 @@ NewRunName = Annotated[
 
 
 @command
-def train(recipe: RecipePath, overrides: Overrides = None, name: NewRunName = None, json: Json = False) -> Result:
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    name: NewRunName = None,
+    extend: Extend = None,
+    json: Json = False,
+) -> Result:
     """Train or resume a run.
 
     Example: z2a train recipes/quickstart.yaml model.num_hidden_layers=6 --name deeper
@@ -44,10 +58,15 @@ def train(recipe: RecipePath, overrides: Overrides = None, name: NewRunName = No
     from zero2all.evals import evaluate_bpb
     from zero2all.processes import process_start_time
     from zero2all.recipe import load_recipe
-    from zero2all.train import train
+    from zero2all.train import ScheduleChangedError, train
 
     loaded = load_recipe(recipe, [*(overrides or []), *name_overrides(name)])
-    summary = train(loaded, evaluate=evaluate_bpb, start_time=process_start_time())
+    try:
+        summary = train(loaded, evaluate=evaluate_bpb, start_time=process_start_time(), extend=extend)
+    except ScheduleChangedError as error:
+        launched = "launch ... -- " if "RANK" in os.environ else ""
+        with_choice = shlex.join([*sys.argv[1:], "--extend", "rewarm"])
+        raise ScheduleChangedError(f"{error}\nfor example: z2a {launched}{with_choice}") from error
     is_rank0 = os.environ.get("RANK", "0") == "0"  # only one of several ranks reports it
     text = f"trained {summary.steps} steps; the run is in {summary.run}" if is_rank0 else ""
     return Result(asdict(summary), text)

@@ -308,6 +308,7 @@ def node_counts(command: Sequence[str], procs: int, nodes: tuple[int, int]) -> t
     if len(command) < 2 or command[0] != "train":
         return every
     try:
+        # Values of options, such as --extend rewarm, are not overrides.
         recipe = load_recipe(command[1], [word for word in command[2:] if "=" in word and not word.startswith("-")])
     except (Z2aError, OSError):
         return every

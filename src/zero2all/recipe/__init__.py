@@ -29,6 +29,8 @@ from zero2all.recipe.sections import (
 )
 from zero2all.recipe.training import (
     BatchRampRecipe,
+    ExtendMode,
+    ExtensionRecipe,
     GuardRecipe,
     OptimizerRecipe,
     ResolvedStage,
@@ -45,6 +47,8 @@ __all__ = [
     "CorpusRecipe",
     "DedupRecipe",
     "EvalsRecipe",
+    "ExtendMode",
+    "ExtensionRecipe",
     "GuardRecipe",
     "Mistake",
     "ModelConfig",

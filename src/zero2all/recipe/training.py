@@ -69,6 +69,26 @@ class ScheduleRecipe(Section):
     """For wsd: fraction of the stage over which the rate decays."""
 
 
+ExtendMode = Literal["constant", "rewarm", "as-planned"]
+
+
+class ExtensionRecipe(Section):
+    """A change of the learning-rate schedule of a stage that had begun, as ``z2a train --extend`` made it."""
+
+    stage: Slug
+    """Name of the stage."""
+    step: Count
+    """The first step after the change, counted from the start of the run."""
+    mode: ExtendMode
+    """The learning rate from that step to the end of the stage. constant: that of the step before. rewarm: a linear
+    warmup from there to the peak, then the stage's schedule over the steps that are left. as-planned: the stage's
+    schedule, as if no step had been trained with another one."""
+    schedule: ScheduleRecipe
+    """The schedule before the change."""
+    steps: Count
+    """The length of the stage before the change."""
+
+
 class GuardRecipe(Section):
     """Loss-spike guard: what happens when a loss or gradient norm is an outlier or not finite."""
 
@@ -96,6 +116,7 @@ class BatchRampRecipe(Section):
     """Length of the ramp; tokens and epochs are counted in full batches."""
 
 
+ONLY_STAGE = "main"  # the name of the stage of a recipe without stages
 LENGTH_KEYS = ("steps", "tokens", "epochs")
 
 
@@ -167,6 +188,7 @@ class ResolvedStage:
     mixture: dict[str, float]
     max_epochs: float | None
     schedule: ScheduleRecipe
+    extensions: tuple[ExtensionRecipe, ...]
     rope_theta: float | None
     rope_scaling: RopeScaling | None
 
@@ -212,6 +234,9 @@ class TrainRecipe(TrainLength):
     """The optimizer and its hyperparameters."""
     schedule: ScheduleRecipe = ScheduleRecipe()
     """The learning-rate schedule."""
+    extensions: list[ExtensionRecipe] = []
+    """Changes of the schedule of stages that had begun, in the order of their steps. ``z2a train --extend`` writes them
+    to the recipe in the run directory, and a resumed run takes them from there."""
     guard: GuardRecipe = GuardRecipe()
     """The loss-spike guard."""
 
@@ -225,6 +250,12 @@ class TrainRecipe(TrainLength):
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             yield Mistake("two stages share a name", ("stages",))
+        extended = [extension.step for extension in self.extensions]
+        if extended != sorted(set(extended)):
+            yield Mistake("extensions must be in the order of their steps", ("extensions",))
+        for extension in self.extensions:
+            if extension.stage not in (names or [ONLY_STAGE]):
+                yield Mistake(f"extensions names {extension.stage}, which is not a stage", ("extensions", "stages"))
         yield from self._batch_mistakes()
 
     def _batch_mistakes(self) -> Iterator[Mistake]:
@@ -265,7 +296,7 @@ class TrainRecipe(TrainLength):
         """The stages with every field filled in; a run without a list of them is one stage called main."""
         # Not validated again: a recipe whose mistakes are being collected may have two lengths.
         main = StageRecipe.model_construct(
-            name="main",
+            name=ONLY_STAGE,
             steps=self.steps,
             tokens=self.tokens,
             epochs=self.epochs,
@@ -296,6 +327,7 @@ class TrainRecipe(TrainLength):
             mixture=self.mixture if stage.mixture is None else stage.mixture,
             max_epochs=stage.max_epochs or self.max_epochs,
             schedule=stage.schedule or (self.schedule if first else later),
+            extensions=tuple(extension for extension in self.extensions if extension.stage == stage.name),
             rope_theta=stage.rope_theta,
             rope_scaling=stage.rope_scaling,
         )

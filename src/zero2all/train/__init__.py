@@ -6,9 +6,20 @@
 
 from zero2all.train.blame import blame_step
 from zero2all.train.export import export_run
+from zero2all.train.extension import ScheduleChangedError
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.run import Run
 from zero2all.train.trace import trace_step
 from zero2all.train.trainer import Trainer, TrainSummary, train
 
-__all__ = ["Run", "TrainSummary", "Trainer", "TrainerHooks", "blame_step", "export_run", "trace_step", "train"]
+__all__ = [
+    "Run",
+    "ScheduleChangedError",
+    "TrainSummary",
+    "Trainer",
+    "TrainerHooks",
+    "blame_step",
+    "export_run",
+    "trace_step",
+    "train",
+]

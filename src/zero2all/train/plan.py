@@ -13,9 +13,9 @@ import numpy as np
 
 from zero2all.checkpoint.training_state import StageIdentity
 from zero2all.errors import UsageError
-from zero2all.recipe import Recipe, ResolvedStage, RopeScaling
+from zero2all.recipe import Recipe, ResolvedStage, RopeScaling, ScheduleRecipe
 from zero2all.tokens import PackedDataset, TokenStore
-from zero2all.train.lr_schedule import LRSchedule
+from zero2all.train.lr_schedule import LRSchedule, StageSchedule
 from zero2all.units import Duration
 
 MAX_USEFUL_EPOCHS = 4  # from about here on, repeated text teaches less than new text (https://arxiv.org/abs/2305.16264)
@@ -29,7 +29,7 @@ class StagePlan:
     first_step: int
     steps: int
     dataset: PackedDataset
-    schedule: LRSchedule
+    schedule: StageSchedule
     ramp_steps: int
 
     @property
@@ -95,7 +95,7 @@ class Plan:
     """
 
     def __init__(self, recipe: Recipe, store: TokenStore) -> None:
-        self.model = recipe.model
+        self.model, self.store = recipe.model, store
         self.stages: list[StagePlan] = []
         first, previous_lr_multiplier = 0, 1.0
         for stage in recipe.train.resolved_stages():
@@ -153,8 +153,7 @@ def _plan_stage(
     steps = _count_steps(stage, epoch, ramp_steps)
     if steps < 1:
         raise UsageError(f"{stage.duration} is less than one step of {stage.batch_tokens} tokens")
-    warmup = stage.schedule.warmup.in_steps(stage.batch_tokens, epoch)
-    schedule = LRSchedule.from_recipe(stage.schedule, steps, warmup, previous_lr_multiplier)
+    schedule = _plan_schedule(stage, steps, epoch, first_step, previous_lr_multiplier)
     plan = StagePlan(stage, first_step, steps, dataset, schedule, ramp_steps)
     if stage.max_epochs is None or not stage.mixture:
         return plan
@@ -162,6 +161,29 @@ def _plan_stage(
     weights = cap_mixture_weights(stage.mixture, sequences, plan.sample_range(plan.end_step - 1)[1], stage.max_epochs)
     capped = PackedDataset(store, stage.seq_len, seed, stage.name, weights)
     return StagePlan(stage, first_step, steps, capped, schedule, ramp_steps)
+
+
+def _plan_schedule(
+    stage: ResolvedStage, steps: int, tokens_per_epoch: int, first_step: int, previous_lr_multiplier: float
+) -> StageSchedule:
+    """The stage's schedule, after those of the steps before each extension. Past the end of the stage one is void."""
+
+    def resolve(recipe: ScheduleRecipe, length: int) -> LRSchedule:
+        warmup = recipe.warmup.in_steps(stage.batch_tokens, tokens_per_epoch)
+        return LRSchedule.from_recipe(recipe, length, warmup, previous_lr_multiplier)
+
+    extensions = [extension for extension in stage.extensions if extension.step < first_step + steps]
+    if extensions and extensions[0].step <= first_step:
+        raise UsageError(
+            f"train.extensions: stage {stage.name} begins at step {first_step}, so it cannot be extended at "
+            f"step {extensions[0].step}"
+        )
+    schedules = [resolve(extension.schedule, extension.steps) for extension in extensions]
+    schedules.append(resolve(stage.schedule, steps))
+    planned = StageSchedule.of(schedules[0])
+    for extension, schedule in zip(extensions, schedules[1:], strict=True):
+        planned = planned.extended(extension.step - first_step, extension.mode, schedule)
+    return planned
 
 
 def _count_steps(stage: ResolvedStage, tokens_per_epoch: int, ramp_steps: int) -> int:

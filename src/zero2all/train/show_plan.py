@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
 from zero2all.console import say, warn
+from zero2all.errors import Z2aError
 from zero2all.hardware import dtype_name
 from zero2all.model import hf_incompatibility
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import ModelConfig
+from zero2all.track.record_reader import RecordReader
+from zero2all.track.run_locations import RECORD_FILE, LocalRunLocation
 from zero2all.train.hyperparameters import (
     STEP_LAW,
     TOKENS_PER_PARAMETER,
@@ -21,10 +30,40 @@ from zero2all.units import show_count
 
 WIDTH, HEIGHT = 60, 8
 BLOCK_CHARS = " ▁▂▃▄▅▆▇█"
+TRAINED_CHAR = "▒"
+HISTORY_POINTS = 1000  # read from the record, for a plot of WIDTH columns
+
+
+@dataclass(frozen=True)
+class LRHistory:
+    """Learning rates of the steps before ``stop``, as the record has them."""
+
+    stop: int
+    steps: NDArray[np.float64]
+    rates: NDArray[np.float64]
+
+
+def read_lr_history(run_directory: Path, stop: int) -> LRHistory | None:
+    """None if no step was trained before ``stop``, or the record does not have it."""
+    if not stop:
+        return None
+    try:
+        reader = RecordReader(LocalRunLocation(run_directory), RECORD_FILE)
+        reader.refresh(reader.location.file_sizes())
+        table = reader.table(["lr"], last=stop - 1, points=HISTORY_POINTS)
+    except Z2aError:  # it cannot be read: there is less to show, and nothing else depends on it
+        return None
+    known = np.isfinite(table.mean["lr"])
+    return LRHistory(stop, table.steps[known], table.mean["lr"][known]) if known.any() else None
 
 
 def say_run(
-    plan: Plan, model: ParallelModel, peak_lr: float, chosen: list[ChosenValue], peak_flops_source: str
+    plan: Plan,
+    model: ParallelModel,
+    peak_lr: float,
+    chosen: list[ChosenValue],
+    peak_flops_source: str,
+    history: LRHistory | None = None,
 ) -> None:
     """Model, device, parallelism and kernels, then the plan."""
     parameters, tokens = count_parameters(model.config).total, plan.tokens_before(plan.total_steps)
@@ -38,11 +77,11 @@ def say_run(
         warn(f"this model cannot be exported to a standard architecture: {reason}")
     for value in chosen:
         say(f"chosen: {value}")
-    say_plan(plan, peak_lr)
+    say_plan(plan, peak_lr, history)
     say_scaling_advice(plan, model.config)
 
 
-def say_plan(plan: Plan, peak_lr: float) -> None:
+def say_plan(plan: Plan, peak_lr: float, history: LRHistory | None = None) -> None:
     for stage in plan.stages:
         say(format_stage(stage))
     epochs = plan.epochs_by_source()
@@ -51,7 +90,7 @@ def say_plan(plan: Plan, peak_lr: float) -> None:
         if count > MAX_USEFUL_EPOCHS:
             warn(f"{name} is read for {count:.1f} epochs; past {MAX_USEFUL_EPOCHS}, repeated text teaches little")
     if plan.total_steps > 1:
-        for line in lr_plot(plan, peak_lr):
+        for line in lr_plot(plan, peak_lr, history):
             say(line)
 
 
@@ -74,14 +113,27 @@ def format_stage(stage: StagePlan) -> str:
     )
 
 
-def lr_plot(plan: Plan, peak_lr: float) -> list[str]:
-    """Learning rate over the run in block characters."""
+def lr_plot(plan: Plan, peak_lr: float, history: LRHistory | None = None) -> list[str]:
+    """Learning rate over the run in block characters: as recorded before a resume, as planned after it."""
     columns = min(WIDTH, plan.total_steps)
     steps = [round(column * (plan.total_steps - 1) / max(1, columns - 1)) for column in range(columns)]
-    heights = [round(plan.stage_of(step).lr_multiplier(step) * HEIGHT * 8) for step in steps]
+    rates = [peak_lr * plan.stage_of(step).lr_multiplier(step) for step in steps]
+    trained = 0 if history is None else sum(step < history.stop for step in steps)
+    if history is not None:
+        rates[:trained] = np.interp(steps[:trained], history.steps, history.rates).tolist()
+    top = max(peak_lr, *rates)
+    heights = [round(rate / top * HEIGHT * 8) for rate in rates]
     lines = []
     for row in reversed(range(HEIGHT)):
-        bars = "".join(BLOCK_CHARS[min(8, max(0, height - 8 * row))] for height in heights)
-        label = f"{peak_lr * (row + 1) / HEIGHT:.1e}" if row in (HEIGHT - 1, HEIGHT // 2 - 1) else " " * 7
+        filled = [min(8, max(0, height - 8 * row)) for height in heights]
+        bars = "".join(TRAINED_CHAR if eighths >= 4 or (eighths and not row) else " " for eighths in filled[:trained])
+        bars += "".join(BLOCK_CHARS[eighths] for eighths in filled[trained:])
+        label = f"{top * (row + 1) / HEIGHT:.1e}" if row in (HEIGHT - 1, HEIGHT // 2 - 1) else " " * 7
         lines.append(f"lr {label} │{bars}".rstrip())
-    return [*lines, f"{'':11}└ step 0 to {plan.total_steps}"]
+    if history is None:
+        return [*lines, f"{'':11}└ step 0 to {plan.total_steps}"]
+    axis = ["─"] * columns
+    if trained < columns:
+        axis[trained] = "┴"
+    legend = f"step 0 to {plan.total_steps}: {TRAINED_CHAR} trained, █ planned from step {history.stop}"
+    return [*lines, f"{'':11}└{''.join(axis)}", f"{'':12}{legend}"]

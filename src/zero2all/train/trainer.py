@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from threading import Event
 from types import TracebackType
@@ -19,7 +19,6 @@ from zero2all.checkpoint import (
     CheckpointCallbacks,
     CheckpointManager,
     RankGroup,
-    RestorePoint,
     RunIdentity,
     TrainingState,
     run_lock,
@@ -27,13 +26,13 @@ from zero2all.checkpoint import (
 from zero2all.checkpoint.training_state import LossScaleState, RopeState
 from zero2all.console import console, say, warn
 from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
-from zero2all.errors import Interrupted, UsageError, Z2aError
+from zero2all.errors import Interrupted, Z2aError
 from zero2all.hardware import compute_dtype, peak_flops, pick_device, set_deterministic
 from zero2all.model import document_starts
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.parallel import ParallelMesh, ParallelModel
-from zero2all.recipe import Recipe
+from zero2all.recipe import ExtendMode, Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore, verify_store
 from zero2all.track import RunRecord, open_sinks
@@ -41,18 +40,17 @@ from zero2all.track.goodput import compute_run_goodput, format_goodput
 from zero2all.train.data_loader import Batch, DataLoader
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
-from zero2all.train.identity_changes import identity_changes
-from zero2all.train.optimizer import apply_settings, build_optimizers, set_learning_rate
+from zero2all.train.optimizer import build_optimizers, set_learning_rate
 from zero2all.train.plan import Plan, StagePlan
+from zero2all.train.resume import load_newest, restore_state
 from zero2all.train.run import Run, require_data, resolve_model_config
 from zero2all.train.samples import record_samples
-from zero2all.train.show_plan import say_run
+from zero2all.train.show_plan import read_lr_history, say_run
 from zero2all.train.signals import stop_requested
 from zero2all.train.source_losses import LOSS, SourceLosses
 from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
 from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spike
 from zero2all.train.throughput import PER_RANK_METRICS, ThroughputMeter
-from zero2all.workspace import NEW_RUN_COMMAND
 
 LossFunction = Callable[..., Tensor]
 Evaluator = Callable[[LossFunction, Tokenizer, Recipe], dict[str, Any]]
@@ -66,13 +64,15 @@ def train(
     hooks: TrainerHooks | None = None,
     evaluate: Evaluator | None = None,
     start_time: float | None = None,
+    extend: ExtendMode | None = None,
 ) -> TrainSummary:
     """Train for the recipe's duration, resuming where an earlier call stopped.
 
     ``evaluate`` is called every ``evals.every`` with a function that computes the losses of inputs and targets; what it
-    returns goes to the record. Time counts as start-up from ``start_time`` on: now, if not given.
+    returns goes to the record. Time counts as start-up from ``start_time`` on: now, if not given. ``extend`` says how
+    the learning rate continues if the schedule of a stage that has begun was changed.
     """
-    with Trainer(recipe, hooks, evaluate, start_time) as trainer:
+    with Trainer(recipe, hooks, evaluate, start_time, extend) as trainer:
         summary = trainer.train()
     del trainer
     gc.collect()  # its callbacks refer to it, so its model would stay in memory until the next collection
@@ -125,6 +125,7 @@ class Trainer:
         hooks: TrainerHooks | None = None,
         evaluate: Evaluator | None = None,
         start_time: float | None = None,
+        extend: ExtendMode | None = None,
     ) -> None:
         """Join the other ranks, build model and optimizers, load the newest checkpoint."""
         require_data(recipe)
@@ -146,7 +147,7 @@ class Trainer:
             self.rank_group.on_rank0(lambda: stack.enter_context(run_lock(self.run.directory)))
             self._init_data()
             self._init_model()
-            self._init_checkpoints()
+            self._init_checkpoints(extend)
             self._exit_stack = stack.pop_all()  # holds the run lock
 
     def _init_data(self) -> None:
@@ -186,7 +187,7 @@ class Trainer:
         self._retried_steps: set[int] = set()  # steps that were repeated with the same data
         self._consecutive_spikes = 0
 
-    def _init_checkpoints(self) -> None:
+    def _init_checkpoints(self, extend: ExtendMode | None) -> None:
         recipe, run, ranks = self.recipe, self.run, self.rank_group
         self.skipped_steps: list[int] = []  # since their data is bad
         self.last_validation: dict[str, Any] = {}  # and its step
@@ -212,12 +213,15 @@ class Trainer:
                 on_phase=self.hooks.on_checkpoint,
             ),
         )
-        restored = self._load_newest()
+        resumed = load_newest(self.checkpoint_manager, run, self.plan, self.identity, ranks, extend)
+        restored, self.recipe, run.recipe, self.plan = resumed.restored, resumed.recipe, resumed.recipe, resumed.plan
         self.first_step = self.resume_step = 0 if restored is None else restored.step  # a rollback changes the latter
+        history = None
         if self.mesh.rank == 0:
             run.save_metadata(self.identity, self.tokenizer, self.mesh.device)
+            history = read_lr_history(run.directory, self.first_step)
         peak = peak_flops(self.mesh.device, self.model.dtype)
-        say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, peak.source)
+        say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, peak.source, history)
         self.heartbeat.record_phase(StartupPhase.LOADED, done=None if restored is None else restored.step)
         mode = recipe.parallel.activation_checkpointing
         recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
@@ -225,7 +229,7 @@ class Trainer:
             self.plan, self.config, self.mesh.device, peak.flops * self.mesh.dims.world_size, recompute
         )
         if restored is not None:
-            self._restore_state(restored)
+            self._restore_state(restored.state)
 
     def __enter__(self) -> Trainer:
         return self
@@ -452,7 +456,7 @@ class Trainer:
         # Steps that an earlier rollback skipped stay skipped: the loaded state may not know of them yet.
         bad_steps = [] if again else range(first_bad, first_bad + self.guard.recipe.skip)
         skipped = sorted({*self.skipped_steps, *bad_steps})
-        self._restore_state(restored)
+        self._restore_state(restored.state)
         self.skipped_steps, self.resume_step = skipped, restored.step
         self.throughput.restart_timer()
         self.record.event("rollback", step=step, to=restored.step, skipped=skipped)
@@ -502,40 +506,8 @@ class Trainer:
         if not self.rank_group.on_rank0(lambda: self.run.checkpoints.is_valid(self.plan.total_steps)):
             self.save(self.plan.total_steps, wait=True)
 
-    def _load_newest(self) -> RestorePoint | None:
-        """Load the newest valid state if there is one. Refuse a run with another identity."""
-        manager, plan, directory = self.checkpoint_manager, self.plan, self.run.directory
-        restored, decision = manager.find_restore_point(), manager.decision
-        assert decision is not None
-        if restored is None:
-            if decision.rejected:
-                warn(decision.reason)
-            manager.begin_history(None)
-            return None
-        step, saved = restored.step, restored.state
-        # Stages that have not begun may be changed.
-        begun = replace(self.identity, stages=plan.identity(before=step))
-        before = replace(saved, stages=[stage for stage in saved.stages if stage.first_step < step])
-        if changes := identity_changes(before, begun):
-            raise UsageError(
-                f"the run in {directory} was trained with {'; '.join(changes)}: "
-                f"train another run on the same tokens ({NEW_RUN_COMMAND}), or remove this directory"
-            )
-        if step > plan.total_steps:
-            raise UsageError(f"the run in {directory} is at step {step} already, past the {plan.total_steps} asked for")
-        manager.load(restored)
-        say(f"resuming after step {step}: restored {decision.reason}")
-        return restored
-
-    def _restore_state(self, restored: RestorePoint) -> None:
-        """Restore what a checkpoint holds beside the tensors; gradients of an unfinished step are dropped."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        apply_settings(self.optimizers, self.recipe.train.optimizer)
-        state, loss_scaler = restored.state, self.model.loss_scaler
-        self.guard.load_state(state.guard)
-        if loss_scaler is not None and state.loss_scale is not None:
-            loss_scaler.load_state_dict(asdict(state.loss_scale))
+    def _restore_state(self, state: TrainingState) -> None:
+        restore_state(state, self.model, self.optimizers, self.recipe.train.optimizer, self.guard)
         self.skipped_steps = list(state.skipped)
 
 

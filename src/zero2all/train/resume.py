@@ -1,0 +1,136 @@
+"""Resuming a run: the state that is loaded, whether the recipe may continue it, and the learning rate from there."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from torch.optim import Optimizer
+
+from zero2all.checkpoint import CheckpointManager, RankGroup, RestorePoint, RunIdentity, TrainingState
+from zero2all.console import say, warn
+from zero2all.errors import UsageError, Z2aError
+from zero2all.parallel import ParallelModel
+from zero2all.recipe import ExtendMode, OptimizerRecipe, Recipe
+from zero2all.train.extension import PlannedRun, continue_schedule
+from zero2all.train.identity_changes import identity_changes
+from zero2all.train.optimizer import apply_settings
+from zero2all.train.plan import Plan
+from zero2all.train.run import Run
+from zero2all.train.spike_detector import SpikeDetector
+from zero2all.workspace import NEW_RUN_COMMAND
+
+
+@dataclass(frozen=True)
+class ResumedRun:
+    """The state that was loaded, and the recipe and plan with the extensions of the run."""
+
+    restored: RestorePoint | None
+    recipe: Recipe
+    plan: Plan
+
+
+def load_newest(
+    manager: CheckpointManager, run: Run, plan: Plan, identity: RunIdentity, ranks: RankGroup, extend: ExtendMode | None
+) -> ResumedRun:
+    """Load the newest valid state if there is one. Refuse a recipe that cannot continue it before anything is changed.
+
+    ``extend`` is the choice for a begun stage whose schedule has changed.
+    """
+    restored, decision = manager.find_restore_point(), manager.decision
+    assert decision is not None
+    if restored is None:
+        if decision.rejected:
+            warn(decision.reason)
+        if extend is not None:
+            say(f"--extend {extend} changes nothing: the run starts from scratch")
+        manager.begin_history(None)
+        return ResumedRun(None, run.recipe, plan)
+    step = restored.step
+    _refuse_other_identity(restored, identity, plan, run)
+    if step > plan.total_steps:
+        raise UsageError(f"the run in {run.directory} is at step {step} already, past the {plan.total_steps} asked for")
+    planned = PlannedRun(run.recipe, plan)
+    before = _last_start(run, plan, step, ranks) if step else planned
+    if isinstance(before, str):
+        if extend in ("constant", "rewarm"):
+            raise UsageError(f"--extend {extend} needs the learning rate of the last start: {before}")
+        warn(f"the learning rate may differ from that of the last start, which is unknown: {before}")
+        before = planned
+    resumed = continue_schedule(before, planned, step, extend) if step else planned
+    manager.load(restored)
+    say(f"resuming after step {step}: restored {decision.reason}")
+    for line in _changed_rates(before, resumed, step):
+        say(line)
+    return ResumedRun(restored, resumed.recipe, resumed.plan)
+
+
+def _refuse_other_identity(restored: RestorePoint, identity: RunIdentity, plan: Plan, run: Run) -> None:
+    # Stages that have not begun may be changed.
+    begun = replace(identity, stages=plan.identity(before=restored.step))
+    saved = restored.state
+    before = replace(saved, stages=[stage for stage in saved.stages if stage.first_step < restored.step])
+    if changes := identity_changes(before, begun):
+        raise UsageError(
+            f"the run in {run.directory} was trained with {'; '.join(changes)}: "
+            f"train another run on the same tokens ({NEW_RUN_COMMAND}), or remove this directory"
+        )
+
+
+def _last_start(run: Run, plan: Plan, step: int, ranks: RankGroup) -> PlannedRun | str:
+    """What the last start planned, or why that is unknown. Rank 0 reads it for all."""
+    path = run.directory / "recipe.yaml"
+
+    def read() -> Recipe | str:
+        try:
+            return run.stored_recipe() or f"{run.directory} has no metadata"
+        except (Z2aError, OSError) as error:
+            return str(error)
+
+    stored = ranks.on_rank0(read)
+    if isinstance(stored, str):
+        return stored
+    try:
+        before = PlannedRun(stored, Plan(stored, plan.store))
+        _peak_rates(before)
+    except (Z2aError, ValueError) as error:  # of another token store, or with a value that a run has always set
+        return f"{path} cannot be used ({error})"
+    if step > before.plan.total_steps or plan.identity(before=step) != before.plan.identity(before=step):
+        return f"{path} does not fit the state after step {step}"
+    return before
+
+
+def _changed_rates(before: PlannedRun, now: PlannedRun, step: int) -> list[str]:
+    """A line for each peak learning rate that the recipe has changed."""
+    lines = []
+    for key, will_be in _peak_rates(now).items():
+        was = _peak_rates(before)[key]
+        if was != will_be and step < now.plan.total_steps:
+            last = was * before.plan.stage_of(step - 1).lr_multiplier(step - 1)
+            following = will_be * now.plan.stage_of(step).lr_multiplier(step)
+            lines.append(
+                f"train.optimizer.{key} is {will_be:g}, before {was:g}: "
+                f"{last:.2e} at step {step - 1}, {following:.2e} at step {step}"
+            )
+    return lines
+
+
+def _peak_rates(run: PlannedRun) -> dict[str, float]:
+    optimizer = run.recipe.train.optimizer
+    muon = {"muon_lr": optimizer.peak_muon_lr} if optimizer.name == "muon" else {}
+    return {"lr": optimizer.peak_lr, **muon}
+
+
+def restore_state(
+    state: TrainingState,
+    model: ParallelModel,
+    optimizers: list[Optimizer],
+    options: OptimizerRecipe,
+    guard: SpikeDetector,
+) -> None:
+    """Restore what a checkpoint holds beside the tensors; gradients of an unfinished step are dropped."""
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    apply_settings(optimizers, options)
+    guard.load_state(state.guard)
+    if model.loss_scaler is not None and state.loss_scale is not None:
+        model.loss_scaler.load_state_dict(asdict(state.loss_scale))
