@@ -169,8 +169,9 @@ def size_text(size: int) -> str:
 
 
 def since(path: str) -> str:
-    """The version that introduced a key, by the tables of recipe keys in the changelog."""
-    found = (version for version, key in changelog_keys() if f".{path}".endswith(f".{key}"))
+    """The version that introduced a key or the list that it is in, by the tables of recipe keys in the changelog."""
+    lists = [path.split("[]")[0]] if "[]" in path else []
+    found = (version for version, key in changelog_keys() for one in (path, *lists) if f".{one}".endswith(f".{key}"))
     return next(found, FIRST_VERSION)
 
 

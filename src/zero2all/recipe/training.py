@@ -70,6 +70,7 @@ class ScheduleRecipe(Section):
 
 
 ExtendMode = Literal["constant", "rewarm", "as-planned"]
+"""How the learning rate of a stage that has begun continues under a changed schedule."""
 
 
 class ExtensionRecipe(Section):
