@@ -19,7 +19,7 @@ from zero2all.corpus import build_corpus, recommended_workers, summary_lines
 from zero2all.engine import Engine
 from zero2all.errors import UsageError
 from zero2all.evals import evaluate_bpb
-from zero2all.generation import generate
+from zero2all.generation import SamplingParams, generate_batch
 from zero2all.io import write_text
 from zero2all.recipe import Recipe, builtin_recipe_path, load_recipe, recipe_yaml
 from zero2all.recipe.source_names import to_source_name
@@ -116,10 +116,9 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
         model, tokenizer = run.load_model(), run.tokenizer()
         validation = evaluate_bpb(model, tokenizer, recipe) if has_validation else {}
         prompts = recipe.evals.prompts or opening_prompts(recipe.tokens_dir, tokenizer, NUM_GENERATIONS)
-        samples = [
-            Sample(prompt, generate(model, tokenizer, prompt, max_tokens=80, temperature=0.6, seed=recipe.seed))
-            for prompt in prompts[:NUM_GENERATIONS]
-        ]
+        params = SamplingParams(max_tokens=80, temperature=0.6, seed=recipe.seed)
+        completions = generate_batch(model, tokenizer, prompts[:NUM_GENERATIONS], params)
+        samples = [Sample(prompt, done.text) for prompt, done in zip(prompts, completions, strict=False)]
     return QuickstartResult(
         out=str(out),
         documents=documents.documents,

@@ -37,7 +37,7 @@ def test_a_block_is_one_graph_and_gives_the_same(variant: str, packed: bool, bac
     model = make(**VARIANTS[variant], num_hidden_layers=1).train()
     tokens = some_tokens(below=20)
     starts = document_starts(tokens, 7) if packed else None
-    rotary, mask = model.rotary(0, 40, starts), model.attention_masks(40, starts)[model.config.layer_window(0)]
+    rotary, mask = model.rotary(40, starts), model.attention_masks(40, starts)[model.config.layer_window(0)]
     results = []
     for block in (model.layers[0], torch.compile(model.layers[0], fullgraph=True, backend=backend)):
         x = model.embed_tokens(tokens).detach().requires_grad_()

@@ -56,9 +56,10 @@ def test_a_model_with_a_kernel_that_does_not_run_here_can_be_counted() -> None:
 
 def test_cache_bytes_are_those_of_the_cache() -> None:
     config = config_of("dense")
-    cache = KVCache(config, batch=1, length=10, device=CPU, dtype=torch.bfloat16)
-    held = sum(tensor.untyped_storage().nbytes() for tensor in vars(cache).values() if isinstance(tensor, torch.Tensor))
-    assert kv_cache_bytes_per_token(config) * 10 == held
+    cache = KVCache(rows=1, max_length=10, device=CPU)
+    with torch.inference_mode():
+        Z2all(config).init_weights(0).bfloat16()(torch.zeros(1, 3, dtype=torch.int64), cache=cache)
+    assert cache.nbytes == kv_cache_bytes_per_token(config) * 10
 
 
 def kept_for_backward(config: ModelConfig, tokens: int, bf16: bool) -> int:

@@ -67,7 +67,7 @@ def test_the_further_block_learns_the_token_after_next_and_leaves_the_loss_alone
     losses = []
     for _ in range(30):
         state = plain.embed_tokens(inputs)
-        rotary, masks = model.rotary(0, 40, None), model.attention_masks(40, None)
+        rotary, masks = model.rotary(40, None), model.attention_masks(40, None)
         out, _ = model.mtp(state, model.embed_tokens(targets), rotary, masks[None])
         loss = model.lm_head(out[:, :-1], targets[:, 1:]).mean()
         optimizer.zero_grad()

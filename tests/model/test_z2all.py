@@ -26,10 +26,42 @@ VARIANTS = {
 @pytest.mark.parametrize("chunks", [[40], [39, 1], [1] * 40, [10, 7, 1, 22]])
 def test_cache_gives_the_logits_of_the_full_sequence(variant: str, chunks: list[int]) -> None:
     model, tokens = make(**VARIANTS[variant]), some_tokens()
-    cache = KVCache(model.config, batch=2, length=40, device=torch.device("cpu"), dtype=torch.float32)
+    cache = KVCache(rows=2, max_length=40, device=torch.device("cpu"))
+    parts = []
     with torch.inference_mode():
-        parts = [model(chunk, cache=cache) for chunk in tokens.split(chunks, dim=1)]
+        for chunk in tokens.split(chunks, dim=1):
+            parts.append(model(chunk, cache=cache))
+            cache.advance(chunk.shape[1])
         torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cached_rows_of_different_lengths_have_the_logits_of_each_alone(variant: str) -> None:
+    """Row 1 is shorter and joins later; then row 0 ends and row 1 takes its place."""
+    model, tokens = make(**VARIANTS[variant]), some_tokens()
+    cache = KVCache(rows=2, max_length=40, device=torch.device("cpu"))
+    counts = torch.tensor([20, 9])
+
+    def next_logits(tokens_BS: torch.Tensor, counts_B: torch.Tensor | None = None) -> torch.Tensor:
+        logits: torch.Tensor = model(tokens_BS, cache=cache, counts_B=counts_B)[:, 0]
+        cache.advance(tokens_BS.shape[1], counts_B)
+        return logits
+
+    def check(logits: torch.Tensor, row: int, length: int) -> None:
+        torch.testing.assert_close(logits, model(tokens[row : row + 1, :length])[0, -1], atol=2e-5, rtol=1e-4)
+
+    with torch.inference_mode():
+        logits = next_logits(tokens[:, :20], counts)
+        check(logits[0], row=0, length=20)
+        check(logits[1], row=1, length=9)
+        for step in range(3):
+            logits = next_logits(torch.stack([tokens[0, 20 + step], tokens[1, 9 + step]])[:, None])
+            check(logits[0], row=0, length=21 + step)
+            check(logits[1], row=1, length=10 + step)
+        cache.move(1, 0)
+        cache.select(0, 1)
+        assert cache.longest == 12
+        check(next_logits(tokens[1:, 12:13])[0], row=1, length=13)
 
 
 def test_no_token_sees_what_comes_after_it() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.conftest import tiny_recipe
 from zero2all.errors import UsageError, Z2aError
-from zero2all.generation import generate
+from zero2all.generation import SamplingParams, generate_batch
 from zero2all.train import Run, export_run, train
 from zero2all.train.export import TOLERANCE
 
@@ -62,7 +62,8 @@ def test_transformers_generates_the_same_text(run: Run, tmp_path: Path) -> None:
     ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
     stops = [position for position, id in enumerate(ids) if id in tokenizer.stop_token_ids]
     text = tokenizer.decode(ids[: stops[0]] if stops else ids)
-    assert generate(model, tokenizer, "the model", max_tokens=12, temperature=0) == text
+    [completion] = generate_batch(model, tokenizer, ["the model"], SamplingParams(max_tokens=12, temperature=0))
+    assert completion.text == text
 
 
 def test_a_wrong_export_does_not_pass_the_check(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

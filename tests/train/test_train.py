@@ -271,7 +271,7 @@ def test_samples_that_cannot_be_generated_do_not_end_the_run(
     def out_of_memory(*words: object, **options: object) -> str:
         raise torch.OutOfMemoryError("no memory for the KV cache")
 
-    monkeypatch.setattr("zero2all.train.samples.generate", out_of_memory)
+    monkeypatch.setattr("zero2all.train.samples.generate_batch", out_of_memory)
     recipe = tiny_recipe(workspace, f"out={tmp_path}", "train.steps=4", "evals.every=2 steps")
     assert train(recipe, evaluate=evaluate_bpb).steps == 4
     assert capsys.readouterr().err.count("no samples at this validation: no memory for the KV cache") == 2

@@ -124,12 +124,13 @@ def generate(
 
     Example: z2a generate runs/first --prompt "def main("
     """
-    from zero2all.generation import generate
+    from zero2all.generation import SamplingParams, generate_batch
     from zero2all.train import Run
 
     opened = Run.open(run)
-    text = generate(opened.load_model(step), opened.tokenizer(), prompt, max_tokens, temperature, top_k, seed)
-    return Result({"prompt": prompt, "text": text}, prompt + text)
+    params = SamplingParams(max_tokens, temperature, top_k, seed=seed)
+    [completion] = generate_batch(opened.load_model(step), opened.tokenizer(), [prompt], params)
+    return Result({"prompt": prompt, "text": completion.text}, prompt + completion.text)
 
 
 @command

@@ -1,54 +1,76 @@
-"""Autoregressive sampling with a KV cache."""
+"""Text for prompts, all at once or as it is generated."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from zero2all.model import KVCache, Z2all
+from zero2all.errors import UsageError
+from zero2all.generation.decoder import Completion, Decoder, Request, TextPiece
+from zero2all.generation.sampling import SamplingParams
+from zero2all.model import Z2all
 from zero2all.tokenizer import Tokenizer
 
+Prompt = str | Sequence[int]
+"""Text, which begins a document, or tokens, such as a rendered chat."""
+DEFAULT_PARAMS = SamplingParams()
+BATCH_SIZE = 64
 
-@torch.inference_mode()
-def generate(
+
+def generate_batch(
     model: Z2all,
     tokenizer: Tokenizer,
-    prompt: str,
-    max_tokens: int = 128,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
-) -> str:
-    """The continuation of ``prompt``, up to the end of the document or message.
+    prompts: Sequence[Prompt],
+    params: SamplingParams = DEFAULT_PARAMS,
+    batch_size: int = BATCH_SIZE,
+) -> list[Completion]:
+    """A completion of each prompt, in their order, up to the end of the document or message.
 
-    Temperature 0 is greedy decoding. Of the special tokens only stop tokens are ever sampled.
+    >>> stories = generate_batch(model, tokenizer, ["Once upon a time"] * 8, SamplingParams(max_tokens=300))
+    >>> stories[0].text, stories[0].finish_reason
+
+    ``batch_size`` prompts are decoded at a time; each needs memory for a KV cache of its longest possible text. A
+    completion depends on its prompt, the parameters and how many earlier prompts are the same, not on other prompts.
+    A prompt that does not fit into the context beside its text loses its beginning. Of the special tokens only those
+    that end the text are generated.
     """
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    # In training a document follows an end-of-text token, so a prompt does too.
-    # A prompt that does not fit beside the answer loses its beginning.
+    decoder = Decoder(model, tokenizer, _requests(model, tokenizer, prompts, params), params, batch_size, False)
+    completions: dict[int, Completion] = {}
+    while not decoder.finished:
+        completions |= {piece.index: piece.completion for piece in decoder.step() if piece.completion is not None}
+    return [completions[index] for index in range(len(prompts))]
+
+
+def stream(
+    model: Z2all,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    params: SamplingParams = DEFAULT_PARAMS,
+    batch_size: int = BATCH_SIZE,
+) -> Iterator[TextPiece]:
+    """The texts of ``generate_batch`` piece by piece, as they are generated.
+
+    A piece has whole characters only, and never the beginning of a stop string.
+
+    >>> for piece in stream(model, tokenizer, ["Once upon a time"]):
+    ...     print(piece.text, end="", flush=True)
+    """
+    decoder = Decoder(model, tokenizer, _requests(model, tokenizer, prompts, params), params, batch_size, True)
+    while not decoder.finished:
+        yield from decoder.step()
+
+
+def _requests(model: Z2all, tokenizer: Tokenizer, prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
     context = model.config.max_position_embeddings
-    max_prompt_tokens = context - min(max_tokens, context // 2)
-    ids = [tokenizer.eos_token_id, *tokenizer.encode(prompt)][-max_prompt_tokens:]
-    length = min(len(ids) + max_tokens, context)
-    cache = KVCache(model.config, batch=1, length=length, device=device, dtype=model.embed_tokens.weight.dtype)
-    end_ids = set(tokenizer.stop_token_ids)
-    forbidden_ids = torch.tensor(sorted(set(tokenizer.special_ids.values()) - end_ids), dtype=torch.long, device=device)
-    out: list[int] = []
-    next_input = torch.tensor([ids], device=device)
-    while len(ids) + len(out) < length:
-        logits = model(next_input, cache=cache)[0, -1, : tokenizer.vocab_size].float()
-        token = _sample_token(logits.index_fill(0, forbidden_ids, -torch.inf), temperature, top_k, generator)
-        if token in end_ids:
-            break
-        out.append(token)
-        next_input = torch.tensor([[token]], device=device)
-    return tokenizer.decode(out)
-
-
-def _sample_token(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature <= 0:
-        return int(logits_V.argmax())
-    top_logits, ids = logits_V.topk(min(top_k, len(logits_V)) if top_k > 0 else len(logits_V))
-    choice = torch.multinomial(torch.softmax(top_logits / temperature, dim=-1), 1, generator=generator)
-    return int(ids[choice])
+    max_prompt_tokens = context - min(params.max_tokens, context // 2)
+    requests: list[Request] = []
+    occurrences: Counter[tuple[int, ...]] = Counter()
+    for index, prompt in enumerate(prompts):
+        # In training a document follows an end-of-text token, so a prompt does too.
+        ids = [tokenizer.eos_token_id, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise UsageError(f"prompt {index} has no tokens: give it at least the end-of-text token")
+        ids = ids[-max_prompt_tokens:]
+        requests.append(Request(index, ids, min(params.max_tokens, context - len(ids)), occurrences[tuple(ids)]))
+        occurrences[tuple(ids)] += 1
+    return requests

@@ -40,7 +40,7 @@ class RMSNorm(OpsModule):
 class Attention(OpsModule):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_size, self.window = layer, config.head_size, config.layer_window(layer)
+        self.layer, self.head_size = layer, config.head_size
         queries, keys = config.num_attention_heads * config.head_size, config.num_key_value_heads * config.head_size
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
@@ -61,7 +61,7 @@ class Attention(OpsModule):
         if cache is None:
             out_BHSE = self.ops.attention.attend(q, k, v, mask)
         else:
-            out_BHSE = attend_cached(q, *cache.extend(self.layer, k, v), self.window)
+            out_BHSE = attend_cached(q, *cache.extend(self.layer, k, v), mask)
         out: Tensor = self.o_proj(out_BHSE.transpose(1, 2).reshape(batch, length, -1))
         return out
 
@@ -81,14 +81,17 @@ class FeedForward(OpsModule):
 class LMHead(OpsModule, nn.Linear):
     """The output head: logits, or with targets the loss of each token, which need not keep the logits.
 
-    In one module so that whoever gathers its weight around a call, as sharding does, sees that call.
+    In one module so that whoever gathers its weight around a call, as sharding does, sees that call. With
+    ``counts_B`` only the logits of position ``counts_B - 1`` of each row, [B, 1, V].
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.hidden_size, config.padded_vocab_size, bias=False)
         self.head_config = HeadConfig(config.vocab_size or 0, config.final_logit_softcapping or 0.0, config.z_loss)
 
-    def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None, counts_B: Tensor | None = None) -> Tensor:
+        if counts_B is not None:
+            x_BSD = x_BSD[torch.arange(len(x_BSD), device=x_BSD.device), counts_B - 1][:, None]
         if targets_BS is None:
             return compute_logits(x_BSD, self.weight, self.head_config)
         head_config = self.head_config if self.training else self.head_config._replace(z_loss=0.0)

@@ -5,20 +5,72 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero2all.recipe import ModelConfig
-
 
 class KVCache:
-    """Keys and values of the positions seen so far, so that generation computes each position once."""
+    """Keys and values of several sequences, so that generation computes each position once.
 
-    def __init__(self, config: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (config.num_hidden_layers, 2, batch, config.num_key_value_heads, length, config.head_size)
-        self._store = torch.empty(shape, device=device, dtype=dtype)
-        self.used = 0
+    A row holds one sequence of up to ``max_length`` positions, and rows have lengths of their own. Each layer
+    allocates its memory once, at its first forward pass: so a rank allocates only its own layers and heads.
+
+    >>> cache = KVCache(rows=2, max_length=40, device=torch.device("cpu"))
+    >>> logits = model(tokens, cache=cache)  # appends the tokens to both rows
+    >>> cache.advance(tokens.shape[1])
+    """
+
+    def __init__(self, rows: int, max_length: int, device: torch.device) -> None:
+        self.max_length = max_length
+        self._lengths_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._layers: dict[int, Tensor] = {}  # [2, R, L, K, E]
+        self.select(0, rows)
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """Positions in use, of the selected rows."""
+        return self._lengths_R[self._selected]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self._layers.values())
+
+    def select(self, first: int, last: int) -> None:
+        """Use the rows [first, last) in the next forward passes."""
+        self._selected = slice(first, last)
+        self.longest = int(self.lengths_B.max()) if last > first else 0
+
+    def clear(self) -> None:
+        """Empty the selected rows."""
+        self.lengths_B.zero_()
+        self.longest = 0
+
+    def next_positions(self, count: int) -> Tensor:
+        """Where the next ``count`` tokens of each selected row are, [B, S]."""
+        self._positions_BS = self.lengths_B[:, None] + torch.arange(count, device=self._lengths_R.device)
+        return self._positions_BS
 
     def extend(self, layer: int, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Add positions to a layer and return all of them; ``used`` moves on once every layer has been here."""
-        end = self.used + k_BKSE.shape[2]
-        keys, values = self._store[layer]
-        keys[:, :, self.used : end], values[:, :, self.used : end] = k_BKSE, v_BKSE
-        return keys[:, :, :end], values[:, :, :end]
+        """Write a layer's keys and values at the next positions, and return those of all positions.
+
+        Rows shorter than the longest have values of no meaning past their end, which a mask has to hide.
+        """
+        if layer not in self._layers:
+            _, kv_heads, _, size = k_BKSE.shape
+            shape = (2, len(self._lengths_R), self.max_length, kv_heads, size)
+            # Zeros: what a mask hides is multiplied by 0, and 0 times a NaN would be one.
+            self._layers[layer] = torch.zeros(shape, device=k_BKSE.device, dtype=k_BKSE.dtype)
+        positions_BS = self._positions_BS
+        rows_B1 = torch.arange(len(positions_BS), device=positions_BS.device)[:, None]
+        keys, values = self._layers[layer][:, self._selected]
+        keys[rows_B1, positions_BS], values[rows_B1, positions_BS] = k_BKSE.transpose(1, 2), v_BKSE.transpose(1, 2)
+        end = self.longest + positions_BS.shape[1]
+        return keys[:, :end].transpose(1, 2), values[:, :end].transpose(1, 2)
+
+    def advance(self, count: int, counts_B: Tensor | None = None) -> None:
+        """After a pass of ``count`` tokens: they are part of the sequence, or the first ``counts_B`` of them."""
+        self.lengths_B.add_(count if counts_B is None else counts_B)
+        self.longest += count
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a row over another."""
+        self._lengths_R[target] = self._lengths_R[source]
+        for layer in self._layers.values():
+            layer[:, target] = layer[:, source]

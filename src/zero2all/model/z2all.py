@@ -17,6 +17,7 @@ from zero2all.model.blocks import Attention, FeedForward, LMHead, OpsModule, RMS
 from zero2all.model.kv_cache import KVCache
 from zero2all.model.moe import MoE, RoutingStats
 from zero2all.model.ops import Ops, choose_kernels
+from zero2all.model.ops.attention import cached_mask
 from zero2all.model.ops.kernels import IGNORE_INDEX
 from zero2all.model.rope_table import depends_on_length, rotary_table
 from zero2all.recipe import ModelConfig, OpsRecipe, RopeScaling
@@ -149,31 +150,38 @@ class Z2all(OpsModule):
         targets_BS: Tensor | None = None,
         cache: KVCache | None = None,
         doc_starts_BS: Tensor | None = None,
+        counts_B: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, S, V], or with targets the loss of each token [B, S] in fp32, zero where it is IGNORE_INDEX.
 
         Losses stay apart so that the caller divides by the tokens of the global batch and can report by source.
         With ``doc_starts_BS`` (``document_starts``) positions see only their own document. In training the gradient is
         also that of the auxiliary losses, for each token its share of them; the values are cross-entropy alone.
+
+        With ``cache`` the tokens follow those in it; the caller calls ``cache.advance`` afterwards. Rows of different
+        lengths are padded on the right: row b has ``counts_B[b]`` tokens, and the logits [B, 1, V] are of its last.
         """
-        start = cache.used if cache is not None else 0
         length = tokens_BS.shape[1]
-        if start + length > self.config.max_position_embeddings:
+        end = length if cache is None else cache.longest + length
+        if end > self.config.max_position_embeddings:
             raise ValueError(
-                f"{start + length} positions are more than the model's context of {self.config.max_position_embeddings}"
+                f"{end} positions are more than the model's context of {self.config.max_position_embeddings}"
             )
-        rotary = self.rotary(start, length, doc_starts_BS)
-        masks = self.attention_masks(length, doc_starts_BS) if cache is None else {}
+        if cache is None:
+            rotary, masks = self.rotary(length, doc_starts_BS), self.attention_masks(length, doc_starts_BS)
+        else:
+            positions_BS = cache.next_positions(length)
+            rotary = self.cached_rotary(positions_BS, cache.lengths_B + (length if counts_B is None else counts_B))
+            masks = {window: cached_mask(positions_BS, end, window) for window in self._windows()}
         x_BSD = self._to_residual_dtype(self.embed_tokens(tokens_BS))
         balance_losses: list[Tensor] = []
         for layer in self.layers:
             assert isinstance(layer, Block)
             x_BSD, routed = layer(x_BSD, rotary, masks.get(layer.window), cache)
             balance_losses += _record_expert_load(layer, routed)
-        if cache is not None:
-            cache.used += length
         if targets_BS is None:
-            logits: Tensor = self.lm_head(self.norm(x_BSD))
+            head_inputs = {} if counts_B is None else {"counts_B": counts_B}
+            logits: Tensor = self.lm_head(self.norm(x_BSD), **head_inputs)
             return logits
         losses: Tensor = self.lm_head(self.norm(x_BSD), targets_BS)
         if not self.training or not (self.config.moe or self.mtp):
@@ -190,19 +198,31 @@ class Z2all(OpsModule):
 
     def attention_masks(self, length: int, doc_starts_BS: Tensor | None) -> dict[int | None, Any]:
         """Attention masks by window: layers with the same window share one."""
-        windows = {self.config.layer_window(layer) for layer in range(self.config.num_hidden_layers)}
-        device = self.rotary_2SE.device
-        return {window: self.ops.attention.mask_for(doc_starts_BS, length, window, device) for window in windows}
+        mask_for, device = self.ops.attention.mask_for, self.rotary_2SE.device
+        return {window: mask_for(doc_starts_BS, length, window, device) for window in self._windows()}
 
-    def rotary(self, start: int, length: int, doc_starts_BS: Tensor | None) -> Tensor:
-        """The table for positions [start, start + length), or [2, B, 1, S, E] with positions counted in documents."""
+    def _windows(self) -> set[int | None]:
+        return {self.config.layer_window(layer) for layer in range(self.config.num_hidden_layers)}
+
+    def rotary(self, length: int, doc_starts_BS: Tensor | None) -> Tensor:
+        """The table for positions [0, length), or [2, B, 1, S, E] with positions counted in documents."""
         table = self.rotary_2SE
         if depends_on_length(self.config):
-            table = rotary_table(self.config, start + length, table.device)
+            table = rotary_table(self.config, length, table.device)
         if doc_starts_BS is None:
-            return table[:, start : start + length]
+            return table[:, :length]
         places = torch.arange(length, device=doc_starts_BS.device) - doc_starts_BS
         return table[:, places, None].transpose(2, 3)
+
+    def cached_rotary(self, positions_BS: Tensor, lengths_B: Tensor) -> Tensor:
+        """The table at the positions of each row, [2, B, 1, S, E]; its sequence has ``lengths_B`` positions."""
+        if not depends_on_length(self.config):
+            return self.rotary_2SE[:, positions_BS][:, :, None]
+        rows = [  # positions past the end are padding
+            rotary_table(self.config, length, positions.device)[:, positions.clamp(max=length - 1)]
+            for length, positions in zip(lengths_B.tolist(), positions_BS, strict=True)
+        ]
+        return torch.stack(rows, dim=1)[:, :, None]
 
     def set_rope(self, theta: float, scaling: RopeScaling | None) -> None:
         """Use another RoPE base and scaling from here on: a stage of longer sequences changes them."""

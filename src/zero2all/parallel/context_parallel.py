@@ -47,9 +47,9 @@ class ContextParallel:
         """
         table = model.rotary
 
-        def rotary(start: int, length: int, doc_starts_BS: Tensor | None) -> Tensor:
+        def rotary(length: int, doc_starts_BS: Tensor | None) -> Tensor:
             full_length = length * self.size
-            return table(start, full_length, doc_starts_BS).index_select(
+            return table(full_length, doc_starts_BS).index_select(
                 -2, self.local_positions(full_length, model.rotary_2SE.device)
             )
 

@@ -6,7 +6,7 @@ import torch
 
 from zero2all.console import warn
 from zero2all.errors import Z2aError
-from zero2all.generation import generate
+from zero2all.generation import SamplingParams, generate_batch
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
@@ -31,9 +31,10 @@ def record_samples(record: RunRecord, step: int, model: ParallelModel, tokenizer
 
 
 def _generate_samples(record: RunRecord, step: int, model: ParallelModel, tokenizer: Tokenizer, recipe: Recipe) -> None:
-    prompts = recipe.evals.prompts or opening_prompts(recipe.tokens_dir, tokenizer, NUM_SAMPLES)
+    prompts = (recipe.evals.prompts or opening_prompts(recipe.tokens_dir, tokenizer, NUM_SAMPLES))[:NUM_SAMPLES]
+    params = SamplingParams(max_tokens=SAMPLE_TOKENS, seed=recipe.seed)
     # Eager: compiled blocks would be compiled again for every length of the KV cache.
     with model.eval_mode(), torch.compiler.set_stance("force_eager"):
-        for number, prompt in enumerate(prompts[:NUM_SAMPLES], 1):
-            text = generate(model.model, tokenizer, prompt, SAMPLE_TOKENS, seed=recipe.seed)
-            record.sample(step, f"prompt {number}", f"{prompt}▸{text}")
+        completions = generate_batch(model.model, tokenizer, prompts, params)
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), 1):
+        record.sample(step, f"prompt {number}", f"{prompt}▸{completion.text}")

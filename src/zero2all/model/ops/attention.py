@@ -88,15 +88,23 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: SdpaMask) -> Tensor:
     )
 
 
-def attend_cached(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """New positions over a cache that ends with them: k and v are longer than q."""
-    length, seen = q.shape[2], k.shape[2]
-    mask = None
-    if length > 1 or (window is not None and window < seen):
-        rows = torch.arange(seen - length, seen, device=q.device)[:, None]
-        columns = torch.arange(seen, device=q.device)
-        mask = (columns <= rows) & (rows - columns < (window or seen))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+def cached_mask(positions_BS: Tensor, seen: int, window: int | None) -> Tensor:
+    """Which of the first ``seen`` positions of a cache new positions see, bool [B, 1, S, seen]."""
+    rows, columns = positions_BS[..., None], torch.arange(seen, device=positions_BS.device)
+    mask = columns <= rows
+    if window is not None and window < seen:
+        mask = mask & (rows - columns < window)
+    shared: Tensor = mask[:, None]
+    return shared
+
+
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """New positions over a cache that contains them: k and v are longer than q."""
+    if q.shape[2] > 1:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    # One position: the heads that share keys and values become positions, so that these are read once.
+    grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
 
 
 def _flex_mask(doc_starts_BS: Tensor | None, length: int, window: int | None, device: torch.device) -> Any:
