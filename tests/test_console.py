@@ -50,15 +50,17 @@ def test_a_failure_ends_the_lines(lines: list[str]) -> None:
 def test_what_a_line_says() -> None:
     log = _ProgressLog("reading", 200)
     assert log.line(65) == "reading: 1m05s so far"
-    log.advance(50)
+    log(50)
     assert log.line(60) == "reading: 25 %, 3m00s left"
-    log.advance(500)
+    log(500)
     assert log.line(60) == "reading: 100 %, 0s left"
+    log.describe("writing")
+    assert log.line(60) == "writing: 100 %, 0s left"
     unknown = _ProgressLog("counting", None)
-    unknown.advance(5)
+    unknown(5)
     assert unknown.line(7) == "counting: 7s so far"
     transfer = _ProgressLog("downloading", 800e6, is_transfer=True)
-    transfer.advance(200e6)
+    transfer(200e6)
     assert transfer.line(20) == "downloading: 25 %, 200MB, 10.00MB/s, 1m00s left"
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -55,9 +56,18 @@ def heading(message: str) -> None:
     console.print(f"[bold cyan]{escape(sanitize(message))}[/bold cyan]", emoji=False)
 
 
+class ProgressTask(Protocol):
+    """Progress that is shown; a call advances it."""
+
+    def __call__(self, amount: float) -> None: ...
+
+    def describe(self, title: str) -> None:
+        """Replace the title."""
+
+
 @contextmanager
-def progress(title: str, total: float | None = None, is_transfer: bool = False) -> Iterator[Callable[[float], None]]:
-    """A progress bar on a terminal, a line every few seconds in a log file. The yielded function advances it.
+def progress(title: str, total: float | None = None, is_transfer: bool = False) -> Iterator[ProgressTask]:
+    """A progress bar on a terminal, a line every few seconds in a log file.
 
     ``is_transfer``: the amounts are bytes, and their rate is shown.
     """
@@ -71,17 +81,27 @@ def progress(title: str, total: float | None = None, is_transfer: bool = False) 
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(escape(sanitize(title)), total=total)
-            yield lambda amount: bar.advance(task, amount)
+            yield _ProgressBar(bar, title, total)
         return
     log = _ProgressLog(title, total, is_transfer)
     thread = threading.Thread(target=log.print_lines, name="progress", daemon=True)
     thread.start()
     try:
-        yield log.advance
+        yield log
     finally:
         log.closed.set()
         thread.join()
+
+
+class _ProgressBar:
+    def __init__(self, bar: Progress, title: str, total: float | None) -> None:
+        self._bar, self._task = bar, bar.add_task(escape(sanitize(title)), total=total)
+
+    def __call__(self, amount: float) -> None:
+        self._bar.advance(self._task, amount)
+
+    def describe(self, title: str) -> None:
+        self._bar.update(self._task, description=escape(sanitize(title)))
 
 
 class _ProgressLog:
@@ -92,8 +112,11 @@ class _ProgressLog:
         self.closed = threading.Event()
         self._started = time.monotonic()
 
-    def advance(self, amount: float) -> None:
+    def __call__(self, amount: float) -> None:
         self.done += amount
+
+    def describe(self, title: str) -> None:
+        self.title = title
 
     def print_lines(self) -> None:
         # Less often in a long task, so that a log of hours stays short.

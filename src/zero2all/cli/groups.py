@@ -9,8 +9,8 @@ from typer.core import TyperGroup
 
 PANELS = {
     "Data": ("corpus", "tokenizer", "tokens"),
-    "Train": ("quickstart", "recipe", "model", "parallel", "train"),
-    "Runs": ("watch", "report", "blame", "goodput", "ckpt", "generate", "export"),
+    "Train": ("quickstart", "recipe", "model", "parallel", "train", "sweep"),
+    "Runs": ("watch", "report", "compare", "blame", "goodput", "ckpt", "generate", "export"),
     "Cluster": ("launch", "rendezvous", "doctor"),
     "Measure": ("eval", "bench", "chaos"),
 }

@@ -16,6 +16,7 @@ from zero2all.cli import (
     ckpt,
     corpus,
     doctor,
+    experiments,
     launch,
     model,
     parallel,
@@ -46,6 +47,7 @@ app.add_typer(tokenizer.app, name="tokenizer")
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(model.app, name="model")
 app.command("train")(runs.train)
+app.command("sweep")(experiments.sweep)
 app.command("launch")(launch.launch)
 app.command("rendezvous")(launch.rendezvous)
 app.add_typer(parallel.app, name="parallel")
@@ -53,6 +55,7 @@ app.add_typer(ckpt.app, name="ckpt")
 app.command("goodput")(runs.goodput)
 app.command("doctor")(doctor.doctor)
 app.command("chaos")(chaos.chaos)
+app.command("compare")(experiments.compare)
 app.add_typer(runs.eval_app, name="eval")
 app.command("generate")(runs.generate)
 app.command("export")(runs.export)

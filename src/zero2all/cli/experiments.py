@@ -1,0 +1,156 @@
+"""z2a compare | sweep"""
+
+from __future__ import annotations
+
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zero2all.cli.conventions import Json, RecipePath, Result, command
+from zero2all.errors import UsageError
+
+if TYPE_CHECKING:
+    from zero2all.experiments import Comparison
+    from zero2all.experiments.plots import Plot
+
+Targets = Annotated[
+    list[str],
+    typer.Argument(
+        help="Run directories, the directory of an experiment, or recipes to train, with overrides for all of them.",
+        metavar="RUN...|RECIPE...",
+    ),
+]
+Axes = Annotated[
+    list[str],
+    typer.Argument(
+        help="Keys and their values. Commas separate values, except inside brackets, braces and quotes.",
+        metavar="KEY=VALUE,VALUE...",
+    ),
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--budget", help="Length of each run: 30s, 5m, 2h, 2M-tokens or 500-steps. Default: as in the recipe."
+    ),
+]
+Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds of each variant.")]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the experiment, below <out>/experiments.")]
+Ranks = Annotated[int, typer.Option("--nproc-per-node", "--procs", min=1, help="Number of ranks of each run.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Also write a standalone HTML report of the runs.")]
+Svg = Annotated[Path | None, typer.Option("--svg", help="Also write the plot to this SVG file.")]
+
+
+@command
+def compare(
+    targets: Targets,
+    budget: BudgetOption = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", min=1, help="Number of seeds of each recipe. Default: 1.")
+    ] = None,
+    name: Name = None,
+    nproc_per_node: Ranks = 1,
+    html: Html = None,
+    svg: Svg = None,
+    json: Json = False,
+) -> Result:
+    """Compare runs, or train recipes and compare them.
+
+    Prints what differs in the recipes, bits-per-byte, speed and time, and whether a difference exceeds the noise
+    between seeds. Recipes are trained first; the same command resumes.
+
+    Example: z2a compare a.yaml b.yaml --budget 5m --seeds 3
+    """
+    from zero2all.experiments import compare_targets, open_experiment, plan_comparison, run_experiment
+    from zero2all.experiments.plots import curves_plot
+
+    overrides = [word for word in targets if "=" in word and not Path(word).exists()]
+    paths = [Path(word) for word in targets if word not in overrides]
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing or not paths:
+        raise UsageError(f"nothing at {', '.join(missing)}" if missing else "give run directories or recipes")
+    if all(path.is_dir() for path in paths):
+        if overrides or budget or seeds or name:
+            raise UsageError("runs exist already: --budget, --seeds, --name and overrides are for recipes")
+        comparison = compare_targets(paths)
+    elif any(path.is_dir() for path in paths):
+        raise UsageError("give either run directories or recipes; the recipe of a run is RUN/recipe.yaml")
+    else:
+        plan = plan_comparison(paths, overrides, seeds or 1, name)
+        run_experiment(plan, budget, nproc_per_node)
+        comparison = open_experiment(plan.directory)
+    return _report(comparison, curves_plot(comparison), html, svg)
+
+
+@command
+def sweep(
+    recipe: RecipePath,
+    axes: Axes,
+    seeds: Seeds = 1,
+    budget: BudgetOption = None,
+    name: Name = None,
+    nproc_per_node: Ranks = 1,
+    html: Html = None,
+    svg: Svg = None,
+    json: Json = False,
+) -> Result:
+    """Train a grid of variants of a recipe.
+
+    Prints a table sorted by bits-per-byte, and plots it over the values. A key with one value is the same for all
+    variants. The same command resumes; more values or seeds extend it.
+
+    Example: z2a sweep my.yaml train.optimizer.lr=1e-3,2e-3,4e-3 model.num_hidden_layers=3,4 --seeds 2 --budget 5m
+    """
+    from zero2all.experiments import open_experiment, plan_sweep, run_experiment
+    from zero2all.experiments.plots import sweep_plot
+
+    plan = plan_sweep(recipe, axes, seeds, name)
+    run_experiment(plan, budget, nproc_per_node)
+    comparison = open_experiment(plan.directory)
+    return _report(comparison, sweep_plot(comparison.record), html, svg or plan.directory / "sweep.svg")
+
+
+def _report(comparison: Comparison, plot: Plot | None, html: Path | None, svg: Path | None) -> Result:
+    from zero2all.experiments import build_report, report_text
+    from zero2all.experiments.plot_svg import plot_svg
+    from zero2all.io import write_text
+
+    report = build_report(comparison)
+    parts = [report_text(report)]
+    if plot is not None:
+        parts.append(_plot_text(plot))
+    if svg is not None and plot is not None:
+        write_text(svg, plot_svg(plot))
+        parts.append(f"plot written to {svg}")
+    if html is not None:
+        _write_html(comparison, html)
+        parts.append(f"report written to {html}")
+    return Result(report, "\n\n".join(parts))
+
+
+def _plot_text(plot: Plot) -> str:
+    """With colours on a terminal."""
+    from rich.console import Console
+
+    from zero2all.experiments.plot_terminal import plot_text
+
+    out = StringIO()
+    Console(file=out, force_terminal=sys.stdout.isatty(), width=200).print(plot_text(plot), soft_wrap=True)
+    return out.getvalue().rstrip("\n")
+
+
+def _write_html(comparison: Comparison, path: Path) -> None:
+    from zero2all.errors import need
+    from zero2all.io import write_text
+
+    need("starlette", "track")
+    from zero2all.track.html_report import report_html
+    from zero2all.track.run_locations import LocalRunLocation
+    from zero2all.track.run_view import RunView
+
+    runs = [RunView(LocalRunLocation(directory)) for directory in comparison.directories.values()]
+    for run in runs:
+        run.read_to_end()
+    write_text(path, report_html(runs))

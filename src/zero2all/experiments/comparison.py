@@ -1,0 +1,117 @@
+"""What is compared: the runs of an experiment, or runs that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from zero2all.console import say
+from zero2all.errors import UsageError, Z2aError
+from zero2all.experiments.evaluate import (
+    Evaluation,
+    evaluate,
+    newest_step,
+    run_result,
+    saved_evaluation,
+    to_evaluation,
+)
+from zero2all.experiments.statistics import with_verdicts
+from zero2all.experiments.variants import recipe_values, result_key
+from zero2all.track.experiment_record import (
+    BITS_PER_BYTE,
+    EXPERIMENT_FILE,
+    FORMAT,
+    ExperimentRecord,
+    VariantRecord,
+    VariantResult,
+    VariantState,
+    read_experiment,
+)
+from zero2all.track.run_locations import LocalRunLocation, find_runs
+from zero2all.track.run_view import RunView
+from zero2all.train import Run
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The record of an experiment, or one made of runs that exist, and where its runs are."""
+
+    record: ExperimentRecord
+    directories: dict[str, Path]
+    """Of the runs that were begun, by variant."""
+
+    def differences(self) -> dict[str, dict[str, Any]]:
+        """Recipe keys whose values differ between groups: the value of each group, by key."""
+        recipes: dict[str, dict[str, Any]] = {}
+        for variant in self.record.variants:
+            if variant.group not in recipes and variant.name in self.directories:
+                recipe = Run.open(self.directories[variant.name]).recipe
+                recipes[variant.group] = recipe_values(recipe.model_dump(mode="json"))
+        keys = dict.fromkeys(key for values in recipes.values() for key in values)
+        by_key = {key: {group: values.get(key) for group, values in recipes.items()} for key in keys if key != "seed"}
+        return {key: values for key, values in by_key.items() if len({repr(value) for value in values.values()}) > 1}
+
+
+def compare_targets(targets: Sequence[Path]) -> Comparison:
+    """An experiment's directory, or runs: run directories, or directories with runs below them."""
+    experiments = [target for target in targets if (target / EXPERIMENT_FILE).is_file()]
+    if len(targets) == 1 and experiments:
+        return open_experiment(targets[0])
+    if experiments:
+        raise UsageError(f"{experiments[0]} is an experiment: give it alone, or directories of its runs")
+    locations = [location for target in targets for location in find_runs(str(target))]
+    local = {location.directory: location for location in locations if isinstance(location, LocalRunLocation)}
+    return compare_runs(list(local.values()))
+
+
+def open_experiment(directory: Path) -> Comparison:
+    record = read_experiment(directory / EXPERIMENT_FILE)
+    directories = {variant.name: directory / variant.name for variant in record.variants}
+    begun = {name: path for name, path in directories.items() if (path / "identity.json").exists()}
+    return Comparison(with_verdicts(record), begun)
+
+
+def compare_runs(locations: Sequence[LocalRunLocation]) -> Comparison:
+    """Runs that differ only in their seed are one group, named after the first of them."""
+    names: list[str] = []
+    for location in locations:
+        own = location.name
+        names.append(next(name for n in count(1) if (name := own if n == 1 else f"{own}-{n}") not in names))
+    groups: dict[str, str] = {}
+    variants, directories = [], {}
+    for name, location in zip(names, locations, strict=True):
+        run = Run.open(location.directory)
+        directories[name] = run.directory
+        group = groups.setdefault(result_key(run.recipe, with_seed=False), name)
+        variants.append(_describe_run(run, name, group))
+    return Comparison(with_verdicts(ExperimentRecord(FORMAT, "runs", "runs", [], None, variants=variants)), directories)
+
+
+def _describe_run(run: Run, name: str, group: str) -> VariantRecord:
+    view = RunView(LocalRunLocation(run.directory))
+    view.read_to_end()
+    result: VariantResult | None = None
+    reason = ""
+    try:
+        result = run_result(run, _find_evaluation(run, view))
+    except Z2aError as error:
+        reason = str(error)
+    state: VariantState = "done" if view.ended == "done" else "stopped" if view.ended else "running"
+    key = result_key(run.recipe)
+    return VariantRecord(name, group, run.recipe.seed, str(run.directory), [], {}, key, None, state, reason, result)
+
+
+def _find_evaluation(run: Run, view: RunView) -> Evaluation:
+    """That of the newest checkpoint: saved, recorded by the run itself, or made now."""
+    if (saved := saved_evaluation(run)) is not None:
+        return saved
+    step = newest_step(run)
+    recorded = [event for event in view.events if event.event == "evaluation" and event.step is not None]
+    latest = next((event for event in reversed(recorded) if (event.step or 0) + 1 == step), None)
+    if latest is not None and step is not None and {BITS_PER_BYTE, "bytes", "sources"} <= set(latest.details):
+        return to_evaluation(run, step, latest.details)
+    say(f"evaluating {run.directory}")
+    return evaluate(run)

@@ -1,0 +1,103 @@
+"""Evaluation of a trained run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero2all.checkpoint.lineage import read_lineage
+from zero2all.errors import Z2aError
+from zero2all.evals import evaluate_bpb
+from zero2all.io import MANIFEST, fingerprint, read_manifest, read_record
+from zero2all.records import parse_record
+from zero2all.tokens.manifest import StoreManifest
+from zero2all.track.experiment_record import BITS_PER_BYTE, VariantResult
+from zero2all.track.goodput import compute_run_goodput
+from zero2all.track.run_locations import LocalRunLocation
+from zero2all.track.run_view import RunView
+from zero2all.train import Run
+
+EVALUATION_FILE = "evaluation.json"  # in the directory of a run
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """``evaluation.json``: metrics of a checkpoint, and what they were measured on."""
+
+    step: int
+    metrics: dict[str, float]
+    validation_set: str
+    """Fingerprint of the validation text, whatever the tokenizer."""
+    validation_bytes: int
+    """How much of it was used."""
+    tokenizer: str
+
+
+def evaluate(run: Run) -> Evaluation:
+    """Metrics of the newest checkpoint: ``bits_per_byte`` of the validation set, in total and by source."""
+    step = newest_step(run)
+    return to_evaluation(run, step or 0, evaluate_bpb(run.load_model(step), run.tokenizer(), run.recipe))
+
+
+def to_evaluation(run: Run, step: int, validation: dict[str, Any]) -> Evaluation:
+    """``validation`` is what ``evaluate_bpb`` returned, now or when the run recorded it."""
+    by_source = {f"{BITS_PER_BYTE}/{name}": part[BITS_PER_BYTE] for name, part in validation["sources"].items()}
+    return Evaluation(
+        step=step,
+        metrics={BITS_PER_BYTE: validation[BITS_PER_BYTE], **by_source},
+        validation_set=validation_set(run.recipe.tokens_dir),
+        validation_bytes=validation["bytes"],
+        tokenizer=run.identity().tokenizer,
+    )
+
+
+def saved_evaluation(run: Run) -> Evaluation | None:
+    """That of the newest checkpoint, if it was saved."""
+    path = run.directory / EVALUATION_FILE
+    saved = read_record(Evaluation, path) if path.exists() else None
+    return saved if saved is not None and saved.step == newest_step(run) else None
+
+
+def newest_step(run: Run) -> int | None:
+    return run.checkpoints.newest_valid(read_lineage(run.directory))
+
+
+def validation_set(tokens_dir: Path) -> str:
+    """Fingerprint of the validation text by source. It does not depend on the tokenizer, so that bits per byte of two
+    tokenizers can be compared."""
+    content = read_manifest(tokens_dir, "tokens", "z2a tokens build RECIPE")
+    sources = parse_record(StoreManifest, content, tokens_dir / MANIFEST).splits.get("valid", {})
+    return fingerprint({name: [source.documents, source.bytes] for name, source in sources.items()})
+
+
+def run_result(run: Run, evaluation: Evaluation) -> VariantResult:
+    """The evaluation with what the record says about the run."""
+    view = RunView(LocalRunLocation(run.directory))
+    view.read_to_end()
+    final = evaluation.metrics[BITS_PER_BYTE]
+    if not math.isfinite(final):
+        raise Z2aError(f"the bits per byte of {run.directory} are not finite")
+    measured = [(final, evaluation.step)]
+    validation = view.validation_table()
+    if "validation/all" in validation.mean:
+        steps = (validation.steps + 1).astype(int).tolist()
+        measured += zip(validation.mean["validation/all"].tolist(), steps, strict=True)
+    best, best_step = min(measured)
+    rates = view.table(["tokens_per_second"]).mean["tokens_per_second"]
+    rates = rates[np.isfinite(rates)]
+    return VariantResult(
+        steps=evaluation.step,
+        tokens=run.plan().tokens_before(evaluation.step),
+        seconds=compute_run_goodput(run.directory).seconds,
+        tokens_per_second=float(np.median(rates)) if len(rates) else 0.0,
+        metrics=evaluation.metrics,
+        best_bits_per_byte=best,
+        best_step=best_step,
+        validation_set=evaluation.validation_set,
+        validation_bytes=evaluation.validation_bytes,
+        tokenizer=evaluation.tokenizer,
+    )

@@ -1,0 +1,256 @@
+"""What a comparison says: a table of its groups, verdicts and remarks, as text and as JSON."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.cells import cell_len
+
+from zero2all.console import sanitize
+from zero2all.experiments.comparison import Comparison
+from zero2all.experiments.plots import show_value
+from zero2all.experiments.statistics import standard_deviation
+from zero2all.io import read_json
+from zero2all.track.experiment_record import ExperimentRecord, VariantRecord, Verdict
+from zero2all.units import show_count, show_seconds
+
+UNKNOWN = "–"
+MAX_DIFFERENCES = 20  # keys
+MAX_VALUE = 40  # characters of a value
+SAME_BYTES = 0.01  # relative difference up to which two tokenizers were measured on the same text
+ENVIRONMENT_KEYS = ("device", "torch", "zero2all")
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """Runs that differ only in their seed. Means over those with a result."""
+
+    group: str
+    seeds: list[int]
+    """Of the runs with a result."""
+    bits_per_byte: float | None = None
+    spread: float | None = None
+    """Standard deviation between seeds; None with fewer than two."""
+    best_bits_per_byte: float | None = None
+    steps: int | None = None
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+    seconds: float | None = None
+    problems: list[str] = field(default_factory=list)
+    """Of the runs without a result."""
+
+
+@dataclass(frozen=True)
+class Report:
+    experiment: ExperimentRecord
+    directories: dict[str, str]
+    differences: dict[str, dict[str, Any]]
+    groups: list[GroupSummary]
+    """A sweep has its best one first."""
+    verdicts: list[str]
+    remarks: list[str]
+
+
+def build_report(comparison: Comparison) -> Report:
+    record = comparison.record
+    groups = [_summarize(record, group) for group in dict.fromkeys(variant.group for variant in record.variants)]
+    if record.kind == "sweep":
+        groups.sort(key=lambda one: (one.bits_per_byte is None, one.bits_per_byte or 0.0))
+    return Report(
+        experiment=record,
+        directories={name: str(path) for name, path in comparison.directories.items()},
+        differences=comparison.differences(),
+        groups=groups,
+        verdicts=list(_verdict_lines(record)),
+        remarks=[*_comparability_remarks(comparison), *_sweep_remarks(record), *_noise_remarks(comparison)],
+    )
+
+
+def _summarize(record: ExperimentRecord, group: str) -> GroupSummary:
+    members = [variant for variant in record.variants if variant.group == group]
+    measured = [one for one in members if one.bits_per_byte is not None]
+    problems = [f"seed {one.seed}: {one.state}{f', {one.reason}' if one.reason else ''}" for one in members
+                if one.bits_per_byte is None]  # fmt: skip
+    results = [one.result for one in measured if one.result is not None]
+    if not results:
+        return GroupSummary(group, [], problems=problems)
+    values = [one.bits_per_byte for one in measured if one.bits_per_byte is not None]
+    return GroupSummary(
+        group=group,
+        seeds=[one.seed for one in measured],
+        bits_per_byte=fmean(values),
+        spread=standard_deviation(values),
+        best_bits_per_byte=fmean(result.best_bits_per_byte for result in results),
+        steps=max(result.steps for result in results),
+        tokens=max(result.tokens for result in results),
+        tokens_per_second=fmean(result.tokens_per_second for result in results),
+        seconds=fmean(result.seconds for result in results),
+        problems=problems,
+    )
+
+
+def verdict_text(verdict: Verdict) -> str:
+    """One sentence on two groups."""
+    better, other = verdict.other, verdict.reference
+    if verdict.difference > 0:
+        better, other = other, better
+    size = abs(verdict.difference)
+    if verdict.margin is None:
+        return f"{better} is better than {other} by {size:.4f} bits per byte; the noise between seeds is unknown"
+    if not verdict.is_beyond_noise:
+        return (
+            f"no difference beyond the noise between seeds: {verdict.difference:+.4f} ± {verdict.margin:.4f} "
+            f"bits per byte ({verdict.other} minus {verdict.reference})"
+        )
+    return f"{better} is better than {other} by {size:.4f} ± {verdict.margin:.4f} bits per byte"
+
+
+def _verdict_lines(record: ExperimentRecord) -> Iterator[str]:
+    if record.kind != "sweep":
+        yield from map(verdict_text, record.verdicts)
+        return
+    known = [verdict for verdict in record.verdicts if verdict.margin is not None]
+    if not known:
+        return
+    best = known[0].reference
+    within = [f"{one.other} ({one.difference:+.4f} ± {one.margin:.4f})" for one in known if not one.is_beyond_noise]
+    if within:
+        yield f"{best} is best; not distinguishable from it by the noise between seeds: {', '.join(within)}"
+    else:
+        yield f"{best} is best, beyond the noise between seeds"
+
+
+def _comparability_remarks(comparison: Comparison) -> Iterator[str]:
+    record = comparison.record
+    results = {variant.name: variant.result for variant in record.variants if variant.result is not None}
+    if len({result.validation_set for result in results.values()}) > 1:
+        yield (
+            "the runs have different validation sets, so their bits per byte are not comparable: "
+            + "; ".join(_by_value({name: result.validation_set for name, result in results.items()}))
+        )
+    elif len({result.tokenizer for result in results.values()}) > 1:
+        sizes = [result.validation_bytes for result in results.values()]
+        yield "the runs have different tokenizers: compare bits per byte, not losses"
+        if min(sizes) < (1 - SAME_BYTES) * max(sizes):
+            yield (
+                f"the tokenizers were measured on {min(sizes)} to {max(sizes)} bytes of the same validation text: "
+                "raise evals.tokens until both cover all of it"
+            )
+    lengths = {name: show_count(result.tokens) for name, result in results.items()}
+    if len(set(lengths.values())) > 1:
+        yield f"the runs were trained on different numbers of tokens: {'; '.join(_by_value(lengths))}"
+    machines = {name: _environment(path) for name, path in comparison.directories.items()}
+    if len(set(machines.values())) > 1:
+        yield f"the runs were made with different machines or versions: {'; '.join(_by_value(machines))}"
+
+
+def _environment(directory: Path) -> str:
+    path = directory / "environment.json"
+    values = read_json(path) if path.exists() else {}
+    return ", ".join(f"{key} {values.get(key, '?')}" for key in ENVIRONMENT_KEYS)
+
+
+def _by_value(values: dict[str, str]) -> Iterator[str]:
+    for value in dict.fromkeys(values.values()):
+        yield f"{value} ({', '.join(name for name, own in values.items() if own == value)})"
+
+
+def _sweep_remarks(record: ExperimentRecord) -> Iterator[str]:
+    measured = [variant for variant in record.variants if variant.bits_per_byte is not None]
+    groups = record.values_by_group()
+    if record.kind != "sweep" or len(groups) < 2:
+        return
+    best = next(one for one in measured if one.group == min(groups, key=lambda group: fmean(groups[group])))
+    for key in record.keys:
+        values = [one.values.get(key) for one in record.variants]
+        numbers = sorted({value for value in values if isinstance(value, int | float)})
+        own = best.values.get(key)
+        if len(numbers) < 2 or own not in (numbers[0], numbers[-1]):
+            continue
+        end, more = ("smallest", "smaller") if own == numbers[0] else ("largest", "larger")
+        yield f"the best {key}, {show_value(own)}, is the {end} that was tried: try {more} ones"
+
+
+def _noise_remarks(comparison: Comparison) -> Iterator[str]:
+    """The command that measures the noise, if it is unknown."""
+    record = comparison.record
+    counts = [len(values) for values in record.values_by_group().values()]
+    if len(counts) < 2 or min(counts) >= 2:
+        return
+    if record.kind == "sweep":
+        yield "the noise between seeds is unknown: the same command with --seeds 3 adds seeds to this experiment"
+        return
+    first = {variant.group: variant for variant in reversed(record.variants)}
+    recipes = [_recipe_of(first[group], record) for group in dict.fromkeys(one.group for one in record.variants)]
+    words = ["z2a", "compare", *recipes, *record.variants[0].overrides, "--seeds", "3"]
+    words += ["--budget", record.budget] if record.budget else []
+    words += [] if record.kind == "runs" else ["--name", record.name]
+    yield f"the noise between seeds is unknown; this measures it: {shlex.join(words)}"
+
+
+def _recipe_of(variant: VariantRecord, record: ExperimentRecord) -> str:
+    return f"{variant.recipe}/recipe.yaml" if record.kind == "runs" else variant.recipe
+
+
+def report_text(report: Report) -> str:
+    """Without the plot."""
+    parts = [_table(_group_rows(report))]
+    if report.experiment.kind != "sweep" and report.differences:
+        parts.insert(0, _table(_difference_rows(report)))
+    problems = [f"{group.group}, {problem}" for group in report.groups for problem in group.problems]
+    parts += ["\n".join(lines) for lines in (problems, report.verdicts, report.remarks) if lines]
+    return sanitize("\n\n".join(parts))
+
+
+def _difference_rows(report: Report) -> list[list[str]]:
+    groups = [group.group for group in report.groups]
+    rows = [["differs", *groups]]
+    for key, values in list(report.differences.items())[:MAX_DIFFERENCES]:
+        rows.append([key, *(_shorten(values.get(group)) for group in groups)])
+    more = len(report.differences) - MAX_DIFFERENCES
+    return rows if more <= 0 else [*rows, [f"and {more} more keys"]]
+
+
+def _group_rows(report: Report) -> list[list[str]]:
+    rows = [["", "seeds", "bits per byte", "best", "steps", "tokens", "tokens/s", "time"]]
+    for number, group in enumerate(report.groups):
+        is_best = report.experiment.kind == "sweep" and number == 0 and group.bits_per_byte is not None
+        name = f"{'* ' if is_best else '  '}{group.group}"
+        if group.bits_per_byte is None or group.best_bits_per_byte is None:
+            rows.append([name, "0", UNKNOWN])
+            continue
+        spread = f" ± {group.spread:.4f}" if group.spread is not None else ""
+        rows.append(
+            [
+                name,
+                str(len(group.seeds)),
+                f"{group.bits_per_byte:.4f}{spread}",
+                f"{group.best_bits_per_byte:.4f}",
+                str(group.steps),
+                show_count(group.tokens or 0),
+                show_count(group.tokens_per_second or 0.0),
+                show_seconds(group.seconds or 0.0),
+            ]
+        )
+    return rows
+
+
+def _shorten(value: object) -> str:
+    text = show_value(value) if not isinstance(value, str) else value
+    return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 1]}…"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned by their width on a terminal: the first to the left, the others to the right."""
+    widths = [max(cell_len(row[column]) for row in rows if column < len(row)) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        gaps = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths[: len(row)], strict=True)]
+        cells = [row[0] + gaps[0], *(gap + cell for cell, gap in zip(row[1:], gaps[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

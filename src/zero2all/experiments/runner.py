@@ -1,0 +1,276 @@
+"""The runner of every experiment: trains and evaluates variants one after another, and records what becomes of each.
+
+The record is written at every change, so a runner that is killed at any moment is continued by the same call:
+variants that are done are not repeated, and one that was interrupted resumes from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from zero2all.console import ProgressTask, heading, progress, say, warn
+from zero2all.directory_lock import LockUser, lock_directory
+from zero2all.elastic.exit_reason import classify_exit
+from zero2all.errors import UsageError, Z2aError
+from zero2all.experiments.budget import (
+    TRIAL_RUN,
+    Budget,
+    choose_batch,
+    fix_length,
+    parse_budget,
+    refuse_stages,
+    speed_key,
+    trial_recipe,
+)
+from zero2all.experiments.evaluate import run_result, saved_evaluation
+from zero2all.experiments.statistics import with_verdicts
+from zero2all.experiments.variant_process import start_variant
+from zero2all.experiments.variants import ExperimentPlan, Variant
+from zero2all.io import write_record, write_text
+from zero2all.recipe import Recipe, recipe_yaml
+from zero2all.track.experiment_record import (
+    EXPERIMENT_FILE,
+    FORMAT,
+    ExperimentRecord,
+    VariantRecord,
+    VariantResult,
+    read_experiment,
+)
+from zero2all.track.run_locations import LocalRunLocation
+from zero2all.track.run_view import RunView
+from zero2all.train import Run
+from zero2all.units import show_count, show_seconds
+
+POLL_SECONDS = 0.5
+STOP_SECONDS = 120.0  # for a variant to save a checkpoint when the experiment is stopped
+TRIAL_SECONDS = 5.0  # of steps that a speed is measured on, at least,
+MIN_TRIAL_STEPS = 4  # and this many of them
+WARMUP_STEPS = 2  # before them
+MAX_REASON = 500  # characters
+
+
+def run_experiment(plan: ExperimentPlan, budget: str | None = None, ranks: int = 1) -> ExperimentRecord:
+    """Train and evaluate every variant that is not done, in the order of the plan.
+
+    An experiment of the same name is continued, and extended by variants that it does not have. It is refused if one
+    of its variants would change, or its budget.
+    """
+    with lock_directory(plan.directory, LockUser("runner", plan.directory, "--name NAME"), patience=0):
+        return _Runner(plan, budget, ranks).run()
+
+
+class _Runner:
+    def __init__(self, plan: ExperimentPlan, budget: str | None, ranks: int) -> None:
+        self.plan, self.ranks = plan, ranks
+        self.budget = None if budget is None else parse_budget(budget)
+        self.path = plan.directory / EXPERIMENT_FILE
+        self.variants = {variant.record.name: variant for variant in plan.variants}
+        self.record = self._merge(read_experiment(self.path) if self.path.exists() else None)
+
+    def _merge(self, before: ExperimentRecord | None) -> ExperimentRecord:
+        """The record with the variants that are new in the plan."""
+        plan, text = self.plan, None if self.budget is None else self.budget.text
+        asked = [variant.record for variant in plan.variants]
+        if before is None:
+            return ExperimentRecord(FORMAT, plan.name, plan.kind, plan.keys, text, variants=asked)
+        known = {record.name: record for record in before.variants}
+        changed = [record.name for record in asked if record.name in known and record.key != known[record.name].key]
+        advice = f"choose another --name, or remove {plan.directory}"
+        if (before.kind, before.keys) != (plan.kind, plan.keys):
+            was = f"{before.kind} of {', '.join(before.keys) or 'recipes'}"
+            raise UsageError(f"experiment {plan.name} is a {was}: {advice}")
+        if before.budget != text:
+            was, now = before.budget or "the length in the recipe", text or "the length in the recipe"
+            raise UsageError(f"the budget of experiment {plan.name} is {was}, not {now}: {advice}")
+        if changed:
+            raise UsageError(f"the recipe of {changed[0]} in experiment {plan.name} was another one: {advice}")
+        return replace(before, variants=[*before.variants, *(record for record in asked if record.name not in known)])
+
+    def run(self) -> ExperimentRecord:
+        todo = [variant for name, variant in self.variants.items() if self._find(name).state != "done"]
+        if self.budget is not None:
+            for variant in todo:
+                refuse_stages(variant.recipe)
+        self._build_stages(todo)
+        self._save()
+        if self.budget is not None and self.budget.seconds is not None:
+            self._measure_speeds(todo, self.budget)
+        recipes = {variant.record.name: self._sized_recipe(variant) for variant in todo}
+        done = len(self.record.variants) - len(todo)
+        known = f", {done} of them done" if done else ""
+        heading(f"experiment {self.plan.name}: {len(self.record.variants)} runs{known}, in {self.plan.directory}")
+        with progress(self.plan.name, len(todo)) as task:
+            for variant in todo:
+                self._run_variant(variant, recipes[variant.record.name], task)
+        if not self.record.values_by_group():
+            failed = next(record for record in self.record.variants if record.state == "failed")
+            raise Z2aError(f"every run failed; {failed.name}: {failed.reason}")
+        return self.record
+
+    def _build_stages(self, todo: list[Variant]) -> None:
+        # Here, because the process of a variant imports this package too, and does without the code of a corpus.
+        from zero2all.experiments.stages import build_missing_stages
+
+        for recipe in {variant.recipe.tokens_dir: variant.recipe for variant in todo}.values():
+            build_missing_stages(recipe)
+
+    def _run_variant(self, variant: Variant, recipe: Recipe, task: ProgressTask) -> None:
+        name = variant.record.name
+        number = [record.name for record in self.record.variants].index(name) + 1
+        title = f"run {number} of {len(self.record.variants)}, {variant.record.group}, seed {variant.record.seed}"
+        steps = recipe.train.steps if self.budget and self.budget.seconds else None
+        self._update(name, state="running", reason="", result=None, steps=steps)
+        view = RunView(LocalRunLocation(recipe.run_dir))
+        follow = _Follower(view, title, task)
+        try:
+            reason = self._run_process(recipe, name, follow)
+        except KeyboardInterrupt:
+            self._update(name, state="stopped")
+            raise
+        if not reason:
+            try:
+                result = _read_result(recipe.run_dir)
+            except Z2aError as error:
+                reason = str(error)
+        if reason:
+            self._update(name, state="failed", reason=reason[:MAX_REASON])
+            warn(f"{title}: failed: {reason}")
+        else:
+            self._update(name, state="done", result=result)
+            say(f"{title}: {result.metrics['bits_per_byte']:.4f} bits per byte, {show_seconds(result.seconds)}")
+        follow.finish()
+
+    def _run_process(self, recipe: Recipe, name: str, on_poll: Callable[[], bool]) -> str:
+        """Run a variant until it has ended, or until ``on_poll`` returns True. Returns why it failed, or nothing."""
+        recipe_path = self.plan.directory / "recipes" / f"{name}.yaml"
+        log_path = self.plan.directory / "logs" / f"{name}.log"
+        write_text(recipe_path, recipe_yaml(recipe))
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(log_path, "ab") as log:
+            begin = log.tell()
+            process = start_variant(recipe_path, self.ranks, log)
+            try:
+                while process.poll() is None:
+                    try:
+                        process.wait(POLL_SECONDS)
+                    except subprocess.TimeoutExpired:
+                        if on_poll():
+                            return ""
+            except KeyboardInterrupt:
+                say(f"stopping {name}; its state will be saved")
+                process.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_SECONDS)
+                raise
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        return "" if process.returncode == 0 else _failure(process.returncode, log_path, begin)
+
+    def _measure_speeds(self, todo: list[Variant], budget: Budget) -> None:
+        """Time the steps of each kind of variant in a short run, once: the number of steps is then fixed."""
+        for variant in todo:
+            sized = choose_batch(variant.recipe)
+            key = speed_key(sized)
+            if key in self.record.step_seconds:
+                continue
+            say(f"measuring the speed of {variant.record.group}")
+            recipe = trial_recipe(sized)
+            view = RunView(LocalRunLocation(recipe.run_dir))
+            shutil.rmtree(recipe.run_dir, ignore_errors=True)  # of a killed runner
+            try:
+                reason = self._run_process(recipe, TRIAL_RUN, partial(_is_measured, view))
+                seconds = _step_seconds(view)
+            finally:
+                shutil.rmtree(recipe.run_dir, ignore_errors=True)
+            if seconds is None:
+                raise Z2aError(f"the speed of {variant.record.group} could not be measured: {reason or 'no steps'}")
+            self.record = replace(self.record, step_seconds={**self.record.step_seconds, key: seconds})
+            self._save()
+            steps = fix_length(sized, budget, self.record.step_seconds).train.steps
+            rate = show_count(sized.train.tokens_per_step / seconds)
+            say(f"{rate} tokens per second: {budget.text} is {steps} steps")
+
+    def _sized_recipe(self, variant: Variant) -> Recipe:
+        if self.budget is None:
+            return variant.recipe
+        recipe = variant.recipe if self.budget.seconds is None else choose_batch(variant.recipe)
+        return fix_length(recipe, self.budget, self.record.step_seconds)
+
+    def _find(self, name: str) -> VariantRecord:
+        return next(record for record in self.record.variants if record.name == name)
+
+    def _update(self, name: str, **changes: object) -> None:
+        variants = [
+            replace(record, **changes) if record.name == name else record  # type: ignore[arg-type]
+            for record in self.record.variants
+        ]
+        self.record = with_verdicts(replace(self.record, variants=variants))
+        self._save()
+
+    def _save(self) -> None:
+        write_record(self.path, self.record)
+
+
+class _Follower:
+    """Shows how far a variant is. A run counts as one, so that the time left is that of the whole experiment."""
+
+    def __init__(self, view: RunView, title: str, task: ProgressTask) -> None:
+        self.view, self.title, self.task = view, title, task
+        self.share = 0.0
+        task.describe(title)
+
+    def __call__(self) -> bool:
+        self.view.refresh()
+        step, steps = self.view.last_step, self.view.total_steps
+        if step is not None and steps:
+            self.task.describe(f"{self.title}, step {step + 1} of {steps}")
+            self._advance(min(1.0, (step + 1) / steps))
+        return False
+
+    def finish(self) -> None:
+        self._advance(1.0)
+
+    def _advance(self, share: float) -> None:
+        if share > self.share:
+            self.task(share - self.share)
+            self.share = share
+
+
+def _read_result(directory: Path) -> VariantResult:
+    run = Run.open(directory)
+    evaluation = saved_evaluation(run)
+    if evaluation is None:
+        raise Z2aError(f"{directory} has no evaluation of its newest checkpoint")
+    return run_result(run, evaluation)
+
+
+def _is_measured(view: RunView) -> bool:
+    view.refresh()
+    times = view.table([]).times[WARMUP_STEPS:]
+    return len(times) > MIN_TRIAL_STEPS and float(times[-1] - times[0]) > TRIAL_SECONDS
+
+
+def _step_seconds(view: RunView) -> float | None:
+    view.refresh()
+    times = view.table([]).times[WARMUP_STEPS:]
+    return float(np.mean(np.diff(times))) if len(times) > 1 else None
+
+
+def _failure(status: int, log: Path, begin: int) -> str:
+    """The last error that a process printed, or what its exit status says."""
+    with open(log, "rb") as stream:
+        stream.seek(begin)
+        lines = stream.read().decode("utf-8", "replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return errors[-1] if errors else f"{classify_exit(status, '').description}; see {log}"

@@ -1,0 +1,81 @@
+"""Whether the difference between two groups of runs exceeds the noise between seeds: a two-sided t-test at 95 %."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from zero2all.track.experiment_record import ExperimentRecord, Verdict
+
+CONFIDENCE = 0.95
+RESOLUTION = 1e-4  # bits per byte are rounded to this, so that no smaller margin means anything
+
+
+def with_verdicts(record: ExperimentRecord) -> ExperimentRecord:
+    """A sweep compares each other group with the best one, everything else with the first one.
+
+    Groups that were measured on other validation text than the reference are left out.
+    """
+    values = record.values_by_group()
+    if not values:
+        return replace(record, verdicts=[])
+    sets = {variant.group: variant.result.validation_set for variant in record.variants if variant.result is not None}
+    first = min(values, key=lambda group: fmean(values[group])) if record.kind == "sweep" else next(iter(values))
+    others = [group for group in values if group != first and sets[group] == sets[first]]
+    return replace(record, verdicts=[compare_groups(first, other, values) for other in others])
+
+
+def compare_groups(reference: str, other: str, values: Mapping[str, Sequence[float]]) -> Verdict:
+    """The difference of the means and its confidence interval.
+
+    The variance is pooled: with two or three seeds, a variance of each group (Welch's test) would rest on one or two
+    degrees of freedom. The margin is unknown unless both groups have two seeds.
+    """
+    first, second = values[reference], values[other]
+    difference = fmean(second) - fmean(first)
+    if min(len(first), len(second)) < 2:
+        return Verdict(reference, other, difference, None)
+    freedom = len(first) + len(second) - 2
+    variance = (_sum_of_squares(first) + _sum_of_squares(second)) / freedom
+    margin = t_quantile(freedom) * math.sqrt(variance * (1 / len(first) + 1 / len(second)))
+    return Verdict(reference, other, difference, max(margin, RESOLUTION))
+
+
+def standard_deviation(values: Sequence[float]) -> float | None:
+    """Of the population that the values are a sample of; None for a single value."""
+    return math.sqrt(_sum_of_squares(values) / (len(values) - 1)) if len(values) > 1 else None
+
+
+def _sum_of_squares(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    return sum((value - mean) ** 2 for value in values)
+
+
+def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
+    """The t within which a variable of Student's distribution lies with this probability, on both sides of 0.
+
+    >>> round(t_quantile(4), 3)
+    2.776
+    """
+    low, high = 0.0, 1.0
+    while t_probability(high, freedom) < confidence:
+        high *= 2
+    for _ in range(80):  # halving: beyond the precision of a float
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_probability(middle, freedom) < confidence else (low, middle)
+    return high
+
+
+def t_probability(t: float, freedom: int) -> float:
+    """P(|T| < t), by the finite sums for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = freedom % 2
+    term = cosine if is_odd else 1.0
+    total = 0.0
+    for power in range(is_odd, freedom - 1, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
