@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero2all.experiments.statistics import with_verdicts
+from zero2all.experiments.summary import summarize
 from zero2all.track.experiment_record import (
     FORMAT,
     ExperimentRecord,
@@ -41,4 +41,4 @@ def variant(
 
 
 def experiment(kind: str, *variants: VariantRecord, keys: list[str] | None = None) -> ExperimentRecord:
-    return with_verdicts(ExperimentRecord(FORMAT, "test", kind, keys or [], None, variants=list(variants)))
+    return summarize(ExperimentRecord(FORMAT, "test", kind, keys or [], None, variants=list(variants)))

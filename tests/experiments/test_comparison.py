@@ -47,12 +47,15 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_seeds_are_one_group_and_a_lower_rate_is_a_difference_beyond_their_noise(runs: Path) -> None:
     found = compare(runs / "fast-1", runs / "slow-1", runs / "fast-2", runs / "slow-2")
-    assert [(group["group"], group["seeds"]) for group in found["groups"]] == [("fast-1", [1, 2]), ("slow-1", [1, 2])]
+    assert [(group["group"], group["seeds"]) for group in found["experiment"]["groups"]] == [
+        ("fast-1", [1, 2]),
+        ("slow-1", [1, 2]),
+    ]
     assert found["differences"] == {"train.optimizer.lr": {"fast-1": 0.004, "slow-1": 0.0005}}
     [verdict] = found["experiment"]["verdicts"]
     assert verdict["difference"] > verdict["margin"] > 0
     assert found["verdicts"][0].startswith("fast-1 is better than slow-1 by ")
-    group = found["groups"][0]
+    group = found["experiment"]["groups"][0]
     assert (group["steps"], group["tokens"]) == (16, 16 * 256)
     assert group["tokens_per_second"] > 0
     assert group["seconds"] > 0
@@ -96,8 +99,8 @@ def test_a_run_without_checkpoint_or_validation_text_is_shown_with_the_reason(ru
     shutil.copytree(runs / "slow-2", broken)
     shutil.rmtree(broken / "checkpoints")
     found = compare(runs / "slow-1", broken)
-    assert found["groups"][0]["seeds"] == [1]
-    assert "no checkpoint" in found["groups"][0]["problems"][0]
+    assert found["experiment"]["groups"][0]["seeds"] == [1]
+    assert "no checkpoint" in found["experiment"]["groups"][0]["problems"][0]
 
 
 def test_an_evaluation_that_was_saved_is_used_while_it_is_of_the_newest_checkpoint(runs: Path, tmp_path: Path) -> None:
@@ -141,5 +144,5 @@ def test_what_is_refused(runs: Path, words: list[str], message: str) -> None:
 
 def test_a_directory_with_several_runs_is_all_of_them(runs: Path) -> None:
     report = build_report(compare_targets([runs]))
-    assert sorted(group.group for group in report.groups) == ["fast-1", "slow-1"]
+    assert sorted(group.group for group in report.experiment.groups) == ["fast-1", "slow-1"]
     assert os.path.samefile(report.directories["fast-1"], runs / "fast-1")

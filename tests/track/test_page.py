@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import tiny_recipe
+from tests.experiments.helpers import experiment, variant
 from tests.track.browser import browser, watching
+from zero2all.io import write_record
 from zero2all.track import RunRecord
 from zero2all.track.html_report import report_html
 from zero2all.track.run_locations import LocalRunLocation
@@ -75,7 +78,7 @@ def test_it_follows_a_run_within_two_seconds_and_text_stays_text(page: Any, tmp_
             page.get(url)
             until(page, INK, "loss")
             record.sample(50, "zh", NASTY)
-            record.step(50, **{"loss": 5.5, "loss/zh": 6.5})
+            record.step(50, **{"loss": 5.5, "loss/zh": 6.5, "loss/en": 4.5})
             begun = time.monotonic()
             until(page, "return document.querySelector('.metrics').textContent.includes('51 / 100')")
             taken = time.monotonic() - begun
@@ -132,6 +135,71 @@ def test_a_report_opens_without_a_server(page: Any, trained: Path, tmp_path: Pat
     until(page, INK, "loss")
     assert "80 / 80" in page.execute_script("return document.querySelector('.metrics').textContent")
     no_complaints(page)
+
+
+def write_run(directory: Path, loss: float, *sources: str) -> None:
+    with RunRecord(directory / "record.jsonl", system_every=None) as record:
+        record.event("start", step=0, steps=20)
+        for step in range(20):
+            record.step(step, **{"loss": loss + 1 / (step + 1), **{f"loss/{name}": loss for name in sources}})
+
+
+def test_the_loss_of_a_single_source_has_no_chart_of_its_own(page: Any, tmp_path: Path) -> None:
+    for name, sources in (("one", ["zh"]), ("two", ["zh", "en"])):
+        write_run(tmp_path / name, 2.0, *sources)
+    with watching(tmp_path / "one") as (url, _):
+        page.get(url)
+        until(page, INK, "loss")
+        assert page.execute_script("return document.querySelector('[data-chart=\"loss/*\"]')") is None
+    with watching(tmp_path) as (url, _):
+        page.get(url)
+        until(page, INK, "loss/*")
+
+
+def test_an_experiment_has_a_table_and_a_plot_that_follow_its_record(page: Any, tmp_path: Path) -> None:
+    directory, key = tmp_path / "experiments" / "lr", "train.optimizer.lr"
+    bits = {("lr=1e-3", 0.001): (2.01, 2.0), ("lr=2e-3", 0.002): (1.9, 1.91), (NASTY, 0.004): (1.95, None)}
+    runs = [variant(group, seed, value, {key: lr}, "done" if value else "failed", "" if value else NASTY)
+            for (group, lr), values in bits.items() for seed, value in enumerate(values)]  # fmt: skip
+    runs = [replace(one, name=f"run-{number}") for number, one in enumerate(runs)]
+    for one in runs:
+        write_run(directory / one.name, 2.0)
+    unfinished = [replace(one, state="planned", result=None) for one in runs[4:]]
+    write_record(directory / "experiment.json", experiment("sweep", *runs[:4], *unfinished, keys=[key]))
+    rows = "return [...document.querySelectorAll('.experiment tr')].map((row) => row.textContent)"
+    with watching(directory) as (url, _):
+        page.get(url)
+        until(page, INK, "loss")
+        assert page.execute_script("return document.querySelectorAll('.run').length") == 6
+        assert "4 of 6 runs done" in page.execute_script("return document.querySelector('.experiment').textContent")
+        found = page.execute_script(rows)
+        assert found[1].startswith("lr=2e-31.9050 ± 0.00711.90502 / 2")
+        assert found[3].startswith(NASTY)
+        write_record(directory / "experiment.json", experiment("sweep", *runs, keys=[key]))
+        until(page, "return document.querySelector('.experiment').textContent.includes('5 of 6 runs done')")
+        found = page.execute_script(rows)
+        assert [row[:7] for row in found[1:]] == ["lr=2e-3", NASTY[:7], "lr=1e-3"]
+        drawn = "return document.querySelector('.experiment canvas')?.width > 100"
+        until(page, drawn)
+        said = page.execute_script("return document.querySelector('.experiment').textContent")
+        assert "lr=2e-3 is better than lr=1e-3 by 0.1000 ± 0.0304" in said
+        assert f"seed 1: failed: {NASTY}" in said
+        page.get(f"{url}#lang=zh")
+        page.refresh()
+        until(page, "return document.querySelector('.experiment')?.textContent.includes('lr=2e-3 优于 lr=1e-3')")
+        assert page.title == "zero2all"
+        no_complaints(page)
+
+
+def test_a_damaged_experiment_does_not_hide_the_runs(page: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "lr" / "run-1", 2.0)
+    (tmp_path / "lr" / "experiment.json").write_text('{"format": 1, "name": "<b>lr</b>"}')
+    with watching(tmp_path / "lr") as (url, _):
+        page.get(url)
+        until(page, INK, "loss")
+        said = page.execute_script("return document.querySelector('.experiment').textContent")
+        assert "cannot be read: experiment.json: name: String should match pattern" in said
+        no_complaints(page)
 
 
 @pytest.mark.parametrize(

@@ -153,3 +153,15 @@ def test_evaluations_are_series_of_their_own(tmp_path: Path) -> None:
     assert run.validation_table().steps.tolist() == [2, 5]
     assert run.validation_table().mean["validation/all"].tolist() == [0.0, -3.0]
     assert run.validation_table(first=3).mean["validation/zh"].tolist() == [3.0]
+
+
+def test_a_source_named_all_does_not_hide_the_total(tmp_path: Path) -> None:
+    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
+        record.event("evaluation", step=0, bits_per_byte=2.0, sources={"all": {"bits_per_byte": 3.0}})
+    run = RunView(LocalRunLocation(tmp_path))
+    run.refresh()
+    table = run.validation_table()
+    assert {name: column.tolist() for name, column in table.mean.items()} == {
+        "validation/all": [2.0],
+        "validation/all (source)": [3.0],
+    }

@@ -15,6 +15,10 @@ export async function listRuns() {
   return report ? report.runs : get("runs");
 }
 
+export async function listExperiments() {
+  return report ? report.experiments : get("experiments");
+}
+
 export async function getSeries(run, names, from, to, points) {
   if (report) return report.series[run].map((block) => sliceBlock(block, names, from, to)).filter((block) => block !== null);
   const range = [["from", from], ["to", to]].filter(([, value]) => value !== "");

@@ -12,6 +12,13 @@ const FIRST = ["loss", "loss/*", "validation/*", "bpb", "bpb/*", "lr", "grad_nor
 const LAST = /^(system|gpu)/;
 const AXES = new Set(["tokens"]);
 
+// The metrics of a run that are drawn. With a single source its loss is the loss.
+export function drawnNames(run) {
+  const isSourceLoss = (name) => name.startsWith("loss/");
+  const single = run.names.includes("loss") && run.names.filter(isSourceLoss).length === 1;
+  return single ? run.names.filter((name) => !isSourceLoss(name)) : run.names;
+}
+
 // [{ id, title, names }], each name in one chart.
 export function groupNames(names) {
   const groups = new Map();

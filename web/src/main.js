@@ -1,19 +1,23 @@
 import "uplot/dist/uPlot.min.css";
 import "./style.css";
-import { follow, isReport, listRuns } from "./api.js";
+import { follow, isReport, listExperiments, listRuns } from "./api.js";
 import { Chart } from "./chart.js";
 import { element } from "./element.js";
-import { groupNames } from "./groups.js";
+import { experimentPanel, isUnfinished } from "./experiments.js";
+import { drawnNames, groupNames } from "./groups.js";
 import { factsPanel, histogramBars, openDocuments, runCard, sampleText, textPanel } from "./panels.js";
 import { change, hiddenRuns, onChange, readAddress, state } from "./state.js";
 import { language, say } from "./words.js";
 
 let runs = [];
+let experiments = [];
 let charts = [];
 let connected = true;
 let ranksReadAt = 0;
 const RANKS_REFRESH_MS = 5000;
+const EXPERIMENTS_REFRESH_MS = 3000;
 const page = document.getElementById("page");
+const experimentBox = element("div", { class: "experiments" });
 const cards = element("div", { class: "cards" });
 const grid = element("main", { class: "grid" });
 const below = element("div", { class: "below" });
@@ -26,8 +30,9 @@ const seen = new IntersectionObserver((entries) => {
 async function begin() {
   readAddress();
   applyTheme();
-  runs = (await listRuns()).map(prepared);
+  [runs, experiments] = [(await listRuns()).map(prepared), await listExperiments().catch(() => [])];
   build();
+  if (!isReport) setInterval(refreshExperiments, EXPERIMENTS_REFRESH_MS);
   follow(applyUpdate, (there) => {
     if (there && !connected) reloadRuns();
     connected = there;
@@ -48,6 +53,19 @@ async function reloadRuns() {
   build();
 }
 
+// Its record is a file that the runner replaces: there are no lines to follow.
+async function refreshExperiments() {
+  if (!experiments.some(isUnfinished)) return;
+  const found = await listExperiments().catch(() => experiments);  // keep what is shown while the server is away
+  if (JSON.stringify(found) === JSON.stringify(experiments)) return;
+  experiments = found;
+  drawExperiments();
+}
+
+function drawExperiments() {
+  experimentBox.replaceChildren(...experiments.map(experimentPanel));
+}
+
 function applyTheme() {
   document.documentElement.lang = language() === "zh" ? "zh-CN" : "en";
   document.documentElement.dataset.theme = state.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
@@ -55,7 +73,8 @@ function applyTheme() {
 
 function build() {
   applyTheme();
-  page.replaceChildren(header(), cards, grid, below);
+  page.replaceChildren(header(), experimentBox, cards, grid, below);
+  drawExperiments();
   drawCards();
   buildCharts();
   buildBelow();
@@ -114,7 +133,7 @@ function buildCharts() {
     seen.unobserve(chart.root);
     chart.remove();
   }
-  const names = new Set(visible().flatMap((run) => run.names));
+  const names = new Set(visible().flatMap(drawnNames));
   const wanted = state.find.toLowerCase();
   const groups = groupNames([...names])
     .filter((group) => !wanted || [group.id, say(group.title), ...group.names].join(" ").toLowerCase().includes(wanted));

@@ -27,6 +27,11 @@ const ZH = {
   "initial loss": "初始损失", "reference": "参考曲线", "divergence": "发散", "plateau": "停滞",
   "sudden drop": "损失骤降", "dead source": "数据源失效", "throughput drop": "吞吐下降", "silence": "长时间无记录", "damaged files": "文件损坏",
   "check failed": "检查失败",
+  "experiment": "实验", "budget": "预算", "variant": "变体", "seeds": "种子数", "best": "最好", "tok/s": "tok/s",
+  "{} of {} runs done": "已完成 {} / {} 次训练", "seed": "种子", "planned": "未开始", "running": "训练中", "failed": "失败",
+  "{} is better than {} by {}": "{} 优于 {}，相差 {}",
+  "no difference beyond the noise between seeds: {} ({} minus {})": "差异没有超出种子之间的波动：{}（{} 减 {}）",
+  "the noise between seeds is unknown": "种子之间的波动未知",
   "no documents": "没有文档", "the highest between two points": "两点之间数值最高的一步", "values": "数值",
 };
 

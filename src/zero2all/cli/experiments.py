@@ -14,7 +14,7 @@ from zero2all.errors import UsageError
 
 if TYPE_CHECKING:
     from zero2all.experiments import Comparison
-    from zero2all.experiments.plots import Plot
+    from zero2all.track.experiment_record import Plot
 
 Targets = Annotated[
     list[str],
@@ -64,7 +64,7 @@ def compare(
     Example: z2a compare a.yaml b.yaml --budget 5m --seeds 3
     """
     from zero2all.experiments import compare_targets, open_experiment, plan_comparison, run_experiment
-    from zero2all.experiments.plots import curves_plot
+    from zero2all.experiments.comparison import curves_plot
 
     overrides = [word for word in targets if "=" in word and not Path(word).exists()]
     paths = [Path(word) for word in targets if word not in overrides]
@@ -104,12 +104,11 @@ def sweep(
     Example: z2a sweep my.yaml train.optimizer.lr=1e-3,2e-3,4e-3 model.num_hidden_layers=3,4 --seeds 2 --budget 5m
     """
     from zero2all.experiments import open_experiment, plan_sweep, run_experiment
-    from zero2all.experiments.plots import sweep_plot
 
     plan = plan_sweep(recipe, axes, seeds, name)
     run_experiment(plan, budget, nproc_per_node)
     comparison = open_experiment(plan.directory)
-    return _report(comparison, sweep_plot(comparison.record), html, svg or plan.directory / "sweep.svg")
+    return _report(comparison, comparison.record.plot, html, svg or plan.directory / "sweep.svg")
 
 
 def _report(comparison: Comparison, plot: Plot | None, html: Path | None, svg: Path | None) -> Result:

@@ -8,6 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from zero2all.console import say
 from zero2all.errors import UsageError, Z2aError
 from zero2all.experiments.evaluate import (
@@ -18,13 +20,15 @@ from zero2all.experiments.evaluate import (
     saved_evaluation,
     to_evaluation,
 )
-from zero2all.experiments.statistics import with_verdicts
+from zero2all.experiments.summary import summarize
 from zero2all.experiments.variants import recipe_values, result_key
 from zero2all.track.experiment_record import (
     BITS_PER_BYTE,
     EXPERIMENT_FILE,
     FORMAT,
+    Curve,
     ExperimentRecord,
+    Plot,
     VariantRecord,
     VariantResult,
     VariantState,
@@ -33,6 +37,11 @@ from zero2all.track.experiment_record import (
 from zero2all.track.run_locations import LocalRunLocation, find_runs
 from zero2all.track.run_view import RunView
 from zero2all.train import Run
+
+CURVE_POINTS = 200
+MAX_SHOWN_CURVES = 24
+LOSS = "loss"
+VALIDATION = "validation/all"
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,30 @@ class Comparison:
         return {key: values for key, values in by_key.items() if len({repr(value) for value in values.values()}) > 1}
 
 
+def curves_plot(comparison: Comparison) -> Plot | None:
+    """Validation bits per byte of every run over its steps; the training loss where runs do not validate."""
+    groups = list(dict.fromkeys(variant.group for variant in comparison.record.variants))
+    begun = [variant for variant in comparison.record.variants if variant.name in comparison.directories][
+        :MAX_SHOWN_CURVES
+    ]
+    views = [RunView(LocalRunLocation(comparison.directories[variant.name])) for variant in begun]
+    for view in views:
+        view.read_to_end()
+    has_validation = all(len(view.validation_table().steps) > 1 for view in views)
+    curves = []
+    for variant, view in zip(begun, views, strict=True):
+        name = VALIDATION if has_validation else LOSS
+        table = view.validation_table() if has_validation else view.table([LOSS], points=CURVE_POINTS)
+        known = np.isfinite(table.mean[name])
+        line = list(zip((table.steps[known] + 1).tolist(), table.mean[name][known].tolist(), strict=True))
+        if line:
+            curves.append(Curve(variant.name, line, colour=groups.index(variant.group)))
+    if not curves:
+        return None
+    what = "validation bits per byte" if has_validation else "training loss"
+    return Plot(f"{comparison.record.name}: {what}", "step", what, curves)
+
+
 def compare_targets(targets: Sequence[Path]) -> Comparison:
     """An experiment's directory, or runs: run directories, or directories with runs below them."""
     experiments = [target for target in targets if (target / EXPERIMENT_FILE).is_file()]
@@ -71,7 +104,7 @@ def open_experiment(directory: Path) -> Comparison:
     record = read_experiment(directory / EXPERIMENT_FILE)
     directories = {variant.name: directory / variant.name for variant in record.variants}
     begun = {name: path for name, path in directories.items() if (path / "identity.json").exists()}
-    return Comparison(with_verdicts(record), begun)
+    return Comparison(summarize(record), begun)
 
 
 def compare_runs(locations: Sequence[LocalRunLocation]) -> Comparison:
@@ -87,7 +120,7 @@ def compare_runs(locations: Sequence[LocalRunLocation]) -> Comparison:
         directories[name] = run.directory
         group = groups.setdefault(result_key(run.recipe, with_seed=False), name)
         variants.append(_describe_run(run, name, group))
-    return Comparison(with_verdicts(ExperimentRecord(FORMAT, "runs", "runs", [], None, variants=variants)), directories)
+    return Comparison(summarize(ExperimentRecord(FORMAT, "runs", "runs", [], None, variants=variants)), directories)
 
 
 def _describe_run(run: Run, name: str, group: str) -> VariantRecord:

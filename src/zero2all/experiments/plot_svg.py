@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from zero2all.experiments.plots import Plot, show_value
+from zero2all.experiments.plots import show_value, x_position
+from zero2all.track.experiment_record import Plot
 from zero2all.units import show_count
 
 COLOURS = ("#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#ec4899", "#14b8a6", "#a16207", "#64748b", "#84cc16")
@@ -21,16 +22,16 @@ class _Axes:
 
     def __init__(self, plot: Plot) -> None:
         self.plot = plot
-        points = [point for curve in plot.curves for point in (*zip(curve.x, curve.y, strict=True), *curve.points)]
+        points = [point for curve in plot.curves for point in (*curve.line, *curve.points)]
         self.xs = sorted({x for x, _ in points})
-        positions, ys = [plot.x_position(x) for x, _ in points], [y for _, y in points]
+        positions, ys = [x_position(plot, x) for x, _ in points], [y for _, y in points]
         self.x_low, self.x_high = min(positions), max(positions)
         margin = 0.06 * (max(ys) - min(ys)) or 0.01
         self.y_low, self.y_high = min(ys) - margin, max(ys) + margin
 
     def x(self, x: float) -> float:
         span = self.x_high - self.x_low
-        share = (self.plot.x_position(x) - self.x_low) / span if span else 0.5
+        share = (x_position(self.plot, x) - self.x_low) / span if span else 0.5
         return LEFT + 12 + share * (WIDTH - LEFT - RIGHT - 24)
 
     def y(self, y: float) -> float:
@@ -76,7 +77,7 @@ def _frame(plot: Plot, axes: _Axes) -> Iterator[str]:
 def _curves(plot: Plot, axes: _Axes) -> Iterator[str]:
     for curve in plot.curves:
         colour = COLOURS[curve.colour % len(COLOURS)]
-        path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in zip(curve.x, curve.y, strict=True))
+        path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in curve.line)
         yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
         for x, y in curve.points:
             title = f"{curve.label} {show_value(x)}: {y:.4f}".strip()

@@ -6,7 +6,8 @@ import numpy as np
 from rich.text import Text
 
 from zero2all.console import sanitize
-from zero2all.experiments.plots import Plot, show_value
+from zero2all.experiments.plots import show_value, x_position
+from zero2all.track.experiment_record import Plot
 from zero2all.track.terminal import DOTS
 
 COLOURS = ("blue", "yellow", "green", "red", "magenta", "cyan", "white")
@@ -16,8 +17,8 @@ LABEL_WIDTH = 9  # of the y axis
 
 def plot_text(plot: Plot, width: int = 72, height: int = 12) -> Text:
     """Title, curves with the range of both axes, and a legend if there are several."""
-    xs = [plot.x_position(x) for curve in plot.curves for x in (*curve.x, *(x for x, _ in curve.points))]
-    ys = [y for curve in plot.curves for y in (*curve.y, *(y for _, y in curve.points))]
+    places = [place for curve in plot.curves for place in (*curve.line, *curve.points)]
+    xs, ys = [x_position(plot, x) for x, _ in places], [y for _, y in places]
     low, high = min(ys), max(ys)
     columns, rows = 2 * width - 1, 4 * height - 1
     cells = np.zeros((height, width), dtype=int)
@@ -25,13 +26,13 @@ def plot_text(plot: Plot, width: int = 72, height: int = 12) -> Text:
     marks: set[tuple[int, int]] = set()
 
     def dot(x: float, y: float) -> tuple[int, int]:
-        across = (plot.x_position(x) - min(xs)) / (max(xs) - min(xs)) if max(xs) > min(xs) else 0.5
+        across = (x_position(plot, x) - min(xs)) / (max(xs) - min(xs)) if max(xs) > min(xs) else 0.5
         up = (y - low) / (high - low) if high > low else 0.5
         return round((1 - up) * rows), round(across * columns)
 
     for curve in plot.curves:
         style = COLOURS[curve.colour % len(COLOURS)]
-        dots = [dot(x, y) for x, y in zip(curve.x, curve.y, strict=True)]
+        dots = [dot(x, y) for x, y in curve.line]
         for (row, column), (next_row, next_column) in zip(dots, dots[1:] or dots, strict=False):
             length = max(abs(next_row - row), abs(next_column - column), 1)
             for share in np.linspace(0, 1, length + 1):
@@ -58,7 +59,7 @@ def plot_text(plot: Plot, width: int = 72, height: int = 12) -> Text:
 
 
 def _x_axis(plot: Plot, width: int) -> str:
-    places = [x for curve in plot.curves for x in curve.x]
+    places = [x for curve in plot.curves for x, _ in curve.line]
     first, last = (
         (plot.categories[0], plot.categories[-1]) if plot.categories else map(show_value, (min(places), max(places)))
     )

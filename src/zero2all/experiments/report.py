@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,7 +14,6 @@ from rich.cells import cell_len
 from zero2all.console import sanitize
 from zero2all.experiments.comparison import Comparison
 from zero2all.experiments.plots import show_value
-from zero2all.experiments.statistics import standard_deviation
 from zero2all.io import read_json
 from zero2all.track.experiment_record import ExperimentRecord, VariantRecord, Verdict
 from zero2all.units import show_count, show_seconds
@@ -27,70 +26,22 @@ ENVIRONMENT_KEYS = ("device", "torch", "zero2all")
 
 
 @dataclass(frozen=True)
-class GroupSummary:
-    """Runs that differ only in their seed. Means over those with a result."""
-
-    group: str
-    seeds: list[int]
-    """Of the runs with a result."""
-    bits_per_byte: float | None = None
-    spread: float | None = None
-    """Standard deviation between seeds; None with fewer than two."""
-    best_bits_per_byte: float | None = None
-    steps: int | None = None
-    tokens: int | None = None
-    tokens_per_second: float | None = None
-    seconds: float | None = None
-    problems: list[str] = field(default_factory=list)
-    """Of the runs without a result."""
-
-
-@dataclass(frozen=True)
 class Report:
     experiment: ExperimentRecord
     directories: dict[str, str]
     differences: dict[str, dict[str, Any]]
-    groups: list[GroupSummary]
-    """A sweep has its best one first."""
     verdicts: list[str]
     remarks: list[str]
 
 
 def build_report(comparison: Comparison) -> Report:
     record = comparison.record
-    groups = [_summarize(record, group) for group in dict.fromkeys(variant.group for variant in record.variants)]
-    if record.kind == "sweep":
-        groups.sort(key=lambda one: (one.bits_per_byte is None, one.bits_per_byte or 0.0))
     return Report(
         experiment=record,
         directories={name: str(path) for name, path in comparison.directories.items()},
         differences=comparison.differences(),
-        groups=groups,
         verdicts=list(_verdict_lines(record)),
         remarks=[*_comparability_remarks(comparison), *_sweep_remarks(record), *_noise_remarks(comparison)],
-    )
-
-
-def _summarize(record: ExperimentRecord, group: str) -> GroupSummary:
-    members = [variant for variant in record.variants if variant.group == group]
-    measured = [one for one in members if one.bits_per_byte is not None]
-    problems = [f"seed {one.seed}: {one.state}{f', {one.reason}' if one.reason else ''}" for one in members
-                if one.bits_per_byte is None]  # fmt: skip
-    results = [one.result for one in measured if one.result is not None]
-    if not results:
-        return GroupSummary(group, [], problems=problems)
-    values = [one.bits_per_byte for one in measured if one.bits_per_byte is not None]
-    return GroupSummary(
-        group=group,
-        seeds=[one.seed for one in measured],
-        bits_per_byte=fmean(values),
-        spread=standard_deviation(values),
-        best_bits_per_byte=fmean(result.best_bits_per_byte for result in results),
-        steps=max(result.steps for result in results),
-        tokens=max(result.tokens for result in results),
-        tokens_per_second=fmean(result.tokens_per_second for result in results),
-        seconds=fmean(result.seconds for result in results),
-        problems=problems,
     )
 
 
@@ -202,13 +153,13 @@ def report_text(report: Report) -> str:
     parts = [_table(_group_rows(report))]
     if report.experiment.kind != "sweep" and report.differences:
         parts.insert(0, _table(_difference_rows(report)))
-    problems = [f"{group.group}, {problem}" for group in report.groups for problem in group.problems]
+    problems = [f"{group.group}, {problem}" for group in report.experiment.groups for problem in group.problems]
     parts += ["\n".join(lines) for lines in (problems, report.verdicts, report.remarks) if lines]
     return sanitize("\n\n".join(parts))
 
 
 def _difference_rows(report: Report) -> list[list[str]]:
-    groups = [group.group for group in report.groups]
+    groups = [group.group for group in report.experiment.groups]
     rows = [["differs", *groups]]
     for key, values in list(report.differences.items())[:MAX_DIFFERENCES]:
         rows.append([key, *(_shorten(values.get(group)) for group in groups)])
@@ -218,7 +169,7 @@ def _difference_rows(report: Report) -> list[list[str]]:
 
 def _group_rows(report: Report) -> list[list[str]]:
     rows = [["", "seeds", "bits per byte", "best", "steps", "tokens", "tokens/s", "time"]]
-    for number, group in enumerate(report.groups):
+    for number, group in enumerate(report.experiment.groups):
         is_best = report.experiment.kind == "sweep" and number == 0 and group.bits_per_byte is not None
         name = f"{'* ' if is_best else '  '}{group.group}"
         if group.bits_per_byte is None or group.best_bits_per_byte is None:

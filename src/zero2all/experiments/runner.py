@@ -32,7 +32,7 @@ from zero2all.experiments.budget import (
     trial_recipe,
 )
 from zero2all.experiments.evaluate import run_result, saved_evaluation
-from zero2all.experiments.statistics import with_verdicts
+from zero2all.experiments.summary import summarize
 from zero2all.experiments.variant_process import start_variant
 from zero2all.experiments.variants import ExperimentPlan, Variant
 from zero2all.io import write_record, write_text
@@ -215,7 +215,7 @@ class _Runner:
             replace(record, **changes) if record.name == name else record  # type: ignore[arg-type]
             for record in self.record.variants
         ]
-        self.record = with_verdicts(replace(self.record, variants=variants))
+        self.record = summarize(replace(self.record, variants=variants))
         self._save()
 
     def _save(self) -> None:

@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
 
-from zero2all.track.experiment_record import ExperimentRecord, Verdict
+from zero2all.track.experiment_record import Verdict
 
 CONFIDENCE = 0.95
 RESOLUTION = 1e-4  # bits per byte are rounded to this, so that no smaller margin means anything
-
-
-def with_verdicts(record: ExperimentRecord) -> ExperimentRecord:
-    """A sweep compares each other group with the best one, everything else with the first one.
-
-    Groups that were measured on other validation text than the reference are left out.
-    """
-    values = record.values_by_group()
-    if not values:
-        return replace(record, verdicts=[])
-    sets = {variant.group: variant.result.validation_set for variant in record.variants if variant.result is not None}
-    first = min(values, key=lambda group: fmean(values[group])) if record.kind == "sweep" else next(iter(values))
-    others = [group for group in values if group != first and sets[group] == sets[first]]
-    return replace(record, verdicts=[compare_groups(first, other, values) for other in others])
 
 
 def compare_groups(reference: str, other: str, values: Mapping[str, Sequence[float]]) -> Verdict:

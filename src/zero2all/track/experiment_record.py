@@ -1,4 +1,4 @@
-"""``experiment.json``: the variants of an experiment, what became of each, and how their results differ.
+"""``experiment.json``: the variants of an experiment, what became of each, and a summary of the results.
 
 Whoever shows an experiment reads this file, which may come from anybody: it is bounded in size and checked on reading.
 """
@@ -11,22 +11,25 @@ import posixpath
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from zero2all.console import sanitize
 from zero2all.errors import Z2aError
-from zero2all.records import parse_record
+from zero2all.records import parse_record, to_json
 from zero2all.track.run_locations import LocalRunLocation, RunLocation, SshRunLocation
+from zero2all.track.ssh import UnreachableError
 
 EXPERIMENT_FILE = "experiment.json"
 FORMAT: Literal[1] = 1
 MAX_FILE_BYTES = 8 * 2**20
 MAX_VARIANTS = 5000
+MAX_CURVES = 200
 BITS_PER_BYTE = "bits_per_byte"  # the metric by which variants are compared: lower is better
 MAX_BITS_PER_BYTE = 1e6  # more is damage
 VariantState = Literal["planned", "running", "stopped", "done", "failed"]
+Points = Annotated[list[tuple[float, float]], Field(max_length=MAX_VARIANTS)]
 DirectoryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
 
 
@@ -97,6 +100,48 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class GroupSummary:
+    """Runs that differ only in their seed. Means over those with a result."""
+
+    group: str
+    runs: int
+    """In all."""
+    seeds: list[int]
+    """Of the runs with a result."""
+    problems: list[str]
+    """Of the runs without one."""
+    bits_per_byte: float | None = None
+    spread: float | None = None
+    """Standard deviation between seeds; None with fewer than two."""
+    best_bits_per_byte: float | None = None
+    steps: int | None = None
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    label: str
+    line: Points
+    points: Points = field(default_factory=list)
+    """Single measurements, where the line is their mean."""
+    colour: int = 0
+    """Curves of one group have the same."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    title: str
+    x_label: str
+    y_label: str
+    curves: Annotated[list[Curve], Field(max_length=MAX_CURVES)]
+    log_x: bool = False
+    categories: list[str] = field(default_factory=list)
+    """Names of x = 0, 1, 2, ... where the values are not numbers."""
+
+
+@dataclass(frozen=True)
 class ExperimentRecord:
     format: Literal[1]
     name: DirectoryName
@@ -109,8 +154,12 @@ class ExperimentRecord:
     step_seconds: dict[str, float] = field(default_factory=dict)
     """Measured for a time budget, by what decides the speed."""
     variants: Annotated[list[VariantRecord], Field(max_length=MAX_VARIANTS)] = field(default_factory=list)
+    groups: list[GroupSummary] = field(default_factory=list)
+    """In a sweep, the best one first."""
     verdicts: list[Verdict] = field(default_factory=list)
-    """Of the groups with results."""
+    """Between groups with results."""
+    plot: Plot | None = None
+    """Of a sweep: bits per byte over the values."""
 
     def values_by_group(self) -> dict[str, list[float]]:
         """Bits per byte of the runs that have them."""
@@ -128,7 +177,8 @@ class ShownExperiment:
     name: str
     runs: dict[str, int]
     """Numbers of the runs that are shown, by variant."""
-    record: ExperimentRecord | None
+    record: Any
+    """The record as JSON, with texts that are safe to show, or None."""
     trouble: str = ""
 
 
@@ -165,9 +215,21 @@ def _show_experiment(location: RunLocation, directory: str, runs: dict[str, int]
     name = sanitize(posixpath.basename(directory))
     try:
         data = _read_file(location, directory)
-        return None if data is None else ShownExperiment(name, runs, parse_experiment(data, EXPERIMENT_FILE))
+        if data is None:
+            return None
+        return ShownExperiment(name, runs, _sanitize_all(to_json(parse_experiment(data, EXPERIMENT_FILE))))
+    except UnreachableError:  # nobody knows whether there is one; the card of the run says why
+        return None
     except Z2aError as error:
         return ShownExperiment(name, runs, None, sanitize(str(error)))
+
+
+def _sanitize_all(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {sanitize(key): _sanitize_all(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_sanitize_all(inner) for inner in value]
+    return sanitize(value) if isinstance(value, str) else value
 
 
 def _read_file(location: RunLocation, directory: str) -> bytes | None:

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 
+from zero2all.track.experiment_record import find_experiments
 from zero2all.track.record_lines import LoggedLine
 from zero2all.track.run_view import RunView
 from zero2all.track.server import PAGE_DIR, build_series, encode_json, summarize_run
@@ -27,6 +28,7 @@ def report_html(runs: list[RunView]) -> str:
     return _render_page(
         {
             "runs": summaries,
+            "experiments": find_experiments([run.location for run in runs]),
             "series": [build_series(run, run.names, -math.inf, math.inf, MAX_POINTS) for run in runs],
             "texts": texts,
             "facts": [{"recipe": run.metadata.recipe, "environment": run.metadata.environment} for run in runs],

@@ -153,8 +153,9 @@ class RunView:
         rows = [(step, event) for step, event in rows if first <= step <= last]
         by_name: dict[str, list[float]] = {}
         for number, (_, event) in enumerate(rows):
-            metrics = {"all": event.details, **event.details.get("sources", {})}
-            for name, section in metrics.items():
+            sources = event.details.get("sources", {})
+            by_source = {f"{name} (source)" if name == "all" else name: part for name, part in sources.items()}
+            for name, section in {"all": event.details, **by_source}.items():
                 column = by_name.setdefault(f"validation/{name}", [math.nan] * len(rows))
                 column[number] = section["bits_per_byte"]
         return MetricTable(

@@ -29,6 +29,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from zero2all.errors import Z2aError
+from zero2all.track.experiment_record import find_experiments
 from zero2all.track.health_checks import HealthFinding, check_health
 from zero2all.track.record_lines import EventLine, LoggedLine, RecordLine, line_to_json, restart_step
 from zero2all.track.record_reader import Array, MetricTable
@@ -157,6 +158,10 @@ class DashboardHandlers:
         self._check(request)
         return json_response([{"id": number, **vars(live_run.summary)} for number, live_run in enumerate(self.runs)])
 
+    def experiments(self, request: Request) -> Response:
+        self._check(request)
+        return json_response(find_experiments([live_run.run.location for live_run in self.runs]))
+
     def series(self, request: Request) -> Response:
         live_run, query = self._find_run(request), request.query_params
         points = _integer(query.get("points", "1500"), minimum=1)
@@ -246,6 +251,7 @@ def build_app(runs: list[RunView], key: str, documents: DocumentLookup | None = 
         Route("/", handlers.page),
         Route("/assets/{name}", handlers.asset),
         Route("/api/runs", handlers.list_runs),
+        Route("/api/experiments", handlers.experiments),
         Route("/api/runs/{run:int}/series", handlers.series),
         Route("/api/runs/{run:int}/text", handlers.logged_text),
         Route("/api/runs/{run:int}/facts", handlers.metadata),
