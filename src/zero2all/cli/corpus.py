@@ -1,4 +1,4 @@
-"""z2a corpus build | sniff | report"""
+"""z2a corpus fetch | build | sniff | report"""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from zero2all.cli.conventions import (
     Workers,
     command,
 )
+from zero2all.errors import UsageError
 from zero2all.paths import to_path
 
 FilePath = Annotated[str, typer.Argument(help="The file, directory or URL to read.", metavar="PATH")]
@@ -60,6 +61,60 @@ def quality_train(
 @app.callback()
 def corpus_group() -> None:
     """Turn raw files into clean, deduplicated documents."""
+
+
+@app.command()
+@command
+def fetch(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            help="hf://datasets/OWNER/NAME[/PATH], hf://OWNER/NAME[/PATH] or the URL of a file.", metavar="SOURCE..."
+        ),
+    ],
+    to: Annotated[
+        Path | None, typer.Option("--to", help="The directory to download to.", metavar="DIR", parser=to_path)
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option("--include", help="Glob of files to download, such as 'data/en/*.parquet'. Can be repeated."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", help="Glob of files to skip. Can be repeated.")
+    ] = None,
+    revision: Annotated[str, typer.Option("--revision", help="Branch, tag or commit on the Hub.")] = "main",
+    mirror: Annotated[
+        str | None,
+        typer.Option("--mirror", help="URL of the Hub or a mirror of it. Default: HF_ENDPOINT, or huggingface.co."),
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Number of connections.")] = 8,
+    sha256: Annotated[
+        str | None, typer.Option("--sha256", help="Expected checksum, if there is one file.", metavar="HEX")
+    ] = None,
+    max_size: Annotated[
+        str | None, typer.Option("--max-size", help="Refuse larger files, such as 20GB.", metavar="SIZE")
+    ] = None,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="Print the files and their sizes; download nothing.")
+    ] = False,
+    json: Json = False,
+) -> Result:
+    """Download datasets or files; the same command resumes.
+
+    Files of the Hugging Face Hub go to DIR/NAME, other files to DIR. Checksums are verified, and DIR/fetch.json lists
+    what was downloaded from where. HF_TOKEN is sent to the Hub or the mirror only.
+
+    Example: z2a corpus fetch hf://datasets/Salesforce/wikitext --include wikitext-2-v1 --to raw
+    """
+    from zero2all.cli.fetch_command import fetch_options, fetched, listed
+    from zero2all.corpus.fetch import fetch_files, list_files
+
+    options = fetch_options(include, exclude, revision, mirror, workers, sha256, max_size)
+    if list_only:
+        return listed(list_files(sources, options))
+    if to is None:
+        raise UsageError("say where to download to: --to DIR")
+    return fetched(fetch_files(sources, to, options))
 
 
 @app.command()

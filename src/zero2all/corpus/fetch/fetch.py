@@ -1,0 +1,261 @@
+"""``z2a corpus fetch``: list the files, find out which are missing, download those."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from zero2all.console import progress
+from zero2all.corpus.fetch.download import Download, DownloadContext
+from zero2all.corpus.fetch.fetch_manifest import FetchedFile, FetchRecord
+from zero2all.corpus.fetch.file_names import WORK_DIRECTORY, check_paths
+from zero2all.corpus.fetch.http_client import FetchError, HttpClient, split_url
+from zero2all.corpus.fetch.hub import check_token
+from zero2all.corpus.fetch.jobs import Job, run_jobs
+from zero2all.corpus.fetch.partial_file import ByteRange, PartialFile
+from zero2all.corpus.fetch.recipe_entry import recipe_sources
+from zero2all.corpus.fetch.remote_file import FileDigests, RemoteFile
+from zero2all.corpus.fetch.sources import FileSelection, SourceLister, parse_source
+from zero2all.directory_lock import LockUser, lock_directory
+from zero2all.errors import UsageError, Z2aError, is_disk_full
+from zero2all.io import disk_full_error
+from zero2all.paths import RemotePath
+from zero2all.recipe import SourceRecipe
+from zero2all.units import show_bytes
+
+DEFAULT_WORKERS = 8
+HUB_ENDPOINT = "https://huggingface.co"
+UNKNOWN_SIZE_LIMIT = 10 * 10**9  # of files whose size the server does not say
+MAX_FAILED_FILES = 10  # after which the rest is not tried
+LOCK_PATIENCE = 0.0  # seconds
+
+
+@dataclass(frozen=True)
+class FetchOptions:
+    selection: FileSelection = field(default_factory=FileSelection)
+    endpoint: str = HUB_ENDPOINT
+    """URL of the Hugging Face Hub, or of a mirror."""
+    token: str | None = field(default=None, repr=False)
+    """For private and gated repositories; it is sent to the endpoint only."""
+    revision: str = "main"
+    """Branch, tag or commit on the Hub."""
+    workers: int = DEFAULT_WORKERS
+    """Connections at the same time."""
+    sha256: str | None = None
+    """Expected checksum of the only file."""
+    max_size: int | None = None
+    """Largest file that is accepted."""
+    timeout: float = 30.0
+    """Seconds to wait for a connection or for data."""
+
+    def client(self) -> HttpClient:
+        split_url(self.endpoint)
+        token = check_token(self.token) if self.token else None
+        return HttpClient(self.endpoint.rstrip("/"), token, self.timeout)
+
+
+@dataclass(frozen=True)
+class FetchResult:
+    to: str
+    files: int
+    bytes: int
+    downloaded_files: int
+    """Those that were not there already."""
+    downloaded_bytes: int
+    seconds: float
+    sources: list[SourceRecipe]
+    """For the recipe of a corpus."""
+
+
+def list_files(sources: list[str], options: FetchOptions) -> list[RemoteFile]:
+    """The files that would be downloaded."""
+    return _list_files(sources, options, options.client(), threading.Event())
+
+
+def fetch_files(sources: list[str], to: Path, options: FetchOptions) -> FetchResult:
+    """Download all files of the sources into a directory. What is there already is not downloaded again."""
+    if isinstance(to, RemotePath):
+        raise UsageError(f"{to}: the directory of a download must be on this machine")
+    began, client, stop = time.monotonic(), options.client(), threading.Event()
+    files = _list_files(sources, options, client, stop)
+    work = to / WORK_DIRECTORY
+    with lock_directory(work, LockUser("download", to, "--to DIR"), LOCK_PATIENCE):
+        record = FetchRecord(to, work)
+        missing = [file for file in files if not _is_present(file, to, record)]
+        remaining = _remaining_bytes(missing, work)
+        _check_space(to, remaining)
+        try:
+            if missing:
+                _FetchRun(to, record, options, client, stop).run(missing, remaining)
+        except OSError as error:
+            if is_disk_full(error):
+                raise disk_full_error(to, error) from error
+            raise
+        finally:
+            record.write()
+    paths = {file.path for file in missing}
+    return FetchResult(
+        to=str(to),
+        files=len(files),
+        bytes=sum(record.files[file.path].size for file in files),
+        downloaded_files=len(missing),
+        downloaded_bytes=sum(record.files[path].size for path in paths),
+        seconds=time.monotonic() - began,
+        sources=recipe_sources(sources, files, to),
+    )
+
+
+def _list_files(
+    sources: list[str], options: FetchOptions, client: HttpClient, stop: threading.Event
+) -> list[RemoteFile]:
+    lister = SourceLister(client, stop, options.revision, options.workers, options.selection)
+    with progress("listing files"):
+        files = lister.list_files([parse_source(text) for text in sources])
+    check_paths([file.path for file in files])
+    limit = options.max_size
+    for file in files:
+        if limit is not None and file.size is not None and file.size > limit:
+            raise UsageError(
+                f"{file.path} has {show_bytes(file.size)}, more than {show_bytes(limit)}: leave it out with --exclude, "
+                "or raise --max-size"
+            )
+    return files if options.sha256 is None else [_with_checksum(files, options.sha256)]
+
+
+def _with_checksum(files: list[RemoteFile], sha256: str) -> RemoteFile:
+    if len(files) != 1:
+        raise UsageError(f"--sha256 is for one file, and there are {len(files)}")
+    [file] = files
+    wanted = f"sha256:{sha256.lower()}"
+    if file.validator is not None and file.validator.startswith("sha256:") and file.validator != wanted:
+        raise Z2aError(f"{file.path}: the Hub lists {file.validator}, not {wanted}: nothing was downloaded")
+    return replace(file, validator=wanted)
+
+
+def _is_present(file: RemoteFile, to: Path, record: FetchRecord) -> bool:
+    """Whether a file need not be downloaded. What somebody else wrote, or changed, is not overwritten."""
+    target = to / file.path
+    if not target.parent.resolve().is_relative_to(to.resolve()):
+        raise UsageError(f"{target.parent} leads out of {to}, through a link: remove the link, or use another --to")
+    if not target.exists():
+        return False
+    known = record.files.get(file.path)
+    if known is None:
+        return _adopt(file, target, record)
+    if known.source != file.source:
+        raise UsageError(f"{target} is from {known.source}: use another --to for {file.source}")
+    if not known.is_intact(target):
+        raise UsageError(
+            f"{target} was changed after its download: remove it to download it again, or use another --to"
+        )
+    return known.is_version_of(file)
+
+
+def _adopt(file: RemoteFile, target: Path, record: FetchRecord) -> bool:
+    """Take over a file that another program downloaded, if its checksum proves it."""
+    if file.has_checksum and target.is_file():
+        digests = FileDigests.of(target, file.has_git_checksum)
+        if not file.checksum_problem(digests):
+            record.add(FetchedFile.of(file, target, digests.sha256))
+            return True
+    raise UsageError(f"{target} exists and is not from this command: remove it, or use another --to")
+
+
+def _remaining_bytes(files: list[RemoteFile], work: Path) -> int:
+    """Bytes that are not in partial files yet."""
+    present = (one.length for file in files for one in PartialFile(file, work).read_ranges())
+    return sum(file.size or 0 for file in files) - sum(present)
+
+
+def _check_space(to: Path, needed: int) -> None:
+    if needed > shutil.disk_usage(to).free:
+        raise disk_full_error(to, OSError(errno.ENOSPC, "No space left on device"), needed)
+
+
+class _FetchRun:
+    """The downloads of one command."""
+
+    def __init__(
+        self, to: Path, record: FetchRecord, options: FetchOptions, client: HttpClient, stop: threading.Event
+    ) -> None:
+        self._to, self._record, self._workers = to, record, options.workers
+        limit = options.max_size or UNKNOWN_SIZE_LIMIT
+        self._context = DownloadContext(client, stop, self._advance, options.workers, limit)
+        self._show_progress: Callable[[float], None] = lambda amount: None
+        self._lock = threading.Lock()
+        self._failures: dict[str, FetchError] = {}
+        self._not_tried = 0
+
+    def run(self, files: list[RemoteFile], remaining: int) -> None:
+        title = f"downloading {len(files)} files, {show_bytes(remaining)}"
+        with progress(title, remaining or None, is_transfer=True) as self._show_progress:
+            run_jobs([partial(self._open, file) for file in files], self._workers, self._context.stop)
+        if self._failures:
+            raise self._error(len(files))
+
+    def _advance(self, amount: float) -> None:
+        with self._lock:
+            self._show_progress(amount)
+
+    def _open(self, file: RemoteFile) -> list[Job]:
+        if len(self._failures) >= MAX_FAILED_FILES:
+            self._not_tried += 1
+            return []
+        parts = _FileParts(Download(file, self._to / WORK_DIRECTORY, self._context))
+        try:
+            ranges = parts.download.open()
+        except FetchError as error:
+            return self._fail(parts, error)
+        parts.left = len(ranges)
+        if not ranges:
+            return self._finish(parts)
+        return [partial(self._fetch, parts, one) for one in ranges]
+
+    def _fetch(self, parts: _FileParts, part: ByteRange) -> list[Job]:
+        try:
+            if parts.error is None:
+                parts.download.fetch(part)
+        except FetchError as error:
+            parts.error = error
+        with self._lock:
+            parts.left -= 1
+            is_last = parts.left == 0
+        if not is_last:
+            return []
+        return self._finish(parts) if parts.error is None else self._fail(parts, parts.error)
+
+    def _finish(self, parts: _FileParts) -> list[Job]:
+        try:
+            fetched = parts.download.finish()
+        except FetchError as error:
+            return self._fail(parts, error)
+        # Before it is in place: a file that is in place without an entry would look like somebody else's.
+        self._record.add(fetched)
+        parts.download.place(self._to / fetched.path)
+        return []
+
+    def _fail(self, parts: _FileParts, error: FetchError) -> list[Job]:
+        parts.download.abandon()
+        self._failures[parts.download.file.path] = error
+        return []
+
+    def _error(self, count: int) -> Z2aError:
+        lines = [f"  - {error}" for error in self._failures.values()]
+        head = f"{len(self._failures)} of {count} files could not be downloaded"
+        rest = f", {self._not_tried} were not tried" if self._not_tried else ""
+        return Z2aError("\n".join([f"{head}{rest}. What has arrived is kept: run the same command again.", *lines]))
+
+
+@dataclass
+class _FileParts:
+    """A download and how many of its ranges are still to be fetched. When the command is stopped, some are."""
+
+    download: Download
+    left: int = 0
+    error: FetchError | None = None

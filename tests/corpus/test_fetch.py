@@ -1,0 +1,469 @@
+"""Downloads from web servers that cut, stall, lie and change their mind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.corpus.download_server import Content, Page, Server, Text, serving
+from zero2all.cli.main import app
+from zero2all.corpus.fetch import FetchOptions, FetchResult, fetch_files
+from zero2all.corpus.fetch import download as download_module
+from zero2all.corpus.fetch import fetch as fetch_module
+from zero2all.corpus.fetch import retry as retry_module
+from zero2all.corpus.fetch.partial_file import PartialFile
+from zero2all.errors import DiskFullError, UsageError, Z2aError
+from zero2all.io import sha256_file
+
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry_module, "FIRST_WAIT", 0.001)
+    for name in (*PROXIES, *map(str.upper, PROXIES), "HF_TOKEN", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving(Server()) as one:
+        yield one
+
+
+def fetch(url: str | list[str], to: Path, **options: Any) -> FetchResult:
+    return fetch_files([url] if isinstance(url, str) else url, to, FetchOptions(**{"timeout": 20.0, **options}))
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    """Without what a download notes for itself."""
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name not in ("fetch.json", "lock")
+    }
+
+
+def entries(directory: Path) -> dict[str, dict[str, Any]]:
+    return {one["path"]: one for one in json.loads((directory / "fetch.json").read_text())["files"]}
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("range_bytes", [1 << 20, 1 << 30])
+def test_a_file_arrives_whole_over_connections_that_are_cut(
+    range_bytes: int, reset: bool, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "MIN_RANGE_BYTES", range_bytes)
+    page = Page(Content(6_000_001), cut_after=400_000, reset=reset)
+    url = server.add("/big.bin", page)
+    result = fetch(url, tmp_path)
+    assert files_in(tmp_path) == {"big.bin": page.content.read(0, 6_000_001)}
+    assert (result.files, result.bytes, result.downloaded_bytes) == (1, 6_000_001, 6_000_001)
+    assert len(server.requests("/big.bin")) > 15
+    [entry] = entries(tmp_path).values()
+    assert (entry["url"], entry["size"], entry["sha256"]) == (url, 6_000_001, page.content.sha256())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("range_bytes", [16 << 20, 64 << 20])
+def test_300_mb_arrive_whole_from_a_server_that_cuts_every_connection_after_20_mb(
+    range_bytes: int, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "MIN_RANGE_BYTES", range_bytes)
+    content = Content(300_000_000)
+    url = server.add("/big.bin", Page(content, cut_after=20_000_000))
+    result = fetch(url, tmp_path)
+    assert sha256_file(tmp_path / "big.bin") == content.sha256()
+    sys.stderr.write(f"300 MB in {result.seconds:.1f} s, {len(server.seen)} requests\n")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_server_without_ranges_sends_the_file_again_and_what_is_here_is_skipped(
+    chunked: bool, server: Server, tmp_path: Path
+) -> None:
+    page = Page(Content(3_000_000), ranges=False, cut_after=1_000_000, cuts=2, chunked=chunked)
+    url = server.add("/a.bin", page)
+    fetch(url, tmp_path)
+    assert files_in(tmp_path) == {"a.bin": page.content.read(0, 3_000_000)}
+
+
+def test_a_server_that_cuts_without_ranges_never_delivers_and_that_is_said(server: Server, tmp_path: Path) -> None:
+    url = server.add("/a.bin", Page(Content(500_000), ranges=False, cut_after=60_000))
+    with pytest.raises(Z2aError, match=r"a.bin: the connection ended 440KB too early, 6 times in a row"):
+        fetch(url, tmp_path)
+    assert "a.bin" not in files_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranges": False}, "the server sent the whole file instead of a range, 6 times"),
+        ({"shift": 1}, r"the server sent the wrong part \(Content-Range: bytes \d+-"),
+        ({"shift": -1}, "the server sent the wrong part"),
+        ({"length": 2_900_000}, "the server sent the wrong part"),
+    ],
+)
+def test_wrong_answers_after_a_right_one_are_an_error(
+    change: dict[str, Any], message: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "MIN_RANGE_BYTES", 1 << 20)
+    page = Page(Content(3_000_000))
+    url = server.add("/a.bin", page)
+    monkeypatch.setattr(
+        fetch_module, "_check_space", lambda to, needed: page.__dict__.update(change)
+    )  # after the first
+    with pytest.raises(Z2aError, match=message):
+        fetch(url, tmp_path)
+    assert "a.bin" not in files_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        (Page(Content(200_000), shift=1), "without a valid Content-Range"),
+        (Page(Content(200_000), ranges=False, length=300_000), "ended 100KB too early"),
+        (Page(Content(200_000), always=(500, {})), "status 500 from 127.0.0.1, 6 times in a row"),
+        (Page(Content(200_000), always=(429, {"Retry-After": "4000"})), "the server asks to wait 1h06m"),
+        (Page(Content(200_000), always=(204, {})), "status 204"),
+    ],
+    ids=["range", "length", "500", "429", "204"],
+)
+def test_after_a_bounded_number_of_requests_it_fails(page: Page, message: str, server: Server, tmp_path: Path) -> None:
+    url = server.add("/a.bin", page)
+    with pytest.raises(Z2aError, match=message):
+        fetch(url, tmp_path)
+    assert len(server.seen) <= 2 * retry_module.MAX_FAILURES
+    assert "a.bin" not in files_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(404, "no such file"), (403, "refused"), (410, "removed"), (401, "login")]
+)
+def test_what_no_second_request_would_change_is_asked_once(
+    status: int, message: str, server: Server, tmp_path: Path
+) -> None:
+    url = server.add("/a.bin", Page(Content(10), always=(status, {})))
+    with pytest.raises(Z2aError, match=f"status {status}: .*{message}"):
+        fetch(url, tmp_path)
+    assert len(server.seen) == 1
+
+
+def test_passing_failures_are_tried_again(server: Server, tmp_path: Path) -> None:
+    trouble = [(503, {"Retry-After": "0"}), (502, {}), (429, {}), None, (500, {}), (408, {})]
+    url = server.add("/a.bin", Page(Content(100_000), first=[*trouble]))
+    fetch(url, tmp_path)
+    assert len(files_in(tmp_path)["a.bin"]) == 100_000
+
+
+@pytest.mark.parametrize("trickle", [False, True])
+def test_a_connection_that_stalls_is_given_up(trickle: bool, server: Server, tmp_path: Path) -> None:
+    page = Page(Content(400_000), hold_after=100_000, trickle=trickle)
+    url = server.add("/a.bin", page)
+    fetch(url, tmp_path, timeout=0.2)
+    # Each connection brings 100,000 bytes and then nothing, or next to nothing.
+    assert len(server.requests("/a.bin")) >= 5
+    if not trickle:
+        assert files_in(tmp_path) == {"a.bin": page.content.read(0, 400_000)}
+
+
+def test_a_stream_without_a_size_is_bounded(server: Server, tmp_path: Path) -> None:
+    page = Page(Content(100_000), ranges=False, endless=True)
+    url = server.add("/a.bin", page)
+    with pytest.raises(Z2aError, match=r"does not say its size, and it is larger than 2.00MB: raise --max-size"):
+        fetch(url, tmp_path, max_size=2_000_000)
+    assert files_in(tmp_path) == {}
+
+
+def test_a_stream_without_a_size_is_kept_if_it_ends(server: Server, tmp_path: Path) -> None:
+    page = Page(Content(700_000), ranges=False, chunked=True, cut_after=300_000, cuts=1, etag=None)
+    url = server.add("/a.bin", page)
+    fetch(url, tmp_path)
+    assert files_in(tmp_path) == {"a.bin": page.content.read(0, 700_000)}
+    assert entries(tmp_path)["a.bin"]["size"] == 700_000
+
+
+def test_a_larger_file_than_allowed_is_not_downloaded(server: Server, tmp_path: Path) -> None:
+    page = Page(Content(700_000))
+    url = server.add("/a.bin", page)
+    with pytest.raises(UsageError, match=r"a.bin has 700KB, more than 500KB"):
+        fetch(url, tmp_path, max_size=500_000)
+    assert page.sent <= 1
+
+
+def test_a_wrong_checksum_is_refused_and_nothing_is_left(server: Server, tmp_path: Path) -> None:
+    url = server.add("/a.bin", Page(Content(300_000)))
+    wrong = "0" * 64
+    with pytest.raises(Z2aError, match=f"its checksum is sha256:[0-9a-f]+, not sha256:{wrong}: the file was refused"):
+        fetch(url, tmp_path, sha256=wrong)
+    assert files_in(tmp_path) == {}
+    fetch(url, tmp_path, sha256=Content(300_000).sha256().upper())
+    assert list(files_in(tmp_path)) == ["a.bin"]
+
+
+@pytest.mark.parametrize(
+    "place", ["file:///etc/hostname", "ftp://127.0.0.1/a", "data:,x", "http://:80/", "//[", "gopher:x"]
+)
+def test_a_redirect_leads_only_to_web_servers(place: str, server: Server, tmp_path: Path) -> None:
+    url = server.add("/a.bin", Page(Content(10), always=(302, {"Location": place})))
+    with pytest.raises(Z2aError, match=r"redirected to .*, which is not http"):
+        fetch(url, tmp_path)
+    assert files_in(tmp_path) == {}
+
+
+def test_redirects_are_bounded(server: Server, tmp_path: Path) -> None:
+    url = server.add("/a.bin", Page(Content(10), always=(302, {"Location": "/a.bin"})))
+    with pytest.raises(Z2aError, match="more than 10 redirects"):
+        fetch(url, tmp_path)
+    assert len(server.seen) == 11
+
+
+def test_a_password_goes_to_its_server_only_and_is_written_nowhere(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(Server()) as other:
+        other.add("/b.bin", Page(Content(100)))
+        server.add("/a.bin", Page(Content(100), always=(302, {"Location": f"{other.url}/b.bin"})))
+        server.add("/c.bin", Page(Content(100), always=(404, {})))
+        login = server.url.replace("http://", "http://bob:s3cr3t@")
+        fetch(f"{login}/a.bin", tmp_path)
+        with pytest.raises(Z2aError) as error:
+            fetch(f"{login}/c.bin", tmp_path)
+    assert all(one.headers["Authorization"] == "Basic Ym9iOnMzY3IzdA==" for one in server.seen)
+    assert other.seen
+    assert not any("Authorization" in one.headers for one in other.seen)
+    said = capsys.readouterr()
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert "s3cr3t" not in f"{said.out}{said.err}{error.value}"
+    assert b"s3cr3t" not in written
+    assert entries(tmp_path)["a.bin"]["url"].startswith("http://bob:***@")
+
+
+def test_the_same_command_downloads_nothing_again(server: Server, tmp_path: Path) -> None:
+    page = Page(Content(300_000))
+    url = server.add("/a.bin", page)
+    fetch(url, tmp_path)
+    sent = page.sent
+    result = fetch(url, tmp_path)
+    assert (result.files, result.downloaded_files) == (1, 0)
+    assert page.sent - sent <= 1  # only the first byte, to learn the size
+    os.utime(tmp_path / "a.bin", (1, 1))  # a copy of the directory may have other times
+    assert fetch(url, tmp_path).downloaded_files == 0
+
+
+def test_a_new_version_replaces_the_old_one(server: Server, tmp_path: Path) -> None:
+    url = server.add("/a.bin", Page(Content(300_000)))
+    fetch(url, tmp_path)
+    server.add("/a.bin", Page(Content(300_000, seed=1), etag='"v2"'))
+    assert fetch(url, tmp_path).downloaded_files == 1
+    assert files_in(tmp_path) == {"a.bin": Content(300_000, seed=1).read(0, 300_000)}
+
+
+def test_files_of_others_are_not_overwritten(server: Server, tmp_path: Path) -> None:
+    url = server.add("/a.txt", Page(Text(b"theirs")))
+    (tmp_path / "a.txt").write_text("mine")
+    with pytest.raises(UsageError, match="exists and is not from this command"):
+        fetch(url, tmp_path)
+    (tmp_path / "a.txt").unlink()
+    fetch(url, tmp_path)
+    (tmp_path / "a.txt").write_text("edited")
+    with pytest.raises(UsageError, match="was changed after its download"):
+        fetch(url, tmp_path)
+    (tmp_path / "a.txt").write_text("theirs")
+    other = server.add("/else/a.txt", Page(Text(b"third")))
+    with pytest.raises(UsageError, match=r"a.txt is from http.*/a.txt: use another --to"):
+        fetch(other, tmp_path)
+    with pytest.raises(UsageError, match=r"two files would be written to a.txt"):
+        fetch([url, other], tmp_path / "new")
+    assert files_in(tmp_path) == {"a.txt": b"theirs"}
+
+
+def test_a_link_in_the_directory_does_not_lead_out_of_it(server: Server, tmp_path: Path) -> None:
+    url = server.add("/a.txt", Page(Text(b"text")))
+    (tmp_path / "outside").mkdir()
+    to = tmp_path / "to"
+    to.mkdir()
+    (to / "a.txt").symlink_to(tmp_path / "outside" / "b.txt")
+    fetch(url, to)
+    assert not list((tmp_path / "outside").iterdir())
+    assert not (to / "a.txt").is_symlink()
+
+
+def test_another_version_on_the_server_starts_over(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "SAVE_BYTES", 1 << 18)
+    old = Page(Content(2_000_000), cut_after=600_000, cuts=2)
+    old.first = [None, None, None, *[(500, {})] * 20]
+    url = server.add("/a.bin", old)
+    with pytest.raises(Z2aError, match="status 500"):
+        fetch(url, tmp_path)
+    assert any(name.endswith(".partial") for name in files_in(tmp_path))
+    server.add("/a.bin", Page(Content(2_000_000, seed=1), etag='"v2"'))
+    fetch(url, tmp_path)
+    assert files_in(tmp_path) == {"a.bin": Content(2_000_000, seed=1).read(0, 2_000_000)}
+
+
+def test_a_file_that_changes_during_the_download_is_not_mixed(server: Server, tmp_path: Path) -> None:
+    page = Page(Content(2_000_000), cut_after=600_000)
+    url = server.add("/a.bin", page)
+    real, calls = page.content.read, []
+
+    class Changing(Content):
+        def read(self, start: int, stop: int) -> bytes:
+            calls.append(start)
+            if len(calls) == 5:
+                page.etag = '"v2"'
+            return real(start, stop)
+
+    page.content = Changing(2_000_000)
+    with pytest.raises(Z2aError, match="has changed on the server"):
+        fetch(url, tmp_path)
+    assert "a.bin" not in files_in(tmp_path)
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from zero2all.corpus.fetch import FetchOptions, download, fetch_files
+download.MIN_RANGE_BYTES, download.SAVE_BYTES = 1 << 20, 1 << 18
+fetch_files([sys.argv[1]], Path(sys.argv[2]), FetchOptions(workers=2))
+"""
+
+
+def test_a_killed_download_resumes_and_two_at_once_are_refused(server: Server, tmp_path: Path) -> None:
+    page = Page(Content(8_000_000), hold_after=700_000)
+    url = server.add("/a.bin", page)
+    child = subprocess.Popen([sys.executable, "-c", CHILD, url, str(tmp_path)])
+    try:
+        assert page.held.wait(60)
+        until = time.monotonic() + 60
+        while sum(one.count(b"\n") for name, one in files_in(tmp_path).items() if "journal" in name) < 4:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        with pytest.raises(UsageError, match=f"another download works in .*process {child.pid} on .*--to DIR"):
+            fetch(url, tmp_path)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait(60)
+    page.release.set()
+    page.hold_after, before = None, page.sent
+    fetch(url, tmp_path)
+    assert files_in(tmp_path) == {"a.bin": page.content.read(0, 8_000_000)}
+    assert page.sent - before < 7_300_000  # of 8,000,000: what had arrived was not sent again
+
+
+def test_ctrl_c_keeps_what_has_arrived(server: Server, tmp_path: Path) -> None:
+    page = Page(Content(8_000_000), hold_after=5_000_000)
+    done, url = server.add("/done.bin", Page(Content(1000))), server.add("/a.bin", page)
+    command = [sys.executable, "-m", "zero2all.cli", "corpus", "fetch", done, url, "--to", str(tmp_path)]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert page.held.wait(60)
+    until = time.monotonic() + 60
+    while not (tmp_path / "done.bin").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    said = child.communicate(timeout=60)[1]
+    assert child.returncode == 1
+    assert "run the same command again to continue" in said
+    assert time.monotonic() - began < 20  # it does not wait for the server
+    assert list(entries(tmp_path)) == ["done.bin"]
+    page.release.set()
+    page.hold_after, before = None, page.sent
+    fetch([done, url], tmp_path)
+    assert (tmp_path / "a.bin").read_bytes() == page.content.read(0, 8_000_000)
+    assert page.sent - before < 4_000_000
+
+
+def test_without_space_nothing_is_downloaded(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Page(Content(300_000))
+    url = server.add("/a.bin", page)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=299_999))
+    with pytest.raises(DiskFullError, match="at least 300KB are needed"):
+        fetch(url, tmp_path)
+    assert page.sent <= 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=300_000))
+    fetch(url, tmp_path)
+
+
+def test_a_disk_that_fills_up_is_named(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = server.add("/a.bin", Page(Content(300_000)))
+
+    def write(partial: PartialFile, position: int, block: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PartialFile, "write", write)
+    with pytest.raises(DiskFullError, match=f"no space left for {tmp_path}"):
+        fetch(url, tmp_path)
+
+
+def test_one_bad_file_does_not_stop_the_others(server: Server, tmp_path: Path) -> None:
+    urls = [server.add(f"/{number}.bin", Page(Content(1000, seed=number))) for number in range(20)]
+    server.pages["/3.bin"].first = [None, (404, {})]
+    with pytest.raises(Z2aError, match=r"1 of 20 files could not be downloaded.*\n.*/3.bin: status 404"):
+        fetch(urls, tmp_path)
+    assert len(files_in(tmp_path)) == 19
+    assert fetch(urls, tmp_path).downloaded_files == 1
+
+
+def test_a_server_that_is_gone_is_not_asked_for_every_file(server: Server, tmp_path: Path) -> None:
+    urls = [server.add(f"/{number}.bin", Page(Content(1000))) for number in range(30)]
+    for page in server.pages.values():
+        page.first = [None, (404, {})]
+    with pytest.raises(Z2aError, match=r"files could not be downloaded, .* were not tried"):
+        fetch(urls, tmp_path, workers=2)
+    assert len(server.seen) < 30 + 15
+
+
+def test_a_proxy_of_the_environment_is_used(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", server.url)
+    server.add("/a.bin", Page(Content(1000)))
+    fetch("http://data.invalid/a.bin", tmp_path)
+    assert server.seen[0].path == "http://data.invalid/a.bin"
+    assert files_in(tmp_path) == {"a.bin": Content(1000).read(0, 1000)}
+
+
+def test_nothing_is_decompressed_and_names_are_decoded(server: Server, tmp_path: Path) -> None:
+    page = Page(Text(b"\x1f\x8bnot really"))
+    url = server.add("/数据 1.json.gz", page)
+    fetch(url, tmp_path)
+    assert files_in(tmp_path) == {"数据 1.json.gz": b"\x1f\x8bnot really"}
+    assert {one.headers.get("Accept-Encoding") for one in server.seen} == {"identity"}
+
+
+@pytest.mark.parametrize("name", ["..", "%2e%2e", "%2Fetc%2Fpasswd", "a%5Cb", "x" * 256, "a%00b", "fetch.json"])
+def test_names_in_urls_do_not_lead_out(name: str, server: Server, tmp_path: Path) -> None:
+    server.pages = {f"/{one}": Page(Text(b"x")) for one in ("..", "/etc/passwd", "a\\b", "x" * 256, "a\0b", name)}
+    with pytest.raises(UsageError, match=r"the server names a file|no file name"):
+        fetch(f"{server.url}/{name}", tmp_path / "to")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_prints_one_object(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = server.add("/books.txt", Page(Text(b"Once upon a time.\n")))
+    with pytest.raises(SystemExit) as stop:
+        app(["corpus", "fetch", url, "--to", str(tmp_path / "raw"), "--json"])
+    assert stop.value.code in (None, 0)
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["files"], printed["downloaded_bytes"]) == (1, 18)
+    assert printed["sources"][0]["name"] == "raw"
+    assert printed["sources"][0]["paths"] == [str(tmp_path / "raw" / "books.txt")]
+
+
+def test_threads_end_with_the_command(server: Server, tmp_path: Path) -> None:
+    fetch(server.add("/a.bin", Page(Content(1000))), tmp_path)
+    assert not [thread for thread in threading.enumerate() if thread.name == "z2a-fetch"]
