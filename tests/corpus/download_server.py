@@ -104,7 +104,6 @@ class Page:
     trickle: bool = False
     """Later bytes come one by one."""
     release: threading.Event = field(default_factory=threading.Event)
-    held: threading.Event = field(default_factory=threading.Event)
     sent: int = 0
 
 
@@ -223,7 +222,6 @@ def _send_body(request: _Request, page: Page, start: int, stop: int) -> None:
         _write(request, page, block)
         position += len(block)
     if page.hold_after is not None and position < stop:
-        page.held.set()
         while page.trickle and not page.release.is_set():
             request.wfile.write(b"x")
             time.sleep(0.02)

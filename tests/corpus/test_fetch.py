@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +303,7 @@ def test_a_link_in_the_directory_does_not_lead_out_of_it(server: Server, tmp_pat
 def test_another_version_on_the_server_starts_over(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download_module, "SAVE_BYTES", 1 << 18)
+    monkeypatch.setattr(PartialFile, "SAVE_BYTES", 1 << 18)
     old = Page(Content(2_000_000), cut_after=600_000, cuts=2)
     old.first = [None, None, None, *[(500, {})] * 20]
     url = server.add("/a.bin", old)
@@ -333,25 +333,34 @@ def test_a_file_that_changes_during_the_download_is_not_mixed(server: Server, tm
     assert "a.bin" not in files_in(tmp_path)
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def journal_lines(directory: Path) -> int:
+    """One is the header, each other one a range that is on disk."""
+    return sum(path.read_bytes().count(b"\n") for path in directory.rglob("*.journal"))
+
+
 CHILD = """
 import sys
 from pathlib import Path
 from zero2all.corpus.fetch import FetchOptions, download, fetch_files
-download.MIN_RANGE_BYTES, download.SAVE_BYTES = 1 << 20, 1 << 18
+download.MIN_RANGE_BYTES, download.PartialFile.SAVE_BYTES = 1 << 20, 1 << 18
 fetch_files([sys.argv[1]], Path(sys.argv[2]), FetchOptions(workers=2))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_download_resumes_and_two_at_once_are_refused(server: Server, tmp_path: Path) -> None:
     page = Page(Content(8_000_000), hold_after=700_000)
     url = server.add("/a.bin", page)
     child = subprocess.Popen([sys.executable, "-c", CHILD, url, str(tmp_path)])
     try:
-        assert page.held.wait(60)
-        until = time.monotonic() + 60
-        while sum(one.count(b"\n") for name, one in files_in(tmp_path).items() if "journal" in name) < 4:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: journal_lines(tmp_path) >= 4)
         with pytest.raises(UsageError, match=f"another download works in .*process {child.pid} on .*--to DIR"):
             fetch(url, tmp_path)
     finally:
@@ -364,16 +373,13 @@ def test_a_killed_download_resumes_and_two_at_once_are_refused(server: Server, t
     assert page.sent - before < 7_300_000  # of 8,000,000: what had arrived was not sent again
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_has_arrived(server: Server, tmp_path: Path) -> None:
     page = Page(Content(8_000_000), hold_after=5_000_000)
     done, url = server.add("/done.bin", Page(Content(1000))), server.add("/a.bin", page)
     command = [sys.executable, "-m", "zero2all.cli", "corpus", "fetch", done, url, "--to", str(tmp_path)]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert page.held.wait(60)
-    until = time.monotonic() + 60
-    while not (tmp_path / "done.bin").exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: (tmp_path / "done.bin").exists() and journal_lines(tmp_path) == 2)
     child.send_signal(signal.SIGINT)
     began = time.monotonic()
     said = child.communicate(timeout=60)[1]

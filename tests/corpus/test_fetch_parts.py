@@ -19,6 +19,11 @@ from zero2all.corpus.fetch.remote_file import RemoteFile
 from zero2all.corpus.fetch.retry import Backoff, Stopped
 
 
+@pytest.fixture(autouse=True)
+def journals_of_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PartialFile, "SAVE_BYTES", 10)
+
+
 def remote(**changes: Any) -> RemoteFile:
     given = {"source": "s", "url": "http://h/a", "path": "a", "size": 1000, "validator": 'etag:"1"'} | changes
     return RemoteFile(**given)

@@ -69,7 +69,8 @@ def fetch(
     sources: Annotated[
         list[str],
         typer.Argument(
-            help="hf://datasets/OWNER/NAME[/PATH], hf://OWNER/NAME[/PATH] or the URL of a file.", metavar="SOURCE..."
+            help="Dataset hf://datasets/OWNER/NAME[/PATH], model hf://OWNER/NAME[/PATH], or URL of a file.",
+            metavar="SOURCE...",
         ),
     ],
     to: Annotated[

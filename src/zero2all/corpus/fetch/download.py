@@ -16,7 +16,6 @@ from zero2all.corpus.fetch.retry import Backoff, Stopped
 from zero2all.units import show_bytes
 
 BLOCK_BYTES = 1 << 18
-SAVE_BYTES = 4 << 20  # a range is noted in the journal after each, so at most this is lost in a crash
 MIN_PROGRESS = 64 << 10  # bytes; a request that brought fewer counts as a failure
 MIN_RANGE_BYTES = 16 << 20
 MAX_RANGE_BYTES = 256 << 20
@@ -69,7 +68,7 @@ class Download:
                             self.partial.write(position, block)
                             position += len(block)
                             self.context.advance(len(block))
-                            if position - saved >= SAVE_BYTES:
+                            if position - saved >= self.partial.SAVE_BYTES:
                                 self.partial.save(saved, position)
                                 saved = position
                     break

@@ -37,12 +37,15 @@ class JournalHeader:
 class PartialFile:
     """Two files in the work directory. Their names are hashes, since the name of the file may be of any length."""
 
+    SAVE_BYTES = 4 << 20
+    """A range is noted after each of them, so no more is lost in a crash. Smaller files have no journal."""
+
     def __init__(self, file: RemoteFile, work: Path) -> None:
         stem = hashlib.sha256(file.path.encode()).hexdigest()[:32]
         self.data_path, self.journal_path = work / f"{stem}.partial", work / f"{stem}.journal"
-        self._header = (
-            None if file.size is None or file.identity is None else JournalHeader(file.path, file.size, file.identity)
-        )
+        self._header: JournalHeader | None = None  # without one, nothing can be continued later
+        if file.size is not None and file.size > self.SAVE_BYTES and file.identity is not None:
+            self._header = JournalHeader(file.path, file.size, file.identity)
         self._data: FileIO | None = None
         self._journal: FileIO | None = None
 
@@ -91,7 +94,7 @@ class PartialFile:
 
     def move_to(self, target: Path) -> None:
         assert self._data is not None
-        os.fsync(self._data.fileno())
+        os.fdatasync(self._data.fileno())
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(self.data_path, target)
         self.remove()
