@@ -7,6 +7,7 @@ import json
 import random
 import re
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -114,13 +116,18 @@ class SeenRequest:
 
 
 class Server:
-    def __init__(self) -> None:
+    def __init__(self, certificate: Path | None = None) -> None:
         self.pages: dict[str, Page] = {}
         self.seen: list[SeenRequest] = []
         self.lock = threading.Lock()
         self._inner = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._inner.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._inner.server_address[1]}"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            self._inner.socket = context.wrap_socket(self._inner.socket, server_side=True)
+            self.url = self.url.replace("http:", "https:")
         self._thread = threading.Thread(target=self._inner.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()
 

@@ -169,13 +169,13 @@ def test_passing_failures_are_tried_again(server: Server, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("trickle", [False, True])
 def test_a_connection_that_stalls_is_given_up(trickle: bool, server: Server, tmp_path: Path) -> None:
-    page = Page(Content(400_000), hold_after=100_000, trickle=trickle)
+    page = Page(Content(200_000), hold_after=100_000, trickle=trickle)
     url = server.add("/a.bin", page)
-    fetch(url, tmp_path, timeout=0.2)
-    # Each connection brings 100,000 bytes and then nothing, or next to nothing.
-    assert len(server.requests("/a.bin")) >= 5
+    fetch(url, tmp_path, timeout=1.0)
+    # The first connection brings 100,000 bytes and then nothing, or next to nothing.
+    assert len(server.requests("/a.bin")) >= 3
     if not trickle:
-        assert files_in(tmp_path) == {"a.bin": page.content.read(0, 400_000)}
+        assert files_in(tmp_path) == {"a.bin": page.content.read(0, 200_000)}
 
 
 def test_a_stream_without_a_size_is_bounded(server: Server, tmp_path: Path) -> None:
@@ -441,6 +441,22 @@ def test_a_proxy_of_the_environment_is_used(server: Server, tmp_path: Path, monk
     fetch("http://data.invalid/a.bin", tmp_path)
     assert server.seen[0].path == "http://data.invalid/a.bin"
     assert files_in(tmp_path) == {"a.bin": Content(1000).read(0, 1000)}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_an_untrusted_certificate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = tmp_path / "server.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=127.0.0.1 -days 2"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(certificate), "-out", str(certificate)]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    with serving(Server(certificate)) as server:
+        url = server.add("/a.bin", Page(Content(1000)))
+        with pytest.raises(Z2aError, match=r"certificate of 127.0.0.1 is not trusted \(self.signed.*SSL_CERT_FILE"):
+            fetch(url, tmp_path / "to")
+        assert not server.seen
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        fetch(url, tmp_path / "to")
+        assert files_in(tmp_path / "to") == {"a.bin": Content(1000).read(0, 1000)}
 
 
 def test_nothing_is_decompressed_and_names_are_decoded(server: Server, tmp_path: Path) -> None:
