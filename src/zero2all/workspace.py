@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zero2all.io import MANIFEST
@@ -12,24 +14,32 @@ DEFAULT_RUN = "run"
 IDENTITY_FILE = "identity.json"  # a directory with this file is that of a run
 MAX_NAME_PARTS = 3  # of a run's directory below its workspace: experiments/NAME/VARIANT
 MAX_DEPTH = 1 + MAX_NAME_PARTS  # below a directory of workspaces
-UNSEARCHED_NAMES = (*STAGE_DIRECTORIES, "checkpoints")  # they may have a million files, and no run
+# Directories that may have a million files, and no run; .work has the intermediate files of a stage.
+UNSEARCHED_PATTERNS = (*STAGE_DIRECTORIES, "checkpoints", "*.work", ".?*")
 NEW_RUN_COMMAND = "'z2a train RECIPE --name NAME', with the same overrides"  # for messages
-WORK_SUFFIX = ".work"  # of a stage's intermediate files
 
 
-def find_directories(top: Path, file: str, depth: int = MAX_DEPTH) -> list[Path]:
-    """The directories in and below ``top`` that have ``file``, sorted."""
+def find_directories(top: Path, file: str) -> list[Path]:
+    """The directories in and below ``top`` that have ``file``, sorted. Links are followed."""
+    return list(_find(top, file, MAX_DEPTH, frozenset()))
+
+
+def _find(top: Path, file: str, depth: int, above: frozenset[tuple[int, int]]) -> Iterator[Path]:
     try:
+        status = top.stat()
+        place = (status.st_dev, status.st_ino)
         with os.scandir(top) as scan:
             entries = {entry.name: entry for entry in scan}
     except OSError:  # not there, or not ours to read
-        return []
-    found = [top] if file in entries else []
+        return
+    if place in above:  # a link to a directory above itself
+        return
+    if file in entries:
+        yield top
     if depth and not {MANIFEST, IDENTITY_FILE} & entries.keys():  # a stage's output or a run has no run inside
         for name in sorted(entries):
             if not is_unsearched(name) and entries[name].is_dir():
-                found += find_directories(top / name, file, depth - 1)
-    return found
+                yield from _find(top / name, file, depth - 1, above | {place})
 
 
 def find_runs_below(top: Path) -> list[Path]:
@@ -43,4 +53,4 @@ def workspace_of(run: Path, name: str) -> Path:
 
 
 def is_unsearched(name: str) -> bool:
-    return name in UNSEARCHED_NAMES or name.endswith(WORK_SUFFIX) or name.startswith(".")
+    return any(fnmatchcase(name, pattern) for pattern in UNSEARCHED_PATTERNS)

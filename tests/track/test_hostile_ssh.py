@@ -71,7 +71,7 @@ for line in sys.stdin:
         if mode == "escapes":
             body = b"\\x1b]0;owned\\x07\\x1b[31mevil\\xe2\\x80\\xae/record.jsonl\\n"
         if mode == "strange names":
-            body = b"../../etc/passwd\\n/etc/shadow\\na/b/c/d/record.jsonl\\n\\nrecord.jsonl\\n"
+            body = b"../../etc/passwd\\n/etc/shadow\\na/b/c/d/e/record.jsonl\\n\\nrecord.jsonl\\n"
     out.write(body + mark)
 """
 
@@ -140,13 +140,13 @@ def test_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "evil" in done.output
     assert not {"\x1b", "\x07", "\u202e"} & set(done.output)
-    locations = find_runs("ssh://host/p", command(tmp_path, "strange names"))
+    locations = find_runs(["ssh://host/p"], command(tmp_path, "strange names"))
     assert [location.directory for location in locations] == ["/p"]  # type: ignore[attr-defined]
 
 
 def test_a_flood_of_names_is_cut_off(tmp_path: Path) -> None:
     with pytest.raises(UnreachableError, match="more than"):
-        find_runs("ssh://host/p", command(tmp_path, "flood of lines"))
+        find_runs(["ssh://host/p"], command(tmp_path, "flood of lines"))
 
 
 @pytest.mark.parametrize(

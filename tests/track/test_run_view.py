@@ -119,11 +119,34 @@ def test_runs_are_found_in_below_and_above(tmp_path: Path) -> None:
     for name in ("one/run", "two", "three/run"):
         with RunRecord(tmp_path / name / "record.jsonl", system_every=None) as record:
             record.step(0, loss=1.0)
-    assert sorted(location.name for location in find_runs(str(tmp_path))) == ["one", "three", "two"]
-    assert [location.name for location in find_runs(str(tmp_path / "one"))] == ["one"]
-    assert [location.name for location in find_runs(str(tmp_path / "two"))] == ["two"]
+    assert sorted(location.name for location in find_runs([str(tmp_path)])) == ["one", "three", "two"]
+    assert [location.name for location in find_runs([str(tmp_path / "one")])] == ["one"]
+    assert [location.name for location in find_runs([str(tmp_path / "two")])] == ["two"]
     with pytest.raises(UsageError, match="no run in"):
-        find_runs(str(tmp_path / "nothing"))
+        find_runs([str(tmp_path / "nothing")])
+
+
+def names(*targets: Path) -> list[str]:
+    return [location.name for location in find_runs([str(target) for target in targets])]
+
+
+def test_all_runs_of_a_workspace_are_found_and_told_apart(tmp_path: Path) -> None:
+    first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
+    for run in (first / "run", first / "deeper", first / "experiments" / "lr" / "a-seed1", second / "deeper"):
+        with RunRecord(run / "record.jsonl", system_every=None) as record:
+            record.step(0, loss=1.0)
+        (run / "checkpoints").mkdir()
+        (run / "checkpoints" / "record.jsonl").touch()
+    (first / "loop").symlink_to(first)
+    (first / "documents.work" / "parts").mkdir(parents=True)
+    (first / "documents.work" / "parts" / "record.jsonl").touch()
+    assert names(first) == ["deeper", "experiments/lr/a-seed1", "first"]
+    assert names(first / "deeper") == names(second) == ["deeper"]
+    assert names(tmp_path / "runs") == ["first/deeper", "first/experiments/lr/a-seed1", "first", "second/deeper"]
+    assert names(first / "deeper", second) == ["first/deeper", "second/deeper"]
+    assert names(first / "deeper", first / "deeper") == ["deeper"]
+    (tmp_path / "link").symlink_to(first / "run")
+    assert names(tmp_path / "link") == ["link"]
 
 
 def test_only_the_files_of_a_run_are_read_and_no_link_leads_out(tmp_path: Path) -> None:

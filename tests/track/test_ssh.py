@@ -134,19 +134,32 @@ def test_the_page_follows_a_remote_run_and_no_step_is_missing_after_a_disconnect
             assert steps() == list(range(500))
 
 
-def test_a_run_that_matches_two_search_paths_is_listed_once(remote: tuple[Wire, Path], tmp_path: Path) -> None:
-    """``run/`` is both the run of a recipe and a directory one level below."""
+def test_all_runs_of_a_workspace_are_found(remote: tuple[Wire, Path], tmp_path: Path) -> None:
     _, home = remote
-    with RunRecord(tmp_path / "run" / "record.jsonl", system_every=None) as record:
-        record.step(0, loss=1.0)
-    assert len(find_runs(f"ssh://there{tmp_path}", f"ssh -F {home}/client_host")) == 1
+    (tmp_path / "elsewhere" / "linked").mkdir(parents=True)
+    first = tmp_path / "it's" / "first"
+    for run in ("run", "deeper", "experiments/lr/a-seed1", "a/b/c/d/too-deep", "tokens", "x.work", ".hidden"):
+        (first / run / "checkpoints").mkdir(parents=True)
+        for directory in (first / run, first / run / "checkpoints"):
+            (directory / "record.jsonl").write_text("{}")
+    (first / "linked").symlink_to(tmp_path / "elsewhere" / "linked")
+    (first / "linked" / "record.jsonl").write_text("{}")
+    (first / "loop").symlink_to(first)
+
+    def names(target: Path) -> list[str]:
+        return [location.name for location in find_runs([f"ssh://there{target}"], f"ssh -F {home}/client_host")]
+
+    assert names(first) == [f"there:{name}" for name in ("deeper", "experiments/lr/a-seed1", "linked", "first")]
+    assert names(first / "deeper") == ["there:deeper"]
+    below = ["first/deeper", "first/experiments/lr/a-seed1", "first/linked", "first"]
+    assert names(first.parent) == [f"there:{name}" for name in below]
 
 
 def test_a_wrong_host_key_is_refused(remote: tuple[Wire, Path], tmp_path: Path) -> None:
     wire, home = remote
     write_client(home, wire.port, "other")
     with pytest.raises(UnreachableError, match="Host key verification failed"):
-        find_runs(f"ssh://there{tmp_path}", f"ssh -F {home}/client_other")
+        find_runs([f"ssh://there{tmp_path}"], f"ssh -F {home}/client_other")
 
 
 def test_a_long_record_is_opened_by_its_index_and_read_only_where_it_is_viewed(
@@ -156,7 +169,7 @@ def test_a_long_record_is_opened_by_its_index_and_read_only_where_it_is_viewed(
     with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         for step in range(3000):
             record.step(step, loss=float(step))
-    [location] = find_runs(f"ssh://there{tmp_path}", f"ssh -F {home}/client_host")
+    [location] = find_runs([f"ssh://there{tmp_path}"], f"ssh -F {home}/client_host")
     asked: list[tuple[str, int]] = []
     read = location.read
     monkeypatch.setattr(
@@ -201,7 +214,7 @@ def test_an_address_has_user_host_port_and_path() -> None:
 def test_without_ssh_the_error_names_openssh() -> None:
     address, path = parse_address("ssh://host/x")
     with pytest.raises(UsageError, match="OpenSSH"):
-        SshConnection(address, "no-such-ssh").glob_files(path, ["record.jsonl"])
+        SshConnection(address, "no-such-ssh").find_files(path, "record.jsonl", 4, [])
 
 
 def test_an_ipv6_address_is_reached(remote: tuple[Wire, Path], tmp_path: Path) -> None:
@@ -214,7 +227,7 @@ def test_an_ipv6_address_is_reached(remote: tuple[Wire, Path], tmp_path: Path) -
         f"IdentityFile {home}/user\nIdentitiesOnly yes\nUserKnownHostsFile /dev/null\nStrictHostKeyChecking no\n"
         "BatchMode yes\nLogLevel ERROR\n"
     )
-    [location] = find_runs(f"ssh://{getpass.getuser()}@[::1]:{wire.target}{tmp_path}", f"ssh -F {home}/client_ipv6")
+    [location] = find_runs([f"ssh://{getpass.getuser()}@[::1]:{wire.target}{tmp_path}"], f"ssh -F {home}/client_ipv6")
     run = RunView(location)
     run.refresh()
     assert (run.last_step, run.read_error) == (7, None)

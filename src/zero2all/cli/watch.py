@@ -119,7 +119,7 @@ def _open_runs(targets: list[str], ssh: str) -> list[RunView]:
     from zero2all.track.run_locations import find_runs
     from zero2all.track.run_view import RunView
 
-    opened = [RunView(location) for target in targets for location in find_runs(target, ssh)]
+    opened = [RunView(location) for location in find_runs(targets, ssh)]
     for run in opened:
         run.refresh()
     return opened

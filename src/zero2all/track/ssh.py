@@ -85,9 +85,12 @@ class SshConnection:
             raise UnreachableError(f"{self.host}: invalid list of files: {lines[0][:80]!r}")
         return sizes
 
-    def glob_files(self, directory: str, patterns: list[str]) -> list[str]:
-        body = 'if [ -f "$f" ]; then printf "%s\\n" "$f"; fi'
-        return self._lines(f"cd -- {shlex.quote(directory)} && for f in {' '.join(patterns)}; do {body}; done")
+    def find_files(self, directory: str, name: str, depth: int, unsearched: list[str]) -> list[str]:
+        """Files of this name in at most ``depth`` directories below; directories that match a pattern are left out."""
+        too_deep = f"-path {shlex.quote('./' + '*/' * depth + '*')} ! -name {shlex.quote(name)}"
+        pruned = " -o ".join([too_deep, *(f"-name {shlex.quote(pattern)}" for pattern in unsearched)])
+        find = f"find -L . \\( {pruned} \\) -prune -o -name {shlex.quote(name)} -type f -print"
+        return [line.removeprefix("./") for line in self._lines(f"cd -- {shlex.quote(directory)} && {find}")]
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """At most ``length`` bytes from ``start`` on; fewer at the end of the file."""
