@@ -52,6 +52,7 @@ LONG = [
     Page(
         "docs/get-started.md", prepare_text,
         {"--out runs/first": "--out runs/first train.steps=330", "train.steps=1000": "train.steps=350",
+         "--name deeper": "--name deeper train.steps=10",
          "--out runs/quick": "--out runs/quick train.steps=20", "vocab_size: 8192": "vocab_size: 512",
          "{preset: z2all-10m}": SMALL_MODEL, "tokens: 5M": "tokens: 20Ki", "seq_len: 512": "seq_len: 64",
          "batch_tokens: 16Ki": "batch_tokens: 1Ki", "micro_batch_tokens: 4Ki": "micro_batch_tokens: 256",

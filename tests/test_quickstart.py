@@ -10,13 +10,14 @@ import pytest
 from tests.conftest import CHINESE
 from zero2all.corpus.corpus_report import corpus_report
 from zero2all.corpus.corpus_report_page import report_html
+from zero2all.errors import UsageError
 from zero2all.evals import evaluate_bpb
 from zero2all.io import write_text
 from zero2all.quickstart import QuickstartResult, quickstart, quickstart_recipe, summary_text
-from zero2all.recipe import recipe_yaml
+from zero2all.recipe import load_recipe, recipe_yaml
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
-from zero2all.train import Run, trace_step
+from zero2all.train import Run, trace_step, train
 
 TINY = [
     *("train.steps=2", "train.batch_tokens=256", "train.seq_len=64", "tokenizer.vocab_size=512", "evals.tokens=512"),
@@ -66,6 +67,15 @@ def test_one_book_is_trained_on_and_validated_under_its_own_name(tmp_path: Path)
     page = report_html(corpus_report(tmp_path / "out" / "documents"))
     assert "三国演义 &lt;卷一&gt;" in page
     assert name not in page
+
+    file.touch()
+    assert quickstart(tmp_path / "out", [file], [*TINY, "corpus.filters=[]"]).steps == 2  # the same text
+    file.write_text(file.read_text(encoding="utf-8")[:-4000], encoding="utf-8")
+    with pytest.raises(
+        UsageError, match=r"is the tokenizer of .*/out/run and is not replaced: 'z2a train .*/out' resumes"
+    ):
+        quickstart(tmp_path / "out", [file], [*TINY, "corpus.filters=[]"])
+    assert train(load_recipe(tmp_path / "out")).steps == 2
 
 
 def test_a_directory_is_a_source_of_its_own_name(tmp_path: Path) -> None:

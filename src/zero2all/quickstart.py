@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from zero2all.recipe.source_names import to_source_name
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import TokenStore, build_tokens, opening_prompts
 from zero2all.train import Run, ScheduleChangedError, train
+from zero2all.train.data_in_use import refuse_store_change, refuse_tokenizer_change, warn_about_new_documents
 from zero2all.units import show_bytes, show_count, show_seconds
 
 # Parts of the standard library that are tests, data, or so large and uniform that a small model learns little else.
@@ -87,21 +90,35 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
     If interrupted, the same call resumes where it stopped.
     """
     recipe = quickstart_recipe(out, corpus or [], overrides or [])
-    _refuse_other_recipe(recipe, out / "recipe.yaml")
+    _refuse_other_recipe(recipe, out / "recipe.yaml", overrides or [])
     write_text(out / "recipe.yaml", recipe_yaml(recipe))
     seconds: dict[str, float] = {}
+    # The recipe is the same, so if the data would not be, the text has changed.
+    remedy = f": 'z2a train {out}' resumes the run as it is; for the text that there is now choose another --out"
 
     with _timed_stage("1/5 corpus: raw files to documents", "corpus", seconds):
         documents = build_corpus(
-            recipe.corpus, recipe.documents_dir, Engine(workers=recommended_workers(recipe.corpus))
+            recipe.corpus,
+            recipe.documents_dir,
+            Engine(workers=recommended_workers(recipe.corpus)),
+            partial(warn_about_new_documents, recipe),
         )
         for line in summary_lines(documents):
             say(line)
     with _timed_stage("2/5 tokenizer: documents to a vocabulary", "tokenizer", seconds):
-        vocabulary = train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
+        refuse = partial(refuse_tokenizer_change, recipe.tokenizer_dir, out, remedy)
+        vocabulary = train_tokenizer(
+            recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir, before_replace=refuse
+        )
         say(f"{vocabulary.vocab_size} tokens from {show_bytes(vocabulary.trained_on_bytes)} of text")
     with _timed_stage("3/5 tokens: documents to a token store", "tokens", seconds):
-        tokens = build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
+        tokens = build_tokens(
+            recipe.tokens,
+            recipe.documents_dir,
+            recipe.tokenizer_dir,
+            recipe.tokens_dir,
+            before_replace=partial(refuse_store_change, recipe.tokens_dir, out, remedy),
+        )
         say(f"{show_count(tokens.tokens)} tokens, {tokens.bytes / tokens.tokens:.2f} bytes each")
     has_validation = TokenStore(recipe.tokens_dir, "valid").has_full_sequence(recipe.train.seq_len)
     if not has_validation:
@@ -161,7 +178,7 @@ def _earlier_names(path: Path) -> dict[tuple[str, ...], str]:
     return {tuple(source.paths): source.name for source in sources}
 
 
-def _refuse_other_recipe(recipe: Recipe, path: Path) -> None:
+def _refuse_other_recipe(recipe: Recipe, path: Path, overrides: list[str]) -> None:
     """An earlier quickstart in the same directory is resumed or left as it is, never mixed with another."""
     if not path.exists():
         return
@@ -169,11 +186,13 @@ def _refuse_other_recipe(recipe: Recipe, path: Path) -> None:
     changed = [
         name for name in ("seed", "corpus", "tokenizer", "model") if getattr(before, name) != getattr(recipe, name)
     ]
-    if changed:
-        raise UsageError(
-            f"{path.parent} holds a quickstart with another {' and '.join(changed)}; "
-            "choose another --out, or remove that directory"
-        )
+    if not changed:
+        return
+    remedy = "choose another --out, or remove that directory"
+    if not {"corpus", "tokenizer"} & set(changed):
+        command = shlex.join(["z2a", "train", str(path.parent), *overrides, "--name", "NAME"])
+        remedy = f"to train another run on the same tokens: {command}; or {remedy}"
+    raise UsageError(f"{path.parent} holds a quickstart with another {' and '.join(changed)}; {remedy}")
 
 
 def summary_text(result: QuickstartResult) -> str:
@@ -187,6 +206,7 @@ def summary_text(result: QuickstartResult) -> str:
         (f"z2a report {out} --html {out}/report.html", "the same as one file"),
         (f'z2a generate {out} --prompt "..."', "generate text"),
         (f"z2a train {out}/recipe.yaml train.steps=1000 --extend rewarm", "train it further"),
+        (f"z2a train {out} model.num_hidden_layers=6 --name deeper", "another model on the same tokens"),
         (f"z2a tokens trace {out} --step {min(10, result.steps - 1)}", "see which documents were in a step"),
         (f"z2a export {out} --to {out}/hf", "a directory for transformers, vLLM, llama.cpp"),
     )

@@ -19,9 +19,9 @@ UNSEARCHED_PATTERNS = (*STAGE_DIRECTORIES, "checkpoints", "*.work", ".?*")
 NEW_RUN_COMMAND = "'z2a train RECIPE --name NAME', with the same overrides"  # for messages
 
 
-def find_directories(top: Path, file: str) -> list[Path]:
+def find_directories(top: Path, file: str, depth: int = MAX_DEPTH) -> list[Path]:
     """The directories in and below ``top`` that have ``file``, sorted. Links are followed."""
-    return list(_find(top, file, MAX_DEPTH, frozenset()))
+    return list(_find(top, file, depth, frozenset()))
 
 
 def _find(top: Path, file: str, depth: int, above: frozenset[tuple[int, int]]) -> Iterator[Path]:
@@ -42,9 +42,9 @@ def _find(top: Path, file: str, depth: int, above: frozenset[tuple[int, int]]) -
                 yield from _find(top / name, file, depth - 1, above | {place})
 
 
-def find_runs_below(top: Path) -> list[Path]:
-    """The directories of the runs in and below ``top``."""
-    return find_directories(top, IDENTITY_FILE)
+def find_runs_below(workspace: Path) -> list[Path]:
+    """The directories of the runs of a workspace."""
+    return find_directories(workspace, IDENTITY_FILE, MAX_NAME_PARTS)
 
 
 def workspace_of(run: Path, name: str) -> Path:

@@ -2,62 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from tests.conftest import tiny_recipe
+from tests.train.commands import refused, z2a
 from zero2all.checkpoint.lock import run_lock
-from zero2all.cli.main import app
 from zero2all.elastic.launcher import node_counts
 from zero2all.errors import UsageError
-from zero2all.recipe import recipe_yaml
-from zero2all.train import Run, train
-
-
-def z2a(*words: object) -> str:
-    done = CliRunner().invoke(app, list(map(str, words)))
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
-def refused(*words: object) -> str:
-    done = CliRunner().invoke(app, [*map(str, words), "--json"])
-    assert done.exit_code, done.output
-    message: str = json.loads(done.stdout)["error"]
-    return message
-
-
-@pytest.fixture(scope="module")
-def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workspace that nobody writes to: its stages, and a run of two steps."""
-    out = tmp_path_factory.mktemp("siblings") / "first"
-    for name in ("documents", "tokenizer", "tokens"):
-        shutil.copytree(workspace / name, out / name)
-    directories = [f"{stage}.dir=null" for stage in ("corpus", "tokenizer", "tokens")]
-    recipe = tiny_recipe(workspace, f"out={out}", "train.steps=2", *directories)
-    (out.parent / "my.yaml").write_text(recipe_yaml(recipe), encoding="utf-8")
-    train(recipe)
-    return out
-
-
-@pytest.fixture
-def out(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it, with the recipe ``my.yaml`` beside."""
-    shutil.copytree(trained, tmp_path / "first")
-    text = (trained.parent / "my.yaml").read_text(encoding="utf-8")
-    (tmp_path / "my.yaml").write_text(text.replace(str(trained), str(tmp_path / "first")), encoding="utf-8")
-    return tmp_path / "first"
-
-
-@pytest.fixture
-def recipe(out: Path) -> Path:
-    return out.parent / "my.yaml"
+from zero2all.train import Run
 
 
 def test_the_refusal_of_another_model_says_how_to_train_it_beside(out: Path, recipe: Path) -> None:

@@ -139,7 +139,13 @@ def build(
 
     loaded = load_recipe(recipe, overrides)
     chosen = Engine(engine, workers or recommended_workers(loaded.corpus), ray_address)
-    built = build_corpus(loaded.corpus, loaded.documents_dir, chosen)
+
+    def before_replace() -> None:
+        from zero2all.train.data_in_use import warn_about_new_documents
+
+        warn_about_new_documents(loaded)
+
+    built = build_corpus(loaded.corpus, loaded.documents_dir, chosen, before_replace)
     unchanged = " (unchanged)" if built.reused else ""
     total = f"{built.documents} documents, {show_bytes(built.bytes)} in {loaded.documents_dir}{unchanged}"
     return Result(

@@ -59,7 +59,14 @@ def train(
     memory = [f"tokenizer.max_memory={max_memory}"] if max_memory else []
     loaded = load_recipe(recipe, [*(overrides or []), *memory])
     where = Engine(engine, workers or available_cores(), ray_address)
-    trained = train_tokenizer(loaded.tokenizer, loaded.documents_dir, loaded.tokenizer_dir, where)
+
+    def before_replace() -> None:
+        from zero2all.train.data_in_use import commands_beside, refuse_tokenizer_change
+
+        remedy = commands_beside("tokenizer", loaded, recipe, overrides or [])
+        refuse_tokenizer_change(loaded.tokenizer_dir, loaded.out, remedy)
+
+    trained = train_tokenizer(loaded.tokenizer, loaded.documents_dir, loaded.tokenizer_dir, where, before_replace)
     text = f"{trained.vocab_size} tokens in {loaded.tokenizer_dir}"
     # The manifest of a tokenizer that was there also says which version trained it.
     manifest = read_json(loaded.tokenizer_dir / MANIFEST) if trained.reused else {"kind": KIND, **asdict(trained)}
@@ -159,7 +166,12 @@ def extend(
     from zero2all.tokenizer.extend import extend_tokenizer
     from zero2all.tokenizer.manifest import KIND
 
-    made = extend_tokenizer(directory, document_texts(text), add, out, min_frequency)
+    def before_replace() -> None:
+        from zero2all.train.data_in_use import refuse_tokenizer_change
+
+        refuse_tokenizer_change(out, out.parent, ": choose another --out")
+
+    made = extend_tokenizer(directory, document_texts(text), add, out, min_frequency, before_replace=before_replace)
     summary = f"{made.learned} new tokens, {made.vocab_size} in total, in {out}"
     return Result({"out": str(out), "kind": KIND, **asdict(made)}, summary)
 

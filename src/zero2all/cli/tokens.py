@@ -35,7 +35,16 @@ def build(
 
     loaded = load_recipe(recipe, overrides)
     where = Engine(engine, workers, ray_address)
-    built = build_tokens(loaded.tokens, loaded.documents_dir, loaded.tokenizer_dir, loaded.tokens_dir, where)
+
+    def before_replace() -> None:
+        from zero2all.train.data_in_use import commands_beside, refuse_store_change
+
+        remedy = commands_beside("tokens", loaded, recipe, overrides or [])
+        refuse_store_change(loaded.tokens_dir, loaded.out, remedy)
+
+    built = build_tokens(
+        loaded.tokens, loaded.documents_dir, loaded.tokenizer_dir, loaded.tokens_dir, where, before_replace
+    )
     text = f"{show_count(built.tokens)} tokens in {loaded.tokens_dir}"
     return Result(
         {"out": str(loaded.tokens_dir), "kind": "tokens", **asdict(built)},

@@ -8,7 +8,7 @@ what changed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,16 @@ MAX_DROPPED_EXAMPLES_PER_SOURCE = 5  # of dropped documents, per source and reas
 MIN_PARALLEL_BYTES = 8_000_000  # one process reads and cleans them before other workers would have started
 
 
-def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) -> BuiltCorpus:
-    """Read, clean, deduplicate and split every source into ``out``; return its manifest."""
+def build_corpus(
+    recipe: CorpusRecipe,
+    out: Path,
+    engine: Engine | None = None,
+    before_replace: Callable[[], None] = lambda: None,
+) -> BuiltCorpus:
+    """Read, clean, deduplicate and split every source into ``out``; return its manifest.
+
+    ``before_replace`` is called before other documents in ``out`` are replaced, and may raise.
+    """
     engine = engine or Engine()
     if not recipe.sources:
         raise UsageError("the recipe names no text: add corpus.sources, each with a name and paths")
@@ -91,10 +99,13 @@ def build_corpus(recipe: CorpusRecipe, out: Path, engine: Engine | None = None) 
     drops = find_drops(engine, recipe, list(stripped.values()), work)
     clean = [replace(part, path=stripped[part.path], drop_files=drops[stripped[part.path]]) for part in nonempty]
     ready = split_parts(engine, recipe, clean, work, key)
+    files_before = read_json(out / MANIFEST).get("files") if (out / MANIFEST).exists() else None
     with atomic_dir(out, KIND) as partial:
         written = _write_shards(engine, recipe, _group_parts(recipe, ready), partial)
         manifest = _build_manifest(recipe, key, parts, written, specs)
         write_manifest(partial, KIND, asdict(manifest))
+        if files_before not in (None, manifest.files):
+            before_replace()
     _warn_about_empty_splits(recipe, manifest, parts, out)
     return BuiltCorpus(**vars(manifest), reused=False)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from zero2all.tokenizer.merge import learn_merges, merge_memory
 from zero2all.tokenizer.pair_index import Words, new_words
 from zero2all.tokenizer.pretokenizer import character_classes
 from zero2all.tokenizer.tokenizer import Tokenizer
+from zero2all.tokenizer.train import is_other_tokenizer
 from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet, reserved_tokens
 from zero2all.tokenizer.word_count import PretokenizeConfig, SpillWriter, aggregate_counts
 
@@ -41,8 +42,12 @@ def extend_tokenizer(
     out: Path,
     min_frequency: int = 2,
     max_memory: int = 2 << 30,
+    before_replace: Callable[[], None] = lambda: None,
 ) -> ExtendedTokenizer:
-    """Learn up to ``num_new_tokens`` tokens; ``out`` becomes a Hugging Face directory with the old and new tokens."""
+    """Learn up to ``num_new_tokens`` tokens; ``out`` becomes a Hugging Face directory with the old and new tokens.
+
+    ``before_replace`` is called before another tokenizer in ``out`` is replaced, and may raise.
+    """
     old = Tokenizer(directory)
     work = out.with_name(f"{out.name}.work")
     try:
@@ -71,6 +76,8 @@ def extend_tokenizer(
             files=checksums(partial),
         )
         write_manifest(partial, KIND, asdict(manifest))
+        if is_other_tokenizer(out, partial):
+            before_replace()
     return manifest
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from zero2all.io import (
     read_documents_manifest,
     read_finished,
     read_json,
+    refuse_strangers,
+    sha256_file,
     write_json,
     write_manifest,
     write_record,
@@ -78,11 +81,16 @@ class CountedWords:
 
 
 def train_tokenizer(
-    recipe: TokenizerRecipe, documents: Path, out: Path, engine: Engine | None = None
+    recipe: TokenizerRecipe,
+    documents: Path,
+    out: Path,
+    engine: Engine | None = None,
+    before_replace: Callable[[], None] = lambda: None,
 ) -> TrainedTokenizer:
     """Learn a vocabulary from the training split in ``documents``; ``out`` becomes a Hugging Face directory.
 
     Intermediate results are in ``<out>.work``; after an interruption, the same call resumes from there.
+    ``before_replace`` is called before another tokenizer in ``out`` is replaced, and may raise.
     """
     engine = engine or Engine()
     corpus = read_documents_manifest(documents)
@@ -91,6 +99,9 @@ def train_tokenizer(
     if is_current(out, KIND, key):
         return parse_record(TrainedTokenizer, {**read_json(out / MANIFEST), "reused": True}, out / MANIFEST)
 
+    refuse_strangers(out, KIND)
+    if _has_other_vocabulary(out, recipe):  # fail now, not after an hour of counting
+        before_replace()
     work = out.with_name(f"{out.name}.work")
     table = _count_words(recipe, documents, corpus, work, engine)
     tokens = [bytes([byte]) for byte in bytes_by_id()]
@@ -113,7 +124,25 @@ def train_tokenizer(
             files=checksums(unfinished),
         )
         write_manifest(unfinished, KIND, asdict(manifest))
+        if is_other_tokenizer(out, unfinished):
+            before_replace()
     return TrainedTokenizer(**vars(manifest), reused=False)
+
+
+def _has_other_vocabulary(directory: Path, recipe: TokenizerRecipe) -> bool:
+    """Whether the tokenizer in a directory certainly differs from the one that the recipe gives."""
+    path = directory / MANIFEST
+    before = read_json(path) if path.exists() else None
+    return before is not None and (before.get("vocab_size"), before.get("pattern")) != (
+        recipe.vocab_size,
+        recipe.pattern,
+    )
+
+
+def is_other_tokenizer(before: Path, now: Path) -> bool:
+    """Whether the first directory has a tokenizer, and the second one another."""
+    old, new = before / "tokenizer.json", now / "tokenizer.json"
+    return old.exists() and sha256_file(old) != sha256_file(new)
 
 
 def write_hf_directory(

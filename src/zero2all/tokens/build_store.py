@@ -20,6 +20,7 @@ from zero2all.io import (
     fingerprint,
     read_documents_manifest,
     read_finished,
+    read_json,
     refuse_strangers,
     sha256_file,
     write_json,
@@ -40,9 +41,17 @@ ENCODE_BATCH_DOCUMENTS = 256
 
 
 def build_tokens(
-    recipe: TokensRecipe, documents: Path, tokenizer_dir: Path, out: Path, engine: Engine | None = None
+    recipe: TokensRecipe,
+    documents: Path,
+    tokenizer_dir: Path,
+    out: Path,
+    engine: Engine | None = None,
+    before_replace: Callable[[], None] = lambda: None,
 ) -> BuiltStore:
-    """Encode both splits of ``documents`` into ``out``. A shard whose input and tokenizer are unchanged is kept."""
+    """Encode both splits of ``documents`` into ``out``. A shard whose input and tokenizer are unchanged is kept.
+
+    ``before_replace`` is called before the tokens in ``out`` are replaced by others, and may raise.
+    """
     engine = engine or Engine()
     corpus = read_documents_manifest(documents)
     tokenizer = Tokenizer(tokenizer_dir)
@@ -63,6 +72,8 @@ def build_tokens(
         if (record := _read_finished_record(stem, key)) is not None:
             records[number] = record
     todo = [number for number in range(len(shards)) if number not in records]
+    if _has_other_tokens(out, corpus, tokenizer, set(stems), bool(todo)):
+        before_replace()
     if todo:
         # From here on the old manifest no longer describes the store.
         out.mkdir(parents=True, exist_ok=True)
@@ -97,6 +108,19 @@ def build_tokens(
                 path.unlink()
     write_manifest(out, KIND, asdict(manifest))
     return BuiltStore(**vars(manifest), reused=not todo)
+
+
+def _has_other_tokens(
+    out: Path, corpus: DocumentsManifest, tokenizer: Tokenizer, stems: set[Path], is_incomplete: bool
+) -> bool:
+    """Whether a finished store would be changed, and not only repaired or verified again."""
+    path = out / MANIFEST
+    before = read_json(path) if path.exists() else {"unfinished": True}
+    inputs = (before.get("documents_key"), before.get("tokenizer"))
+    if before.get("unfinished") or inputs == (corpus.key, tokenizer.fingerprint):
+        return False
+    sources = [(split, source) for split, sources in before["splits"].items() for source in sources.values()]
+    return is_incomplete or stems != {out / split / shard for split, source in sources for shard in source["shards"]}
 
 
 def _build_manifest(
