@@ -134,7 +134,7 @@ def test_recipes_of_other_workspaces_keep_their_stages_and_explicit_directories_
 
 def test_every_run_has_its_own_checkpoints(recipe: Path, tmp_path: Path) -> None:
     plan = plan_sweep(recipe, ["train.optimizer.lr=1e-3,2e-3", f"checkpoint.dir={tmp_path}/ckpt"], 2)
-    places = {variant.recipe.checkpoint.dir for variant in plan.variants}
+    places = {variant.recipe.checkpoint_dir for variant in plan.variants}
     assert len(places) == 4
     assert all(place is not None and place.is_relative_to(tmp_path / "ckpt") for place in places)
 

@@ -95,7 +95,7 @@ def compare_targets(targets: Sequence[Path]) -> Comparison:
         return open_experiment(targets[0])
     if experiments:
         raise UsageError(f"{experiments[0]} is an experiment: give it alone, or directories of its runs")
-    locations = [location for target in targets for location in find_runs(str(target))]
+    locations = find_runs(list(map(str, targets)))
     local = {location.directory: location for location in locations if isinstance(location, LocalRunLocation)}
     return compare_runs(list(local.values()))
 

@@ -134,11 +134,7 @@ def _variant(group: _Group, run_name: str, seed: int, first: Recipe, experiment:
     )
     recipe = _place_stages(seeded, first, experiment)
     run = f"{EXPERIMENTS_DIR}/{experiment}/{run_name}"
-    checkpoint = recipe.checkpoint
-    if checkpoint.dir is not None:  # one directory for each run
-        checkpoint = checkpoint.model_copy(update={"dir": checkpoint.dir.absolute() / run})
-    place = {"out": first.out.absolute(), "run": run, "checkpoint": checkpoint}
-    return Variant(record, recipe.model_copy(update=place))
+    return Variant(record, recipe.model_copy(update={"out": first.out.absolute(), "run": run}))
 
 
 def _place_stages(recipe: Recipe, first: Recipe, experiment: str) -> Recipe:

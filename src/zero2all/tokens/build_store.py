@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -115,7 +116,7 @@ def _has_other_tokens(
 ) -> bool:
     """Whether a finished store would be changed, and not only repaired or verified again."""
     path = out / MANIFEST
-    before = read_json(path) if path.exists() else {"unfinished": True}
+    before: dict[str, Any] = read_json(path) if path.exists() else {"unfinished": True}
     inputs = (before.get("documents_key"), before.get("tokenizer"))
     if before.get("unfinished") or inputs == (corpus.key, tokenizer.fingerprint):
         return False
