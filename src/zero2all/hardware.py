@@ -158,7 +158,7 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     """What a recipe's ``train.precision`` means here; auto is bf16 where the device computes it natively.
 
     GPUs that do not are fast in fp16, whose small range needs a scaled loss; CPUs that do not are fast in fp32. So are
-    the GPUs of Macs: M1 and M2 emulate bf16, and later ones have gained little from it.
+    the GPUs of Macs: M1 and M2 emulate bf16, and little gain is reported from later ones.
     """
     if precision == "auto":
         if device.type == "cuda":

@@ -1,7 +1,8 @@
 """A GPU without fp64, as a Mac has one, simulated: torch's backend for experiments (PrivateUse1), computed by the CPU.
 
 It refuses what the GPU of a Mac refuses: fp64, tensors of two devices in one operation, and operations that are
-implemented for CPUs only; and copies that do not block, which go wrong there. Operations of zero2all run in Python, as they would there, so that their inner ones are seen.
+implemented for CPUs only; and copies that do not block, which go wrong there. Operations of zero2all run in Python, as
+they would there, so that their inner ones are seen.
 """
 
 from __future__ import annotations

@@ -240,7 +240,8 @@ def learn(words):
     symbols = rng.integers(0, 256, int(lengths.sum())).astype(np.int32)
     counted = new_words(symbols, lengths, rng.integers(1, 9, words))
     learn_merges(counted, [bytes([byte]) for byte in bytes_by_id()], 2000, 2)
-    return merge_memory(words, symbols.size), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == 'darwin' else 1024
+    return merge_memory(words, symbols.size), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 _, before = learn(10)
 estimate, peak = learn(2_000_000)
 print(estimate, peak - before)
