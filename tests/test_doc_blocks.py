@@ -82,7 +82,11 @@ LONG = [
          "200 steps": "2 steps", "500 steps": "10 steps"},
         recipe="overnight.yaml", in_clone=True,
     ),
-    Page("docs/guides/tune-lr-and-mup.md", prepare_stages, {"train.steps=1000": "train.steps=12"}),
+    Page("docs/guides/compare-and-sweep.md", prepare_run, {"--budget 5m": "--budget 4-steps"}),
+    Page(
+        "docs/guides/tune-lr-and-mup.md", prepare_stages,
+        {"--budget 1000-steps": "--budget 4-steps", "train.steps=1000": "train.steps=12"},
+    ),
 ]  # fmt: skip
 PAGES = [*GATE, *LONG]
 

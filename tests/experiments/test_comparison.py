@@ -22,6 +22,8 @@ from zero2all.io import write_record
 from zero2all.tokens import build_tokens
 from zero2all.train import Run, train
 
+pytestmark = pytest.mark.slow  # it trains five runs
+
 
 def z2a(*words: object) -> Result:
     return CliRunner().invoke(app, list(map(str, words)))
