@@ -169,14 +169,17 @@ def test_an_experiment_has_a_table_and_a_plot_that_follow_its_record(page: Any, 
     rows = "return [...document.querySelectorAll('.experiment tr')].map((row) => row.textContent)"
     with watching(directory) as (url, _):
         page.get(url)
-        until(page, INK, "loss")
-        assert page.execute_script("return document.querySelectorAll('.run').length") == 6
+        until(page, "return document.querySelectorAll('.run').length === 6")
         assert "4 of 6 runs done" in page.execute_script("return document.querySelector('.experiment').textContent")
         found = page.execute_script(rows)
         assert found[1].startswith("lr=2e-31.9050 ± 0.00711.90502 / 2")
         assert found[3].startswith(NASTY)
         write_record(directory / "experiment.json", experiment("sweep", *runs, keys=[key]))
         until(page, "return document.querySelector('.experiment').textContent.includes('5 of 6 runs done')")
+        write_run(directory / "begun-later", 2.0)
+        until(page, "return document.querySelectorAll('.run').length === 7")
+        page.execute_script("document.querySelector('[data-chart=loss]').scrollIntoView()")
+        until(page, INK, "loss")
         found = page.execute_script(rows)
         assert [row[:7] for row in found[1:]] == ["lr=2e-3", NASTY[:7], "lr=1e-3"]
         drawn = "return document.querySelector('.experiment canvas')?.width > 100"

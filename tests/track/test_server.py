@@ -6,7 +6,9 @@ import hashlib
 import json
 import re
 import signal
+import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +184,22 @@ def test_the_built_page_is_of_the_sources_beside_it() -> None:
         pytest.skip("not a source checkout")
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources.iterdir()))).hexdigest()
     assert digest in (PAGE_DIR / "app.js").read_text(encoding="utf-8")[:300], "run 'npm ci && npm run build' in web/"
+
+
+def test_runs_that_begin_later_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero2all.track.server.DISCOVERY_SECONDS", 0.01)
+    first, second = make_run(tmp_path / "first"), make_run(tmp_path / "second")
+    searches, enough = count(), threading.Event()
+
+    def search() -> list[RunView]:
+        number = next(searches)
+        if number == 0:
+            raise Z2aError("nothing there")
+        if number == 5:
+            enough.set()  # the one found in an earlier search has been found again
+        return [first] if number == 1 else [first, second]
+
+    with TestClient(build_app([first], KEY, search=search)) as client:
+        assert enough.wait(60)
+        runs = client.get("/api/runs", params={"key": KEY}).json()
+        assert [run["status"]["name"] for run in runs] == ["first", "second"]

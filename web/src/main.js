@@ -49,7 +49,7 @@ function prepared(run, id) {
 }
 
 async function reloadRuns() {
-  runs = (await listRuns()).map(prepared);
+  [runs, experiments] = [(await listRuns()).map(prepared), await listExperiments().catch(() => experiments)];
   build();
 }
 
@@ -142,8 +142,9 @@ function buildCharts() {
   for (const chart of charts) seen.observe(chart.root);
 }
 
-// An update of a run: lines that were just written.
+// An update of a run: lines that were just written. Or the number of runs, when others have begun.
 function applyUpdate(update) {
+  if (update.found) return reloadRuns();
   const run = runs[update.id];
   const newNames = update.names.some((name) => !run.names.includes(name));
   Object.assign(run, { names: update.names, status: update.status, verdicts: update.verdicts });

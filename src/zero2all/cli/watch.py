@@ -57,7 +57,7 @@ def watch(
         if tty:
             watch_terminal(opened, console)
         else:
-            _serve_page(opened, host, port)
+            _serve_page(opened, [target for target in runs if not target.startswith("ssh://")], host, port)
     return Result({"runs": [run.status() for run in opened]}, "")
 
 
@@ -125,7 +125,8 @@ def _open_runs(targets: list[str], ssh: str) -> list[RunView]:
     return opened
 
 
-def _serve_page(runs: list[RunView], host: str, port: int) -> None:
+def _serve_page(runs: list[RunView], local_targets: list[str], host: str, port: int) -> None:
+    """Runs that begin below a local target later are shown too."""
     import secrets
 
     from zero2all.console import say
@@ -142,7 +143,8 @@ def _serve_page(runs: list[RunView], host: str, port: int) -> None:
         names = ", ".join(run.name for run in runs)
         say(f"watching {names} at http://{url_host}:{bound_port}/?key={key}  (Ctrl-C to stop)")
 
-    serve(build_app(runs, key, _documents_of_step), host, port, ready)
+    search = (lambda: _open_runs(local_targets, "")) if local_targets else None
+    serve(build_app(runs, key, _documents_of_step, search), host, port, ready)
 
 
 def _documents_of_step(directory: Path, step: int, losses: bool) -> object:

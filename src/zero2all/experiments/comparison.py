@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +108,13 @@ def open_experiment(directory: Path) -> Comparison:
 
 def compare_runs(locations: Sequence[LocalRunLocation]) -> Comparison:
     """Runs that differ only in their seed are one group, named after the first of them."""
-    names: list[str] = []
-    for location in locations:
-        own = location.name
-        names.append(next(name for n in count(1) if (name := own if n == 1 else f"{own}-{n}") not in names))
     groups: dict[str, str] = {}
     variants, directories = [], {}
-    for name, location in zip(names, locations, strict=True):
+    for location in locations:
         run = Run.open(location.directory)
-        directories[name] = run.directory
-        group = groups.setdefault(result_key(run.recipe, with_seed=False), name)
-        variants.append(_describe_run(run, name, group))
+        directories[location.name] = run.directory
+        group = groups.setdefault(result_key(run.recipe, with_seed=False), location.name)
+        variants.append(_describe_run(run, location.name, group))
     return Comparison(summarize(ExperimentRecord(FORMAT, "runs", "runs", [], None, variants=variants)), directories)
 
 

@@ -41,6 +41,7 @@ PAGE_DIR = Path(__file__).with_name("page")
 MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
 REFRESH_SECONDS = 0.5  # between two refreshes of a run
 HEALTH_CHECK_SECONDS = 5.0
+DISCOVERY_SECONDS = 5.0  # between two searches for runs that have begun since
 KEEPALIVE_SECONDS = 10.0
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -52,6 +53,7 @@ HEADERS = {
 }
 # (run directory, step, whether to recompute losses) -> the JSON of 'z2a tokens trace' or 'z2a blame'
 DocumentLookup = Callable[[Path, int, bool], object]
+RunSearch = Callable[[], list[RunView]]
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,10 @@ class DashboardHandlers:
         last_message = time.monotonic()
         yield ": hello\n\n"
         while True:
-            for number, live_run in enumerate(self.runs):
+            if len(self.runs) > len(seen):
+                seen += [(live_run.version, live_run.run.readers[0].sequence) for live_run in self.runs[len(seen) :]]
+                yield f"data: {encode_json({'found': len(seen)})}\n\n"
+            for number, live_run in enumerate(self.runs[: len(seen)]):
                 if live_run.version != seen[number][0]:
                     update, sequence = _update_since(live_run, seen[number][1])
                     seen[number] = (live_run.version, sequence)
@@ -231,7 +236,10 @@ class DashboardHandlers:
             raise HTTPException(403, "the address of the page ends in a key; use the one that 'z2a watch' printed")
 
 
-def build_app(runs: list[RunView], key: str, documents: DocumentLookup | None = None) -> Starlette:
+def build_app(
+    runs: list[RunView], key: str, documents: DocumentLookup | None = None, search: RunSearch | None = None
+) -> Starlette:
+    """``search`` finds all runs again: those that have begun since are added."""
     live_runs = [LiveRun(run) for run in runs]
     handlers = DashboardHandlers(live_runs, key, documents)
 
@@ -242,7 +250,16 @@ def build_app(runs: list[RunView], key: str, documents: DocumentLookup | None = 
                 await run_in_threadpool(live_run.refresh)
                 await asyncio.sleep(REFRESH_SECONDS)
 
+        async def discover(search: RunSearch) -> None:
+            while True:
+                await asyncio.sleep(DISCOVERY_SECONDS)
+                for live_run in await run_in_threadpool(_find_new, search, live_runs):
+                    live_runs.append(live_run)
+                    tasks.append(asyncio.create_task(follow(live_run)))
+
         tasks = [asyncio.create_task(follow(live_run)) for live_run in live_runs]
+        if search is not None:
+            tasks.append(asyncio.create_task(discover(search)))
         yield
         for task in tasks:
             task.cancel()
@@ -261,6 +278,15 @@ def build_app(runs: list[RunView], key: str, documents: DocumentLookup | None = 
     app = Starlette(routes=routes, lifespan=following, exception_handlers={UnreachableError: _unreachable})
     app.add_middleware(GZipMiddleware, minimum_size=10_000)
     return app
+
+
+def _find_new(search: RunSearch, known: list[LiveRun]) -> list[LiveRun]:
+    try:
+        found = search()
+    except Z2aError:  # nothing there at the moment
+        return []
+    places = {getattr(live_run.run.location, "directory", None) for live_run in known}
+    return [LiveRun(run) for run in found if getattr(run.location, "directory", None) not in places]
 
 
 def _unreachable(request: Request, error: Exception) -> Response:
