@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from zero2all.model import Z2all
-from zero2all.model.cost.model_size import activation_bytes, count_parameters, kv_cache_bytes_per_token, training_memory
+from zero2all.model.cost.activations import activation_bytes
+from zero2all.model.cost.model_size import count_parameters, kv_cache_bytes_per_token, training_memory
 from zero2all.model.kv_cache import KVCache
 from zero2all.recipe import ModelConfig, OptimizerRecipe, Recipe
 from zero2all.train.optimizer import build_optimizers

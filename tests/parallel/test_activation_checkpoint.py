@@ -69,7 +69,7 @@ class Storages(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):  # its local tensor is counted
                 storage = tensor.untyped_storage()
                 self.made[StorageWeakRef(storage)] = storage.nbytes()
         return out
@@ -77,7 +77,8 @@ class Storages(TorchDispatchMode):
     def alive(self, but: list[Tensor]) -> int:
         """Bytes that are still allocated."""
         gc.collect()
-        known = {StorageWeakRef(tensor.untyped_storage()) for tensor in but}
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in but]
+        known = {StorageWeakRef(tensor.untyped_storage()) for tensor in local}
         return sum(size for storage, size in self.made.items() if storage not in known and not storage.expired())
 
 

@@ -18,10 +18,12 @@ from zero2all.hardware import compute_dtype, dtype_name
 from zero2all.model import Z2all
 from zero2all.parallel.mesh import ParallelDims, ParallelMesh
 from zero2all.parallel.parallelize import LocalModel, parallelize
-from zero2all.parallel.rank_memory import RankMemory, rank_memory
-from zero2all.recipe import ModelConfig, Recipe
+from zero2all.parallel.rank_memory import RankMemory, memory_lines, rank_memory
+from zero2all.recipe import Recipe
 from zero2all.torch_private import init_fake_process_group, local_shape_at
+from zero2all.units import show_count
 
+GPU = torch.device("cuda")
 FP32_BYTES = 4  # parameters are kept in fp32
 
 
@@ -57,15 +59,19 @@ class DryRun:
     stages: list[StageSummary]
 
 
-def dry_run(recipe: Recipe, world_size: int) -> DryRun:
-    """The mesh, what every pipeline rank holds and its bytes; checked to add up to the full model."""
+def dry_run(recipe: Recipe, world_size: int, device: torch.device = GPU) -> DryRun:
+    """The mesh, what every pipeline rank holds and its bytes; checked to add up to the full model.
+
+    ``device`` is what the ranks would train on; it need not be there.
+    """
     config = recipe.model
     if config.vocab_size is None:
         config = config.model_copy(update={"vocab_size": recipe.tokenizer.vocab_size})
+        recipe = recipe.model_copy(update={"model": config})
     parallel_dims = ParallelDims.from_recipe(recipe.parallel, world_size)
     with torch.device("meta"):
         total = sum(parameter.numel() for parameter in Z2all(config).parameters())
-    stages = [_stage_summary(config, recipe, parallel_dims, stage) for stage in range(parallel_dims.pp)]
+    stages = [_stage_summary(recipe, parallel_dims, stage, device) for stage in range(parallel_dims.pp)]
     held = sum(stage.parameters for stage in stages)
     if held != total:
         raise Z2aError(f"the ranks hold {held} parameters, the model has {total}: this is a bug in zero2all")
@@ -74,16 +80,16 @@ def dry_run(recipe: Recipe, world_size: int) -> DryRun:
         mesh={name: getattr(parallel_dims, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
         parameters=total,
         bytes=total * FP32_BYTES,
-        compute_dtype=dtype_name(_compute_dtype(recipe)),
+        compute_dtype=dtype_name(planned_dtype(recipe, device)),
         memory_per_rank=max((stage.memory for stage in stages), key=lambda memory: memory.total),
         stages=stages,
     )
 
 
-def _compute_dtype(recipe: Recipe) -> torch.dtype:
-    """A dry run has no device to ask: auto is taken to be bf16."""
+def planned_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """A GPU is not asked: auto is taken to be bf16 on it."""
     precision = recipe.train.precision
-    return compute_dtype("bf16" if precision == "auto" else precision, torch.device("cpu"))
+    return compute_dtype("bf16" if precision == "auto" and device.type != "cpu" else precision, device)
 
 
 @contextmanager
@@ -98,20 +104,21 @@ def _fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _stage_summary(config: ModelConfig, recipe: Recipe, parallel_dims: ParallelDims, stage: int) -> StageSummary:
+def _stage_summary(recipe: Recipe, parallel_dims: ParallelDims, stage: int, device: torch.device) -> StageSummary:
     """Parallelize as the first rank of a stage, then count for all ranks of it."""
     with (
         nullcontext()
         if parallel_dims.world_size == 1
         else _fake_process_group(stage * (parallel_dims.world_size // parallel_dims.pp), parallel_dims.world_size)
     ):
-        local_model = parallelize(
-            config, recipe.parallel, ParallelMesh(parallel_dims, torch.device("cpu")), _compute_dtype(recipe)
-        )
-        return _summarize_stage(local_model, recipe, parallel_dims, stage)
+        mesh = ParallelMesh(parallel_dims, torch.device("cpu"))  # nothing is computed on it
+        local_model = parallelize(recipe.model, recipe.parallel, mesh, planned_dtype(recipe, device))
+        return _summarize_stage(local_model, recipe, parallel_dims, stage, device)
 
 
-def _summarize_stage(local_model: LocalModel, recipe: Recipe, parallel_dims: ParallelDims, stage: int) -> StageSummary:
+def _summarize_stage(
+    local_model: LocalModel, recipe: Recipe, parallel_dims: ParallelDims, stage: int, device: torch.device
+) -> StageSummary:
     names = {name: parameter for part in local_model.model_parts for name, parameter in part.named_parameters()}
     counts: dict[Any, list[int]] = {}  # parameters of one shape on one mesh are equal
     shards: dict[str, int] = {}  # elements on the rank with the most
@@ -141,7 +148,8 @@ def _summarize_stage(local_model: LocalModel, recipe: Recipe, parallel_dims: Par
         for name in ("embed_tokens.weight", *picked, "lm_head.weight")
         if name in names
     }
-    memory = rank_memory(local_model, shards, recipe, parallel_dims, _compute_dtype(recipe))
+    dtype = planned_dtype(recipe, device)
+    memory = rank_memory(local_model, shards, recipe, parallel_dims, dtype, device, stage)
     return StageSummary(stage, layers, total, least, sum(shards.values()), memory, examples)
 
 
@@ -156,10 +164,26 @@ def _elements_by_rank(parameter: DTensor) -> list[int]:
 
 def _placement_text(parameter: torch.Tensor) -> str:
     if not isinstance(parameter, DTensor):
-        return f"{tuple(parameter.shape)}, whole"
+        return f"{tuple(parameter.shape)}, not sharded"
     names = parameter.device_mesh.mesh_dim_names or ()
     placements = ", ".join(
-        f"{name}: {'copied' if placement.is_replicate() else f'cut at {placement.dim}'}"  # type: ignore[attr-defined]
+        f"{name}: {'replicated' if placement.is_replicate() else f'Shard({placement.dim})'}"  # type: ignore[attr-defined]
         for name, placement in zip(names, parameter.placements, strict=True)
     )
-    return f"{tuple(parameter.shape)} over {placements}; {tuple(parameter.to_local().shape)} on a rank"
+    return f"{tuple(parameter.shape)}, {placements}; {tuple(parameter.to_local().shape)} on each rank"
+
+
+def dry_run_text(shown: DryRun) -> str:
+    """The same for a person."""
+    mesh = " x ".join(f"{name} {size}" for name, size in shown.mesh.items() if size > 1) or "one process"
+    lines = [
+        f"{show_count(shown.parameters)} parameters on {shown.world} ranks: {mesh}",
+        *memory_lines(shown.memory_per_rank, shown.compute_dtype),
+    ]
+    for stage in shown.stages:
+        lines.append(
+            f"pipeline rank {stage.stage}: {len(stage.layers)} layers, {show_count(stage.parameters)} "
+            f"parameters, {show_count(stage.least)} to {show_count(stage.most)} on each rank"
+        )
+        lines += [f"  {name} {text}" for name, text in stage.examples.items()]
+    return "\n".join([*lines, "the shards of all ranks add up to the full model"])

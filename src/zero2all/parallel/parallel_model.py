@@ -18,6 +18,7 @@ from zero2all.errors import UsageError
 from zero2all.hardware import fp64_device
 from zero2all.model import IGNORE_INDEX, Z2all
 from zero2all.model.moe import MoE
+from zero2all.parallel.batch_split import even_micro_batch_size
 from zero2all.parallel.context_parallel import ContextParallel
 from zero2all.parallel.gradient_accumulation import set_gradient_sync
 from zero2all.parallel.loss_scale import DynamicLossScaler
@@ -294,7 +295,7 @@ class ParallelModel:
         self, pipeline: Pipeline, inputs: dict[str, Tensor], divisor: float | None, micro_batch_size: int | None
     ) -> Tensor:
         samples, length = inputs["tokens_BS"].shape
-        size = micro_batch_size or _even_micro_batch_size(samples, 2 * pipeline.num_stages)
+        size = micro_batch_size or even_micro_batch_size(samples, 2 * pipeline.num_stages)
         if samples % size:
             raise UsageError(
                 f"a rank's {samples} samples do not divide into micro-batches of {size}: "
@@ -342,8 +343,3 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _even_micro_batch_size(samples: int, wanted: int) -> int:
-    """Samples in a micro-batch, so that there are ``wanted`` of them, or the next smaller even split."""
-    return next(samples // count for count in range(min(wanted, samples), 0, -1) if samples % count == 0)

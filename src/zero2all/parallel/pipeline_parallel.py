@@ -100,6 +100,23 @@ def stage_indices_of_rank(recipe: ParallelRecipe, pp_rank: int) -> list[int]:
     return [pp_rank + turn * recipe.pp for turn in range(recipe.stages_per_rank)]
 
 
+def micro_batches_in_flight(recipe: ParallelRecipe, pp_rank: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a pipeline rank holds at most, over all its stages; an estimate.
+
+    1F1B runs as many ahead as there are stages after it (https://arxiv.org/abs/2104.04473, also interleaved). Schedules
+    that split the backward pass keep the inputs of delayed weight gradients (https://arxiv.org/abs/2401.10241).
+    """
+    pp, turns = recipe.pp, recipe.stages_per_rank
+    if pp == 1:
+        return 1.0
+    stage_passes = {
+        "gpipe": micro_batches,
+        "1f1b": pp - pp_rank,
+        "interleaved": 2 * (pp - pp_rank - 1) + (turns - 1) * pp + 1,
+    }.get(recipe.schedule, turns * pp)
+    return min(stage_passes, turns * micro_batches) / turns
+
+
 def build_stage_module(config: ModelConfig, layers: range, first: bool, last: bool) -> Z2all:
     """The model with only some layers, under their own names; without embedding or head unless at an end."""
     model = Z2all(config)

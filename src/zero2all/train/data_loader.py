@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zero2all.model import IGNORE_INDEX
+from zero2all.parallel.batch_split import split_batch
 from zero2all.parallel.mesh import shard_range
 from zero2all.train.plan import Plan, StagePlan
 
@@ -43,9 +44,8 @@ def read_batch(plan: Plan, step: int, dp_rank: int = 0, dp_world_size: int = 1) 
     start, stop = stage.sample_range(step)
     count = stop - start
     first, last = (start + row for row in shard_range(count, dp_rank, dp_world_size))
-    max_rows = -(-count // dp_world_size)
-    micro = min(stage.micro_batch_size or max_rows, max_rows)
-    rows = -(-max_rows // micro) * micro
+    split = split_batch(count, dp_world_size, stage.micro_batch_size)
+    rows = split.micro_batches * split.samples
     tokens = np.zeros((rows, stage.recipe.seq_len + 1), dtype=np.int64)
     tokens[: last - first], sources = stage.dataset.read(first, last)
     # Padding repeats text of the batch: constant rows would all go to the same experts and distort their load.
@@ -61,7 +61,7 @@ def read_batch(plan: Plan, step: int, dp_rank: int = 0, dp_world_size: int = 1) 
         inputs=inputs,
         targets=targets,
         sources=sources + padding,
-        micro_batch_size=stage.micro_batch_size and micro,
+        micro_batch_size=stage.micro_batch_size and split.samples,
         sample_range=(start, stop),
         global_valid_tokens=count * stage.recipe.seq_len,
     )

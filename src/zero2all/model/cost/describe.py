@@ -134,9 +134,9 @@ def _flops(shown: ModelDescription) -> list[str]:
         f"  forward     {show_count(flops.forward):>9}",
         f"  training    {show_count(flops.model):>9}  forward and backward; what MFU counts",
         f"  6N          {show_count(flops.six_n):>9}  6 x active parameters in matrix products; no scores",
-        f"  causal      {show_count(flops.causal):>9}  training without the pairs that the causal mask leaves out",
-        f"  hardware    {show_count(flops.hardware):>9}  with fused attention, whose backward computes scores again",
-        f"  recomputing {show_count(flops.hardware_recomputing):>9}  with activation checkpointing besides; HFU",
+        f"  causal      {show_count(flops.causal):>9}  training without the pairs that the causal mask excludes",
+        f"  hardware    {show_count(flops.hardware):>9}  fused attention recomputes the scores; what HFU counts",
+        f"  recomputing {show_count(flops.hardware_recomputing):>9}  the same with full activation checkpointing",
     ]
 
 
@@ -147,15 +147,15 @@ def _memory(shown: ModelDescription) -> list[str]:
         "gradients": "",
         "optimizer": "",
         "half_weights": "copies of the matrices under autocast",
-        "activations": "estimate: kept for the backward by the fused kernels, eager",
-        "activations_recomputing": "estimate: in their place with activation checkpointing",
-        "logits": "estimate: only where the loss keeps all logits, as its reference does",
+        "activations": "estimate: kept for the backward pass by the fused kernels, without torch.compile",
+        "activations_recomputing": "estimate: the same with full activation checkpointing",
+        "logits": "estimate: only with model.ops.cross_entropy=reference, which keeps all logits",
     }
     return [
-        f"KV cache  {show_bytes(cache.bytes_per_token)} a token in bf16, "
+        f"KV cache  {show_bytes(cache.bytes_per_token)} per token in bf16, "
         f"{show_bytes(cache.bytes)} for one sequence of {cache.context}",
         "",
-        f"training memory on one device, {memory.micro_batch_tokens} tokens at a time in {memory.precision}",
+        f"training memory on one device, micro-batch of {memory.micro_batch_tokens} tokens in {memory.precision}",
         *(
             f"  {name.replace('_', ' '):<24}{show_bytes(getattr(memory, name)):>9}  {note}"
             for name, note in parts.items()
@@ -172,11 +172,11 @@ def _ops(shown: ModelDescription) -> list[str]:
 
 
 def _shapes(shown: ModelDescription) -> list[str]:
-    lines = [f"matrix products on {shown.gpu}, on paper"]
+    lines = [f"matrix products on {shown.gpu}, computed"]
     lines += [
         f"  {row.name:<20}{row.rows:>7} x {row.inner:<6} x {row.columns:<7}"
         f"{row.tiles:>6} tiles {row.waves:6.2f} waves, {row.filled:4.0%} filled"
         for row in shown.products
     ]
     advice = [f"  {row}" for row in shown.advice]
-    return [*lines, "shape advice", *(advice or ["  none: these sizes suit it"])]
+    return [*lines, "shape advice", *(advice or ["  none"])]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zero2all.hardware import compute_dtype, dtype_name
-from zero2all.model.cost.flops import Recompute
+from zero2all.model.cost.activations import activation_bytes, all_logits_bytes
 from zero2all.model.cost.optimizer_state import optimizer_state_bytes
 from zero2all.model.z2all import Z2all
 from zero2all.recipe import ModelConfig, OptimizerRecipe, Recipe
@@ -115,7 +115,7 @@ def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
         half_weights=2 * matrices if half else 0,
         activations=activation_bytes(config, tokens, half),
         activations_recomputing=activation_bytes(config, tokens, half, "full"),
-        logits=3 * 4 * tokens * config.padded_vocab_size,  # fp32: themselves, their log-softmax, their gradient
+        logits=all_logits_bytes(config, tokens),
     )
 
 
@@ -125,36 +125,3 @@ def optimizer_bytes(config: ModelConfig, optimizer: OptimizerRecipe) -> int:
         optimizer_state_bytes(optimizer, name, parameter.dim()) * parameter.numel()
         for name, parameter in _meta_parameters(config)
     )
-
-
-def activation_bytes(config: ModelConfig, tokens: int, half: bool, recompute: Recompute = "none") -> int:
-    """What blocks keep of ``tokens`` tokens until the backward pass, as on CPU; some GPU kernels keep less."""
-    element = 2 if half else 4
-    blocks = [_block_bytes(config, layer, element) for layer in range(config.num_hidden_layers)]
-    if config.mtp_weight:
-        blocks.append(blocks[-1])
-    end = _norm_bytes(config.hidden_size, element)
-    if recompute == "full":
-        stream = 4 if config.residual_fp32 else element
-        return tokens * (stream * config.hidden_size * len(blocks) + max(blocks) + end)
-    return tokens * (sum(blocks) + end)
-
-
-def _norm_bytes(size: int, element: int) -> int:
-    """fp32 before and after scaling, and the copy that the matrices after it read."""
-    return size * (4 + 4 + element)
-
-
-def _block_bytes(config: ModelConfig, layer: int, element: int) -> int:
-    hidden, moe = config.hidden_size, config.moe
-    queries, keys = config.num_attention_heads * config.head_size, config.num_key_value_heads * config.head_size
-    kept = 2 * _norm_bytes(hidden, element)
-    kept += element * (3 * queries + 2 * keys)  # q, k, v, and what comes out, by heads and by tokens
-    if config.qk_norm:
-        kept += 8 * (queries + keys)
-    wide = config.intermediate_size
-    if moe is not None and config.is_moe_layer(layer):
-        wide = (moe.num_experts_per_tok + moe.n_shared_experts) * moe.moe_intermediate_size
-        kept += 4 * hidden  # the router reads fp32
-        kept += 2 * element * moe.num_experts_per_tok * hidden  # tokens brought to their experts, and back
-    return kept + 4 * element * wide  # gate, up, silu(gate) and their product

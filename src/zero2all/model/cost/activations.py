@@ -1,0 +1,115 @@
+"""What a rank keeps of its tokens until the backward pass: activations of the blocks, and the loss.
+
+Estimates for eager kernels as on CPU; torch.compile and some GPU kernels keep less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zero2all.model.cost.flops import Recompute
+from zero2all.model.ops.chunked_loss import chunk_rows
+from zero2all.recipe import ModelConfig
+
+
+@dataclass(frozen=True)
+class ActivationShards:
+    """How the activations of a block are divided over ranks."""
+
+    tp: int = 1
+    sp: bool = True
+    """With tp, norms and residual stream are sharded too."""
+    gathered_keys: int = 1
+    """Keys and values that attention keeps, as a multiple of those of the rank's own tokens: cp may gather all."""
+
+    @property
+    def stream(self) -> int:
+        """Ranks over which the residual stream is divided."""
+        return self.tp if self.sp else 1
+
+
+ONE_RANK = ActivationShards()
+
+
+def activation_bytes(
+    config: ModelConfig,
+    tokens: int,
+    half: bool,
+    recompute: Recompute = "none",
+    layers: Sequence[int] | None = None,
+    micro_batches: float = 1.0,
+    shards: ActivationShards = ONE_RANK,
+) -> int:
+    """What the blocks ``layers`` (default: all) keep of micro-batches of ``tokens`` tokens until the backward pass.
+
+    ``micro_batches`` are those that a pipeline rank has run forward and not backward; only one is recomputed at a time.
+    """
+    element = 2 if half else 4
+    layers = list(range(config.num_hidden_layers) if layers is None else layers)
+    end = _norm_bytes(config.hidden_size, element, shards) if config.num_hidden_layers - 1 in layers else 0
+    if config.mtp_weight:
+        layers.append(config.num_hidden_layers - 1)  # its further block is made like the last one
+    blocks = [_block_bytes(config, layer, element, shards) for layer in layers]
+    if recompute == "none":
+        return round(tokens * (micro_batches * sum(blocks) + end))
+    stream = (4 if config.residual_fp32 else element) * config.hidden_size // shards.stream
+    saved = [_product_bytes(config, layer, element, shards) if recompute == "selective" else 0 for layer in layers]
+    again = max(block - product for block, product in zip(blocks, saved, strict=True))
+    return round(tokens * (micro_batches * (stream * len(layers) + sum(saved)) + again + end))
+
+
+def loss_bytes(
+    config: ModelConfig, tokens: int, half: bool, device: torch.device, tp: int = 1, loss_parallel: bool = True
+) -> int:
+    """Logits that the loss has at one time: all of them in its reference and over tp ranks, else those of a chunk."""
+    rows = config.padded_vocab_size
+    if tp > 1 and loss_parallel:
+        return all_logits_bytes(config, tokens) // tp
+    if config.ops.cross_entropy == "reference":
+        return all_logits_bytes(config, tokens)
+    return (2 if half else 4) * rows * min(tokens, chunk_rows(rows, device))
+
+
+def all_logits_bytes(config: ModelConfig, tokens: int) -> int:
+    """In fp32: themselves, their log-softmax, their gradient."""
+    return 3 * 4 * tokens * config.padded_vocab_size
+
+
+def _norm_bytes(size: int, element: int, shards: ActivationShards) -> int:
+    """fp32 before and after scaling, and the copy that the matrices after it read, which tp gathers."""
+    return 8 * size // shards.stream + element * size
+
+
+def _block_bytes(config: ModelConfig, layer: int, element: int, shards: ActivationShards) -> int:
+    hidden, moe = config.hidden_size, config.moe
+    queries, keys = config.num_attention_heads * config.head_size, config.num_key_value_heads * config.head_size
+    # q, k, v, and what comes out, by heads and by tokens
+    sharded = element * (3 * queries + 2 * keys * shards.gathered_keys)
+    if config.qk_norm:
+        sharded += 8 * (queries + keys)
+    wide, routed = config.intermediate_size, 0
+    if moe is not None and config.is_moe_layer(layer):
+        wide = (moe.num_experts_per_tok + moe.n_shared_experts) * moe.moe_intermediate_size
+        routed = 4 * hidden  # the router reads fp32
+        routed += 2 * element * moe.num_experts_per_tok * hidden  # tokens brought to their experts, and back
+    sharded += 4 * element * wide  # gate, up, silu(gate) and their product
+    return 2 * _norm_bytes(hidden, element, shards) + sharded // shards.tp + routed
+
+
+def _product_bytes(config: ModelConfig, layer: int, element: int, shards: ActivationShards) -> int:
+    """Outputs of matrix products and attention, which selective checkpointing keeps."""
+    hidden, moe = config.hidden_size, config.moe
+    queries, keys = config.num_attention_heads * config.head_size, config.num_key_value_heads * config.head_size
+    sharded = 2 * queries + 2 * keys  # q, k, v and attention
+    whole = 2 * hidden  # out of attention and feed-forward layer
+    if shards.tp > 1:  # partial sums: kept before and after their reduce-scatter, not if they are all-reduced in place
+        whole = whole + whole // shards.tp if shards.sp else 0
+    if moe is not None and config.is_moe_layer(layer):
+        sharded += 2 * (moe.num_experts_per_tok + moe.n_shared_experts) * moe.moe_intermediate_size
+        whole = hidden * (1 + moe.num_experts_per_tok + min(1, moe.n_shared_experts)) + moe.num_experts
+    else:
+        sharded += 2 * config.intermediate_size
+    return element * (sharded // shards.tp + whole)
