@@ -8,12 +8,16 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, RunPath, command
 from zero2all.cli.groups import EvalGroup
+from zero2all.errors import UsageError
+
+if TYPE_CHECKING:
+    from zero2all.recipe import ExtendMode, Recipe
 
 eval_app = typer.Typer(cls=EvalGroup, help="Evaluate trained models.", no_args_is_help=True)
 
@@ -43,15 +47,34 @@ NewRunName = Annotated[
 ]
 
 
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print batch, epochs, schedule, memory, FLOPs and time; train nothing.")
+]
+WorldSize = Annotated[
+    int | None,
+    typer.Option("--world-size", min=1, help="Number of ranks for --dry-run. Default: as few as the recipe allows."),
+]
+GpuName = Annotated[
+    str | None, typer.Option("--gpu", help="With --dry-run, compute the time on this GPU instead of measuring here.")
+]
+Mfu = Annotated[float | None, typer.Option("--mfu", min=0.01, max=1.0, help="MFU for --gpu. Default: 0.4.")]
+
+
 @command
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
     name: NewRunName = None,
     extend: Extend = None,
+    dry_run: DryRun = False,
+    gpu: GpuName = None,
+    world_size: WorldSize = None,
+    mfu: Mfu = None,
     json: Json = False,
 ) -> Result:
     """Train or resume a run.
+
+    With --dry-run, print everything known about the run without training it.
 
     Example: z2a train recipes/quickstart.yaml model.num_hidden_layers=6 --name deeper
     """
@@ -61,6 +84,10 @@ def train(
     from zero2all.train import ScheduleChangedError, train
 
     loaded = load_recipe(recipe, [*(overrides or []), *name_overrides(name)])
+    if dry_run:
+        return show_estimate(loaded, gpu, world_size, mfu, extend)
+    if (gpu, world_size, mfu) != (None, None, None):
+        raise UsageError("--gpu, --world-size and --mfu are for --dry-run; 'z2a launch' starts several ranks")
     try:
         summary = train(loaded, evaluate=evaluate_bpb, start_time=process_start_time(), extend=extend)
     except ScheduleChangedError as error:
@@ -70,6 +97,21 @@ def train(
     is_rank0 = os.environ.get("RANK", "0") == "0"  # only one of several ranks reports it
     text = f"trained {summary.steps} steps; the run is in {summary.run}" if is_rank0 else ""
     return Result(asdict(summary), text)
+
+
+def show_estimate(
+    recipe: Recipe, gpu: str | None, world_size: int | None, mfu: float | None, extend: ExtendMode | None
+) -> Result:
+    from zero2all.hardware import pick_gpu
+    from zero2all.train.estimate import DEFAULT_MFU, estimate_run
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("--dry-run needs no ranks: use 'z2a train' alone, with --world-size")
+    if mfu is not None and gpu is None:
+        raise UsageError("--mfu needs --gpu: without a named GPU, the speed is measured on this machine")
+    named = None if gpu is None else pick_gpu(gpu)
+    estimate, text = estimate_run(recipe, world_size, named, mfu or DEFAULT_MFU, extend)
+    return Result(estimate, text)
 
 
 def name_overrides(name: str | None) -> list[str]:

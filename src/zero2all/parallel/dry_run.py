@@ -89,7 +89,7 @@ def dry_run(recipe: Recipe, world_size: int, device: torch.device = GPU) -> DryR
 def planned_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """A GPU is not asked: auto is taken to be bf16 on it."""
     precision = recipe.train.precision
-    return compute_dtype("bf16" if precision == "auto" and device.type != "cpu" else precision, device)
+    return compute_dtype("bf16" if precision == "auto" and device.type == "cuda" else precision, device)
 
 
 @contextmanager

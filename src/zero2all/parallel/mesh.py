@@ -60,6 +60,17 @@ class ParallelDims:
             )
         return dims
 
+    @staticmethod
+    def min_world_size(recipe: ParallelRecipe) -> int:
+        """The fewest ranks that the recipe can run on.
+
+        >>> ParallelDims.min_world_size(ParallelRecipe(tp=2, pp=2))
+        4
+        """
+        given = [size for size in (recipe.dp_replicate, recipe.dp_shard) if isinstance(size, int)]
+        experts = recipe.ep // math.gcd(recipe.ep, recipe.cp) if recipe.dp_shard == "auto" else 1
+        return math.prod([recipe.pp, recipe.cp, recipe.tp, *given, experts])
+
     @property
     def world_size(self) -> int:
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp

@@ -6,6 +6,7 @@
 """
 
 from zero2all.tokens.build_store import build_tokens
+from zero2all.tokens.estimated_store import EstimatedStore, estimate_source_tokens
 from zero2all.tokens.manifest import BuiltStore
 from zero2all.tokens.packed_dataset import DocumentSpan, PackedDataset
 from zero2all.tokens.prompts import opening_prompts
@@ -16,11 +17,13 @@ from zero2all.tokens.verify import verify_store
 __all__ = [
     "BuiltStore",
     "DocumentSpan",
+    "EstimatedStore",
     "PackedDataset",
     "SampleOrder",
     "TokenShard",
     "TokenStore",
     "build_tokens",
+    "estimate_source_tokens",
     "opening_prompts",
     "verify_store",
 ]

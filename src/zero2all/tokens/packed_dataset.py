@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from zero2all.io import fingerprint
+from zero2all.tokens.estimated_store import SizedStore
 from zero2all.tokens.sample_order import SampleOrder
 from zero2all.tokens.token_store import Array, Split, TokenShard, TokenStore
 
@@ -52,7 +53,7 @@ class PackedDataset:
 
     def __init__(
         self,
-        store: TokenStore,
+        store: SizedStore,
         seq_len: int,
         seed: int = 0,
         stage: str = "main",

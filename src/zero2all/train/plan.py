@@ -14,7 +14,8 @@ import numpy as np
 from zero2all.checkpoint.training_state import StageIdentity
 from zero2all.errors import UsageError
 from zero2all.recipe import Recipe, ResolvedStage, RopeScaling, ScheduleRecipe
-from zero2all.tokens import PackedDataset, TokenStore
+from zero2all.tokens import PackedDataset
+from zero2all.tokens.estimated_store import SizedStore
 from zero2all.train.lr_schedule import LRSchedule, StageSchedule
 from zero2all.units import Duration
 
@@ -94,7 +95,7 @@ class Plan:
     >>> stage.sample_range(1000), stage.lr_multiplier(1000)
     """
 
-    def __init__(self, recipe: Recipe, store: TokenStore) -> None:
+    def __init__(self, recipe: Recipe, store: SizedStore) -> None:
         self.model, self.store = recipe.model, store
         self.stages: list[StagePlan] = []
         first, previous_lr_multiplier = 0, 1.0
@@ -145,7 +146,7 @@ class Plan:
 
 
 def _plan_stage(
-    stage: ResolvedStage, store: TokenStore, seed: int, first_step: int, previous_lr_multiplier: float
+    stage: ResolvedStage, store: SizedStore, seed: int, first_step: int, previous_lr_multiplier: float
 ) -> StagePlan:
     dataset = PackedDataset(store, stage.seq_len, seed, stage.name, stage.mixture)
     epoch = dataset.samples_per_epoch * stage.seq_len

@@ -112,10 +112,14 @@ class Run:
             return None
         return flash_directory(self.recipe.checkpoint.flash_dir, key)
 
+    @property
+    def exists(self) -> bool:
+        """Whether it was ever started."""
+        return (self.directory / IDENTITY_FILE).exists()
+
     def stored_recipe(self) -> Recipe | None:
         """The recipe with which the run was last started, or None if it never was."""
-        path = self.directory / "recipe.yaml"
-        return _load_saved_recipe(path) if (self.directory / IDENTITY_FILE).exists() else None
+        return _load_saved_recipe(self.directory / "recipe.yaml") if self.exists else None
 
     def identity(self) -> RunIdentity:
         return read_record(RunIdentity, self.directory / IDENTITY_FILE)

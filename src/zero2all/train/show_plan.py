@@ -14,6 +14,8 @@ from zero2all.hardware import dtype_name
 from zero2all.model import hf_incompatibility
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.parallel import ParallelModel
+from zero2all.parallel.batch_split import BatchSplit
+from zero2all.parallel.rank_memory import split_stage
 from zero2all.recipe import ModelConfig
 from zero2all.track.record_reader import RecordReader
 from zero2all.track.run_locations import RECORD_FILE, LocalRunLocation
@@ -57,6 +59,17 @@ def read_lr_history(run_directory: Path, stop: int) -> LRHistory | None:
     return LRHistory(stop, table.steps[known], table.mean["lr"][known]) if known.any() else None
 
 
+@dataclass(frozen=True)
+class ScalingAdvice:
+    """What published scaling laws would choose for a model and a number of tokens; nothing is enforced."""
+
+    tokens: int
+    lr: float
+    """Of AdamW."""
+    batch_tokens: int
+    compute_optimal_tokens: int
+
+
 def say_run(
     plan: Plan,
     model: ParallelModel,
@@ -77,39 +90,73 @@ def say_run(
         warn(f"this model cannot be exported to a standard architecture: {reason}")
     for value in chosen:
         say(f"chosen: {value}")
+    for stage in plan.stages:
+        say(stage_line(stage))
+        say(f"  {split_line(split_stage(stage.recipe, model.recipe, model.mesh.dims), stage.recipe.seq_len)}")
     say_plan(plan, peak_lr, history)
-    say_scaling_advice(plan, model.config)
+    say(advice_line(scaling_advice(model.config, tokens)))
 
 
 def say_plan(plan: Plan, peak_lr: float, history: LRHistory | None = None) -> None:
-    for stage in plan.stages:
-        say(format_stage(stage))
     epochs = plan.epochs_by_source()
-    say("epochs of each source: " + ", ".join(f"{name} {count:.2f}" for name, count in epochs.items()))
-    for name, count in epochs.items():
-        if count > MAX_USEFUL_EPOCHS:
-            warn(f"{name} is read for {count:.1f} epochs; past {MAX_USEFUL_EPOCHS}, repeated text teaches little")
+    say(epochs_line(epochs))
+    for warning in epoch_warnings(epochs):
+        warn(warning)
     if plan.total_steps > 1:
         for line in lr_plot(plan, peak_lr, history):
             say(line)
 
 
-def say_scaling_advice(plan: Plan, config: ModelConfig) -> None:
-    """What published scaling laws would choose; printed, not enforced."""
-    parameters, tokens = count_parameters(config), plan.tokens_before(plan.total_steps)
-    say(
-        f"scaling laws for {show_count(tokens)} tokens: AdamW lr {step_law_lr(lr_parameters(config), tokens):.1e}, "
-        f"batch of {show_count(round(step_law_batch_tokens(tokens)))} tokens ({STEP_LAW}); compute-optimal: "
-        f"{show_count(TOKENS_PER_PARAMETER * parameters.active)} tokens, {TOKENS_PER_PARAMETER} per parameter "
-        "(https://arxiv.org/abs/2203.15556)"
+def stage_line(stage: StagePlan) -> str:
+    recipe, tokens = stage.recipe, stage.tokens_before(stage.end_step)
+    ramp = ""
+    if recipe.batch_ramp is not None:
+        ramp = f", from {show_count(recipe.batch_ramp.start)} tokens over the first {stage.ramp_steps} steps"
+    return (
+        f"stage {stage.name}: {stage.steps} steps of {show_count(recipe.batch_tokens)} tokens "
+        f"({stage.batch_size} samples of {recipe.seq_len}){ramp}, {show_count(tokens)} tokens in total"
     )
 
 
-def format_stage(stage: StagePlan) -> str:
-    recipe, tokens = stage.recipe, stage.tokens_before(stage.end_step)
+def split_line(split: BatchSplit, seq_len: int) -> str:
+    """How the tokens of a step come about."""
+    tokens = split.micro_batches * split.ranks * split.samples * seq_len
+    padding = f", {split.padding} of these samples padding" if split.padding else ""
+    micro_batches = f"{split.micro_batches} micro-batch{'es' if split.micro_batches > 1 else ''}"
+    ranks, samples = ("s" if count > 1 else "" for count in (split.ranks, split.samples))
     return (
-        f"stage {stage.name}: {stage.steps} steps of {show_count(recipe.batch_tokens)} tokens "
-        f"({stage.batch_size} samples of {recipe.seq_len}), {show_count(tokens)} tokens in total"
+        f"{tokens:,} tokens per step = {micro_batches} x {split.ranks} data-parallel rank{ranks} x "
+        f"{split.samples} sample{samples} x {seq_len:,} tokens{padding}"
+    )
+
+
+def epochs_line(epochs: dict[str, float]) -> str:
+    return "epochs of each source: " + ", ".join(f"{name} {count:.2f}" for name, count in epochs.items())
+
+
+def epoch_warnings(epochs: dict[str, float]) -> list[str]:
+    return [
+        f"{name} is read for {count:.1f} epochs; past {MAX_USEFUL_EPOCHS}, repeated text teaches little"
+        for name, count in epochs.items()
+        if count > MAX_USEFUL_EPOCHS
+    ]
+
+
+def scaling_advice(config: ModelConfig, tokens: int) -> ScalingAdvice:
+    return ScalingAdvice(
+        tokens=tokens,
+        lr=step_law_lr(lr_parameters(config), tokens),
+        batch_tokens=round(step_law_batch_tokens(tokens)),
+        compute_optimal_tokens=TOKENS_PER_PARAMETER * count_parameters(config).active,
+    )
+
+
+def advice_line(advice: ScalingAdvice) -> str:
+    return (
+        f"scaling laws for {show_count(advice.tokens)} tokens: AdamW lr {advice.lr:.1e}, batch of "
+        f"{show_count(advice.batch_tokens)} tokens ({STEP_LAW}); compute-optimal: "
+        f"{show_count(advice.compute_optimal_tokens)} tokens, {TOKENS_PER_PARAMETER} per parameter "
+        "(https://arxiv.org/abs/2203.15556)"
     )
 
 

@@ -157,7 +157,7 @@ def _memory(shown: ModelDescription) -> list[str]:
         "",
         f"training memory on one device, micro-batch of {memory.micro_batch_tokens} tokens in {memory.precision}",
         *(
-            f"  {name.replace('_', ' '):<24}{show_bytes(getattr(memory, name)):>9}  {note}"
+            f"  {name.replace('_', ' '):<24}{show_bytes(getattr(memory, name)):>9}  {note}".rstrip()
             for name, note in parts.items()
         ),
     ]

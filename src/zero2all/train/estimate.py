@@ -1,0 +1,399 @@
+"""``z2a train --dry-run``: everything that is known about a run before it is trained. Nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from zero2all.console import progress
+from zero2all.errors import Z2aError, is_out_of_memory
+from zero2all.hardware import Gpu, device_title, pick_device
+from zero2all.io import MANIFEST
+from zero2all.model.cost.flops import flops_per_token
+from zero2all.model.cost.model_size import ParameterCounts, count_parameters
+from zero2all.parallel.batch_split import BatchSplit
+from zero2all.parallel.dry_run import GPU, dry_run
+from zero2all.parallel.mesh import ParallelDims
+from zero2all.parallel.rank_memory import RankMemory, memory_lines, split_stage
+from zero2all.recipe import ExtendMode, Recipe, ResolvedStage
+from zero2all.tokenizer import Tokenizer
+from zero2all.tokens import EstimatedStore, PackedDataset, TokenStore, estimate_source_tokens
+from zero2all.train.extension import PlannedRun, continue_schedule
+from zero2all.train.hyperparameters import ChosenValue, choose_hyperparameters, with_hyperparameters
+from zero2all.train.plan import Plan, StagePlan
+from zero2all.train.run import TOKENIZER_FILES, Run, resolve_model_config
+from zero2all.train.show_plan import (
+    LRHistory,
+    ScalingAdvice,
+    advice_line,
+    epoch_warnings,
+    epochs_line,
+    lr_plot,
+    read_lr_history,
+    scaling_advice,
+    split_line,
+    stage_line,
+)
+from zero2all.train.step_timing import TIMED_STEPS, StepTiming, time_steps
+from zero2all.units import show_count, show_seconds
+
+TokensState = Literal["built", "estimated", "unknown"]
+DEFAULT_MFU = 0.4
+UNKNOWN = "unknown until 'z2a tokens build RECIPE'"
+UNKNOWN_TOKENS = 2**50  # of each source, where only a plan without epochs is asked for
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """One stage of training. None is what depends on tokens that are not built."""
+
+    name: str
+    length: str
+    """As in the recipe, such as ``1 epochs``."""
+    seq_len: int
+    batch_tokens: int
+    """After any batch ramp."""
+    batch: BatchSplit
+    ramp_steps: int | None
+    steps: int | None
+    tokens: int | None
+    epochs: dict[str, float] | None
+    """Of each source in this stage."""
+    flops_per_token: int
+    flops: float | None
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """How long training takes, and how that is known."""
+
+    basis: Literal["measured", "stated MFU", "unknown"]
+    device: str
+    mfu: float | None
+    tokens_per_second: float | None
+    """Over all ranks, on average over the stages."""
+    seconds: float | None
+    note: str
+
+
+@dataclass(frozen=True)
+class LearningRates:
+    """Peak rates, and the schedule at some steps; None if the number of steps is unknown."""
+
+    lr: float
+    muon_lr: float | None
+    schedule: dict[int, float] | None
+    """Learning rate by step."""
+    chosen: list[ChosenValue]
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """The result of ``estimate_run``."""
+
+    run: str
+    parameters: ParameterCounts
+    world_size: int
+    mesh: dict[str, int]
+    compute_dtype: str
+    token_counts: TokensState
+    """Whether token counts are those of the store, estimated from documents, or unknown."""
+    steps: int | None
+    tokens: int | None
+    trained_steps: int
+    """Of the newest checkpoint of the run."""
+    stages: list[StageEstimate]
+    epochs: dict[str, float] | None
+    learning_rates: LearningRates
+    advice: ScalingAdvice | None
+    memory_per_rank: RankMemory
+    flops: float | None
+    time: TimeEstimate
+    warnings: list[str]
+
+
+def estimate_run(
+    recipe: Recipe,
+    world_size: int | None = None,
+    gpu: Gpu | None = None,
+    mfu: float = DEFAULT_MFU,
+    extend: ExtendMode | None = None,
+) -> tuple[RunEstimate, str]:
+    """The estimate, and its text. Time is computed for ``gpu`` at ``mfu``, or else measured on this device.
+
+    ``world_size`` is the smallest that the parallel layout allows, if not given. ``extend`` is as in ``train``.
+    """
+    state, store, source_tokens = _token_counts(recipe)
+    run = Run(recipe, recipe.run_dir)
+    chosen = choose_hyperparameters(recipe, source_tokens, run.stored_recipe)
+    recipe = _with_vocabulary(with_hyperparameters(recipe, chosen))
+    world_size = world_size or ParallelDims.min_world_size(recipe.parallel)
+    device, unavailable = _target_device(recipe, gpu)
+    plan = None if state == "unknown" and _needs_token_counts(recipe) else Plan(recipe, store)
+    trained_steps = max(run.checkpoints.steps(), default=0) if run.exists else 0
+    plan, resume_warnings = _resumed_plan(recipe, plan, run, trained_steps, extend)
+    with progress("computing the memory of each rank"):
+        layout = dry_run(recipe, world_size, device)
+    dims = ParallelDims.from_recipe(recipe.parallel, world_size)
+    planned = {} if plan is None else {stage.name: stage for stage in plan.stages}
+    stages = [
+        _estimate_stage(stage, planned.get(stage.name), recipe, dims, knows_epochs=state != "unknown")
+        for stage in recipe.train.resolved_stages()
+    ]
+    epochs = plan.epochs_by_source() if plan is not None and state != "unknown" else None
+    tokens = plan.tokens_before(plan.total_steps) if plan is not None else None
+    optimizer = recipe.train.optimizer
+    estimate = RunEstimate(
+        run=str(run.directory),
+        parameters=count_parameters(recipe.model),
+        world_size=world_size,
+        mesh=layout.mesh,
+        compute_dtype=layout.compute_dtype,
+        token_counts=state,
+        steps=None if plan is None else plan.total_steps,
+        tokens=tokens,
+        trained_steps=trained_steps,
+        stages=stages,
+        epochs=epochs,
+        learning_rates=LearningRates(
+            optimizer.peak_lr,
+            optimizer.muon_lr if optimizer.name == "muon" else None,
+            None if plan is None else _sample_schedule(plan, optimizer.peak_lr),
+            chosen,
+        ),
+        advice=None if tokens is None else scaling_advice(recipe.model, tokens),
+        memory_per_rank=layout.memory_per_rank,
+        flops=None if plan is None else sum(stage.flops or 0.0 for stage in stages),
+        time=_stated_time(stages, world_size, gpu, mfu)
+        if gpu is not None
+        else _measured_time(recipe, stages, dims, device, unavailable, store),
+        warnings=[*resume_warnings, *epoch_warnings(epochs or {}), *_padding_warnings(stages)],
+    )
+    return estimate, _estimate_text(estimate, plan, read_lr_history(run.directory, trained_steps))
+
+
+def _token_counts(recipe: Recipe) -> tuple[TokensState, TokenStore | EstimatedStore, Mapping[str, int] | None]:
+    """The store, or a stand-in for one that is not built yet, and the tokens of each source if they are known."""
+    if (recipe.tokens_dir / MANIFEST).exists():
+        store = TokenStore(recipe.tokens_dir, "train")
+        return "built", store, store.source_tokens
+    if found := estimate_source_tokens(recipe.documents_dir, recipe.tokenizer.vocab_size):
+        return "estimated", EstimatedStore(found), found
+    names = {name for stage in recipe.train.resolved_stages() for name in stage.mixture}
+    names |= {source.name for source in recipe.corpus.sources} or {"text"}
+    return "unknown", EstimatedStore(dict.fromkeys(names, UNKNOWN_TOKENS)), None
+
+
+def _resumed_plan(
+    recipe: Recipe, plan: Plan | None, run: Run, trained_steps: int, extend: ExtendMode | None
+) -> tuple[Plan | None, list[str]]:
+    """The plan from the newest checkpoint on, and why training would refuse to resume."""
+    if plan is None or not trained_steps:
+        return plan, []
+    if trained_steps > plan.total_steps:
+        return plan, [f"the run is at step {trained_steps} already, past the {plan.total_steps} asked for"]
+    try:
+        stored = run.stored_recipe() or recipe
+        before = PlannedRun(stored, Plan(stored, plan.store))
+        return continue_schedule(before, PlannedRun(recipe, plan), trained_steps, extend).plan, []
+    except Z2aError as error:
+        return plan, [str(error)]
+
+
+def _needs_token_counts(recipe: Recipe) -> bool:
+    for stage in recipe.train.resolved_stages():
+        lengths = [stage.duration, stage.schedule.warmup, *([stage.batch_ramp.over] if stage.batch_ramp else [])]
+        if any(length.unit == "epochs" for length in lengths):
+            return True
+    return False
+
+
+def _with_vocabulary(recipe: Recipe) -> Recipe:
+    if _has_tokenizer(recipe):
+        config = resolve_model_config(recipe, Tokenizer(recipe.tokenizer_dir))
+    else:
+        size = recipe.model.vocab_size or recipe.tokenizer.vocab_size
+        config = recipe.model.model_copy(update={"vocab_size": size})
+    return recipe.model_copy(update={"model": config})
+
+
+def _has_tokenizer(recipe: Recipe) -> bool:
+    return (recipe.tokenizer_dir / TOKENIZER_FILES[0]).exists()
+
+
+def _target_device(recipe: Recipe, gpu: Gpu | None) -> tuple[torch.device, str]:
+    """What the run would train on, and why it is not here."""
+    if gpu is not None:
+        return GPU, ""
+    try:
+        return pick_device(recipe.train.device), ""
+    except Z2aError as error:
+        return GPU, str(error)
+
+
+def _estimate_stage(
+    stage: ResolvedStage, planned: StagePlan | None, recipe: Recipe, dims: ParallelDims, knows_epochs: bool
+) -> StageEstimate:
+    flops = flops_per_token(recipe.model, stage.seq_len).model
+    tokens = None if planned is None else planned.tokens_before(planned.end_step)
+    return StageEstimate(
+        name=stage.name,
+        length=str(stage.duration),
+        seq_len=stage.seq_len,
+        batch_tokens=stage.batch_tokens,
+        batch=split_stage(stage, recipe.parallel, dims),
+        ramp_steps=None if planned is None else planned.ramp_steps,
+        steps=None if planned is None else planned.steps,
+        tokens=tokens,
+        epochs=planned.epochs_by_source() if planned is not None and knows_epochs else None,
+        flops_per_token=flops,
+        flops=None if tokens is None else float(flops) * tokens,
+    )
+
+
+def _sample_schedule(plan: Plan, peak_lr: float, points: int = 60) -> dict[int, float]:
+    last = plan.total_steps - 1
+    steps = dict.fromkeys(round(point * last / (points - 1)) for point in range(points))
+    return {step: peak_lr * plan.stage_of(step).lr_multiplier(step) for step in steps}
+
+
+def _padding_warnings(stages: list[StageEstimate]) -> list[str]:
+    return [
+        f"stage {stage.name}: {stage.batch.padding} samples of every step are padding, because the batch does not "
+        "divide over ranks and micro-batches"
+        for stage in stages
+        if stage.batch.padding
+    ]
+
+
+def _stated_time(stages: list[StageEstimate], world_size: int, gpu: Gpu, mfu: float) -> TimeEstimate:
+    rate = gpu.flops * mfu * world_size
+    name = f"{world_size} x {gpu.name}"
+    return _total_time(stages, "stated MFU", name, mfu, [stage.flops_per_token / rate for stage in stages], "")
+
+
+def _measured_time(
+    recipe: Recipe,
+    stages: list[StageEstimate],
+    dims: ParallelDims,
+    device: torch.device,
+    unavailable: str,
+    store: TokenStore | EstimatedStore,
+) -> TimeEstimate:
+    reason = unavailable
+    if not reason:
+        try:
+            timing = _time_largest_stage(recipe, stages, device, store)
+        except Z2aError as error:
+            reason = str(error)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = "out of memory"
+    if reason:
+        note = f"not measured: {reason}; name a GPU to compute it, such as --gpu H100 --mfu {DEFAULT_MFU}"
+        return TimeEstimate("unknown", "this machine", None, None, None, note)
+    # Every rank computes its share of a batch, and updates its shards.
+    updates = timing.update_seconds * dims.dp_replicate / dims.world_size
+    seconds_per_token = [
+        stage.flops_per_token / (timing.flops * dims.world_size) + updates / stage.batch_tokens for stage in stages
+    ]
+    ranks = "" if dims.world_size == 1 else f"{dims.world_size} x "
+    notes = [f"{TIMED_STEPS} steps of {timing.samples} samples"]
+    notes += ["one process, without communication between ranks"] if dims.world_size > 1 else []
+    notes += ["without torch.compile"] if recipe.train.compile else []
+    notes.append(f"MFU against {timing.peak.source}")
+    mfu = timing.flops / timing.peak.flops
+    return _total_time(stages, "measured", f"{ranks}{device_title(device)}", mfu, seconds_per_token, ", ".join(notes))
+
+
+def _time_largest_stage(
+    recipe: Recipe, stages: list[StageEstimate], device: torch.device, store: TokenStore | EstimatedStore
+) -> StepTiming:
+    largest = max(range(len(stages)), key=lambda number: stages[number].flops or 0.0)
+    stage, samples = recipe.train.resolved_stages()[largest], stages[largest].batch.samples
+    if isinstance(store, TokenStore):
+        dataset = PackedDataset(store, stage.seq_len, recipe.seed, stage.name, stage.mixture)
+        tokens = torch.from_numpy(dataset.tokens(0, samples))
+    else:
+        shape, generator = (samples, stage.seq_len + 1), torch.Generator().manual_seed(recipe.seed)
+        tokens = torch.randint(0, recipe.model.vocab_size or 1, shape, generator=generator)
+    separator = Tokenizer(recipe.tokenizer_dir).eos_token_id if _has_tokenizer(recipe) else 0
+    return time_steps(recipe, stage, tokens, separator, device)
+
+
+def _total_time(
+    stages: list[StageEstimate],
+    basis: Literal["measured", "stated MFU"],
+    device: str,
+    mfu: float,
+    seconds_per_token: list[float],
+    note: str,
+) -> TimeEstimate:
+    known = [stage.tokens for stage in stages]
+    if any(tokens is None for tokens in known):
+        return TimeEstimate(basis, device, mfu, 1 / seconds_per_token[0], None, note)
+    tokens = [one or 0 for one in known]
+    seconds = sum(count * each for count, each in zip(tokens, seconds_per_token, strict=True))
+    return TimeEstimate(basis, device, mfu, sum(tokens) / seconds, seconds, note)
+
+
+def _estimate_text(estimate: RunEstimate, plan: Plan | None, history: LRHistory | None) -> str:
+    """The same for a person."""
+    parameters, mesh = estimate.parameters, [f"{name} {size}" for name, size in estimate.mesh.items() if size > 1]
+    active = f", {show_count(parameters.active)} active" if parameters.active != parameters.total else ""
+    lines = [
+        f"dry run of {estimate.run}: {show_count(parameters.total)} parameters{active}, {estimate.compute_dtype}, "
+        + (f"{estimate.world_size} ranks ({' x '.join(mesh)})" if mesh else "one process"),
+        *(f"chosen: {value}" for value in estimate.learning_rates.chosen),
+    ]
+    if estimate.trained_steps:
+        lines.append(f"the run has a checkpoint of step {estimate.trained_steps}")
+    for number, stage in enumerate(estimate.stages):
+        planned = None if plan is None else plan.stages[number]
+        lines += _stage_lines(stage, planned, only=len(estimate.stages) == 1)
+    if estimate.epochs is None:
+        lines.append(f"epochs of each source: {UNKNOWN}")
+    else:
+        how = " (estimated from the size of the documents)" if estimate.token_counts == "estimated" else ""
+        lines.append(epochs_line(estimate.epochs) + how)
+    if plan is not None and plan.total_steps > 1:
+        lines += lr_plot(plan, estimate.learning_rates.lr, history)
+    if estimate.advice is not None:
+        lines.append(advice_line(estimate.advice))
+    lines += memory_lines(estimate.memory_per_rank, estimate.compute_dtype)
+    lines += [f"warning: {warning}" for warning in estimate.warnings]
+    return "\n".join([*lines, _flops_line(estimate), _time_line(estimate)])
+
+
+def _stage_lines(stage: StageEstimate, planned: StagePlan | None, only: bool) -> list[str]:
+    head = f"stage {stage.name}: {stage.length}, number of steps {UNKNOWN}"
+    lines = [head if planned is None else stage_line(planned), f"  {split_line(stage.batch, stage.seq_len)}"]
+    if not only:
+        lines += [f"  {epochs_line(stage.epochs)}"] if stage.epochs is not None else []
+        lines.append(f"  {show_count(stage.flops_per_token)} FLOPs per token" + _total_flops(stage.flops))
+    return lines
+
+
+def _flops_line(estimate: RunEstimate) -> str:
+    per_token = " / ".join(dict.fromkeys(show_count(stage.flops_per_token) for stage in estimate.stages))
+    return f"FLOPs: {per_token} per token" + _total_flops(estimate.flops)
+
+
+def _total_flops(flops: float | None) -> str:
+    return f", {flops:.2e} in total" if flops is not None else f", in total {UNKNOWN}"
+
+
+def _time_line(estimate: RunEstimate) -> str:
+    known = estimate.time
+    if known.basis == "unknown":
+        return f"time: {known.note}"
+    total = f"time: {UNKNOWN}" if known.seconds is None else f"time: {show_seconds(known.seconds)}"
+    if known.seconds is not None and estimate.world_size > 1:
+        total += f" ({known.seconds * estimate.world_size / 3600:,.1f} device hours)"
+    speed = f" on {known.device}, {show_count(known.tokens_per_second or 0)} tok/s at an MFU of {known.mfu:.1%}"
+    how = "stated, not measured" if known.basis == "stated MFU" else f"measured: {known.note}"
+    return f"{total}{speed} ({how})"

@@ -1,0 +1,100 @@
+"""The speed of training on this device, measured with a few real steps. Nothing is written."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero2all.console import progress
+from zero2all.doctor.node_check import free_memory
+from zero2all.errors import Z2aError
+from zero2all.hardware import PeakFlops, compute_dtype, peak_flops, synchronize
+from zero2all.model import document_starts
+from zero2all.model.cost.activations import activation_bytes, loss_bytes
+from zero2all.model.cost.flops import flops_per_token
+from zero2all.model.cost.model_size import training_memory
+from zero2all.parallel import ParallelMesh, ParallelModel
+from zero2all.parallel.mesh import ParallelDims
+from zero2all.recipe import ParallelRecipe, Recipe, ResolvedStage
+from zero2all.train.optimizer import build_optimizers, set_learning_rate
+from zero2all.units import show_bytes, show_seconds
+
+TIMED_STEPS = 3  # after one to warm up
+MAX_PASS_SECONDS = 5.0  # of a timed forward and backward pass: fewer samples are timed if a micro-batch takes longer
+MAX_SAMPLE_SECONDS = 60.0  # a device that takes longer for one sample is not measured
+EXPECTED_MFU = 0.2  # to predict how long a pass will take
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """Of one process."""
+
+    flops: float
+    """FLOPs per second of forward and backward passes, as MFU counts them."""
+    update_seconds: float
+    """Gradient clipping and optimizer."""
+    peak: PeakFlops
+    samples: int
+    """Samples in a timed forward pass."""
+
+
+def time_steps(
+    recipe: Recipe, stage: ResolvedStage, tokens: Tensor, separator: int, device: torch.device
+) -> StepTiming:
+    """Train samples ``tokens`` [samples, seq_len + 1] for a few steps in memory; fewer if all would take too long.
+
+    The recipe has its vocabulary and its hyperparameters; ``separator`` ends documents, for the document mask. Blocks
+    are not compiled, which could take minutes.
+    """
+    options, config = recipe.train, recipe.model
+    dtype = compute_dtype(options.precision, device)
+    peak = peak_flops(device, dtype)
+    sample_flops = stage.seq_len * flops_per_token(config, stage.seq_len).model
+    sample_seconds = sample_flops / (EXPECTED_MFU * peak.flops)
+    if sample_seconds > MAX_SAMPLE_SECONDS:
+        raise Z2aError(f"one sample would take about {show_seconds(sample_seconds)} on this {device.type}")
+    samples = max(1, min(len(tokens), int(MAX_PASS_SECONDS / sample_seconds)))
+    _require_memory(recipe, samples * stage.seq_len, device)
+    mode = recipe.parallel.activation_checkpointing
+    single = ParallelRecipe(activation_checkpointing="none" if mode == "budget" else mode)
+    model = ParallelModel(config, single, ParallelMesh(ParallelDims(), device), seed=recipe.seed, dtype=dtype)
+    optimizers = build_optimizers(model.model, options.optimizer, model.param_groups, config.mup_width_mult)
+    set_learning_rate(optimizers, options.optimizer, lr_multiplier=0.01)
+    inputs, targets = tokens[:samples, :-1], tokens[:samples, 1:]
+    starts = document_starts(inputs, separator) if options.document_mask else None
+    pass_seconds, update_seconds = [], []
+    with progress("timing a few steps", 1 + TIMED_STEPS) as advance:
+        for _ in range(1 + TIMED_STEPS):
+            begin = time.perf_counter()
+            model.forward_backward(inputs, targets, divisor=targets.numel(), doc_starts_BS=starts)
+            synchronize(device)
+            middle = time.perf_counter()
+            model.clip_grad_norm_(options.optimizer.max_grad_norm)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            synchronize(device)
+            pass_seconds.append(middle - begin)
+            update_seconds.append(time.perf_counter() - middle)
+            advance(1)
+    return StepTiming(
+        flops=samples * sample_flops / statistics.median(pass_seconds[1:]),
+        update_seconds=statistics.median(update_seconds[1:]),
+        peak=peak,
+        samples=samples,
+    )
+
+
+def _require_memory(recipe: Recipe, tokens: int, device: torch.device) -> None:
+    """Refuse a model that does not fit: a process that runs out of main memory is killed without a word."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    held, mode = training_memory(recipe, device), recipe.parallel.activation_checkpointing
+    half, recompute = held.precision != "fp32", mode if mode != "budget" else "none"
+    needed = held.weights + held.gradients + held.optimizer + held.half_weights
+    needed += activation_bytes(recipe.model, tokens, half, recompute) + loss_bytes(recipe.model, tokens, half, device)
+    if free is not None and needed > free:
+        raise Z2aError(f"one process needs about {show_bytes(needed)} of memory, and {show_bytes(free)} are free here")

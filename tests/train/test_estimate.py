@@ -1,0 +1,262 @@
+"""``z2a train --dry-run``: what it knows, how it knows it, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.conftest import tiny_recipe
+from zero2all.cli.main import app
+from zero2all.hardware import GPUS
+from zero2all.model.cost.flops import flops_per_token
+from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
+from zero2all.records import to_json
+from zero2all.tokens import TokenStore
+from zero2all.train import Run, step_timing, train
+from zero2all.train.estimate import RunEstimate, estimate_run
+from zero2all.train.plan import Plan
+from zero2all.units import show_bytes, show_seconds
+
+H100 = GPUS["H100"]
+RECIPES = Path(__file__).parents[2] / "recipes"
+UNBUILT = """
+corpus: {sources: [{name: zh, paths: [zh]}, {name: en, paths: [en]}]}
+tokenizer: {vocab_size: 4096}
+model: {hidden_size: 64, intermediate_size: 128, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2,
+  max_position_embeddings: 256}
+train: {tokens: 1M, seq_len: 64, batch_tokens: 4096, micro_batch_tokens: 512, optimizer: {lr: 1e-3}}
+"""
+STAGES = """train.stages=[{name: short, steps: 100, batch_ramp: {start: 1024, over: 10 steps}},
+  {name: long, tokens: 500K, seq_len: 256, schedule: {shape: linear, warmup: 0, min_lr_ratio: 0}}]"""
+
+
+def unbuilt(tmp_path: Path, *overrides: str) -> Recipe:
+    return parse_recipe(UNBUILT, [f"out={tmp_path / 'out'}", *overrides])
+
+
+def computed(recipe: Recipe, world_size: int | None = None) -> RunEstimate:
+    """Without measured steps."""
+    return estimate_run(recipe, world_size, H100)[0]
+
+
+def test_what_is_known_with_tokens(workspace: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(workspace, f"out={tmp_path / 'out'}", "train.document_mask=true", "train.compile=true")
+    estimate, text = estimate_run(recipe)
+    plan = Plan(recipe, TokenStore(recipe.tokens_dir, "train"))
+    assert (estimate.token_counts, estimate.steps, estimate.tokens) == ("built", 12, 12 * 256)
+    assert estimate.epochs == plan.epochs_by_source()
+    assert estimate.learning_rates.schedule == {
+        step: recipe.train.optimizer.peak_lr * plan.stage_of(step).lr_multiplier(step) for step in range(12)
+    }
+    batch = estimate.stages[0].batch
+    assert (batch.micro_batches, batch.ranks, batch.samples) == (2, 1, 4)
+    assert "256 tokens per step = 2 micro-batches x 1 data-parallel rank x 4 samples x 32 tokens" in text
+    flops = flops_per_token(recipe.model.model_copy(update={"vocab_size": 512}), 32).model
+    assert estimate.flops == flops * 12 * 256
+    time = estimate.time
+    assert time.basis == "measured"
+    assert time.seconds is not None
+    assert time.tokens_per_second is not None
+    assert time.seconds * time.tokens_per_second == pytest.approx(12 * 256)
+    assert "3 steps of 4 samples, without torch.compile" in text
+    assert not any(tmp_path.iterdir()), "nothing is written"
+
+
+def contents(top: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in top.rglob("*") if path.is_file()}
+
+
+def test_a_run_is_as_it_was_after_its_dry_run(workspace: Path, tmp_path: Path) -> None:
+    train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=5", "train.optimizer.lr=null"))
+    lr = Run.open(tmp_path).recipe.train.optimizer.lr
+    before = contents(tmp_path)
+    done = CliRunner().invoke(app, ["train", str(tmp_path / "run"), "train.steps=8", "--dry-run", "--json"])
+    assert done.exit_code == 0, done.output
+    estimate = json.loads(done.stdout)
+    assert (estimate["trained_steps"], estimate["steps"], estimate["learning_rates"]["lr"]) == (5, 8, lr)
+    assert "--extend" in estimate["warnings"][0], "the schedule of a begun stage would change"
+    words = ["train", str(tmp_path / "run"), "train.steps=8", "--extend", "constant", "--dry-run", "--gpu", "H100"]
+    extended = CliRunner().invoke(app, words)
+    assert extended.exit_code == 0, extended.output
+    assert "warning" not in extended.stdout
+    assert "planned from step 5" in extended.stdout
+    assert contents(tmp_path) == before
+
+
+def test_training_prints_the_same_lines(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    recipe = tiny_recipe(workspace, f"out={tmp_path}", "train.steps=3", "train.optimizer.lr=null")
+    lines = estimate_run(recipe, gpu=H100)[1].splitlines()
+    train(recipe)
+    printed = capsys.readouterr().err.splitlines()
+    kinds = ("chosen:", "stage main", "  256 tokens per step", "epochs of", "lr ", "scaling laws")
+    shared = [line for line in lines if line.startswith(kinds)]
+    assert len(shared) == 5 + 8
+    assert set(shared) <= set(printed)
+
+
+def test_without_tokens_the_rest_is_known(tmp_path: Path) -> None:
+    estimate, text = estimate_run(unbuilt(tmp_path, "train.max_epochs=2", "train.mixture={zh: 1, en: 2}"), gpu=H100)
+    assert (estimate.token_counts, estimate.epochs, estimate.steps) == ("unknown", None, 244)
+    assert "epochs of each source: unknown until 'z2a tokens build RECIPE'" in text
+    assert estimate.flops == estimate.stages[0].flops_per_token * 244 * 4096
+    assert estimate.time.seconds == pytest.approx(estimate.flops / (0.4 * H100.flops))
+    assert "at an MFU of 40.0% (stated, not measured)" in text
+
+
+def test_without_tokens_the_length_in_epochs_is_unknown(tmp_path: Path) -> None:
+    estimate, text = estimate_run(unbuilt(tmp_path, "train.epochs=2", "train.batch_tokens=null"), gpu=H100)
+    assert (estimate.steps, estimate.tokens, estimate.flops, estimate.time.seconds) == (None, None, None, None)
+    assert estimate.learning_rates.schedule is None
+    assert estimate.time.tokens_per_second == 0.4 * H100.flops / estimate.stages[0].flops_per_token
+    assert estimate.memory_per_rank.total > 0
+    assert "20 per parameter" in text, "the batch is chosen for the compute-optimal number of tokens"
+    assert "2 epochs, number of steps unknown" in text
+
+
+def test_tokens_are_estimated_from_documents(workspace: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(workspace, "train.epochs=2", f"tokens.dir={tmp_path}/none")
+    built = computed(tiny_recipe(workspace, "train.epochs=2"))
+    estimate, text = estimate_run(recipe, gpu=H100)
+    assert estimate.token_counts == "estimated"
+    assert "(estimated from the size of the documents)" in text
+    assert estimate.epochs == pytest.approx({"code": 2, "en": 2, "zh": 2}, rel=0.05)
+    assert built.tokens is not None
+    assert estimate.tokens is not None
+    assert 0.5 < estimate.tokens / built.tokens < 2
+
+
+def test_every_stage_is_a_block(tmp_path: Path) -> None:
+    estimate, text = estimate_run(unbuilt(tmp_path, "train.tokens=null", STAGES), gpu=H100)
+    short, long = estimate.stages
+    assert (short.steps, short.ramp_steps, long.seq_len) == (100, 10, 256)
+    assert short.tokens is not None
+    assert short.tokens < 100 * 4096, "the ramp begins with fewer tokens"
+    assert long.tokens is not None
+    assert estimate.tokens == short.tokens + long.tokens
+    assert estimate.flops == short.tokens * short.flops_per_token + long.tokens * long.flops_per_token
+    assert long.flops_per_token > short.flops_per_token
+    assert (short.batch.micro_batches, long.batch.micro_batches) == (8, 1), "a longer stage sets its own micro-batch"
+    assert "from 1.02K tokens over the first 10 steps" in text
+    assert text.count("tokens per step =") == 2
+
+
+def test_a_parallel_layout_is_split_over_its_ranks(tmp_path: Path) -> None:
+    layout = "parallel={tp: 2, pp: 2, dp_replicate: 2}"
+    estimate, text = estimate_run(unbuilt(tmp_path, layout), 16, H100)
+    assert estimate.mesh == {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2, "ep": 1}
+    assert "4,096 tokens per step = 2 micro-batches x 4 data-parallel ranks x 8 samples x 64 tokens" in text
+    assert computed(unbuilt(tmp_path, layout)).world_size == 8, "as few as the layout allows"
+    assert estimate.time.seconds == pytest.approx((estimate.flops or 0) / (16 * 0.4 * H100.flops))
+    padded = computed(unbuilt(tmp_path), 3)
+    assert padded.stages[0].batch.padding == 3 * 3 * 8 - 64
+    assert "8 samples of every step are padding" in padded.warnings[0]
+
+
+def test_of_experts_the_active_ones_are_shown(tmp_path: Path) -> None:
+    moe = "model.moe={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 32}"
+    estimate, text = estimate_run(unbuilt(tmp_path, moe, "parallel.ep=4"), gpu=H100)
+    assert (estimate.world_size, estimate.mesh["ep"]) == (4, 4)
+    assert estimate.parameters.active < estimate.parameters.total
+    assert " active, bf16" in text
+
+
+def test_a_source_that_is_read_often_is_a_warning(workspace: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(workspace, f"out={tmp_path}", "train.epochs=5")
+    estimate, text = estimate_run(recipe, gpu=H100)
+    assert len(estimate.warnings) == 3
+    assert "warning: en is read for 5.0 epochs" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [("MAX_SAMPLE_SECONDS", 0.0, "one sample would take"), ("free_memory", lambda: 1000, "1.00KB are free here")],
+)
+def test_a_machine_that_cannot_measure_says_why(
+    name: str, value: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_timing, name, value)
+    estimate, text = estimate_run(unbuilt(tmp_path))
+    assert (estimate.time.basis, estimate.time.seconds) == ("unknown", None)
+    assert reason in text
+    assert "such as --gpu H100" in text
+
+
+def test_a_gpu_that_is_not_here_is_no_error(tmp_path: Path) -> None:
+    estimate, text = estimate_run(unbuilt(tmp_path, "train.device=cuda"))
+    assert estimate.compute_dtype == "bf16"
+    assert "torch sees no GPU here" in text
+
+
+def test_ranks_share_the_work_that_one_process_measures(tmp_path: Path) -> None:
+    estimate, text = estimate_run(unbuilt(tmp_path), 4)
+    assert estimate.time.basis == "measured"
+    assert "4 x CPU with" in text
+    assert "without communication between ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--world-size", "2"], "are for --dry-run"),
+        (["--dry-run", "--mfu", "0.5"], "--mfu needs --gpu"),
+        (["--dry-run", "--gpu", "H1000"], "no data sheet"),
+    ],
+)
+def test_flags_that_do_not_belong_together_are_refused(flags: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(recipe_yaml(unbuilt(tmp_path)), encoding="utf-8")
+    done = CliRunner().invoke(app, ["train", str(tmp_path / "my.yaml"), *flags])
+    assert done.exit_code == 2
+    assert message in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (tmp_path / "my.yaml").write_text(recipe_yaml(unbuilt(tmp_path)), encoding="utf-8")
+    done = CliRunner().invoke(app, ["train", str(tmp_path / "my.yaml"), "--dry-run"])
+    assert done.exit_code == 2
+    assert "--world-size" in done.output
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["25m", "85m", "300m", "1.1b"])
+def test_recipes_are_valid_and_state_what_the_dry_run_prints(
+    name: str, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for source in ("zh", "en", "code"):
+        (tmp_path / "data" / source).mkdir(parents=True)
+        (tmp_path / "data" / source / "text.txt").write_text("text")
+    path = RECIPES / f"{name}.yaml"
+    checked = CliRunner().invoke(app, ["recipe", "check", str(path)])
+    assert checked.exit_code == 0, checked.output
+    flags = [] if world_size == 1 else ["--world-size", str(world_size)]
+    done = CliRunner().invoke(app, ["train", str(path), "--dry-run", "--gpu", "H100", *flags, "--json"])
+    assert done.exit_code == 0, done.output
+    shown = json.loads(done.stdout)
+    memory, time = show_bytes(shown["memory_per_rank"]["total"]), show_seconds(shown["time"]["seconds"])
+    text = path.read_text(encoding="utf-8")
+    command = " ".join(["--gpu H100", *flags]) + " " * 4
+    [line] = [line for line in text.splitlines() if command in line]
+    assert f"at most {memory}" in line
+    assert line.endswith(f", {time}")
+    rates = shown["learning_rates"]
+    assert f"{rates['lr']:.1e}".replace("e-0", "e-") in text
+    assert f"{shown['stages'][0]['batch_tokens'] // 1024}Ki (docs/train.md)" in text
+    for page in ("README.md", "README.zh-CN.md"):
+        rows = (RECIPES / page).read_text(encoding="utf-8").splitlines()
+        [row] = [row for row in rows if row.startswith(f"| [{name}.yaml]({name}.yaml) |")]
+        assert memory in row
+        assert time in row
+
+
+def test_the_record_is_json(tmp_path: Path) -> None:
+    estimate = computed(unbuilt(tmp_path))
+    assert json.loads(json.dumps(to_json(estimate)))["memory_per_rank"]["total"] == estimate.memory_per_rank.total
