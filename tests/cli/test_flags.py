@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,3 +77,80 @@ def test_quality_classifier_from_good_and_bad_files(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     model = load_quality_model(tmp_path / "model")
     assert model.score("BUY NOW!!! cheap pills www.spam77.cn") < 0.5 < model.score("The children sat by the old door.")
+
+
+def completions(run: Path, *words: object) -> list[dict[str, Any]]:
+    done = z2a("generate", run, "--json", *words)
+    assert done.exit_code == 0, done.output
+    found: list[dict[str, Any]] = json.loads(done.stdout)["completions"]
+    return found
+
+
+def test_generate_completes_every_prompt_of_a_file(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("the model\n从前\n", encoding="utf-8")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the model"}\n{"prompt": "从前"}\n', encoding="utf-8")
+    lines, objects = (
+        completions(run, "--prompts", tmp_path / name, "--num-samples", 2, "--max-tokens", 8)
+        for name in ("prompts.txt", "prompts.jsonl")
+    )
+    assert lines == objects
+    assert [completion["prompt"] for completion in lines] == ["the model", "the model", "从前", "从前"]
+    assert len({tuple(completion["tokens"]) for completion in lines}) == 4
+    assert {completion["finish_reason"] for completion in lines} <= {"length", "stop"}
+    [alone] = completions(run, "--prompt", "the model", "--max-tokens", 8)
+    assert alone["tokens"] == lines[0]["tokens"]
+    shown = z2a("generate", run, "--prompts", tmp_path / "prompts.txt", "--max-tokens", 8).stdout
+    assert shown.index(lines[0]["prompt"] + lines[0]["text"]) < shown.index(lines[2]["prompt"] + lines[2]["text"])
+
+
+def test_flags_of_generate_change_the_text(run: Path) -> None:
+    [plain] = completions(run, "--prompt", "the", "--max-tokens", 20)
+    [greedy] = completions(run, "--prompt", "the", "--max-tokens", 20, "--temperature", 0)
+    for flags in (["--top-k", 1], ["--top-p", 1e-6], ["--min-p", 1]):
+        assert completions(run, "--prompt", "the", "--max-tokens", 20, *flags)[0]["tokens"] == greedy["tokens"]
+    assert plain["tokens"] != greedy["tokens"]
+    assert completions(run, "--prompt", "the", "--max-tokens", 20, "--seed", 1)[0]["tokens"] != plain["tokens"]
+    [varied] = completions(run, "--prompt", "the", "--max-tokens", 20, "--repetition-penalty", 1e6)
+    assert len(set(varied["tokens"])) == 20
+    stop = [character for character in plain["text"] if character.isalnum()][3]
+    [stopped] = completions(run, "--prompt", "the", "--max-tokens", 20, "--stop", "never", "--stop", stop)
+    assert (stopped["text"], stopped["finish_reason"]) == (plain["text"][: plain["text"].index(stop)], "stop")
+
+
+def test_generate_streams_on_a_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    def sanitize(text: str) -> str:
+        written.append(text)
+        return text
+
+    monkeypatch.setattr("zero2all.cli.generate._stdout_is_terminal", lambda: True)
+    monkeypatch.setattr("zero2all.cli.generate.sanitize", sanitize)
+    shown = z2a("generate", run, "--prompt", "the", "--max-tokens", 20).stdout
+    [completion] = completions(run, "--prompt", "the", "--max-tokens", 20)
+    assert shown == "the" + completion["text"] + "\n"
+    assert len(written) > 10
+    assert "".join(written) == "the" + completion["text"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--prompts", "nowhere.txt"], "no file at nowhere.txt"),
+        (["--prompts", "empty.txt"], "must have a prompt on each line"),
+        (["--prompts", "wrong.jsonl"], "cannot read"),
+        (["--prompts", "wrong.jsonl", "--prompt", "a"], "not both"),
+        (["--top-p", "0"], "top_p must be"),
+        (["--stop", ""], "stop must be"),
+    ],
+    ids=str,
+)
+def test_wrong_flags_of_generate_are_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").touch()
+    Path("wrong.jsonl").write_text('{"text": "the"}\n')
+    done = z2a("generate", run.absolute(), *flags)
+    assert done.exit_code == 2
+    assert said in done.output

@@ -17,6 +17,7 @@ from zero2all.cli import (
     corpus,
     doctor,
     experiments,
+    generate,
     launch,
     model,
     parallel,
@@ -57,7 +58,7 @@ app.command("doctor")(doctor.doctor)
 app.command("chaos")(chaos.chaos)
 app.command("compare")(experiments.compare)
 app.add_typer(runs.eval_app, name="eval")
-app.command("generate")(runs.generate)
+app.command("generate")(generate.generate)
 app.command("export")(runs.export)
 app.add_typer(bench.app, name="bench")
 app.command("watch")(watch.watch)

@@ -1,4 +1,4 @@
-"""z2a train | goodput | eval loss | generate | export"""
+"""z2a train | goodput | eval loss | export"""
 
 from __future__ import annotations
 
@@ -149,30 +149,6 @@ def eval_loss(run: RunPath, step: CheckpointStep = None, json: Json = False) -> 
     lines = [f"bits-per-byte {validation['bits_per_byte']:.4f} (unigram {validation['unigram_bits_per_byte']:.4f})"]
     lines += [f"  {name}: {part['bits_per_byte']:.4f}" for name, part in validation["sources"].items()]
     return Result(validation, "\n".join(lines))
-
-
-@command
-def generate(
-    run: RunPath,
-    prompt: Annotated[str, typer.Option("--prompt", help="The prompt.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy decoding.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens. 0 samples from all.")] = 50,
-    seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
-    step: CheckpointStep = None,
-    json: Json = False,
-) -> Result:
-    """Generate text from a prompt.
-
-    Example: z2a generate runs/first --prompt "def main("
-    """
-    from zero2all.generation import SamplingParams, generate_batch
-    from zero2all.train import Run
-
-    opened = Run.open(run)
-    params = SamplingParams(max_tokens, temperature, top_k, seed=seed)
-    [completion] = generate_batch(opened.load_model(step), opened.tokenizer(), [prompt], params)
-    return Result({"prompt": prompt, "text": completion.text}, prompt + completion.text)
 
 
 @command

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from zero2all.errors import Z2aError
+from zero2all.generation.rank_model import Chosen, LocalModel, RankModel
 from zero2all.generation.sampling import SamplingParams, choose_tokens
 from zero2all.generation.text_stream import TextStream
-from zero2all.model import KVCache, Z2all
+from zero2all.model import KVCache
 from zero2all.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 8192  # of one forward pass, with padding; bounds its memory
@@ -103,20 +104,21 @@ class _RowTensors:
             if isinstance(tensor, Tensor):
                 tensor[target] = tensor[source]
 
-    def append(self, rows: slice, logits_BV: Tensor, forbidden_ids: Tensor) -> Tensor:
-        """Choose and store the next token of some rows, [B]."""
-        normalizers_B = logits_BV.logsumexp(-1)
+    def choose(self, rows: slice, logits_BV: Tensor, forbidden_ids: Tensor) -> Chosen:
+        """The next token of some rows."""
         seen_BV = self.seen_RV[rows] if self.seen_RV.shape[1] else None
-        counts_B1 = self.counts_R[rows, None]
-        uniforms_B = self.uniforms_RT[rows].gather(1, counts_B1)[:, 0]
+        uniforms_B = self.uniforms_RT[rows].gather(1, self.counts_R[rows, None])[:, 0]
         allowed_BV = logits_BV.index_fill(1, forbidden_ids, -math.inf)
-        tokens_B1 = choose_tokens(allowed_BV, self.params, uniforms_B, seen_BV)[:, None]
+        tokens_B = choose_tokens(allowed_BV, self.params, uniforms_B, seen_BV)
+        return Chosen(tokens_B, logits_BV.gather(1, tokens_B[:, None])[:, 0] - logits_BV.logsumexp(-1))
+
+    def append(self, rows: slice, chosen: Chosen) -> None:
+        tokens_B1, counts_B1 = chosen.tokens_B[:, None], self.counts_R[rows, None]
         self.tokens_RT[rows].scatter_(1, counts_B1, tokens_B1)
-        self.logprobs_RT[rows].scatter_(1, counts_B1, logits_BV.gather(1, tokens_B1) - normalizers_B[:, None])
-        if seen_BV is not None:
-            seen_BV.scatter_(1, tokens_B1, True)
+        self.logprobs_RT[rows].scatter_(1, counts_B1, chosen.logprobs_B[:, None])
+        if self.seen_RV.shape[1]:
+            self.seen_RV[rows].scatter_(1, tokens_B1, True)
         self.counts_R[rows] += 1
-        return tokens_B1[:, 0]
 
 
 class Decoder:
@@ -128,7 +130,7 @@ class Decoder:
 
     def __init__(
         self,
-        model: Z2all,
+        model: LocalModel | RankModel,
         tokenizer: Tokenizer,
         requests: list[Request],
         params: SamplingParams,
@@ -136,7 +138,7 @@ class Decoder:
         every_token: bool,
     ) -> None:
         """With ``every_token`` text is decoded at every token, not once at the end."""
-        device = next(model.parameters()).device
+        device = model.device
         self._model, self._params, self._every_token = model, params, every_token or bool(params.stop)
         self._vocab_size, self._token_bytes = tokenizer.vocab_size, tokenizer.token_bytes
         end_ids = tokenizer.stop_token_ids
@@ -147,7 +149,7 @@ class Decoder:
         self._waiting = sorted(requests, key=lambda request: len(request.prompt_tokens))
         self._max_rows = min(batch_size, len(requests))
         length = max((len(request.prompt_tokens) + request.max_tokens for request in requests), default=0)
-        self._cache = KVCache(self._max_rows, length, device)
+        self._cache = KVCache(self._max_rows, length + model.sequence_multiple - 1, device)
         self._tensors = _RowTensors(self._max_rows, requests, tokenizer.vocab_size, params, device)
         self._rows: list[_Row] = []
 
@@ -155,7 +157,7 @@ class Decoder:
     def finished(self) -> bool:
         return not self._waiting and not self._rows
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self) -> list[TextPiece]:
         """Read waiting prompts if there is room, then generate one token in every row."""
         pieces: list[TextPiece] = []
@@ -190,10 +192,16 @@ class Decoder:
 
     def _generate(self, first: int, tokens_BS: Tensor, counts_B: Tensor | None) -> list[TextPiece]:
         """The next token of all rows from ``first`` on, given their last tokens."""
-        logits_BV = self._model(tokens_BS, cache=self._cache, counts_B=counts_B)[:, 0, : self._vocab_size].float()
-        self._cache.advance(tokens_BS.shape[1], counts_B)
         rows = slice(first, len(self._rows))
-        new_B = self._tensors.append(rows, logits_BV, self._forbidden_ids)
+        logits_B1V = self._model.generate_logits(tokens_BS, self._cache, counts_B)
+        self._cache.advance(tokens_BS.shape[1], counts_B)
+        chosen = None
+        if logits_B1V is not None:
+            logits_BV = logits_B1V[:, 0, : self._vocab_size].float()
+            chosen = self._tensors.choose(rows, logits_BV, self._forbidden_ids)
+        chosen = self._model.broadcast(chosen, len(tokens_BS))
+        self._tensors.append(rows, chosen)
+        new_B = chosen.tokens_B
         ended_B = torch.isin(new_B, self._end_ids)
         full_B = self._tensors.counts_R[rows] >= self._tensors.limits_R[rows]
         numbers = range(len(new_B)) if self._every_token else (ended_B | full_B).nonzero()[:, 0].tolist()

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from zero2all.errors import UsageError
 from zero2all.generation.decoder import Completion, Decoder, Request, TextPiece
+from zero2all.generation.rank_model import as_rank_model
 from zero2all.generation.sampling import SamplingParams
 from zero2all.model import Z2all
+from zero2all.parallel import ParallelModel
 from zero2all.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -18,7 +20,7 @@ BATCH_SIZE = 64
 
 
 def generate_batch(
-    model: Z2all,
+    model: Z2all | ParallelModel,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     params: SamplingParams = DEFAULT_PARAMS,
@@ -33,16 +35,16 @@ def generate_batch(
     completion depends on its prompt, the parameters and how many earlier prompts are the same, not on other prompts.
     A prompt that does not fit into the context beside its text loses its beginning. Of the special tokens only those
     that end the text are generated.
+
+    With a model over ranks every rank calls this with the same arguments and gets the same completions.
     """
-    decoder = Decoder(model, tokenizer, _requests(model, tokenizer, prompts, params), params, batch_size, False)
-    completions: dict[int, Completion] = {}
-    while not decoder.finished:
-        completions |= {piece.index: piece.completion for piece in decoder.step() if piece.completion is not None}
+    pieces = _run(model, tokenizer, prompts, params, batch_size, every_token=False)
+    completions = {piece.index: piece.completion for piece in pieces if piece.completion is not None}
     return [completions[index] for index in range(len(prompts))]
 
 
 def stream(
-    model: Z2all,
+    model: Z2all | ParallelModel,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     params: SamplingParams = DEFAULT_PARAMS,
@@ -55,13 +57,30 @@ def stream(
     >>> for piece in stream(model, tokenizer, ["Once upon a time"]):
     ...     print(piece.text, end="", flush=True)
     """
-    decoder = Decoder(model, tokenizer, _requests(model, tokenizer, prompts, params), params, batch_size, True)
-    while not decoder.finished:
-        yield from decoder.step()
+    yield from _run(model, tokenizer, prompts, params, batch_size, every_token=True)
 
 
-def _requests(model: Z2all, tokenizer: Tokenizer, prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
-    context = model.config.max_position_embeddings
+def _run(
+    model: Z2all | ParallelModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    batch_size: int,
+    every_token: bool,
+) -> Iterator[TextPiece]:
+    if batch_size < 1:
+        raise UsageError(f"batch_size must be at least 1; it is {batch_size}")
+    rank_model = as_rank_model(model)
+    # Where the sequence is split over ranks, a pass is padded to equal parts, and the padding is in the context too.
+    context = rank_model.config.max_position_embeddings - (rank_model.sequence_multiple - 1)
+    requests = _requests(context, tokenizer, prompts, params)
+    decoder = Decoder(rank_model, tokenizer, requests, params, batch_size, every_token)
+    with rank_model.eval_mode():
+        while not decoder.finished:
+            yield from decoder.step()
+
+
+def _requests(context: int, tokenizer: Tokenizer, prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
     max_prompt_tokens = context - min(params.max_tokens, context // 2)
     requests: list[Request] = []
     occurrences: Counter[tuple[int, ...]] = Counter()

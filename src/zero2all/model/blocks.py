@@ -88,12 +88,13 @@ class LMHead(OpsModule, nn.Linear):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.hidden_size, config.padded_vocab_size, bias=False)
         self.head_config = HeadConfig(config.vocab_size or 0, config.final_logit_softcapping or 0.0, config.z_loss)
+        self.compute_logits = compute_logits
 
     def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None, counts_B: Tensor | None = None) -> Tensor:
         if counts_B is not None:
             x_BSD = x_BSD[torch.arange(len(x_BSD), device=x_BSD.device), counts_B - 1][:, None]
         if targets_BS is None:
-            return compute_logits(x_BSD, self.weight, self.head_config)
+            return self.compute_logits(x_BSD, self.weight, self.head_config)
         head_config = self.head_config if self.training else self.head_config._replace(z_loss=0.0)
         losses = self.ops.cross_entropy(x_BSD.flatten(0, 1), self.weight, targets_BS.flatten(), head_config)
         return losses.view_as(targets_BS)

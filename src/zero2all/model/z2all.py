@@ -180,8 +180,8 @@ class Z2all(OpsModule):
             x_BSD, routed = layer(x_BSD, rotary, masks.get(layer.window), cache)
             balance_losses += _record_expert_load(layer, routed)
         if targets_BS is None:
-            head_inputs = {} if counts_B is None else {"counts_B": counts_B}
-            logits: Tensor = self.lm_head(self.norm(x_BSD), **head_inputs)
+            last = {"counts_B": counts_B} if counts_B is not None and isinstance(self.lm_head, LMHead) else {}
+            logits: Tensor = self.lm_head(self.norm(x_BSD), **last)
             return logits
         losses: Tensor = self.lm_head(self.norm(x_BSD), targets_BS)
         if not self.training or not (self.config.moe or self.mtp):

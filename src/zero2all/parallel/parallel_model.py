@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero2all.errors import UsageError
 from zero2all.hardware import fp64_device
-from zero2all.model import IGNORE_INDEX, Z2all
+from zero2all.model import IGNORE_INDEX, KVCache, Z2all
 from zero2all.model.moe import MoE
 from zero2all.parallel.batch_split import even_micro_batch_size
 from zero2all.parallel.context_parallel import ContextParallel
@@ -24,7 +24,7 @@ from zero2all.parallel.gradient_accumulation import set_gradient_sync
 from zero2all.parallel.loss_scale import DynamicLossScaler
 from zero2all.parallel.mesh import ParallelMesh
 from zero2all.parallel.parallelize import parallelize
-from zero2all.parallel.pipeline_parallel import Pipeline, merge_stages
+from zero2all.parallel.pipeline_parallel import Pipeline, merge_stages, stage_indices_of_rank
 from zero2all.parallel.sharded_init import ShardedInitMode
 from zero2all.parallel.tensor_parallel import apply_tp_ops
 from zero2all.recipe import ModelConfig, ParallelRecipe, RopeScaling
@@ -120,6 +120,37 @@ class ParallelModel:
             losses = self._run_batch(tokens_BS[rows], targets_BS[rows], doc_starts_BS, divisor=None)[:samples]
         return self.all_reduce_sum(losses if self.mesh.dp_rank == 0 else torch.zeros_like(losses))
 
+    @torch.no_grad()
+    def generate_logits(self, tokens_BS: Tensor, cache: KVCache, counts_B: Tensor | None = None) -> Tensor | None:
+        """The forward pass of ``Z2all`` with a KV cache; every rank gives the same tokens.
+
+        Returns the logits of the last token of each row [B, 1, V], None on ranks without the last pipeline stage. Row
+        b has ``counts_B[b]`` tokens, by default all. The cache needs room for ``sequence_multiple`` - 1 more positions.
+        """
+        batch, length = tokens_BS.shape
+        padding = -length % self.sequence_multiple
+        if counts_B is None:
+            counts_B = torch.full((batch,), length, device=self.mesh.device)
+        tokens_BS = torch.nn.functional.pad(tokens_BS, (0, padding))
+        inputs = {"tokens_BS": tokens_BS, "cache": cache, "counts_B": counts_B}
+        with self._autocast():
+            if self._pipeline is None:
+                logits: Tensor = self.model(**inputs)
+                return logits
+            return self._pipeline.generate_logits(inputs, self._stage_stream(batch, length + padding))
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What a sequence's length must be a multiple of: with ``sp``, tp ranks have equal parts of it."""
+        return self.mesh.dims.tp if self.recipe.sp else 1
+
+    @property
+    def head_rank(self) -> int:
+        """The first rank with the last pipeline stage."""
+        stages = self.recipe.pp * self.recipe.stages_per_rank
+        has_last = [stages - 1 in stage_indices_of_rank(self.recipe, rank) for rank in range(self.recipe.pp)]
+        return has_last.index(True) * (self.mesh.dims.world_size // self.recipe.pp)
+
     @property
     def is_replicated(self) -> bool:
         """Whether every rank holds the full model: one process, or DDP."""
@@ -158,8 +189,7 @@ class ParallelModel:
         if self._context_parallel is not None:
             positions = self._context_parallel.local_positions(length, self.mesh.device)
             inputs |= {name: inputs[name][:, positions] for name in ("tokens_BS", "targets_BS")}
-        autocast = self.dtype != torch.float32 and not self._uses_fsdp  # sharded weights are gathered in it
-        with torch.autocast(self.mesh.device.type, self.dtype, enabled=autocast):
+        with self._autocast():
             if self._pipeline is not None:
                 losses = self._run_pipeline(self._pipeline, inputs, divisor, micro_batch_size)
             else:
@@ -167,6 +197,10 @@ class ParallelModel:
         if self._context_parallel is None:
             return losses
         return losses.new_zeros(len(losses), length).index_copy(1, positions, losses)
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self.dtype != torch.float32 and not self._uses_fsdp  # sharded weights are gathered in it
+        return torch.autocast(self.mesh.device.type, self.dtype, enabled=enabled)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradient so that its norm over the parameters of all ranks is at most ``max_norm``; the old norm.
@@ -301,11 +335,14 @@ class ParallelModel:
                 f"a rank's {samples} samples do not divide into micro-batches of {size}: "
                 "change train.micro_batch_tokens"
             )
-        sequence_shards = self.mesh.dims.tp if self.recipe.sp else 1
-        dtype = torch.float32 if self.config.residual_fp32 else self.dtype
-        stream = torch.empty(size, length // sequence_shards, self.config.hidden_size, dtype=dtype, device="meta")
-        losses = pipeline.run(inputs, samples // size, divisor, stream)
+        losses = pipeline.run(inputs, samples // size, divisor, self._stage_stream(size, length))
         return torch.zeros(samples, length, device=self.mesh.device) if losses is None else losses.detach()
+
+    def _stage_stream(self, samples: int, length: int) -> Tensor:
+        """What passes between pipeline stages, on the meta device."""
+        dtype = torch.float32 if self.config.residual_fp32 else self.dtype
+        shape = (samples, length // self.sequence_multiple, self.config.hidden_size)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         """Which micro-batches reduce their gradient: under DDP the last one."""

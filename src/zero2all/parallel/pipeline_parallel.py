@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero2all.errors import UsageError
@@ -44,13 +46,16 @@ class StageInput(nn.Module):
 
 
 class StageWrapper(nn.Module):
-    """What a schedule runs: the residual stream in (tokens at the first stage), stream or losses out."""
+    """What a schedule runs: the residual stream in (tokens at the first stage), stream or losses out.
+
+    Without targets, as in generation, the last stage returns logits.
+    """
 
     def __init__(self, model: Z2all) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, stream: Tensor, targets_BS: Tensor, **inputs: Tensor) -> Tensor:
+    def forward(self, stream: Tensor, targets_BS: Tensor | None, **inputs: Any) -> Tensor:
         if isinstance(self.model.embed_tokens, StageInput):
             self.model.embed_tokens.stream = stream
         if not isinstance(self.model.lm_head, nn.Identity):
@@ -179,6 +184,23 @@ class Pipeline:
         run = schedule.step if trains else schedule.eval
         losses: Tensor | None = run(*given, target=target, **inputs)
         return losses
+
+    def generate_logits(self, inputs: dict[str, Any], stream: Tensor) -> Tensor | None:
+        """The forward pass of one batch with a KV cache, stage by stage; returns the logits on the last stage.
+
+        ``inputs`` are those of the model, ``stream`` as in ``run``.
+        """
+        group = self.mesh.get_mesh("pp").get_group()
+        ranks = {stage: rank for rank in range(self.recipe.pp) for stage in stage_indices_of_rank(self.recipe, rank)}
+        own, out = group.rank(), inputs["tokens_BS"]
+        for stage, number in sorted(zip(self.stages, self.stage_indices, strict=True), key=itemgetter(1)):
+            if number > 0 and ranks[number - 1] != own:
+                out = torch.empty_like(stream, device=self.mesh.device)
+                dist.recv(out, group=group, group_src=ranks[number - 1])
+            out = stage(out, None, **inputs)
+            if number < self.num_stages - 1 and ranks[number + 1] != own:
+                dist.send(out.contiguous(), group=group, group_dst=ranks[number + 1])
+        return out if self.has_last_stage else None
 
     def _build_schedule(self, n_microbatches: int, stream: Tensor, targets_BS: Tensor) -> Any:
         from torch.distributed import pipelining  # imports the compiler: a restart without a pipeline need not wait

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from zero2all.model import IGNORE_INDEX, Z2all
 from zero2all.model.blocks import LMHead, RMSNorm
-from zero2all.model.ops.cross_entropy import CrossEntropy, HeadConfig
+from zero2all.model.ops.cross_entropy import CrossEntropy, HeadConfig, compute_logits
 from zero2all.model.ops.norm import Norm
 from zero2all.recipe import ParallelRecipe
 
@@ -69,6 +69,7 @@ def apply_tp_ops(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None
         ops.cross_entropy = (
             _vocab_parallel_loss(mesh) if recipe.loss_parallel else _gathered_weight_loss(ops.cross_entropy)
         )
+        model.lm_head.compute_logits = _gathered_logits(mesh)
 
 
 def _distribute_parameters(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
@@ -106,6 +107,21 @@ def _gathered_weight_loss(cross_entropy: CrossEntropy) -> CrossEntropy:
         return cross_entropy(x_ND, weight.redistribute(placements=[Replicate()]).to_local(), targets_N, head)
 
     return loss
+
+
+def _gathered_logits(mesh: DeviceMesh) -> Callable[[Tensor, Tensor, HeadConfig], Tensor]:
+    """Every rank computes the logits of its rows of the vocabulary and gets all of them. No gradient."""
+    group = mesh.get_group()
+
+    def logits(x_BSD: Tensor, weight: Tensor, head: HeadConfig) -> Tensor:
+        assert isinstance(weight, DTensor)
+        own = weight.to_local()
+        part = compute_logits(x_BSD, own, head._replace(vocab_size=len(own))).contiguous()
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts, dim=-1)[..., : head.vocab_size]
+
+    return logits
 
 
 def _vocab_parallel_loss(mesh: DeviceMesh) -> CrossEntropy:

@@ -1,0 +1,68 @@
+"""The model as generation sees it: on one device, or over ranks."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero2all.model import KVCache, Z2all
+from zero2all.parallel import ParallelModel
+
+
+class Chosen(NamedTuple):
+    """The next token of each row, and its log-probability."""
+
+    tokens_B: Tensor
+    logprobs_B: Tensor
+
+
+class LocalModel:
+    """A model on one device."""
+
+    sequence_multiple = 1
+
+    def __init__(self, model: Z2all) -> None:
+        self._model, self.config, self.device = model, model.config, model.rotary_2SE.device
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def generate_logits(self, tokens_BS: Tensor, cache: KVCache, counts_B: Tensor | None) -> Tensor | None:
+        logits: Tensor = self._model(tokens_BS, cache=cache, counts_B=counts_B)
+        return logits
+
+    def broadcast(self, chosen: Chosen | None, rows: int) -> Chosen:
+        assert chosen is not None
+        return chosen
+
+
+class RankModel:
+    """A model over ranks. All of them generate the same; one has the logits and chooses, so that none can differ."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self._model, self.config, self.device = model, model.config, model.mesh.device
+        self.sequence_multiple = model.sequence_multiple
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        return self._model.eval_mode()
+
+    def generate_logits(self, tokens_BS: Tensor, cache: KVCache, counts_B: Tensor | None) -> Tensor | None:
+        return self._model.generate_logits(tokens_BS, cache, counts_B)
+
+    def broadcast(self, chosen: Chosen | None, rows: int) -> Chosen:
+        """What the rank with the head has chosen. Both in one message: fp64 holds ids and log-probabilities exactly."""
+        message = torch.empty(2, rows, dtype=torch.float64, device=self.device)
+        if chosen is not None:
+            message = torch.stack([chosen.tokens_B.double(), chosen.logprobs_B.double()])
+        dist.broadcast(message, src=self._model.head_rank)
+        return Chosen(message[0].long(), message[1].float())
+
+
+def as_rank_model(model: Z2all | ParallelModel) -> LocalModel | RankModel:
+    if isinstance(model, Z2all):
+        return LocalModel(model)
+    return LocalModel(model.model) if model.is_replicated else RankModel(model)
