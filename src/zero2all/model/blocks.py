@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zero2all.model.kv_cache import KVCache
 from zero2all.model.ops import Ops
 from zero2all.model.ops.attention import attend_cached
-from zero2all.model.ops.cross_entropy import HeadConfig, compute_logits
+from zero2all.model.ops.cross_entropy import HeadConfig, Logits, compute_logits
 from zero2all.recipe import ModelConfig
 
 
@@ -88,7 +88,7 @@ class LMHead(OpsModule, nn.Linear):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.hidden_size, config.padded_vocab_size, bias=False)
         self.head_config = HeadConfig(config.vocab_size or 0, config.final_logit_softcapping or 0.0, config.z_loss)
-        self.compute_logits = compute_logits
+        self.compute_logits: Logits = compute_logits
 
     def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None, counts_B: Tensor | None = None) -> Tensor:
         if counts_B is not None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from zero2all.model import IGNORE_INDEX, Z2all
 from zero2all.model.blocks import LMHead, RMSNorm
-from zero2all.model.ops.cross_entropy import CrossEntropy, HeadConfig, compute_logits
+from zero2all.model.ops.cross_entropy import CrossEntropy, HeadConfig, Logits, compute_logits
 from zero2all.model.ops.norm import Norm
 from zero2all.recipe import ParallelRecipe
 
@@ -109,7 +109,7 @@ def _gathered_weight_loss(cross_entropy: CrossEntropy) -> CrossEntropy:
     return loss
 
 
-def _gathered_logits(mesh: DeviceMesh) -> Callable[[Tensor, Tensor, HeadConfig], Tensor]:
+def _gathered_logits(mesh: DeviceMesh) -> Logits:
     """Every rank computes the logits of its rows of the vocabulary and gets all of them. No gradient."""
     group = mesh.get_group()
 

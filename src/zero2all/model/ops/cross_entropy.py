@@ -27,6 +27,7 @@ class HeadConfig(NamedTuple):
 
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor, HeadConfig], Tensor]  # x [N, D], weight [rows, D], targets [N], head
+Logits = Callable[[Tensor, Tensor, HeadConfig], Tensor]  # x [..., D], weight [rows, D], head
 
 
 def compute_logits(x: Tensor, weight: Tensor, head: HeadConfig) -> Tensor:
