@@ -45,6 +45,9 @@ class SimulatedTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SimulatedTensor({self.inner})"
 
+    def tolist(self) -> Any:
+        return self.inner.tolist()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return compute(func, args, kwargs or {})
