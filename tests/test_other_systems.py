@@ -144,7 +144,7 @@ def train_twice(workspace: Path, tmp_path: Path, *overrides: str) -> str:
     return printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_uses_nothing_that_the_gpu_of_a_mac_lacks(workspace: Path, tmp_path: Path) -> None:
     train_twice(workspace, tmp_path, *OFF_CPU)
 
