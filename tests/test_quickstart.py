@@ -13,8 +13,9 @@ from zero2all.corpus.corpus_report_page import report_html
 from zero2all.errors import UsageError
 from zero2all.evals import evaluate_bpb
 from zero2all.io import write_text
-from zero2all.quickstart import QuickstartResult, quickstart, quickstart_recipe, summary_text
+from zero2all.quickstart import QuickstartResult, Sample, quickstart, quickstart_recipe, summary_text
 from zero2all.recipe import load_recipe, recipe_yaml
+from zero2all.storyworld import StoryQuality
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 from zero2all.train import Run, trace_step, train
@@ -98,10 +99,44 @@ def test_sources_of_an_earlier_version_keep_their_names(tmp_path: Path) -> None:
     assert [source.name for source in recipe.corpus.sources] == ["_", "new"]
 
 
-@pytest.mark.parametrize(("steps", "traced"), [(600, 10), (10, 9), (1, 0)])
-def test_what_to_do_next_names_a_step_that_the_run_has(steps: int, traced: int) -> None:
-    result = QuickstartResult("out", 1, 1, 1, 1, steps, 1.0, {}, [], {})
+def test_what_to_do_next_are_commands_for_this_run() -> None:
+    quality = StoryQuality(200, 1500, 0.943, 0.61, 90, 0.75)
+    result = QuickstartResult(
+        "out", 1, 1, 1, 1, 2, 600, 1.0, {}, quality, [Sample("", "Once."), Sample("Tom", " sat.")], {}
+    )
     text = summary_text(result)
-    assert f"z2a tokens trace out --step {traced} " in text
+    assert "\nOnce.\n" in text
+    assert "\nTom▸ sat.\n" in text
+    assert "stories: 94 % of sentences parse, 61 % of stories are consistent, 75 % of sums are right" in text
     assert "z2a watch out " in text
     assert "z2a report out --html " in text
+    assert "z2a train out model.num_hidden_layers=3 --name deeper " in text
+    assert "z2a compare out/run out/deeper " in text
+    assert "z2a train out train.steps=1200 --extend rewarm " in text
+
+
+def test_without_a_corpus_the_first_model_learns_stories(tmp_path: Path) -> None:
+    recipe = quickstart_recipe(tmp_path / "out", [], [])
+    assert [source.name for source in recipe.corpus.sources] == ["en", "zh"]
+    assert recipe.corpus.sources[0].paths == [str(tmp_path / "out" / "stories" / "en.jsonl")]
+    assert recipe.evals.stories
+    assert not quickstart_recipe(tmp_path / "other", [tmp_path], []).evals.stories
+
+
+@pytest.mark.slow
+def test_stories_are_written_once_checked_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero2all.quickstart.STORIES_PER_LANGUAGE", 150)
+    monkeypatch.setattr("zero2all.quickstart.CHECKED_STORIES", 6)
+    overrides = [*TINY, "model.max_position_embeddings=64", "evals.every=2 steps", "evals.stories=4"]
+    overrides += ["corpus.holdout=0.1", "model.initializer_range=0.02"]
+    result = quickstart(tmp_path / "out", [], overrides)
+    assert result.stories is not None
+    assert result.stories.stories == 6
+    written = {path.name: path.read_bytes() for path in (tmp_path / "out" / "stories").iterdir()}
+    assert sorted(written) == ["en.jsonl", "zh.jsonl"]
+    assert all(data.count(b"\n") == 150 for data in written.values())
+    run = RunView(LocalRunLocation(tmp_path / "out" / "run"))
+    run.refresh()
+    assert "stories/consistent stories" in run.names
+    quickstart(tmp_path / "out", [], overrides)  # done already
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out" / "stories").iterdir()} == written

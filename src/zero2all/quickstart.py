@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
-import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,32 +16,25 @@ from typing import Any
 
 import yaml
 
-from zero2all.console import heading, say, warn
+from zero2all.console import heading, progress, say, warn
 from zero2all.corpus import build_corpus, recommended_workers, summary_lines
 from zero2all.engine import Engine
 from zero2all.errors import UsageError
 from zero2all.evals import evaluate_bpb
-from zero2all.generation import SamplingParams, generate_batch
+from zero2all.generation import SamplingParams, StoryEvaluation, evaluate_stories, generate_batch, story_quality_line
 from zero2all.io import write_text
+from zero2all.model import Z2all
 from zero2all.recipe import Recipe, builtin_recipe_path, load_recipe, recipe_yaml
 from zero2all.recipe.source_names import to_source_name
-from zero2all.tokenizer import train_tokenizer
+from zero2all.storyworld import LANGUAGES, StoryQuality, generate_stories
+from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokens import TokenStore, build_tokens, opening_prompts
 from zero2all.train import Run, ScheduleChangedError, train
 from zero2all.train.data_in_use import refuse_store_change, refuse_tokenizer_change, warn_about_new_documents
 from zero2all.units import show_bytes, show_count, show_seconds
 
-# Parts of the standard library that are tests, data, or so large and uniform that a small model learns little else.
-STDLIB_EXCLUDED = [
-    "test/*",
-    "*/test/*",
-    "*/tests/*",
-    "*/idle_test/*",
-    "idlelib/*",
-    "config-*",
-    "lib-dynload/*",
-    "*.txt",
-]
+STORIES_PER_LANGUAGE = 6000  # about as many tokens as the quickstart trains on, so that it repeats none
+CHECKED_STORIES = 200
 NUM_GENERATIONS = 3
 
 
@@ -51,7 +44,6 @@ class SourceEntry:
 
     name: str
     paths: list[str]
-    exclude: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -69,10 +61,13 @@ class QuickstartResult:
     bytes: int
     tokens: int
     parameters: int
+    layers: int
     steps: int
     loss: float | None
     validation: dict[str, Any]
     """What ``evaluate_bpb`` returns; empty without a validation set."""
+    stories: StoryQuality | None
+    """Of generated stories, if the model was trained on stories."""
     samples: list[Sample]
     seconds: dict[str, float]
     """By stage."""
@@ -93,6 +88,9 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
     _refuse_other_recipe(recipe, out / "recipe.yaml", overrides or [])
     write_text(out / "recipe.yaml", recipe_yaml(recipe))
     seconds: dict[str, float] = {}
+    if not corpus:
+        with _timed_stage("0/5 stories: a corpus for the first model", "stories", seconds):
+            _write_stories(out / "stories", recipe.seed)
     # The recipe is the same, so if the data would not be, the text has changed.
     remedy = f": 'z2a train {out}' resumes the run as it is; for the text that there is now choose another --out"
 
@@ -132,39 +130,66 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
         run = Run.open(recipe.run_dir)
         model, tokenizer = run.load_model(), run.tokenizer()
         validation = evaluate_bpb(model, tokenizer, recipe) if has_validation else {}
-        prompts = recipe.evals.prompts or opening_prompts(recipe.tokens_dir, tokenizer, NUM_GENERATIONS)
-        params = SamplingParams(max_tokens=80, temperature=0.6, seed=recipe.seed)
-        completions = generate_batch(model, tokenizer, prompts[:NUM_GENERATIONS], params)
-        samples = [Sample(prompt, done.text) for prompt, done in zip(prompts, completions, strict=False)]
+        stories = evaluate_stories(model, tokenizer, CHECKED_STORIES, recipe.seed) if recipe.evals.stories else None
+        samples = _story_samples(stories) if stories else _prompted_samples(model, tokenizer, recipe)
     return QuickstartResult(
         out=str(out),
         documents=documents.documents,
         bytes=documents.bytes,
         tokens=tokens.tokens,
         parameters=trained.parameters,
+        layers=recipe.model.num_hidden_layers,
         steps=trained.steps,
         loss=trained.loss,
         validation=validation,
+        stories=stories.quality if stories else None,
         samples=samples,
         seconds=seconds,
     )
 
 
+def _write_stories(directory: Path, seed: int) -> None:
+    """A file of stories for each language; one that exists is kept."""
+    for language in LANGUAGES:
+        path = directory / f"{language}.jsonl"
+        if path.exists():
+            continue
+        lines: list[str] = []
+        with progress(f"writing stories ({language})", STORIES_PER_LANGUAGE) as advance:
+            for story in generate_stories(language, seed, STORIES_PER_LANGUAGE):
+                lines.append(json.dumps({"text": story}, ensure_ascii=False) + "\n")
+                advance(1)
+        write_text(path, "".join(lines))
+        say(f"{len(lines)} stories in {path}")
+
+
+def _story_samples(stories: StoryEvaluation) -> list[Sample]:
+    return [Sample("", text) for language in LANGUAGES for text in stories.first_of(language, NUM_GENERATIONS)]
+
+
+def _prompted_samples(model: Z2all, tokenizer: Tokenizer, recipe: Recipe) -> list[Sample]:
+    prompts = recipe.evals.prompts or opening_prompts(recipe.tokens_dir, tokenizer, NUM_GENERATIONS)
+    params = SamplingParams(max_tokens=80, temperature=0.6, seed=recipe.seed)
+    completions = generate_batch(model, tokenizer, prompts[:NUM_GENERATIONS], params)
+    return [Sample(prompt, completion.text) for prompt, completion in zip(prompts, completions, strict=False)]
+
+
 def quickstart_recipe(out: Path, corpus: list[Path], overrides: list[str]) -> Recipe:
-    """The built-in recipe with the user's text, or with Python's standard library if none is given."""
+    """The built-in recipe with the user's text, or with generated stories if none is given."""
     for override in overrides:
         if override.startswith(("out=", "corpus.sources=")):
             raise UsageError(f"{override!r}: the quickstart takes --out and --corpus for that")
     missing = [str(path) for path in corpus if not path.exists()]
     if missing:
         raise UsageError(f"--corpus: nothing at {', '.join(missing)}")
-    library = SourceEntry("stdlib", [sysconfig.get_paths()["stdlib"]], STDLIB_EXCLUDED)
-    sources = _group_sources(corpus, _earlier_names(out / "recipe.yaml")) if corpus else [library]
+    stories = [SourceEntry(language, [str(out.absolute() / "stories" / f"{language}.jsonl")]) for language in LANGUAGES]
+    sources = _group_sources(corpus, _earlier_names(out / "recipe.yaml")) if corpus else stories
     places = [
         f"out={_inline_yaml(str(out.absolute()))}",
         f"corpus.sources={_inline_yaml([asdict(source) for source in sources])}",
     ]
-    return load_recipe(builtin_recipe_path("quickstart.yaml"), [*overrides, *places])
+    name = "quickstart.yaml" if corpus else "stories.yaml"
+    return load_recipe(builtin_recipe_path(name), [*overrides, *places])
 
 
 def _inline_yaml(value: Any) -> str:
@@ -199,21 +224,24 @@ def summary_text(result: QuickstartResult) -> str:
     """The summary printed at the end."""
     lines = [""]
     for number, sample in enumerate(result.samples, 1):
-        lines += [f"── sample {number} " + "─" * 40, f"{sample.prompt}▸{sample.text}"]
+        marked = f"{sample.prompt}▸{sample.text}" if sample.prompt else sample.text
+        lines += [f"── sample {number} " + "─" * 40, marked]
     out = result.out
+    deeper = f"model.num_hidden_layers={result.layers + 1} --name deeper"
     next_commands = (
         (f"z2a watch {out}", "curves, samples and health checks in a browser"),
         (f"z2a report {out} --html {out}/report.html", "the same as one file"),
         (f'z2a generate {out} --prompt "..."', "generate text"),
-        (f"z2a train {out}/recipe.yaml train.steps=1000 --extend rewarm", "train it further"),
-        (f"z2a train {out} model.num_hidden_layers=6 --name deeper", "another model on the same tokens"),
-        (f"z2a tokens trace {out} --step {min(10, result.steps - 1)}", "see which documents were in a step"),
+        (f"z2a train {out} {deeper}", "another model on the same tokens"),
+        (f"z2a compare {out}/run {out}/deeper", "what differs, and which is better"),
+        (f"z2a train {out} train.steps={2 * result.steps} --extend rewarm", "train it further"),
         (f"z2a export {out} --to {out}/hf", "a directory for transformers, vLLM, llama.cpp"),
     )
     width = max(len(command) for command, _ in next_commands)
     lines += [
         "─" * 52,
         *_bits_per_byte_lines(result.validation),
+        *([story_quality_line(result.stories)] if result.stories else []),
         f"everything is in {out}, made in {show_seconds(sum(result.seconds.values()))}",
         "",
         "what to do next:",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, get_args
@@ -17,6 +18,7 @@ _QUANTITY = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*(
 
 
 INT64_LIMIT = 2**63
+SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def parse_count(value: Any) -> int:
@@ -65,6 +67,21 @@ def show_bytes(number: float) -> str:
     """``200_000_000`` -> ``"200MB"``."""
     text = show_count(number).replace("B", "G")
     return text + "B"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A curve in one line of text: a block for each value, as high as the value between the lowest and the highest.
+
+    >>> sparkline([3.0, 2.0, 1.5, 1.0])
+    '█▄▂▁'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    blocks = (
+        SPARK_BLOCKS[round(7 * (value - low) / (high - low or 1.0))] if math.isfinite(value) else "?"
+        for value in values
+    )
+    return "".join(blocks)
 
 
 def show_seconds(seconds: float) -> str:

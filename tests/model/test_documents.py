@@ -7,6 +7,7 @@ import torch
 
 from tests.model.helpers import EXPERTS, make
 from zero2all.model import IGNORE_INDEX, document_starts
+from zero2all.model.ops.document_attention import document_attention, segments
 
 END = 7
 LENGTHS = [[9, 1, 22, 8], [40], [1, 1, 38], [20, 20]]
@@ -79,3 +80,29 @@ def test_without_starts_documents_do_see_each_other() -> None:
         one, other = model(rows), model(rows, doc_starts_BS=document_starts(rows, END))
     assert (one[0, 10:] - other[0, 10:]).abs().max() > 1e-2
     torch.testing.assert_close(one[1], other[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[64], [40, 24]], ids=["one document", "two documents"])
+def test_attention_gradients_in_bf16_are_those_of_fp32(lengths: list[int]) -> None:
+    """The backward pass of short rows is computed in fp32: its error is that of rounding inputs and results."""
+    generator = torch.Generator().manual_seed(5)
+    starts = torch.zeros(3, 64, dtype=torch.int32)
+    starts[1:, lengths[0] :] = lengths[0] if len(lengths) > 1 else 0
+    exact = [torch.randn(3, heads, 64, 16, generator=generator).bfloat16().float() for heads in (4, 2, 2)]
+    weights = torch.randn(3, 4, 64, 16, generator=generator)
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = (x.detach().to(dtype, copy=True).requires_grad_() for x in exact)
+        out = document_attention(q, k, v, starts, 64)
+        (out.float() * weights).sum().backward()
+        gradients.append([x.grad.float() for x in (q, k, v) if x.grad is not None])
+    for plain, half in zip(*gradients, strict=True):
+        assert (plain - half).norm() < 0.01 * plain.norm()
+
+
+def test_rows_of_one_document_are_one_call() -> None:
+    starts = torch.zeros(3, 8, dtype=torch.int32)
+    assert [segment.rows for segment in segments(starts, 8)] == [slice(None)]
+    assert len(list(segments(starts, 4))) == 6
+    starts[1, 5:] = 5
+    assert len(list(segments(starts, 8))) == 4

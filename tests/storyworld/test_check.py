@@ -109,7 +109,7 @@ def test_the_story_of_the_following_tests_is_right(text: str, language: str) -> 
             "heart. That night, she",
             "time",
         ),
-        ("Just then, Tom came along. ", "Just then, Tom came along. Then Tom went to the farm. ", "place"),
+        ("Just then, Tom came along. ", "Just then, Tom came along. Then Tom went to the hill. ", "place"),
     ],
 )
 def test_a_contradiction_in_english_is_found(old: str, new: str, kind: str) -> None:
@@ -122,7 +122,7 @@ def test_a_contradiction_in_english_is_found(old: str, new: str, kind: str) -> N
 @pytest.mark.parametrize(
     ("old", "new", "kind"),
     [
-        ("他把风筝还给了小梅", "强强把风筝还给了小梅", "name"),
+        ("他把风筝还给了小梅", "冬冬把风筝还给了小梅", "name"),
         ("这时，小刚走了过来。", "", "name"),
         ("她有一只红风筝", "他有一只红风筝", "name"),
         ("他把风筝还给了小梅", "他把灯笼还给了小梅", "thing"),
@@ -188,7 +188,7 @@ def test_scrambled_words_do_not_parse(language: str) -> None:
     rng = random.Random(0)
     parsed = total = 0
     separator = {"en": " ", "zh": ""}[language]
-    for story in generate_stories(language, 2, 20):
+    for story in generate_stories(language, 2, 25):
         for sentence in complete_sentences(story):
             words = sentence[:-1].split(" ") if language == "en" else list(sentence[:-1])
             rng.shuffle(words)

@@ -1,13 +1,14 @@
 // Which metrics share a chart, the order of the charts, and their titles.
 const TITLES = {
   loss: "loss", "loss/*": "loss by source", bpb: "bits per byte", "bpb/*": "bits per byte by source",
-  "validation/*": "validation bits per byte", lr: "learning rate", grad_norm: "gradient norm",
+  "validation/*": "validation bits per byte", "stories/*": "quality of generated stories", lr: "learning rate",
+  grad_norm: "gradient norm",
   tokens_per_second: "tokens per second", mfu: "MFU", hfu: "HFU", goodput: "goodput", memory: "memory (bytes)",
   data_wait: "waiting for data", "time/*": "time of a step by part (s)", "system/cpu_cores": "CPU cores in use",
   "system/memory_gib": "memory of the process (GiB)", "system/machine_memory_gib": "memory of the machine (GiB)",
   "system/load": "load", "system/other_cpu": "CPU share of other programs",
 };
-const FIRST = ["loss", "loss/*", "validation/*", "bpb", "bpb/*", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu",
+const FIRST = ["loss", "loss/*", "validation/*", "stories/*", "bpb", "bpb/*", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu",
   "goodput", "time/*", "data_wait", "memory"];
 const LAST = /^(system|gpu)/;
 const AXES = new Set(["tokens"]);

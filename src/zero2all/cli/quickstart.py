@@ -25,7 +25,7 @@ def quickstart(
 ) -> Result:
     """Train a small model end to end, in minutes on a CPU.
 
-    Without --corpus it trains on the source code of Python's standard library.
+    Without --corpus it trains on short stories in English and Chinese that it writes itself.
 
     Example: z2a quickstart --corpus books/ notes/ --out runs/first
     """

@@ -151,6 +151,29 @@ def eval_loss(run: RunPath, step: CheckpointStep = None, json: Json = False) -> 
     return Result(validation, "\n".join(lines))
 
 
+@eval_app.command("stories")
+@command
+def eval_stories(
+    run: RunPath,
+    count: Annotated[int, typer.Option("--count", min=1, help="Number of stories to generate.")] = 200,
+    seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
+    step: CheckpointStep = None,
+    json: Json = False,
+) -> Result:
+    """Generate stories and check their grammar, consistency and sums.
+
+    For models that are trained on the built-in stories, as by 'z2a quickstart' without --corpus.
+
+    Example: z2a eval stories runs/first
+    """
+    from zero2all.generation import evaluate_stories, story_quality_line
+    from zero2all.train import Run
+
+    opened = Run.open(run)
+    evaluation = evaluate_stories(opened.load_model(step), opened.tokenizer(), count, seed)
+    return Result(evaluation, story_quality_line(evaluation.quality))
+
+
 @command
 def export(
     run: RunPath,

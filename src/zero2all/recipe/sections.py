@@ -246,6 +246,9 @@ class EvalsRecipe(Section):
     prompts: list[str] = []
     """Prompts for the samples that validation records and the quickstart prints. Default: the beginnings of validation
     documents."""
+    stories: int = Field(0, ge=0)
+    """Number of stories that each validation generates without a prompt and checks, in place of ``prompts``: for a
+    model that is trained on the built-in stories."""
 
 
 class Recipe(Section):

@@ -2,13 +2,16 @@
 
 from zero2all.storyworld.check import StoryCheck, StoryProblem, StoryQuality, check_story, summarize_checks
 from zero2all.storyworld.generate import generate_stories, generate_story
+from zero2all.storyworld.languages import LANGUAGES, story_language
 
 __all__ = [
+    "LANGUAGES",
     "StoryCheck",
     "StoryProblem",
     "StoryQuality",
     "check_story",
     "generate_stories",
     "generate_story",
+    "story_language",
     "summarize_checks",
 ]

@@ -11,6 +11,14 @@ from zero2all.storyworld.english.plots import ENGLISH_PLOTS
 from zero2all.storyworld.english.words import english_words
 from zero2all.storyworld.language import Language
 
+LANGUAGES = ("en", "zh")
+"""The languages of the stories."""
+
+
+def story_language(text: str) -> str:
+    """The language of a story: Chinese if it has Han characters."""
+    return "zh" if any("\u4e00" <= character <= "\u9fff" for character in text) else "en"
+
 
 @cache
 def get_language(name: str) -> Language:
@@ -22,7 +30,7 @@ def get_language(name: str) -> Language:
             words=english_words(),
             plots=ENGLISH_PLOTS,
             separator=" ",
-            length=(60, 200),
+            length=(40, 110),
             measure=lambda text: len(text.split()),
         )
     if name == "zh":
@@ -32,7 +40,7 @@ def get_language(name: str) -> Language:
             words=chinese_words(),
             plots=CHINESE_PLOTS,
             separator="",
-            length=(100, 300),
+            length=(60, 170),
             measure=len,
         )
     raise UsageError(f"no stories in language {name!r}: use en or zh")

@@ -5,7 +5,9 @@ The sentences are those of the language: its pattern files have a group for each
 
 from __future__ import annotations
 
-from zero2all.storyworld.teller import Teller
+from zero2all.storyworld.teller import ADDENDS, Teller
+
+SNACK_SHARE = 0.9  # of the stories that can have one
 
 
 def cast(t: Teller) -> None:
@@ -54,6 +56,8 @@ def fruit(t: Teller) -> None:
 
 
 def ending(t: Teller) -> None:
+    if "k" not in t.words and t.chance(SNACK_SHARE):
+        snack(t)
     kind = t.choose(("friends", "home", "night", "both"))
     if kind == "friends":
         t.tell("end_friends a b")
@@ -89,7 +93,7 @@ def lost_thing(t: Teller) -> None:
     t.maybe("glad a")
     t.tell("thank a b")
     t.maybe("welcome b a", 0.4)
-    if t.chance(0.4):
+    if t.chance(SNACK_SHARE):
         snack(t)
     t.tell("keep_safe a o")
     t.maybe("end_friends a b", 0.3)
@@ -154,7 +158,7 @@ def borrowed_thing(t: Teller) -> None:
     t.tell("bring_back b a o")
     t.tell("thank b a")
     t.maybe("word_kept a b", 0.8)
-    if t.chance(0.6):
+    if t.chance(SNACK_SHARE):
         snack(t)
     t.tell("end_friends a b")
 
@@ -192,7 +196,7 @@ def rainy_day(t: Teller) -> None:
     else:
         t.tell("shelter a b")
     t.tell("wait_rain a b")
-    if t.chance(0.6):
+    if t.chance(SNACK_SHARE):
         snack(t)
     t.tell("rain_stops x")
     t.tell("puddles a b")
@@ -209,7 +213,7 @@ def strange_sound(t: Teller) -> None:
     t.tell("rescue a b")
     t.tell("thank b a")
     t.maybe("laugh_fear b a", 0.8)
-    if t.chance(0.6):
+    if t.chance(SNACK_SHARE):
         snack(t)
     t.tell(t.choose(("end_friends a b", "end_night a")))
 
@@ -224,7 +228,7 @@ def lost_way(t: Teller) -> None:
     t.tell("signal a o")
     t.tell("hears b a o")
     t.tell("thank a b")
-    if t.chance(0.6):
+    if t.chance(SNACK_SHARE):
         snack(t)
     t.tell("lead_home b a")
     t.maybe("end_friends a b")
@@ -239,10 +243,10 @@ def hide_and_seek(t: Teller) -> None:
     t.tell("seek a")
     t.tell("sneeze b a")
     t.tell("found_you a b")
-    if t.chance(0.6):
+    if t.chance(0.9):
         t.let_sum()
         t.tell("games_won a b n m k")
-    if t.chance(0.6):
+    if t.chance(SNACK_SHARE):
         snack(t)
     t.maybe("glad_both a b")
     ending(t)
@@ -260,7 +264,7 @@ def quarrel(t: Teller) -> None:
     t.tell("first_turn a b o")
     t.tell("second_turn b a o")
     t.maybe("play a b")
-    if t.chance(0.5):
+    if t.chance(SNACK_SHARE):
         snack(t)
     ending(t)
 
@@ -274,7 +278,7 @@ def new_friend(t: Teller) -> None:
     t.tell("show_thing a b o")
     t.tell("thaw b a")
     t.tell("play a b")
-    if t.chance(0.7):
+    if t.chance(SNACK_SHARE):
         snack(t)
     t.tell("end_friends a b")
 
@@ -356,7 +360,7 @@ def helping(t: Teller) -> None:
     t.tell("let_help a c")
     t.tell("carry a c y")
     t.maybe("story_time c a", 0.6)
-    if t.chance(0.6):
+    if t.chance(0.8):
         t.tell("basket c n f m g k")
     t.tell("elder_thanks c a")
     if t.chance(0.6):
@@ -372,7 +376,7 @@ def helping(t: Teller) -> None:
 def collecting(t: Teller) -> None:
     t.let(f=t.word("item", "wild"))
     opening(t)
-    n, m = t.number(2, 9), t.number(2, 9)
+    n, m = t.choose(ADDENDS), t.choose(ADDENDS)
     t.let(n=n, m=m, k=n + m)
     t.tell("collect_first a n f")
     t.tell("collect_more a m f")

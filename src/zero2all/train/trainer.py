@@ -51,6 +51,7 @@ from zero2all.train.source_losses import LOSS, SourceLosses
 from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
 from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spike
 from zero2all.train.throughput import PER_RANK_METRICS, ThroughputMeter
+from zero2all.units import sparkline
 
 LossFunction = Callable[..., Tensor]
 Evaluator = Callable[[LossFunction, Tokenizer, Recipe], dict[str, Any]]
@@ -191,6 +192,7 @@ class Trainer:
         recipe, run, ranks = self.recipe, self.run, self.rank_group
         self.skipped_steps: list[int] = []  # since their data is bad
         self.last_validation: dict[str, Any] = {}  # and its step
+        self.validation_curve: list[float] = []  # bits per byte since this start
         self.identity = RunIdentity(
             stages=self.plan.identity(),
             tokenizer=self.tokenizer.fingerprint,
@@ -387,7 +389,11 @@ class Trainer:
         validation = evaluate(self.model.eval_losses, self.tokenizer, self.recipe)
         self.last_validation = {"step": step + 1, **validation}
         self.record.event("evaluation", step=step, **validation)
-        say(f"validation after step {step + 1}: {validation['bits_per_byte']:.4f} bits per byte")
+        self.validation_curve.append(validation["bits_per_byte"])
+        say(
+            f"validation after step {step + 1}: {validation['bits_per_byte']:.4f} bits per byte  "
+            f"{sparkline(self.validation_curve)}"
+        )
         if self.mesh.rank == 0:
             record_samples(self.record, step, self.model, self.tokenizer, self.recipe)
 

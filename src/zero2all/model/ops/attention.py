@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.model.ops.document_attention import document_attention
+from zero2all.model.ops.document_attention import MAX_FP32_BACKWARD, document_attention
 from zero2all.model.ops.kernels import Kernel, builtin_kernel, needs_cuda
 from zero2all.recipe import ModelConfig
 from zero2all.torch_private import compiled_region_options
@@ -82,6 +82,10 @@ def _sdpa_mask(doc_starts_BS: Tensor | None, length: int, window: int | None, de
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: SdpaMask) -> Tensor:
     if mask.doc_starts_BS is not None:
         return document_attention(q, k, v, mask.doc_starts_BS.expand(q.shape[0], -1), mask.window)
+    length = q.shape[2]
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.requires_grad and length <= MAX_FP32_BACKWARD:
+        whole_row = torch.zeros(q.shape[0], length, dtype=torch.int32)
+        return document_attention(q, k, v, whole_row, length)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask.attn_mask, is_causal=mask.attn_mask is None, enable_gqa=grouped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero2all.storyworld.plots import SHARED_PLOTS, ending, fruit, opening, snack
+from zero2all.storyworld.plots import SHARED_PLOTS, SNACK_SHARE, ending, fruit, opening, snack
 from zero2all.storyworld.teller import Teller
 
 
@@ -21,7 +21,7 @@ def stuck_kite(t: Teller) -> None:
     t.tell("thank a b")
     t.tell("fly_both a b o")
     t.maybe("glad_both a b")
-    if t.chance(0.4):
+    if t.chance(SNACK_SHARE):
         snack(t)
     ending(t)
 
@@ -54,7 +54,7 @@ def contest(t: Teller) -> None:
     t.let(n=first + second - lead, m=first + second, k=lead)
     t.tell("win_by a b n m k")
     t.tell("admire b a")
-    if t.chance(0.5):
+    if t.chance(SNACK_SHARE):
         snack(t)
     ending(t)
 

@@ -6,15 +6,12 @@ from collections.abc import Iterable
 
 from zero2all.storyworld.grammar import Word
 
-GIRLS = "小雨 朵朵 小梅 芳芳 小燕 婷婷 妞妞 小莉 小兰 丫丫 小霞 琳琳"
-BOYS = "小明 冬冬 乐乐 大壮 小刚 小亮 强强 虎子 豆豆 小宝 阿福 小军"
+GIRLS = "小雨 朵朵 小梅"
+BOYS = "小明 小刚 冬冬"
 # Animals go by their kind; the measure word is for their first appearance.
-ANIMALS = """
-小兔 只 | 小猴 只 | 小熊 只 | 小刺猬 只 | 小松鼠 只 | 小狐狸 只 | 小山羊 只 | 小鸭 只 | 小花猫 只 | 小黄狗 条 | 小象 头
-小马 匹 | 小青蛙 只 | 小老鼠 只 | 小鹿 头 | 小猪 头
-"""
-ELDERS = "王奶奶 她 | 孙婆婆 她 | 刘阿姨 她 | 陈老师 她 | 李爷爷 他 | 张叔叔 他 | 赵大伯 他 | 周爷爷 他"
-ANIMAL_ELDERS = "羊爷爷 牛大叔 象伯伯 鹅大婶 猫头鹰奶奶 龟爷爷"
+ANIMALS = "小兔 只 | 小猴 只 | 小熊 只 | 小鸭 只"
+ELDERS = "王奶奶 她 | 李爷爷 他 | 张叔叔 他"
+ANIMAL_ELDERS = "羊爷爷 牛大叔"
 # Noun, measure word and marks, then the noun with what may stand before it.
 # Marks: * can break, ! makes a sound, + can be made by hand, ^ is useful, $ is sold, ~ keeps off the rain.
 THINGS = """
@@ -55,9 +52,7 @@ MARKS = {"*": "breakable", "!": "loud", "+": "handmade", "^": "useful", "$": "so
 # Where one goes, where one is, where one lives.
 PLACES = """
 公园 公园里 公园旁边 | 湖边 湖边 湖边 | 河边 河边 河边 | 山坡 山坡上 山坡上 | 果园 果园里 果园旁边
-竹林 竹林里 竹林旁边 | 村口 村口 村口 | 草地 草地上 草地旁边 | 小桥 小桥边 小桥边 | 树林 树林里 树林边
-菜地 菜地里 菜地旁边 | 池塘 池塘边 池塘边 | 山脚 山脚下 山脚下 | 花园 花园里 花园旁边 | 麦田 麦田边 麦田边
-小溪 小溪边 小溪边 | 老井 老井边 老井边 | 茶园 茶园里 茶园旁边 | 大槐树 大槐树下 大槐树旁边 | 荷塘 荷塘边 荷塘边
+竹林 竹林里 竹林旁边 | 草地 草地上 草地旁边 | 树林 树林里 树林边
 """
 SHOPS = "集市 集市上 | 小卖部 小卖部里 | 玩具店 玩具店里 | 杂货铺 杂货铺里 | 供销社 供销社里"
 FRUIT = "苹果 个 | 桃子 个 | 梨 个 | 橘子 个"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero2all.storyworld.plots import SHARED_PLOTS, ending, opening, snack
+from zero2all.storyworld.plots import SHARED_PLOTS, SNACK_SHARE, ending, opening, snack
 from zero2all.storyworld.teller import Teller
 
 
@@ -27,7 +27,7 @@ def trade(t: Teller) -> None:
     else:
         t.tell("glad_both a b")
         t.maybe("play a b")
-    if t.chance(0.4):
+    if t.chance(SNACK_SHARE):
         snack(t)
     ending(t)
 
@@ -47,7 +47,7 @@ def race(t: Teller) -> None:
         t.tell("stop_help a b")
         t.tell("both_win a b y")
     t.tell("humble b a")
-    if t.chance(0.6):
+    if t.chance(SNACK_SHARE):
         snack(t)
     ending(t)
 

@@ -6,18 +6,13 @@ from collections.abc import Iterable
 
 from zero2all.storyworld.grammar import Word
 
-GIRLS = "Mia Lily Nora Ruby Ella Anna Zoe Lucy Ivy Clara Emma Alice"
-BOYS = "Tom Sam Ben Jack Max Leo Finn Hugo Oscar Noah Peter Theo"
+GIRLS = "Mia Lily Nora"
+BOYS = "Tom Sam Ben"
 ANIMALS = """
-Hazel rabbit she | Dot duck she | Tilly squirrel she | Greta goose she | Molly mole she | Daisy lamb she
-Sasha fox she | Wanda owl she | Pip mouse he | Bruno bear he | Rusty dog he | Spike hedgehog he | Fred frog he
-Otto otter he | Basil badger he | Felix cat he
+Hazel rabbit she | Dot duck she | Bruno bear he | Rusty dog he
 """
-ELDERS = """
-Grandma Rose, she | Aunt May, she | Miss Bell, she | Old Martha, she | Grandpa Joe, he | Uncle Bob, he
-Farmer Dale, he | Captain Gray, he
-"""
-ANIMAL_ELDERS = "Old Turtle, he | Mother Hen, she | Grandpa Goat, he | Aunt Sheep, she"
+ELDERS = "Grandma Rose, she | Grandpa Joe, he | Uncle Bob, he"
+ANIMAL_ELDERS = "Old Turtle, he | Mother Hen, she"
 # Noun: adjectives that suit it.
 # Marks: * can break, ! makes a sound, + can be made by hand, ^ is useful, $ is sold, ~ keeps off the rain.
 THINGS = """
@@ -55,9 +50,9 @@ pillow+$: blue white green soft
 LOUD = {"drum": "beat", "bell": "ring", "flute": "play", "whistle": "blow"}
 MARKS = {"*": "breakable", "!": "loud", "+": "handmade", "^": "useful", "$": "sold", "~": "umbrella"}
 PLACES = """
-in: park, forest, meadow, orchard, garden, field, valley
-by: lake, river, pond, bridge, mill, well, waterfall, stream
-on: hill, farm, playground
+in: park, forest, meadow, garden
+by: lake, river, well
+on: hill
 """
 SHOPS = "market, toy shop, village shop, corner shop, little shop"
 FRUIT = "apples, pears, plums, cherries, peaches, berries"
