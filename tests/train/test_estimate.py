@@ -84,6 +84,7 @@ def test_a_run_is_as_it_was_after_its_dry_run(workspace: Path, tmp_path: Path) -
     assert extended.exit_code == 0, extended.output
     assert "warning" not in extended.stdout
     assert "planned from step 5" in extended.stdout
+    assert " of it left on 1 x H100" in extended.stdout
     assert contents(tmp_path) == before
 
 

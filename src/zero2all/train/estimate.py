@@ -76,6 +76,7 @@ class TimeEstimate:
     tokens_per_second: float | None
     """Over all ranks, on average over the stages."""
     seconds: float | None
+    """Of all steps."""
     note: str
 
 
@@ -105,6 +106,7 @@ class RunEstimate:
     tokens: int | None
     trained_steps: int
     """Of the newest checkpoint of the run."""
+    trained_tokens: int
     stages: list[StageEstimate]
     epochs: dict[str, float] | None
     learning_rates: LearningRates
@@ -156,6 +158,7 @@ def estimate_run(
         steps=None if plan is None else plan.total_steps,
         tokens=tokens,
         trained_steps=trained_steps,
+        trained_tokens=0 if plan is None else plan.tokens_before(trained_steps),
         stages=stages,
         epochs=epochs,
         learning_rates=LearningRates(
@@ -351,7 +354,7 @@ def _estimate_text(estimate: RunEstimate, plan: Plan | None, history: LRHistory 
         *(f"chosen: {value}" for value in estimate.learning_rates.chosen),
     ]
     if estimate.trained_steps:
-        lines.append(f"the run has a checkpoint of step {estimate.trained_steps}")
+        lines.append(f"the run has a checkpoint of step {estimate.trained_steps}; steps and time below include these")
     for number, stage in enumerate(estimate.stages):
         planned = None if plan is None else plan.stages[number]
         lines += _stage_lines(stage, planned, only=len(estimate.stages) == 1)
@@ -394,6 +397,8 @@ def _time_line(estimate: RunEstimate) -> str:
     total = f"time: {UNKNOWN}" if known.seconds is None else f"time: {show_seconds(known.seconds)}"
     if known.seconds is not None and estimate.world_size > 1:
         total += f" ({known.seconds * estimate.world_size / 3600:,.1f} device hours)"
-    speed = f" on {known.device}, {show_count(known.tokens_per_second or 0)} tok/s at an MFU of {known.mfu:.1%}"
+    if known.seconds and estimate.trained_tokens and estimate.tokens:
+        total += f", {show_seconds(known.seconds * (1 - estimate.trained_tokens / estimate.tokens))} of it left"
+    speed = f" on {known.device}, {show_count(round(known.tokens_per_second or 0))} tok/s at an MFU of {known.mfu:.1%}"
     how = "stated, not measured" if known.basis == "stated MFU" else f"measured: {known.note}"
     return f"{total}{speed} ({how})"
