@@ -182,6 +182,8 @@ def damaged(change: Any) -> bytes:
 HOSTILE = {
     "a path as a name": damaged(lambda value: value["variants"][0].update(name="../../etc")),
     "text as a number": damaged(lambda value: value["variants"][0]["result"].update(seconds="<script>")),
+    "a number that is none": damaged(lambda value: value["variants"][0]["result"].update(seconds=math.nan)),
+    "an infinite number": damaged(lambda value: value["variants"][0].update(values={LR: math.inf})),
     "another format": damaged(lambda value: value.update(format=2)),
     "too many variants": damaged(lambda value: value.update(variants=value["variants"] * 3000)),
     "nested without end": b"[" * 200_000,
@@ -202,9 +204,9 @@ def test_a_hostile_record_is_an_error_of_one_line(tmp_path: Path, name: str) -> 
 
 def test_a_record_with_strange_values_is_shown_and_prints_no_control_characters(tmp_path: Path) -> None:
     def change(value: Any) -> None:
-        value["variants"][0]["result"]["metrics"]["bits_per_byte"] = math.nan
+        value["variants"][0]["result"]["metrics"]["bits_per_byte"] = 1e300
         value["variants"][0].update(state="failed", reason="\x1b[2Jgone\u202e")
-        value["variants"][1]["values"] = {"other": 1e400}
+        value["variants"][1]["values"] = {"other": 10**300}
         value["keys"] = [LR, "missing"]
 
     (tmp_path / EXPERIMENT_FILE).write_bytes(damaged(change))

@@ -58,16 +58,14 @@ def test_the_page_gets_the_record_and_the_numbers_of_the_runs(runs: list[RunView
     assert '"experiments": [{"name": "ab"' in report_html(runs)
 
 
-def test_secrets_control_characters_and_values_that_are_not_finite_do_not_reach_the_page(runs: list[RunView]) -> None:
+def test_secrets_and_control_characters_do_not_reach_the_page(runs: list[RunView]) -> None:
     value = json.loads(experiment_file(runs).read_text())
     value["variants"][0].update(overrides=["corpus.dir=https://me:password@host/x"], reason="\x1b[2Jgone\u202e")
-    value["variants"][0]["result"]["seconds"] = float("nan")
     experiment_file(runs).write_text(json.dumps(value))
     [found] = shown(runs)
     first = found["record"]["variants"][0]
     assert "password" not in json.dumps(found)
     assert first["reason"] == "\\x1b[2Jgone\\u202e"
-    assert first["result"]["seconds"] is None
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,31 @@
 >>> run_experiment(plan, budget="5m")
 >>> print(report_text(build_report(open_experiment(plan.directory))))
 
-A plan is a list of variants, each a recipe with overrides and a seed. There is one runner for all plans.
+A plan is a list of variants, each a recipe with overrides and a seed: ``make_plan`` makes one of any groups. There is
+one runner for all plans.
 """
 
 from zero2all.experiments.comparison import Comparison, compare_targets, open_experiment
 from zero2all.experiments.report import Report, build_report, report_text
 from zero2all.experiments.runner import run_experiment
-from zero2all.experiments.variants import ExperimentPlan, Variant, plan_comparison, plan_sweep
+from zero2all.experiments.variants import (
+    ExperimentPlan,
+    Variant,
+    VariantGroup,
+    make_plan,
+    plan_comparison,
+    plan_sweep,
+)
 
 __all__ = [
     "Comparison",
     "ExperimentPlan",
     "Report",
     "Variant",
+    "VariantGroup",
     "build_report",
     "compare_targets",
+    "make_plan",
     "open_experiment",
     "plan_comparison",
     "plan_sweep",

@@ -86,7 +86,7 @@ def run_result(run: Run, evaluation: Evaluation) -> VariantResult:
     if "validation/all" in validation.mean:
         steps = (validation.steps + 1).astype(int).tolist()
         measured += zip(validation.mean["validation/all"].tolist(), steps, strict=True)
-    best, best_step = min(measured)
+    best, best_step = min((value, step) for value, step in measured if math.isfinite(value))
     rates = view.table(["tokens_per_second"]).mean["tokens_per_second"]
     rates = rates[np.isfinite(rates)]
     return VariantResult(
@@ -94,7 +94,7 @@ def run_result(run: Run, evaluation: Evaluation) -> VariantResult:
         tokens=run.plan().tokens_before(evaluation.step),
         seconds=compute_run_goodput(run.directory).seconds,
         tokens_per_second=float(np.median(rates)) if len(rates) else 0.0,
-        metrics=evaluation.metrics,
+        metrics={name: value for name, value in evaluation.metrics.items() if math.isfinite(value)},
         best_bits_per_byte=best,
         best_step=best_step,
         validation_set=evaluation.validation_set,

@@ -49,12 +49,17 @@ class ExperimentPlan:
 
 
 @dataclass(frozen=True)
-class _Group:
+class VariantGroup:
+    """What the runs with different seeds have in common."""
+
     label: str
     path: Path
+    """Of the recipe file."""
     overrides: list[str]
     recipe: Recipe
+    """With the overrides."""
     values: dict[str, int | float | str]
+    """Of the keys that are varied."""
 
 
 def experiment_dir(out: Path, name: str) -> Path:
@@ -80,8 +85,8 @@ def plan_sweep(path: Path, words: Sequence[str], seeds: int, name: str | None = 
         recipe = load_recipe(path, overrides)
         label = " ".join(f"{short[key]}={text}" for key, text in texts.items())
         values = {key: _value_at(recipe, key, text) for key, text in texts.items()}
-        groups.append(_Group(label, path, overrides, recipe, values))
-    return _plan(name or _directory_names(["-".join(["sweep", *short.values()])])[0], "sweep", keys, groups, seeds)
+        groups.append(VariantGroup(label, path, overrides, recipe, values))
+    return make_plan(name or _directory_names(["-".join(["sweep", *short.values()])])[0], "sweep", keys, groups, seeds)
 
 
 def plan_comparison(
@@ -93,13 +98,14 @@ def plan_comparison(
         stem = path.stem if path.is_file() else path.name
         labels.append(next(label for n in count(1) if (label := stem if n == 1 else f"{stem}-{n}") not in labels))
     groups = [
-        _Group(label, path, list(overrides), load_recipe(path, list(overrides)), {})
+        VariantGroup(label, path, list(overrides), load_recipe(path, list(overrides)), {})
         for label, path in zip(labels, paths, strict=True)
     ]
-    return _plan(name or _directory_names(["-vs-".join(labels)])[0], "compare", [], groups, seeds)
+    return make_plan(name or _directory_names(["-vs-".join(labels)])[0], "compare", [], groups, seeds)
 
 
-def _plan(name: str, kind: str, keys: list[str], groups: list[_Group], seeds: int) -> ExperimentPlan:
+def make_plan(name: str, kind: str, keys: list[str], groups: list[VariantGroup], seeds: int) -> ExperimentPlan:
+    """Every group with the same number of seeds, counted up from that of its recipe."""
     if "/" in name or not is_run_name(f"{EXPERIMENTS_DIR}/{name}"):
         raise UsageError(f"--name {name}: use letters, digits, '.', '_' and '-', and not the name of a stage")
     first = groups[0].recipe
@@ -121,7 +127,7 @@ def _plan(name: str, kind: str, keys: list[str], groups: list[_Group], seeds: in
     return ExperimentPlan(name, kind, keys, out, variants)
 
 
-def _variant(group: _Group, run_name: str, seed: int, first: Recipe, experiment: str) -> Variant:
+def _variant(group: VariantGroup, run_name: str, seed: int, first: Recipe, experiment: str) -> Variant:
     seeded = group.recipe.model_copy(update={"seed": seed})
     record = VariantRecord(
         name=run_name,

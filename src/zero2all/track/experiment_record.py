@@ -29,7 +29,8 @@ MAX_CURVES = 200
 BITS_PER_BYTE = "bits_per_byte"  # the metric by which variants are compared: lower is better
 MAX_BITS_PER_BYTE = 1e6  # more is damage
 VariantState = Literal["planned", "running", "stopped", "done", "failed"]
-Points = Annotated[list[tuple[float, float]], Field(max_length=MAX_VARIANTS)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Points = Annotated[list[tuple[Finite, Finite]], Field(max_length=MAX_VARIANTS)]
 DirectoryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
 
 
@@ -39,12 +40,12 @@ class VariantResult:
 
     steps: int
     tokens: int
-    seconds: float
+    seconds: Finite
     """Wall time of training, over all restarts."""
-    tokens_per_second: float
-    metrics: dict[str, float]
+    tokens_per_second: Finite
+    metrics: dict[str, Finite]
     """Of the last checkpoint, ``bits_per_byte`` on the validation set among them."""
-    best_bits_per_byte: float
+    best_bits_per_byte: Finite
     best_step: int
     validation_set: str
     """Fingerprint of the validation text, whatever the tokenizer."""
@@ -66,7 +67,7 @@ class VariantRecord:
     recipe: str
     """The recipe file that was given."""
     overrides: list[str]
-    values: dict[str, int | float | str]
+    values: dict[str, int | Finite | str]
     """Of the keys that the experiment varies."""
     key: str
     """Fingerprint of all that decides the result, except the budget."""
@@ -90,8 +91,8 @@ class Verdict:
 
     reference: str
     other: str
-    difference: float
-    margin: float | None
+    difference: Finite
+    margin: Finite | None
     """Half the width of the 95 % confidence interval; None if the noise between seeds is unknown."""
 
     @property
@@ -110,14 +111,14 @@ class GroupSummary:
     """Of the runs with a result."""
     problems: list[str]
     """Of the runs without one."""
-    bits_per_byte: float | None = None
-    spread: float | None = None
+    bits_per_byte: Finite | None = None
+    spread: Finite | None = None
     """Standard deviation between seeds; None with fewer than two."""
-    best_bits_per_byte: float | None = None
+    best_bits_per_byte: Finite | None = None
     steps: int | None = None
     tokens: int | None = None
-    tokens_per_second: float | None = None
-    seconds: float | None = None
+    tokens_per_second: Finite | None = None
+    seconds: Finite | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class ExperimentRecord:
     """Recipe keys that are varied; empty if the variants are recipes of their own."""
     budget: str | None
     """Of each run, as given; None: the length in the recipe."""
-    step_seconds: dict[str, float] = field(default_factory=dict)
+    step_seconds: dict[str, Finite] = field(default_factory=dict)
     """Measured for a time budget, by what decides the speed."""
     variants: Annotated[list[VariantRecord], Field(max_length=MAX_VARIANTS)] = field(default_factory=list)
     groups: list[GroupSummary] = field(default_factory=list)
