@@ -63,7 +63,7 @@ def test_equal_values_are_no_difference_and_rounding_is_none_either() -> None:
 
 def test_a_sweep_compares_with_the_best_and_a_comparison_with_the_first() -> None:
     runs = [variant("a", 1, 2.0), variant("b", 1, 1.9), variant("c", 1, 1.95)]
-    assert [(one.reference, one.other) for one in experiment("sweep", *runs).verdicts] == [("b", "a"), ("b", "c")]
+    assert [(one.reference, one.other) for one in experiment("sweep", *runs).verdicts] == [("b", "c"), ("b", "a")]
     assert [(one.reference, one.other) for one in experiment("compare", *runs).verdicts] == [("a", "b"), ("a", "c")]
 
 

@@ -119,6 +119,7 @@ def test_a_run_sets_it_before_it_uses_a_device(monkeypatch: pytest.MonkeyPatch) 
 
     Cuda(monkeypatch)
     monkeypatch.setattr(trainer, "pick_device", pick_device)
+    monkeypatch.setattr(trainer, "require_data", lambda recipe: None)
     recipe = Recipe.model_validate({"train": {"steps": 1, "deterministic": True}})
     with pytest.raises(Reached):
         trainer.Trainer(recipe)

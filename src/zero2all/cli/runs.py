@@ -160,7 +160,7 @@ def eval_stories(
     step: CheckpointStep = None,
     json: Json = False,
 ) -> Result:
-    """Generate stories and check their grammar, consistency and sums.
+    """Check grammar, consistency and sums of generated stories.
 
     For models that are trained on the built-in stories, as by 'z2a quickstart' without --corpus.
 
