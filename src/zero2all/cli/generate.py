@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from zero2all.generation import Completion, TextPiece
+    from zero2all.model import Z2all
+    from zero2all.parallel import ParallelModel
 
 
 @command
@@ -53,6 +56,12 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
     step: CheckpointStep = None,
+    tp: Annotated[
+        int, typer.Option("--tp", min=1, help="Tensor parallelism: number of ranks, started with 'z2a launch'.")
+    ] = 1,
+    pp: Annotated[
+        int, typer.Option("--pp", min=1, help="Pipeline parallelism: number of ranks, started with 'z2a launch'.")
+    ] = 1,
     json: Json = False,
 ) -> Result:
     """Generate text from a prompt, or from each prompt of a file.
@@ -62,6 +71,7 @@ def generate(
     Example: z2a generate runs/first --prompt "def main("
     """
     from zero2all.generation import SamplingParams, generate_batch, stream
+    from zero2all.recipe import ParallelRecipe
     from zero2all.train import Run
 
     if prompt and prompts is not None:
@@ -70,12 +80,19 @@ def generate(
     texts = [text for text in texts for _ in range(num_samples)]
     params = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, tuple(stop or ()), seed)
     opened = Run.open(run)
-    model, tokenizer = opened.load_model(step), opened.tokenizer()
-    if len(texts) == 1 and not json and _stdout_is_terminal():
+    tokenizer = opened.tokenizer()
+    if tp * pp > 1:
+        model: Z2all | ParallelModel = opened.load_parallel_model(
+            ParallelRecipe(tp=tp, pp=pp, dp_shard=1, sp=False), step
+        )
+    else:
+        model = opened.load_model(step)
+    if len(texts) == 1 and not json and tp * pp == 1 and _stdout_is_terminal():
         return Result(None, _print_stream(texts[0], stream(model, tokenizer, texts, params)))
     completions = generate_batch(model, tokenizer, texts, params)
     data = [{"prompt": text, **asdict(completion)} for text, completion in zip(texts, completions, strict=True)]
-    return Result({"completions": data}, _format_completions(texts, completions))
+    is_rank0 = os.environ.get("RANK", "0") == "0"  # only one of several ranks reports it
+    return Result({"completions": data}, _format_completions(texts, completions) if is_rank0 else "")
 
 
 def _read_prompts(path: Path) -> list[str]:

@@ -21,11 +21,13 @@ from zero2all.checkpoint.flash import SHM_DIRECTORY
 from zero2all.checkpoint.lineage import read_lineage
 from zero2all.console import say
 from zero2all.errors import RecipeError, UsageError, Z2aError
-from zero2all.hardware import device_name
+from zero2all.hardware import device_name, pick_device
 from zero2all.io import MANIFEST, atomic_path, read_record, write_json, write_text
 from zero2all.model import Z2all
+from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.paths import to_path
-from zero2all.recipe import ModelConfig, Recipe, load_recipe, recipe_yaml
+from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe, load_recipe, recipe_yaml
+from zero2all.recipe.parallel import parallel_mistakes
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.train.plan import Plan
@@ -139,18 +141,36 @@ class Run:
 
     def load_model(self, step: int | None = None) -> Z2all:
         """The weights of a checkpoint, by default the newest."""
-        step = self.checkpoints.newest_valid(read_lineage(self.directory)) if step is None else step
-        if step is None or not self.checkpoints.is_valid(step):
-            available = ", ".join(map(str, self.checkpoints.steps())) or "none"
-            raise Z2aError(
-                f"no checkpoint {'' if step is None else step} in {self.directory}; steps there: {available}"
-            )
+        step = self._valid_step(step)
         config = self._checkpoint_config(step)
         with torch.device("meta"):
             model = Z2all(config)
         model = model.to_empty(device="cpu").init_buffers()
         self.checkpoints.load_model(step, model)
         return model.eval()
+
+    def load_parallel_model(self, parallel: ParallelRecipe, step: int | None = None) -> ParallelModel:
+        """The same over ranks that ``z2a launch`` has started; the layout need not be that of training.
+
+        >>> model = run.load_parallel_model(ParallelRecipe(tp=2, dp_shard=1, sp=False))  # on each of two ranks
+        """
+        step = self._valid_step(step)
+        config = self._checkpoint_config(step)
+        for mistake in parallel_mistakes(config, self.recipe.train, parallel):
+            raise UsageError(mistake.message)
+        mesh = ParallelMesh.init_distributed(parallel, pick_device(self.recipe.train.device))
+        model = ParallelModel(config, parallel, mesh, seed=self.recipe.seed)
+        self.checkpoints.load_model(step, model.model)
+        return model
+
+    def _valid_step(self, step: int | None) -> int:
+        step = self.checkpoints.newest_valid(read_lineage(self.directory)) if step is None else step
+        if step is None or not self.checkpoints.is_valid(step):
+            available = ", ".join(map(str, self.checkpoints.steps())) or "none"
+            raise Z2aError(
+                f"no checkpoint {'' if step is None else step} in {self.directory}; steps there: {available}"
+            )
+        return step
 
     def _checkpoint_config(self, step: int) -> ModelConfig:
         path = self.directory / IDENTITY_FILE
