@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.model.helpers import EXPERTS, SMALL, make, some_tokens
 from zero2all.errors import UsageError, Z2aError
-from zero2all.model import Z2all, export_hf, hf_incompatibility, load_hf
+from zero2all.model import HFWeights, Z2all, export_hf, hf_incompatibility, load_hf
 from zero2all.model.hf_config import from_hf_config, hf_config
 from zero2all.recipe import ModelConfig
 
@@ -199,3 +200,69 @@ def test_the_further_block_stays_at_home(tmp_path: Path) -> None:
     assert back.mtp is None
     assert torch.equal(back(some_tokens()), model(some_tokens()))
     assert "mtp" not in json.dumps(sorted(load_file(tmp_path / "model.safetensors")))
+
+
+def test_only_safetensors_in_the_directory_are_read(tmp_path: Path) -> None:
+    export_hf(make(), tmp_path, shard_bytes=100_000)
+    index, shards = tmp_path / "model.safetensors.index.json", sorted(tmp_path.glob("*.safetensors"))
+    weight_map = json.loads(index.read_text())
+    for name in ("../other.safetensors", "/etc/model.safetensors", "pytorch_model.bin"):
+        index.write_text(json.dumps({"weight_map": {**weight_map["weight_map"], "model.norm.weight": name}}))
+        with pytest.raises(Z2aError, match=f"names '{name}', which is no safetensors file in"):
+            HFWeights(tmp_path)
+    index.write_text(json.dumps({"weight_map": 3}))
+    with pytest.raises(Z2aError, match=r"index\.json: weight_map: "):
+        HFWeights(tmp_path)
+    index.unlink()  # all files are read then
+    HFWeights(tmp_path)
+    shutil.copy(shards[0], tmp_path / "copy.safetensors")
+    with pytest.raises(Z2aError, match="which another file holds as well"):
+        HFWeights(tmp_path)
+    for shard in tmp_path.glob("*.safetensors"):
+        shard.unlink()
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=r"pickle file \(pytorch_model\.bin\), which can run code"):
+        HFWeights(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(UsageError, match=r"model\.safetensors or model\.safetensors\.index\.json is missing"):
+        HFWeights(tmp_path)
+
+
+def test_damaged_quantized_and_missing_files_are_refused(tmp_path: Path) -> None:
+    export_hf(make(), tmp_path, shard_bytes=100_000)
+    first, *_ = sorted(tmp_path.glob("*.safetensors"))
+    content = first.read_bytes()
+    for damaged in (content[:-8], content[:100], b"", b"\x80\x04pickle" * 9):
+        first.write_bytes(damaged)
+        with pytest.raises(Z2aError, match=rf"{first.name} is damaged or not a safetensors file"):
+            HFWeights(tmp_path)
+    first.unlink()
+    with pytest.raises(Z2aError, match=rf"{first.name} is missing"):
+        HFWeights(tmp_path)
+    first.write_bytes(content)
+    weights = load_file(first)
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    save_file({**weights, name: weights[name].to(torch.float8_e4m3fn)}, first)
+    with pytest.raises(Z2aError, match=f"{name} is stored as F8_E4M3; quantized weights cannot be trained"):
+        HFWeights(tmp_path)
+
+
+def test_a_table_of_rotary_frequencies_is_ignored(tmp_path: Path) -> None:
+    export_hf(make(), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    save_file(weights, tmp_path / "model.safetensors")
+    assert torch.equal(load_hf(tmp_path)(some_tokens()), make()(some_tokens()))
+
+
+def test_weights_are_read_in_any_parts(tmp_path: Path) -> None:
+    export_hf(make(**MOE), tmp_path, shard_bytes=100_000)
+    weights, full = HFWeights(tmp_path), load_hf(tmp_path).state_dict()
+    for name, begin, size in [
+        ("layers.1.mlp.experts.down_proj", (3, 8, 5), (2, 40, 20)),
+        ("layers.0.self_attn.q_proj.weight", (7, 0), (1, 64)),
+        ("norm.weight", (60,), (4,)),
+    ]:
+        part = tuple(slice(first, first + count) for first, count in zip(begin, size, strict=True))
+        assert weights.shape(name) == tuple(full[name].shape)
+        assert torch.equal(weights.read(name, begin, size), full[name][part])

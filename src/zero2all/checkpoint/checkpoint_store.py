@@ -63,6 +63,12 @@ STATE_FILE = "state.json"
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process needs no process group
 
 
+def checkpoint_step(name: str) -> int | None:
+    """The step of a checkpoint's directory, by its name; None if it is not the name of one."""
+    match = re.fullmatch(r"step-(\d+)", name)
+    return int(match[1]) if match else None
+
+
 @dataclass(frozen=True)
 class CheckpointHeader:
     """What retention and listings need of ``state.json``; it may be of an earlier version."""
@@ -81,8 +87,8 @@ class CheckpointStore:
         self._verified: set[int] = set()  # by this process: their checksums were valid
 
     def steps(self) -> list[int]:
-        matches = (re.fullmatch(r"step-(\d+)", name) for name in self._entry_names())
-        return sorted(int(match[1]) for match in matches if match)
+        steps = (checkpoint_step(name) for name in self._entry_names())
+        return sorted(step for step in steps if step is not None)
 
     def _entry_names(self) -> set[str]:
         """Names in the directory. A directory that cannot be listed is an error, not empty."""
@@ -110,9 +116,8 @@ class CheckpointStore:
 
         With the lineage of a run, a checkpoint of an abandoned history is used only if there is no other.
         """
-        steps = list(reversed(self.steps()))
-        abandoned = [step for step in steps if not _is_on_lineage(step, self.header_or_empty(step), lineage)]
-        for step in sorted(steps, key=lambda step: step in abandoned):
+        steps, abandoned = self._newest_first(lineage)
+        for step in steps:
             problem = self.problem(step)
             if problem is None:
                 if step in abandoned:
@@ -120,6 +125,17 @@ class CheckpointStore:
                 return step
             warn(f"checkpoint {self.path(step)} is skipped: {problem}")
         return None
+
+    def newest(self, lineage: Lineage | None = None) -> int | None:
+        """The same without reading it: it may be damaged."""
+        steps, _ = self._newest_first(lineage)
+        return steps[0] if steps else None
+
+    def _newest_first(self, lineage: Lineage | None) -> tuple[list[int], set[int]]:
+        """All steps, those of abandoned histories last, and which these are."""
+        steps = list(reversed(self.steps()))
+        abandoned = {step for step in steps if not _is_on_lineage(step, self.header_or_empty(step), lineage)}
+        return sorted(steps, key=lambda step: step in abandoned), abandoned
 
     def is_valid(self, step: int) -> bool:
         return self.problem(step) is None

@@ -7,15 +7,19 @@ refused. Entries that are not tensors are never read. Tensors are read by torch 
 
 from __future__ import annotations
 
+import math
 import pickle
+from collections.abc import Sequence
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -26,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from zero2all.errors import Z2aError
@@ -211,6 +216,36 @@ class CheckpointReader(FileSystemReader):
                 f"{self._metadata_file.parent} cannot be loaded: {failure_reasons(error)} "
                 "(choose another step: 'z2a ckpt ls' lists them)"
             ) from error
+
+    def read_part(self, name: str, begin: Sequence[int], size: Sequence[int]) -> Tensor:
+        """The part of a tensor that begins at the index ``begin``. No collective: each rank reads what it needs."""
+        metadata, directory = self.read_metadata(), self._metadata_file.parent
+        entry = metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        part = torch.zeros(tuple(size), dtype=entry.properties.dtype)
+        wanted = ChunkStorageMetadata(torch.Size(begin), torch.Size(size))
+        items = create_read_items_for_chunk_list(name, entry, [wanted])
+        if sum(math.prod(item.lengths) for item in items) != part.numel():
+            raise Z2aError(f"{directory} has only a part of {name}: use another checkpoint ('z2a ckpt ls' lists them)")
+        self.set_up_storage_reader(metadata, is_coordinator=True)
+        try:
+            self.read_data(LoadPlan(items), _PartPlanner(part)).wait()
+        except (OSError, Z2aError):
+            raise
+        except Exception as error:  # torch raises whatever the bytes lead it to
+            raise _damaged(directory, error) from error
+        return part
+
+
+class _PartPlanner(DefaultLoadPlanner):
+    """Reads into one tensor, which is a part of a stored one."""
+
+    def __init__(self, part: Tensor) -> None:
+        super().__init__()
+        self._part = part
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._part
 
 
 def failure_reasons(error: CheckpointException) -> str:

@@ -52,17 +52,22 @@ def verify_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)
     """Recompute the checksums. Rank r of R checks every R-th file from r on: all ranks together read each file once."""
 
     def check() -> None:
-        manifest = _read_manifest(path, step)
-        rank, world_size = rank_slice
-        for name in sorted(manifest.files)[rank::world_size]:
+        for name, recorded in read_checksums(path, step, rank_slice).items():
             try:
                 digest = sha256_file(path / name)
             except MISSING_FILE_ERRORS:
                 raise DamagedError(f"{name} is missing") from None
-            if digest != manifest.files[name]:
+            if digest != recorded:
                 raise DamagedError(f"{name} does not match its checksum")
 
     return check_with_retries(check)
+
+
+def read_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)) -> dict[str, str]:
+    """The recorded checksums of the same files."""
+    files = _read_manifest(path, step).files
+    rank, world_size = rank_slice
+    return {name: files[name] for name in sorted(files)[rank::world_size]}
 
 
 def verify_sizes(path: Path, step: int) -> IntegrityResult:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +19,7 @@ from zero2all.errors import UsageError
 from zero2all.hardware import fp64_device
 from zero2all.model import IGNORE_INDEX, KVCache, Z2all
 from zero2all.model.moe import MoE
+from zero2all.model.weights import WeightReader, load_weights
 from zero2all.parallel.batch_split import even_micro_batch_size
 from zero2all.parallel.context_parallel import ContextParallel
 from zero2all.parallel.gradient_accumulation import set_gradient_sync
@@ -25,7 +27,7 @@ from zero2all.parallel.loss_scale import DynamicLossScaler
 from zero2all.parallel.mesh import ParallelMesh
 from zero2all.parallel.parallelize import parallelize
 from zero2all.parallel.pipeline_parallel import Pipeline, merge_stages, stage_indices_of_rank
-from zero2all.parallel.sharded_init import ShardedInitMode
+from zero2all.parallel.sharded_init import ShardedInitMode, local_part
 from zero2all.parallel.tensor_parallel import apply_tp_ops
 from zero2all.recipe import ModelConfig, ParallelRecipe, RopeScaling
 from zero2all.torch_private import foreach_mul_, foreach_norm
@@ -84,6 +86,11 @@ class ParallelModel:
             self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False)
             if mesh.dims.world_size > 2 and not compile:
                 self._rebuild_ddp_buckets(self._ddp)
+
+    def load_weights(self, reader: WeightReader) -> None:
+        """Replace the weights. Each rank reads its own shards; nothing is sent between ranks."""
+        weights: dict[str, Any] = get_model_state_dict(self.model)
+        load_weights(weights, reader, local_part)
 
     def forward_backward(
         self,

@@ -1,8 +1,8 @@
-"""Initialize a sharded model with the weights of the full model."""
+"""Initialize a sharded model with the weights of the full model, random or stored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from zero2all.model.weights import whole_tensor
 from zero2all.torch_private import local_shape_and_offset
 
 
@@ -58,3 +59,11 @@ class ShardedInitMode(TorchFunctionMode):
         if all(shape):
             local = tuple(slice(begin, begin + size) for begin, size in zip(first, shape, strict=True))
             parameter.to_local().copy_(full[local])
+
+
+def local_part(tensor: Tensor) -> tuple[Sequence[int], Tensor]:
+    """Where the shard of this rank begins in the full tensor, and the shard."""
+    if not isinstance(tensor, DTensor):
+        return whole_tensor(tensor)
+    _, begin = local_shape_and_offset(tensor)
+    return begin, tensor.to_local()

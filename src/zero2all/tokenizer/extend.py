@@ -131,8 +131,7 @@ def _extended_definition(old: Tokenizer, tokens: list[bytes], merges: list[tuple
         special[padding.pop(0)] = id
     # Special tokens are listed as tokens of the model too: that is what makes readers keep ids in the middle.
     definition["model"]["vocab"] = {name: id for id, name in names.items()} | special
-    before = [merge.split(" ") if isinstance(merge, str) else merge for merge in definition["model"]["merges"]]
-    definition["model"]["merges"] = before + [[names[left], names[right]] for left, right in merges]
+    definition["model"]["merges"] = _merges(definition) + [[names[left], names[right]] for left, right in merges]
     like = definition["added_tokens"][-1]
     definition["added_tokens"] += [
         {**like, "id": id, "content": name} for name, id in special.items() if name not in old.special_ids
@@ -140,10 +139,15 @@ def _extended_definition(old: Tokenizer, tokens: list[bytes], merges: list[tuple
     return definition
 
 
+def _merges(definition: dict[str, Any]) -> list[list[str]]:
+    """Pairs of tokens; older files have each pair as one text."""
+    return [merge.split(" ") if isinstance(merge, str) else merge for merge in definition["model"]["merges"]]
+
+
 def decompose_new_tokens(old: Tokenizer, new: Tokenizer) -> list[list[int]]:
     """For each id that only ``new`` has, the old ids that it is merged from; none for a reserved name."""
     ids = new.vocabulary.definition["model"]["vocab"]
     old_ids: dict[int, list[int]] = {id: [id] for id in range(old.vocab_size)}
-    for left, right in new.vocabulary.definition["model"]["merges"]:
+    for left, right in _merges(new.vocabulary.definition):
         old_ids.setdefault(ids[left + right], old_ids[ids[left]] + old_ids[ids[right]])
     return [old_ids.get(id, []) for id in range(old.vocab_size, new.vocab_size)]
