@@ -242,6 +242,14 @@ def prepare_longer_run(page: Sandbox) -> None:
     page.z2a("train", "my.yaml", "train.tokens=84Ki", "checkpoint.every=100 steps")
 
 
+def prepare_pretrained(page: Sandbox) -> None:
+    """Text, a finished run, and a Hugging Face model."""
+    prepare_text(page)
+    prepare_run(page)
+    page.z2a("train", "my.yaml", "model.qk_norm=true", "model.tie_word_embeddings=true", "--name", "qwen3")
+    page.z2a("export", "runs/mine/qwen3", "--to", "models/Qwen3-0.6B")
+
+
 def prepare_text(page: Sandbox) -> None:
     """Real text in the shapes and places that the recipes of the pages name: Python's help and our Chinese pages."""
     prose = "\n\n".join(topics[name] for name in sorted(topics))

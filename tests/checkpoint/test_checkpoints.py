@@ -24,7 +24,7 @@ from zero2all.cli.main import app
 from zero2all.errors import UsageError, Z2aError
 from zero2all.evals import evaluate_bpb
 from zero2all.recipe import Recipe
-from zero2all.train import Run, TrainerHooks, train
+from zero2all.train import Run, Trainer, TrainerHooks, train
 
 
 def z2a(*words: object) -> tuple[int, dict[str, object]]:
@@ -151,7 +151,9 @@ def test_checkpoints_in_an_object_store(workspace: Path, tmp_path: Path, s3: str
     assert "state.json does not match its checksum" in str(answer["error"])
     assert train(recipe).resumed_at == 4
     assert losses(run) == losses(tmp_path / "uninterrupted")
-    run.load_model()
+    expected = run.load_model().state_dict()
+    with Trainer(tiny_recipe(workspace, f"out={tmp_path}/next", f"train.init={s3}/run/step-00000012")) as trainer:
+        assert all(torch.equal(weight, expected[name]) for name, weight in trainer.model.model.state_dict().items())
 
 
 def test_two_trainers_in_one_run_are_refused_and_a_dead_one_is_not(workspace: Path, tmp_path: Path) -> None:

@@ -26,7 +26,10 @@ def test_files_of_0_1_are_read_whole_and_written_with_keys_in_the_same_order(
 ) -> None:
     beside_the_record = ("step", "time", "lineage")
     saved = identity_to_new(json.loads((OLD / name).read_text()))
-    expected = {key: value for key, value in saved.items() if key not in beside_the_record}
+    expected = {}
+    for key, value in saved.items():
+        expected |= {} if key in beside_the_record else {key: value}
+        expected |= {"init": None} if key == "optimizer" else {}  # was added later
     assert json.dumps(asdict(read_record(record, OLD / name))) == json.dumps(expected)
 
 

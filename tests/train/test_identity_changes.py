@@ -23,6 +23,7 @@ RUN = RunIdentity([STAGE], "t1", {"num_hidden_layers": 2, "qk_norm": False}, "ad
         (replace(RUN, optimizer="muon"), "train.optimizer.name=adamw, not muon"),
         (replace(RUN, model={"num_hidden_layers": 3, "qk_norm": False}), "model.num_hidden_layers=2, not 3"),
         (replace(RUN, model={"num_hidden_layers": 2}), "model.qk_norm=False, not None"),
+        (replace(RUN, init="/weights"), "train.init=None, not /weights"),
         (replace(RUN, stages=[replace(STAGE, batch=[4, 0, 4, 0])]), "8 samples in a batch of stage main, not 4"),
         (replace(RUN, stages=[replace(STAGE, batch=[8, 0, 2, 5])]), "another train.batch_ramp in stage main"),
         (replace(RUN, stages=[replace(STAGE, samples="b")]), "other samples in stage main (seed, train.seq_len"),
@@ -38,7 +39,7 @@ def test_each_difference_is_named_with_its_key(changed: RunIdentity, said: str) 
 
 def test_every_part_of_an_identity_is_compared() -> None:
     assert identity_changes(RUN, RUN) == []
-    assert {field.name for field in fields(RunIdentity)} == {"stages", "tokenizer", "model", "optimizer"}
+    assert {field.name for field in fields(RunIdentity)} == {"stages", "tokenizer", "model", "optimizer", "init"}
     assert {field.name for field in fields(StageIdentity)} == {"name", "first_step", "samples", "batch", "rope"}
 
 

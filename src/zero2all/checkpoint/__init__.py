@@ -3,11 +3,12 @@
 from zero2all.checkpoint.callbacks import CheckpointCallbacks, CheckpointPhase
 from zero2all.checkpoint.checkpoint_manager import CheckpointManager
 from zero2all.checkpoint.checkpoint_store import CheckpointStore
+from zero2all.checkpoint.checkpoint_weights import CheckpointWeights
 from zero2all.checkpoint.flash import SHM_DIRECTORY, flash_directory
 from zero2all.checkpoint.lock import run_lock
 from zero2all.checkpoint.rank_group import RankGroup
 from zero2all.checkpoint.restore_point import RestorePoint
-from zero2all.checkpoint.training_state import RunIdentity, TrainingState
+from zero2all.checkpoint.training_state import InitialWeights, RunIdentity, TrainingState
 
 __all__ = [
     "SHM_DIRECTORY",
@@ -15,6 +16,8 @@ __all__ = [
     "CheckpointManager",
     "CheckpointPhase",
     "CheckpointStore",
+    "CheckpointWeights",
+    "InitialWeights",
     "RankGroup",
     "RestorePoint",
     "RunIdentity",

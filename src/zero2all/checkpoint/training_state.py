@@ -37,11 +37,31 @@ class RunIdentity:
     model: dict[str, Any]
     """``recipe.ModelConfig`` as JSON, without preset and ops."""
     optimizer: str
+    init: str | None = field(default=None, kw_only=True)
+    """``train.init``: what the run began with, as an absolute path."""
 
     @model_validator(mode="before")
     @classmethod
     def _translate_old_keys(cls, value: Any) -> Any:
         return identity_to_new(value) if isinstance(value, dict) else value
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """``init.json``: the weights that a run began with."""
+
+    path: str
+    """The checkpoint or Hugging Face directory."""
+    step: int | None
+    """Of the checkpoint."""
+    dtype: str
+    """As they are stored; a run has its weights in fp32."""
+    new_tokens: int
+    """Rows that were added to the vocabulary."""
+    seeded: list[str]
+    """Weights that were not stored, and were drawn from the seed."""
+    fingerprint: str | None
+    """Of the checksums of all files; None in a dry run, which does not read them."""
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json as jsonlib
+from typing import TYPE_CHECKING
 
 import typer
 
 from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, command
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from zero2all.recipe import Mistake, Recipe
 
 app = typer.Typer(help="Show and validate recipes; print their JSON Schema.", no_args_is_help=True)
 
@@ -30,7 +36,7 @@ def check(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -
     """Validate a recipe and report all its mistakes at once.
 
     Each mistake is shown with its line or override and, for a misspelled key, the closest known key. Local paths of
-    sources must exist; URLs are not looked up.
+    sources must exist; URLs are not looked up. The weights of train.init must be of the recipe's model.
 
     Example: z2a recipe check recipes/quickstart.yaml
     """
@@ -38,8 +44,16 @@ def check(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -
     from zero2all.recipe import load_recipe
     from zero2all.track.sinks import sink_mistakes
 
-    load_recipe(recipe, overrides, checks=(corpus_mistakes, sink_mistakes))
+    load_recipe(recipe, overrides, checks=(corpus_mistakes, sink_mistakes, _initial_weights_mistakes))
     return Result({"recipe": str(recipe), "problems": []}, f"{recipe} is valid")
+
+
+def _initial_weights_mistakes(recipe: Recipe) -> Iterable[Mistake]:
+    if recipe.train.init is None:
+        return []  # nothing to read, so torch need not be imported
+    from zero2all.train.initial_weights import initial_weights_mistakes
+
+    return initial_weights_mistakes(recipe)
 
 
 @app.command()

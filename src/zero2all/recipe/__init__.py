@@ -10,6 +10,7 @@ from zero2all.recipe.load import (
     load_recipe,
     load_recipe_or_preset,
     parse_recipe,
+    recipe_for_model,
     recipe_schema,
     recipe_yaml,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "load_recipe",
     "load_recipe_or_preset",
     "parse_recipe",
+    "recipe_for_model",
     "recipe_schema",
     "recipe_yaml",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from zero2all.errors import RecipeError, UsageError
+from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.places import Places, override_place, shorten
 from zero2all.recipe.presets import PRESETS
 from zero2all.recipe.problems import Check, find_problems
@@ -72,19 +73,29 @@ def parse_recipe(
 
 
 def load_recipe_or_preset(target: str, overrides: list[str] | None = None) -> Recipe:
-    """A recipe file, or a preset by its name: the recipe that trains it on two sequences of its full context a step.
+    """A recipe file, or the recipe of a preset by its name (``recipe_for_model``).
 
     The vocabulary has its size already, so that the model can be looked at and measured without a tokenizer.
     """
     if target in PRESETS:
-        context = PRESETS[target]["max_position_embeddings"]
-        train = {"epochs": 1, "seq_len": context, "batch_tokens": 2 * context}
-        recipe = parse_recipe(yaml.safe_dump({"model": {"preset": target}, "train": train}), overrides, origin=target)
-    elif Path(target).exists():
-        recipe = load_recipe(target, overrides)
-    else:
+        return recipe_for_model(ModelConfig(preset=target), overrides, target)
+    if not Path(target).exists():
         raise UsageError(f"{target} is no recipe and no preset; presets: {', '.join(PRESETS)}")
-    size = recipe.model.vocab_size or recipe.tokenizer.vocab_size
+    return _with_vocab_size(load_recipe(target, overrides), None)
+
+
+def recipe_for_model(config: ModelConfig, overrides: list[str] | None = None, origin: str = "recipe") -> Recipe:
+    """The recipe that trains a model on two sequences of its full context a step."""
+    context = config.max_position_embeddings
+    train = {"epochs": 1, "seq_len": context, "batch_tokens": 2 * context}
+    # The size of the vocabulary may be smaller than that of a tokenizer by default, which nobody wrote.
+    model = config.model_dump(mode="json", exclude_defaults=True, exclude={"vocab_size"})
+    recipe = parse_recipe(yaml.safe_dump({"model": model, "train": train}), overrides, origin)
+    return _with_vocab_size(recipe, config.vocab_size)
+
+
+def _with_vocab_size(recipe: Recipe, default: int | None) -> Recipe:
+    size = recipe.model.vocab_size or default or recipe.tokenizer.vocab_size
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": size})})
 
 

@@ -7,42 +7,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema, field_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
 
-from zero2all.paths import RemotePath, credentials_problem, is_url, to_path
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.parallel import ParallelRecipe, parallel_mistakes
 from zero2all.recipe.source_names import SourceName
 from zero2all.recipe.training import TrainRecipe
-from zero2all.recipe.types import Bytes, Count, DurationField, Fraction, Mistake, Positive, Section
-from zero2all.redact import redact
+from zero2all.recipe.types import (
+    AnyDir,
+    Bytes,
+    Count,
+    DurationField,
+    Fraction,
+    InputPath,
+    LocalDir,
+    Mistake,
+    Positive,
+    Section,
+)
 from zero2all.units import Duration
 from zero2all.workspace import DEFAULT_RUN, MAX_NAME_PARTS, is_unsearched
 
-
-def _require_local(path: Any) -> Any:
-    if isinstance(path, str) and is_url(path):
-        raise ValueError("must be a local directory; in an object store there can be sources and corpus.dir")
-    return path
-
-
-def _refuse_credentials(url: Any) -> Any:
-    if isinstance(url, str) and (problem := credentials_problem(url)):
-        raise ValueError(problem)
-    return url
-
-
-def _local_or_remote(path: Any) -> Any:
-    found = to_path(_refuse_credentials(path)) if isinstance(path, str) else path
-    if isinstance(found, RemotePath) and len(found.parts) < 3:
-        raise ValueError(f"needs a name below the bucket, such as {found}/documents")
-    return found
-
-
-LocalDir = Annotated[Path, BeforeValidator(_require_local)]
-AnyDir = Annotated[Path, BeforeValidator(_local_or_remote)]
-# A password in the URL of a text is used to read it; it is not written into the recipe of a run, nor shown.
-InputPath = Annotated[str, BeforeValidator(_refuse_credentials), PlainSerializer(redact, when_used="json")]
 NAME_PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 NAME_PATTERN = rf"^{NAME_PART}(/{NAME_PART}){{0,{MAX_NAME_PARTS - 1}}}$"
 
@@ -299,11 +284,12 @@ class Recipe(Section):
                 f"train.mixture names {', '.join(unknown)}, but the sources are {', '.join(sorted(known))}",
                 (*mixtures, "train.mixture", "corpus.sources"),
             )
-        if self.model.vocab_size is not None and self.model.vocab_size < self.tokenizer.vocab_size:
+        size, is_trained = self.model.vocab_size, self.tokenizer.dir is None  # one that exists has its own size
+        if is_trained and size is not None and size < self.tokenizer.vocab_size:
             yield Mistake(
                 f"model.vocab_size ({self.model.vocab_size}) is smaller than tokenizer.vocab_size "
                 f"({self.tokenizer.vocab_size})",
-                ("model.vocab_size", "tokenizer.vocab_size"),
+                ("model.vocab_size", "tokenizer.vocab_size", "tokenizer.dir"),
             )
         yield from parallel_mistakes(self.model, self.train, self.parallel)
 

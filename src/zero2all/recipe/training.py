@@ -10,7 +10,7 @@ from pydantic import Field
 
 from zero2all.recipe.model import RopeScaling
 from zero2all.recipe.source_names import SourceReference
-from zero2all.recipe.types import Count, DurationField, Fraction, Mistake, Positive, Section, Slug
+from zero2all.recipe.types import AnyDir, Count, DurationField, Fraction, Mistake, Positive, Section, Slug
 from zero2all.units import Duration
 
 Chosen = TypeVar("Chosen", int, float)
@@ -201,6 +201,11 @@ class ResolvedStage:
 class TrainRecipe(TrainLength):
     """How the model is trained. Set the length as exactly one of steps, tokens or epochs, or set stages."""
 
+    init: AnyDir | None = None
+    """Pretrained weights to start from: the directory of a run (its newest checkpoint), of one of its checkpoints, or
+    of a Hugging Face model (Llama, Qwen2, Qwen3, Qwen3-MoE) in safetensors. The run begins at step 0 with a new
+    optimizer; ``model`` must be that of the weights. If the tokenizer is an extension of theirs, rows for the new
+    tokens are added. Default: random weights."""
     stages: list[StageRecipe] = []
     """Stages of the run, each with its own length; the other fields of ``train`` are their defaults."""
     seq_len: Count = 512

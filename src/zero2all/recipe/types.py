@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
 from pydantic import (
@@ -19,6 +20,8 @@ from pydantic import (
     model_validator,
 )
 
+from zero2all.paths import RemotePath, credentials_problem, is_url, to_path
+from zero2all.redact import redact
 from zero2all.units import INT64_LIMIT, Duration, parse_bytes, parse_count
 
 _TEXT_OR_NUMBER = WithJsonSchema({"type": ["string", "integer", "number"]})
@@ -29,6 +32,30 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
 
+
+def _require_local(path: Any) -> Any:
+    if isinstance(path, str) and is_url(path):
+        raise ValueError("must be a local directory; in an object store there can be sources and corpus.dir")
+    return path
+
+
+def _refuse_credentials(url: Any) -> Any:
+    if isinstance(url, str) and (problem := credentials_problem(url)):
+        raise ValueError(problem)
+    return url
+
+
+def _local_or_remote(path: Any) -> Any:
+    found = to_path(_refuse_credentials(path)) if isinstance(path, str) else path
+    if isinstance(found, RemotePath) and len(found.parts) < 3:
+        raise ValueError(f"needs a name below the bucket, such as {found}/documents")
+    return found
+
+
+LocalDir = Annotated[Path, BeforeValidator(_require_local)]
+AnyDir = Annotated[Path, BeforeValidator(_local_or_remote)]
+# A password in the URL of a text is used to read it; it is not written into the recipe of a run, nor shown.
+InputPath = Annotated[str, BeforeValidator(_refuse_credentials), PlainSerializer(redact, when_used="json")]
 
 COLLECT_MISTAKES = "collect mistakes"
 """Validation context in which broken rules raise nothing: the caller asks every section for its ``mistakes``."""

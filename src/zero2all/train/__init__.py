@@ -8,6 +8,7 @@ from zero2all.train.blame import blame_step
 from zero2all.train.export import export_run
 from zero2all.train.extension import ScheduleChangedError
 from zero2all.train.hooks import TrainerHooks
+from zero2all.train.initial_weights import find_weights, open_weights
 from zero2all.train.run import Run
 from zero2all.train.trace import trace_step
 from zero2all.train.trainer import Trainer, TrainSummary, train
@@ -20,6 +21,8 @@ __all__ = [
     "TrainerHooks",
     "blame_step",
     "export_run",
+    "find_weights",
+    "open_weights",
     "trace_step",
     "train",
 ]

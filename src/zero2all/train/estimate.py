@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from zero2all.checkpoint import InitialWeights
 from zero2all.console import progress
 from zero2all.errors import Z2aError, is_out_of_memory
 from zero2all.hardware import Gpu, device_title, pick_device
@@ -23,6 +24,7 @@ from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import EstimatedStore, PackedDataset, TokenStore, estimate_source_tokens
 from zero2all.train.extension import PlannedRun, continue_schedule
 from zero2all.train.hyperparameters import ChosenValue, choose_hyperparameters, with_hyperparameters
+from zero2all.train.initial_weights import find_weights, initial_weights_line, plan_initial_weights
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.run import TOKENIZER_FILES, Run, resolve_model_config
 from zero2all.train.show_plan import (
@@ -107,6 +109,8 @@ class RunEstimate:
     trained_steps: int
     """Of the newest checkpoint of the run."""
     trained_tokens: int
+    initial_weights: InitialWeights | None
+    """What a run that has no checkpoint yet begins with; None for random weights."""
     stages: list[StageEstimate]
     epochs: dict[str, float] | None
     learning_rates: LearningRates
@@ -159,6 +163,7 @@ def estimate_run(
         tokens=tokens,
         trained_steps=trained_steps,
         trained_tokens=0 if plan is None else plan.tokens_before(trained_steps),
+        initial_weights=None if trained_steps else _initial_weights(recipe),
         stages=stages,
         epochs=epochs,
         learning_rates=LearningRates(
@@ -221,6 +226,13 @@ def _with_vocabulary(recipe: Recipe) -> Recipe:
         size = recipe.model.vocab_size or recipe.tokenizer.vocab_size
         config = recipe.model.model_copy(update={"vocab_size": size})
     return recipe.model_copy(update={"model": config})
+
+
+def _initial_weights(recipe: Recipe) -> InitialWeights | None:
+    if recipe.train.init is None:
+        return None
+    tokenizer = Tokenizer(recipe.tokenizer_dir) if _has_tokenizer(recipe) else None
+    return plan_initial_weights(find_weights(recipe.train.init), recipe.model, tokenizer).record
 
 
 def _has_tokenizer(recipe: Recipe) -> bool:
@@ -355,6 +367,8 @@ def _estimate_text(estimate: RunEstimate, plan: Plan | None, history: LRHistory 
     ]
     if estimate.trained_steps:
         lines.append(f"the run has a checkpoint of step {estimate.trained_steps}; steps and time below include these")
+    if estimate.initial_weights is not None:
+        lines.append(initial_weights_line(estimate.initial_weights))
     for number, stage in enumerate(estimate.stages):
         planned = None if plan is None else plan.stages[number]
         lines += _stage_lines(stage, planned, only=len(estimate.stages) == 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from zero2all.checkpoint import RunIdentity
 from zero2all.checkpoint.training_state import StageIdentity
@@ -15,13 +16,23 @@ def identity_changes(before: RunIdentity, now: RunIdentity) -> list[str]:
         changes.append(f"{len(before.stages)} stages begun, not {len(now.stages)} (train.stages)")
     if before.tokenizer != now.tokenizer:
         changes.append("another tokenizer")
-    changes += [
-        f"model.{key}={before.model.get(key)}, not {now.model.get(key)}"
-        for key in dict.fromkeys([*before.model, *now.model])
-        if before.model.get(key) != now.model.get(key)
-    ]
+    changes += model_changes(before.model, now.model)
     if before.optimizer != now.optimizer:
         changes.append(f"train.optimizer.name={before.optimizer}, not {now.optimizer}")
+    if before.init != now.init:
+        changes.append(f"train.init={before.init}, not {now.init}")
+    return changes
+
+
+def model_changes(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "model") -> list[str]:
+    """The keys of a model config that differ, with both values."""
+    changes = []
+    for key in dict.fromkeys([*before, *now]):
+        was, will_be = before.get(key), now.get(key)
+        if isinstance(was, dict) and isinstance(will_be, dict):
+            changes += model_changes(was, will_be, f"{section}.{key}")
+        elif was != will_be:
+            changes.append(f"{section}.{key}={was}, not {will_be}")
     return changes
 
 

@@ -15,14 +15,14 @@ import torch
 from pydantic import ValidationError
 
 from zero2all import __version__
-from zero2all.checkpoint import CheckpointStore, RunIdentity, flash_directory
+from zero2all.checkpoint import CheckpointStore, InitialWeights, RunIdentity, flash_directory
 from zero2all.checkpoint.checkpoint_store import STATE_FILE
 from zero2all.checkpoint.flash import SHM_DIRECTORY
 from zero2all.checkpoint.lineage import read_lineage
 from zero2all.console import say
 from zero2all.errors import RecipeError, UsageError, Z2aError
 from zero2all.hardware import device_name, pick_device
-from zero2all.io import MANIFEST, atomic_path, read_record, write_json, write_text
+from zero2all.io import MANIFEST, atomic_path, read_record, write_json, write_record, write_text
 from zero2all.model import Z2all
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.paths import to_path
@@ -34,6 +34,7 @@ from zero2all.train.plan import Plan
 from zero2all.workspace import DEFAULT_RUN, IDENTITY_FILE, NEW_RUN_COMMAND, find_runs_below, workspace_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+INIT_FILE = "init.json"
 RENAME = "choose another name (--name, or run in the recipe)"
 
 
@@ -72,7 +73,9 @@ class Run:
         if (self.directory / MANIFEST).exists():
             raise UsageError(f"{self.directory} holds the output of another command: {RENAME}")
 
-    def save_metadata(self, identity: RunIdentity, tokenizer: Tokenizer, device: torch.device) -> None:
+    def save_metadata(
+        self, identity: RunIdentity, tokenizer: Tokenizer, device: torch.device, init: InitialWeights | None = None
+    ) -> None:
         """Write all that is needed to rebuild the run, and a copy of its tokenizer, which may be trained again.
 
         Called at every start by the process that holds the run lock; it also removes what killed processes left.
@@ -83,6 +86,8 @@ class Run:
         (self.directory / "tokenizer").mkdir(exist_ok=True)
         for path in tokenizer_files(tokenizer):
             write_text(self.directory / "tokenizer" / path.name, path.read_text(encoding="utf-8"))
+        if init is not None:
+            write_record(self.directory / INIT_FILE, init)
         write_json(self.directory / IDENTITY_FILE, asdict(identity))
         self.checkpoints.remove_leftovers()
 
@@ -125,6 +130,11 @@ class Run:
 
     def identity(self) -> RunIdentity:
         return read_record(RunIdentity, self.directory / IDENTITY_FILE)
+
+    def initial_weights(self) -> InitialWeights | None:
+        """The weights that the run began with; None if they were random."""
+        path = self.directory / INIT_FILE
+        return read_record(InitialWeights, path) if path.exists() else None
 
     def tokenizer(self) -> Tokenizer:
         """The run's own copy."""
@@ -239,6 +249,11 @@ def resolve_model_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
     return config
 
 
+def init_path(recipe: Recipe) -> str | None:
+    """``train.init`` as an absolute path."""
+    return None if recipe.train.init is None else str(recipe.train.init.absolute())
+
+
 def _with_absolute_paths(recipe: Recipe) -> Recipe:
     """Every section's directory as an absolute path, so that the recipe means the same from any working directory."""
     values = recipe.model_dump(mode="json")
@@ -246,6 +261,7 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
     for section in ("corpus", "tokenizer", "tokens", "checkpoint"):
         if values[section]["dir"] is not None:
             values[section]["dir"] = str(to_path(values[section]["dir"]).absolute())
+    values["train"]["init"] = init_path(recipe)
     return Recipe.model_validate(values)
 
 

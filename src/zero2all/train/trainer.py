@@ -18,6 +18,7 @@ from torch import Tensor
 from zero2all.checkpoint import (
     CheckpointCallbacks,
     CheckpointManager,
+    InitialWeights,
     RankGroup,
     RunIdentity,
     TrainingState,
@@ -40,10 +41,11 @@ from zero2all.track.goodput import compute_run_goodput, format_goodput
 from zero2all.train.data_loader import Batch, DataLoader
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
+from zero2all.train.initial_weights import load_initial_weights
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.resume import load_newest, restore_state
-from zero2all.train.run import Run, require_data, resolve_model_config
+from zero2all.train.run import Run, init_path, require_data, resolve_model_config
 from zero2all.train.samples import record_samples
 from zero2all.train.show_plan import read_lr_history, say_run
 from zero2all.train.signals import stop_requested
@@ -198,6 +200,7 @@ class Trainer:
             tokenizer=self.tokenizer.fingerprint,
             model=self.config.model_dump(mode="json", exclude={"preset", "ops"}),
             optimizer=recipe.train.optimizer.name,
+            init=init_path(recipe),
         )
         self.checkpoint_manager = CheckpointManager(
             run.checkpoints,
@@ -218,9 +221,12 @@ class Trainer:
         resumed = load_newest(self.checkpoint_manager, run, self.plan, self.identity, ranks, extend)
         restored, self.recipe, run.recipe, self.plan = resumed.restored, resumed.recipe, resumed.recipe, resumed.plan
         self.first_step = self.resume_step = 0 if restored is None else restored.step  # a rollback changes the latter
+        self.initial_weights: InitialWeights | None = None  # None if a checkpoint was restored
+        if restored is None and recipe.train.init is not None:
+            self.initial_weights = load_initial_weights(recipe.train.init, self.model, self.tokenizer, ranks)
         history = None
         if self.mesh.rank == 0:
-            run.save_metadata(self.identity, self.tokenizer, self.mesh.device)
+            run.save_metadata(self.identity, self.tokenizer, self.mesh.device, self.initial_weights)
             history = read_lr_history(run.directory, self.first_step)
         peak = peak_flops(self.mesh.device, self.model.dtype)
         say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, peak.source, history)
@@ -265,6 +271,8 @@ class Trainer:
             startup = round(time.time() - self.start_time, 3)
             kind = "resume" if self.first_step else "start"
             self.record.event(kind, step=self.first_step, steps=plan.total_steps, startup=startup)
+            if (init := self.initial_weights) is not None:
+                self.record.event("initial weights", step=0, path=init.path, fingerprint=init.fingerprint)
             for batch in self.loader:
                 self.hooks.on_batch(batch)
                 self._enter_stage(batch)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
+import yaml
 from pydantic import Field
 
 from zero2all.errors import UsageError
@@ -19,6 +20,7 @@ from zero2all.model.cost.model_size import (
     training_memory,
 )
 from zero2all.model.cost.shape_advice import Advice, Matmul, advise_shapes, model_matmuls
+from zero2all.model.hf_weights import HFSummary
 from zero2all.model.ops import KernelChoice, choose_kernels
 from zero2all.recipe import ModelConfig, Recipe
 from zero2all.units import show_bytes, show_count
@@ -64,9 +66,13 @@ class ModelDescription:
     gpu: str
     products: list[Matmul]
     advice: list[Advice]
+    weights: HFSummary | None = None
+    """Of a Hugging Face directory."""
 
 
-def describe_model(recipe: Recipe, device: torch.device, gpu: Gpu) -> ModelDescription:
+def describe_model(
+    recipe: Recipe, device: torch.device, gpu: Gpu, weights: HFSummary | None = None
+) -> ModelDescription:
     """Ops as they would be chosen on ``device``; shape advice for ``gpu``, which need not be there."""
     config, options = recipe.model, recipe.train
     parameters = count_parameters(config)
@@ -81,6 +87,7 @@ def describe_model(recipe: Recipe, device: torch.device, gpu: Gpu) -> ModelDescr
         gpu=gpu.name,
         products=model_matmuls(config, options.effective_micro_batch_tokens, gpu, recipe.parallel.tp),
         advice=advise_shapes(recipe, gpu),
+        weights=weights,
     )
 
 
@@ -112,8 +119,22 @@ def _chosen_ops(config: ModelConfig, device: torch.device, deterministic: bool) 
 
 def model_text(shown: ModelDescription) -> str:
     """The same for a person."""
-    sections = (_parameters, _flops, _memory, _ops, _shapes)
+    sections = [_parameters, _flops, _memory, _ops, _shapes]
+    if shown.weights is not None:
+        sections.insert(0, _weights)
     return "\n\n".join("\n".join(section(shown)) for section in sections)
+
+
+def _weights(shown: ModelDescription) -> list[str]:
+    weights = shown.weights
+    assert weights is not None
+    if weights.problem is None:
+        head = f"weights  {show_bytes(weights.bytes)} in {weights.dtype}, {weights.files} safetensors files"
+    else:
+        head = f"weights  not usable: {weights.problem}"
+    section = {"model": shown.model.model_dump(mode="json", exclude_defaults=True, exclude={"ops"})}
+    recipe = yaml.safe_dump(section, sort_keys=False).splitlines()
+    return [head, "", f"recipe for train.init: {weights.path}", *(f"  {line}" for line in recipe)]
 
 
 def _parameters(shown: ModelDescription) -> list[str]:
