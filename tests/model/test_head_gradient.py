@@ -61,6 +61,18 @@ def test_the_sum_over_chunks_is_as_good_as_one_product(
         assert error("chunked", rows) < 1.02 * error("reference", rows)
 
 
+@pytest.mark.parametrize("even", [True, False], ids=["one weight", "own weights"])
+def test_one_product_in_bf16_is_as_good_as_the_reference(case: tuple[Tensor, Tensor, Tensor], even: bool) -> None:
+    x, weight, targets = case
+    assert chunk_rows(VOCAB, x.device) >= TOKENS >= chunked_loss_module.CPU_HALF_ROWS
+    truth = exact(x, weight, targets, 1.0)
+    error, reference_error = (
+        float((gradient(kernel, x, weight, targets, 1.0, even).double() - truth).norm() / truth.norm())
+        for kernel in ("chunked", "reference")
+    )
+    assert error < 1.02 * reference_error
+
+
 def test_chunks_are_as_large_as_the_device_likes() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert chunk_rows(131072, cpu) == 128

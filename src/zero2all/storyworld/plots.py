@@ -5,7 +5,7 @@ The sentences are those of the language: its pattern files have a group for each
 
 from __future__ import annotations
 
-from zero2all.storyworld.teller import ADDENDS, Teller
+from zero2all.storyworld.teller import ADDENDS, SUBTRAHEND, Teller
 
 SNACK_SHARE = 0.9  # of the stories that can have one
 
@@ -382,8 +382,7 @@ def collecting(t: Teller) -> None:
     t.tell("collect_more a m f")
     t.tell("total a f k")
     t.tell("friend_comes a b")
-    lost = t.number(2, n + m - 2)
-    t.let(n=n + m, m=lost, k=n + m - lost)
+    t.let(n=n + m, m=SUBTRAHEND, k=n + m - SUBTRAHEND)
     if t.chance(0.5):
         t.tell("lose_some a m f")
         t.tell("sad a")

@@ -16,7 +16,9 @@ EVEN = (
     "place",
 )  # words of these kinds are equally likely: a story must be read to know who is meant, and where
 KEPT = ("kin", "season")  # a word of these kinds is chosen once in a story
-ADDENDS = (2, 2, 3, 3, 4)  # sums that a small model can learn from a few thousand stories, small ones more often
+ADDENDS = (2, 3)  # sums that a small model can learn from a few thousand stories
+SUBTRAHEND = 2  # of all differences: they are harder than sums, as their numbers are sentences apart
+OPTIONAL_SHARE = 0.3  # of the optional sentences are told: more of them would make most stories too long
 PREFERENCE = 4.0  # 1 would make all options equally likely; with 4, the first of 16 is chosen in half of the cases
 PRONOUN_SHARE = 0.75  # of the places where a pronoun may stand for a name
 
@@ -70,7 +72,7 @@ class Teller:
 
     def let_difference(self) -> None:
         """Put numbers into roles so that n - m = k."""
-        m, k = self.choose(ADDENDS), self.choose(ADDENDS)
+        m, k = SUBTRAHEND, self.choose(ADDENDS)
         self.let(n=m + k, m=m, k=k)
 
     def let_halves(self) -> None:
@@ -92,8 +94,8 @@ class Teller:
             self._say(pattern, words)
 
     def maybe(self, call: str, probability: float = 0.5) -> None:
-        """Tell it with this probability."""
-        if self.chance(probability):
+        """An optional sentence: told in `OPTIONAL_SHARE` of the cases that this probability allows."""
+        if self.chance(OPTIONAL_SHARE * probability):
             self.tell(call)
 
     def text(self) -> str:

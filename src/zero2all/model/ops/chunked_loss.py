@@ -16,6 +16,7 @@ from torch import Tensor
 from zero2all.model.ops.kernels import IGNORE_INDEX
 
 CHUNK_BYTES = 64 * 2**20  # of fp32 logits under one matrix product
+CPU_HALF_ROWS = 512  # from here on, a CPU is faster in bf16 and a conversion; with fewer rows memory is the limit
 CPU_SUBCHUNK_BYTES = 4 * 2**20  # of them in one step on a CPU, where fresh memory costs more than the arithmetic
 GPU_CHUNK_BYTES = 512 * 2**20
 GPU_ROWS = (1024, 4096)  # every chunk reads the full weight three times: fewer rows than this are memory-bound
@@ -59,7 +60,10 @@ def _chunked_forward_backward(
             )
         if scale is not None:
             grad_x[chunk] = logits @ narrow
-            _add_product(grad_weight, logits, x[chunk])
+            if rows == len(x) >= CPU_HALF_ROWS and x.device.type == "cpu":
+                grad_weight.copy_(logits.T @ x)  # one product, so rounded once, as the gradient of any other weight
+            else:
+                _add_product(grad_weight, logits, x[chunk])
     return losses, grad_x, grad_weight
 
 

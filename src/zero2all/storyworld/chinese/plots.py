@@ -47,11 +47,9 @@ def contest(t: Teller) -> None:
         t.tell("lose_first a b")
         t.tell("practice a sport")
         t.tell("rematch a b")
-    first, second = t.number(2, 10), t.number(2, 10)
-    t.let(n=first, m=second, k=first + second)
+    t.let_sum()
     t.maybe("two_rounds a n m k")
-    lead = t.number(2, first + second - 2)
-    t.let(n=first + second - lead, m=first + second, k=lead)
+    t.let(n=t.words["n"], m=t.words["k"], k=t.words["m"])
     t.tell("win_by a b n m k")
     t.tell("admire b a")
     if t.chance(SNACK_SHARE):
