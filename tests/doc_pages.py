@@ -118,11 +118,15 @@ class Sandbox:
             self.environment["PYTHONPATH"] = str((self.work if page.in_clone else ROOT) / "src")
         self._prelude = PRELUDE + (MIRRORED_PIP if page.own_venv else DRY_PIP)
 
-    def shell(self, text: str) -> str:
-        """Run a block as printed, with this page's changes. Variables that it exports are kept for the next one."""
+    def changed(self, text: str) -> str:
+        """Printed text with this page's changes."""
         for printed, run in self.page.changes.items():
             text = text.replace(printed, run.format(**self.values))
-        script = f'{self._prelude}\ncd "$WORK"\n{text}\nexport -p >"$STATE"\n'
+        return text
+
+    def shell(self, text: str) -> str:
+        """Run a block as printed, with this page's changes. Variables that it exports are kept for the next one."""
+        script = f'{self._prelude}\ncd "$WORK"\n{self.changed(text)}\nexport -p >"$STATE"\n'
         return self.run("bash", "-c", script)
 
     def run(self, *command: str) -> str:
@@ -138,9 +142,7 @@ class Sandbox:
 
     def write_recipe(self, text: str) -> None:
         """The recipe of the page, in the size of a test."""
-        for printed, run in self.page.changes.items():
-            text = text.replace(printed, run.format(**self.values))
-        (self.work / self.page.recipe).write_text(text, encoding="utf-8")
+        (self.work / self.page.recipe).write_text(self.changed(text), encoding="utf-8")
 
     def use_ssh_server(self, home: Path, port: int) -> None:
         """``cluster`` and ``login`` are this machine."""

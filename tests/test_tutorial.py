@@ -1,0 +1,163 @@
+"""The tutorial: its commands run in order on a pseudo-terminal, as a person would type them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.doc_pages import ROOT, Page, Sandbox, sandbox
+from tests.interrupted import answers
+from tests.test_doc_blocks import Blocks, code
+from tests.test_reference import all_commands, schema_keys
+from zero2all.storyworld import LANGUAGES, generate_stories
+
+STORIES = 1500  # per language; the quickstart keeps a file of stories that exists
+STEPS = 40
+# A process of its own for each terminal: its stdin is the keyboard, its stdout the screen.
+TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+CTRL_C = b"\x03"
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def prepare(box: Sandbox) -> None:
+    box.environment["TERM"] = "xterm-256color"
+    directory = box.work / "runs" / "first" / "stories"
+    directory.mkdir(parents=True)
+    for language in LANGUAGES:
+        lines = [json.dumps({"text": story}) + "\n" for story in generate_stories(language, 1, STORIES)]
+        (directory / f"{language}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+PAGE = Page(
+    "docs/tutorial.md", prepare,
+    {"--out runs/first": f"--out runs/first train.steps={STEPS} 'evals.every=20 steps' evals.stories=20",
+     "train.steps=1000": f"train.steps={2 * STEPS}"},
+)  # fmt: skip
+
+
+def commands() -> list[str]:
+    return [line for block in Blocks(PAGE).sources("sh") for line in block.splitlines()]
+
+
+def mistakes(command: str) -> list[str]:
+    """Words of a command line that z2a does not know: subcommands, flags, recipe keys."""
+    known, keys = dict(all_commands()), dict(schema_keys())
+    name, *rest = shlex.split(command)
+    while rest and f"{name} {rest[0]}" in known:
+        name += f" {rest.pop(0)}"
+    if name not in known or hasattr(known[name], "commands"):
+        return [command]
+    flags = {flag for one in known[name].params for flag in (*one.opts, *one.secondary_opts)}
+    overrides = [match[1] for word in rest if (match := re.match(r"([a-z_.]+)=", word))]
+    return [word for word in rest if word.startswith("-") and word not in flags] + [
+        key for key in overrides if key not in keys
+    ]
+
+
+def test_every_command_flag_and_key_of_the_tutorial_exists() -> None:
+    assert [word for command in commands() for word in mistakes(command)] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        ("z2a quickstart --output runs/first", "--output"),
+        ("z2a train runs/first model.layers=3", "model.layers"),
+        ("z2a eval runs/first", "z2a eval runs/first"),
+        ("z2a plot runs/first", "z2a plot runs/first"),
+    ],
+)
+def test_a_command_line_with_an_unknown_word_is_found(command: str, word: str) -> None:
+    assert mistakes(command) == [word]
+
+
+def test_both_languages_have_the_same_commands() -> None:
+    path = ROOT / PAGE.path
+    assert code(path) == code(path.with_suffix(".zh-CN.md"))
+    assert all(printed in "\n".join(commands()) for printed in PAGE.changes)
+
+
+def on_terminal(box: Sandbox, command: str) -> str:
+    """Run a command to its end on a new pseudo-terminal; what it printed, without colours and cursor movements."""
+    return ESCAPE.sub("", box.run(sys.executable, "-c", TERMINAL, *shlex.split(box.changed(command))))
+
+
+def watch_on_terminal(box: Sandbox, command: str) -> str:
+    """Start ``z2a watch``, open the page at the printed address, press Ctrl-C."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", TERMINAL, *shlex.split(command)],
+        cwd=box.work, env=box.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    printed = process.stdout.readline().decode()
+    address = re.search(r"http://[^\s\x1b]+", printed)
+    assert address, printed + process.communicate(timeout=60)[0].decode()
+    assert answers(address[0])
+    printed += process.communicate(CTRL_C, timeout=60)[0].decode()
+    assert process.returncode == 0, printed
+    return ESCAPE.sub("", printed)
+
+
+def check_quickstart(box: Sandbox, shown: str) -> None:
+    assert "━" in shown, "no progress bar"
+    assert f"step {STEPS}/{STEPS} 100.0%" in shown
+    assert "what to do next:" in shown
+
+
+def check_comparison(box: Sandbox, shown: str) -> None:
+    assert re.search(r"^model\.num_hidden_layers +2 +3\s*$", shown, re.MULTILINE), shown
+    measured = re.findall(r"^ *(\S+) +1 +(\d+\.\d{4}) ", shown, re.MULTILINE)
+    assert [name for name, _ in measured] == ["run", "deeper"], shown
+
+
+def check_extension(box: Sandbox, shown: str) -> None:
+    assert f"resuming after step {STEPS}" in shown
+    assert "lr 4.0e-03 │" in shown
+    assert f"▒ trained, █ planned from step {STEPS}" in shown
+    assert f"step {2 * STEPS}/{2 * STEPS} 100.0%" in shown
+
+
+def check_generation(box: Sandbox, shown: str) -> None:
+    assert shown.partition("One sunny morning, ")[2].strip(), shown
+
+
+def check_stories(box: Sandbox, shown: str) -> None:
+    assert re.search(r"stories: \d+ % of sentences parse, \d+ % of stories are consistent", shown), shown
+
+
+def check_export(box: Sandbox, shown: str) -> None:
+    exported = box.work / "runs" / "first" / "hf"
+    assert json.loads((exported / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"] == 2
+    assert (exported / "model.safetensors").stat().st_size > 0
+
+
+CHECKS = {
+    "z2a quickstart": check_quickstart,
+    "z2a compare": check_comparison,
+    "--extend": check_extension,
+    "z2a generate": check_generation,
+    "z2a eval stories": check_stories,
+    "z2a export": check_export,
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_commands_of_the_tutorial_run_in_order_on_a_terminal(tmp_path: Path) -> None:
+    """What was printed is in ``transcript.txt``."""
+    unchecked = set(CHECKS)
+    with sandbox(PAGE, tmp_path, tmp_path) as box, (tmp_path / "transcript.txt").open("w", encoding="utf-8") as log:
+        for command in commands():
+            run = watch_on_terminal if command.startswith("z2a watch") else on_terminal
+            shown = run(box, command)
+            print("$", command, shown, sep="\n", file=log, flush=True)
+            for name in [name for name in CHECKS if name in command]:
+                CHECKS[name](box, shown)
+                unchecked.remove(name)
+    assert not unchecked
