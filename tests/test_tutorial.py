@@ -113,7 +113,7 @@ def check_quickstart(box: Sandbox, shown: str) -> None:
 def check_comparison(box: Sandbox, shown: str) -> None:
     assert re.search(r"^model\.num_hidden_layers +2 +3\s*$", shown, re.MULTILINE), shown
     measured = re.findall(r"^ *(\S+) +1 +(\d+\.\d{4}) ", shown, re.MULTILINE)
-    assert [name for name, _ in measured] == ["run", "deeper"], shown
+    assert [name for name, _ in measured] == ["first", "deeper"], shown
 
 
 def check_extension(box: Sandbox, shown: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from zero2all.storyworld.languages import get_language
 from zero2all.storyworld.plots import cast
-from zero2all.storyworld.teller import Teller
+from zero2all.storyworld.teller import PLOT_PREFERENCE, Teller
 
 
 def generate_story(language: str, seed: int, number: int) -> str:
@@ -17,7 +17,7 @@ def generate_story(language: str, seed: int, number: int) -> str:
     for attempt in itertools.count():
         teller = Teller(grammar, f"{seed}/{language}/{number}/{attempt}")
         cast(teller)
-        teller.choose(grammar.plots)(teller)
+        teller.prefer(grammar.plots, PLOT_PREFERENCE)(teller)
         text = teller.text()
         if shortest <= grammar.measure(text) <= longest:
             break

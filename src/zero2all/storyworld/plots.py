@@ -420,7 +420,7 @@ def lesson(t: Teller) -> None:
     ending(t)
 
 
-SHARED_PLOTS = (
-    lost_thing, found_thing, broken_thing, borrowed_thing, present, rainy_day, strange_sound, lost_way,
-    hide_and_seek, quarrel, new_friend, sharing, shopping, planting, helping, collecting, lesson,
+SHARED_PLOTS = (  # the most frequent first
+    sharing, collecting, helping, shopping, lesson, new_friend, strange_sound, lost_way, found_thing, planting,
+    lost_thing, borrowed_thing, present, hide_and_seek, quarrel, rainy_day, broken_thing,
 )  # fmt: skip

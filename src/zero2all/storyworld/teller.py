@@ -20,6 +20,7 @@ ADDENDS = (2, 3)  # sums that a small model can learn from a few thousand storie
 SUBTRAHEND = 2  # of all differences: they are harder than sums, as their numbers are sentences apart
 OPTIONAL_SHARE = 0.3  # of the optional sentences are told: more of them would make most stories too long
 PREFERENCE = 4.0  # 1 would make all options equally likely; with 4, the first of 16 is chosen in half of the cases
+PLOT_PREFERENCE = 2.0  # the first of 20 plots is told in a fifth of the stories
 PRONOUN_SHARE = 0.75  # of the places where a pronoun may stand for a name
 
 
@@ -40,9 +41,9 @@ class Teller:
         """One of the options. `Random.random` gives the same numbers in all versions of Python; `choice` need not."""
         return options[int(self._random.random() * len(options))]
 
-    def prefer(self, options: Sequence[T]) -> T:
+    def prefer(self, options: Sequence[T], preference: float = PREFERENCE) -> T:
         """One of the options, the earlier the likelier: a language has frequent words and rare ones."""
-        return options[int(self._random.random() ** PREFERENCE * len(options))]
+        return options[int(self._random.random() ** preference * len(options))]
 
     def chance(self, probability: float) -> bool:
         """True with this probability."""
