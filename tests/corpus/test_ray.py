@@ -99,7 +99,7 @@ def ray_cluster(machines: tuple[SimulatedNode, SimulatedNode]) -> Iterator[dict[
         shutil.rmtree(directory, ignore_errors=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_is_lost_and_no_document_is(tmp_path: Path) -> None:
     if reason := simulation_unavailable_reason():
         pytest.skip(reason)

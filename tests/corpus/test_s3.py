@@ -85,7 +85,7 @@ def test_documents_on_s3_have_the_bytes_of_a_local_build(s3: str, raw: Path, tmp
     assert build_corpus(remote_recipe(s3, raw, near=True), out).reused
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(s3: str, raw: Path, tmp_path: Path) -> None:
     """The moment is a number of objects in the bucket; the last one falls into the writing of the shards."""
     upload(raw, s3)

@@ -132,7 +132,7 @@ def test_a_clock_that_is_off_is_named() -> None:
     assert [finding.what for finding in found] == ["clock of b"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
     simulation_unavailable_reason() is not None,
