@@ -18,7 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zero2all.corpus.part_files import write_part
+from zero2all.corpus.part_files import PartTask, write_part
 from zero2all.corpus.readers import RawFile
 from zero2all.recipe import SourceRecipe
 
@@ -42,13 +42,12 @@ def make_file(kind: str, size: int, records: list[dict[str, str]], path: Path) -
 
 def read_one(path: Path, out: Path) -> None:
     start = time.perf_counter()
-    sidecar = write_part(
-        RawFile.from_path(path), SourceRecipe(name="s", paths=[str(path)]), [], out / path.stem, path.name
-    )
+    task = PartTask(SourceRecipe(name="s", paths=[str(path)]), (RawFile.from_path(path),), path.name)
+    sidecar = write_part(task, [], out / path.stem)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     seconds = time.perf_counter() - start
     metrics = {
-        "documents": sidecar["documents"],
+        "documents": sidecar.documents,
         "peak_mb": round(peak / 1e6),
         "mb_per_second": round(path.stat().st_size / 1e6 / seconds),
     }

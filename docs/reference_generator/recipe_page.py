@@ -108,7 +108,10 @@ def type_text(key: Key) -> str:
         return hint_text(key.hint, key.info.metadata)
     if get_origin(key.hint) is list:
         return f"list of {heading_link(key.path + '[]')}"
-    return f"section {heading_link(key.path)}" + ("" if key.hint is section else " or `null`")
+    if key.hint is section:
+        return f"section {heading_link(key.path)}"
+    *others, last = (hint_text(part) for part in get_args(key.hint) if part is not section)
+    return f"{', '.join([f'section {heading_link(key.path)}', *others])} or {last}"
 
 
 def hint_text(hint: Any, metadata: Iterable[Any] = ()) -> str:
@@ -184,7 +187,7 @@ def changelog_keys() -> list[tuple[str, str]]:
     found = []
     for version in re.split(r"^## ", CHANGELOG.read_text("utf-8"), flags=re.MULTILINE)[1:]:
         _, _, rows = version.partition("\nRecipe keys:\n")
-        for before, key in re.findall(r"^\| (new|`[\w.]+`) \| `([\w.]+)` \|$", rows, flags=re.MULTILINE):
+        for before, key in re.findall(r"^\| (new|`[\w.]+`) \| `([\w.\[\]]+)` \|$", rows, flags=re.MULTILINE):
             section = "" if before == "new" else before.strip("`").rpartition(".")[0]
             found.append((version.split()[0], f"{section}.{key}".lstrip(".")))
     return found

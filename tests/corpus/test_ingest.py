@@ -15,26 +15,29 @@ import pyarrow.parquet as pq
 import pytest
 
 from zero2all.corpus import build_corpus
+from zero2all.corpus.document import make_gid
 from zero2all.corpus.file_stats import FileStats
-from zero2all.corpus.ingest import read_documents
+from zero2all.corpus.ingest import read_documents, to_record_batch
+from zero2all.corpus.mapping import AUTOMATIC
 from zero2all.corpus.readers import RawFile, file_ranges, list_files, split_large_file
 from zero2all.corpus.readers.encoding import _MOJIBAKE_CANDIDATE, _suspect_positions, fix_mojibake
 from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
-# Of the documents that each file gave when every record was mapped alone, before there were batches.
+# Of the documents that each file gave when every record was mapped alone, before there were batches, but for the blank
+# lines at both ends.
 DIGESTS = {
     "zh/wiki2019zh_style/wiki_zh_00.jsonl": "a72251bc6f2cc912",
     "zh/wiki2019zh_style/wiki_zh_01.jsonl.zst": "13293cd83f6beb8f",
     "zh/news2016zh_style/news_zh_train_extra.jsonl.gz": "738d0f1422f43233",
     "zh/poetry/chinese_poetry.json": "b3e171b4ba36a165",
-    "zh/wikiextractor_raw/AA/wiki_60": "792c45ade76fb8c2",
-    "zh/txt/三国演义.txt": "cd76e1910237431b",
+    "zh/wikiextractor_raw/AA/wiki_60": "874670c4c68deb85",
+    "zh/txt/三国演义.txt": "e3ceff545ffbe3ec",
     "en/wiki_parquet/train-00000-of-00002.parquet": "66d85d208637285c",
     "en/speeches/us_presidential.jsonl": "7af37fa534004f0e",
-    "code/pypi_web_packages.zip": "72085fd97c7143aa",
-    "code/cpython_stdlib_3.11.7.tar.gz": "64e02504f63189e4",
-    "dirty/encoding/medical_qa_head.gb18030.csv": "3ee479beb279e5b3",
+    "code/pypi_web_packages.zip": "d6f495d06dc51e70",
+    "code/cpython_stdlib_3.11.7.tar.gz": "dcc5512a562e60d2",
+    "dirty/encoding/medical_qa_head.gb18030.csv": "0f4634587ca3ff32",
     "dirty/encoding/dracula_345-8.latin1.txt": "06d89eb8702541b8",
     "dirty/malformed/alpaca_zh_unfinished.broken.json": "e63aef3fc1c6de90",
     "dirty/web/creativecommons.warc.gz": "873cfb65795baac8",
@@ -134,9 +137,27 @@ def test_a_large_file_gives_the_same_bytes_on_any_number_of_workers(
     whole = build_corpus(recipe, tmp_path / "whole")
     monkeypatch.setattr(file_ranges, "FILE_RANGE_BYTES", 20_000)
     built = [build_corpus(recipe, tmp_path / str(workers), Engine(workers=workers)) for workers in (1, 2)]
-    assert built[0].sources["s"].files > 3
+    assert built[0].sources["s"].files == 1
+    assert len(list((tmp_path / "1.work" / "parts").glob("*.json"))) > 3
     assert built[0].files == built[1].files
     assert built[0].documents == whole.documents
+
+
+@pytest.mark.parametrize(
+    ("text", "stripped"),
+    [
+        ("\n \t\n  indented\n\ninside\n\n  \n", "  indented\n\ninside\n"),
+        ("\r\n\r\nof Windows\r\n\r\n", "of Windows\r\n"),
+        ("\r\rof old Macs\r\r", "of old Macs\r"),
+        ("\u3000\u3000中文\n\u3000\n", "\u3000\u3000中文\n"),
+        *((same, same) for same in ("one line", "one line\n", "  spaces  ", "a\n\n\nb")),
+    ],
+)
+def test_blank_lines_at_both_ends_go_and_the_gid_stays(text: str, stripped: str) -> None:
+    source = SourceRecipe(name="s", paths=["x"])
+    (row,) = to_record_batch([{"text": text}], AUTOMATIC, source, "a#", 0, FileStats()).to_pylist()
+    assert row["content"] == stripped
+    assert row["gid"] == make_gid("s", "", text)
 
 
 def test_odd_places_are_all_that_the_pattern_finds() -> None:

@@ -30,8 +30,12 @@ from zero2all.corpus.manifest import (
     SplitShards,
 )
 from zero2all.corpus.mapping import resolve_mapping
-from zero2all.corpus.part_files import PartFile, PartRecord, PartTask, part_path, write_part
-from zero2all.corpus.readers import LINK_OUTSIDE_SOURCE, list_files, split_large_file
+from zero2all.corpus.part_files import PartFile, PartRecord, PartTask, group_small_files, part_path, write_part
+from zero2all.corpus.readers import (
+    LINK_OUTSIDE_SOURCE,
+    list_files,
+    split_large_file,
+)
 from zero2all.corpus.summary import count_text, reasons_text
 from zero2all.corpus.validation_blocks import LONG_CHARACTERS
 from zero2all.corpus.validation_stage import split_parts
@@ -54,8 +58,7 @@ from zero2all.records import parse_record
 from zero2all.units import show_bytes
 
 KIND = "documents"
-FORMAT = 5  # raised when the same inputs and options give other documents than before
-MAX_SKIPPED_NAMES_PER_REASON = 20  # of skipped files, per reason, in the manifest
+FORMAT = 6  # raised when the same inputs and options give other documents than before
 MAX_QUARANTINED_PER_SOURCE = 100  # of broken records, per source, in the manifest
 MAX_DROPPED_EXAMPLES_PER_SOURCE = 5  # of dropped documents, per source and reason, in the manifest
 MIN_PARALLEL_BYTES = 8_000_000  # one process reads and cleans them before other workers would have started
@@ -113,8 +116,8 @@ def build_corpus(
 def _nothing_left_message(recipe: CorpusRecipe, parts: list[PartRecord]) -> str:
     skipped = _skipped_by_source(recipe, parts)
     whys = [f"{name}: {_reasons(name, of_source, parts)}" for name, of_source in skipped.items()]
-    files = {(part.source, part.file) for part in parts}
-    return f"no document is left of {count_text(len(files), 'file')}; {'; '.join(whys)}"
+    files = sum(part.files for part in parts)
+    return f"no document is left of {count_text(files, 'file')}; {'; '.join(whys)}"
 
 
 def _reasons(source: str, skipped: SkippedBySource, parts: list[PartRecord]) -> str:
@@ -125,9 +128,8 @@ def _reasons(source: str, skipped: SkippedBySource, parts: list[PartRecord]) -> 
 
 def _warn_about_links(tasks: list[PartTask]) -> None:
     """Before hours of reading: a folder of links, such as a Hugging Face cache, gives nothing without the option."""
-    for name, links in Counter(
-        task.source.name for task in tasks if task.file.skip_reason == LINK_OUTSIDE_SOURCE
-    ).items():
+    outside = (task.source.name for task in tasks for file in task.files if file.skip_reason == LINK_OUTSIDE_SOURCE)
+    for name, links in Counter(outside).items():
         warn(
             f"corpus source {name!r}: {links} link{'s' * (links > 1)} out of the source will not be read; "
             "if you trust the data, set follow_links: true on the source"
@@ -158,32 +160,35 @@ def recommended_workers(recipe: CorpusRecipe) -> int:
 
 
 def _plan_parts(recipe: CorpusRecipe, cleaning: list[Any]) -> list[PartTask]:
-    """One part per file, or per range of a large one. Its key: the file as it is, how it is read, how it is cleaned.
+    """One part per file, per range of a large one or per group of small ones. Its key: the files as they are, how they
+    are read, how they are cleaned.
 
-    The path of a file is not part of the key, unless two files have the same name, size and time.
+    The path of a file is not part of the key, unless two parts are of files with the same names, sizes and times.
     """
     tasks = []
     for source in recipe.sources:
         reading = source.model_dump(mode="json", include={"name", "category", "fields", "mapping", "exclude"})
-        for whole in list_files(source):
-            for file in split_large_file(whole):
-                key = fingerprint([FORMAT, reading, file.name, file.fingerprint, cleaning])
-                tasks.append(PartTask(source, file, key))
+        share = source.take if isinstance(source.take, float) else None
+        ranges = (file for whole in list_files(source) for file in split_large_file(whole))
+        for files in group_small_files(ranges):
+            contents = [[file.name, file.fingerprint] for file in files]
+            tasks.append(PartTask(source, files, fingerprint([FORMAT, reading, share, contents, cleaning])))
     seen = Counter(task.key for task in tasks)
     return [
-        task if seen[task.key] == 1 else replace(task, key=fingerprint([task.key, task.file.path])) for task in tasks
+        task if seen[task.key] == 1 else replace(task, key=fingerprint([task.key, [file.path for file in task.files]]))
+        for task in tasks
     ]
 
 
 def _write_parts(engine: Engine, tasks: list[PartTask], specs: list[Any], directory: Path) -> list[PartRecord]:
-    total = sum(task.file.bytes for task in tasks)
+    total = sum(task.bytes for task in tasks)
     # Large files first, so that the last task to end is a short one.
-    by_size = sorted(tasks, key=lambda task: -task.file.bytes)
+    by_size = sorted(tasks, key=lambda task: -task.bytes)
     with progress(f"reading {show_bytes(total)}", total) as advance:
         parts = engine.run(
             write_part,
             [(task, specs, directory) for task in by_size],
-            lambda number: advance(by_size[number].file.bytes),
+            lambda number: advance(by_size[number].bytes),
         )
     by_key = {part.key: part for part in parts}
     return [by_key[task.key] for task in tasks]
@@ -277,7 +282,7 @@ def _count_source(source: SourceRecipe, parts: list[PartRecord], written: list[W
             of_reason.bytes += more.bytes
             of_reason.samples = (of_reason.samples + more.samples)[:MAX_DROPPED_EXAMPLES_PER_SOURCE]
     return SourceCounts(
-        files=len(mine),
+        files=sum(part.files for part in mine),
         read=ReadCounts(sum(part.read.documents for part in mine), sum(part.read.bytes for part in mine)),
         left_out=_sum_counts(part.left_out for part in mine),
         changed=_sum_counts(part.changed for part in mine),
@@ -300,20 +305,19 @@ def _skipped_by_source(recipe: CorpusRecipe, parts: list[PartRecord]) -> dict[st
         mine = [part for part in parts if part.source == source.name]
         found[source.name] = SkippedBySource(
             documents=_sum_counts(part.left_out for part in mine),
-            files=_files_by_reason((part.unreadable, part.file) for part in mine if part.unreadable),
-            # A large file has several parts.
-            record_files=_files_by_reason(
-                dict.fromkeys((reason, part.file) for part in mine for reason in part.left_out)
-            ),
+            files=_merge_skipped((part, part.unreadable) for part in mine),
+            record_files=_merge_skipped((part, part.record_files) for part in mine),
         )
     return found
 
 
-def _files_by_reason(skipped: Iterable[tuple[str, str]]) -> dict[str, SkippedFiles]:
-    """From pairs of a reason and a file."""
-    files: dict[str, SkippedFiles] = {}
-    for reason, name in skipped:
-        of_reason = files.setdefault(reason, SkippedFiles())
-        of_reason.count += 1
-        of_reason.first = [*of_reason.first, name][:MAX_SKIPPED_NAMES_PER_REASON]
-    return files
+def _merge_skipped(skipped: Iterable[tuple[PartRecord, dict[str, SkippedFiles]]]) -> dict[str, SkippedFiles]:
+    """Of parts in their order. A large file has several, one after the other, and counts once."""
+    merged: dict[str, SkippedFiles] = {}
+    last: dict[str, list[str]] = {}
+    for part, by_reason in skipped:
+        for reason, files in by_reason.items():
+            if part.files or last.get(reason) != files.first:
+                merged.setdefault(reason, SkippedFiles()).add(files.first, files.count)
+            last[reason] = files.first
+    return merged

@@ -70,6 +70,11 @@ def gid_position(gid: str) -> float:
     return int(gid[:12], 16) / 2**48
 
 
+def is_taken(gid: str, share: float) -> bool:
+    """Whether a document is in a share of its source. By other bits of the gid than those that decide on the split."""
+    return int(gid[12:24], 16) / 2**48 < share
+
+
 def gid_in_split(text: str, valid: bool, holdout: float) -> str:
     """A gid for part of a document: a hash of ``text`` with its position on the given side of the split."""
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from zero2all.corpus.document import SCHEMA, gid_maker, replace_lone_surrogates
+from zero2all.corpus.document import SCHEMA, gid_maker, is_taken, replace_lone_surrogates
 from zero2all.corpus.file_stats import FileStats
 from zero2all.corpus.mapping import AUTOMATIC, FieldMapping, resolve_mapping
 from zero2all.corpus.readers import (
+    NOT_TAKEN,
     BrokenRecord,
     RawFile,
     RecordChunk,
@@ -22,9 +26,12 @@ from zero2all.corpus.readers import (
 )
 from zero2all.recipe import SourceRecipe
 
+_LINE_END = re.compile(r"\r\n?|\n")
+
 
 def read_documents(file: RawFile, source: SourceRecipe, stats: FileStats) -> Iterator[pa.RecordBatch]:
     """The documents of a file in our schema; records without text are counted in ``stats``."""
+    stats.begin_file(file.name)
     mapping = resolve_mapping(source)
     # The lines before a byte range are not counted, so records without an id are numbered from its start.
     from_byte = file.file_range.start if file.file_range and file.file_range.file_format == "jsonl" else 0
@@ -37,7 +44,7 @@ def read_documents(file: RawFile, source: SourceRecipe, stats: FileStats) -> Ite
             if len(batch):
                 yield batch
     except UnreadableFileError as reason:
-        stats.unreadable = str(reason)
+        stats.count_unreadable(str(reason))
 
 
 def to_record_batch(
@@ -61,25 +68,45 @@ def to_record_batch(
         # A file that is one text became a record with the default field names, to which a recipe's rules do not apply.
         row = (AUTOMATIC if isinstance(record, TextRecord) else mapping).map_record(record)
         if row is None:
-            stats.skipped["no text in it"] += 1
+            stats.count_skipped("no text in it")
         else:
             rows.append(row)
             ids.append(row.get("id") or f"{id_prefix}{number}")
     if not rows:
         return pa.RecordBatch.from_pylist([], schema=SCHEMA)
-    content = _column([row["content"] for row in rows])
-    stats.count_read(len(rows), int(_offsets(content)[-1]))
+    texts = [row["content"] for row in rows]
+    content = _column(texts)
+    gids = _gids(source.name, _column([row.get("id", "") for row in rows]), content)  # of the text as it came
+    stripped = [strip_blank_lines(text) for text in texts]
     columns = [
-        _gids(source.name, _column([row.get("id", "") for row in rows]), content),
+        gids,
         _column(ids),
         pa.repeat(source.name, len(rows)),
         _column([row.get("category") or source.category for row in rows]),
         _column([row.get("title", "") for row in rows]),
-        content,
+        content if all(map(is_, stripped, texts)) else _column(stripped),
         _column([row.get("desc", "") for row in rows]),
         _column([row["others"] for row in rows]),
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    batch = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    if isinstance(source.take, float):
+        batch = batch.filter(pa.array([is_taken(gid, source.take) for gid in gids.to_pylist()], pa.bool_()))
+        if len(batch) < len(rows):
+            stats.count_skipped(NOT_TAKEN, len(rows) - len(batch))
+    stats.count_read(len(batch), pc.sum(pc.binary_length(batch["content"])).as_py() or 0)
+    return batch
+
+
+def strip_blank_lines(text: str) -> str:
+    """Without the blank lines at both ends. The first line keeps its indentation, the last one its line end.
+
+    >>> strip_blank_lines("\\n \\n  first\\n\\nlast\\n\\n")
+    '  first\\n\\nlast\\n'
+    """
+    first, last = len(text) - len(text.lstrip()), len(text.rstrip())
+    start = max(text.rfind("\n", 0, first), text.rfind("\r", 0, first)) + 1
+    line_end = _LINE_END.search(text, last)
+    return text[start : line_end.end()] if line_end else text[start:]
 
 
 def _column(texts: Sequence[str]) -> pa.StringArray:

@@ -8,6 +8,7 @@ from typing import Any
 from zero2all.corpus.document import Document
 
 SPLITS = ("train", "valid")
+MAX_NAMES_PER_REASON = 20  # of skipped files
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,11 @@ class SkippedFiles:
     count: int = 0
     first: list[str] = field(default_factory=list)
     """Names of the first few."""
+
+    def add(self, names: list[str], count: int = 1) -> None:
+        """Count more files, of which these are the first."""
+        self.count += count
+        self.first = (self.first + names)[:MAX_NAMES_PER_REASON]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
-"""The first stage: one raw file, or a range of a large one, to one part: read, mapped to the schema and cleaned.
+"""The first stage: raw files to parts, read, mapped to the schema and cleaned.
 
-A part is ``<name>.parquet`` with its sidecar ``<name>.json``, written last. The sidecar holds the key of all
-that the part depends on, so a rerun writes only parts whose file, mapping or filters changed, on any number of workers.
+A large file is several parts; small ones share a part.
+
+A part is ``<name>.parquet`` with its sidecar ``<name>.json``, written last. The sidecar holds the key of all that the
+part depends on, so a rerun writes only parts whose files, mapping or filters changed, on any number of workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,23 +21,31 @@ from zero2all.corpus.document import SCHEMA, Document
 from zero2all.corpus.file_stats import FileStats, count_drop
 from zero2all.corpus.filters import BoundFilter, apply_filters, build_filters
 from zero2all.corpus.ingest import read_documents
-from zero2all.corpus.manifest import DroppedDocuments, ReadCounts
+from zero2all.corpus.manifest import DroppedDocuments, ReadCounts, SkippedFiles
 from zero2all.corpus.readers import RawFile
 from zero2all.io import atomic_path, read_finished, sha256_file, write_record
 from zero2all.recipe import SourceRecipe
 from zero2all.recipe.source_names import source_file_name
 
 ROW_GROUP_BYTES = 8_000_000
+MAX_PENDING_BATCHES = 256  # a batch of one short document takes kilobytes
+SMALL_FILE_BYTES = 256_000  # below, files share a part
+GROUP_BYTES = 8_000_000  # of small files in a part
+GROUP_FILES, MAX_GROUP_FILES = 256, 2048  # small files in a part: on average, and at most
 
 
 @dataclass(frozen=True)
 class PartTask:
-    """A raw file of a source, or a range of a large one, to be written as a part."""
+    """Raw files of a source, or a range of a large one, to be written as a part."""
 
     source: SourceRecipe
-    file: RawFile
+    files: tuple[RawFile, ...]
     key: str
     """Fingerprint of everything that the part depends on."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,8 @@ class PartRecord:
 
     key: str
     source: str
-    file: str
+    files: int
+    """Raw files; a large one counts in the first of its parts."""
     documents: int
     bytes: int
     read: ReadCounts
@@ -52,8 +63,10 @@ class PartRecord:
     """Records that gave no document, by reason."""
     quarantine: list[str]
     """Where broken records are, each with its reason."""
-    unreadable: str | None
-    """Why the file was not read to its end."""
+    record_files: dict[str, SkippedFiles]
+    """Files with such records, by reason."""
+    unreadable: dict[str, SkippedFiles]
+    """Files that were not read to their end, by reason."""
     changed: dict[str, int]
     """Documents by the filter that changed them."""
     dropped: dict[str, DroppedDocuments]
@@ -76,8 +89,31 @@ def part_path(directory: Path, source: str, key: str) -> Path:
     return directory / f"{source_file_name(source)}-{key}.parquet"
 
 
+def group_small_files(files: Iterable[RawFile]) -> Iterator[tuple[RawFile, ...]]:
+    """Consecutive small files in groups, every other file alone.
+
+    Writing a part takes milliseconds, and every later stage opens it. A group ends where the hash of a name says so:
+    an added or removed file changes one group, and the parts of the others are kept.
+    """
+    group: list[RawFile] = []
+    size = 0
+    for file in files:
+        is_small = file.bytes < SMALL_FILE_BYTES and file.file_range is None
+        if is_small:
+            group.append(file)
+            size += file.bytes
+        is_full = size >= GROUP_BYTES or len(group) >= MAX_GROUP_FILES
+        if group and (not is_small or is_full or file.name_hash % GROUP_FILES == 0):
+            yield tuple(group)
+            group, size = [], 0
+        if not is_small:
+            yield (file,)
+    if group:
+        yield tuple(group)
+
+
 def write_part(task: PartTask, specs: list[str | dict[str, Any]], directory: Path) -> PartRecord:
-    """Read a file, clean its documents, write the part, and return its sidecar. A finished part is kept."""
+    """Read files, clean their documents, write the part, and return its sidecar. A finished part is kept."""
     data = part_path(directory, task.source.name, task.key)
     sidecar = data.with_suffix(".json")
     done = read_finished(PartRecord, sidecar, task.key, lambda record: record.sha256 == sha256_file(data))
@@ -86,17 +122,19 @@ def write_part(task: PartTask, specs: list[str | dict[str, Any]], directory: Pat
     stats = FileStats()
     filters = build_filters(specs)
     with atomic_path(data) as partial, DocumentWriter(partial) as writer:
-        for batch in read_documents(task.file, task.source, stats):
-            writer.write(apply_filters_to_batch(batch, filters, stats) if filters else batch)
+        for file in task.files:
+            for batch in read_documents(file, task.source, stats):
+                writer.write(apply_filters_to_batch(batch, filters, stats) if filters else batch)
     record = PartRecord(
         key=task.key,
         source=task.source.name,
-        file=task.file.name,
+        files=sum(file.file_range is None or file.file_range.start == 0 for file in task.files),
         documents=writer.documents,
         bytes=writer.bytes,
         read=stats.read,
         left_out=dict(stats.skipped),
         quarantine=stats.quarantine,
+        record_files=stats.record_files,
         unreadable=stats.unreadable,
         changed=dict(stats.changed),
         dropped=stats.dropped,
@@ -151,6 +189,8 @@ class DocumentWriter:
         self.documents += len(batch)
         self.bytes += size
         self._pending += size
+        if len(self._batches) > MAX_PENDING_BATCHES:
+            self._batches = pa.Table.from_batches(self._batches, SCHEMA).combine_chunks().to_batches()
         if self._pending >= ROW_GROUP_BYTES:
             self._flush()
 

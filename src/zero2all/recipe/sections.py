@@ -54,6 +54,13 @@ RunName = Annotated[Name, AfterValidator(_check_run_name)]
 DOCUMENT_FIELDS = ("id", "category", "title", "content", "desc")
 
 
+class TakeRecipe(Section):
+    """A part of a source, by number of files."""
+
+    files: Count
+    """Number of files, chosen by a hash of their paths. An added file replaces at most one of them."""
+
+
 class SourceRecipe(Section):
     """A named source of text."""
 
@@ -66,6 +73,9 @@ class SourceRecipe(Section):
     """Category of every document of the source."""
     exclude: list[str] = []
     """Globs of files to skip, matched against the path relative to a given directory, such as ``test/*``."""
+    take: TakeRecipe | Annotated[float, Field(gt=0, le=1)] | None = None
+    """Part of the source to use: ``{files: 20}`` reads 20 of its files, ``0.25`` keeps a quarter of its documents. A
+    hash of the path or of the content decides which. The rest is counted as ``not taken``. Default: everything."""
     follow_links: bool = False
     """Follow symbolic links that point outside the given paths. Otherwise they are skipped and counted."""
     fields: dict[str, str] = {}
@@ -73,6 +83,13 @@ class SourceRecipe(Section):
     their usual names."""
     mapping: str | None = None
     """Name of a built-in field mapping, such as ``alpaca``; ``fields`` overrides it. See ``z2a corpus sniff``."""
+
+    @field_validator("take", mode="before")
+    @classmethod
+    def _files_or_fraction(cls, take: Any) -> Any:
+        if isinstance(take, str | list) or (isinstance(take, int | float) and not 0 < take <= 1):
+            raise ValueError("must be a fraction up to 1 of the documents, or a number of files such as {files: 20}")
+        return take
 
     @field_validator("fields")
     @classmethod

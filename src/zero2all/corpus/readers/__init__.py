@@ -9,11 +9,12 @@ from zero2all.corpus.readers.base import (
     UnreadableFileError,
 )
 from zero2all.corpus.readers.file_ranges import split_large_file
-from zero2all.corpus.readers.listing import LINK_OUTSIDE_SOURCE, RawFile, list_files
+from zero2all.corpus.readers.listing import LINK_OUTSIDE_SOURCE, NOT_TAKEN, RawFile, list_files
 from zero2all.corpus.readers.records import read_record_chunks, read_records
 
 __all__ = [
     "LINK_OUTSIDE_SOURCE",
+    "NOT_TAKEN",
     "BrokenRecord",
     "RawFile",
     "ReadLimits",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import posixpath
 import re
 import stat
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -17,9 +18,10 @@ from typing import Any, BinaryIO, Literal
 from zero2all.corpus.readers.base import UnreadableFileError
 from zero2all.errors import UsageError
 from zero2all.paths import is_url, open_url, resolve_store, store_errors
-from zero2all.recipe import SourceRecipe
+from zero2all.recipe import SourceRecipe, TakeRecipe
 
 LINK_OUTSIDE_SOURCE = "link out of the source (follow_links: true reads it)"
+NOT_TAKEN = "not taken"  # beyond the part of the source that the recipe asks for
 NOT_A_REGULAR_FILE = "link or device"  # and FIFOs and sockets, as in archives
 EXCLUDED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", "dist-packages", "__MACOSX"}
 
@@ -34,7 +36,7 @@ class FileRange:
     first_row: int = 0  # of a Parquet file
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RawFile:
     """One file, as plain data: it can be sent to another process and opened there."""
 
@@ -63,6 +65,12 @@ class RawFile:
         """Changes when the file does, without reading it."""
         of_range = f"-{self.file_range.start}-{self.file_range.stop}" if self.file_range else ""
         return f"{self.bytes}-{self.etag or self.modified_ns}{of_range}{self.skip_reason}"
+
+    @property
+    def name_hash(self) -> int:
+        """64 bits, the same wherever the directory is, and for every Unicode form of the name."""
+        name = unicodedata.normalize("NFC", self.name).encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest())
 
     def open(self) -> BinaryIO:
         if self.skip_reason:
@@ -117,7 +125,18 @@ def list_files(source: SourceRecipe) -> list[RawFile]:
         for file in files:
             if not is_excluded(file.name, source.exclude):
                 found.setdefault(file.path, file)
-    return list(found.values())
+    files = list(found.values())
+    return _take_files(files, source.take.files) if isinstance(source.take, TakeRecipe) else files
+
+
+def _take_files(files: list[RawFile], count: int) -> list[RawFile]:
+    """The same files; all but ``count`` of those that can be opened are not. By name: the directory may move."""
+    ranked = sorted((file for file in files if not file.skip_reason), key=lambda file: file.name_hash)
+    refused = {file.path for file in ranked[count:]}
+    return [
+        replace(file, bytes=0, modified_ns=0, etag="", skip_reason=NOT_TAKEN) if file.path in refused else file
+        for file in files
+    ]
 
 
 def is_excluded(name: str, patterns: Sequence[str]) -> bool:
@@ -142,7 +161,7 @@ def path_problem(pattern: str, follow_links: bool = False) -> str | None:
     try:
         tops, root = _find_tops(pattern, follow_links)
         limit = None if follow_links else root
-        has_files = any(any(_walk(top, set(), limit)) if top.is_dir() else top.exists() for top in tops)
+        has_files = any(any(_walk(os.fspath(top), set(), limit)) if top.is_dir() else top.exists() for top in tops)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None if has_files else _not_found_message(pattern)
@@ -166,7 +185,8 @@ def _list_local(pattern: str, follow_links: bool = False) -> Iterator[RawFile]:
         if not follow_links and not _is_inside(top, root):
             yield RawFile.from_path(top, top, LINK_OUTSIDE_SOURCE)
             continue
-        for path in sorted(_walk(top, set(), None if follow_links else root)) if top.is_dir() else [top]:
+        below = _walk(os.fspath(top), set(), None if follow_links else root) if top.is_dir() else [os.fspath(top)]
+        for path in map(Path, sorted(below, key=lambda name: name.split(os.sep))):
             leaves = not follow_links and path != top and path.is_symlink() and not _is_inside(path, root)
             yield RawFile.from_path(path, top, LINK_OUTSIDE_SOURCE if leaves else "")
 
@@ -198,28 +218,36 @@ def _glob_local(pattern: str, follow_links: bool) -> tuple[list[Path], str]:
     return sorted(found, key=os.fspath), os.path.realpath(start)
 
 
-def _is_inside(path: Path, root: str) -> bool:
+def _is_inside(path: str | Path, root: str) -> bool:
     """Where the path really leads. realpath takes links in a circle too, which lead nowhere."""
     return Path(os.path.realpath(path)).is_relative_to(root)
 
 
-def _walk(directory: Path, visited: set[Path], root: str | None) -> Iterator[Path]:
+def _walk(directory: str, visited: set[str], root: str | None) -> Iterator[str]:
     """Every file below; links are followed once, and none out of ``root``. A directory that may not be entered stands
     for itself."""
-    visited.add(directory.resolve())
+    visited.add(os.path.realpath(directory))
     try:
-        entries = list(directory.iterdir())
+        with os.scandir(directory) as scanned:  # it knows the kinds of entries, so that only links are looked up
+            entries = list(scanned)
     except OSError:
         yield directory
         return
     for entry in entries:
         if is_hidden(entry.name):
             continue
-        leaves = root is not None and entry.is_symlink() and not _is_inside(entry, root)
-        if leaves or not entry.is_dir():
-            yield entry
-        elif entry.resolve() not in visited:
-            yield from _walk(entry, visited, root)
+        leaves = root is not None and entry.is_symlink() and not _is_inside(entry.path, root)
+        if leaves or not _is_directory(entry):
+            yield entry.path
+        elif os.path.realpath(entry.path) not in visited:
+            yield from _walk(entry.path, visited, root)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a circle of links
+        return False
 
 
 def _list_remote(pattern: str) -> Iterator[RawFile]:
