@@ -110,12 +110,12 @@ def test_help_has_an_example(words: list[str]) -> None:
 
 def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_path: Path) -> None:
     write_raw(tmp_path / "raw")
-    (tmp_path / "raw" / "zh" / "scan.pdf").write_bytes(b"%PDF")
+    (tmp_path / "raw" / "zh" / "book.mobi").write_bytes(b"BOOKMOBI\x00")
     out = tmp_path / "out"
     done = z2a("quickstart", "--corpus", tmp_path / "raw/en.jsonl", tmp_path / "raw/zh", *SMALL, "--out", out, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert "1 file (format .pdf: scan.pdf)" in done.stderr
+    assert "1 file (format .mobi: book.mobi)" in done.stderr
     assert len(result["samples"]) == 3
     assert result["below_unigram"] > 0.1  # an untrained model is above it
     assert set(result["sources"]) == {"en", "zh"}

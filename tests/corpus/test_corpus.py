@@ -87,28 +87,28 @@ def test_skipped_files_are_named_in_the_summary_and_in_the_report(tmp_path: Path
     raw.mkdir()
     (raw / "a.jsonl").write_text('{"text": "good"}\n{"text": \n')
     for number in range(4):
-        (raw / f"<{number}>.pdf").write_bytes(b"%PDF-1.4 \x00\xff")
+        (raw / f"<{number}>.mobi").write_bytes(b"BOOKMOBI\x00\xff")
     (raw / "empty.txt").touch()
     manifest, _ = build(raw, tmp_path / "out", holdout=0)
     assert summary_lines(manifest) == [
         "s: 1 document, 4B; validation 0, 0B",
-        "  skipped: 4 files (format .pdf: <0>.pdf, <1>.pdf, <2>.pdf, ...), 1 record (broken JSON: a.jsonl), "
+        "  skipped: 4 files (format .mobi: <0>.mobi, <1>.mobi, <2>.mobi, ...), 1 record (broken JSON: a.jsonl), "
         "1 record (no text in it: empty.txt); convert files of such a format to text first",
     ]
     page = report_html(corpus_report(tmp_path / "out"))
-    assert "&lt;3&gt;.pdf" in page
+    assert "&lt;3&gt;.mobi" in page
     assert "<td>broken JSON<td>1<td>a.jsonl</tr>" in page
 
 
 def test_an_empty_corpus_names_what_was_skipped_and_dropped(tmp_path: Path) -> None:
     raw = tmp_path / "raw"
     raw.mkdir()
-    (raw / "paper.pdf").write_bytes(b"%PDF-1.4 \x00\xff")
+    (raw / "paper.mobi").write_bytes(b"BOOKMOBI\x00\xff")
     (raw / "tiny.txt").write_text("tiny")
     with pytest.raises(Z2aError) as caught:
         build(raw, tmp_path / "out", filters=["too_short"])
     assert str(caught.value) == (
-        "no document is left of 2 files; s: 1 file (format .pdf: paper.pdf), 1 document (too_short: too short); "
+        "no document is left of 2 files; s: 1 file (format .mobi: paper.mobi), 1 document (too_short: too short); "
         "convert files of such a format to text first"
     )
 
@@ -117,10 +117,10 @@ def test_a_source_that_gives_nothing_is_a_warning_with_the_reasons(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text("some text")
-    (tmp_path / "b.pdf").write_bytes(b"%PDF-1.4 \x00\xff")
-    sources = [SourceRecipe(name=name, paths=[str(tmp_path / f)]) for name, f in (("a", "a.txt"), ("b", "b.pdf"))]
+    (tmp_path / "b.mobi").write_bytes(b"BOOKMOBI\x00\xff")
+    sources = [SourceRecipe(name=name, paths=[str(tmp_path / f)]) for name, f in (("a", "a.txt"), ("b", "b.mobi"))]
     build_corpus(CorpusRecipe(sources=sources, filters=[], holdout=0), tmp_path / "out")
-    assert "corpus source 'b' gave no documents (1 file (format .pdf: b.pdf); convert" in capsys.readouterr().err
+    assert "corpus source 'b' gave no documents (1 file (format .mobi: b.mobi); convert" in capsys.readouterr().err
 
 
 def test_a_manifest_without_the_files_of_skipped_records_is_read(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from zero2all.corpus import BuiltCorpus, build_corpus, part_files, summary_lines
+from zero2all.corpus import BuiltCorpus, build, build_corpus, part_files, summary_lines
 from zero2all.corpus.document import SCHEMA, is_taken, is_validation
 from zero2all.corpus.part_files import DocumentWriter, group_small_files
-from zero2all.corpus.readers import RawFile, list_files
+from zero2all.corpus.readers import RawFile, UnreadableFileError, list_files, pdf
+from zero2all.corpus.readers.base import NOT_INSTALLED
 from zero2all.corpus.readers.listing import FileRange
 from zero2all.engine import Engine
 from zero2all.errors import RecipeError
@@ -120,6 +121,29 @@ def test_twenty_thousand_files_are_built_in_bounded_time_and_memory(tmp_path: Pa
     assert listed["cpu_seconds"] < 10
     assert built["cpu_seconds"] < 100
     assert built["peak_mib"] < 300
+
+
+def test_what_is_installed_decides_if_files_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_notes(tmp_path / "raw", range(3))
+    monkeypatch.setattr(build, "missing_packages", lambda: ["pypdf"])
+    unaffected = built(tmp_path / "raw", tmp_path / "out")
+    (tmp_path / "raw" / "a.pdf").write_bytes(b"%PDF-1.7")
+    monkeypatch.setattr(pdf, "require_package", missing)
+    affected = built(tmp_path / "raw", tmp_path / "more")
+    assert built(tmp_path / "raw", tmp_path / "more").reused
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "missing_packages", list)
+    again = built(tmp_path / "raw", tmp_path / "more")
+    assert not again.reused
+    assert again.key != affected.key
+    assert list(again.left_out["s"].files) != list(affected.left_out["s"].files)
+    (tmp_path / "raw" / "a.pdf").unlink()
+    same = built(tmp_path / "raw", tmp_path / "out")
+    assert (same.reused, same.key) == (True, unaffected.key)
+
+
+def missing(module: str) -> None:
+    raise UnreadableFileError(NOT_INSTALLED)
 
 
 # --- take

@@ -144,7 +144,7 @@ def test_members_of_archives_are_read_by_the_same_rules(tmp_path: Path, ending: 
         "page.html": b"<html><title>T</title><body><p>" + b"eight " * 40 + b"</p></body></html>",
         ".git/config": b"hidden",
         "inner.zip": zip_of({"x.txt": b"never"}),
-        "scan.pdf": b"%PDF-1.4 \x00\x01",
+        "book.mobi": b"BOOKMOBI\x00\x01",
     }
     tar = tar_of(members)
     pack = {".zip": lambda: zip_of(members), ".tar.gz": lambda: gzip.compress(tar), ".tgz": lambda: gzip.compress(tar)}
@@ -159,7 +159,7 @@ def test_members_of_archives_are_read_by_the_same_rules(tmp_path: Path, ending: 
     assert str(eight).split() == ["eight"] * 40
     broken = [(r.place, r.reason) for r in found if isinstance(r, BrokenRecord) and not isinstance(r, SkippedMember)]
     assert broken == [(f"all{ending}!a/rows.jsonl line 2", "broken JSON")]
-    assert refusals(path) == {"inner.zip": "archive inside an archive", "scan.pdf": "format .pdf"}
+    assert refusals(path) == {"inner.zip": "archive inside an archive", "book.mobi": "format .mobi"}
 
 
 def test_archives_that_mean_harm_are_refused_member_by_member(tmp_path: Path) -> None:
@@ -280,8 +280,10 @@ def test_a_mended_line_may_hold_half_a_surrogate_pair(tmp_path: Path) -> None:
         ("a.jsonl.xz", lzma.compress(as_lines(LINES))[:-20], "broken file"),
         ("a.json", b'{"text": ', "broken JSON"),
         ("b.json", b"[{,,,", "broken JSON"),
-        ("a.pdf", b"%PDF-1.4 \x00\x01", "format .pdf"),
-        ("a.docx", zip_of({"word/document.xml": b"<x/>"}), "format .docx"),
+        ("a.mobi", b"BOOKMOBI\x00\x01", "format .mobi"),
+        ("a.xlsx", zip_of({"xl/workbook.xml": b"<x/>"}), "format .xlsx"),
+        ("a.pdf", b"BOOKMOBI\x00\x01", "not pdf, though named so"),
+        ("a.docx", b"BOOKMOBI\x00\x01", "not docx, though named so"),
         ("a.xml", b"<x>text</x>", "format .xml"),
         ("a.txt", b"\x00\x01\x02" * 50, "binary"),
         ("a.csv", b"one column\nx\n", "without columns"),

@@ -33,7 +33,9 @@ from zero2all.corpus.mapping import resolve_mapping
 from zero2all.corpus.part_files import PartFile, PartRecord, PartTask, group_small_files, part_path, write_part
 from zero2all.corpus.readers import (
     LINK_OUTSIDE_SOURCE,
+    MISSING_REASONS,
     list_files,
+    missing_packages,
     split_large_file,
 )
 from zero2all.corpus.summary import count_text, reasons_text
@@ -88,13 +90,19 @@ def build_corpus(
         mode="json", include={"dedup", "decontaminate", "contamination", "holdout", "shard_size"}
     )
     key = fingerprint([[task.key for task in tasks], options, evaluation])
-    if is_current(out, KIND, key):
+    missing = missing_packages()
+    key_with_missing = fingerprint([key, missing])  # of a corpus without the files that need them
+    if is_current(out, KIND, key) or is_current(out, KIND, key_with_missing):
         return parse_record(BuiltCorpus, {**read_json(out / MANIFEST), "reused": True}, out / MANIFEST)
 
     refuse_strangers(out, KIND)  # like the filters: before hours of reading
     work = out.with_name(out.name + ".work")
+    if missing:  # parts of the same files have more in them once packages are installed
+        tasks = [replace(task, key=fingerprint([task.key, missing])) for task in tasks]
     parts = _write_parts(engine, tasks, specs, work / "parts")
     _remove_stale_parts(work / "parts", parts)
+    if not MISSING_REASONS.isdisjoint(reason for part in parts for reason in (*part.unreadable, *part.left_out)):
+        key = key_with_missing
     nonempty = [PartFile(part, part_path(work / "parts", part.source, part.key)) for part in parts if part.documents]
     if not nonempty:
         raise Z2aError(_nothing_left_message(recipe, parts))

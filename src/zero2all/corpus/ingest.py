@@ -21,6 +21,7 @@ from zero2all.corpus.readers import (
     RecordChunk,
     TextRecord,
     UnreadableFileError,
+    UnreadableItemError,
     list_files,
     read_record_chunks,
 )
@@ -66,7 +67,11 @@ def to_record_batch(
             stats.count_broken(record, f"{id_prefix}{number}")
             continue
         # A file that is one text became a record with the default field names, to which a recipe's rules do not apply.
-        row = (AUTOMATIC if isinstance(record, TextRecord) else mapping).map_record(record)
+        try:
+            row = (AUTOMATIC if isinstance(record, TextRecord) else mapping).map_record(record)
+        except UnreadableItemError as reason:
+            stats.count_broken(BrokenRecord(str(reason)), f"{id_prefix}{number}")
+            continue
         if row is None:
             stats.count_skipped("no text in it")
         else:

@@ -14,7 +14,7 @@ import yaml
 from zero2all.corpus.mapping import DOCUMENT_FIELDS, MAPPING_PRESETS, find_preset
 from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord, UnreadableFileError
 from zero2all.corpus.readers.encoding import detect_encoding
-from zero2all.corpus.readers.formats import strip_compression_extension
+from zero2all.corpus.readers.formats import BINARY_FORMATS, strip_compression_extension
 from zero2all.corpus.readers.listing import RawFile, find_file
 from zero2all.corpus.readers.records import detect_format, read_records
 from zero2all.corpus.readers.streams import HEAD_BYTES, PeekableStream
@@ -23,7 +23,6 @@ from zero2all.recipe.source_names import to_source_name
 
 MAX_RECORDS = 20  # inspected
 MAX_VALUE_CHARACTERS = 200  # characters of a value
-BINARY_FORMATS = {"parquet", "zip", "tar"}
 _LABEL_FIELDS = re.compile(r"(^|_)(id|url|uri|path|hash|sha|md5|date|time|lang|language|license|source)$", re.I)
 
 

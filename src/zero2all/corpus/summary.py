@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zero2all.corpus.manifest import BuiltCorpus, SkippedBySource, SkippedFiles
+from zero2all.corpus.readers import MISSING_REASONS
 from zero2all.units import show_bytes
 
 MAX_REASONS = 4  # for each source; the manifest has all
@@ -27,7 +28,8 @@ def summary_lines(corpus: BuiltCorpus) -> list[str]:
 
 
 def reasons_text(skipped: SkippedBySource, dropped: Mapping[str, int]) -> str:
-    """Why records, files and documents of a source are not in the corpus, the most frequent first.
+    """Why records, files and documents of a source are not in the corpus: first what an installation would change, then
+    the most frequent reasons.
 
     ``dropped`` counts documents by reason. Empty if everything is in the corpus.
     """
@@ -36,7 +38,7 @@ def reasons_text(skipped: SkippedBySource, dropped: Mapping[str, int]) -> str:
     ]
     counted += [(files.count, "file", reason, files) for reason, files in skipped.files.items()]
     counted += [(count, "document", reason, None) for reason, count in dropped.items()]
-    counted.sort(key=lambda one: -one[0])
+    counted.sort(key=lambda one: (one[2] not in MISSING_REASONS, -one[0]))
     texts = [
         f"{count_text(count, what)} ({reason}{_names_text(files)})"
         for count, what, reason, files in counted[:MAX_REASONS]

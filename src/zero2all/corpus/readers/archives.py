@@ -1,20 +1,27 @@
-"""Members of zip and tar files as streams. Nothing is ever written to disk, and no member is trusted."""
+"""Members of zip, tar, 7z and rar files as streams. Nothing is ever written to disk, and no member is trusted."""
 
 from __future__ import annotations
 
+import io
+import json
 import stat
-import struct
 import tarfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 from zero2all.corpus.readers.base import READ_ERRORS, ReadLimits, UnreadableFileError
 from zero2all.corpus.readers.listing import is_hidden
-from zero2all.corpus.readers.streams import LimitedReader, PeekableStream
+from zero2all.corpus.readers.reader_child import DATA, NEXT
+from zero2all.corpus.readers.reader_process import ReaderProcess, require_libarchive
+from zero2all.corpus.readers.streams import BLOCK_BYTES, LimitedReader, PeekableStream
 
+ZIP64_RECORDS_BYTES = 76  # between the directory of a large zip file and the end record
+MAX_PACKED_READ = 1 << 12  # of bzip2 in a zip file: it unpacks to 80 MB at most
+MAX_PACKAGE_PARTS = 50_000  # of a document that is a zip file
+MAX_ZIP_DIRECTORY_BYTES = 256 << 20  # zipfile reads it whole
 MAX_TAR_READ = 1 << 20  # a long name or attribute is read in full; a real one is far below
 
 
@@ -34,9 +41,7 @@ def is_unsafe_name(name: str) -> bool:
 
 
 def read_zip_members(file: IO[bytes], limits: ReadLimits) -> Iterator[ArchiveMember]:
-    entries = _zip_entries(file)
-    if entries > limits.members:
-        raise UnreadableFileError(f"archive of more than {limits.members} members")
+    _check_zip_entries(file, limits.members)
     with zipfile.ZipFile(file) as archive:
         total = 0
         for info in archive.infolist():
@@ -59,9 +64,16 @@ def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, limits: ReadLim
     except (*READ_ERRORS, RuntimeError):
         yield ArchiveMember(info.filename, skip_reason="broken member")
         return
-    with opened:  # the size in the directory may lie, so what comes out is counted as well
-        guarded = LimitedReader(opened, lambda: info.compress_size, limits.member_bytes, limits)
-        yield ArchiveMember(info.filename, PeekableStream(guarded))
+    with opened:
+        yield ArchiveMember(info.filename, _limited_zip_stream(opened, info, limits.member_bytes, limits))
+
+
+def _limited_zip_stream(opened: IO[bytes], info: zipfile.ZipInfo, limit: int, limits: ReadLimits) -> PeekableStream:
+    """The size in the directory may lie, so what comes out is counted as well."""
+    # zipfile unpacks as many packed bytes as it is asked for, whatever comes of them, unless they are deflated.
+    is_bounded = info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+    blocks = opened if is_bounded else _BlockReader(opened, MAX_PACKED_READ)
+    return PeekableStream(LimitedReader(blocks, lambda: info.compress_size, limit, limits))
 
 
 def _zip_skip_reason(info: zipfile.ZipInfo, limits: ReadLimits) -> str:
@@ -72,29 +84,55 @@ def _zip_skip_reason(info: zipfile.ZipInfo, limits: ReadLimits) -> str:
         return "link or device"
     if info.flag_bits & 0x1:
         return "encrypted"
-    if info.file_size > limits.member_bytes:
-        return f"unpacks to more than {limits.member_bytes >> 20} MiB"
-    if info.file_size > limits.ratio_check_bytes and info.file_size > limits.max_compression_ratio * max(
-        info.compress_size, 1
-    ):
-        return f"unpacks to more than {limits.max_compression_ratio} times its size"
-    return ""
+    return limits.unpacked_problem(info.file_size, info.compress_size, limits.member_bytes)
 
 
-def _zip_entries(file: IO[bytes]) -> int:
-    """How many members the directory names, before Python's zipfile makes an object of each."""
-    file.seek(0, 2)
-    size = file.tell()
-    file.seek(max(size - (1 << 16) - 200, 0))
-    tail = file.read()
-    file.seek(0)
-    end = tail.rfind(b"PK\x05\x06")
-    if end < 0 or len(tail) < end + 12:
+def _check_zip_entries(file: IO[bytes], limit: int) -> None:
+    """Count the members in the directory, before Python's zipfile makes an object of each.
+
+    Their number is written in the archive too, but it may lie, and zipfile does not go by it.
+    """
+    end = cast(Any, zipfile)._EndRecData(file)  # what zipfile itself will find; there is no public way
+    if not end:
         raise UnreadableFileError("broken archive")
-    large = tail.rfind(b"PK\x06\x06")
-    if large >= 0 and len(tail) >= large + 40:
-        return int(struct.unpack_from("<Q", tail, large + 32)[0])
-    return int(struct.unpack_from("<H", tail, end + 10)[0])
+    left, is_large, place = int(end[5]), end[0] == b"PK\x06\x06", int(end[9])
+    if left > MAX_ZIP_DIRECTORY_BYTES:
+        raise UnreadableFileError(f"archive with a directory larger than {MAX_ZIP_DIRECTORY_BYTES >> 20} MiB")
+    file.seek(max(place - left - ZIP64_RECORDS_BYTES * is_large, 0))
+    count, tail = 0, b""
+    while left > 0 and count <= limit and (block := file.read(min(left, BLOCK_BYTES))):
+        data = tail + block
+        count, tail, left = count + data.count(b"PK\x01\x02"), data[-3:], left - len(block)
+    if count > limit:
+        raise UnreadableFileError(f"archive of more than {limit} members")
+    file.seek(0)
+
+
+class ZipPackage:
+    """A document that is a zip file of parts: DOCX, EPUB. A part is read whole."""
+
+    def __init__(self, file: IO[bytes], limits: ReadLimits) -> None:
+        _check_zip_entries(file, MAX_PACKAGE_PARTS)
+        self._archive, self._limits, self._left = zipfile.ZipFile(file), limits, limits.package_bytes
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._archive.NameToInfo
+
+    def read(self, name: str) -> bytes:
+        if name not in self:
+            raise UnreadableFileError("part missing")
+        info = self._archive.getinfo(name)
+        if skip_reason := _zip_skip_reason(info, self._limits):
+            raise UnreadableFileError(skip_reason)
+        try:
+            opened = self._archive.open(info)
+        except RuntimeError as error:
+            raise UnreadableFileError("broken part") from error
+        with opened:
+            stream = _limited_zip_stream(opened, info, self._limits.record_bytes, self._limits)
+            data = stream.read_all(min(self._limits.record_bytes, self._left), "part")
+        self._left -= len(data)
+        return data
 
 
 def read_tar_members(stream: PeekableStream, limits: ReadLimits) -> Iterator[ArchiveMember]:
@@ -112,29 +150,72 @@ def read_tar_members(stream: PeekableStream, limits: ReadLimits) -> Iterator[Arc
                     "", skip_reason=large if count <= limits.members else f"more than {limits.members} members"
                 )
                 return
-            skip_reason = _tar_skip_reason(info, limits)
+            # A sparse file is mostly holes that cost nothing to claim.
+            is_regular = info.isreg() and not info.issparse()
+            skip_reason = _member_skip_reason(info.name, is_regular, info.size, limits)
             opened = None if skip_reason else archive.extractfile(info)
-            yield ArchiveMember(info.name, PeekableStream(_BlockReader(opened)) if opened else None, skip_reason)
+            yield ArchiveMember(
+                info.name, PeekableStream(_BlockReader(opened, MAX_TAR_READ)) if opened else None, skip_reason
+            )
 
 
-def _tar_skip_reason(info: tarfile.TarInfo, limits: ReadLimits) -> str:
-    if is_unsafe_name(info.name):
+def read_libarchive_members(file: IO[bytes], kind: Literal["7z", "rar"], limits: ReadLimits) -> Iterator[ArchiveMember]:
+    """In the order of the archive. Members of a solid archive are unpacked in a row, also those that nobody reads, so
+    what they unpack to is limited for all together."""
+    require_libarchive()
+    packed_bytes = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    is_rar5 = file.read(8).endswith(b"\x01\x00")
+    with ReaderProcess("rar5" if kind == "rar" and is_rar5 else kind, file, limits) as process:
+        unpacked = LimitedReader(_MemberData(process), lambda: packed_bytes, limits.total_bytes, limits)
+        count = total = 0
+        while (header := process.ask(NEXT)) is not None:
+            member = json.loads(header)
+            name, size = str(member["name"]), int(member["size"])
+            count, total = count + 1, total + max(size, 0)
+            too_many = f"more than {limits.members} members" if count > limits.members else ""
+            too_large = limits.unpacked_problem(max(total, unpacked.bytes), packed_bytes, limits.total_bytes)
+            if too_many or too_large:
+                yield ArchiveMember("", skip_reason=too_many or too_large)
+                return
+            if member["directory"] or is_hidden(name):
+                continue
+            skip_reason = _member_skip_reason(name, member["regular"], size, limits)
+            skip_reason = skip_reason or ("encrypted" if member["encrypted"] else "")
+            unpacked.raw = _MemberData(process)
+            yield ArchiveMember(name, None if skip_reason else PeekableStream(unpacked), skip_reason)
+
+
+class _MemberData:
+    """The bytes of the member that a reader process is at."""
+
+    def __init__(self, process: ReaderProcess) -> None:
+        self._process, self._block = process, b""
+
+    def read(self, size: int, /) -> bytes:
+        self._block = self._block or self._process.ask(DATA) or b""
+        block, self._block = self._block[:size], self._block[size:]
+        return block
+
+
+def _member_skip_reason(name: str, is_regular: bool, size: int, limits: ReadLimits) -> str:
+    if is_unsafe_name(name):
         return "path that leaves the archive"
-    if not info.isreg() or info.issparse():  # a sparse file is mostly holes that cost nothing to claim
+    if not is_regular:
         return "link or device"
-    if info.size > limits.member_bytes:
+    if size > limits.member_bytes:
         return f"unpacks to more than {limits.member_bytes >> 20} MiB"
     return ""
 
 
 class _BlockReader:
-    """A member, never more of it at once than the largest header: tarfile passes on any size that it is asked for."""
+    """A member, never more of it at once than ``largest``: tarfile passes on any size that it is asked for."""
 
-    def __init__(self, member: IO[bytes]) -> None:
-        self._member = member
+    def __init__(self, member: IO[bytes], largest: int) -> None:
+        self._member, self._largest = member, largest
 
     def read(self, size: int, /) -> bytes:
-        return self._member.read(min(size, MAX_TAR_READ))
+        return self._member.read(min(size, self._largest))
 
 
 class _ForwardOnlyFile:

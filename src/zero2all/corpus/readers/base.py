@@ -24,10 +24,18 @@ READ_ERRORS = (
 TOO_DEEP = "nested too deep"
 MAX_NESTING = 200  # levels of a record; Python's own recursion ends at 1000, less what is in use where a record is met
 NOT_INSTALLED = "needs pip install 'zero2all[corpus]'"
+NO_LIBARCHIVE = "needs the system library libarchive (apt-get install libarchive13, or brew install libarchive)"
+MISSING_REASONS = frozenset(
+    {NOT_INSTALLED, NO_LIBARCHIVE}
+)  # why files are skipped that can be read after an installation
 
 
 class UnreadableFileError(Exception):
     """This file is skipped; the message is the reason it is counted under."""
+
+
+class UnreadableItemError(UnreadableFileError):
+    """This page, member or record cannot be read; the next one may be."""
 
 
 @dataclass(slots=True)
@@ -80,8 +88,14 @@ class ReadLimits:
     """One line, JSON value, page or article; read fully into memory."""
     max_document_characters: int = 8 * 2**20
     """Characters of plain text in one document; a longer file is split at line ends. Fewer than ``too_long`` drops."""
-    parquet_in_memory: int = 256 * 2**20
-    """Parquet inside an archive or a compressed file; it cannot be read from front to back."""
+    seekable_in_memory: int = 256 * 2**20
+    """Parquet, PDF, DOCX or EPUB inside an archive or a compressed file; it cannot be read from front to back."""
+    package_bytes: int = 256 * 2**20
+    """Parts of one DOCX or EPUB, unpacked, together."""
+    reader_seconds: int = 120
+    """CPU time of a process that parses one PDF, EPUB, .7z or .rar file; it gets more for a large file."""
+    reader_memory: int = 2**30
+    """Address space of such a process."""
     members: int = 500_000
     """Files in one archive."""
     member_bytes: int = 64 * 2**30
@@ -92,6 +106,14 @@ class ReadLimits:
     """Bytes unpacked for one byte packed. Text and code stay below 30; only bombs and blanks go to 1000."""
     ratio_check_bytes: int = 64 * 2**20
     """Unpacked bytes before the ratio is checked."""
+
+    def unpacked_problem(self, size: int, compressed_bytes: int, limit: int) -> str:
+        """Why so many unpacked bytes are too many; empty if they are not."""
+        if size > limit:
+            return f"unpacks to more than {limit >> 20} MiB"
+        if size > self.ratio_check_bytes and size > self.max_compression_ratio * max(compressed_bytes, 1):
+            return f"unpacks to more than {self.max_compression_ratio} times its size"
+        return ""
 
 
 def import_optional(module: str) -> ModuleType:

@@ -14,7 +14,7 @@ from zero2all.corpus.readers.streams import COMPRESSION_BY_EXTENSION, HEAD_BYTES
 
 FileFormat = Literal[
     "jsonl", "json array", "json object", "parquet", "csv", "text", "markdown", "code", "wikiextractor", "html", "warc",
-    "zip", "tar",
+    "zip", "tar", "7z", "rar", "pdf", "docx", "epub",
 ]  # fmt: skip
 
 TEXT_EXTENSIONS = {".txt", ".text", ".tex", ".org", ".adoc"}
@@ -33,10 +33,26 @@ FORMAT_BY_EXTENSION: dict[str, FileFormat] = {
     ".zip": "zip",
     ".whl": "zip",
     ".tar": "tar",
+    ".7z": "7z",
+    ".rar": "rar",
+    ".pdf": "pdf",
+    ".docx": "docx",
+    ".epub": "epub",
     **dict.fromkeys(TEXT_EXTENSIONS, "text"),
     **dict.fromkeys(MARKDOWN_EXTENSIONS, "markdown"),
     **dict.fromkeys(CODE_EXTENSIONS, "code"),
 }
+BINARY_FORMATS: frozenset[FileFormat] = frozenset({"parquet", "zip", "tar", "7z", "rar", "pdf", "docx", "epub"})
+FORMAT_BY_MAGIC: dict[bytes, FileFormat] = {
+    b"PAR1": "parquet",
+    b"WARC/": "warc",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+    b"Rar!\x1a\x07": "rar",
+    b"%PDF-": "pdf",
+}
+PDF_HEADER_BYTES = 1024  # some servers put other bytes before it, and every viewer looks this far
+EPUB_MEMBER = b"mimetypeapplication/epub+zip"  # the first member of the zip, not compressed
+OLE_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # Word files with a password, and those of before 2007
 TAR_ALIASES = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
 TEXT_FILE_NAMES = {
     "license",
@@ -87,10 +103,12 @@ def guess_format(name: str, head: bytes) -> FileFormat:
     named = format_from_name(name)
     if not head and named not in ("text", "markdown", "code", "jsonl"):
         raise UnreadableFileError("empty file")
-    packed = _format_from_magic(name, head)
+    packed = _format_from_magic(head, named, has_extension=bool(file_extension(name)))
     if packed:
         return packed
-    if named in ("zip", "tar", "parquet", "warc"):
+    if named == "docx" and head.startswith(OLE_MAGIC):
+        raise UnreadableFileError("encrypted, or an old Word file")
+    if named in BINARY_FORMATS or named == "warc":
         raise UnreadableFileError(f"not {named}, though named so")
     if named in ("markdown", "code", "html"):  # these may hold anything, and what they hold is what they are
         return named
@@ -108,16 +126,21 @@ def guess_format(name: str, head: bytes) -> FileFormat:
     return "text"
 
 
-def _format_from_magic(name: str, head: bytes) -> FileFormat | None:
-    if head.startswith(b"PAR1"):
-        return "parquet"
-    if head.startswith(b"WARC/"):
-        return "warc"
+def _format_from_magic(head: bytes, named: FileFormat | None, has_extension: bool) -> FileFormat | None:
+    for magic, found in FORMAT_BY_MAGIC.items():
+        if head.startswith(magic):
+            return found
+    if named == "pdf" and b"%PDF-" in head[:PDF_HEADER_BYTES]:
+        return "pdf"
     if head[257:262] == b"ustar":
         return "tar"
-    # Office files, books and Java archives are zip files too, but not collections of texts.
-    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")) and (format_from_name(name) or not file_extension(name)):
-        return "zip"
+    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        if named in ("docx", "epub"):
+            return named
+        if head[30:].startswith(EPUB_MEMBER):
+            return "epub"
+        # Tables, slides and Java archives are zip files too, but not collections of texts.
+        return "zip" if named or not has_extension else None
     return None
 
 

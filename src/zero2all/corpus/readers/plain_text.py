@@ -14,6 +14,14 @@ _DOC = re.compile(r"<doc\s+([^>]*)>\s*$")
 # Where a value begins: after the first name, or after a name that follows a quote. A title may hold quotes itself.
 _VALUE = re.compile(r'(?:^(?:[^"]*\s)?|"\s+)([\w-]+)="')
 
+READ_TITLE_CHARACTERS, MAX_TITLE_CHARACTERS = 3000, 300  # looked at, and kept
+# What programs write there when the author gave none.
+_NOT_A_TITLE = re.compile(
+    r"[\W\d_]*|untitled.{0,9}|microsoft (?:word|powerpoint|excel) - .*|"
+    r".*\.(?:docx?|odt|rtf|pdf|ps|tex|dvi|indd|qxd|fm|p65|pptx?|xlsx?|html?|txt)",
+    re.IGNORECASE,
+)
+
 
 def read_text(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[TextRecord]:
     """The file as one record; split at line ends only if it is too long for one."""
@@ -23,6 +31,21 @@ def read_text(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator
         return
     for number, chunk in enumerate(_split_at_line_ends(decode_stream(stream), limits.max_document_characters)):
         yield TextRecord(id=f"{name}#{number}", title=name, content=chunk)
+
+
+def split_text(name: str, title: str, text: str, limits: ReadLimits, **others: str | int) -> Iterator[TextRecord]:
+    """The text of a file in another format, by the same rule."""
+    if len(text) <= limits.max_document_characters:
+        yield TextRecord(id=name, title=title, content=text, **others)
+        return
+    for number, chunk in enumerate(_split_at_line_ends(iter([text]), limits.max_document_characters)):
+        yield TextRecord(id=f"{name}#{number}", title=title, content=chunk, **others)
+
+
+def sensible_title(title: str) -> str:
+    """The title in a document's metadata; empty if it is the name of a file or a program's default."""
+    title = " ".join(title[:READ_TITLE_CHARACTERS].split())
+    return "" if _NOT_A_TITLE.fullmatch(title) else title[:MAX_TITLE_CHARACTERS]
 
 
 def _split_at_line_ends(blocks: Iterator[str], size: int) -> Iterator[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import IO, Any
 
-import pyarrow as pa
-
 from zero2all.corpus.code_paths import PATH_FIELDS, is_code_path
-from zero2all.corpus.readers import archives, csv_files, json_records, plain_text, web_pages
+from zero2all.corpus.readers import archives, csv_files, docx, epub, json_records, pdf, plain_text, web_pages
 from zero2all.corpus.readers.base import (
     NOT_INSTALLED,
     READ_ERRORS,
@@ -30,6 +29,7 @@ from zero2all.corpus.readers.parquet import read_parquet
 from zero2all.corpus.readers.streams import HEAD_BYTES, PeekableStream, decompress_stream, detect_compression
 
 CHANGED_WHILE_READ = "changed while it was read"
+SEEKABLE_FORMATS = {"parquet", "pdf", "docx", "epub"}  # they cannot be read from front to back
 CHUNK_RECORDS, CHUNK_CHARACTERS = 1000, 1 << 20
 
 _PATH_FIELDS = frozenset(PATH_FIELDS)
@@ -69,15 +69,18 @@ def read_record_chunks(
 
 def _read_chunks(raw: IO[bytes], name: str, limits: ReadLimits, exclude: Sequence[str]) -> Iterator[RecordChunk]:
     stream, compression, file_format = detect_format(PeekableStream(raw), name, limits)
-    if file_format == "zip" and not compression:
-        yield from _read_members(archives.read_zip_members(raw, limits), name, limits, exclude)
-    elif file_format == "tar":
+    if file_format == "tar":
         yield from _read_members(archives.read_tar_members(stream, limits), name, limits, exclude)
-    elif file_format == "parquet" and not compression:
-        raw.seek(0)
-        yield from map(_sanitize_records, read_parquet(raw, limits))
+    elif compression and file_format in ("zip", "7z", "rar"):
+        raise UnreadableFileError(f"{file_format} inside another compression")
     elif file_format == "zip":
-        raise UnreadableFileError("zip inside another compression")
+        yield from _read_members(archives.read_zip_members(raw, limits), name, limits, exclude)
+    elif file_format in ("7z", "rar"):
+        members = archives.read_libarchive_members(raw, file_format, limits)
+        yield from _read_members(members, name, limits, exclude)
+    elif file_format in SEEKABLE_FORMATS and not compression:
+        raw.seek(0)
+        yield from map(_sanitize_records, _read_seekable(raw, file_format, name, limits))
     else:
         yield from _read_format(stream, file_format, name, limits)
 
@@ -113,20 +116,32 @@ def _read_format(
             chunks = _chunk_records(json_records.read_json_object(stream, limits))
         case "csv":
             chunks = _chunk_records(csv_files.read_csv(stream, limits))
-        case "parquet":
-            data = stream.read_all(limits.parquet_in_memory, "Parquet inside something else")
-            chunks = read_parquet(pa.BufferReader(data), limits)
+        case "parquet" | "pdf" | "docx" | "epub":
+            data = stream.read_all(limits.seekable_in_memory, f"{file_format} inside something else")
+            chunks = _read_seekable(io.BytesIO(data), file_format, name, limits)
         case "wikiextractor":
             chunks = _chunk_records(plain_text.read_wikiextractor(stream, limits))
         case "html":
             chunks = _chunk_records(web_pages.read_html(stream, name, limits))
         case "warc":
             chunks = _chunk_records(web_pages.read_warc(stream, limits))
-        case "zip" | "tar":
+        case "zip" | "tar" | "7z" | "rar":
             raise UnreadableFileError("archive inside an archive")
         case _:
             chunks = _chunk_records(plain_text.read_text(stream, name, limits))
     return chunks if file_format == "code" else map(_sanitize_records, chunks)
+
+
+def _read_seekable(file: IO[bytes], file_format: FileFormat, name: str, limits: ReadLimits) -> Iterator[RecordChunk]:
+    match file_format:
+        case "parquet":
+            return read_parquet(file, limits)
+        case "pdf":
+            return _chunk_records(pdf.read_pdf(file, name, limits))
+        case "docx":
+            return _chunk_records(docx.read_docx(file, name, limits))
+        case _:
+            return _chunk_records(epub.read_epub(file, name, limits))
 
 
 def _chunk_records(records: Iterator[dict[str, Any] | BrokenRecord]) -> Iterator[RecordChunk]:

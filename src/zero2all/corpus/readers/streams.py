@@ -90,12 +90,8 @@ class LimitedReader:
     def read(self, size: int, /) -> bytes:
         block = self.raw.read(size)
         self.bytes += len(block)
-        if self.bytes > self.limit:
-            raise UnreadableFileError(f"unpacks to more than {self.limit >> 20} MiB")
-        if self.bytes > self.limits.ratio_check_bytes and self.bytes > self.limits.max_compression_ratio * max(
-            self.compressed_bytes(), 1
-        ):
-            raise UnreadableFileError(f"unpacks to more than {self.limits.max_compression_ratio} times its size")
+        if reason := self.limits.unpacked_problem(self.bytes, self.compressed_bytes(), self.limit):
+            raise UnreadableFileError(reason)
         return block
 
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import re
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 
-from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord, UnreadableFileError, import_optional
+from zero2all.corpus.readers.base import (
+    BrokenRecord,
+    ReadLimits,
+    TextRecord,
+    UnreadableFileError,
+    UnreadableItemError,
+    import_optional,
+)
 from zero2all.corpus.readers.encoding import detect_encoding
+from zero2all.corpus.readers.reader_child import ALL_TEXT, MAIN_TEXT, NEXT
+from zero2all.corpus.readers.reader_process import ReaderProcess
 from zero2all.corpus.readers.streams import PeekableStream
 
 _CHARSET = re.compile(rb"""<meta[^>]+charset\s*=\s*["']?\s*([\w-]+)""", re.I)
@@ -15,24 +27,53 @@ _SCRIPT = re.compile(r"<script\b([^<>]*)>", re.I)
 _TEMPLATE = re.compile(r"""type=["']?text/[\w-]*(?:template|html)""", re.I)
 _SCRIPT_END = re.compile(r"</script>", re.I)
 _HEADER_END = re.compile(rb"\r?\n\r?\n")
+_EMPTY_ELEMENT = re.compile(r"<([A-Za-z][\w:-]*+)([^<>]*)/>")
+# HTML elements that have no end tag.
+VOID_ELEMENTS = {
+    *("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr"),
+}
+# Elements that a parser opens again in every paragraph until they are closed. Links are not among them: a link ends the
+# one before.
+_FORMATTING = re.compile(r"(</?)(?:b|big|code|em|font|i|s|small|strike|strong|tt|u)(?=[\s/>])", re.I | re.A)
+MAX_COPIES = 1_000_000  # of such elements, of 340 bytes each
+MAX_TAGS = 30_000  # of a page that is parsed in this process: at every one, all open elements may be looked at
+PAGE_SECONDS = 20  # of CPU time, for a page with more
+# Codecs of Python that no page is in. Decoding punycode takes quadratic time.
+NOT_FOR_PAGES = {"punycode", "idna", "unicode-escape", "raw-unicode-escape"}
 HEADER_BYTES = 1 << 16
+PIECE_CHARACTERS = 1 << 20
 
 
 def read_html(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[TextRecord]:
     data = stream.read_all(limits.record_bytes, "page")
-    yield TextRecord(id=name, **_extract_page(_decode_html(data), title=name), raw_bytes=len(data))
+    yield TextRecord(id=name, **_extract_page(decode_html(data), limits, title=name), raw_bytes=len(data))
 
 
-def _extract_page(html: str, title: str = "") -> dict[str, str]:
+def _extract_page(html: str, limits: ReadLimits, title: str = "") -> dict[str, str]:
     """Title and main text of a page."""
+    found, text = _parse_html(html, MAIN_TEXT, limits)
+    if not text.strip():  # a page that is all navigation by its looks, or filled in by a script from a template
+        found, text = _parse_html(inline_templates(html), ALL_TEXT, limits)
+    return {"title": found.strip() or title, "content": text.strip()}
+
+
+def _parse_html(html: str, text: bytes, limits: ReadLimits) -> tuple[str, str]:
+    """Title and text. A page with many tags is parsed in another process: nesting makes time and memory quadratic."""
     tree_of = import_optional("resiliparse.parse.html").HTMLTree.parse
     plain_text = import_optional("resiliparse.extract.html2text").extract_plain_text
+    tags = html.count("<")
+    if tags > MAX_TAGS:
+        try:
+            with ReaderProcess("html", io.BytesIO(), replace(limits, reader_seconds=PAGE_SECONDS)) as process:
+                process.ask(NEXT)
+                return process.parse_html(html, text)
+        except UnreadableFileError as reason:
+            raise UnreadableItemError(str(reason)) from reason
+    if tags**2 > MAX_COPIES:
+        plain, count = _FORMATTING.subn(r"\1span", html)
+        html = plain if tags * count > MAX_COPIES else html
     tree = tree_of(html)
-    text = plain_text(tree, main_content=True, alt_texts=False)
-    if not text.strip():  # a page that is all navigation by its looks, or filled in by a script from a template
-        tree = tree_of(inline_templates(html))
-        text = plain_text(tree, main_content=False, alt_texts=False)
-    return {"title": (tree.title or "").strip() or title, "content": text.strip()}
+    return tree.title or "", plain_text(tree, main_content=text == MAIN_TEXT, alt_texts=False)
 
 
 def inline_templates(html: str) -> str:
@@ -51,22 +92,37 @@ def inline_templates(html: str) -> str:
 
 def html_to_text(html: str) -> str:
     """The text of a page or of a fragment."""
-    text: str = import_optional("resiliparse.extract.html2text").extract_plain_text(
-        html, main_content=False, alt_texts=False
-    )
-    return text.strip()
+    return _parse_html(html, ALL_TEXT, ReadLimits())[1].strip()
 
 
-def _decode_html(data: bytes, charset: str = "") -> str:
+def close_empty_elements(xhtml: str) -> str:
+    """XHTML as HTML. A parser of HTML would take an empty ``<title/>`` as open and lose the rest."""
+    closed, start = io.StringIO(), 0
+    while start < len(xhtml):  # in pieces, because a pattern keeps an object for each place until it has them all
+        end = xhtml.find(">", start + PIECE_CHARACTERS) + 1 or len(xhtml)
+        closed.write(_EMPTY_ELEMENT.sub(_with_end_tag, xhtml[start:end]))
+        start = end
+    return closed.getvalue()
+
+
+def _with_end_tag(empty: re.Match[str]) -> str:
+    return empty[0] if empty[1].lower() in VOID_ELEMENTS else f"<{empty[1]}{empty[2]}></{empty[1]}>"
+
+
+def decode_html(data: bytes, charset: str = "") -> str:
     """The encoding that the page declares is tried first, and often wrong."""
     declared = _CHARSET.search(data[:4096])
     for name in (charset, declared[1].decode() if declared else ""):
-        name = "gb18030" if name.lower() in ("gb2312", "gbk") else name
+        name = "gb18030" if name.lower() in ("gb2312", "gbk") else name or "utf-8"
         try:
-            return data.decode(name) if name else data.decode()
+            if codecs.lookup(name).name not in NOT_FOR_PAGES:
+                return data.decode(name)
         except (LookupError, ValueError):  # no such encoding, or not in it
             continue
-    encoding = detect_encoding(data, is_complete=True)
+    try:
+        encoding = detect_encoding(data, is_complete=True)
+    except UnreadableFileError as reason:
+        raise UnreadableItemError(str(reason)) from reason
     return data.decode(encoding.name, "replace")
 
 
@@ -140,13 +196,11 @@ def _read_response(header: dict[str, str], body: bytes, limits: ReadLimits) -> I
     charset = parameters.partition("charset=")[2].strip(" \"'")
     kept = {"url": header.get("warc-target-uri", "").strip("<>"), "time": header.get("warc-date", "")}
     try:
-        html = _decode_html(data, charset)
-    except UnreadableFileError as reason:  # one page in an unknown encoding is no reason to skip all that follow
+        page = _extract_page(decode_html(data, charset), limits)
+    except UnreadableItemError as reason:  # one such page is no reason to skip all that follow
         yield BrokenRecord(str(reason), record_id)
         return
-    yield TextRecord(
-        id=record_id, **_extract_page(html), raw_bytes=len(data), **kept
-    )  # raw_bytes: how much was discarded
+    yield TextRecord(id=record_id, **page, raw_bytes=len(data), **kept)  # raw_bytes: how much was discarded
 
 
 def _decode_body(body: bytes, http: dict[str, str], limit: int) -> bytes:
