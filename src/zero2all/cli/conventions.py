@@ -19,8 +19,9 @@ from typing import Annotated, Literal, ParamSpec
 import typer
 
 from zero2all.console import say
-from zero2all.errors import RecipeError, Z2aError, is_disk_full, is_out_of_memory
+from zero2all.errors import RecipeError, UsageError, Z2aError, is_disk_full, is_out_of_memory
 from zero2all.redact import redact
+from zero2all.units import parse_bytes
 
 OUT_OF_MEMORY_ADVICE = (
     "in training try a smaller train.micro_batch_tokens, parallel.activation_checkpointing=selective, or more ranks; "
@@ -103,6 +104,14 @@ def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None
             result.show(as_json)
 
     return wrapped
+
+
+def parse_size(option: str, size: str | None) -> int | None:
+    """Bytes of the value of an option, such as ``200MB``."""
+    try:
+        return None if size is None else parse_bytes(size)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
 
 
 def _disk_full_message(error: Exception) -> str:

@@ -1,10 +1,10 @@
-"""z2a corpus fetch | build | sniff | report"""
+"""z2a corpus fetch | build | sniff | report | export"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,6 +17,7 @@ from zero2all.cli.conventions import (
     Result,
     Workers,
     command,
+    parse_size,
 )
 from zero2all.errors import UsageError
 from zero2all.paths import to_path
@@ -200,3 +201,52 @@ def report(
     found = corpus_report(documents)
     write_text(page, report_html(found))
     return Result({**asdict(found), "html": str(page)}, f"written to {page}")
+
+
+@app.command()
+@command
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe, the directory of a run, or the directory that 'z2a corpus build' wrote.",
+            metavar="RECIPE|DOCUMENTS",
+        ),
+    ],
+    to: Annotated[Path, typer.Option("--to", help="The directory to write, local or in a store.", parser=to_path)],
+    overrides: Overrides = None,
+    export_format: Annotated[
+        Literal["jsonl", "text"], typer.Option("--format", help="JSON lines, or plain text without any field.")
+    ] = "jsonl",
+    shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--shard-size",
+            help="Largest size of a file, such as 200MB. Default: one file per shard.",
+            metavar="SIZE",
+        ),
+    ] = None,
+    compression: Annotated[
+        Literal["none", "gzip", "zstd"], typer.Option("--compression", help="Compression of the files.")
+    ] = "none",
+    workers: Workers = None,
+    json: Json = False,
+) -> Result:
+    """Write the documents as JSON lines or plain text.
+
+    Example: z2a corpus export runs/first/documents --to exported --format jsonl --compression zstd
+    """
+    from zero2all.corpus.corpus_export import ExportOptions, export_documents
+    from zero2all.engine import Engine, available_cores
+    from zero2all.io import MANIFEST
+    from zero2all.recipe import load_recipe
+    from zero2all.units import show_bytes
+
+    options = ExportOptions(export_format, parse_size("--shard-size", shard_size), compression)
+    documents = to_path(source)
+    if not (documents / MANIFEST).exists():
+        documents = load_recipe(Path(source), overrides).documents_dir
+    engine = Engine(workers=workers or available_cores())
+    exported = export_documents(documents, to, options, engine)
+    text = f"{exported.documents} documents, {show_bytes(exported.bytes)} in {len(exported.files)} files in {to}"
+    return Result({"out": str(to), **asdict(exported)}, text)

@@ -7,13 +7,13 @@ import re
 
 import yaml
 
-from zero2all.cli.conventions import Result
+from zero2all.cli.conventions import Result, parse_size
 from zero2all.corpus.fetch import FetchOptions, FetchResult
 from zero2all.corpus.fetch.fetch import HUB_ENDPOINT
 from zero2all.corpus.fetch.remote_file import RemoteFile
 from zero2all.corpus.fetch.sources import FileSelection
 from zero2all.errors import UsageError
-from zero2all.units import parse_bytes, show_bytes, show_seconds
+from zero2all.units import show_bytes, show_seconds
 
 
 def fetch_options(
@@ -27,10 +27,6 @@ def fetch_options(
 ) -> FetchOptions:
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise UsageError("--sha256: write the 64 hexadecimal digits of the checksum")
-    try:
-        limit = None if max_size is None else parse_bytes(max_size)
-    except ValueError as error:
-        raise UsageError(f"--max-size: {error}") from None
     return FetchOptions(
         selection=FileSelection(tuple(include or ()), tuple(exclude or ())),
         endpoint=mirror or os.environ.get("HF_ENDPOINT") or HUB_ENDPOINT,
@@ -38,7 +34,7 @@ def fetch_options(
         revision=revision,
         workers=workers,
         sha256=sha256,
-        max_size=limit,
+        max_size=parse_size("--max-size", max_size),
     )
 
 

@@ -1,0 +1,142 @@
+"""Documents as JSON lines and plain text: every document once, in files of a bounded size, complete or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from zero2all.cli.corpus import app
+from zero2all.corpus import build_corpus, corpus_export
+from zero2all.corpus.corpus_export import ExportOptions, export_documents
+from zero2all.corpus.ingest import document_texts
+from zero2all.engine import Engine
+from zero2all.errors import UsageError, Z2aError
+from zero2all.io import sha256_file
+from zero2all.recipe import CorpusRecipe, SourceRecipe
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("corpus")
+    rows = [{"id": n, "title": f"标题{n}", "text": f"第{n}篇 text {n}\n" * (n % 7 + 1), "n": n} for n in range(200)]
+    (root / "zh.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    (root / "odd.jsonl").write_text('{"text": "odd numbers, no line end", "x": NaN, "y": {"deep": [1, null, 1e400]}}\n')
+    sources = [SourceRecipe(name=name, paths=[str(root / f"{name}.jsonl")]) for name in ("zh", "odd")]
+    recipe = CorpusRecipe(sources=sources, filters=[], holdout=0.1, shard_size=5000)
+    build_corpus(recipe, root / "documents")
+    return root / "documents"
+
+
+def rows_of(documents: Path, split: str) -> list[dict[str, str]]:
+    return [row for path in sorted((documents / split).glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    """Strictly: a constant that JSON does not have is an error."""
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        data = gzip.decompress(data)
+    elif path.suffix == ".zst":
+        data = pa.CompressedInputStream(io.BytesIO(data), "zstd").read()
+    return [json.loads(line, parse_constant=pytest.fail) for line in data.decode().splitlines()]
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])
+def test_json_lines_have_every_document_with_all_its_fields(
+    documents: Path, tmp_path: Path, compression: corpus_export.Compression
+) -> None:
+    exported = export_documents(documents, tmp_path / "out", ExportOptions("jsonl", compression=compression))
+    assert exported.documents == sum(len(rows_of(documents, split)) for split in ("train", "valid")) == 201
+    for split in ("train", "valid"):
+        rows = [row for path in sorted((tmp_path / "out" / split).iterdir()) for row in read_lines(path)]
+        expected = sorted(rows_of(documents, split), key=lambda row: row["gid"])
+        found = sorted(rows, key=lambda row: str(row["gid"]))
+        assert [{**row, "others": 0} for row in found] == [{**row, "others": 0} for row in expected]
+        odd = [row["others"] for row in rows if row["data_src"] == "odd"]
+        assert odd in ([], [{"x": None, "y": {"deep": [1, None, None]}}])
+        assert all(row["others"] == {"n": int(str(row["id"]))} for row in rows if row["data_src"] == "zh")
+
+
+def test_plain_text_is_the_texts_with_a_blank_line_between(documents: Path, tmp_path: Path) -> None:
+    export_documents(documents, tmp_path / "out", ExportOptions("text"))
+    texts = "".join(path.read_text() for path in sorted((tmp_path / "out" / "train").iterdir()))
+    contents = [row["content"] for row in rows_of(documents, "train")]
+    assert len(texts) == sum(len(content.removesuffix("\n")) + 2 for content in contents)
+    assert all(content.removesuffix("\n") + "\n\n" in texts for content in contents)
+
+
+def test_files_are_bounded_and_named_in_the_manifest(documents: Path, tmp_path: Path) -> None:
+    exported = export_documents(documents, tmp_path / "out", ExportOptions("text", shard_size=1000), Engine(workers=2))
+    files = {path.relative_to(tmp_path / "out").as_posix(): path for path in (tmp_path / "out").glob("*/*")}
+    assert {name: sha256_file(path) for name, path in files.items()} == exported.files
+    assert max(path.stat().st_size for path in files.values()) <= 1000
+    assert sum(path.stat().st_size for path in files.values()) == exported.bytes
+    assert "train/zh-00000.1.txt" in files
+    alone = export_documents(documents, tmp_path / "alone", ExportOptions("text", shard_size=1))
+    assert len(alone.files) == alone.documents  # a document is never divided
+
+
+def test_an_export_is_kept_if_nothing_changed_and_made_again_if_something_did(documents: Path, tmp_path: Path) -> None:
+    export_documents(documents, tmp_path / "out")
+    (file,) = (path for path in (tmp_path / "out" / "train").glob("odd*"))
+    before = file.stat().st_mtime_ns
+    export_documents(documents, tmp_path / "out")
+    assert file.stat().st_mtime_ns == before
+    whole = file.read_bytes()
+    file.write_bytes(b"damaged")
+    export_documents(documents, tmp_path / "out")
+    assert file.read_bytes() == whole
+    export_documents(documents, tmp_path / "out", ExportOptions("text"))
+    assert {path.suffix for path in (tmp_path / "out").glob("*/*")} == {".txt"}
+
+
+def test_a_failed_export_leaves_what_was_there(
+    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_documents(documents, tmp_path / "out")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+
+    def fail(content: str) -> bytes:
+        raise OSError("no more")
+
+    monkeypatch.setattr(corpus_export, "_plain_text", fail)
+    with pytest.raises(OSError, match="no more"):
+        export_documents(documents, tmp_path / "out", ExportOptions("text"))
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_other_directories_are_neither_exported_nor_replaced(documents: Path, tmp_path: Path) -> None:
+    with pytest.raises(Z2aError, match="z2a corpus build"):
+        export_documents(tmp_path, tmp_path / "out")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(UsageError, match="contains something else"):
+        export_documents(documents, tmp_path / "mine")
+
+
+def test_what_is_exported_can_be_a_source(documents: Path, tmp_path: Path) -> None:
+    export_documents(documents, tmp_path / "out", ExportOptions(compression="zstd"))
+    texts = sorted(document_texts([str(tmp_path / "out" / "train")]))
+    assert texts == sorted(row["content"] for row in rows_of(documents, "train"))
+
+
+def test_the_command_takes_a_recipe_or_the_documents(documents: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"corpus: {{dir: {documents}, sources: []}}\n")
+    for number, source in enumerate((recipe, documents)):
+        out = tmp_path / str(number)
+        words = ["export", str(source), "--to", str(out), "--format", "text", "--shard-size", "2KB", "--workers", "1"]
+        done = CliRunner().invoke(app, [*words, "--json"])
+        assert json.loads(done.stdout)["documents"] == 201
+        assert max(path.stat().st_size for path in out.glob("*/*")) <= 2000
+    wrong = CliRunner().invoke(app, [*words, "--shard-size", "large"])
+    assert wrong.exit_code == 2
+    assert "200MB" in wrong.output
