@@ -108,7 +108,7 @@ class ReadLimits:
     """Unpacked bytes before the ratio is checked."""
 
     def unpacked_problem(self, size: int, compressed_bytes: int, limit: int) -> str:
-        """Why so many unpacked bytes are too many; empty if they are not."""
+        """Why this number of unpacked bytes is too large; empty if it is not."""
         if size > limit:
             return f"unpacks to more than {limit >> 20} MiB"
         if size > self.ratio_check_bytes and size > self.max_compression_ratio * max(compressed_bytes, 1):
