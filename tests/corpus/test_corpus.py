@@ -14,7 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from zero2all.cli.corpus import app
 from zero2all.corpus import SCHEMA, BuiltCorpus, build_corpus, recommended_workers, summary_lines
 from zero2all.corpus.corpus_report import corpus_report
 from zero2all.corpus.corpus_report_page import report_html
@@ -98,6 +100,21 @@ def test_skipped_files_are_named_in_the_summary_and_in_the_report(tmp_path: Path
     page = report_html(corpus_report(tmp_path / "out"))
     assert "&lt;3&gt;.mobi" in page
     assert "<td>broken JSON<td>1<td>a.jsonl</tr>" in page
+
+
+def test_the_command_prints_for_each_source_what_was_kept_and_skipped(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.txt").write_text("some text")
+    (tmp_path / "raw" / "b.mobi").write_bytes(b"BOOKMOBI\x00\xff")
+    source = f"{{name: s, paths: [{tmp_path / 'raw'}]}}"
+    (tmp_path / "my.yaml").write_text(f"out: {tmp_path}\ncorpus: {{filters: [], holdout: 0, sources: [{source}]}}\n")
+    for unchanged in ("", " (unchanged)"):
+        done = CliRunner().invoke(app, ["build", str(tmp_path / "my.yaml")])
+        assert done.stdout.splitlines() == [
+            "s: 1 document, 9B; validation 0, 0B",
+            "  skipped: 1 file (format .mobi: b.mobi); convert files of such a format to text first",
+            f"1 document, 9B in {tmp_path / 'documents'}{unchanged}",
+        ]
 
 
 def test_an_empty_corpus_names_what_was_skipped_and_dropped(tmp_path: Path) -> None:

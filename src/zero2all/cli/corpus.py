@@ -134,6 +134,7 @@ def build(
     Example: z2a corpus build my.yaml corpus.holdout=0.02
     """
     from zero2all.corpus import build_corpus, recommended_workers, summary_lines
+    from zero2all.corpus.summary import count_text
     from zero2all.engine import Engine
     from zero2all.recipe import load_recipe
     from zero2all.units import show_bytes
@@ -148,7 +149,7 @@ def build(
 
     built = build_corpus(loaded.corpus, loaded.documents_dir, chosen, before_replace)
     unchanged = " (unchanged)" if built.reused else ""
-    total = f"{built.documents} documents, {show_bytes(built.bytes)} in {loaded.documents_dir}{unchanged}"
+    total = f"{count_text(built.documents, 'document')}, {show_bytes(built.bytes)} in {loaded.documents_dir}{unchanged}"
     return Result(
         {"out": str(loaded.documents_dir), "kind": "documents", **asdict(built)},
         "\n".join([*summary_lines(built), total]),
@@ -237,6 +238,7 @@ def export(
     Example: z2a corpus export runs/first/documents --to exported --format jsonl --compression zstd
     """
     from zero2all.corpus.corpus_export import ExportOptions, export_documents
+    from zero2all.corpus.summary import count_text
     from zero2all.engine import Engine, available_cores
     from zero2all.io import MANIFEST
     from zero2all.recipe import load_recipe
@@ -248,5 +250,6 @@ def export(
         documents = load_recipe(Path(source), overrides).documents_dir
     engine = Engine(workers=workers or available_cores())
     exported = export_documents(documents, to, options, engine)
-    text = f"{exported.documents} documents, {show_bytes(exported.bytes)} in {len(exported.files)} files in {to}"
+    counts = f"{count_text(exported.documents, 'document')}, {show_bytes(exported.bytes)}"
+    text = f"{counts} in {count_text(len(exported.files), 'file')} in {to}"
     return Result({"out": str(to), **asdict(exported)}, text)
