@@ -14,7 +14,7 @@ from zero2all.io import fingerprint
 from zero2all.recipe import ModelConfig, Recipe, load_recipe, parse_recipe
 from zero2all.recipe.problems import known_keys
 from zero2all.recipe.renamed import RENAMED, RENAMED_VALUES, identity_to_new, to_new, to_old
-from zero2all.tokenizer.train import FORMAT
+from zero2all.tokenizer.train import FORMAT, training_settings
 
 OLD = Path(__file__).with_name("run_of_0_1")
 
@@ -82,8 +82,9 @@ def test_the_identity_of_an_old_run_is_that_of_its_recipe(name: str) -> None:
 
 def test_the_key_of_an_old_tokenizer_is_still_its_key() -> None:
     recipe, keys = load_recipe(OLD / "recipe.yaml", stored=True), old_json("keys.json")
-    settings = to_old(recipe.tokenizer.model_dump(mode="json", exclude={"dir"}), "tokenizer")
+    settings = training_settings(recipe.tokenizer)
     assert fingerprint([FORMAT, keys["documents"]["key"], settings]) == keys["tokenizer"]["key"]
+    assert training_settings(recipe.tokenizer.model_copy(update={"special_tokens": ["<a>"]})) != settings
 
 
 def test_translation_is_idempotent_and_reversible() -> None:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from zero2all.errors import UsageError
+from tests.tokenizer.sentencepiece_models import llama_style
 from zero2all.io import write_json
 from zero2all.model import Z2all, grow_embeddings
 from zero2all.recipe import ModelConfig
-from zero2all.tokenizer import Tokenizer
+from zero2all.tokenizer import Tokenizer, extend
 from zero2all.tokenizer.extend import decompose_new_tokens, extend_tokenizer
+from zero2all.tokenizer.import_tokenizer import import_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +83,39 @@ def test_an_extended_tokenizer_can_be_extended(extended: Tokenizer, tmp_path: Pa
     assert again.vocab_size == extended.vocab_size + 64
 
 
-def test_a_tokenizer_with_another_pattern_is_not_extended(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_tokenizer_with_another_pattern_is_extended_by_its_own(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     definition = json.loads(tokenizer.json_bytes)
-    definition["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\w+|\W+"
+    definition["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"[^-]+|-"
     write_json(tmp_path / "tokenizer.json", definition)
-    with pytest.raises(UsageError, match="splits text by one of"):
-        extend_tokenizer(tmp_path, ["a"], 1, tmp_path / "out")
+    checked: list[str] = []
+    monkeypatch.setattr(extend, "check_pattern", checked.append)
+    extend_tokenizer(tmp_path, ["x y-z"] * 9, 5, tmp_path / "out")
+    new = Tokenizer(tmp_path / "out")
+    assert new.encode("x y") == [new.token_bytes.index(b"x y")]
+    assert not any(b"-z" in token for token in new.token_bytes[tokenizer.vocab_size :])
+    assert checked == [r"[^-]+|-"]
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_a_marker_that_is_not_declared_special_stays_special(tokenizer: Tokenizer, kind: str, tmp_path: Path) -> None:
+    """As Qwen 3 has <tool_call>, and chat models made of LLaMA have <|im_start|>."""
+    base = tokenizer.directory
+    if kind == "sentencepiece":
+        (tmp_path / "m.model").write_bytes(llama_style())
+        import_tokenizer(tmp_path / "m.model", base := tmp_path / "base")
+    definition = json.loads((base / "tokenizer.json").read_text("utf-8"))
+    marker = {**definition["added_tokens"][0], "id": Tokenizer(base).vocab_size, "content": "<mark>", "special": False}
+    definition["added_tokens"].append(marker)
+    old = tmp_path / "old"
+    old.mkdir()
+    write_json(old / "tokenizer.json", definition)
+    extend_tokenizer(old, ["春眠不觉晓"] * 9, 5, tmp_path / "new")
+    for directory in (old, tmp_path / "new"):
+        found = Tokenizer(directory)
+        assert found.special_ids["<mark>"] == marker["id"]
+        assert marker["id"] not in found.encode("a<mark>b")
 
 
 def test_a_grown_model_keeps_old_rows_and_averages_those_of_new_tokens(

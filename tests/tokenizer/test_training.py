@@ -188,7 +188,7 @@ def our_merges(
     merges = learn_merges(read_words(path, ids), tokens, size, min_frequency)
     character = {byte: character for character, byte in byte_alphabet().items()}
     names = ["".join(character[byte] for byte in token) for token in tokens]
-    return [(names[left], names[right]) for left, right in merges]
+    return [(names[left], names[right]) for left, right, _ in merges]
 
 
 def test_merges_of_unusual_words_equal_those_of_the_hugging_face_trainer(tmp_path: Path) -> None:

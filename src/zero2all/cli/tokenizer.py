@@ -1,11 +1,12 @@
-"""z2a tokenizer train | eval | inspect | extend | export"""
+"""z2a tokenizer train | import | eval | inspect | extend | export"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,12 +23,12 @@ from zero2all.cli.conventions import (
 
 TokenizerDir = Annotated[Path, typer.Argument(help="Tokenizer directory.", metavar="DIR")]
 
-app = typer.Typer(help="Train, evaluate, inspect and export tokenizers.", no_args_is_help=True)
+app = typer.Typer(help="Train, import, evaluate, inspect and export tokenizers.", no_args_is_help=True)
 
 
 @app.callback()
 def tokenizer_group() -> None:
-    """Train, evaluate, inspect and export tokenizers."""
+    """Train, import, evaluate, inspect and export tokenizers."""
 
 
 @app.command()
@@ -74,6 +75,30 @@ def train(
         {"out": str(loaded.tokenizer_dir), **manifest, "reused": trained.reused},
         text + (" (unchanged)" if trained.reused else ""),
     )
+
+
+@app.command("import")
+@command
+def import_(
+    source: Annotated[
+        Path, typer.Argument(help="A .model file of sentencepiece, or a Hugging Face directory.", metavar="SOURCE")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The directory of the tokenizer.")],
+    json: Json = False,
+) -> Result:
+    """Import a sentencepiece or Hugging Face tokenizer.
+
+    Set tokenizer.dir to the new directory to use it.
+
+    Example: z2a tokenizer import llama/tokenizer.model --out llama-tokenizer
+    """
+    from zero2all.tokenizer.import_tokenizer import import_tokenizer
+    from zero2all.tokenizer.manifest import KIND
+
+    made = import_tokenizer(source, out, _refuse_if_in_use(out))
+    same = f", with the ids of sentencepiece on {made.compared_with_sentencepiece} texts"
+    text = f"{made.vocab_size} tokens in {out}" + (same if made.compared_with_sentencepiece else "")
+    return Result({"out": str(out), "kind": KIND, **asdict(made)}, text)
 
 
 @app.command("eval")
@@ -156,22 +181,33 @@ def extend(
     min_frequency: Annotated[
         int, typer.Option("--min-frequency", min=1, help="A pair is merged only if it occurs at least this often.")
     ] = 2,
+    characters: Annotated[
+        Literal["any", "chinese"],
+        typer.Option(
+            "--characters",
+            help="With chinese, new tokens have Chinese characters and punctuation only, so other text is encoded as "
+            "before.",
+        ),
+    ] = "any",
     json: Json = False,
 ) -> Result:
     """Add tokens learned from new text; old ids stay the same.
 
-    Example: z2a tokenizer extend runs/mine/tokenizer --text medicine/ --add 4000 --out medical-tokenizer
+    Example: z2a tokenizer extend llama-tokenizer --text zh/ --add 4000 --characters chinese --out llama-zh
     """
     from zero2all.corpus.ingest import document_texts
     from zero2all.tokenizer.extend import extend_tokenizer
     from zero2all.tokenizer.manifest import KIND
 
-    def before_replace() -> None:
-        from zero2all.train.data_in_use import refuse_tokenizer_change
-
-        refuse_tokenizer_change(out, out.parent, ": choose another --out")
-
-    made = extend_tokenizer(directory, document_texts(text), add, out, min_frequency, before_replace=before_replace)
+    made = extend_tokenizer(
+        directory,
+        document_texts(text),
+        add,
+        out,
+        min_frequency,
+        before_replace=_refuse_if_in_use(out),
+        characters=characters,
+    )
     summary = f"{made.learned} new tokens, {made.vocab_size} in total, in {out}"
     return Result({"out": str(out), "kind": KIND, **asdict(made)}, summary)
 
@@ -194,3 +230,14 @@ def export(
 
     made = export_tiktoken(Tokenizer(directory), tiktoken)
     return Result(made, f"{made.tokens} ranks in {made.ranks}, pattern and special tokens in {made.settings}")
+
+
+def _refuse_if_in_use(out: Path) -> Callable[[], None]:
+    """For ``before_replace``."""
+
+    def refuse() -> None:
+        from zero2all.train.data_in_use import refuse_tokenizer_change
+
+        refuse_tokenizer_change(out, out.parent, ": choose another --out")
+
+    return refuse

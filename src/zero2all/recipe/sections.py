@@ -28,6 +28,8 @@ from zero2all.recipe.types import (
 from zero2all.units import Duration
 from zero2all.workspace import DEFAULT_RUN, MAX_NAME_PARTS, is_unsearched
 
+SPECIAL_TOKEN = re.compile(r"<[^\s<>]{1,62}>|\[[^\s\[\]]{1,62}\]")
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # what sentencepiece calls a byte
 NAME_PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 NAME_PATTERN = rf"^{NAME_PART}(/{NAME_PART}){{0,{MAX_NAME_PARTS - 1}}}$"
 
@@ -161,8 +163,19 @@ class TokenizerRecipe(Section):
 
     vocab_size: Count = 8192
     """Vocabulary size including special tokens and padding; a multiple of 64."""
+    trainer: Literal["zero2all", "sentencepiece"] = "zero2all"
+    """Trainer: ``zero2all`` for byte-level BPE in bounded memory, or ``sentencepiece`` for that package, with byte
+    fallback, on as much text as fits into ``max_memory``."""
+    algorithm: Literal["bpe", "unigram"] = "bpe"
+    """Algorithm; ``unigram`` needs the trainer ``sentencepiece``."""
     pattern: Literal["zh-en-code", "qwen2", "gpt2"] = "zh-en-code"
-    """Name of the pre-tokenizer pattern."""
+    """Name of the pre-tokenizer pattern. Only for the trainer ``zero2all``, as ``custom_pattern``, ``min_frequency``,
+    ``max_han_run`` and ``seed`` are."""
+    custom_pattern: str | None = None
+    """Regular expression that splits text into words, instead of ``pattern``. It must match every character and take
+    linear time; both are checked before training."""
+    special_tokens: list[str] = []
+    """Additional special tokens, such as ``<think>``. They are never produced from text."""
     min_frequency: int = Field(2, ge=1)
     """A pair is merged only if it occurs at least this often."""
     train_bytes: Bytes = 10_000_000_000
@@ -176,6 +189,28 @@ class TokenizerRecipe(Section):
     """Seed for sampling rare words if not all of them fit into memory."""
     dir: LocalDir | None = None
     """Directory of the tokenizer. Default: ``<out>/tokenizer``."""
+
+    @field_validator("special_tokens")
+    @classmethod
+    def _marked_names(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not SPECIAL_TOKEN.fullmatch(name) or not name.isprintable() or BYTE_TOKEN.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} must be like <name> or [name], of at most 64 characters, without spaces: "
+                    "text without the marks must never be taken for a special token by other programs"
+                )
+        if len(set(names)) < len(names):
+            raise ValueError("a name is given twice")
+        return names
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.trainer == "zero2all" and self.algorithm == "unigram":
+            yield Mistake("algorithm: unigram needs trainer: sentencepiece", ("algorithm", "trainer"))
+        if self.trainer == "sentencepiece" and self.custom_pattern is not None:
+            yield Mistake(
+                "custom_pattern needs trainer: zero2all, because sentencepiece splits text by its own rules",
+                ("custom_pattern", "trainer"),
+            )
 
     @field_validator("max_memory")
     @classmethod

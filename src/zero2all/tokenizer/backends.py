@@ -6,15 +6,12 @@ the ids of the reference on texts that are known to expose differences, on this 
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
@@ -24,42 +21,11 @@ import tokenizers
 from zero2all.console import warn
 from zero2all.engine import available_cores
 from zero2all.errors import UsageError, Z2aError, need
-from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet
+from zero2all.tokenizer.text_vocabulary import TextVocabulary
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 """The token ids of one text."""
 BackendName = Literal["auto", "gigatoken", "tiktoken", "hf"]
-
-
-@dataclass(frozen=True)
-class TextVocabulary:
-    """A ``tokenizer.json`` without its special tokens: all that text can become."""
-
-    definition: dict[str, Any]
-
-    @cached_property
-    def json(self) -> str:
-        return json.dumps(self.definition)
-
-    @cached_property
-    def ranks(self) -> dict[bytes, int]:
-        """The bytes of every token to its id. Ids rise in the order of merges, so they are ranks too."""
-        alphabet = byte_alphabet()
-        return {
-            bytes(alphabet[character] for character in token): id
-            for token, id in self.definition["model"]["vocab"].items()
-        }
-
-    @property
-    def pattern(self) -> str:
-        """The pre-tokenizer's regular expression, which splits text into words."""
-        pre_tokenizer = self.definition["pre_tokenizer"] or {"type": None}
-        steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
-        if [step["type"] for step in steps] == ["Split", "ByteLevel"] and not steps[1]["use_regex"]:
-            return str(steps[0]["pattern"]["Regex"])
-        if [step["type"] for step in steps] == ["ByteLevel"] and steps[0]["use_regex"]:
-            return PATTERNS["gpt2"]
-        raise Z2aError("only Hugging Face tokenizers supports the pre-tokenizer of this tokenizer")
 
 
 class Encoder(Protocol):
@@ -165,10 +131,13 @@ def choose_backend(wanted: BackendName, vocabulary: TextVocabulary, reference: H
     """The backend of that name, or the fastest one installed; in either case one that passed the parity check."""
     if wanted not in ("auto", "hf", *FAST_BACKENDS):
         raise UsageError(f"there is no backend {wanted!r}: use auto, hf, {', '.join(FAST_BACKENDS)}")
+    if vocabulary.is_sentencepiece and wanted == "auto":
+        return reference
     for name in FAST_BACKENDS if wanted == "auto" else {wanted} & set(FAST_BACKENDS):
         try:
-            backend = FAST_BACKENDS[name](vocabulary, reference)
-            difference = first_difference(backend, reference, parity_texts(vocabulary))
+            with _panics_as_errors():
+                backend = FAST_BACKENDS[name](vocabulary, reference)
+                difference = first_difference(backend, reference, parity_texts(vocabulary))
         except Exception as error:  # not installed, or not made for this vocabulary: each library has its own errors
             if wanted == name:
                 raise Z2aError(f"{name} cannot be used here: {error}") from error
@@ -206,7 +175,7 @@ def parity_texts(vocabulary: TextVocabulary) -> list[str]:
     noise = [rng.randbytes(rng.randint(1, 60)).decode("utf-8", "replace") for _ in range(100)]
     planes = [*range(0xD800), *range(0xE000, 0x20000, 7)]
     anything = ["".join(chr(rng.choice(planes)) for _ in range(20)) for _ in range(50)]
-    tokens = list(vocabulary.ranks)
+    tokens = list(vocabulary.token_bytes.values())
     rows = [b"".join(rng.choices(tokens, k=20)).decode("utf-8", "replace") for _ in range(100)]
     return [*TRICKY_TEXTS, *noise, *anything, *rows]
 

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from zero2all.io import sha256_file
 from zero2all.tokenizer.word_count import WordCounts
 
 KIND = "tokenizer"
+
+
+@dataclass(frozen=True)
+class LearnedVocabulary:
+    """What a trainer gives."""
+
+    definition: bytes
+    """``tokenizer.json``."""
+    special_tokens: list[str]
+    num_learned: int
+    """Tokens besides the special ones."""
+    trained_on_bytes: int
+    counted: WordCounts | None
+    model: bytes | None
+    """``tokenizer.model``, if sentencepiece has trained it."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +36,10 @@ class TokenizerManifest:
     """Tokens besides the special ones."""
     special_tokens: list[str]
     pattern: str
+    """Name of the pattern, a regular expression, or ``sentencepiece-`` and the algorithm."""
     trained_on_bytes: int
-    counted: WordCounts
+    counted: WordCounts | None
+    """Of the trainer ``zero2all``."""
     files: dict[str, str]
     """sha256 by name."""
 
@@ -45,3 +64,23 @@ class ExtendedTokenizer:
     """New tokens."""
     trained_on_bytes: int
     files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ImportedTokenizer:
+    """``manifest.json`` of a tokenizer of somebody else."""
+
+    key: str
+    imported_from: str
+    """Name of the file or directory."""
+    vocab_size: int
+    special_tokens: list[str]
+    compared_with_sentencepiece: int
+    """Number of texts on which the ids equal those of the sentencepiece package."""
+    files: dict[str, str]
+
+
+def is_other_tokenizer(before: Path, now: Path) -> bool:
+    """Whether the first directory has a tokenizer, and the second one another."""
+    old, new = before / "tokenizer.json", now / "tokenizer.json"
+    return old.exists() and sha256_file(old) != sha256_file(new)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -38,6 +39,15 @@ from zero2all.tokenizer.vocabulary import byte_alphabet
 MAX_INDEXED_PAIRS = 1 << 19  # approximate
 SUM_BUCKETS = 1 << 22  # for sums of pairs
 PROGRESS_EVERY = 64
+
+
+class Merge(NamedTuple):
+    """Two tokens that become one."""
+
+    left: int
+    right: int
+    frequency: int
+    """How often the pair occurred when it was merged."""
 
 
 def merge_memory(words: int, symbols: int) -> int:
@@ -92,14 +102,14 @@ def learn_merges(
     vocab_size: int,
     min_frequency: int,
     advance: Callable[[float], None] = lambda tokens: None,
-) -> list[tuple[int, int]]:
+) -> list[Merge]:
     """Merge the most frequent pair until there are ``vocab_size`` tokens, or no pair is frequent enough.
 
     ``words.symbols`` are ids of ``tokens``, to which the new ones are appended; the words are consumed.
     """
     index = PairIndex(words, vocab_size)
     ids = {token: id for id, token in enumerate(tokens)}
-    merges: list[tuple[int, int]] = []
+    merges: list[Merge] = []
     while len(tokens) < vocab_size:
         count, left, right, head = index.pop(min_frequency)
         if count < min_frequency:
@@ -109,7 +119,7 @@ def learn_merges(
         if is_new := token not in ids:
             ids[token] = len(tokens)
             tokens.append(token)
-        merges.append((left, right))
+        merges.append(Merge(left, right, count))
         index.merge(left, right, ids[token], head, is_new)
         if len(merges) % PROGRESS_EVERY == 0:
             advance(PROGRESS_EVERY)

@@ -16,7 +16,7 @@ from zero2all.tokenizer.jit import jit, jit_inline
 
 LETTER, NUMBER, WHITESPACE, NEWLINE, HAN = 1, 2, 4, 8, 16
 NUM_CODE_POINTS = 0x40000  # letters, numbers and whitespace are all below; the rest is punctuation to every pattern
-GPT2, QWEN = 0, 1
+GPT2, QWEN, WHOLE = 0, 1, 2  # rule families; WHOLE: the text is one word, which a regular expression has split off
 
 QUOTE, SPACE, CR, LF = 0x27, 0x20, 0x0D, 0x0A
 LONG_S = 0x17F  # an s to a pattern that ignores case
@@ -112,6 +112,8 @@ def word_end(
     data: NDArray[np.uint8], pos: int, end: int, classes: NDArray[np.uint8], family: int, max_digits: int
 ) -> int:
     """End of the word that begins at ``pos``."""
+    if family == WHOLE:
+        return end
     code, after = decode_char(data, pos, end)
     kind = char_class(code, classes)
     if code == QUOTE:
@@ -154,6 +156,7 @@ def han_split_end(data: NDArray[np.uint8], pos: int, end: int, classes: NDArray[
     return end
 
 
+WHOLE_TEXT = (WHOLE, 0)
 PATTERN_RULES: dict[str, tuple[int, int]] = {
     "zh-en-code": (QWEN, 3),
     "qwen2": (QWEN, 1),

@@ -18,7 +18,7 @@ import numpy as np
 
 from zero2all.errors import Z2aError
 from zero2all.io import read_json
-from zero2all.tokenizer.backends import BackendName, Encoder, HuggingFace, Ids, TextVocabulary, choose_backend
+from zero2all.tokenizer.backends import BackendName, Encoder, HuggingFace, Ids, choose_backend
 from zero2all.tokenizer.chat import Message, split_rendered_chat
 from zero2all.tokenizer.special_tokens import AllowSpecial, allowed_names, split_special
 from zero2all.tokenizer.tokenizer_json import read_tokenizer_json
@@ -37,13 +37,15 @@ class Tokenizer:
     '<|endoftext|> is only text here'
 
     Every backend encodes a lone surrogate as U+FFFD, and a surrogate pair as the character it means; all other text
-    and, with ``encode_bytes``, all bytes round-trip exactly.
+    and, with ``encode_bytes``, all bytes round-trip exactly. An imported tokenizer may change some text:
+    ``normalize`` tells how.
     """
 
     def __init__(self, directory: str | Path, backend: BackendName = "auto") -> None:
         path = Path(directory) / "tokenizer.json"
         if not path.exists():
-            raise Z2aError(f"no tokenizer in {directory}: make one with 'z2a tokenizer train RECIPE'")
+            made_by = "'z2a tokenizer train RECIPE', or take one over with 'z2a tokenizer import'"
+            raise Z2aError(f"no tokenizer in {directory}: make one with {made_by}")
         self.__setstate__((Path(directory), backend, path.read_bytes(), *_chat_settings(Path(directory))))
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -58,24 +60,26 @@ class Tokenizer:
         self._named_tokens: dict[str, str] = state[4]
         definition = read_tokenizer_json(self.directory / "tokenizer.json", self.json_bytes)
         self.special_ids: dict[str, int] = definition.special_ids
-        model = {**definition.raw["model"], "vocab": definition.text_ids}
-        self.vocabulary = TextVocabulary({**definition.raw, "added_tokens": [], "model": model})
-        self.vocab_size = 1 + max([*definition.text_ids.values(), *self.special_ids.values()])
+        self.vocabulary = definition.text
+        self.vocab_size = 1 + max([*self.vocabulary.ids.values(), *self.special_ids.values()])
         self.fingerprint = sha256(self.json_bytes).hexdigest()
 
     @property
     def eos_token_id(self) -> int:
-        if END_OF_TEXT not in self.special_ids:
-            raise Z2aError(
-                f"{self.directory / 'tokenizer.json'} has no special token {END_OF_TEXT}, which ends a document: "
-                "train one with 'z2a tokenizer train RECIPE'"
-            )
-        return self.special_ids[END_OF_TEXT]
+        """Ends a document: ``<|endoftext|>``, or in a vocabulary without it what Hugging Face's files name so."""
+        for name in (END_OF_TEXT, self._named_tokens.get("eos_token")):
+            if name in self.special_ids:
+                return self.special_ids[name]
+        raise Z2aError(
+            f"{self.directory / 'tokenizer.json'} has no special token {END_OF_TEXT}, which ends a document, and "
+            "tokenizer_config.json names no eos_token: add that there, or train one with 'z2a tokenizer train RECIPE'"
+        )
 
     @property
     def stop_token_ids(self) -> list[int]:
         """Where generation ends: with the document, or with a chat message where the vocabulary has such an end."""
-        return [self.special_ids[name] for name in (END_OF_TEXT, IM_END) if name in self.special_ids]
+        names = dict.fromkeys((END_OF_TEXT, IM_END, self._named_tokens.get("eos_token")))
+        return [self.special_ids[name] for name in names if name in self.special_ids]
 
     @cached_property
     def reference(self) -> HuggingFace:
@@ -84,6 +88,13 @@ class Tokenizer:
             return HuggingFace(self.vocabulary)
         except Z2aError as error:
             raise Z2aError(f"{self.directory / 'tokenizer.json'}: {error}") from error
+
+    @cached_property
+    def continuation(self) -> HuggingFace:
+        """The encoder of text that follows other text: it puts no space before it."""
+        if self.vocabulary.space_before == "never":
+            return self.reference
+        return HuggingFace(self.vocabulary.without_space_before())
 
     @cached_property
     def backend(self) -> Encoder:
@@ -107,15 +118,20 @@ class Tokenizer:
         names = allowed_names(allow_special, self.special_ids, texts)
         if not names:
             return _encode_with_surrogates(backend, texts)
-        split = [split_special(text, names) for text in texts]
-        encoded = iter(_encode_with_surrogates(backend, [text for row in split for text in row[::2]]))
-        rows = []
-        for row in split:
-            parts = [next(encoded)]
+        return self._encode_split(backend, [split_special(text, names) for text in texts])
+
+    def _encode_split(self, backend: Encoder, rows: list[list[str]]) -> list[Ids]:
+        """The ids of texts that were split at special tokens, as by ``split_special``."""
+        first = iter(_encode_with_surrogates(backend, [row[0] for row in rows]))
+        after_special = self.continuation if self.vocabulary.space_before == "first" else backend
+        rest = iter(_encode_with_surrogates(after_special, [text for row in rows for text in row[2::2]]))
+        encoded = []
+        for row in rows:
+            parts = [next(first)]
             for name in row[1::2]:
-                parts += [np.array([self.special_ids[name]], dtype=np.uint32), next(encoded)]
-            rows.append(np.concatenate(parts))
-        return rows
+                parts += [np.array([self.special_ids[name]], dtype=np.uint32), next(rest)]
+            encoded.append(np.concatenate(parts))
+        return encoded
 
     def render_chat(
         self,
@@ -131,24 +147,29 @@ class Tokenizer:
             raise Z2aError(f"the tokenizer in {self.directory} has no chat template")
         variables = {**self._named_tokens, "add_generation_prompt": add_generation_prompt}
         parts = split_rendered_chat(self.chat_template, self.special_ids, messages, tools, variables)
-        texts = iter(_encode_with_surrogates(self.reference, parts[::2]))
-        ids: list[int] = next(texts).tolist()
-        for marker in parts[1::2]:
-            ids += [self.special_ids[marker], *next(texts).tolist()]
+        ids: list[int] = self._encode_split(self.reference, [parts])[0].tolist()
         return ids
 
-    def encode_bytes(self, data: bytes) -> list[int]:
+    def encode_bytes(self, data: bytes, follows_text: bool = False) -> list[int]:
         """Ids that ``decode_bytes`` turns back into exactly these bytes: runs of UTF-8 as text, other bytes one by one.
+
+        ``follows_text``: they come after other ids, so no space is put before them.
 
         >>> tokenizer.decode_bytes(tokenizer.encode_bytes(b"caf\\xe9"))
         b'caf\\xe9'
         """
         text = data.decode("utf-8", "surrogateescape")
-        runs = iter(_encode_with_surrogates(self.reference, _INVALID_UTF8.split(text)))
-        ids: list[int] = next(runs).tolist()
-        for byte in _INVALID_UTF8.findall(text):
-            ids += [self.vocabulary.ranks[bytes([ord(byte) - 0xDC00])], *next(runs).tolist()]
+        first, *rest = _INVALID_UTF8.split(text)
+        encoder = self.continuation if follows_text else self.reference
+        ids: list[int] = _encode_with_surrogates(encoder, [first])[0].tolist()
+        runs = _encode_with_surrogates(self.continuation, rest)
+        for byte, run in zip(_INVALID_UTF8.findall(text), runs, strict=True):
+            ids += [self.vocabulary.byte_ids[ord(byte) - 0xDC00], *run.tolist()]
         return ids
+
+    def normalize(self, text: str) -> str:
+        """``decode(encode(text))``: the text itself with a tokenizer that was trained here."""
+        return self.vocabulary.normalize(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The exact text, with U+FFFD for invalid UTF-8 (as when ids are truncated inside a character)."""
@@ -156,13 +177,14 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         table = self.token_bytes
-        return b"".join([table[id] for id in ids])
+        data = b"".join([table[id] for id in ids])
+        return data if self.vocabulary.space_before == "never" else data.removeprefix(b" ")
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id; those of a special token are its name."""
         table = [b""] * self.vocab_size
-        for token, id in self.vocabulary.ranks.items():
+        for id, token in self.vocabulary.token_bytes.items():
             table[id] = token
         for name, id in self.special_ids.items():
             table[id] = name.encode()
@@ -170,9 +192,16 @@ class Tokenizer:
 
     @cached_property
     def token_byte_lengths(self) -> list[int]:
-        """The number of bytes of text of each id: 0 for special tokens."""
+        """The number of bytes of text of each id: 0 for special tokens.
+
+        Where a space is put before each document, the end of a document counts as -1: so the sum over its tokens is
+        the size of its text.
+        """
         special = set(self.special_ids.values())
-        return [0 if id in special else len(data) for id, data in enumerate(self.token_bytes)]
+        lengths = [0 if id in special else len(data) for id, data in enumerate(self.token_bytes)]
+        if self.vocabulary.space_before != "never":
+            lengths[self.eos_token_id] = -1
+        return lengths
 
 
 def _encode_with_surrogates(backend: Encoder, texts: list[str]) -> list[Ids]:
@@ -191,5 +220,10 @@ def _chat_settings(directory: Path) -> tuple[str | None, dict[str, str]]:
     path = directory / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {}
     template = directory / "chat_template.jinja"
-    named = {name: token for name, token in config.items() if name.endswith("_token") and isinstance(token, str)}
-    return template.read_text("utf-8") if template.exists() else config.get("chat_template"), named
+    return template.read_text("utf-8") if template.exists() else config.get("chat_template"), named_tokens(config)
+
+
+def named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The tokens with a role, such as ``eos_token``; older files describe a token instead of naming it."""
+    named = {role: token.get("content") if isinstance(token, dict) else token for role, token in config.items()}
+    return {role: token for role, token in named.items() if role.endswith("_token") and isinstance(token, str)}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,18 +30,24 @@ from zero2all.io import (
     read_finished,
     read_json,
     refuse_strangers,
-    sha256_file,
-    write_json,
     write_manifest,
     write_record,
-    write_text,
 )
 from zero2all.recipe import TokenizerRecipe
 from zero2all.recipe.renamed import to_old
 from zero2all.records import DocumentsManifest, parse_record
-from zero2all.tokenizer.manifest import KIND, TokenizerManifest, TrainedTokenizer
-from zero2all.tokenizer.merge import bytes_by_id, learn_merges, merge_memory, read_words
+from zero2all.tokenizer.hf_directory import write_hf_directory
+from zero2all.tokenizer.manifest import (
+    KIND,
+    LearnedVocabulary,
+    TokenizerManifest,
+    TrainedTokenizer,
+    is_other_tokenizer,
+)
+from zero2all.tokenizer.merge import Merge, bytes_by_id, learn_merges, merge_memory, read_words
+from zero2all.tokenizer.pattern_check import check_pattern
 from zero2all.tokenizer.pretokenizer import character_classes
+from zero2all.tokenizer.train_sentencepiece import train_sentencepiece
 from zero2all.tokenizer.vocabulary import (
     CHAT_TEMPLATE,
     END_OF_TEXT,
@@ -49,6 +56,7 @@ from zero2all.tokenizer.vocabulary import (
     PATTERNS,
     SPECIAL_TOKENS,
     START_OF_TEXT,
+    UNKNOWN,
     byte_alphabet,
     reserved_tokens,
 )
@@ -64,6 +72,8 @@ from zero2all.tokenizer.word_count import (
 from zero2all.units import show_bytes, show_count
 
 FORMAT = 2
+ADDED_KEYS = ("trainer", "algorithm", "custom_pattern", "special_tokens")  # of the recipe, since 0.1
+TOKEN_ROLES = {"bos_token": START_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PAD}
 PROCESS_MEMORY = 300 << 20  # of a process before it counts anything: Python, Arrow, numba, one batch of documents
 MIN_TABLE_MEMORY, MAX_TABLE_MEMORY = 32 << 20, 512 << 20
 
@@ -94,33 +104,28 @@ def train_tokenizer(
     """
     engine = engine or Engine()
     corpus = read_documents_manifest(documents)
-    settings = to_old(recipe.model_dump(mode="json", exclude={"dir"}), "tokenizer")  # keys that 0.1 trained with
-    key = fingerprint([FORMAT, corpus.key, settings])
+    key = fingerprint([FORMAT, corpus.key, training_settings(recipe)])
     if is_current(out, KIND, key):
         return parse_record(TrainedTokenizer, {**read_json(out / MANIFEST), "reused": True}, out / MANIFEST)
 
     refuse_strangers(out, KIND)
     if _has_other_vocabulary(out, recipe):  # fail now, not after an hour of counting
         before_replace()
-    work = out.with_name(f"{out.name}.work")
-    table = _count_words(recipe, documents, corpus, work, engine)
-    tokens = [bytes([byte]) for byte in bytes_by_id()]
-    wanted = recipe.vocab_size - len(SPECIAL_TOKENS)
-    with progress(f"learning {wanted} tokens from {show_count(table.kept_words)} words", wanted - 256) as advance:
-        merges = learn_merges(read_words(work / "words.arrow", wanted), tokens, wanted, recipe.min_frequency, advance)
-
-    # The model relies on the size, so a text too small to fill it leaves reserved names for later use.
-    special = NAMED_TOKENS + reserved_tokens(recipe.vocab_size - len(tokens) - len(NAMED_TOKENS))
+    special = _special_tokens(recipe)
+    if recipe.trainer == "sentencepiece":
+        learned = train_sentencepiece(recipe, documents, corpus, special)
+    else:
+        learned = _train_bpe(recipe, documents, corpus, special, out.with_name(f"{out.name}.work"), engine)
     with atomic_dir(out, KIND) as unfinished:
-        write_hf_directory(unfinished, recipe.pattern, tokens, merges, special)
+        write_hf_directory(unfinished, learned.definition, TOKEN_ROLES, CHAT_TEMPLATE, learned.model)
         manifest = TokenizerManifest(
             key=key,
-            vocab_size=len(tokens) + len(special),
-            learned=len(tokens),
-            special_tokens=list(special),
-            pattern=recipe.pattern,
-            trained_on_bytes=table.bytes,
-            counted=WordCounts(table.words, table.different_words, table.kept_words, table.threshold),
+            vocab_size=learned.num_learned + len(learned.special_tokens),
+            learned=learned.num_learned,
+            special_tokens=learned.special_tokens,
+            pattern=_pattern_name(recipe),
+            trained_on_bytes=learned.trained_on_bytes,
+            counted=learned.counted,
             files=checksums(unfinished),
         )
         write_manifest(unfinished, KIND, asdict(manifest))
@@ -129,53 +134,93 @@ def train_tokenizer(
     return TrainedTokenizer(**vars(manifest), reused=False)
 
 
+def training_settings(recipe: TokenizerRecipe) -> Any:
+    """All that a vocabulary depends on besides documents, with the keys that 0.1 trained with.
+
+    A key that was added later counts only where it is set, so that tokenizers of earlier versions stay current.
+    """
+    fields = type(recipe).model_fields
+    unset = {key for key in ADDED_KEYS if getattr(recipe, key) == fields[key].default}
+    return to_old(recipe.model_dump(mode="json", exclude={"dir", *unset}), "tokenizer")
+
+
+def _pattern_name(recipe: TokenizerRecipe) -> str:
+    if recipe.trainer == "sentencepiece":
+        return f"sentencepiece-{recipe.algorithm}"
+    return recipe.custom_pattern or recipe.pattern
+
+
+def _special_tokens(recipe: TokenizerRecipe) -> tuple[str, ...]:
+    """Those that every vocabulary has, the recipe's own, and reserved names if these are few."""
+    known = {*NAMED_TOKENS, *reserved_tokens(recipe.vocab_size), UNKNOWN}
+    if taken := known.intersection(recipe.special_tokens):
+        raise UsageError(f"tokenizer.special_tokens: every vocabulary has {', '.join(sorted(taken))}: remove it there")
+    special = (*NAMED_TOKENS, *recipe.special_tokens)
+    special += reserved_tokens(len(SPECIAL_TOKENS) - len(special))
+    if recipe.vocab_size <= 256 + len(special):
+        raise UsageError(
+            f"tokenizer.vocab_size ({recipe.vocab_size}) leaves no room beside {len(special)} special tokens"
+        )
+    return special
+
+
+def _train_bpe(
+    recipe: TokenizerRecipe,
+    documents: Path,
+    corpus: DocumentsManifest,
+    special: tuple[str, ...],
+    work: Path,
+    engine: Engine,
+) -> LearnedVocabulary:
+    """Byte-level BPE in bounded memory."""
+    if recipe.custom_pattern is not None:
+        with progress("checking the pattern"):
+            check_pattern(recipe.custom_pattern)
+    table = _count_words(recipe, documents, corpus, work, engine)
+    tokens = [bytes([byte]) for byte in bytes_by_id()]
+    wanted = recipe.vocab_size - len(special)
+    with progress(f"learning {wanted} tokens from {show_count(table.kept_words)} words", wanted - 256) as advance:
+        merges = learn_merges(read_words(work / "words.arrow", wanted), tokens, wanted, recipe.min_frequency, advance)
+    # The model relies on the size, so a text too small to fill it leaves reserved names for later use.
+    named = (*NAMED_TOKENS, *recipe.special_tokens)
+    special = named + reserved_tokens(recipe.vocab_size - len(tokens) - len(named))
+    pattern = recipe.custom_pattern or PATTERNS[recipe.pattern]
+    counted = WordCounts(table.words, table.different_words, table.kept_words, table.threshold)
+    definition = _byte_level_definition(pattern, tokens, merges, special)
+    return LearnedVocabulary(definition, list(special), len(tokens), table.bytes, counted, None)
+
+
 def _has_other_vocabulary(directory: Path, recipe: TokenizerRecipe) -> bool:
     """Whether the tokenizer in a directory certainly differs from the one that the recipe gives."""
     path = directory / MANIFEST
-    before = read_json(path) if path.exists() else None
-    return before is not None and (before.get("vocab_size"), before.get("pattern")) != (
-        recipe.vocab_size,
-        recipe.pattern,
-    )
+    if not path.exists():
+        return False
+    before = read_json(path)
+    if "imported_from" in before or "extends" in before:
+        raise UsageError(
+            f"{directory} has an imported or extended tokenizer, which training would replace: "
+            "choose another tokenizer.dir, or use it as it is with 'z2a tokens build'"
+        )
+    return (before.get("vocab_size"), before.get("pattern")) != (recipe.vocab_size, _pattern_name(recipe))
 
 
-def is_other_tokenizer(before: Path, now: Path) -> bool:
-    """Whether the first directory has a tokenizer, and the second one another."""
-    old, new = before / "tokenizer.json", now / "tokenizer.json"
-    return old.exists() and sha256_file(old) != sha256_file(new)
-
-
-def write_hf_directory(
-    directory: Path, pattern: str, tokens: list[bytes], merges: list[tuple[int, int]], special: tuple[str, ...]
-) -> None:
-    """What ``AutoTokenizer.from_pretrained`` reads."""
+def _byte_level_definition(pattern: str, tokens: list[bytes], merges: list[Merge], special: tuple[str, ...]) -> bytes:
+    """``tokenizer.json``."""
     character = {byte: character for character, byte in byte_alphabet().items()}
     names = ["".join(character[byte] for byte in token) for token in tokens]
     vocabulary = {name: id for id, name in enumerate(names)}
     tokenizer = HFTokenizer(
-        models.BPE(vocab=vocabulary, merges=[(names[left], names[right]) for left, right in merges])
+        models.BPE(vocab=vocabulary, merges=[(names[merge.left], names[merge.right]) for merge in merges])
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PATTERNS[pattern]), "isolated"),
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = hf_decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    write_json(
-        directory / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": START_OF_TEXT,
-            "eos_token": END_OF_TEXT,
-            "pad_token": PAD,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": 10**9,
-        },
-    )
-    write_text(directory / "chat_template.jinja", CHAT_TEMPLATE)
+    return str(tokenizer.to_str(pretty=True)).encode()
 
 
 def _count_words(
@@ -185,7 +230,9 @@ def _count_words(
     sources = corpus.splits["train"].values()
     available = sum(part.bytes for part in sources)
     config = PretokenizeConfig(
-        recipe.pattern, recipe.max_han_run, min(1.0, recipe.train_bytes / available) if available else 0.0
+        recipe.custom_pattern or recipe.pattern,
+        recipe.max_han_run,
+        min(1.0, recipe.train_bytes / available) if available else 0.0,
     )
     shards = [f"train/{shard}" for part in sources for shard in part.shards]
     keys = [fingerprint([FORMAT, corpus.files[shard], vars(config)]) for shard in shards]

@@ -9,6 +9,7 @@ from __future__ import annotations
 END_OF_TEXT = "<|endoftext|>"  # ends a document
 START_OF_TEXT = "<|startoftext|>"
 PAD = "<|pad|>"
+UNKNOWN = "<unk>"  # sentencepiece must have it; no text becomes it, because every byte has a token
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"  # around a message, its role on the first line
 # Named as in Hermes and Qwen, so that servers with a parser for those find the calls of our models.
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"

@@ -26,10 +26,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from tokenizers import Regex, pre_tokenizers
 
 from zero2all.io import atomic_path, read_finished, write_record
 from zero2all.paths import arrow_source
-from zero2all.tokenizer.pretokenizer import PATTERN_RULES
+from zero2all.tokenizer.pretokenizer import PATTERN_RULES, WHOLE_TEXT
 from zero2all.tokenizer.word_table import (
     ROW_BYTES,
     WordTable,
@@ -45,6 +46,7 @@ from zero2all.tokenizer.word_table import (
 
 HASH_PARTITIONS = 256  # of a spill, by the first byte of a word's hash
 BATCH_DOCUMENTS = 256
+SPLIT_CHARACTERS = 1 << 16  # of a text that a regular expression splits at a time: a list of words takes 50x its text
 COUNTS_SCHEMA = pa.schema([("word", pa.large_binary()), ("count", pa.int64())])
 ZSTD_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
 
@@ -54,6 +56,7 @@ class PretokenizeConfig:
     """How documents are split into words; all that a spill depends on besides its shard."""
 
     pattern: str
+    """The name of a pattern, or a regular expression."""
     chop: int
     share: float
     """Fraction of the documents, selected by a hash in their gid."""
@@ -113,6 +116,17 @@ def select_documents(gids: pa.Array, fraction: float) -> NDArray[np.bool_]:
     return pc.less(digits, f"{int(fraction * 2**48):012x}").to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
 
+def split_words(pattern: str, texts: list[str]) -> Iterator[list[str]]:
+    """The words of texts by a regular expression of the encoder, a part of a text at a time.
+
+    A word that crosses the end of a part is counted as two.
+    """
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    for text in texts:
+        for start in range(0, len(text), SPLIT_CHARACTERS):
+            yield [word for word, _ in split.pre_tokenize_str(text[start : start + SPLIT_CHARACTERS])]
+
+
 def _flatten_strings(texts: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """The concatenated bytes of strings, and their offsets; only the offsets are copied."""
     texts = texts.cast(pa.large_binary())
@@ -131,8 +145,15 @@ class SpillWriter:
         self.paths: list[Path] = []
 
     def count(self, texts: pa.Array, selected: NDArray[np.bool_]) -> None:
+        if self.config.pattern in PATTERN_RULES:
+            self._count(texts, selected, PATTERN_RULES[self.config.pattern])
+            return
+        for words in split_words(self.config.pattern, texts.filter(pa.array(selected)).to_pylist()):
+            self._count(pa.array(words, pa.large_string()), np.ones(len(words), bool), WHOLE_TEXT)
+
+    def _count(self, texts: pa.Array, selected: NDArray[np.bool_], family: tuple[int, int]) -> None:
         data, bounds = _flatten_strings(texts)
-        rules = (*PATTERN_RULES[self.config.pattern], self.config.chop)
+        rules = (*family, self.config.chop)
         text_index = pos = 0
         while True:
             text_index, pos = count_texts(self.table, data, bounds, selected, self.classes, *rules, text_index, pos)

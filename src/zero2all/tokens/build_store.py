@@ -231,6 +231,6 @@ def _verify_encoding(
             raise Z2aError(
                 f"document {gids[number]}: the batch encoder and the reference encoder disagree; nothing was published"
             )
-        if tokenizer.decode(ids) != texts[number]:
+        if tokenizer.decode(ids) != tokenizer.normalize(texts[number]):
             raise Z2aError(f"document {gids[number]}: decoding does not give back its text; nothing was published")
     return len(chosen)

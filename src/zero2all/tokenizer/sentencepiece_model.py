@@ -1,0 +1,211 @@
+"""Read and extend a ``.model`` file of sentencepiece, a protobuf message, without the package that made it.
+
+The file is of unknown origin: every length is checked before it is used, nothing in it is executed, and a model whose
+text would not survive a round trip is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Literal
+
+from zero2all.errors import Z2aError
+from zero2all.tokenizer.text_vocabulary import SPACE_MARK, byte_token
+
+MODEL_FILE = "tokenizer.model"
+MAX_FILE_BYTES = 256 << 20
+MAX_PIECE_CHARACTERS = 256  # ways to split a piece grow with its length
+VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types
+
+# Numbers of fields in sentencepiece_model.proto.
+PIECES, TRAINER_SPEC, NORMALIZER_SPEC = 1, 2, 3  # of the model
+TEXT, SCORE, TYPE = 1, 2, 3  # of a piece
+MODEL_TYPE, VOCAB_SIZE, SPACE_AS_SUFFIX, BYTE_FALLBACK = 3, 4, 24, 35  # of its trainer
+TOKEN_NAMES = {
+    "unk_token": (45, "<unk>"),
+    "bos_token": (46, "<s>"),
+    "eos_token": (47, "</s>"),
+    "pad_token": (48, "<pad>"),
+}
+CHARACTER_MAP, DUMMY_PREFIX, REMOVE_SPACES, ESCAPE_SPACES = 2, 3, 4, 5  # of its normalizer
+ALGORITHMS: dict[int, Literal["unigram", "bpe"]] = {1: "unigram", 2: "bpe"}
+Fields = dict[int, int | bytes]
+
+
+class PieceType(IntEnum):
+    NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+@dataclass(frozen=True)
+class Piece:
+    text: str
+    score: float
+    type: PieceType = PieceType.NORMAL
+
+
+@dataclass(frozen=True)
+class SentencePieceModel:
+    """What a model does with text."""
+
+    pieces: list[Piece]
+    """By id."""
+    algorithm: Literal["unigram", "bpe"]
+    dummy_prefix: bool
+    """A space is put before each text."""
+    named_tokens: dict[str, str]
+    """By role, such as ``eos_token``."""
+
+
+def read_model(path: Path) -> SentencePieceModel:
+    """Read a ``.model`` file; one that cannot be used is refused with the reason."""
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise _unusable(path, f"it has {size} bytes, more than a vocabulary can have")
+    return parse_model(path, path.read_bytes())
+
+
+def parse_model(path: Path, data: bytes) -> SentencePieceModel:
+    """``data`` is what ``path`` holds."""
+    pieces: list[Piece] = []
+    specs: dict[int, Fields] = {TRAINER_SPEC: {}, NORMALIZER_SPEC: {}}
+    try:
+        for number, value in _fields(data):
+            if number == PIECES:
+                pieces.append(_piece(_message(value)))
+            elif number in specs:
+                specs[number].update(_fields(_message(value)))
+        trainer, normalizer = specs[TRAINER_SPEC], specs[NORMALIZER_SPEC]
+        names = {role: _text(trainer, number, usual) for role, (number, usual) in TOKEN_NAMES.items()}
+    except ValueError as error:
+        raise _unusable(path, f"it is damaged or another kind of file ({error})") from error
+    algorithm = ALGORITHMS.get(_number(trainer, MODEL_TYPE, 1))
+    dummy_prefix = bool(_number(normalizer, DUMMY_PREFIX, 1))
+    problem = next(_problems(pieces, trainer, normalizer, dummy_prefix), None)
+    if problem or algorithm is None:
+        raise _unusable(path, problem or "it is neither a BPE nor a unigram model")
+    controls = {piece.text for piece in pieces if piece.type in (PieceType.CONTROL, PieceType.UNKNOWN)}
+    named = {role: name for role, name in names.items() if name in controls}
+    return SentencePieceModel(pieces, algorithm, dummy_prefix, named)
+
+
+def append_pieces(data: bytes, pieces: Iterable[Piece], vocab_size: int) -> bytes:
+    """A model with more pieces: protobuf joins a list from wherever its elements are, so they can follow at the end."""
+    added = b"".join(_field(PIECES, _piece_message(piece)) for piece in pieces)
+    return data + added + _field(TRAINER_SPEC, _varint_bytes(VOCAB_SIZE << 3 | VARINT) + _varint_bytes(vocab_size))
+
+
+def _problems(pieces: list[Piece], trainer: Fields, normalizer: Fields, dummy_prefix: bool) -> Iterator[str]:
+    """Why it cannot be used; the first reason is enough."""
+    texts = [piece.text for piece in pieces]
+    types = {piece.type for piece in pieces}
+    if not texts:
+        yield "it has no pieces"
+    if len(set(texts)) < len(texts):
+        yield "two pieces are the same"
+    if not all(math.isfinite(piece.score) for piece in pieces):
+        yield "the score of a piece is not a number"
+    if any(not text or len(text) > MAX_PIECE_CHARACTERS or " " in text for text in texts):
+        yield f"a piece is empty, has more than {MAX_PIECE_CHARACTERS} characters or contains a space"
+    if {piece.text for piece in pieces if piece.type == PieceType.BYTE} != {byte_token(byte) for byte in range(256)}:
+        yield "it has no byte fallback: characters that it does not have would be lost"
+    if SPACE_MARK not in texts:
+        yield "it has no piece for a space"
+    if PieceType.UNUSED in types:
+        yield "it has unused pieces"
+    if PieceType.USER_DEFINED in types and dummy_prefix:
+        # Hugging Face finds such symbols before the space is put, sentencepiece after it.
+        yield "it has user-defined symbols and puts a space before a text"
+    if normalizer.get(CHARACTER_MAP):
+        yield "it normalizes characters, so text would not decode to itself"
+    if _number(normalizer, REMOVE_SPACES, 1):
+        yield "it removes repeated spaces, so code would lose its indentation"
+    if not _number(normalizer, ESCAPE_SPACES, 1) or _number(trainer, SPACE_AS_SUFFIX, 0):
+        yield f"it does not write a space as {SPACE_MARK} before a word"
+
+
+def _piece(message: bytes) -> Piece:
+    fields = dict(_fields(message))
+    score = fields.get(SCORE, b"\0\0\0\0")
+    if not isinstance(score, bytes) or len(score) != 4:
+        raise ValueError("the score of a piece is no float")
+    type = PieceType(_number(fields, TYPE, PieceType.NORMAL))
+    return Piece(_text(fields, TEXT, ""), struct.unpack("<f", score)[0], type)
+
+
+def _piece_message(piece: Piece) -> bytes:
+    score = _varint_bytes(SCORE << 3 | FIXED32) + struct.pack("<f", piece.score)
+    return _field(TEXT, piece.text.encode()) + score + _varint_bytes(TYPE << 3 | VARINT) + _varint_bytes(piece.type)
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a message: numbers, and the bytes of anything else."""
+    position = 0
+    while position < len(data):
+        key, position = _read_varint(data, position)
+        number, wire_type = key >> 3, key & 7
+        if wire_type == VARINT:
+            value, position = _read_varint(data, position)
+            yield number, value
+            continue
+        if wire_type == LENGTH_DELIMITED:
+            size, position = _read_varint(data, position)
+        elif wire_type in (FIXED32, FIXED64):
+            size = 4 if wire_type == FIXED32 else 8
+        else:
+            raise ValueError(f"wire type {wire_type} at byte {position}")
+        if size > len(data) - position:
+            raise ValueError(f"it ends inside a field at byte {position}")
+        yield number, data[position : position + size]
+        position += size
+
+
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if position >= len(data):
+            raise ValueError("it ends inside a number")
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise ValueError(f"a number is too long at byte {position}")
+
+
+def _varint_bytes(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _field(number: int, message: bytes) -> bytes:
+    return _varint_bytes(number << 3 | LENGTH_DELIMITED) + _varint_bytes(len(message)) + message
+
+
+def _message(value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        raise ValueError("a number where a message belongs")
+    return value
+
+
+def _number(fields: Fields, number: int, usual: int) -> int:
+    value = fields.get(number, usual)
+    if not isinstance(value, int):
+        raise ValueError("bytes where a number belongs")
+    return value
+
+
+def _text(fields: Fields, number: int, usual: str) -> str:
+    value = fields.get(number)
+    return usual if value is None else _message(value).decode()  # UnicodeDecodeError is a ValueError
+
+
+def _unusable(path: Path, why: str) -> Z2aError:
+    return Z2aError(f"{path} is not a sentencepiece model that can be used: {why}")

@@ -1,0 +1,136 @@
+"""Special tokens of a recipe, and training through sentencepiece."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from transformers import AutoTokenizer
+
+from tests.conftest import tiny_recipe
+from zero2all.errors import RecipeError, UsageError
+from zero2all.io import read_documents_manifest
+from zero2all.recipe import TokenizerRecipe, parse_recipe
+from zero2all.tokenizer import Tokenizer, train_tokenizer
+from zero2all.tokenizer.backends import TRICKY_TEXTS
+from zero2all.tokenizer.manifest import TrainedTokenizer
+from zero2all.tokenizer.sentencepiece_model import MODEL_FILE
+from zero2all.tokens import build_tokens
+
+OWN = ["<think>", "</think>", "[INST]", "<|工具|>"]
+TRAINERS = [("zero2all", "bpe"), ("sentencepiece", "bpe"), ("sentencepiece", "unigram")]
+
+
+def recipe_of(trainer: str, algorithm: str, special_tokens: list[str]) -> TokenizerRecipe:
+    return TokenizerRecipe.model_validate(
+        {
+            "vocab_size": 640,
+            "min_frequency": 1,
+            "trainer": trainer,
+            "algorithm": algorithm,
+            "special_tokens": special_tokens,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(
+    workspace: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], tuple[Tokenizer, TrainedTokenizer]]:
+    root = tmp_path_factory.mktemp("trained")
+    found = {}
+    for number, way in enumerate(TRAINERS):
+        made = train_tokenizer(recipe_of(*way, OWN), workspace / "documents", root / str(number))
+        found[way] = (Tokenizer(root / str(number)), made)
+    return found
+
+
+@pytest.mark.parametrize("way", TRAINERS)
+def test_own_special_tokens_are_never_produced_from_text(
+    trained: dict[tuple[str, str], tuple[Tokenizer, TrainedTokenizer]], way: tuple[str, str]
+) -> None:
+    tokenizer, made = trained[way]
+    assert {*OWN, "<|endoftext|>", "<|im_end|>"} <= set(tokenizer.special_ids)
+    assert made.vocab_size == tokenizer.vocab_size == 640
+    assert sorted(made.special_tokens) == sorted(tokenizer.special_ids)
+    special = set(tokenizer.special_ids.values())
+    for name in (*OWN, "<unk>", "<|endoftext|>", "<0x41>"):
+        for text in (name, f"a{name}b", f" {name}{name}", name[1:], name[:-1]):
+            ids = tokenizer.encode(text)
+            assert not special.intersection(ids)
+            assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("a<think>b", allow_special={"<think>"}).count(tokenizer.special_ids["<think>"]) == 1
+    said = "<think>obey</think>[INST]"
+    chat = tokenizer.render_chat([{"role": "user", "content": said}])
+    assert not {tokenizer.special_ids[name] for name in OWN}.intersection(chat)
+    assert said in tokenizer.decode(chat)
+    assert json.loads((tokenizer.directory / "tokenizer_config.json").read_bytes())["eos_token"] == "<|endoftext|>"
+
+
+@pytest.mark.parametrize("way", TRAINERS)
+def test_text_round_trips_and_transformers_agrees(
+    trained: dict[tuple[str, str], tuple[Tokenizer, TrainedTokenizer]], way: tuple[str, str]
+) -> None:
+    tokenizer, _ = trained[way]
+    theirs = AutoTokenizer.from_pretrained(tokenizer.directory)
+    for text in (*TRICKY_TEXTS, "  the model reads 春眠不觉晓\n\n"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        if way[1] != "unigram" or "<" not in text:  # there their encoder takes the names in a text for special tokens
+            assert theirs(text, split_special_tokens=True)["input_ids"] == ids
+    if way[0] == "sentencepiece":
+        package = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer.directory / MODEL_FILE))
+        assert package.get_piece_size() == 640
+        for text in (*TRICKY_TEXTS[:-3], "  the model reads 春眠不觉晓\n\n"):
+            assert package.encode(text) == tokenizer.encode(text)
+
+
+def test_own_tokens_take_the_place_of_reserved_ones(
+    workspace: Path, trained: dict[tuple[str, str], tuple[Tokenizer, TrainedTokenizer]], tmp_path: Path
+) -> None:
+    plain = train_tokenizer(recipe_of("zero2all", "bpe", []), workspace / "documents", tmp_path / "t")
+    tokenizer, made = trained["zero2all", "bpe"]
+    assert made.learned == plain.learned
+    assert tokenizer.token_bytes[: made.learned] == Tokenizer(tmp_path / "t").token_bytes[: made.learned]
+
+
+def test_sentencepiece_gives_the_same_bytes_twice_and_its_tokens_are_built(workspace: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(
+        workspace,
+        "tokenizer.trainer=sentencepiece",
+        "tokenizer.algorithm=unigram",
+        f"tokenizer.dir={tmp_path}/a",
+        f"tokens.dir={tmp_path}/tokens",
+    )
+    for name in ("a", "b"):
+        made = train_tokenizer(recipe.tokenizer, recipe.documents_dir, tmp_path / name)
+    assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
+    corpus = read_documents_manifest(recipe.documents_dir)
+    assert 0.9 * sum(part.bytes for part in corpus.splits["train"].values()) < made.trained_on_bytes
+    assert train_tokenizer(recipe.tokenizer, recipe.documents_dir, tmp_path / "a").reused
+    build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
+
+
+@pytest.mark.parametrize("name", ["think", "<>", "<a b>", "<a>b", "< a>", "<0x41>", "<\u200b>", "<" + "a" * 70 + ">"])
+def test_names_that_text_could_be_are_mistakes(name: str) -> None:
+    with pytest.raises(RecipeError, match="must be like <name>"):
+        parse_recipe(json.dumps({"tokenizer": {"special_tokens": [name]}}))
+
+
+def test_special_tokens_that_exist_or_do_not_fit_say_so(workspace: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="given twice"):
+        parse_recipe("tokenizer: {special_tokens: ['<a>', '<a>']}")
+    for name in ("<|pad|>", "<|reserved_3|>", "<unk>"):
+        with pytest.raises(UsageError, match="every vocabulary has"):
+            train_tokenizer(recipe_of("zero2all", "bpe", [name]), workspace / "documents", tmp_path / "t")
+    many = [f"<t{n}>" for n in range(400)]
+    with pytest.raises(UsageError, match="leaves no room"):
+        train_tokenizer(recipe_of("zero2all", "bpe", many), workspace / "documents", tmp_path / "t")
+
+
+def test_sentencepiece_without_text_or_room_says_so(workspace: Path, tmp_path: Path) -> None:
+    many = [f"<t{n}>" for n in range(360)]
+    with pytest.raises(UsageError, match="sentencepiece cannot train this vocabulary: Vocabulary size"):
+        train_tokenizer(recipe_of("sentencepiece", "bpe", many), workspace / "documents", tmp_path / "t")
