@@ -152,7 +152,8 @@ class Blocks:
         if part is not None:
             text = yaml.safe_dump(recipe_with(self.box, part), sort_keys=False)
         (self.box.work / "printed.yaml").write_text(text, encoding="utf-8")
-        self.box.shell("z2a recipe check printed.yaml")
+        without_weights = " train.init=null" if "init:" in text else ""  # those of a test are of another size
+        self.box.shell(f"z2a recipe check printed.yaml{without_weights}")
         if part is not None and "corpus" in part:
             self.box.shell("z2a corpus build printed.yaml")
 
