@@ -229,7 +229,8 @@ def _old_tokenizer(location: WeightsLocation, weights: StoredWeights, tokenizer:
     if tokenizer.vocab_size > (weights.config.vocab_size or 0):
         raise UsageError(
             f"train.init: {where}, so the {tokenizer.vocab_size} tokens of {tokenizer.directory} cannot be matched to "
-            f"its {weights.config.vocab_size} rows: copy its {TOKENIZER_FILES[0]} there"
+            f"its {weights.config.vocab_size} rows: copy its {TOKENIZER_FILES[0]} there ('z2a tokenizer import' makes "
+            "one of a tokenizer.model)"
         )
     warn(f"{where}: make sure that {tokenizer.directory} is the one with which the weights were trained")
     return None
