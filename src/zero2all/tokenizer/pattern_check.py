@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import tokenizers
 from tokenizers import pre_tokenizers
@@ -130,7 +131,8 @@ def _seconds(find_gaps: Callable[[str], object], repeated: str, end: str, length
 def main() -> None:
     end_with_parent(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    with suppress(ValueError, OSError):  # macOS does not limit it
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     sys.stdout.write(json.dumps(find_problem(json.load(sys.stdin))) + "\n")
 
 
