@@ -342,7 +342,7 @@ def _make_parquet(text: str) -> bytes:
     return sink.getvalue()
 
 
-def _make_tar(members: Mapping[str, bytes]) -> bytes:
+def make_tar(members: Mapping[str, bytes]) -> bytes:
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode="w") as archive:
         for name, data in members.items():
@@ -374,7 +374,7 @@ def every_format() -> dict[str, tuple[str, bytes]]:
         "html": ("a.html", page.format("html").encode()),
         "warc": ("a.warc", make_warc(page.format("warc"))),
         "zip": ("a.zip", zip_of({"a.txt": b"the text of zip"})),
-        "tar": ("a.tar", _make_tar({"a.txt": b"the text of tar"})),
+        "tar": ("a.tar", make_tar({"a.txt": b"the text of tar"})),
         "7z": ("a.7z", make_7z([("a.txt", b"the text of 7z")])),
         "rar": ("a.rar", make_rar({"a.txt": b"the text of rar"})),
         "pdf": ("a.pdf", make_pdf([["the text of pdf"]])),

@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import io
 import json
+import multiprocessing
 import random
 import re
 import resource
@@ -16,14 +17,16 @@ import sys
 import time
 import tracemalloc
 import zipfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus import document_files as make
-from zero2all.corpus import build_corpus, summary_lines
+from zero2all.corpus import BuiltCorpus, build_corpus, summary_lines
 from zero2all.corpus.file_stats import FileStats
 from zero2all.corpus.ingest import read_documents
 from zero2all.corpus.readers import (
@@ -379,26 +382,36 @@ OTHER_REASONS = (
     "needs more than",
     "crashed",
 )
+T = TypeVar("T")
 PEAK_MIB = 700  # of this process and of the child, which may have 512
 
 
-def largest_child() -> int:
-    """The peak memory, in MiB, of the largest child process so far."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
+def measure_children(function: Callable[..., T], *args: object) -> tuple[T, int]:
+    """The result, and the peak memory in MiB of the children: in a new process, which has none of earlier tests."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_measured, function, *args).result()
 
 
-def assert_children_stayed_small(before: int) -> None:
-    """A child of an earlier test may have been larger."""
-    assert largest_child() < max(PEAK_MIB, before + 1)
+def _measured(function: Callable[..., T], *args: object) -> tuple[T, int]:
+    return function(*args), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
+
+
+def build_with_strict_limits(recipe: CorpusRecipe, documents: Path) -> BuiltCorpus:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "ReadLimits", lambda: STRICT)
+        return build_corpus(recipe, documents)
+
+
+def error_of_reading(directory: Path, name: str, data: bytes, limits: ReadLimits) -> str:
+    with pytest.raises(UnreadableFileError) as raised:
+        read_data(directory, name, data, limits)
+    return str(raised.value)
 
 
 @needs_libarchive
 @pytest.mark.parametrize("all_hostile", [False, pytest.param(True, marks=pytest.mark.long)])  # these run into limits
-def test_a_folder_of_every_format_is_built_and_every_hostile_file_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_hostile: bool
-) -> None:
+def test_a_folder_of_every_format_is_built_and_every_hostile_file_is_named(tmp_path: Path, all_hostile: bool) -> None:
     pytest.importorskip("resiliparse")
-    monkeypatch.setattr(records, "ReadLimits", lambda: STRICT)
     raw = tmp_path / "raw"
     raw.mkdir()
     good = make.every_format()
@@ -409,8 +422,8 @@ def test_a_folder_of_every_format_is_built_and_every_hostile_file_is_named(
     for name, data in {**dict(good.values()), **hostile}.items():
         (raw / name).write_bytes(data)
     recipe = CorpusRecipe(sources=[SourceRecipe(name="raw", paths=[str(raw)])], filters=[], holdout=0)
-    before = largest_child()
-    left_out = build_corpus(recipe, tmp_path / "documents").left_out["raw"]
+    built, peak = measure_children(build_with_strict_limits, recipe, tmp_path / "documents")
+    left_out = built.left_out["raw"]
     texts = pq.read_table(tmp_path / "documents" / "train")["content"].to_pylist()
     assert sorted(text.strip(" \n#") for text in texts) == sorted(f"the text of {one}" for one in good)
     reasons: dict[str, set[str]] = {}
@@ -421,7 +434,7 @@ def test_a_folder_of_every_format_is_built_and_every_hostile_file_is_named(
     assert set(reasons) == set(hostile)
     assert {name: found for name, found in reasons.items() if name in EXPECTED} == EXPECTED
     assert all(reason.startswith(OTHER_REASONS) for name in set(hostile) - set(EXPECTED) for reason in reasons[name])
-    assert_children_stayed_small(before)
+    assert peak < PEAK_MIB
 
 
 def test_a_document_that_repeats_one_chapter_is_read_once(tmp_path: Path) -> None:
@@ -602,11 +615,10 @@ def test_a_parser_that_neither_computes_nor_answers_is_ended(tmp_path: Path, mon
 
 
 def test_a_parser_gets_no_more_memory_than_its_limit(tmp_path: Path) -> None:
-    before = largest_child()
-    content = make.deflated(b"(text) Tj " * 3_000_000)
-    with pytest.raises(UnreadableFileError, match=r"needs more than 96 MiB|broken pages|broken file"):
-        read_data(tmp_path, "a.pdf", make.make_pdf([], contents=[content]), ReadLimits(reader_memory=96 << 20))
-    assert_children_stayed_small(before)
+    data = make.make_pdf([], contents=[make.deflated(b"(text) Tj " * 3_000_000)])
+    message, peak = measure_children(error_of_reading, tmp_path, "a.pdf", data, ReadLimits(reader_memory=96 << 20))
+    assert re.search(r"needs more than 96 MiB|broken pages|broken file", message)
+    assert peak < PEAK_MIB
 
 
 def test_a_parser_sees_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

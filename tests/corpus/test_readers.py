@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.corpus.document_files import make_tar
 from zero2all.corpus.mapping import AUTOMATIC
 from zero2all.corpus.readers import (
     BrokenRecord,
@@ -73,16 +74,6 @@ def packed(data: bytes, compression: str) -> bytes:
         stream.write(data)
     whole: bytes = sink.getvalue().to_pybytes()
     return whole
-
-
-def tar_of(members: dict[str, bytes]) -> bytes:
-    sink = io.BytesIO()
-    with tarfile.open(fileobj=sink, mode="w") as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return sink.getvalue()
 
 
 def zip_of(members: dict[str, bytes]) -> bytes:
@@ -146,7 +137,7 @@ def test_members_of_archives_are_read_by_the_same_rules(tmp_path: Path, ending: 
         "inner.zip": zip_of({"x.txt": b"never"}),
         "book.mobi": b"BOOKMOBI\x00\x01",
     }
-    tar = tar_of(members)
+    tar = make_tar(members)
     pack = {".zip": lambda: zip_of(members), ".tar.gz": lambda: gzip.compress(tar), ".tgz": lambda: gzip.compress(tar)}
     pack |= {".tar.bz2": lambda: bz2.compress(tar), ".tar.xz": lambda: lzma.compress(tar)}
     pack |= {".tar.zst": lambda: packed(tar, "zstd")}
@@ -216,19 +207,19 @@ def test_bombs_are_refused_and_do_not_take_the_rest_with_them(tmp_path: Path) ->
     assert sum(len(str(r)) for r in kept) < 1 << 20
 
     (tmp_path / "large.tar").write_bytes(
-        tar_of({"large.txt": random.Random(1).randbytes(5 << 20), "good.txt": b"text"})
+        make_tar({"large.txt": random.Random(1).randbytes(5 << 20), "good.txt": b"text"})
     )
     assert refusals(tmp_path / "large.tar", SMALL) == {"large.txt": "unpacks to more than 4 MiB"}
 
     many = {f"{n}.txt": b"x" for n in range(30)}
-    (tmp_path / "many.tar").write_bytes(tar_of(many))
+    (tmp_path / "many.tar").write_bytes(make_tar(many))
     assert refusals(tmp_path / "many.tar", SMALL) == {"": "more than 20 members"}
     assert sum(isinstance(r, TextRecord) for r in read(tmp_path / "many.tar", SMALL)) == 20
     (tmp_path / "many.zip").write_bytes(zip_of(many))
     with pytest.raises(UnreadableFileError, match="more than 20 members"):
         read(tmp_path / "many.zip", SMALL)
 
-    (tmp_path / "bomb.tar.gz").write_bytes(gzip.compress(tar_of({"a.txt": b"text", "b.jsonl": b" " * (3 << 20)})))
+    (tmp_path / "bomb.tar.gz").write_bytes(gzip.compress(make_tar({"a.txt": b"text", "b.jsonl": b" " * (3 << 20)})))
     assert set(refusals(tmp_path / "bomb.tar.gz", SMALL).values()) == {"unpacks to more than 100 times its size"}
 
     (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(b'{"text": "first"}\n' + b"\n" * (5 << 20)))
@@ -254,7 +245,7 @@ def test_large_members_of_a_tar_are_read(tmp_path: Path) -> None:
         "rows.json": json.dumps(rows).encode(),
         "z.txt": b"after",
     }
-    (tmp_path / "a.tar").write_bytes(tar_of(members))
+    (tmp_path / "a.tar").write_bytes(make_tar(members))
     found = contents(tmp_path / "a.tar")
     assert (found[0], found[1], len(found[2:-1]), found[-1]) == ("small", book, 20_000, "after")
 
