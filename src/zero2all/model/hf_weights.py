@@ -195,8 +195,8 @@ def _recorded_checksums(directory: Path) -> dict[str, str]:
     manifest = read_json(directory / MANIFEST) if (directory / MANIFEST).exists() else None
     if not isinstance(manifest, dict) or manifest.get("kind") != "export":
         return {}
-    recorded: dict[str, str] = manifest.get("files", {})
-    return recorded
+    recorded = manifest.get("files")
+    return recorded if isinstance(recorded, dict) else {}
 
 
 def summarize_hf(directory: Path) -> HFSummary:

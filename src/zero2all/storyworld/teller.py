@@ -20,7 +20,7 @@ ADDENDS = (2, 3)  # sums that a small model can learn from a few thousand storie
 SUBTRAHEND = 2  # of all differences: they are harder than sums, as their numbers are sentences apart
 OPTIONAL_SHARE = 0.3  # of the optional sentences are told: more of them would make most stories too long
 PREFERENCE = 4.0  # 1 would make all options equally likely; with 4, the first of 16 is chosen in half of the cases
-PLOT_PREFERENCE = 2.0  # the first of 20 plots is told in a fifth of the stories
+PLOT_PREFERENCE = 2.0  # the first of 20 plots is drawn in a fifth of the cases
 PRONOUN_SHARE = 0.75  # of the places where a pronoun may stand for a name
 
 
