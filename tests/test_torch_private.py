@@ -75,7 +75,9 @@ SIGNATURES: dict[str, list[str] | None] = {
     "torch.utils.checkpoint._is_compiling": ["func", "args", "kwargs"],
 }  # fmt: skip
 ATTRIBUTES = {"_fsdp_param_groups", "_orig_size", "_pcontext", "_remaining_restarts", "_timeout"}  # used below
-OF_THE_LIBRARY = {"os._exit", "atexit._run_exitfuncs", "pool._processes"}
+OF_OTHER_LIBRARIES = {
+    "os._exit", "atexit._run_exitfuncs", "pool._processes", "cast(Any, zipfile)._EndRecData", "entry._entry_p",
+}  # fmt: skip
 NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make"}  # public in spite of the underscore
 
 
@@ -95,7 +97,7 @@ def private_torch_names(source: str) -> set[str]:
             root, *rest = ast.unparse(node).split(".")
             if root in imported and all(name.isidentifier() for name in rest):
                 found.add(".".join([imported[root], *rest]))
-            elif node.attr not in own | NAMED_TUPLE and ast.unparse(node) not in OF_THE_LIBRARY:
+            elif node.attr not in own | NAMED_TUPLE and ast.unparse(node) not in OF_OTHER_LIBRARIES:
                 found.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.update(re.findall(r"\btorch(?:\.\w+)*\._\w+", node.value))

@@ -9,6 +9,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
@@ -64,6 +66,24 @@ def stop_on_sigterm() -> None:
     """SIGTERM ends a command as Ctrl-C does: with its child processes, and no partial files."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
+
+
+@contextmanager
+def hold_back_interrupts() -> Iterator[None]:
+    """Ctrl-C and SIGTERM that arrive inside take effect at the end. Signals interrupt the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda sent, frame: pending.append(sent)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for sent in pending:
+            signal.raise_signal(sent)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

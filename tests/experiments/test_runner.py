@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -192,6 +193,26 @@ def test_ctrl_c_stops_the_variant_gracefully_and_the_same_call_continues(trainin
     assert [variant.state for variant in record.variants] == ["stopped", "planned", "planned"]
     training.script = lambda name: "exit 0"
     assert [variant.state for variant in run_experiment(plan()).variants] == ["done"] * 3
+
+
+def test_ctrl_c_while_a_variant_starts_stops_it_gracefully(
+    training: Training, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, start = plan().directory / "saved", runner.start_variant
+    training.script = lambda name: f"trap 'touch {saved}; exit 1' TERM; echo ready; while :; do sleep 0.05; done"
+
+    def interrupted(recipe: Path, ranks: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        process = start(recipe, ranks, log)
+        while not Path(log.name).stat().st_size:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(runner, "start_variant", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(plan())
+    assert saved.exists()
+    assert read_experiment(plan().directory / EXPERIMENT_FILE).variants[0].state == "stopped"
 
 
 def test_a_time_budget_is_measured_once_and_fixes_the_number_of_steps(

@@ -36,6 +36,7 @@ from zero2all.experiments.summary import summarize
 from zero2all.experiments.variant_process import start_variant
 from zero2all.experiments.variants import ExperimentPlan, Variant
 from zero2all.io import write_record, write_text
+from zero2all.processes import hold_back_interrupts
 from zero2all.recipe import Recipe, recipe_yaml
 from zero2all.track.experiment_record import (
     EXPERIMENT_FILE,
@@ -157,8 +158,10 @@ class _Runner:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(log_path, "ab") as log:
             begin = log.tell()
-            process = start_variant(recipe_path, self.ranks, log)
+            process: subprocess.Popen[bytes] | None = None
             try:
+                with hold_back_interrupts():
+                    process = start_variant(recipe_path, self.ranks, log)
                 while process.poll() is None:
                     try:
                         process.wait(POLL_SECONDS)
@@ -166,13 +169,14 @@ class _Runner:
                         if on_poll():
                             return ""
             except KeyboardInterrupt:
-                say(f"stopping {name}; its state will be saved")
-                process.send_signal(signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(STOP_SECONDS)
+                if process is not None:
+                    say(f"stopping {name}; its state will be saved")
+                    process.send_signal(signal.SIGTERM)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(STOP_SECONDS)
                 raise
             finally:
-                if process.poll() is None:
+                if process is not None and process.poll() is None:
                     process.kill()
                     process.wait()
         return "" if process.returncode == 0 else _failure(process.returncode, log_path, begin)
