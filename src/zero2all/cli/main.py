@@ -27,6 +27,7 @@ from zero2all.cli import (
     tokens,
     watch,
 )
+from zero2all.cli import eval as eval_command
 from zero2all.cli import quickstart as quickstart_command
 from zero2all.cli.conventions import ERROR_FILE, print_json
 from zero2all.cli.groups import PanelGroup
@@ -57,7 +58,7 @@ app.command("goodput")(runs.goodput)
 app.command("doctor")(doctor.doctor)
 app.command("chaos")(chaos.chaos)
 app.command("compare")(experiments.compare)
-app.add_typer(runs.eval_app, name="eval")
+app.add_typer(eval_command.app, name="eval")
 app.command("generate")(generate.generate)
 app.command("export")(runs.export)
 app.add_typer(bench.app, name="bench")

@@ -151,7 +151,7 @@ class Run:
 
     def load_model(self, step: int | None = None) -> Z2all:
         """The weights of a checkpoint, by default the newest."""
-        step = self._valid_step(step)
+        step = self.valid_step(step)
         config = self._checkpoint_config(step)
         with torch.device("meta"):
             model = Z2all(config)
@@ -164,7 +164,7 @@ class Run:
 
         >>> model = run.load_parallel_model(ParallelRecipe(tp=2, dp_shard=1, sp=False))  # on each of two ranks
         """
-        step = self._valid_step(step)
+        step = self.valid_step(step)
         config = self._checkpoint_config(step)
         for mistake in parallel_mistakes(config, self.recipe.train, parallel):
             raise UsageError(mistake.message)
@@ -173,7 +173,8 @@ class Run:
         self.checkpoints.load_model(step, model.model)
         return model
 
-    def _valid_step(self, step: int | None) -> int:
+    def valid_step(self, step: int | None = None) -> int:
+        """The step of a checkpoint that is complete: the given one, or the newest."""
         step = self.checkpoints.newest_valid(read_lineage(self.directory)) if step is None else step
         if step is None or not self.checkpoints.is_valid(step):
             available = ", ".join(map(str, self.checkpoints.steps())) or "none"
