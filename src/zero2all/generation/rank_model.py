@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero2all.model import KVCache, Z2all
+from zero2all.model.blocks import ScoredTargets
+from zero2all.model.rope_table import depends_on_length
 from zero2all.parallel import ParallelModel
 
 
@@ -39,6 +41,14 @@ class LocalModel:
         assert chosen is not None
         return chosen
 
+    def score(self, tokens_BS: Tensor, counts_B: Tensor, scored: ScoredTargets) -> Tensor:
+        """The losses of targets, and 1 where a target is the likeliest token: [2, N]. Rows are padded on the right."""
+        # Padding never changes what stands before it, unless the rotary table depends on a row's length.
+        rows, length = tokens_BS.shape
+        cache = KVCache(rows, length, self.device) if depends_on_length(self.config) else None
+        scores: Tensor = self._model(tokens_BS, cache=cache, counts_B=counts_B, scored=scored)
+        return scores
+
 
 class RankModel:
     """A model over ranks. All of them generate the same; one has the logits and chooses, so that none can differ."""
@@ -60,6 +70,16 @@ class RankModel:
             message = torch.stack([chosen.tokens_B.double(), chosen.logprobs_B.double()])
         dist.broadcast(message, src=self._model.head_rank)
         return Chosen(message[0].long(), message[1].float())
+
+    def score(self, tokens_BS: Tensor, counts_B: Tensor, scored: ScoredTargets) -> Tensor:
+        """As on one device. With a KV cache, since every rank then has all positions, whatever the layout."""
+        rows, length = tokens_BS.shape
+        cache = KVCache(rows, length + self.sequence_multiple - 1, self.device)
+        scores = self._model.generate_logits(tokens_BS, cache, counts_B, scored)
+        if scores is None:
+            scores = torch.empty(2, len(scored.targets_N), device=self.device)
+        dist.broadcast(scores, src=self._model.head_rank)
+        return scores
 
 
 def as_rank_model(model: Z2all | ParallelModel) -> LocalModel | RankModel:

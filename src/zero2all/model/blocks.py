@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zero2all.model.kv_cache import KVCache
 from zero2all.model.ops import Ops
 from zero2all.model.ops.attention import attend_cached
+from zero2all.model.ops.chunked_loss import chunk_rows
 from zero2all.model.ops.cross_entropy import HeadConfig, Logits, compute_logits
 from zero2all.recipe import ModelConfig
 
@@ -78,11 +79,20 @@ class FeedForward(OpsModule):
         return out
 
 
+class ScoredTargets(NamedTuple):
+    """Tokens to score, and the positions that predict them: N targets, several at a position if wanted."""
+
+    rows_N: Tensor
+    positions_N: Tensor
+    targets_N: Tensor
+
+
 class LMHead(OpsModule, nn.Linear):
     """The output head: logits, or with targets the loss of each token, which need not keep the logits.
 
     In one module so that whoever gathers its weight around a call, as sharding does, sees that call. With
-    ``counts_B`` only the logits of position ``counts_B - 1`` of each row, [B, 1, V].
+    ``counts_B`` only the logits of position ``counts_B - 1`` of each row, [B, 1, V]. With ``scored`` the loss of each
+    of its targets and whether it is the likeliest token, 0 or 1: [2, N] in fp32.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -90,7 +100,15 @@ class LMHead(OpsModule, nn.Linear):
         self.head_config = HeadConfig(config.vocab_size or 0, config.final_logit_softcapping or 0.0, config.z_loss)
         self.compute_logits: Logits = compute_logits
 
-    def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None, counts_B: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BSD: Tensor,
+        targets_BS: Tensor | None = None,
+        counts_B: Tensor | None = None,
+        scored: ScoredTargets | None = None,
+    ) -> Tensor:
+        if scored is not None:
+            return self._score(x_BSD[scored.rows_N, scored.positions_N], scored.targets_N)
         if counts_B is not None:
             x_BSD = x_BSD[torch.arange(len(x_BSD), device=x_BSD.device), counts_B - 1][:, None]
         if targets_BS is None:
@@ -98,3 +116,12 @@ class LMHead(OpsModule, nn.Linear):
         head_config = self.head_config if self.training else self.head_config._replace(z_loss=0.0)
         losses = self.ops.cross_entropy(x_BSD.flatten(0, 1), self.weight, targets_BS.flatten(), head_config)
         return losses.view_as(targets_BS)
+
+    def _score(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
+        rows = chunk_rows(len(self.weight), x_ND.device)
+        parts = [torch.zeros(2, 0, device=x_ND.device)]
+        for x, targets in zip(torch.split(x_ND, rows), torch.split(targets_N, rows), strict=True):
+            logits = self.compute_logits(x, self.weight, self.head_config).float()
+            losses = nn.functional.cross_entropy(logits, targets, reduction="none")
+            parts.append(torch.stack([losses, (logits.argmax(-1) == targets).float()]))
+        return torch.cat(parts, dim=1)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero2all.model.blocks import Attention, FeedForward, LMHead, OpsModule, RMSNorm
+from zero2all.model.blocks import Attention, FeedForward, LMHead, OpsModule, RMSNorm, ScoredTargets
 from zero2all.model.kv_cache import KVCache
 from zero2all.model.moe import MoE, RoutingStats
 from zero2all.model.ops import Ops, choose_kernels
@@ -151,6 +151,7 @@ class Z2all(OpsModule):
         cache: KVCache | None = None,
         doc_starts_BS: Tensor | None = None,
         counts_B: Tensor | None = None,
+        scored: ScoredTargets | None = None,
     ) -> Tensor:
         """Logits [B, S, V], or with targets the loss of each token [B, S] in fp32, zero where it is IGNORE_INDEX.
 
@@ -160,6 +161,8 @@ class Z2all(OpsModule):
 
         With ``cache`` the tokens follow those in it; the caller calls ``cache.advance`` afterwards. Rows of different
         lengths are padded on the right: row b has ``counts_B[b]`` tokens, and the logits [B, 1, V] are of its last.
+
+        With ``scored`` only its targets are scored: the losses, and 1 where a target is the likeliest token, [2, N].
         """
         length = tokens_BS.shape[1]
         end = length if cache is None else cache.longest + length
@@ -180,8 +183,8 @@ class Z2all(OpsModule):
             x_BSD, routed = layer(x_BSD, rotary, masks.get(layer.window), cache)
             balance_losses += _record_expert_load(layer, routed)
         if targets_BS is None:
-            last = {"counts_B": counts_B} if counts_B is not None and isinstance(self.lm_head, LMHead) else {}
-            logits: Tensor = self.lm_head(self.norm(x_BSD), **last)
+            wanted = {"counts_B": counts_B, "scored": scored} if isinstance(self.lm_head, LMHead) else {}
+            logits: Tensor = self.lm_head(self.norm(x_BSD), **wanted)
             return logits
         losses: Tensor = self.lm_head(self.norm(x_BSD), targets_BS)
         if not self.training or not (self.config.moe or self.mtp):

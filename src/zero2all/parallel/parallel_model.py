@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero2all.errors import UsageError
 from zero2all.hardware import fp64_device
 from zero2all.model import IGNORE_INDEX, KVCache, Z2all
+from zero2all.model.blocks import ScoredTargets
 from zero2all.model.moe import MoE
 from zero2all.model.weights import WeightReader, load_weights
 from zero2all.parallel.batch_split import even_micro_batch_size
@@ -128,18 +129,25 @@ class ParallelModel:
         return self.all_reduce_sum(losses if self.mesh.dp_rank == 0 else torch.zeros_like(losses))
 
     @torch.no_grad()
-    def generate_logits(self, tokens_BS: Tensor, cache: KVCache, counts_B: Tensor | None = None) -> Tensor | None:
+    def generate_logits(
+        self,
+        tokens_BS: Tensor,
+        cache: KVCache,
+        counts_B: Tensor | None = None,
+        scored: ScoredTargets | None = None,
+    ) -> Tensor | None:
         """The forward pass of ``Z2all`` with a KV cache; every rank gives the same tokens.
 
         Returns the logits of the last token of each row [B, 1, V], None on ranks without the last pipeline stage. Row
         b has ``counts_B[b]`` tokens, by default all. The cache needs room for ``sequence_multiple`` - 1 more positions.
+        With ``scored`` the losses of its targets instead, as in ``Z2all``.
         """
         batch, length = tokens_BS.shape
         padding = -length % self.sequence_multiple
         if counts_B is None:
             counts_B = torch.full((batch,), length, device=self.mesh.device)
         tokens_BS = torch.nn.functional.pad(tokens_BS, (0, padding))
-        inputs = {"tokens_BS": tokens_BS, "cache": cache, "counts_B": counts_B}
+        inputs = {"tokens_BS": tokens_BS, "cache": cache, "counts_B": counts_B, "scored": scored}
         with self._autocast():
             if self._pipeline is None:
                 logits: Tensor = self.model(**inputs)
