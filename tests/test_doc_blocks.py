@@ -95,7 +95,10 @@ LONG = [
          "step-00000400": "step-00000012"},
         recipe="medicine.yaml",
     ),
-    Page("docs/guides/compare-and-sweep.md", prepare_run, {"--budget 5m": "--budget 4-steps"}),
+    Page(
+        "docs/guides/compare-and-sweep.md", prepare_run,
+        {"--budget 5m": "--budget 4-steps", "--budget 2M-tokens": "--budget 60-steps", "--mixtures 12": "--mixtures 8"},
+    ),
     Page(
         "docs/guides/tune-lr-and-mup.md", prepare_stages,
         {"--budget 1000-steps": "--budget 4-steps", "train.steps=1000": "train.steps=12"},

@@ -219,4 +219,4 @@ def test_a_record_with_strange_values_is_shown_and_prints_no_control_characters(
 
 def test_a_result_without_bits_per_byte_has_none() -> None:
     empty = replace(variant("a", 1, 2.0), result=replace(result(2.0), metrics={}))
-    assert empty.bits_per_byte is None
+    assert empty.bits_per_byte({}) is None

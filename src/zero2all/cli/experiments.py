@@ -24,10 +24,26 @@ Targets = Annotated[
     ),
 ]
 Axes = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(
         help="Keys and their values. Commas separate values, except inside brackets, braces and quotes.",
-        metavar="KEY=VALUE,VALUE...",
+        metavar="[KEY=VALUE,VALUE]...",
+    ),
+]
+Mixtures = Annotated[
+    int | None,
+    typer.Option(
+        "--mixtures",
+        min=1,
+        help="Search the mixture instead of a grid, with this many: that of the recipe, equal weights, random ones.",
+    ),
+]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        help="Compare by the weighted mean of the bits per byte of validation sources, such as zh=1,en=0.5. "
+        "Default: all validation text; with --mixtures, each source of it with equal weight.",
     ),
 ]
 BudgetOption = Annotated[
@@ -51,6 +67,7 @@ def compare(
         int | None, typer.Option("--seeds", min=1, help="Number of seeds of each recipe. Default: 1.")
     ] = None,
     name: Name = None,
+    target: Target = None,
     nproc_per_node: Ranks = 1,
     html: Html = None,
     svg: Svg = None,
@@ -65,7 +82,9 @@ def compare(
     """
     from zero2all.experiments import compare_targets, open_experiment, plan_comparison, run_experiment
     from zero2all.experiments.comparison import curves_plot
+    from zero2all.experiments.target import parse_target
 
+    weights = parse_target(target)
     overrides = [word for word in targets if "=" in word and not Path(word).exists()]
     paths = [Path(word) for word in targets if word not in overrides]
     missing = [str(path) for path in paths if not path.exists()]
@@ -74,11 +93,11 @@ def compare(
     if all(path.is_dir() for path in paths):
         if overrides or budget or seeds or name:
             raise UsageError("runs exist already: --budget, --seeds, --name and overrides are for recipes")
-        comparison = compare_targets(paths)
+        comparison = compare_targets(paths, weights)
     elif any(path.is_dir() for path in paths):
         raise UsageError("give either run directories or recipes; the recipe of a run is RUN/recipe.yaml")
     else:
-        plan = plan_comparison(paths, overrides, seeds or 1, name)
+        plan = plan_comparison(paths, overrides, seeds or 1, name, weights)
         run_experiment(plan, budget, nproc_per_node)
         comparison = open_experiment(plan.directory)
     return _report(comparison, curves_plot(comparison), html, svg)
@@ -87,28 +106,48 @@ def compare(
 @command
 def sweep(
     recipe: RecipePath,
-    axes: Axes,
+    axes: Axes = None,
+    mixtures: Mixtures = None,
     seeds: Seeds = 1,
     budget: BudgetOption = None,
     name: Name = None,
+    target: Target = None,
     nproc_per_node: Ranks = 1,
     html: Html = None,
     svg: Svg = None,
     json: Json = False,
 ) -> Result:
-    """Train a grid of variants of a recipe.
+    """Train a grid of variants of a recipe, or search its mixture.
 
     Prints a table sorted by bits-per-byte, and plots it over the values. A key with one value is the same for all
     variants. The same command resumes; more values or seeds extend it.
 
+    With --mixtures, predicts bits-per-byte from the weights of the sources, says what each source gives, and writes the
+    recipe with the best mixture to suggested.yaml in the directory of the experiment.
+
     Example: z2a sweep my.yaml train.optimizer.lr=1e-3,2e-3,4e-3 model.num_hidden_layers=3,4 --seeds 2 --budget 5m
     """
-    from zero2all.experiments import open_experiment, plan_sweep, run_experiment
+    from zero2all.experiments import open_experiment, plan_mixtures, plan_sweep, run_experiment, write_suggestion
+    from zero2all.experiments.mixture_report import check_command
+    from zero2all.experiments.target import parse_target
+    from zero2all.recipe import load_recipe
 
-    plan = plan_sweep(recipe, axes, seeds, name)
+    words, weights = axes or [], parse_target(target)
+    if mixtures is None:
+        plan = plan_sweep(recipe, words, seeds, name, weights)
+    else:
+        plan = plan_mixtures(recipe, words, mixtures, seeds, name, weights)
     run_experiment(plan, budget, nproc_per_node)
     comparison = open_experiment(plan.directory)
-    return _report(comparison, comparison.record.plot, html, svg or plan.directory / "sweep.svg")
+    result = _report(comparison, comparison.record.plot, html, svg or plan.directory / "sweep.svg")
+    if mixtures is None:
+        return result
+    suggestion = write_suggestion(load_recipe(recipe, words), comparison.record, plan.directory)
+    if suggestion is None:
+        return result
+    check = check_command(comparison.record, suggestion)
+    text = f"suggestion written to {suggestion}\ncompare it with the recipe: {check}"
+    return Result(result.data, f"{result.text}\n\n{text}")
 
 
 def _report(comparison: Comparison, plot: Plot | None, html: Path | None, svg: Path | None) -> Result:

@@ -9,6 +9,7 @@ one runner for all plans.
 """
 
 from zero2all.experiments.comparison import Comparison, compare_targets, open_experiment
+from zero2all.experiments.mixtures import plan_mixtures, write_suggestion
 from zero2all.experiments.report import Report, build_report, report_text
 from zero2all.experiments.runner import run_experiment
 from zero2all.experiments.variants import (
@@ -31,7 +32,9 @@ __all__ = [
     "make_plan",
     "open_experiment",
     "plan_comparison",
+    "plan_mixtures",
     "plan_sweep",
     "report_text",
     "run_experiment",
+    "write_suggestion",
 ]

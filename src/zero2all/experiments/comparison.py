@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from zero2all.experiments.evaluate import (
     to_evaluation,
 )
 from zero2all.experiments.summary import summarize
+from zero2all.experiments.target import require_validation
 from zero2all.experiments.variants import recipe_values, result_key
 from zero2all.track.experiment_record import (
     BITS_PER_BYTE,
@@ -87,26 +88,38 @@ def curves_plot(comparison: Comparison) -> Plot | None:
     return Plot(f"{comparison.record.name}: {what}", "step", what, curves)
 
 
-def compare_targets(targets: Sequence[Path]) -> Comparison:
-    """An experiment's directory, or runs: run directories, or directories with runs below them."""
+def compare_targets(targets: Sequence[Path], target: Mapping[str, float] | None = None) -> Comparison:
+    """An experiment's directory, or runs: run directories, or directories with runs below them.
+
+    ``target`` replaces that of an experiment.
+    """
     experiments = [target for target in targets if (target / EXPERIMENT_FILE).is_file()]
     if len(targets) == 1 and experiments:
-        return open_experiment(targets[0])
+        return open_experiment(targets[0], target)
     if experiments:
         raise UsageError(f"{experiments[0]} is an experiment: give it alone, or directories of its runs")
     locations = find_runs(list(map(str, targets)))
     local = {location.directory: location for location in locations if isinstance(location, LocalRunLocation)}
-    return compare_runs(list(local.values()))
+    return compare_runs(list(local.values()), target)
 
 
-def open_experiment(directory: Path) -> Comparison:
-    record = read_experiment(directory / EXPERIMENT_FILE)
+def open_experiment(directory: Path, target: Mapping[str, float] | None = None) -> Comparison:
+    record = _with_target(read_experiment(directory / EXPERIMENT_FILE), target)
     directories = {variant.name: directory / variant.name for variant in record.variants}
     begun = {name: path for name, path in directories.items() if (path / "identity.json").exists()}
     return Comparison(summarize(record), begun)
 
 
-def compare_runs(locations: Sequence[LocalRunLocation]) -> Comparison:
+def _with_target(record: ExperimentRecord, target: Mapping[str, float] | None) -> ExperimentRecord:
+    if not target:
+        return record
+    prefix = f"{BITS_PER_BYTE}/"
+    metrics = {name for variant in record.variants if variant.result for name in variant.result.metrics}
+    require_validation(target, {name.removeprefix(prefix) for name in metrics if name.startswith(prefix)})
+    return replace(record, target=dict(target))
+
+
+def compare_runs(locations: Sequence[LocalRunLocation], target: Mapping[str, float] | None = None) -> Comparison:
     """Runs that differ only in their seed are one group, named after the first of them."""
     groups: dict[str, str] = {}
     variants, directories = [], {}
@@ -115,7 +128,8 @@ def compare_runs(locations: Sequence[LocalRunLocation]) -> Comparison:
         directories[location.name] = run.directory
         group = groups.setdefault(result_key(run.recipe, with_seed=False), location.name)
         variants.append(_describe_run(run, location.name, group))
-    return Comparison(summarize(ExperimentRecord(FORMAT, "runs", "runs", [], None, variants=variants)), directories)
+    record = ExperimentRecord(FORMAT, "runs", "runs", [], None, variants=variants)
+    return Comparison(summarize(_with_target(record, target)), directories)
 
 
 def _describe_run(run: Run, name: str, group: str) -> VariantRecord:

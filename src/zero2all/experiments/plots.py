@@ -19,20 +19,21 @@ def x_position(plot: Plot, x: float) -> float:
 def sweep_plot(record: ExperimentRecord) -> Plot | None:
     """Bits per byte over the values of the first key, with a curve for each combination of the others."""
     keys = set(record.keys)
-    measured = [one for one in record.variants if one.bits_per_byte is not None and keys <= set(one.values)]
+    scored = ((one, one.bits_per_byte(record.target)) for one in record.variants if keys <= set(one.values))
+    measured = [(one, value) for one, value in scored if value is not None]
     if not keys or not measured:
         return None
     key, *others = record.keys
-    values = list(dict.fromkeys(variant.values[key] for variant in measured))
+    values = list(dict.fromkeys(variant.values[key] for variant, _ in measured))
     numbers = [float(value) for value in values if isinstance(value, int | float) and is_number(value)]
     are_numbers = len(numbers) == len(values) and all(map(math.isfinite, numbers))
     at = {value: float(value) if are_numbers else float(number) for number, value in enumerate(values)}
     curves: list[Curve] = []
-    for rest in dict.fromkeys(tuple(variant.values[other] for other in others) for variant in measured):
+    for rest in dict.fromkeys(tuple(variant.values[other] for other in others) for variant, _ in measured):
         points = sorted(
-            (at[variant.values[key]], variant.bits_per_byte)
-            for variant in measured
-            if variant.bits_per_byte is not None and tuple(variant.values[other] for other in others) == rest
+            (at[variant.values[key]], value)
+            for variant, value in measured
+            if tuple(variant.values[other] for other in others) == rest
         )
         line = [(x, fmean(value for place, value in points if place == x)) for x in sorted({x for x, _ in points})]
         label = ", ".join(f"{other.rpartition('.')[2]} {show_value(v)}" for other, v in zip(others, rest, strict=True))

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.cells import cell_len
-
 from zero2all.console import sanitize
 from zero2all.experiments.comparison import Comparison
+from zero2all.experiments.mixture_report import mixture_remarks, mixture_rows, source_rows
 from zero2all.experiments.plots import show_value
+from zero2all.experiments.tables import UNKNOWN, show_bits, show_table
+from zero2all.experiments.target import show_target
 from zero2all.io import read_json
-from zero2all.track.experiment_record import ExperimentRecord, VariantRecord, Verdict
+from zero2all.track.experiment_record import MIXTURES, ExperimentRecord, VariantRecord, Verdict
 from zero2all.units import show_count, show_seconds
 
-UNKNOWN = "–"
 MAX_DIFFERENCES = 20  # keys
 MAX_VALUE = 40  # characters of a value
 SAME_BYTES = 0.01  # relative difference up to which two tokenizers were measured on the same text
@@ -41,7 +41,13 @@ def build_report(comparison: Comparison) -> Report:
         directories={name: str(path) for name, path in comparison.directories.items()},
         differences=comparison.differences(),
         verdicts=list(_verdict_lines(record)),
-        remarks=[*_comparability_remarks(comparison), *_sweep_remarks(record), *_noise_remarks(comparison)],
+        remarks=[
+            *_target_remarks(record),
+            *_comparability_remarks(comparison),
+            *_sweep_remarks(record),
+            *_noise_remarks(comparison),
+            *mixture_remarks(record),
+        ],
     )
 
 
@@ -62,7 +68,7 @@ def verdict_text(verdict: Verdict) -> str:
 
 
 def _verdict_lines(record: ExperimentRecord) -> Iterator[str]:
-    if record.kind != "sweep":
+    if not record.is_sweep:
         yield from map(verdict_text, record.verdicts)
         return
     known = [verdict for verdict in record.verdicts if verdict.margin is not None]
@@ -74,6 +80,11 @@ def _verdict_lines(record: ExperimentRecord) -> Iterator[str]:
         yield f"{best} is best; not distinguishable from it by the noise between seeds: {', '.join(within)}"
     else:
         yield f"{best} is best, beyond the noise between seeds"
+
+
+def _target_remarks(record: ExperimentRecord) -> Iterator[str]:
+    if record.target:
+        yield f"bits per byte are the weighted mean of validation sources: {show_target(record.target)}"
 
 
 def _comparability_remarks(comparison: Comparison) -> Iterator[str]:
@@ -112,7 +123,7 @@ def _by_value(values: dict[str, str]) -> Iterator[str]:
 
 
 def _sweep_remarks(record: ExperimentRecord) -> Iterator[str]:
-    measured = [variant for variant in record.variants if variant.bits_per_byte is not None]
+    measured = [variant for variant in record.variants if variant.bits_per_byte(record.target) is not None]
     groups = record.values_by_group()
     if record.kind != "sweep" or len(groups) < 2:
         return
@@ -131,7 +142,7 @@ def _noise_remarks(comparison: Comparison) -> Iterator[str]:
     """The command that measures the noise, if it is unknown."""
     record = comparison.record
     counts = [len(values) for values in record.values_by_group().values()]
-    if len(counts) < 2 or min(counts) >= 2:
+    if len(counts) < 2 or min(counts) >= 2 or record.kind == MIXTURES:  # whose fit has an error of its own
         return
     if record.kind == "sweep":
         yield "the noise between seeds is unknown: the same command with --seeds 3 adds seeds to this experiment"
@@ -140,6 +151,7 @@ def _noise_remarks(comparison: Comparison) -> Iterator[str]:
     recipes = [_recipe_of(first[group], record) for group in dict.fromkeys(one.group for one in record.variants)]
     words = ["z2a", "compare", *recipes, *record.variants[0].overrides, "--seeds", "3"]
     words += ["--budget", record.budget] if record.budget else []
+    words += ["--target", show_target(record.target)] if record.target else []
     words += [] if record.kind == "runs" else ["--name", record.name]
     yield f"the noise between seeds is unknown; this measures it: {shlex.join(words)}"
 
@@ -150,10 +162,13 @@ def _recipe_of(variant: VariantRecord, record: ExperimentRecord) -> str:
 
 def report_text(report: Report) -> str:
     """Without the plot."""
-    parts = [_table(_group_rows(report))]
-    if report.experiment.kind != "sweep" and report.differences:
-        parts.insert(0, _table(_difference_rows(report)))
-    problems = [f"{group.group}, {problem}" for group in report.experiment.groups for problem in group.problems]
+    record = report.experiment
+    parts = [show_table(mixture_rows(record) if record.kind == MIXTURES else _group_rows(report))]
+    if record.fit is not None:
+        parts.append(show_table(source_rows(record.fit)))
+    if not record.is_sweep and report.differences:
+        parts.insert(0, show_table(_difference_rows(report)))
+    problems = [f"{group.group}, {problem}" for group in record.groups for problem in group.problems]
     parts += ["\n".join(lines) for lines in (problems, report.verdicts, report.remarks) if lines]
     return sanitize("\n\n".join(parts))
 
@@ -170,18 +185,18 @@ def _difference_rows(report: Report) -> list[list[str]]:
 def _group_rows(report: Report) -> list[list[str]]:
     rows = [["", "seeds", "bits per byte", "best", "steps", "tokens", "tokens/s", "time"]]
     for number, group in enumerate(report.experiment.groups):
-        is_best = report.experiment.kind == "sweep" and number == 0 and group.bits_per_byte is not None
+        is_best = report.experiment.is_sweep and number == 0 and group.bits_per_byte is not None
         name = f"{'* ' if is_best else '  '}{group.group}"
-        if group.bits_per_byte is None or group.best_bits_per_byte is None:
+        if group.bits_per_byte is None:
             rows.append([name, "0", UNKNOWN])
             continue
-        spread = f" ± {group.spread:.4f}" if group.spread is not None else ""
+        best = group.best_bits_per_byte
         rows.append(
             [
                 name,
                 str(len(group.seeds)),
-                f"{group.bits_per_byte:.4f}{spread}",
-                f"{group.best_bits_per_byte:.4f}",
+                show_bits(group),
+                UNKNOWN if best is None else f"{best:.4f}",
                 str(group.steps),
                 show_count(group.tokens or 0),
                 show_count(group.tokens_per_second or 0.0),
@@ -194,14 +209,3 @@ def _group_rows(report: Report) -> list[list[str]]:
 def _shorten(value: object) -> str:
     text = show_value(value) if not isinstance(value, str) else value
     return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 1]}…"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned by their width on a terminal: the first to the left, the others to the right."""
-    widths = [max(cell_len(row[column]) for row in rows if column < len(row)) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        gaps = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths[: len(row)], strict=True)]
-        cells = [row[0] + gaps[0], *(gap + cell for cell, gap in zip(row[1:], gaps[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

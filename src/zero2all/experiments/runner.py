@@ -82,7 +82,7 @@ class _Runner:
         plan, text = self.plan, None if self.budget is None else self.budget.text
         asked = [variant.record for variant in plan.variants]
         if before is None:
-            return ExperimentRecord(FORMAT, plan.name, plan.kind, plan.keys, text, variants=asked)
+            return ExperimentRecord(FORMAT, plan.name, plan.kind, plan.keys, text, plan.target, variants=asked)
         known = {record.name: record for record in before.variants}
         changed = [record.name for record in asked if record.name in known and record.key != known[record.name].key]
         advice = f"choose another --name, or remove {plan.directory}"
@@ -94,7 +94,8 @@ class _Runner:
             raise UsageError(f"the budget of experiment {plan.name} is {was}, not {now}: {advice}")
         if changed:
             raise UsageError(f"the recipe of {changed[0]} in experiment {plan.name} was another one: {advice}")
-        return replace(before, variants=[*before.variants, *(record for record in asked if record.name not in known)])
+        added = [record for record in asked if record.name not in known]
+        return replace(before, target=plan.target, variants=[*before.variants, *added])
 
     def run(self) -> ExperimentRecord:
         todo = [variant for name, variant in self.variants.items() if self._find(name).state != "done"]
@@ -122,7 +123,7 @@ class _Runner:
         from zero2all.experiments.stages import build_missing_stages
 
         for recipe in {variant.recipe.tokens_dir: variant.recipe for variant in todo}.values():
-            build_missing_stages(recipe)
+            build_missing_stages(recipe, self.plan.target)
 
     def _run_variant(self, variant: Variant, recipe: Recipe, task: ProgressTask) -> None:
         name = variant.record.name
@@ -147,7 +148,9 @@ class _Runner:
             warn(f"{title}: failed: {reason}")
         else:
             self._update(name, state="done", result=result)
-            say(f"{title}: {result.metrics['bits_per_byte']:.4f} bits per byte, {show_seconds(result.seconds)}")
+            value = self._find(name).bits_per_byte(self.record.target)
+            shown = "no plausible" if value is None else f"{value:.4f}"
+            say(f"{title}: {shown} bits per byte, {show_seconds(result.seconds)}")
         follow.finish()
 
     def _run_process(self, recipe: Recipe, name: str, on_poll: Callable[[], bool]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from zero2all.console import heading, say
 from zero2all.corpus import build_corpus, recommended_workers, summary_lines
 from zero2all.engine import Engine, shutdown_workers
+from zero2all.experiments.target import require_validation, validation_sources
 from zero2all.io import MANIFEST, read_json
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import train_tokenizer
@@ -14,14 +16,16 @@ from zero2all.tokens import TokenStore, build_tokens
 from zero2all.units import show_count
 
 
-def build_missing_stages(recipe: Recipe) -> None:
-    """Build the stages that do not exist, and check that there is text to validate with.
+def build_missing_stages(recipe: Recipe, target: Mapping[str, float]) -> None:
+    """Build the stages that do not exist, and check that there is text to validate with, for every source of a target.
 
     One that exists is used as it is, as by ``z2a train``: only its own command builds it again.
     """
     if not _is_finished(recipe.tokens_dir):
         _build_stages(recipe)
-    TokenStore(recipe.tokens_dir, "valid").require_full_sequence(recipe.train.seq_len)
+    valid = TokenStore(recipe.tokens_dir, "valid")
+    valid.require_full_sequence(recipe.train.seq_len)
+    require_validation(target, validation_sources(valid, recipe.train.seq_len))
 
 
 def _build_stages(recipe: Recipe) -> None:

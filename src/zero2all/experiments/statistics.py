@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import correlation, fmean
 
 from zero2all.track.experiment_record import Verdict
 
@@ -31,6 +31,17 @@ def compare_groups(reference: str, other: str, values: Mapping[str, Sequence[flo
 def standard_deviation(values: Sequence[float]) -> float | None:
     """Of the population that the values are a sample of; None for a single value."""
     return math.sqrt(_sum_of_squares(values) / (len(values) - 1)) if len(values) > 1 else None
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's: the correlation of the ranks, in which equal values share theirs. 0 if one side does not vary.
+
+    >>> round(rank_correlation([1, 2, 3, 4], [1, 3, 2, 9]), 3)
+    0.8
+    """
+    ranks = [[sum(other < one for other in values) + sum(other == one for other in values) / 2 for one in values]
+             for values in (first, second)]  # fmt: skip
+    return correlation(*ranks) if all(len(set(values)) > 1 for values in ranks) else 0.0
 
 
 def _sum_of_squares(values: Sequence[float]) -> float:

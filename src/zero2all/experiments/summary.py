@@ -5,29 +5,32 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import fmean
 
+from zero2all.experiments.mixtures import analyze_mixtures
 from zero2all.experiments.plots import sweep_plot
 from zero2all.experiments.statistics import compare_groups, standard_deviation
-from zero2all.track.experiment_record import ExperimentRecord, GroupSummary, Verdict
+from zero2all.track.experiment_record import MIXTURES, ExperimentRecord, GroupSummary, Verdict
 
 
 def summarize(record: ExperimentRecord) -> ExperimentRecord:
     """The record with a summary of the results that its variants have now."""
     groups = [_summarize_group(record, group) for group in dict.fromkeys(variant.group for variant in record.variants)]
-    is_sweep = record.kind == "sweep"
-    if is_sweep:
+    if record.is_sweep:
         groups.sort(key=lambda one: (one.bits_per_byte is None, one.bits_per_byte or 0.0))
-    plot = sweep_plot(record) if is_sweep else None
-    return replace(record, groups=groups, verdicts=_verdicts(record, groups), plot=plot)
+    plot = sweep_plot(record) if record.kind == "sweep" else None
+    fit = None
+    if record.kind == MIXTURES and (analysis := analyze_mixtures(record)) is not None:
+        fit, plot = analysis
+    return replace(record, groups=groups, verdicts=_verdicts(record, groups), plot=plot, fit=fit)
 
 
 def _summarize_group(record: ExperimentRecord, group: str) -> GroupSummary:
     members = [variant for variant in record.variants if variant.group == group]
-    measured = [(one, one.result, one.bits_per_byte) for one in members]
+    measured = [(one, one.result, one.bits_per_byte(record.target)) for one in members]
     known = [(one, result, value) for one, result, value in measured if result is not None and value is not None]
     problems = [
         f"seed {one.seed}: {one.state}{f', {one.reason}' if one.reason else ''}"
-        for one in members
-        if one.bits_per_byte is None
+        for one, _, value in measured
+        if value is None
     ]
     seeds = [one.seed for one, _, _ in known]
     if not known:
@@ -40,7 +43,8 @@ def _summarize_group(record: ExperimentRecord, group: str) -> GroupSummary:
         problems=problems,
         bits_per_byte=fmean(values),
         spread=standard_deviation(values),
-        best_bits_per_byte=fmean(result.best_bits_per_byte for result in results),
+        # That of all validation text: the best of a target during training is not known.
+        best_bits_per_byte=None if record.target else fmean(result.best_bits_per_byte for result in results),
         steps=max(result.steps for result in results),
         tokens=max(result.tokens for result in results),
         tokens_per_second=fmean(result.tokens_per_second for result in results),

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice, product
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ class ExperimentPlan:
     keys: list[str]
     out: Path
     variants: list[Variant]
+    target: dict[str, float] = field(default_factory=dict)
+    """Weights of the validation sources by whose mean the variants are compared; empty: all validation text."""
 
     @property
     def directory(self) -> Path:
@@ -66,9 +68,11 @@ def experiment_dir(out: Path, name: str) -> Path:
     return out / EXPERIMENTS_DIR / name
 
 
-def plan_sweep(path: Path, words: Sequence[str], seeds: int, name: str | None = None) -> ExperimentPlan:
+def plan_sweep(
+    path: Path, words: Sequence[str], seeds: int, name: str | None = None, target: dict[str, float] | None = None
+) -> ExperimentPlan:
     """A grid over the overrides that have several values, such as ``train.optimizer.lr=1e-3,2e-3``."""
-    axes = [_parse_axis(word) for word in words]
+    axes = [parse_axis(word) for word in words]
     swept = [(key, values) for key, values in axes if len(values) > 1]
     if not swept:
         raise UsageError("no key has several values: write KEY=VALUE,VALUE, such as train.optimizer.lr=1e-3,2e-3,4e-3")
@@ -86,11 +90,16 @@ def plan_sweep(path: Path, words: Sequence[str], seeds: int, name: str | None = 
         label = " ".join(f"{short[key]}={text}" for key, text in texts.items())
         values = {key: _value_at(recipe, key, text) for key, text in texts.items()}
         groups.append(VariantGroup(label, path, overrides, recipe, values))
-    return make_plan(name or _directory_names(["-".join(["sweep", *short.values()])])[0], "sweep", keys, groups, seeds)
+    name = name or _directory_names(["-".join(["sweep", *short.values()])])[0]
+    return make_plan(name, "sweep", keys, groups, seeds, target)
 
 
 def plan_comparison(
-    paths: Sequence[Path], overrides: Sequence[str], seeds: int, name: str | None = None
+    paths: Sequence[Path],
+    overrides: Sequence[str],
+    seeds: int,
+    name: str | None = None,
+    target: dict[str, float] | None = None,
 ) -> ExperimentPlan:
     """Recipes as they are, with the same overrides for all. A recipe that is given twice gets other seeds."""
     labels: list[str] = []
@@ -101,10 +110,17 @@ def plan_comparison(
         VariantGroup(label, path, list(overrides), load_recipe(path, list(overrides)), {})
         for label, path in zip(labels, paths, strict=True)
     ]
-    return make_plan(name or _directory_names(["-vs-".join(labels)])[0], "compare", [], groups, seeds)
+    return make_plan(name or _directory_names(["-vs-".join(labels)])[0], "compare", [], groups, seeds, target)
 
 
-def make_plan(name: str, kind: str, keys: list[str], groups: list[VariantGroup], seeds: int) -> ExperimentPlan:
+def make_plan(
+    name: str,
+    kind: str,
+    keys: list[str],
+    groups: list[VariantGroup],
+    seeds: int,
+    target: dict[str, float] | None = None,
+) -> ExperimentPlan:
     """Every group with the same number of seeds, counted up from that of its recipe."""
     if "/" in name or not is_run_name(f"{EXPERIMENTS_DIR}/{name}"):
         raise UsageError(f"--name {name}: use letters, digits, '.', '_' and '-', and not the name of a stage")
@@ -124,7 +140,7 @@ def make_plan(name: str, kind: str, keys: list[str], groups: list[VariantGroup],
     for number in range(seeds):  # every group has its first seed before any has its second
         for group, group_name, chosen in zip(groups, names, seeds_of, strict=True):
             variants.append(_variant(group, f"{group_name}-seed{chosen[number]}", chosen[number], first, name))
-    return ExperimentPlan(name, kind, keys, out, variants)
+    return ExperimentPlan(name, kind, keys, out, variants, target or {})
 
 
 def _variant(group: VariantGroup, run_name: str, seed: int, first: Recipe, experiment: str) -> Variant:
@@ -195,7 +211,8 @@ def _flatten(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", inner
 
 
-def _parse_axis(word: str) -> tuple[str, list[str]]:
+def parse_axis(word: str) -> tuple[str, list[str]]:
+    """A key and its values, from ``KEY=VALUE,VALUE``."""
     key, equals, text = word.partition("=")
     key, values = key.strip(), split_values(text)
     if not equals or not key:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import posixpath
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +27,7 @@ MAX_FILE_BYTES = 8 * 2**20
 MAX_VARIANTS = 5000
 MAX_CURVES = 200
 BITS_PER_BYTE = "bits_per_byte"  # the metric by which variants are compared: lower is better
+MIXTURES = "mixtures"  # kind of a mixture search
 MAX_BITS_PER_BYTE = 1e6  # more is damage
 VariantState = Literal["planned", "running", "stopped", "done", "failed"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -78,10 +79,13 @@ class VariantRecord:
     """Why it failed."""
     result: VariantResult | None = None
 
-    @property
-    def bits_per_byte(self) -> float | None:
-        """None without a plausible result."""
-        value = math.nan if self.result is None else self.result.metrics.get(BITS_PER_BYTE, math.nan)
+    def bits_per_byte(self, target: Mapping[str, float]) -> float | None:
+        """Weighted mean over the validation sources of a target, or with an empty one that of all validation text.
+        None without a plausible result."""
+        metrics = {} if self.result is None else self.result.metrics
+        weights = {f"{BITS_PER_BYTE}/{source}": weight for source, weight in target.items()} or {BITS_PER_BYTE: 1.0}
+        total = sum(weight * metrics.get(name, math.nan) for name, weight in weights.items())
+        value = total / sum(weights.values())
         return value if 0 <= value < MAX_BITS_PER_BYTE else None
 
 
@@ -143,15 +147,55 @@ class Plot:
 
 
 @dataclass(frozen=True)
+class MixtureSource:
+    """What a mixture search says about a source of training text."""
+
+    source: str
+    recipe: Finite
+    """Its share in the recipe."""
+    suggested: Finite | None
+    """Its share in the suggested mixture; None without a suggestion."""
+    effect: Finite
+    """Change of the target, in bits per byte, if this share rises by 1 % of the tokens and the others make room in
+    proportion, from the mixture of the recipe on."""
+    low: Finite
+    """The 95 % interval of the effect."""
+    high: Finite
+    effects: dict[str, Finite]
+    """The same change of each validation source of the target."""
+
+
+@dataclass(frozen=True)
+class MixtureFit:
+    """The response of a target to the mixture, fitted to the runs of a mixture search."""
+
+    mixtures: int
+    """That it was fitted to."""
+    error: Finite
+    """Root mean square of the leave-one-out errors, in bits per byte."""
+    mean_error: Finite
+    """The same with the mean as the prediction."""
+    rank_correlation: Finite
+    """Spearman's, between measured and leave-one-out predictions."""
+    recipe_bits_per_byte: Finite
+    """Predicted target with the mixture of the recipe."""
+    suggested_bits_per_byte: Finite | None
+    """Predicted target with the suggested mixture; None if the fit is not good enough for a suggestion."""
+    sources: list[MixtureSource]
+
+
+@dataclass(frozen=True)
 class ExperimentRecord:
     format: Literal[1]
     name: DirectoryName
     kind: str
-    """What made it, such as compare or sweep."""
+    """compare, sweep, mixtures (a mixture search), or runs (that existed)."""
     keys: list[str]
     """Recipe keys that are varied; empty if the variants are recipes of their own."""
     budget: str | None
     """Of each run, as given; None: the length in the recipe."""
+    target: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = field(default_factory=dict)
+    """Weights of the validation sources by whose mean the variants are compared; empty: all validation text."""
     step_seconds: dict[str, Finite] = field(default_factory=dict)
     """Measured for a time budget, by what decides the speed."""
     variants: Annotated[list[VariantRecord], Field(max_length=MAX_VARIANTS)] = field(default_factory=list)
@@ -161,13 +205,21 @@ class ExperimentRecord:
     """Between groups with results."""
     plot: Plot | None = None
     """Of a sweep: bits per byte over the values."""
+    fit: MixtureFit | None = None
+    """Of a mixture search whose runs have ended."""
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether its variants are of one recipe, so that the best one is sought."""
+        return self.kind in ("sweep", MIXTURES)
 
     def values_by_group(self) -> dict[str, list[float]]:
         """Bits per byte of the runs that have them."""
         values: dict[str, list[float]] = {}
         for variant in self.variants:
-            if variant.bits_per_byte is not None:
-                values.setdefault(variant.group, []).append(variant.bits_per_byte)
+            value = variant.bits_per_byte(self.target)
+            if value is not None:
+                values.setdefault(variant.group, []).append(value)
         return values
 
 
