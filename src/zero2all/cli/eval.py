@@ -1,4 +1,4 @@
-"""z2a eval loss | stories"""
+"""z2a eval loss | bench | stories"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from zero2all.cli import eval_bench
 from zero2all.cli.conventions import Json, Result, RunPath, command
 from zero2all.cli.groups import EvalGroup
 from zero2all.cli.runs import CheckpointStep
@@ -33,6 +34,9 @@ def eval_loss(run: RunPath, step: CheckpointStep = None, json: Json = False) -> 
     lines = [f"bits-per-byte {validation['bits_per_byte']:.4f} (unigram {validation['unigram_bits_per_byte']:.4f})"]
     lines += [f"  {name}: {part['bits_per_byte']:.4f}" for name, part in validation["sources"].items()]
     return Result(validation, "\n".join(lines))
+
+
+app.command("bench")(eval_bench.eval_bench)
 
 
 @app.command("stories")

@@ -1,0 +1,193 @@
+"""Metrics of benchmarks, with confidence intervals, and what a comparison of two evaluations shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from zero2all.evals.bench.confidence import Array, Estimate, mean_of_ratios, paired_difference, proportion, ratio
+from zero2all.evals.bench.evaluate import ItemResult
+
+ORIGINAL = "original"
+Metric = Literal["accuracy", "answer_bits_per_byte"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The answers of one model to one version of a benchmark."""
+
+    target: str
+    """Its name, with the step of a checkpoint."""
+    task: str
+    form: str
+    """``cloze``, ``letter`` or ``cot``; ``generate`` where nothing is chosen."""
+    shots: int
+    mutation: str
+    items: list[ItemResult]
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """Metrics of an evaluation."""
+
+    target: str
+    task: str
+    form: str
+    shots: int
+    mutation: str
+    items: int
+    accuracy: Estimate
+    chance: float
+    """Accuracy of random answers."""
+    centered_accuracy: Estimate
+    """0 at chance, 1 if all is right."""
+    accuracy_per_byte: Estimate | None
+    """Where the texts of options are scored: with log-likelihoods divided by bytes."""
+    answer_bits_per_byte: Estimate | None
+    """-log2 P(right answer) over its bytes. It improves long before the accuracy leaves chance."""
+
+    @property
+    def is_at_chance(self) -> bool:
+        return self.accuracy.contains(self.chance)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A metric of the second evaluation minus that of the first, on the items that both have."""
+
+    target: str
+    """The one of the second evaluation."""
+    task: str
+    form: str
+    mutation: str
+    first: str
+    second: str
+    metric: Metric
+    items: int
+    first_value: float
+    second_value: float
+    difference: Estimate
+
+    @property
+    def is_significant(self) -> bool:
+        return not self.difference.contains(0.0)
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """All results of a command."""
+
+    results: list[BenchResult]
+    differences: list[Difference]
+    core: dict[str, Estimate]
+    """By target: the mean of the centered accuracies of tasks, as the CORE metric of DCLM, from two tasks on."""
+
+
+def summarize(evaluation: Evaluation) -> BenchResult:
+    items = evaluation.items
+    chance = float(np.mean([item.chance for item in items]))
+    accuracy = proportion(_array([item.is_right for item in items]))
+    per_byte = [item.is_right_per_byte for item in items if item.is_right_per_byte is not None]
+    return BenchResult(
+        evaluation.target,
+        evaluation.task,
+        evaluation.form,
+        evaluation.shots,
+        evaluation.mutation,
+        len(items),
+        accuracy,
+        chance,
+        Estimate(*((value - chance) / (1 - chance) for value in (accuracy.value, accuracy.low, accuracy.high))),
+        proportion(_array(per_byte)) if len(per_byte) == len(items) else None,
+        ratio(*_answer_bits(items)),
+    )
+
+
+def core(evaluations: Sequence[Evaluation]) -> Estimate | None:
+    """The mean of centered accuracies over tasks; None for a single task."""
+    ratios = [
+        (
+            _array([item.is_right - item.chance for item in evaluation.items]),
+            _array([1 - item.chance for item in evaluation.items]),
+        )
+        for evaluation in evaluations
+    ]
+    return mean_of_ratios(ratios) if len(ratios) > 1 else None
+
+
+def compare(
+    first: Evaluation, second: Evaluation, names: tuple[str, str], metrics: Sequence[Metric]
+) -> list[Difference]:
+    """Paired differences, on the items that both evaluations have."""
+    by_id = {item.id: item for item in second.items}
+    pairs = [(item, by_id[item.id]) for item in first.items if item.id in by_id]
+    if not pairs:
+        return []
+    differences = []
+    for metric in metrics:
+        values = _accuracy if metric == "accuracy" else _answer_bits
+        before, after = values([one for one, _ in pairs]), values([other for _, other in pairs])
+        difference = paired_difference(before, after)
+        if difference is not None:
+            means = [float(one.sum() / total.sum()) for one, total in (before, after)]
+            where = (second.target, second.task, second.form, second.mutation)
+            differences.append(Difference(*where, *names, metric, len(pairs), means[0], means[1], difference))
+    return differences
+
+
+def format_report(report: BenchReport) -> str:
+    """Tables of results and differences."""
+    several = len({result.target for result in report.results}) > 1
+    rows = [["task", "form", "version", "items", "accuracy", "chance", "centered", "per byte", "answer bits/byte"]]
+    for result in report.results:
+        name = f"{result.target}: {result.task}" if several else result.task
+        form = f"{result.form}, {result.shots}-shot" if result.shots else result.form
+        rows.append(
+            [
+                name,
+                form,
+                result.mutation,
+                str(result.items),
+                str(result.accuracy),
+                f"{result.chance:.3f}",
+                f"{result.centered_accuracy.value:.3f}",
+                "-" if result.accuracy_per_byte is None else str(result.accuracy_per_byte),
+                "-" if result.answer_bits_per_byte is None else str(result.answer_bits_per_byte),
+            ]
+        )
+    parts = [_table(rows)]
+    parts += [f"mean of centered accuracies, {name}: {estimate}" for name, estimate in report.core.items()]
+    if report.differences:
+        header = ["task", "form", "from", "to", "metric", "difference", "items"]
+        parts += ["", _table([header, *map(_row, report.differences)])]
+        parts.append("* the 95 % confidence interval excludes 0")
+    return "\n".join(parts)
+
+
+def _row(one: Difference) -> list[str]:
+    mark = " *" if one.is_significant else ""
+    interval = f"{one.difference.value:+.3f} [{one.difference.low:+.3f}, {one.difference.high:+.3f}]{mark}"
+    return [one.task, one.form, one.first, one.second, one.metric, interval, str(one.items)]
+
+
+def _table(rows: list[list[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _accuracy(items: Sequence[ItemResult]) -> tuple[Array, Array]:
+    return _array([item.is_right for item in items]), np.ones(len(items))
+
+
+def _answer_bits(items: Sequence[ItemResult]) -> tuple[Array, Array]:
+    return _array([item.nats / math.log(2) for item in items]), _array([item.bytes for item in items])
+
+
+def _array(values: Sequence[float]) -> Array:
+    return np.array(values, dtype=np.float64)

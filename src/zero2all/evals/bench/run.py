@@ -1,0 +1,130 @@
+"""``z2a eval bench``: evaluate targets on benchmarks, their forms and their mutations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero2all.console import say
+from zero2all.evals.bench.evaluate import evaluate_task
+from zero2all.evals.bench.items import CodeItem, Form
+from zero2all.evals.bench.mutations import MUTATIONS, mutate
+from zero2all.evals.bench.report import ORIGINAL, BenchReport, Difference, Evaluation, compare, core, summarize
+from zero2all.evals.bench.scorer import ModelScorer, Scorer
+from zero2all.evals.bench.tasks import Task, read_tasks
+from zero2all.evals.target import EvalTarget
+from zero2all.sandbox import Sandbox, open_sandbox
+
+GENERATED = "generate"  # in place of a form, where nothing is chosen
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """How benchmarks are asked."""
+
+    forms: tuple[Form, ...] = ()
+    """Of multiple-choice questions. Default: that of the task, with mutations ``letter``."""
+    shots: int | None = None
+    """Number of examples in a prompt. Default: that of the task."""
+    limit: int | None = None
+    """Number of items of a task, chosen at random. Default: all."""
+    seed: int = 0
+    mutate: bool = False
+    """Evaluate every mutation of multiple-choice questions too."""
+    unsafe_code: bool = False
+    """Run generated code without a sandbox where there is none."""
+
+
+DEFAULT_OPTIONS = BenchOptions()
+
+
+def run_bench(
+    targets: Sequence[EvalTarget],
+    data: Path,
+    names: Sequence[str] = (),
+    options: BenchOptions = DEFAULT_OPTIONS,
+    make_scorer: Callable[[EvalTarget], Scorer] = ModelScorer,
+) -> BenchReport:
+    """Evaluate targets on the benchmarks in a directory of files, or on those named.
+
+    >>> report = run_bench([open_target("runs/first")], Path("eval"), ["arc_easy", "cmmlu"])
+    >>> print(format_report(report))
+    """
+    tasks = [_prepared(task, options) for task in read_tasks(data, names)]
+    sandbox = None
+    if any(isinstance(item, CodeItem) for task in tasks for item in task.items):
+        sandbox = open_sandbox(unsafe=options.unsafe_code)
+        say(f"generated code runs in {sandbox.backend}" if sandbox.backend != "none" else "code runs without a sandbox")
+    evaluations = [
+        evaluation
+        for target in targets
+        for task in tasks
+        for evaluation in _evaluations(make_scorer(target), target, task, options, sandbox)
+    ]
+    cores = {
+        label: estimate
+        for label in dict.fromkeys(evaluation.target for evaluation in evaluations)
+        if (estimate := core(_first_of_tasks(evaluations, label))) is not None
+    }
+    return BenchReport([summarize(one) for one in evaluations], _differences(evaluations), cores)
+
+
+def _prepared(task: Task, options: BenchOptions) -> Task:
+    return task.with_shots(_shots(task, options)).sample(options.limit, options.seed)
+
+
+def _shots(task: Task, options: BenchOptions) -> int:
+    return 0 if task.shots is None else task.shots if options.shots is None else options.shots
+
+
+def _evaluations(
+    scorer: Scorer, target: EvalTarget, task: Task, options: BenchOptions, sandbox: Sandbox | None
+) -> Iterator[Evaluation]:
+    forms: tuple[Form | None, ...] = (None,)
+    if task.form is not None:
+        forms = options.forms or (("letter",) if options.mutate else (task.form,))
+    label = target.name if target.step is None else f"{target.name} step {target.step}"
+    for form in forms:
+        for version, versioned in _versions(task, form, options):
+            shots = _shots(task, options)
+            say(f"{label}: {task.name}, {form or GENERATED}, {version}: {len(versioned.items)} items")
+            items = evaluate_task(scorer, versioned, form, shots, sandbox)
+            yield Evaluation(label, task.name, form or GENERATED, shots, version, items)
+
+
+def _versions(task: Task, form: Form | None, options: BenchOptions) -> Iterator[tuple[str, Task]]:
+    yield ORIGINAL, task
+    for mutation in MUTATIONS if options.mutate and form is not None else ():
+        mutated = mutate(task, mutation, options.seed)
+        if mutated is not None and (form != "cloze" or mutation.changes_cloze):
+            yield mutation.name, mutated
+
+
+def _first_of_tasks(evaluations: Sequence[Evaluation], target: str) -> list[Evaluation]:
+    """One evaluation of each task: in the first form."""
+    found: dict[str, Evaluation] = {}
+    for evaluation in evaluations:
+        if evaluation.target == target:
+            found.setdefault(evaluation.task, evaluation)
+    return list(found.values())
+
+
+def _differences(evaluations: Sequence[Evaluation]) -> list[Difference]:
+    """Of each mutation from the original, of other forms from the first, and of other targets from the first."""
+    found: list[Difference] = []
+    by_key = {(one.target, one.task, one.form, one.mutation): one for one in evaluations}
+    first_target = evaluations[0].target
+    for one in evaluations:
+        first_form = next(other.form for other in evaluations if other.task == one.task)
+        if one.mutation != ORIGINAL:
+            original = by_key[one.target, one.task, one.form, ORIGINAL]
+            found += compare(original, one, (ORIGINAL, one.mutation), ("accuracy",))
+        elif one.form != first_form:
+            found += compare(
+                by_key[one.target, one.task, first_form, ORIGINAL], one, (first_form, one.form), ("accuracy",)
+            )
+        if one.target != first_target:
+            reference = by_key[first_target, one.task, one.form, one.mutation]
+            found += compare(reference, one, (first_target, one.target), ("accuracy", "answer_bits_per_byte"))
+    return found
