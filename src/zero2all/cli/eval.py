@@ -1,4 +1,4 @@
-"""z2a eval loss | bench | stories"""
+"""z2a eval loss | bench | stories | lm-eval"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from zero2all.cli import eval_bench
+from zero2all.cli import eval_bench, eval_lm_eval
 from zero2all.cli.conventions import Json, Result, RunPath, command
 from zero2all.cli.groups import EvalGroup
 from zero2all.cli.runs import CheckpointStep
@@ -37,6 +37,7 @@ def eval_loss(run: RunPath, step: CheckpointStep = None, json: Json = False) -> 
 
 
 app.command("bench")(eval_bench.eval_bench)
+app.command("lm-eval")(eval_lm_eval.eval_lm_eval)
 
 
 @app.command("stories")
