@@ -35,7 +35,7 @@ from zero2all.engine import available_cores
 from zero2all.recipe import CorpusRecipe, SourceRecipe, TokensRecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import build_tokens
-from zero2all.tokens.build_store import cached_tokenizer
+from zero2all.tokens.build_store import cached_tokenizer, load_tokenizer
 
 BACKENDS = ("gigatoken", "tiktoken", "hf")
 BATCH = 256  # documents, as in tokens build
@@ -180,7 +180,7 @@ def build(options: argparse.Namespace) -> dict[str, Any]:
         for number in range(options.rounds):
             encode = bare(tokenizer.backend.name, tokenizer)
             cached_tokenizer.cache_clear()
-            _ = cached_tokenizer(options.tokenizer, tokenizer.fingerprint).backend  # as new as the bare one, and ready
+            _ = load_tokenizer(options.tokenizer).backend  # as new as the bare one, and ready
             taken["bare"].append(seconds(in_batches, encode, texts))
             out = Path(root) / f"tokens-{number}"
             taken["ours"].append(seconds(build_tokens, TokensRecipe(), documents, options.tokenizer, out))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
 from zero2all.errors import Z2aError
 
 Record = TypeVar("Record")
+SourceKind = Literal["text", "chat"]
+"""What a source of a corpus holds."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class DocumentShards:
     bytes: int
     shards: list[str]
     """File names, in the directory of the split."""
+    kind: SourceKind = "text"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import json
 import struct
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -106,7 +107,7 @@ def test_an_unfinished_store_is_not_read_and_a_rebuild_removes_stale_files(
     (tmp_path / "train" / "gone-00000.bin").write_bytes(b"of a source that is no more")
     (tmp_path / "train" / "zh-00000.bin").write_bytes(b"damaged")
     with monkeypatch.context() as patch:
-        patch.setattr(Tokenizer, "encode_batch", lambda self, texts: 1 / 0)
+        patch.setattr(Tokenizer, "encode_split", lambda self, backend, rows: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build()
     with pytest.raises(Z2aError, match="z2a tokens build"):
@@ -128,10 +129,13 @@ def test_files_that_are_not_a_token_store_are_not_touched(workspace: Path, tmp_p
 
 
 def test_a_wrong_encoding_is_never_published(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Tokenizer.encode_batch
-    monkeypatch.setattr(
-        Tokenizer, "encode_batch", lambda self, texts: [[*ids[:-1], 5] for ids in original(self, texts)]
-    )
+    original = Tokenizer.encode_split
+
+    def wrong_unless_reference(self: Tokenizer, backend: Any, rows: Any) -> list[Any]:
+        encoded = original(self, backend, rows)
+        return encoded if backend is self.reference else [[*ids[:-1], 5] for ids in encoded]
+
+    monkeypatch.setattr(Tokenizer, "encode_split", wrong_unless_reference)
     recipe = tiny_recipe(workspace)
     with pytest.raises(Z2aError, match="disagree"):
         build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path)

@@ -16,7 +16,7 @@ from typing import Any
 from zero2all.console import progress, warn
 from zero2all.corpus.dedup_stage import evaluation_files, find_drops, remove_boilerplate
 from zero2all.corpus.document_shards import WrittenShards, group_parts_by_size, write_shards
-from zero2all.corpus.filters import DEFAULT_FILTERS, build_filters
+from zero2all.corpus.filters import DEFAULT_CHAT_FILTERS, DEFAULT_FILTERS, build_filters
 from zero2all.corpus.filters.quality_classifier import quality_model_checksums
 from zero2all.corpus.manifest import (
     SPLITS,
@@ -83,7 +83,7 @@ def build_corpus(
     models = quality_model_checksums(build_filters(specs))  # fail on a wrong name before hours of reading
     for source in recipe.sources:
         resolve_mapping(source)
-    tasks = _plan_parts(recipe, [specs, models])
+    tasks = _plan_parts(recipe, models)
     _warn_about_links(tasks)
     evaluation = [file.fingerprint for path in recipe.decontaminate for file in evaluation_files(path)]
     options = recipe.model_dump(
@@ -99,14 +99,16 @@ def build_corpus(
     work = out.with_name(out.name + ".work")
     if missing:  # parts of the same files have more in them once packages are installed
         tasks = [replace(task, key=fingerprint([task.key, missing])) for task in tasks]
-    parts = _write_parts(engine, tasks, specs, work / "parts")
+    parts = _write_parts(engine, recipe, tasks, work / "parts")
     _remove_stale_parts(work / "parts", parts)
     if not MISSING_REASONS.isdisjoint(reason for part in parts for reason in (*part.unreadable, *part.left_out)):
         key = key_with_missing
     nonempty = [PartFile(part, part_path(work / "parts", part.source, part.key)) for part in parts if part.documents]
     if not nonempty:
         raise Z2aError(_nothing_left_message(recipe, parts))
-    stripped = remove_boilerplate(engine, recipe, [part.path for part in nonempty], work)
+    chats = {source.name for source in recipe.sources if source.kind == "chat"}
+    texts = [part.path for part in nonempty if part.record.source not in chats]
+    stripped = {part.path: part.path for part in nonempty} | remove_boilerplate(engine, recipe, texts, work)
     drops = find_drops(engine, recipe, list(stripped.values()), work)
     clean = [replace(part, path=stripped[part.path], drop_files=drops[stripped[part.path]]) for part in nonempty]
     ready = split_parts(engine, recipe, clean, work, key)
@@ -117,7 +119,7 @@ def build_corpus(
         write_manifest(partial, KIND, asdict(manifest))
         if files_before not in (None, manifest.files):
             before_replace()
-    _warn_about_empty_splits(recipe, manifest, parts, out)
+    _warn_about_empty_splits(recipe, manifest, out)
     return BuiltCorpus(**vars(manifest), reused=False)
 
 
@@ -144,16 +146,15 @@ def _warn_about_links(tasks: list[PartTask]) -> None:
         )
 
 
-def _warn_about_empty_splits(
-    recipe: CorpusRecipe, manifest: CorpusManifest, parts: list[PartRecord], out: Path
-) -> None:
+def _warn_about_empty_splits(recipe: CorpusRecipe, manifest: CorpusManifest, out: Path) -> None:
     train, valid = manifest.splits["train"], manifest.splits["valid"]
     more = f"give more documents, or join short ones into a file of {LONG_CHARACTERS:,} characters or more"
     for name, of_source in train.items():
         if not of_source.documents and valid[name].documents:
             warn(f"corpus source {name!r} has validation text but no training text; {more}, or lower corpus.holdout")
         elif not of_source.documents:
-            why = _reasons(name, manifest.left_out[name], parts)
+            dropped = {reason: part.documents for reason, part in manifest.sources[name].dropped.items()}
+            why = reasons_text(manifest.left_out[name], dropped) or "it has no files"
             warn(f"corpus source {name!r} gave no documents ({why}); see left_out in {out}/manifest.json")
     if recipe.holdout and not any(of_source.documents for of_source in valid.values()):
         warn(f"there is no validation text: no document happens to be in that split; {more}, or raise corpus.holdout")
@@ -167,7 +168,13 @@ def recommended_workers(recipe: CorpusRecipe) -> int:
     return available_cores() if size >= MIN_PARALLEL_BYTES else 1
 
 
-def _plan_parts(recipe: CorpusRecipe, cleaning: list[Any]) -> list[PartTask]:
+def _filters_of(recipe: CorpusRecipe, source: SourceRecipe) -> list[Any]:
+    if recipe.filters is not None:
+        return recipe.filters
+    return list(DEFAULT_CHAT_FILTERS if source.kind == "chat" else DEFAULT_FILTERS)
+
+
+def _plan_parts(recipe: CorpusRecipe, models: Any) -> list[PartTask]:
     """One part per file, per range of a large one or per group of small ones. Its key: the files as they are, how they
     are read, how they are cleaned.
 
@@ -175,7 +182,9 @@ def _plan_parts(recipe: CorpusRecipe, cleaning: list[Any]) -> list[PartTask]:
     """
     tasks = []
     for source in recipe.sources:
-        reading = source.model_dump(mode="json", include={"name", "category", "fields", "mapping", "exclude"})
+        kind = {"kind"} if source.kind != "text" else set()  # absent as before, so that older parts stay valid
+        reading = source.model_dump(mode="json", include={"name", "category", "fields", "mapping", "exclude"} | kind)
+        cleaning = [_filters_of(recipe, source), models]
         share = source.take if isinstance(source.take, float) else None
         ranges = (file for whole in list_files(source) for file in split_large_file(whole))
         for files in group_small_files(ranges):
@@ -188,14 +197,14 @@ def _plan_parts(recipe: CorpusRecipe, cleaning: list[Any]) -> list[PartTask]:
     ]
 
 
-def _write_parts(engine: Engine, tasks: list[PartTask], specs: list[Any], directory: Path) -> list[PartRecord]:
+def _write_parts(engine: Engine, recipe: CorpusRecipe, tasks: list[PartTask], directory: Path) -> list[PartRecord]:
     total = sum(task.bytes for task in tasks)
     # Large files first, so that the last task to end is a short one.
     by_size = sorted(tasks, key=lambda task: -task.bytes)
     with progress(f"reading {show_bytes(total)}", total) as advance:
         parts = engine.run(
             write_part,
-            [(task, specs, directory) for task in by_size],
+            [(task, _filters_of(recipe, task.source), directory) for task in by_size],
             lambda number: advance(by_size[number].bytes),
         )
     by_key = {part.key: part for part in parts}
@@ -273,6 +282,7 @@ def _split_summaries(recipe: CorpusRecipe, written: list[WrittenShards]) -> dict
                 documents=sum(shards.documents for shards in mine),
                 bytes=sum(shards.bytes for shards in mine),
                 shards=[name for shards in mine for name in shards.shards],
+                kind=source.kind,
             )
     return splits
 

@@ -45,7 +45,7 @@ def find_drops(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Pa
 
 def remove_boilerplate(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, Path]:
     """For each part the file to continue with: itself, or a copy without boilerplate lines."""
-    if not recipe.dedup.boilerplate:
+    if not recipe.dedup.boilerplate or not parts:
         return {part: part for part in parts}
     stripped = {part: work / "stripped" / part.name for part in parts}
     key = fingerprint([part.name for part in parts])

@@ -11,9 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from zero2all.corpus.chat_documents import RecordMapping, record_mapping
+from zero2all.corpus.chat_shapes import has_messages
 from zero2all.corpus.document import SCHEMA, gid_maker, is_taken, replace_lone_surrogates
 from zero2all.corpus.file_stats import FileStats
-from zero2all.corpus.mapping import AUTOMATIC, FieldMapping, resolve_mapping
+from zero2all.corpus.mapping import AUTOMATIC
 from zero2all.corpus.readers import (
     NOT_TAKEN,
     BrokenRecord,
@@ -27,13 +29,14 @@ from zero2all.corpus.readers import (
 )
 from zero2all.recipe import SourceRecipe
 
+CHAT_IN_TEXT = "a conversation, which needs kind: chat on the source"
 _LINE_END = re.compile(r"\r\n?|\n")
 
 
 def read_documents(file: RawFile, source: SourceRecipe, stats: FileStats) -> Iterator[pa.RecordBatch]:
     """The documents of a file in our schema; records without text are counted in ``stats``."""
     stats.begin_file(file.name)
-    mapping = resolve_mapping(source)
+    mapping = record_mapping(source)
     # The lines before a byte range are not counted, so records without an id are numbered from its start.
     from_byte = file.file_range.start if file.file_range and file.file_range.file_format == "jsonl" else 0
     id_prefix = f"{file.name}#{from_byte}+" if from_byte else f"{file.name}#"
@@ -50,7 +53,7 @@ def read_documents(file: RawFile, source: SourceRecipe, stats: FileStats) -> Ite
 
 def to_record_batch(
     records: RecordChunk,
-    mapping: FieldMapping,
+    mapping: RecordMapping,
     source: SourceRecipe,
     id_prefix: str,
     first_number: int,
@@ -68,12 +71,13 @@ def to_record_batch(
             continue
         # A file that is one text became a record with the default field names, to which a recipe's rules do not apply.
         try:
-            row = (AUTOMATIC if isinstance(record, TextRecord) else mapping).map_record(record)
+            is_text = isinstance(record, TextRecord) and source.kind == "text"
+            row = (AUTOMATIC if is_text else mapping).map_record(record)
         except UnreadableItemError as reason:
             stats.count_broken(BrokenRecord(str(reason)), f"{id_prefix}{number}")
             continue
         if row is None:
-            stats.count_skipped("no text in it")
+            stats.count_skipped(CHAT_IN_TEXT if has_messages(record) else "no text in it")
         else:
             rows.append(row)
             ids.append(row.get("id") or f"{id_prefix}{number}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero2all.corpus.document import Document
+from zero2all.records import SourceKind
 
 SPLITS = ("train", "valid")
 MAX_NAMES_PER_REASON = 20  # of skipped files
@@ -49,6 +50,7 @@ class SplitShards:
     bytes: int
     shards: list[str]
     """File names, in the directory of the split."""
+    kind: SourceKind = "text"
 
 
 @dataclass(frozen=True, slots=True)

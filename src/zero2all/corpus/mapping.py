@@ -107,7 +107,7 @@ class FieldMapping:
             if names.issubset(record):
                 rule_set.unused[used] = unused
             else:  # something inside a field was used, and the rest of that field was not
-                record = _unused_fields(record, names)
+                record = unused_fields(record, names)
                 unused = [(key, prefix) for key, prefix in unused if key in record]
         parts = []
         for key, prefix in unused:
@@ -207,7 +207,7 @@ def _apply_rule(rule: str, record: Mapping[str, Any], allow_numbers: bool) -> Ru
 
 
 def _field_text(record: Mapping[str, Any], name: str, allow_numbers: bool) -> str:
-    text = _to_text(_lookup(record, name.removesuffix(HTML_SUFFIX)), allow_numbers)
+    text = _to_text(lookup_field(record, name.removesuffix(HTML_SUFFIX)), allow_numbers)
     if not name.endswith(HTML_SUFFIX) or not text:
         return text
     from zero2all.corpus.readers.web_pages import html_to_text  # here, because readers import the default field names
@@ -215,13 +215,13 @@ def _field_text(record: Mapping[str, Any], name: str, allow_numbers: bool) -> st
     return html_to_text(text)
 
 
-def _lookup(record: Mapping[str, Any], path: str) -> Any:
+def lookup_field(record: Mapping[str, Any], path: str) -> Any:
     """By its full name first: names with dots in them exist."""
     if path in record or "." not in path:
         return record.get(path)
     first, _, rest = path.partition(".")
     inner = record.get(first)
-    return _lookup(inner, rest) if isinstance(inner, Mapping) else None
+    return lookup_field(inner, rest) if isinstance(inner, Mapping) else None
 
 
 def _to_text(value: Any, allow_numbers: bool) -> str:
@@ -234,7 +234,7 @@ def _to_text(value: Any, allow_numbers: bool) -> str:
     return ""
 
 
-def _unused_fields(record: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
+def unused_fields(record: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
     """A record without the fields that were used, at any depth."""
     kept = {}
     for key, value in record.items():

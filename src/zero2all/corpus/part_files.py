@@ -8,7 +8,7 @@ part depends on, so a rerun writes only parts whose files, mapping or filters ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from zero2all.corpus.chat_documents import filter_conversation
 from zero2all.corpus.document import SCHEMA, Document
 from zero2all.corpus.file_stats import FileStats, count_drop
-from zero2all.corpus.filters import BoundFilter, apply_filters, build_filters
+from zero2all.corpus.filters import BoundFilter, FilterOutcome, apply_filters, build_filters
 from zero2all.corpus.ingest import read_documents
 from zero2all.corpus.manifest import DroppedDocuments, ReadCounts, SkippedFiles
 from zero2all.corpus.readers import RawFile
@@ -121,10 +122,11 @@ def write_part(task: PartTask, specs: list[str | dict[str, Any]], directory: Pat
         return done
     stats = FileStats()
     filters = build_filters(specs)
+    apply = filter_conversation if task.source.kind == "chat" else apply_filters
     with atomic_path(data) as partial, DocumentWriter(partial) as writer:
         for file in task.files:
             for batch in read_documents(file, task.source, stats):
-                writer.write(apply_filters_to_batch(batch, filters, stats) if filters else batch)
+                writer.write(apply_filters_to_batch(batch, filters, stats, apply) if filters else batch)
     record = PartRecord(
         key=task.key,
         source=task.source.name,
@@ -144,25 +146,32 @@ def write_part(task: PartTask, specs: list[str | dict[str, Any]], directory: Pat
     return record
 
 
-def apply_filters_to_batch(batch: pa.RecordBatch, filters: Sequence[BoundFilter], stats: FileStats) -> pa.RecordBatch:
+def apply_filters_to_batch(
+    batch: pa.RecordBatch,
+    filters: Sequence[BoundFilter],
+    stats: FileStats,
+    apply: Callable[[Sequence[BoundFilter], Document], FilterOutcome] = apply_filters,
+) -> pa.RecordBatch:
     """The documents that pass the filters, with their changes."""
-    kept, contents = [], []
+    kept: list[int] = []
+    changed: dict[str, list[str]] = {"content": [], "others": []}
     is_changed = False
     for number, row in enumerate(batch.to_pylist()):
         document = Document(**row)
-        outcome = apply_filters(filters, document)
+        outcome = apply(filters, document)
         stats.changed.update(outcome.changed_by)
         if outcome.document is None:
             count_drop(stats.dropped, document, f"{outcome.dropped_by}: {outcome.reason}")
         else:
             kept.append(number)
-            contents.append(outcome.document.content)
+            for name, texts in changed.items():
+                texts.append(getattr(outcome.document, name))
             is_changed |= bool(outcome.changed_by)
     if len(kept) < len(batch):
         batch = batch.take(pa.array(kept, pa.int64()))
     if is_changed:
-        column = SCHEMA.get_field_index("content")
-        batch = batch.set_column(column, SCHEMA.field(column), pa.array(contents, pa.string()))
+        for name, texts in changed.items():
+            batch = batch.set_column(SCHEMA.get_field_index(name), SCHEMA.field(name), pa.array(texts, pa.string()))
     return batch
 
 

@@ -7,18 +7,27 @@ import re
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
+from zero2all.corpus.chat_documents import record_mapping
+from zero2all.corpus.chat_shapes import has_messages
 from zero2all.corpus.mapping import DOCUMENT_FIELDS, MAPPING_PRESETS, find_preset
-from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord, UnreadableFileError
+from zero2all.corpus.readers.base import (
+    BrokenRecord,
+    ReadLimits,
+    TextRecord,
+    UnreadableFileError,
+    UnreadableItemError,
+)
 from zero2all.corpus.readers.encoding import detect_encoding
 from zero2all.corpus.readers.formats import BINARY_FORMATS, strip_compression_extension
 from zero2all.corpus.readers.listing import RawFile, find_file
 from zero2all.corpus.readers.records import detect_format, read_records
 from zero2all.corpus.readers.streams import HEAD_BYTES, PeekableStream
 from zero2all.paths import is_url
+from zero2all.recipe import SourceRecipe
 from zero2all.recipe.source_names import to_source_name
 
 MAX_RECORDS = 20  # inspected
@@ -38,6 +47,7 @@ class DetectedFormat:
 class MappingChoice:
     """The keys of a source in a recipe that map its records; none for the default field names."""
 
+    kind: Literal["chat"] | None = None
     mapping: str | None = None
     fields: dict[str, str] = field(default_factory=dict)
 
@@ -89,8 +99,7 @@ def sniff(path: str | os.PathLike[str]) -> SniffedFile:
         return replace(sniffed, unreadable=str(reason))
     records = [record for record in first if not isinstance(record, BrokenRecord)]
     choice = _choose_mapping(records)
-    mapping = MAPPING_PRESETS[choice.mapping or "automatic"].with_rules(choice.fields)
-    preview = (mapping.map_record(records[0]) if records else None) or {}
+    preview = _preview(records[0], choice) if records else {}
     content = SniffedContent(
         records_seen=len(records),
         broken=[f"{record.place}: {record.reason}" for record in first if isinstance(record, BrokenRecord)],
@@ -101,6 +110,14 @@ def sniff(path: str | os.PathLike[str]) -> SniffedFile:
         source=_source_yaml(given, file, choice),
     )
     return replace(sniffed, content=content)
+
+
+def _preview(record: dict[str, Any], choice: MappingChoice) -> dict[str, str]:
+    source = SourceRecipe(name="sniffed", paths=["file"], **{k: v for k, v in asdict(choice).items() if v})
+    try:
+        return record_mapping(source).map_record(record) or {}
+    except UnreadableItemError:
+        return {}
 
 
 def _detect_format(file: RawFile) -> DetectedFormat:
@@ -135,6 +152,8 @@ def _choose_mapping(records: list[dict[str, Any]]) -> MappingChoice:
     """The preset, if it finds text; else the longest text field as content."""
     if not records or any(isinstance(record, TextRecord) for record in records):
         return MappingChoice()
+    if any(map(has_messages, records)):
+        return MappingChoice(kind="chat")
     names = set.intersection(*(set(record) for record in records)) or set(records[0])
     name = find_preset(names)
     if any(MAPPING_PRESETS[name].map_record(record) for record in records):

@@ -120,8 +120,13 @@ def place_blocks(gid: str, windows: int, holdout: float) -> list[range]:
     return blocks
 
 
-def document_spans(document: Document, choice: BlockChoice | None, holdout: float, copied: Hashes) -> list[Span]:
-    """The spans of a document to cut it into; of one that stays whole, none. ``copied`` are n-grams of all blocks."""
+def document_spans(
+    document: Document, choice: BlockChoice | None, holdout: float, copied: Hashes, can_cut: bool = True
+) -> list[Span]:
+    """The spans of a document to cut it into; of one that stays whole, none. ``copied`` are n-grams of all blocks.
+
+    Unless ``can_cut``, a document with a copy of a block is one span.
+    """
     blocks = choice.blocks(document) if choice else []
     if not blocks and is_validation(document.gid, holdout):
         return []
@@ -138,6 +143,8 @@ def document_spans(document: Document, choice: BlockChoice | None, holdout: floa
                 labels[beside] = GAP
     if set(labels) == {TRAIN}:
         return []
+    if not can_cut:
+        return [Span(0, len(document.content), COPY)]
     spans, first = [], 0
     for label, run in groupby(labels):
         last = first + len(list(run))
@@ -194,7 +201,13 @@ def merge_block_ngrams(files: Sequence[Path], out: Path) -> None:
 
 
 def write_cut_part(
-    part: Path, drop_files: Sequence[Path], choice: BlockChoice | None, holdout: float, ngrams: Path, out: Path
+    part: Path,
+    drop_files: Sequence[Path],
+    choice: BlockChoice | None,
+    holdout: float,
+    ngrams: Path,
+    out: Path,
+    can_cut: bool = True,
 ) -> bool:
     """Write a part with its documents cut, and ``<out>.drops`` with the spans in neither split.
 
@@ -204,7 +217,7 @@ def write_cut_part(
     cuts = {
         number: spans
         for number, (document, is_kept) in enumerate(_read_part(part, drop_files))
-        if is_kept and (spans := document_spans(document, choice, holdout, copied))
+        if is_kept and (spans := document_spans(document, choice, holdout, copied, can_cut))
     }
     if not cuts:
         return False

@@ -41,15 +41,17 @@ def split_parts(engine: Engine, recipe: CorpusRecipe, parts: list[PartFile], wor
     """
     if not recipe.holdout:
         return parts
-    cut = _cut_parts(engine, recipe.holdout, parts, work / "blocks")
+    chats = {source.name for source in recipe.sources if source.kind == "chat"}
+    cut = _cut_parts(engine, recipe.holdout, parts, chats, work / "blocks")
     cut_names = [after.path.name for before, after in zip(parts, cut, strict=True) if before is not after]
     key = fingerprint([key, cut_names]) if cut_names else key
     # After the other drops, since a validation document that is dropped itself drops no train document.
     return _drop_near_validation(engine, recipe, cut, work / "validation", key)
 
 
-def _cut_parts(engine: Engine, holdout: float, parts: list[PartFile], work: Path) -> list[PartFile]:
-    choices = _choose_blocks(engine, holdout, parts)
+def _cut_parts(engine: Engine, holdout: float, parts: list[PartFile], chats: set[str], work: Path) -> list[PartFile]:
+    """``chats`` are sources whose documents are dropped or kept as a whole."""
+    choices = _choose_blocks(engine, holdout, [part for part in parts if part.record.source not in chats])
     if not choices:
         return parts
     chosen = [part for part in parts if part.record.source in choices]
@@ -69,7 +71,15 @@ def _cut_parts(engine: Engine, holdout: float, parts: list[PartFile], work: Path
         )
         run_tasks(merge_block_ngrams, [(files, work / "ngrams.npy")])
         tasks = [
-            (part.path, part.drop_files, choices.get(part.record.source), holdout, work / "ngrams.npy", out)
+            (
+                part.path,
+                part.drop_files,
+                choices.get(part.record.source),
+                holdout,
+                work / "ngrams.npy",
+                out,
+                part.record.source not in chats,
+            )
             for part, out in zip(parts, outs, strict=True)
         ]
         was_cut = run_tasks(write_cut_part, tasks)

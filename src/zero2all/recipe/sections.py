@@ -25,6 +25,7 @@ from zero2all.recipe.types import (
     Positive,
     Section,
 )
+from zero2all.records import SourceKind
 from zero2all.units import Duration
 from zero2all.workspace import DEFAULT_RUN, MAX_NAME_PARTS, is_unsearched
 
@@ -71,6 +72,9 @@ class SourceRecipe(Section):
     and token counts are recorded under it."""
     paths: list[InputPath] = Field(min_length=1)
     """Files, directories, globs or URLs to read, relative to the working directory."""
+    kind: SourceKind = "text"
+    """What the records are: ``text``, or ``chat`` for conversations (OpenAI, ShareGPT, Alpaca, MOSS), which are
+    tokenized through the chat template of the tokenizer."""
     category: str = ""
     """Category of every document of the source."""
     exclude: list[str] = []
@@ -82,7 +86,7 @@ class SourceRecipe(Section):
     """Follow symbolic links that point outside the given paths. Otherwise they are skipped and counted."""
     fields: dict[str, str] = {}
     """Mapping of document fields to record fields, such as ``content: body``. Fields that are not listed are found by
-    their usual names."""
+    their usual names. With ``kind: chat``, ``content`` names the list of messages."""
     mapping: str | None = None
     """Name of a built-in field mapping, such as ``alpaca``; ``fields`` overrides it. See ``z2a corpus sniff``."""
 
@@ -92,6 +96,12 @@ class SourceRecipe(Section):
         if isinstance(take, str | list) or (isinstance(take, int | float) and not 0 < take <= 1):
             raise ValueError("must be a fraction up to 1 of the documents, or a number of files such as {files: 20}")
         return take
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.kind == "chat" and self.mapping is not None:
+            yield Mistake("mapping is for kind: text; messages are found by their shape", ("mapping", "kind"))
+        if self.kind == "chat" and "{" in self.fields.get("content", ""):
+            yield Mistake("fields.content of kind: chat names one field, the list of messages", ("fields", "kind"))
 
     @field_validator("fields")
     @classmethod

@@ -15,14 +15,19 @@ from zero2all.errors import Z2aError
 from zero2all.tokenizer.special_tokens import split_special
 
 PRIVATE_USE_CHARACTERS = range(0x10FFFD, 0x100000, -1)  # not used by ordinary text
-Message = Mapping[str, Any]
+JsonObject = Mapping[str, Any]
+"""A message or a tool as the template takes it."""
+
+
+class ChatTemplateError(Z2aError):
+    """The template does not take these messages."""
 
 
 def split_rendered_chat(
     template: str,
     names: Iterable[str],
-    messages: Sequence[Message],
-    tools: Sequence[Message] | None,
+    messages: Sequence[JsonObject],
+    tools: Sequence[JsonObject] | None,
     variables: dict[str, Any],
 ) -> list[str]:
     """Text, marker, text, marker, ..., text, as ``split_special``; a marker is one that the template wrote."""
@@ -35,7 +40,7 @@ def split_rendered_chat(
             messages=_translate(messages, disguise), tools=_translate(tools, disguise), **variables
         )
     except Exception as error:  # a template is a program: it can fail in any way
-        raise Z2aError(f"the chat template does not take these messages: {error}") from error
+        raise ChatTemplateError(f"the chat template does not take these messages: {error}") from error
     revealed = {ord(hidden): chr(edge) for edge, hidden in disguise.items()}
     return [part.translate(revealed) for part in split_special(rendered, frozenset(names))]
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from zero2all.io import atomic_path, write_json, write_text
 from zero2all.tokenizer.sentencepiece_model import MODEL_FILE
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""All that ``Tokenizer`` reads."""
+
 
 def write_hf_directory(
     directory: Path,

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from zero2all.errors import Z2aError
-from zero2all.io import read_json
+from zero2all.io import fingerprint, read_json
 from zero2all.tokenizer.backends import BackendName, Encoder, HuggingFace, Ids, choose_backend
-from zero2all.tokenizer.chat import Message, split_rendered_chat
+from zero2all.tokenizer.chat import JsonObject, split_rendered_chat
 from zero2all.tokenizer.special_tokens import AllowSpecial, allowed_names, split_special
 from zero2all.tokenizer.tokenizer_json import read_tokenizer_json
 from zero2all.tokenizer.vocabulary import END_OF_TEXT, IM_END
@@ -118,37 +118,52 @@ class Tokenizer:
         names = allowed_names(allow_special, self.special_ids, texts)
         if not names:
             return _encode_with_surrogates(backend, texts)
-        return self._encode_split(backend, [split_special(text, names) for text in texts])
+        return self.encode_split(backend, [split_special(text, names) for text in texts])
 
-    def _encode_split(self, backend: Encoder, rows: list[list[str]]) -> list[Ids]:
-        """The ids of texts that were split at special tokens, as by ``split_special``."""
+    def encode_split(self, backend: Encoder, rows: Sequence[Sequence[str]]) -> list[Ids]:
+        """The ids of texts that were split at special tokens, as by ``split_chat``."""
         first = iter(_encode_with_surrogates(backend, [row[0] for row in rows]))
         after_special = self.continuation if self.vocabulary.space_before == "first" else backend
-        rest = iter(_encode_with_surrogates(after_special, [text for row in rows for text in row[2::2]]))
+        following = [text for row in rows for text in row[2::2]]
+        rest = iter(_encode_with_surrogates(after_special, following) if following else [])
         encoded = []
         for row in rows:
             parts = [next(first)]
             for name in row[1::2]:
                 parts += [np.array([self.special_ids[name]], dtype=np.uint32), next(rest)]
-            encoded.append(np.concatenate(parts))
+            encoded.append(np.concatenate(parts) if len(parts) > 1 else parts[0])
         return encoded
 
     def render_chat(
         self,
-        messages: Sequence[Message],
-        tools: Sequence[Message] | None = None,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
         """The ids of a conversation by the chat template. Only the template's own markers are special tokens.
 
         >>> tokenizer.render_chat([{"role": "user", "content": "hello"}], add_generation_prompt=True)
         """
+        parts = self.split_chat(messages, tools, add_generation_prompt)
+        ids: list[int] = self.encode_split(self.reference, [parts])[0].tolist()
+        return ids
+
+    def split_chat(
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[str]:
+        """A conversation by the chat template: text, special token, text, ..., text, for ``encode_split``."""
         if self.chat_template is None:
             raise Z2aError(f"the tokenizer in {self.directory} has no chat template")
         variables = {**self._named_tokens, "add_generation_prompt": add_generation_prompt}
-        parts = split_rendered_chat(self.chat_template, self.special_ids, messages, tools, variables)
-        ids: list[int] = self._encode_split(self.reference, [parts])[0].tolist()
-        return ids
+        return split_rendered_chat(self.chat_template, self.special_ids, messages, tools, variables)
+
+    @property
+    def chat_fingerprint(self) -> str:
+        """Of all that rendering depends on besides the vocabulary."""
+        return fingerprint([self.chat_template, self._named_tokens])
 
     def encode_bytes(self, data: bytes, follows_text: bool = False) -> list[int]:
         """Ids that ``decode_bytes`` turns back into exactly these bytes: runs of UTF-8 as text, other bytes one by one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from zero2all.console import progress
+from zero2all.console import progress, warn
 from zero2all.engine import Engine
 from zero2all.errors import Z2aError
 from zero2all.io import (
@@ -30,8 +30,10 @@ from zero2all.io import (
 )
 from zero2all.paths import arrow_source
 from zero2all.recipe import TokensRecipe
-from zero2all.records import DocumentsManifest
+from zero2all.records import DocumentsManifest, SourceKind
 from zero2all.tokenizer import Ids, Tokenizer
+from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
+from zero2all.tokens.chat_documents import CHAT_COLUMNS, COLUMNS, check_chat_template, render_chats, render_text
 from zero2all.tokens.manifest import BuiltStore, ShardChecksums, ShardRecord, SourceShards, StoreManifest
 from zero2all.tokens.token_store import DOCS_SCHEMA, FORMAT, KIND, TokenShardWriter
 from zero2all.tokens.verify import block_checksums
@@ -57,23 +59,23 @@ def build_tokens(
     corpus = read_documents_manifest(documents)
     tokenizer = Tokenizer(tokenizer_dir)
     shards = [
-        (split, source, shard)
+        _Shard(split, source, shard, entry.kind)
         for split, sources in corpus.splits.items()
         for source, entry in sources.items()
         for shard in entry.shards
     ]
-    stems = [out / split / Path(shard).stem for split, _, shard in shards]
-    keys = [
-        fingerprint([FORMAT, corpus.files[f"{split}/{shard}"], tokenizer.fingerprint, recipe.verify])
-        for split, _, shard in shards
-    ]
+    for source in sorted({shard.source for shard in shards if shard.kind == "chat"}):
+        check_chat_template(tokenizer, source)
+    stems = [out / shard.split / Path(shard.name).stem for shard in shards]
+    keys = [_shard_key(corpus.files[f"{shard.split}/{shard.name}"], shard, tokenizer, recipe) for shard in shards]
     refuse_strangers(out, KIND)
     records: dict[int, ShardRecord] = {}
     for number, (stem, key) in enumerate(zip(stems, keys, strict=True)):
         if (record := _read_finished_record(stem, key)) is not None:
             records[number] = record
     todo = [number for number in range(len(shards)) if number not in records]
-    if _has_other_tokens(out, corpus, tokenizer, set(stems), bool(todo)):
+    template = tokenizer.chat_fingerprint if any(shard.kind == "chat" for shard in shards) else ""
+    if _has_other_tokens(out, (corpus.key, tokenizer.fingerprint, template), set(stems), bool(todo)):
         before_replace()
     if todo:
         # From here on the old manifest no longer describes the store.
@@ -85,11 +87,12 @@ def build_tokens(
         advance(sum(record.bytes for record in records.values()))
         tasks = [
             (
-                documents / shards[number][0] / shards[number][2],
+                documents / shards[number].split / shards[number].name,
                 stems[number],
                 keys[number],
                 tokenizer_dir,
                 recipe.verify,
+                shards[number].kind,
             )
             for number in todo
         ]
@@ -101,7 +104,8 @@ def build_tokens(
     records |= dict(zip(todo, encoded, strict=True))
 
     digests = {number: sha256_file(stems[number].with_suffix(".json")) for number in records}
-    manifest = _build_manifest(corpus, tokenizer, [(split, source) for split, source, _ in shards], records, digests)
+    manifest = _build_manifest(corpus, tokenizer, template, shards, records, digests)
+    _warn_about_refused(shards, records)
     expected_files = {stem.with_suffix(suffix) for stem in stems for suffix in (*SUFFIXES, ".json")}
     for split in corpus.splits:
         for path in (out / split).iterdir():
@@ -111,14 +115,39 @@ def build_tokens(
     return BuiltStore(**vars(manifest), reused=not todo)
 
 
-def _has_other_tokens(
-    out: Path, corpus: DocumentsManifest, tokenizer: Tokenizer, stems: set[Path], is_incomplete: bool
-) -> bool:
-    """Whether a finished store would be changed, and not only repaired or verified again."""
+@dataclass(frozen=True)
+class _Shard:
+    """A shard of documents."""
+
+    split: str
+    source: str
+    name: str
+    kind: SourceKind
+
+
+def _shard_key(digest: str, shard: _Shard, tokenizer: Tokenizer, recipe: TokensRecipe) -> str:
+    template = [tokenizer.chat_fingerprint] if shard.kind == "chat" else []
+    return fingerprint([FORMAT, digest, tokenizer.fingerprint, recipe.verify, *template])
+
+
+def _warn_about_refused(shards: list[_Shard], records: dict[int, ShardRecord]) -> None:
+    for source in dict.fromkeys(shard.source for shard in shards):
+        mine = [records[number] for number, shard in enumerate(shards) if shard.source == source]
+        refused = [record for record in mine if record.refused]
+        if refused:
+            count = sum(record.refused for record in refused)
+            warn(f"source {source!r}: {count} conversations are left out; the first is {refused[0].first_refused}")
+
+
+def _has_other_tokens(out: Path, inputs: tuple[str, str, str], stems: set[Path], is_incomplete: bool) -> bool:
+    """Whether a finished store would be changed, and not only repaired or verified again.
+
+    ``inputs`` are the fingerprints of documents, tokenizer and chat template.
+    """
     path = out / MANIFEST
     before: dict[str, Any] = read_json(path) if path.exists() else {"unfinished": True}
-    inputs = (before.get("documents_key"), before.get("tokenizer"))
-    if before.get("unfinished") or inputs == (corpus.key, tokenizer.fingerprint):
+    inputs_before = (before.get("documents_key"), before.get("tokenizer"), before.get("chat_template", ""))
+    if before.get("unfinished") or inputs == inputs_before:
         return False
     sources = [(split, source) for split, sources in before["splits"].items() for source in sources.values()]
     return is_incomplete or stems != {out / split / shard for split, source in sources for shard in source["shards"]}
@@ -127,7 +156,8 @@ def _has_other_tokens(
 def _build_manifest(
     corpus: DocumentsManifest,
     tokenizer: Tokenizer,
-    owners: list[tuple[str, str]],
+    template: str,
+    shards: list[_Shard],
     records: dict[int, ShardRecord],
     digests: dict[int, str],
 ) -> StoreManifest:
@@ -135,7 +165,7 @@ def _build_manifest(
     for split, sources in corpus.splits.items():
         splits[split] = {}
         for source in sources:
-            numbers = [number for number, owner in enumerate(owners) if owner == (split, source)]
+            numbers = [n for n, shard in enumerate(shards) if (shard.split, shard.source) == (split, source)]
             source_records = [records[number] for number in numbers]
             splits[split][source] = SourceShards(
                 documents=sum(record.documents for record in source_records),
@@ -145,6 +175,7 @@ def _build_manifest(
                 shard_tokens=[record.tokens for record in source_records],
                 sha256=[record.files[".bin"] for record in source_records],
                 records=[digests[number] for number in numbers],
+                refused=sum(record.refused for record in source_records),
             )
     return StoreManifest(
         format=FORMAT,
@@ -154,6 +185,7 @@ def _build_manifest(
         splits=splits,
         tokens=sum(record.tokens for record in records.values()),
         bytes=sum(record.bytes for record in records.values()),
+        chat_template=template,
     )
 
 
@@ -172,34 +204,40 @@ def _encode_shard(
     key: str,
     tokenizer_dir: Path,
     verify: float,
+    kind: SourceKind,
     advance: Callable[[float], None] = lambda size: None,
 ) -> ShardRecord:
     """One task: encode, verify, publish."""
-    tokenizer = cached_tokenizer(tokenizer_dir, sha256_file(tokenizer_dir / "tokenizer.json"))
+    tokenizer = load_tokenizer(tokenizer_dir)
     unverified_stem = stem.with_name(f".{stem.name}-partial")
     documents = tokens = total_bytes = verified = 0
+    refused: list[str] = []
     with (
         TokenShardWriter(unverified_stem, tokenizer.vocab_size) as writer,
         pq.ParquetFile(arrow_source(parquet)) as table,
     ):
         for record_batch in table.iter_batches(
-            batch_size=ENCODE_BATCH_DOCUMENTS, columns=["gid", "data_src", "title", "content"]
+            batch_size=ENCODE_BATCH_DOCUMENTS, columns=CHAT_COLUMNS if kind == "chat" else COLUMNS
         ):
-            gids, texts = record_batch["gid"].to_pylist(), record_batch["content"].to_pylist()
-            encoded = tokenizer.encode_batch(texts)
-            verified += _verify_encoding(gids, texts, encoded, tokenizer, verify, first=documents == 0)
-            sizes = pc.binary_length(record_batch["content"])
+            rendered = render_chats(record_batch, tokenizer) if kind == "chat" else render_text(record_batch)
+            refused += rendered.refused
+            gids = rendered.batch["gid"].to_pylist()
+            encoded = tokenizer.encode_split(tokenizer.backend, rendered.parts)
+            verified += _verify_encoding(gids, rendered.parts, encoded, tokenizer, verify, first=documents == 0)
             document_rows = pa.RecordBatch.from_arrays(
-                [record_batch["gid"], record_batch["data_src"], record_batch["title"], sizes.cast(pa.int64())],
+                [rendered.batch["gid"], rendered.batch["data_src"], rendered.batch["title"], rendered.sizes],
                 schema=DOCS_SCHEMA,
             )
-            documents += len(texts)
+            documents += len(gids)
             tokens += writer.write(document_rows, encoded, tokenizer.eos_token_id)
-            total_bytes += (size := pc.sum(sizes).as_py())
+            total_bytes += (size := pc.sum(rendered.sizes).as_py() or 0)
             advance(size)
     for suffix in SUFFIXES:
         unverified_stem.with_suffix(suffix).replace(stem.with_suffix(suffix))
-    record = ShardRecord(stem.name, key, documents, tokens, total_bytes, verified, **vars(shard_checksums(stem)))
+    counts = (documents, tokens, total_bytes, verified)
+    record = ShardRecord(
+        stem.name, key, *counts, **vars(shard_checksums(stem)), refused=len(refused), first_refused="".join(refused[:1])
+    )
     write_record(stem.with_suffix(".json"), record)
     return record
 
@@ -212,25 +250,41 @@ def shard_checksums(stem: Path) -> ShardChecksums:
     )
 
 
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer as its files are now."""
+    paths = [directory / name for name in TOKENIZER_FILES]
+    return cached_tokenizer(directory, tuple(sha256_file(path) for path in paths if path.exists()))
+
+
 @lru_cache(maxsize=1)
-def cached_tokenizer(directory: Path, digest: str) -> Tokenizer:
+def cached_tokenizer(directory: Path, digests: tuple[str, ...]) -> Tokenizer:
     """Kept between the shards of a process: loading takes longer than a small shard, and backends warm up."""
     return Tokenizer(directory)
 
 
 def _verify_encoding(
-    gids: list[str], texts: list[str], encoded: list[Ids], tokenizer: Tokenizer, fraction: float, first: bool
+    gids: list[str], parts: list[list[str]], encoded: list[Ids], tokenizer: Tokenizer, fraction: float, first: bool
 ) -> int:
     """Check a fraction of the documents, and the first of a shard, against the reference encoder and by decoding."""
     chosen = [
         number for number, gid in enumerate(gids) if int(gid[:6], 16) < fraction * 2**24 or (first and not number)
     ]
-    reference = tokenizer.reference.encode([texts[number] for number in chosen])
+    reference = tokenizer.encode_split(tokenizer.reference, [parts[number] for number in chosen])
     for number, ids in zip(chosen, reference, strict=True):
         if not np.array_equal(ids, encoded[number]):
             raise Z2aError(
                 f"document {gids[number]}: the batch encoder and the reference encoder disagree; nothing was published"
             )
-        if tokenizer.decode(ids) != tokenizer.normalize(texts[number]):
+        if not _decodes_to(ids, parts[number], tokenizer):
             raise Z2aError(f"document {gids[number]}: decoding does not give back its text; nothing was published")
     return len(chosen)
+
+
+def _decodes_to(ids: Ids, parts: list[str], tokenizer: Tokenizer) -> bool:
+    """Whether ids decode to their text. Spaces that a vocabulary puts after every special token are not text."""
+    first, *rest = parts
+    if rest and tokenizer.vocabulary.space_before == "always":
+        return True
+    follows = tokenizer.vocabulary.without_space_before()
+    after = [part if number % 2 == 0 else follows.normalize(part) for number, part in enumerate(rest)]
+    return tokenizer.decode(ids) == "".join([tokenizer.normalize(first), *after])

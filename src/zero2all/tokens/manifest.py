@@ -31,6 +31,10 @@ class ShardRecord:
     files: dict[str, str]
     sizes: dict[str, int]
     blocks: list[int]
+    refused: int = 0
+    """Conversations that the chat template does not take."""
+    first_refused: str = ""
+    """The gid of the first, and why."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class SourceShards:
     """Of ``.bin``."""
     records: list[str]
     """sha256 of the shard's own record."""
+    refused: int = 0
+    """Conversations that the chat template does not take."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,11 @@ class StoreManifest:
     """By split and source."""
     tokens: int
     bytes: int
+    chat_template: str = ""
+    """Fingerprint; empty without conversations."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BuiltStore(StoreManifest):
     """The result of a build."""
 

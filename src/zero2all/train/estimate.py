@@ -21,12 +21,13 @@ from zero2all.parallel.mesh import ParallelDims
 from zero2all.parallel.rank_memory import RankMemory, memory_lines, split_stage
 from zero2all.recipe import ExtendMode, Recipe, ResolvedStage
 from zero2all.tokenizer import Tokenizer
+from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.tokens import EstimatedStore, PackedDataset, TokenStore, estimate_source_tokens
 from zero2all.train.extension import PlannedRun, continue_schedule
 from zero2all.train.hyperparameters import ChosenValue, choose_hyperparameters, with_hyperparameters
 from zero2all.train.initial_weights import find_weights, initial_weights_line, plan_initial_weights
 from zero2all.train.plan import Plan, StagePlan
-from zero2all.train.run import TOKENIZER_FILES, Run, resolve_model_config
+from zero2all.train.run import Run, resolve_model_config
 from zero2all.train.show_plan import (
     LRHistory,
     ScalingAdvice,

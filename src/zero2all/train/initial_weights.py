@@ -25,8 +25,9 @@ from zero2all.paths import RemotePath
 from zero2all.recipe import Mistake, ModelConfig, Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.extend import decompose_new_tokens
+from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.train.identity_changes import model_changes
-from zero2all.train.run import TOKENIZER_FILES, Run
+from zero2all.train.run import Run
 from zero2all.workspace import find_runs_below
 
 # What does not change the logits of a model, so that it may differ from the model whose weights these are.

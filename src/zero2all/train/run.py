@@ -29,11 +29,11 @@ from zero2all.paths import to_path
 from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe, load_recipe, recipe_yaml
 from zero2all.recipe.parallel import parallel_mistakes
 from zero2all.tokenizer import Tokenizer
+from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.tokens import TokenStore
 from zero2all.train.plan import Plan
 from zero2all.workspace import DEFAULT_RUN, IDENTITY_FILE, NEW_RUN_COMMAND, find_runs_below, workspace_of
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 INIT_FILE = "init.json"
 RENAME = "choose another name (--name, or run in the recipe)"
 

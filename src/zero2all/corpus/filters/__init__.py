@@ -56,7 +56,13 @@ DEFAULT_FILTERS: tuple[dict[str, Any], ...] = (
     {"name": "pii"},
 )
 
+# A short answer is a good one, and a call of a function repeats its words: only what holds for any text.
+DEFAULT_CHAT_FILTERS = tuple(
+    spec for spec in DEFAULT_FILTERS if spec["name"] in ("normalize", "too_long", "secrets", "pii")
+)
+
 __all__ = [
+    "DEFAULT_CHAT_FILTERS",
     "DEFAULT_FILTERS",
     "FILTERS",
     "KEEP",

@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from zero2all.corpus.chat_shapes import has_messages, is_message_list
 from zero2all.corpus.mapping import DEFAULT_FIELD_NAMES, HTML_SUFFIX
 from zero2all.corpus.readers.base import (
     MAX_NESTING,
@@ -326,7 +327,10 @@ def _read_small_object(data: bytes, limits: ReadLimits) -> Iterator[dict[str, An
         return
     lists: list[list[Any]] = [part for part in value.values() if isinstance(part, list)]
     content = [name.removesuffix(HTML_SUFFIX) for name in DEFAULT_FIELD_NAMES["content"]]
-    inside = [part for part in lists if any(isinstance(element, dict) for element in part)]
+    is_conversation = (
+        has_messages(value) or any(map(is_message_list, lists)) or {"instruction", "output"} <= value.keys()
+    )
+    inside = [] if is_conversation else [part for part in lists if any(isinstance(element, dict) for element in part)]
     if inside and not any(isinstance(value.get(name), str) for name in content):
         longest = max(inside, key=len)
         for number, part in enumerate(longest):

@@ -1,0 +1,96 @@
+"""Conversations as documents: what was said is ``content``, and the messages themselves are in ``others``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from zero2all.conversation import Conversation, MalformedConversationError
+from zero2all.corpus.chat_shapes import find_conversation
+from zero2all.corpus.document import Document
+from zero2all.corpus.filters.filter_registry import BoundFilter, Change, Drop, FilterOutcome
+from zero2all.corpus.mapping import (
+    AUTOMATIC,
+    DEFAULT_FIELD_NAMES,
+    FieldMapping,
+    lookup_field,
+    resolve_mapping,
+    unused_fields,
+)
+from zero2all.corpus.readers.base import UnreadableItemError
+from zero2all.recipe import SourceRecipe
+
+
+class RecordMapping(Protocol):
+    def map_record(self, record: Mapping[str, Any]) -> dict[str, str] | None: ...
+
+
+def record_mapping(source: SourceRecipe) -> RecordMapping:
+    """How the records of a source become documents."""
+    if source.kind == "text":
+        return resolve_mapping(source)
+    rules = {ours: rule for ours, rule in source.fields.items() if ours != "content"}
+    ids = (*DEFAULT_FIELD_NAMES["id"], "conversation_id")
+    return ConversationMapping(
+        AUTOMATIC.with_rules({"id": ids, "content": "content", **rules}), source.fields.get("content")
+    )
+
+
+@dataclass(frozen=True)
+class ConversationMapping:
+    """Records that are conversations."""
+
+    fields: FieldMapping
+    """For all fields but the messages."""
+    messages_field: str | None
+    """Where the messages are; None: they are found by the shape of the record."""
+
+    def map_record(self, record: Mapping[str, Any]) -> dict[str, str] | None:
+        """As ``FieldMapping.map_record``; raises UnreadableItemError with the reason if it is not a conversation."""
+        outer, _, field = (self.messages_field or "").rpartition(".")
+        holder = lookup_field(record, outer) if outer else record  # tools and system prompt are beside the messages
+        try:
+            found = find_conversation(holder if isinstance(holder, Mapping) else {}, field or None)
+        except MalformedConversationError as error:
+            raise UnreadableItemError(str(error)) from error
+        used = {f"{outer}.{name}" if outer else name for name in found.used}
+        row = self.fields.map_record({**unused_fields(record, used), "content": found.conversation.text})
+        return row and {**row, "others": _to_others(row["others"], found.conversation)}
+
+
+def filter_conversation(filters: Sequence[BoundFilter], document: Document) -> FilterOutcome:
+    """``apply_filters`` for a conversation: filters judge what was said as a whole, and change each message alone.
+
+    Thus no message ends inside another, and masked text is masked in the messages.
+    """
+    conversation = Conversation.from_json(json.loads(document.others))
+    changed_by: list[str] = []
+    for one in filters:
+        judged = replace(document, content=conversation.text, others="")  # a path in a call does not make it code
+        result = one(judged)
+        if isinstance(result, Drop):
+            return FilterOutcome(None, one.name, result.reason, tuple(changed_by))
+        changed = conversation.map_text(lambda text, one=one: _change_text(one, document, text))  # type: ignore[misc]
+        if changed == conversation:
+            continue
+        changed_by.append(one.name)
+        try:
+            conversation = Conversation.from_json(changed.to_json())
+        except MalformedConversationError:
+            return FilterOutcome(None, one.name, "nothing left", tuple(changed_by))
+    if changed_by:
+        others = _to_others(document.others, conversation)
+        document = replace(document, content=conversation.text, others=others)
+    return FilterOutcome(document, changed_by=tuple(changed_by))
+
+
+def _change_text(one: BoundFilter, document: Document, text: str) -> str:
+    result = one(replace(document, content=text, others=""))
+    return result.content if isinstance(result, Change) else text
+
+
+def _to_others(others: str, conversation: Conversation) -> str:
+    """``others`` with the messages. The keys inside them keep their order, which the chat template shows."""
+    return json.dumps({**json.loads(others or "{}"), **conversation.to_json()}, ensure_ascii=False)
