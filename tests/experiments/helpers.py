@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from zero2all.experiments.mixtures import RECIPE_GROUP, SHARE_KEY
 from zero2all.experiments.summary import summarize
 from zero2all.track.experiment_record import (
     FORMAT,
+    MIXTURES,
     ExperimentRecord,
     VariantRecord,
     VariantResult,
@@ -42,3 +46,18 @@ def variant(
 
 def experiment(kind: str, *variants: VariantRecord, keys: list[str] | None = None) -> ExperimentRecord:
     return summarize(ExperimentRecord(FORMAT, "test", kind, keys or [], None, variants=list(variants)))
+
+
+def mixture_search(helps: dict[str, float], mixtures: int = 12) -> ExperimentRecord:
+    """A search in which each source lowers bits per byte by a multiple of the logarithm of its share."""
+    rng = np.random.default_rng(1)
+    drawn = [np.full(len(helps), 1 / len(helps)), *rng.dirichlet(np.ones(len(helps)), size=mixtures - 1)]
+    variants = []
+    for number, shares in enumerate(drawn):
+        bits = 2 - sum(helps[name] * float(np.log(share + 0.03)) for name, share in zip(helps, shares, strict=True))
+        values: dict[str, int | float | str] = {
+            f"{SHARE_KEY}{name}": float(share) for name, share in zip(helps, shares, strict=True)
+        }
+        variants.append(variant(f"mixture-{number}" if number else RECIPE_GROUP, 1, bits, values))
+    record = ExperimentRecord(FORMAT, "test", MIXTURES, list(values), None, {"en": 1.0}, variants=variants)
+    return summarize(record)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import tiny_recipe
-from tests.experiments.helpers import experiment, variant
+from tests.experiments.helpers import experiment, mixture_search, variant
 from tests.track.browser import browser, watching
 from zero2all.io import write_record
 from zero2all.track import RunRecord
@@ -191,6 +191,26 @@ def test_an_experiment_has_a_table_and_a_plot_that_follow_its_record(page: Any, 
         page.refresh()
         until(page, "return document.querySelector('.experiment')?.textContent.includes('lr=2e-3 优于 lr=1e-3')")
         assert page.title == "zero2all"
+        no_complaints(page)
+
+
+def test_a_mixture_search_has_a_table_of_its_sources(page: Any, tmp_path: Path) -> None:
+    record = mixture_search({"zh": 0.3, "en": 0.1, NASTY: 0.0})
+    assert record.fit is not None
+    write_run(tmp_path / "mix" / record.variants[0].name, 2.0)
+    write_record(tmp_path / "mix" / "experiment.json", record)
+    rows = "return [...document.querySelectorAll('[data-table=sources] tr')].map((row) => row.children[0].textContent)"
+    with watching(tmp_path / "mix") as (url, _):
+        page.get(url)
+        until(page, "return document.querySelector('[data-table=sources]')")
+        assert page.execute_script(rows) == ["source", "zh", "en", NASTY]
+        said = page.execute_script("return document.querySelector('.experiment').textContent")
+        assert f"leave-one-out error {record.fit.error:.4f} (the mean: {record.fit.mean_error:.4f})" in said
+        assert "noise between seeds" not in said
+        assert page.execute_script("return document.querySelector('.experiment tr.best td').textContent") == (
+            record.groups[0].group
+        )
+        until(page, "return document.querySelector('.experiment canvas')?.width > 100")
         no_complaints(page)
 
 

@@ -7,6 +7,8 @@ import { say } from "./words.js";
 
 const HEIGHT = 220;
 const MAX_LAYERS = 20;  // measurements at one place
+const MAX_TICKS = 12;
+const SWEEPS = ["sweep", "mixtures"];
 const OPEN_STATES = ["planned", "running", "stopped"];
 
 export const isUnfinished = ({ record }) => !record || record.variants.some((one) => OPEN_STATES.includes(one.state));
@@ -21,13 +23,14 @@ export function experimentPanel({ name, record, trouble }) {
     header(element("small", {}, filled("{} of {} runs done", done, record.variants.length)),
       record.budget == null ? null : element("small", {}, `${say("budget")} ${record.budget}`)),
     element("div", {}, groupTable(record), ...verdictLines(record), ...problemLines(record)),
-    record.plot ? valuePlot(record.plot) : null);
+    record.plot ? valuePlot(record.plot) : null,
+    record.fit ? element("div", {}, sourceTable(record.fit), element("p", {}, fitText(record.fit))) : null);
 }
 
 function groupTable({ groups, kind }) {
   const heads = ["variant", "bits per byte", "best", "seeds", "tok/s", "time"];
   return element("table", {}, element("tr", {}, ...heads.map((head) => element("th", {}, say(head)))),
-    ...groups.map((group, place) => element("tr", { class: kind === "sweep" && place === 0 && group.bits_per_byte != null ? "best" : "" },
+    ...groups.map((group, place) => element("tr", { class: SWEEPS.includes(kind) && place === 0 && group.bits_per_byte != null ? "best" : "" },
       element("td", {}, group.group), element("td", {}, withSpread(group.bits_per_byte, group.spread)),
       element("td", {}, fixed(group.best_bits_per_byte)), element("td", {}, `${group.seeds.length} / ${group.runs}`),
       element("td", {}, group.tokens_per_second == null ? "–" : compact(group.tokens_per_second)),
@@ -37,8 +40,20 @@ function groupTable({ groups, kind }) {
 const fixed = (value) => (value == null ? "–" : value.toFixed(4));
 const withSpread = (value, spread) => fixed(value) + (spread == null ? "" : ` ± ${fixed(spread)}`);
 
-function verdictLines({ verdicts }) {
-  const unknown = verdicts.some((one) => one.margin == null);
+// What a mixture search says about the sources.
+function sourceTable({ sources }) {
+  const heads = ["source", "recipe", "suggested", "1 % more", "95 % interval"];
+  return element("table", { "data-table": "sources" }, element("tr", {}, ...heads.map((head) => element("th", {}, say(head)))),
+    ...sources.map((one) => element("tr", {}, ...[one.source, one.recipe.toFixed(3), one.suggested == null ? "–" : one.suggested.toFixed(3),
+      signed(one.effect), `${signed(one.low)} – ${signed(one.high)}`].map((cell) => element("td", {}, cell)))));
+}
+
+const signed = (value) => (value > 0 ? "+" : "") + value.toFixed(4);
+const fitText = (fit) => filled("leave-one-out error {} (the mean: {}), rank correlation {}",
+  fixed(fit.error), fixed(fit.mean_error), fit.rank_correlation.toFixed(2));
+
+function verdictLines({ verdicts, kind }) {
+  const unknown = kind !== "mixtures" && verdicts.some((one) => one.margin == null);
   return [...verdicts.filter((one) => one.margin != null).map(verdictText), ...(unknown ? [say("the noise between seeds is unknown")] : [])]
     .map((text) => element("p", { class: "verdict" }, text));
 }
@@ -108,7 +123,7 @@ function options(plot, width) {
     width, height: HEIGHT, padding: [10, 20, 0, 0],
     series: [{}, ...series],
     scales: { x: { time: false, distr: plot.log_x ? 3 : 1 } },
-    axes: [{ ...axis, size: 28, splits: () => places, values: (_, splits) => splits.map(shown) },
+    axes: [{ ...axis, size: 28, ...(places.length > MAX_TICKS ? {} : { splits: () => places }), values: (_, splits) => splits.map(shown) },
       { ...axis, size: 52, values: (_, splits) => splits.map((value) => number(value)) }],
     legend: { show: false },
     cursor: { show: false },

@@ -33,6 +33,8 @@ const ZH = {
   "{} is better than {} by {}": "{} 优于 {}，相差 {}",
   "no difference beyond the noise between seeds: {} ({} minus {})": "差异没有超出种子之间的波动：{}（{} 减 {}）",
   "the noise between seeds is unknown": "种子之间的波动未知",
+  "suggested": "建议", "1 % more": "多占 1 %", "95 % interval": "95 % 区间",
+  "leave-one-out error {} (the mean: {}), rank correlation {}": "留一误差 {}（用均值预测：{}），秩相关系数 {}",
   "no documents": "没有文档", "the highest between two points": "两点之间数值最高的一步", "values": "数值",
 };
 
