@@ -66,6 +66,10 @@ LONG = [
     ),
     Page("docs/guides/extend.md", prepare_stages, in_clone=True),
     Page(
+        "docs/guides/evaluate.md", prepare_pretrained,
+        {"--step 400": "--step 12", "step-00000400": "step-00000012", "--nproc-per-node 4": "--nproc-per-node 2"},
+    ),
+    Page(
         "docs/guides/resume-and-extend.md", prepare_run,
         {"train.tokens=2B": "train.tokens=4Ki", "--nproc-per-node 4": "--nproc-per-node 2", "--step 5000": "--step 16"},
     ),

@@ -55,8 +55,9 @@ def test_one_book_is_trained_on_and_validated_under_its_own_name(tmp_path: Path)
     file = tmp_path / f"{name}.txt"
     file.write_text("\n".join("".join(rng.choices(words, k=30)) for _ in range(1500)), encoding="utf-8")
     result = quickstart(tmp_path / "out", [file], [*TINY, "corpus.filters=[]"])
-    assert list(result.validation["sources"]) == [name]
-    assert result.validation["bytes"] > 1000
+    assert result.validation is not None
+    assert list(result.validation.sources) == [name]
+    assert result.validation.bytes > 1000
     assert f"name: {name}" in (tmp_path / "out" / "recipe.yaml").read_text(encoding="utf-8")
 
     run = RunView(LocalRunLocation(tmp_path / "out" / "run"))

@@ -29,6 +29,7 @@ from zero2all.recipe.source_names import to_source_name
 from zero2all.storyworld import LANGUAGES, StoryQuality, generate_stories
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokens import TokenStore, build_tokens, opening_prompts
+from zero2all.track.loss_evaluation import LossEvaluation
 from zero2all.train import Run, ScheduleChangedError, train
 from zero2all.train.data_in_use import refuse_store_change, refuse_tokenizer_change, warn_about_new_documents
 from zero2all.units import show_bytes, show_count, show_seconds
@@ -64,8 +65,8 @@ class QuickstartResult:
     layers: int
     steps: int
     loss: float | None
-    validation: dict[str, Any]
-    """What ``evaluate_bpb`` returns; empty without a validation set."""
+    validation: LossEvaluation | None
+    """None without a validation set."""
     stories: StoryQuality | None
     """Of generated stories, if the model was trained on stories."""
     samples: list[Sample]
@@ -76,7 +77,7 @@ class QuickstartResult:
         """As ``z2a quickstart --json`` prints it: the metrics of the validation set are beside the others."""
         fields = asdict(self)
         validation, samples, seconds = (fields.pop(name) for name in ("validation", "samples", "seconds"))
-        return {**fields, **validation, "samples": samples, "seconds": seconds}
+        return {**fields, **(validation or {}), "samples": samples, "seconds": seconds}
 
 
 def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str] | None = None) -> QuickstartResult:
@@ -129,7 +130,7 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
     with _timed_stage("5/5 evals: the model on text it has not seen", "evals", seconds):
         run = Run.open(recipe.run_dir)
         model, tokenizer = run.load_model(), run.tokenizer()
-        validation = evaluate_bpb(model, tokenizer, recipe) if has_validation else {}
+        validation = evaluate_bpb(model, tokenizer, recipe) if has_validation else None
         stories = evaluate_stories(model, tokenizer, CHECKED_STORIES, recipe.seed) if recipe.evals.stories else None
         samples = _story_samples(stories) if stories else _prompted_samples(model, tokenizer, recipe)
     return QuickstartResult(
@@ -250,13 +251,13 @@ def summary_text(result: QuickstartResult) -> str:
     return "\n".join(lines)
 
 
-def _bits_per_byte_lines(result: dict[str, Any]) -> list[str]:
-    if not result:
+def _bits_per_byte_lines(result: LossEvaluation | None) -> list[str]:
+    if result is None:
         return ["there is no validation set, so there is no bits-per-byte"]
-    below = f"{100 * result['below_unigram']:.0f} % below a unigram model ({result['unigram_bits_per_byte']:.3f})"
-    return [f"validation bits-per-byte {result['bits_per_byte']:.3f}, {below}"] + [
-        f"  {name}: {metrics['bits_per_byte']:.3f} against {metrics['unigram_bits_per_byte']:.3f}"
-        for name, metrics in result["sources"].items()
+    below = f"{100 * (result.below_unigram or 0):.0f} % below a unigram model ({result.unigram_bits_per_byte:.3f})"
+    return [f"validation bits-per-byte {result.bits_per_byte:.3f}, {below}"] + [
+        f"  {name}: {metrics.bits_per_byte:.3f} against {metrics.unigram_bits_per_byte:.3f}"
+        for name, metrics in result.sources.items()
     ]
 
 

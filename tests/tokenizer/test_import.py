@@ -262,7 +262,7 @@ def test_every_stage_uses_an_imported_tokenizer(recipe: Recipe, tmp_path: Path) 
     assert run.tokenizer().eos_token_id == 2
     measured = evaluate_bpb(run.load_model(), run.tokenizer(), run.recipe)
     size = sum(part.bytes for part in read_documents_manifest(recipe.documents_dir).splits["valid"].values())
-    assert 0.9 * size < measured["bytes"] <= size  # whole sequences only
+    assert 0.9 * size < measured.bytes <= size  # whole sequences only
     completion = generate_batch(run.load_model(), run.tokenizer(), ["the model"], SamplingParams(max_tokens=5))[0]
     assert completion.text == run.tokenizer().decode_bytes([*run.tokenizer().encode("x"), *completion.tokens])[
         1:

@@ -15,7 +15,7 @@ from zero2all.errors import Interrupted
 from zero2all.evals import evaluate_bpb
 from zero2all.recipe import Recipe
 from zero2all.track import read_steps
-from zero2all.track.record_lines import HistogramLine, SampleLine
+from zero2all.track.record_lines import EventLine, HistogramLine, SampleLine
 from zero2all.track.run_record import read_record_lines
 from zero2all.train import Run, TrainerHooks, train
 from zero2all.train.data_loader import PADDING_SOURCE, Batch
@@ -36,6 +36,11 @@ def layer_norms(directory: Path) -> list[tuple[int, list[float]]]:
         for line in lines
         if isinstance(line, HistogramLine) and line.histogram == "gradient norm by layer"
     ]
+
+
+def validations(directory: Path) -> list[float]:
+    lines = read_record_lines(directory / "run" / "record.jsonl")
+    return [line.details["loss"] for line in lines if isinstance(line, EventLine) and line.event == "evaluation"]
 
 
 def samples(directory: Path) -> list[tuple[int, str, str]]:
@@ -108,6 +113,9 @@ def test_several_ranks_train_as_one_process(
     assert [step for step, _ in expected_norms] == [1, 3, 5, 7]
     for (step, norms), (_, expected) in zip(layer_norms(tmp_path), expected_norms, strict=True):
         assert norms == pytest.approx(expected, rel=1e-4), step
+    measured, expected_measured = validations(tmp_path), validations(single[0])
+    assert len(measured) == 2
+    assert measured == pytest.approx(expected_measured, abs=LOSS_TOLERANCE)
     expected_samples = samples(single[0])
     assert len(expected_samples) == 2 * 3  # two validations, three prompts
     assert samples(tmp_path) == (expected_samples if "dp_replicate" in parallel else [])
@@ -115,7 +123,7 @@ def test_several_ranks_train_as_one_process(
     models = [Run.open(out).load_model() for out in (single[0], tmp_path)]
     assert [model.config.rope_theta for model in models] == [50000, 50000]
     one, other = (evaluate_bpb(model, Run.open(tmp_path).tokenizer(), recipe) for model in models)
-    assert one["bits_per_byte"] == pytest.approx(other["bits_per_byte"], abs=1e-3)
+    assert one.bits_per_byte == pytest.approx(other.bits_per_byte, abs=1e-3)
 
 
 def assert_same_batches(seen: list[dict[int, list[str]]], expected: dict[int, list[str]], copies: int) -> None:

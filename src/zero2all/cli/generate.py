@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zero2all.cli.conventions import Json, Result, RunPath, command
-from zero2all.cli.runs import CheckpointStep
+from zero2all.cli.runs import CheckpointStep, PipelineParallel, TensorParallel
 from zero2all.console import sanitize
 from zero2all.errors import UsageError
 
@@ -56,12 +56,8 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
     step: CheckpointStep = None,
-    tp: Annotated[
-        int, typer.Option("--tp", min=1, help="Tensor parallelism: number of ranks, started with 'z2a launch'.")
-    ] = 1,
-    pp: Annotated[
-        int, typer.Option("--pp", min=1, help="Pipeline parallelism: number of ranks, started with 'z2a launch'.")
-    ] = 1,
+    tp: TensorParallel = 1,
+    pp: PipelineParallel = 1,
     json: Json = False,
 ) -> Result:
     """Generate text from a prompt, or from each prompt of a file.

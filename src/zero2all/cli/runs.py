@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 CheckpointStep = Annotated[
     int | None, typer.Option("--step", help="Use the checkpoint of this step. Default: the newest.")
 ]
+TensorParallel = Annotated[
+    int, typer.Option("--tp", min=1, help="Tensor parallelism: number of ranks, started with 'z2a launch'.")
+]
+PipelineParallel = Annotated[
+    int, typer.Option("--pp", min=1, help="Pipeline parallelism: number of ranks, started with 'z2a launch'.")
+]
 Extend = Annotated[
     Literal["constant", "rewarm", "as-planned"] | None,
     typer.Option(

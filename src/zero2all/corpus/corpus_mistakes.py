@@ -14,7 +14,7 @@ from zero2all.recipe import Mistake, Recipe
 
 
 def corpus_mistakes(recipe: Recipe) -> Iterator[Mistake]:
-    """Paths that do not exist, unknown field mappings, unknown filters and wrong options of filters."""
+    """Paths that do not exist, also of test sets, unknown field mappings, unknown filters, wrong options of filters."""
     for number, source in enumerate(recipe.corpus.sources):
         key = f"corpus.sources.{number}"
         yield from _path_mistakes(f"{key}.paths", source.paths, source.follow_links)
@@ -23,6 +23,9 @@ def corpus_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         except UsageError as error:
             yield Mistake(str(error), (key,))
     yield from _path_mistakes("corpus.decontaminate", recipe.corpus.decontaminate, follow_links=True)
+    for name, path in recipe.evals.test_sets.items():
+        if (problem := path_problem(path, follow_links=True)) is not None:
+            yield Mistake(problem, (f"evals.test_sets.{name}",))
     for number, spec in enumerate(recipe.corpus.filters or []):
         for problem in filter_problems(spec) or _model_problems(spec):
             yield Mistake(problem, (f"corpus.filters.{number}",))

@@ -22,6 +22,7 @@ from zero2all.experiments.evaluate import (
 from zero2all.experiments.summary import summarize
 from zero2all.experiments.target import require_validation
 from zero2all.experiments.variants import recipe_values, result_key
+from zero2all.records import parse_record
 from zero2all.track.experiment_record import (
     BITS_PER_BYTE,
     EXPERIMENT_FILE,
@@ -34,6 +35,7 @@ from zero2all.track.experiment_record import (
     VariantState,
     read_experiment,
 )
+from zero2all.track.loss_evaluation import LossEvaluation
 from zero2all.track.run_locations import LocalRunLocation, find_runs
 from zero2all.track.run_view import RunView
 from zero2all.train import Run
@@ -154,6 +156,6 @@ def _find_evaluation(run: Run, view: RunView) -> Evaluation:
     recorded = [event for event in view.events if event.event == "evaluation" and event.step is not None]
     latest = next((event for event in reversed(recorded) if (event.step or 0) + 1 == step), None)
     if latest is not None and step is not None and {BITS_PER_BYTE, "bytes", "sources"} <= set(latest.details):
-        return to_evaluation(run, step, latest.details)
+        return to_evaluation(run, step, parse_record(LossEvaluation, latest.details, run.record_path))
     say(f"evaluating {run.directory}")
     return evaluate(run)

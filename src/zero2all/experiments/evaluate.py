@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from zero2all.records import parse_record
 from zero2all.tokens.manifest import StoreManifest
 from zero2all.track.experiment_record import BITS_PER_BYTE, VariantResult
 from zero2all.track.goodput import compute_run_goodput
+from zero2all.track.loss_evaluation import LossEvaluation
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 from zero2all.train import Run
@@ -43,14 +43,13 @@ def evaluate(run: Run) -> Evaluation:
     return to_evaluation(run, step or 0, evaluate_bpb(run.load_model(step), run.tokenizer(), run.recipe))
 
 
-def to_evaluation(run: Run, step: int, validation: dict[str, Any]) -> Evaluation:
-    """``validation`` is what ``evaluate_bpb`` returned, now or when the run recorded it."""
-    by_source = {f"{BITS_PER_BYTE}/{name}": part[BITS_PER_BYTE] for name, part in validation["sources"].items()}
+def to_evaluation(run: Run, step: int, validation: LossEvaluation) -> Evaluation:
+    by_source = {f"{BITS_PER_BYTE}/{name}": part.bits_per_byte for name, part in validation.sources.items()}
     return Evaluation(
         step=step,
-        metrics={BITS_PER_BYTE: validation[BITS_PER_BYTE], **by_source},
+        metrics={BITS_PER_BYTE: validation.bits_per_byte, **by_source},
         validation_set=validation_set(run.recipe.tokens_dir),
-        validation_bytes=validation["bytes"],
+        validation_bytes=validation.bytes,
         tokenizer=run.identity().tokenizer,
     )
 

@@ -9,7 +9,7 @@ from statistics import correlation, fmean
 from zero2all.track.experiment_record import Verdict
 
 CONFIDENCE = 0.95
-RESOLUTION = 1e-4  # bits per byte are rounded to this, so that no smaller margin means anything
+RESOLUTION = 1e-4  # of bits per byte: no smaller margin means anything
 
 
 def compare_groups(reference: str, other: str, values: Mapping[str, Sequence[float]]) -> Verdict:

@@ -194,7 +194,7 @@ def result_key(recipe: Recipe, with_seed: bool = True) -> str:
     """Fingerprint of all that decides the result: not of names, places, checkpoints and what is recorded."""
     # Without defaults: a later version of zero2all, which has more keys, continues the experiment.
     values = recipe_values(recipe.model_dump(mode="json", exclude_defaults=True))
-    ignored = ("checkpoint.", "track.") if with_seed else ("checkpoint.", "track.", "seed")
+    ignored = ("checkpoint.", "track.", "evals.test_sets") + (() if with_seed else ("seed",))
     return fingerprint({key: value for key, value in values.items() if not key.startswith(ignored)})
 
 

@@ -118,15 +118,15 @@ class ParallelModel:
 
     @torch.no_grad()
     def eval_losses(self, tokens_BS: Tensor, targets_BS: Tensor, doc_starts_BS: Tensor | None = None) -> Tensor:
-        """The losses [B, S] of samples that are the same on every rank, complete on every rank. No gradient."""
+        """The losses [B, S] of this rank's samples without a gradient, zero where another rank has them, as in
+        ``forward_backward``: see ``all_reduce_sum``. Every rank calls it as often as the others."""
         samples = len(tokens_BS)
         # A pipeline needs a multiple of its micro-batches; the rows that pad the batch are dropped.
         multiple = 2 * self._pipeline.num_stages if self._pipeline is not None else 1
         rows = torch.arange(-(-samples // multiple) * multiple).clamp(max=samples - 1)
         with self.eval_mode():
             doc_starts_BS = None if doc_starts_BS is None else doc_starts_BS[rows]
-            losses = self._run_batch(tokens_BS[rows], targets_BS[rows], doc_starts_BS, divisor=None)[:samples]
-        return self.all_reduce_sum(losses if self.mesh.dp_rank == 0 else torch.zeros_like(losses))
+            return self._run_batch(tokens_BS[rows], targets_BS[rows], doc_starts_BS, divisor=None)[:samples]
 
     @torch.no_grad()
     def generate_logits(

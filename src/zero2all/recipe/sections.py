@@ -290,6 +290,10 @@ class EvalsRecipe(Section):
     """Number of validation tokens that bits-per-byte is measured on."""
     every: DurationField | None = None
     """Interval of validation during training. Default: none; the quickstart validates at the end."""
+    test_sets: dict[SourceName, InputPath] = {}
+    """Texts besides the validation set that each validation measures bits-per-byte on, such as
+    ``{wiki: data/wiki.jsonl}``: by name, a file, a directory, a glob or a URL in any format of a source. They are
+    scored in full, so keep them small."""
     prompts: list[str] = []
     """Prompts for the samples that validation records and the quickstart prints. Default: the beginnings of validation
     documents."""

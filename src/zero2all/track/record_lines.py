@@ -253,8 +253,9 @@ def _validate_event(line: dict[str, Any]) -> None:
     if not is_number(line.get("startup", 0.0)):
         _reject("startup is not a number")
     if event == "evaluation" and "bits_per_byte" in line:
-        sources = line.get("sources", {})
-        sections = [line, *sources.values()] if isinstance(sources, dict) else [None]
+        sections: list[Any] = [line]
+        for part in (line.get("sources", {}), line.get("test_sets", {})):
+            sections += part.values() if isinstance(part, dict) else [None]
         if not all(isinstance(section, dict) and is_number(section.get("bits_per_byte")) for section in sections):
             _reject("an evaluation without bits_per_byte")
     if event == "goodput" and line.get("goodput") is not None and not is_number(line["goodput"]):

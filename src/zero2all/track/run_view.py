@@ -144,7 +144,7 @@ class RunView:
         return self.readers[rank].table(names, first, last, points)
 
     def validation_table(self, first: float = -math.inf, last: float = math.inf) -> MetricTable:
-        """Bits per byte on the validation set, one row per evaluation: ``validation/all``, then a column per source."""
+        """Bits per byte, one row per evaluation: ``validation/all``, then a column per source and per test set."""
         rows = [
             (event.step, event)
             for event in self.events
@@ -155,7 +155,8 @@ class RunView:
         for number, (_, event) in enumerate(rows):
             sources = event.details.get("sources", {})
             by_source = {f"{name} (source)" if name == "all" else name: part for name, part in sources.items()}
-            for name, section in {"all": event.details, **by_source}.items():
+            tests = {f"{name} (test set)": part for name, part in event.details.get("test_sets", {}).items()}
+            for name, section in {"all": event.details, **by_source, **tests}.items():
                 column = by_name.setdefault(f"validation/{name}", [math.nan] * len(rows))
                 column[number] = section["bits_per_byte"]
         return MetricTable(

@@ -25,7 +25,7 @@ from zero2all.hardware import device_name, pick_device
 from zero2all.io import MANIFEST, atomic_path, read_record, write_json, write_record, write_text
 from zero2all.model import Z2all
 from zero2all.parallel import ParallelMesh, ParallelModel
-from zero2all.paths import to_path
+from zero2all.paths import is_url, to_path
 from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe, load_recipe, recipe_yaml
 from zero2all.recipe.parallel import parallel_mistakes
 from zero2all.tokenizer import Tokenizer
@@ -35,6 +35,7 @@ from zero2all.train.plan import Plan
 from zero2all.workspace import DEFAULT_RUN, IDENTITY_FILE, NEW_RUN_COMMAND, find_runs_below, workspace_of
 
 INIT_FILE = "init.json"
+TEST_SETS = "test_sets"  # directory of tokenized test sets
 RENAME = "choose another name (--name, or run in the recipe)"
 
 
@@ -263,6 +264,9 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
         if values[section]["dir"] is not None:
             values[section]["dir"] = str(to_path(values[section]["dir"]).absolute())
     values["train"]["init"] = init_path(recipe)
+    for name, path in values["evals"]["test_sets"].items():
+        if not is_url(path):
+            values["evals"]["test_sets"][name] = str(Path(path).expanduser().absolute())
     return Recipe.model_validate(values)
 
 

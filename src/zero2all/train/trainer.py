@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from threading import Event
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -34,10 +34,13 @@ from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.recipe import ExtendMode, Recipe
+from zero2all.records import to_json
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokens import TokenStore, verify_store
+from zero2all.tokens import TokenShard, TokenStore, verify_store
+from zero2all.tokens.test_set import build_test_sets, open_test_sets
 from zero2all.track import RunRecord, open_sinks
 from zero2all.track.goodput import compute_run_goodput, format_goodput
+from zero2all.track.loss_evaluation import LossEvaluation
 from zero2all.train.data_loader import Batch, DataLoader
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
@@ -45,7 +48,7 @@ from zero2all.train.initial_weights import load_initial_weights
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.resume import load_newest, restore_state
-from zero2all.train.run import Run, init_path, require_data, resolve_model_config
+from zero2all.train.run import TEST_SETS, Run, init_path, require_data, resolve_model_config
 from zero2all.train.samples import record_samples
 from zero2all.train.show_plan import read_lr_history, say_run
 from zero2all.train.signals import stop_requested
@@ -55,8 +58,7 @@ from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spi
 from zero2all.train.throughput import PER_RANK_METRICS, ThroughputMeter
 from zero2all.units import sparkline
 
-LossFunction = Callable[..., Tensor]
-Evaluator = Callable[[LossFunction, Tokenizer, Recipe], dict[str, Any]]
+Evaluator = Callable[[ParallelModel, Tokenizer, Recipe, Mapping[str, TokenShard]], LossEvaluation]
 SpikeAction = Literal["update", "skip", "rollback"]
 GC_INTERVAL_STEPS = 100
 MAX_SPIKES_IN_A_ROW = 20  # or rollbacks to the same state, before the run stops
@@ -71,8 +73,8 @@ def train(
 ) -> TrainSummary:
     """Train for the recipe's duration, resuming where an earlier call stopped.
 
-    ``evaluate`` is called every ``evals.every`` with a function that computes the losses of inputs and targets; what it
-    returns goes to the record. Time counts as start-up from ``start_time`` on: now, if not given. ``extend`` says how
+    ``evaluate`` is called every ``evals.every`` with the model and the test sets of the recipe; what it returns goes to
+    the record. Time counts as start-up from ``start_time`` on: now, if not given. ``extend`` says how
     the learning rate continues if the schedule of a stage that has begun was changed.
     """
     with Trainer(recipe, hooks, evaluate, start_time, extend) as trainer:
@@ -161,10 +163,19 @@ class Trainer:
             raise Z2aError(f"{tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
         for split_store in (store, TokenStore(tokens_dir, "valid")):
             ranks.on_all_ranks(partial(verify_store, split_store, ranks.rank, ranks.world_size))
+        self._open_test_sets()
         self._choose_hyperparameters(store)
         self.plan = Plan(self.recipe, store)
         self.source_losses = SourceLosses(self.plan.sources, self.tokenizer.token_byte_lengths, self.mesh.device)
         self._stage: StagePlan | None = None
+
+    def _open_test_sets(self) -> None:
+        """Rank 0 tokenizes them once, into the run directory, which every rank sees and no other run writes to."""
+        self.test_sets: dict[str, TokenShard] = {}
+        if self.evaluate is not None and self.recipe.evals.every is not None and self.recipe.evals.test_sets:
+            paths, directory = self.recipe.evals.test_sets, self.run.directory / TEST_SETS
+            self.rank_group.on_rank0(lambda: build_test_sets(paths, self.tokenizer, directory))
+            self.test_sets = open_test_sets(paths, directory)
 
     def _choose_hyperparameters(self, store: TokenStore) -> None:
         """Fill in what the recipe leaves open; every rank does as rank 0, which reads the recipe of the run."""
@@ -193,7 +204,7 @@ class Trainer:
     def _init_checkpoints(self, extend: ExtendMode | None) -> None:
         recipe, run, ranks = self.recipe, self.run, self.rank_group
         self.skipped_steps: list[int] = []  # since their data is bad
-        self.last_validation: dict[str, Any] = {}  # and its step
+        self.last_validation: tuple[int, LossEvaluation] | None = None  # with the number of steps before it
         self.validation_curve: list[float] = []  # bits per byte since this start
         self.identity = RunIdentity(
             stages=self.plan.identity(),
@@ -394,12 +405,13 @@ class Trainer:
         self.record.step(step, **metrics)
 
     def _validate(self, step: int, evaluate: Evaluator) -> None:
-        validation = evaluate(self.model.eval_losses, self.tokenizer, self.recipe)
-        self.last_validation = {"step": step + 1, **validation}
-        self.record.event("evaluation", step=step, **validation)
-        self.validation_curve.append(validation["bits_per_byte"])
+        validation = evaluate(self.model, self.tokenizer, self.recipe, self.test_sets)
+        self.last_validation = (step + 1, validation)
+        self.record.event("evaluation", step=step, **to_json(validation))
+        self.validation_curve.append(validation.bits_per_byte)
+        tests = "".join(f", {name} {part.bits_per_byte:.4f}" for name, part in validation.test_sets.items())
         say(
-            f"validation after step {step + 1}: {validation['bits_per_byte']:.4f} bits per byte  "
+            f"validation after step {step + 1}: {validation.bits_per_byte:.4f} bits per byte{tests}  "
             f"{sparkline(self.validation_curve)}"
         )
         if self.mesh.rank == 0:
@@ -499,7 +511,7 @@ class Trainer:
         if not (durable or plan.is_due(options.flash_every, done)):
             return None
         theta, scaling = plan.rope(plan.stage_of(done - 1))
-        scaler, validated = model.loss_scaler, self.last_validation.get("step") == done
+        scaler, validation = model.loss_scaler, self.last_validation
         state = TrainingState(
             **vars(self.identity),
             rope=RopeState(theta, None if scaling is None else scaling.model_dump(mode="json")),
@@ -507,7 +519,7 @@ class Trainer:
             loss_scale=None if scaler is None else LossScaleState(scaler.value, scaler.good_steps),
             skipped=self.skipped_steps,
             permanent=plan.is_due(options.keep_every, done),
-            bits_per_byte=self.last_validation.get("bits_per_byte") if validated else None,
+            bits_per_byte=validation[1].bits_per_byte if validation is not None and validation[0] == done else None,
         )
         stall = self.checkpoint_manager.save(done, state, durable)
         if wait:

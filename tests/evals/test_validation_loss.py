@@ -33,9 +33,9 @@ def test_an_untrained_model_has_the_closed_form(workspace: Path) -> None:
         num_targets += len(targets)
         num_bytes += sum(len(tokenizer.token_bytes[id]) for id in targets)
         unigram += sum(math.log2(counts.sum() / counts[id]) for id in targets)
-    assert result["bits_per_byte"] == pytest.approx(num_targets * math.log2(512) / num_bytes, abs=1e-3)
-    assert result["unigram_bits_per_byte"] == pytest.approx(unigram / num_bytes, abs=1e-3)
-    assert set(result["sources"]) == {"en", "zh", "code"}
+    assert result.bits_per_byte == pytest.approx(num_targets * math.log2(512) / num_bytes, abs=1e-3)
+    assert result.unigram_bits_per_byte == pytest.approx(unigram / num_bytes, abs=1e-3)
+    assert set(result.sources) == {"en", "zh", "code"}
 
 
 def test_a_missing_validation_set_is_reported(workspace: Path, tmp_path: Path) -> None:
