@@ -147,8 +147,9 @@ def test_calls_of_tools_are_read_from_both_forms(tmp_path: Path) -> None:
 
 def test_a_field_of_another_name_may_hold_the_messages(tmp_path: Path) -> None:
     record = {"data": {"dialog": openai(TURNS)["messages"], "lang": "en", "tools": TOOLS}}
-    others = [openai(TURNS), {"data": 5}, {"data": {"dialog": {}}}]
-    built, (row,) = build(tmp_path, [record, *others], fields={"content": "data.dialog"})
+    others = [openai(TURNS), {"data": 5}, {"data": {"dialog": {}}}, {"data.dialog": openai(TURNS[:2])["messages"]}]
+    built, (row, flat) = build(tmp_path, [record, *others], fields={"content": "data.dialog"})
+    assert messages(flat) == TURNS[:2]
     assert messages(row) == TURNS
     assert json.loads(row["others"]) == {"data": {"lang": "en"}, **openai(TURNS), "tools": TOOLS}
     assert built.sources["chat"].left_out == {"no conversation in it": 3}
@@ -258,7 +259,8 @@ def test_a_rebuild_gives_the_same_bytes(tmp_path: Path) -> None:
     records = many(60)
     options = {"holdout": 0.2, "dedup": {"boilerplate": True}}
     one, first = build(tmp_path / "a", records, options=options)
-    assert all(len(messages(row)) == 3 for row in first)  # a line that all share is no boilerplate
+    # A line that all share is no boilerplate.
+    assert all(row["content"].startswith("You are a helpful") and len(messages(row)) == 3 for row in first)
     assert {row["data_src"] for row in first} == {"chat"}
     assert one.splits["valid"]["chat"].documents
     assert build(tmp_path / "b", records, options=options)[0].files == one.files

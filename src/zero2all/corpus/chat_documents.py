@@ -49,7 +49,8 @@ class ConversationMapping:
 
     def map_record(self, record: Mapping[str, Any]) -> dict[str, str] | None:
         """As ``FieldMapping.map_record``; raises UnreadableItemError with the reason if it is not a conversation."""
-        outer, _, field = (self.messages_field or "").rpartition(".")
+        path = self.messages_field or ""
+        outer, _, field = ("", "", path) if path in record else path.rpartition(".")
         holder = lookup_field(record, outer) if outer else record  # tools and system prompt are beside the messages
         try:
             found = find_conversation(holder if isinstance(holder, Mapping) else {}, field or None)
