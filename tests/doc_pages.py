@@ -26,6 +26,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
+from tests.evals.bench.fakes import write_benchmarks
 from tests.processes import MARK, gone, marked
 from tests.sshd import free_port, sshd, write_client
 
@@ -237,6 +238,14 @@ def prepare_run(page: Sandbox) -> None:
     """The same and a finished run."""
     prepare_stages(page)
     page.z2a("train", "my.yaml")
+
+
+def prepare_benchmarks(page: Sandbox) -> None:
+    """A finished run, a Hugging Face model and files of benchmarks."""
+    prepare_run(page)
+    page.z2a("export", "runs/mine", "--to", "models/Qwen3-0.6B")
+    (page.work / "eval").mkdir()
+    write_benchmarks(page.work / "eval")
 
 
 def prepare_longer_run(page: Sandbox) -> None:

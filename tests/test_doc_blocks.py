@@ -20,6 +20,7 @@ from tests.doc_pages import (
     ROOT,
     Page,
     Sandbox,
+    prepare_benchmarks,
     prepare_longer_run,
     prepare_pretrained,
     prepare_run,
@@ -103,6 +104,7 @@ LONG = [
         "docs/guides/compare-and-sweep.md", prepare_run,
         {"--budget 5m": "--budget 4-steps", "--budget 2M-tokens": "--budget 60-steps", "--mixtures 12": "--mixtures 8"},
     ),
+    Page("docs/guides/evaluate-on-benchmarks.md", prepare_benchmarks),
     Page(
         "docs/guides/tune-lr-and-mup.md", prepare_stages,
         {"--budget 1000-steps": "--budget 4-steps", "train.steps=1000": "train.steps=12"},

@@ -66,7 +66,7 @@ def test_the_command_reports_what_the_model_computes(model_directory: Path, tmp_
     assert arc["answer_bits_per_byte"]["value"] == pytest.approx(bits, abs=1e-4)
     assert arc["accuracy"]["value"] == pytest.approx(sum(row[1] == min(row) for row in scores) / 3)
     text = run(model_directory, "arc_easy", "--data", data, "--mutate", "--limit", "2")
-    assert re.search(r"arc_easy +letter +original +stem-swapped +accuracy", text)
+    assert re.search(r"arc_easy +letter +original +stem-swapped +centered_accuracy", text)
 
 
 def test_mistakes_are_found_before_a_model_is_read(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def test_the_report_has_results_differences_and_an_aggregate(tmp_path: Path) -> 
     assert ("mmlu", "cloze", "letter", "cloze", "accuracy") in found
     # letter: (1 - 1/3) / (1 - 1/3) = 1, 0; lambada 0
     assert report.core["b step 400"].value == pytest.approx((1 + 0 + 0) / 3)
+    assert report.notes == ["a may have been trained on these questions: --mutate shows signs of it"]
     text = format_report(report)
     assert "b step 400: arc_easy  letter, 1-shot  original" in text
     assert "mean of centered accuracies, b step 400: 0.333" in text
@@ -119,7 +120,7 @@ def test_mutations_are_compared_with_the_original(tmp_path: Path) -> None:
         "stem-removed", "stem-swapped",
     ]  # fmt: skip
     assert [one.second for one in report.differences] == versions[1:]
-    assert all((one.first, one.metric) == ("original", "accuracy") for one in report.differences)
+    assert all((one.first, one.metric) == ("original", "centered_accuracy") for one in report.differences)
     assert "original  permuted" in format_report(report)
     cloze = run_bench([fake_target("a")], data, ["cmmlu"], BenchOptions(("cloze",), mutate=True), scorer_of)
     assert "permuted" not in {one.mutation for one in cloze.results}

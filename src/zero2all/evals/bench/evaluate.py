@@ -119,7 +119,7 @@ def _best(nats: np.ndarray[tuple[int], np.dtype[np.float64]], count: int) -> lis
 def _ask_clozes(scorer: Scorer, items: Sequence[ClozeItem]) -> list[ItemResult]:
     scores = scorer.score([(item.context, item.continuation) for item in items])
     return [
-        _with_answer(item.id, score is not None and score.greedy, 0.0, score, item.continuation)
+        _with_answer(item.id, score is not None and score.greedy, score, item.continuation)
         for item, score in zip(items, scores, strict=True)
     ]
 
@@ -130,7 +130,7 @@ def _ask_answers(scorer: Scorer, task: Task, items: Sequence[AnswerItem], shots:
     is_line = all(item.kind == "first-line" for item in items)
     texts = scorer.generate(prompts, LINE_TOKENS if is_line else REASONING_TOKENS, ANSWER_STOP)
     return [
-        _with_answer(item.id, is_right_answer(item, text), item.chance, score, f" {item.solution}")
+        _with_answer(item.id, is_right_answer(item, text), score, f" {item.solution}")
         for item, text, score in zip(items, texts, scores, strict=True)
     ]
 
@@ -169,12 +169,13 @@ def _ask_codes(scorer: Scorer, items: Sequence[CodeItem], sandbox: Sandbox) -> l
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = list(pool.map(sandbox.run_python, programs))
     return [
-        _with_answer(item.id, run.status == "ok", 0.0, score, item.solution)
+        _with_answer(item.id, run.status == "ok", score, item.solution)
         for item, run, score in zip(items, runs, scores, strict=True)
     ]
 
 
-def _with_answer(item_id: str, is_right: bool, chance: float, score: Score | None, answer: str) -> ItemResult:
+def _with_answer(item_id: str, is_right: bool, score: Score | None, answer: str) -> ItemResult:
+    """The result of an answer that nobody gives by chance."""
     if score is None:
-        return ItemResult(item_id, is_right, chance)
-    return ItemResult(item_id, is_right, chance, None, score.nats, len(answer.encode()))
+        return ItemResult(item_id, is_right, 0.0)
+    return ItemResult(item_id, is_right, 0.0, None, score.nats, len(answer.encode()))

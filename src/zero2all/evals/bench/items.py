@@ -67,7 +67,6 @@ class AnswerItem:
     kind: Literal["first-line", "number"]
     """``first-line``: the first line of the text is the answer. ``number``: the number after ``####``."""
     subject: str = ""
-    chance: float = 0.0
 
 
 @dataclass(frozen=True)

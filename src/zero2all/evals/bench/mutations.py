@@ -102,7 +102,7 @@ def ask_for_text(item: ChoiceItem, context: Context) -> AnswerItem | None:
     answer = item.options[item.answers[0]]
     passage = f"{item.passage.strip()}\n" if item.passage.strip() else ""
     question = f"{passage}{item.question.strip()}\n{WORDING[context.language].possible_answers}\n{shown}".rstrip("\n")
-    return AnswerItem(item.id, question, answer, answer, "first-line", item.subject, item.chance)
+    return AnswerItem(item.id, question, answer, answer, "first-line", item.subject)
 
 
 def remove_stem(item: ChoiceItem, context: Context) -> ChoiceItem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +13,7 @@ from zero2all.evals.bench.confidence import Array, Estimate, mean_of_ratios, pai
 from zero2all.evals.bench.evaluate import ItemResult
 
 ORIGINAL = "original"
-Metric = Literal["accuracy", "answer_bits_per_byte"]
+Metric = Literal["accuracy", "centered_accuracy", "answer_bits_per_byte"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class BenchReport:
     differences: list[Difference]
     core: dict[str, Estimate]
     """By target: the mean of the centered accuracies of tasks, as the CORE metric of DCLM, from two tasks on."""
+    notes: list[str]
 
 
 def summarize(evaluation: Evaluation) -> BenchResult:
@@ -109,13 +110,7 @@ def summarize(evaluation: Evaluation) -> BenchResult:
 
 def core(evaluations: Sequence[Evaluation]) -> Estimate | None:
     """The mean of centered accuracies over tasks; None for a single task."""
-    ratios = [
-        (
-            _array([item.is_right - item.chance for item in evaluation.items]),
-            _array([1 - item.chance for item in evaluation.items]),
-        )
-        for evaluation in evaluations
-    ]
+    ratios = [_centered_accuracy(evaluation.items) for evaluation in evaluations]
     return mean_of_ratios(ratios) if len(ratios) > 1 else None
 
 
@@ -129,7 +124,7 @@ def compare(
         return []
     differences = []
     for metric in metrics:
-        values = _accuracy if metric == "accuracy" else _answer_bits
+        values = _TERMS[metric]
         before, after = values([one for one, _ in pairs]), values([other for _, other in pairs])
         difference = paired_difference(before, after)
         if difference is not None:
@@ -165,7 +160,7 @@ def format_report(report: BenchReport) -> str:
         header = ["task", "form", "from", "to", "metric", "difference", "items"]
         parts += ["", _table([header, *map(_row, report.differences)])]
         parts.append("* the 95 % confidence interval excludes 0")
-    return "\n".join(parts)
+    return "\n".join([*parts, *report.notes])
 
 
 def _row(one: Difference) -> list[str]:
@@ -185,9 +180,21 @@ def _accuracy(items: Sequence[ItemResult]) -> tuple[Array, Array]:
     return _array([item.is_right for item in items]), np.ones(len(items))
 
 
+def _centered_accuracy(items: Sequence[ItemResult]) -> tuple[Array, Array]:
+    return _array([item.is_right - item.chance for item in items]), _array([1 - item.chance for item in items])
+
+
 def _answer_bits(items: Sequence[ItemResult]) -> tuple[Array, Array]:
     return _array([item.nats / math.log(2) for item in items]), _array([item.bytes for item in items])
 
 
 def _array(values: Sequence[float]) -> Array:
     return np.array(values, dtype=np.float64)
+
+
+# Numerators and denominators of each metric, over items.
+_TERMS: dict[Metric, Callable[[Sequence[ItemResult]], tuple[Array, Array]]] = {
+    "accuracy": _accuracy,
+    "centered_accuracy": _centered_accuracy,
+    "answer_bits_per_byte": _answer_bits,
+}

@@ -16,6 +16,7 @@ from zero2all.evals.bench.tasks import Task, read_tasks
 from zero2all.evals.target import EvalTarget
 from zero2all.sandbox import Sandbox, open_sandbox
 
+UNKNOWN_DATA = "{} may have been trained on these questions: --mutate shows signs of it"
 GENERATED = "generate"  # in place of a form, where nothing is chosen
 
 
@@ -67,7 +68,9 @@ def run_bench(
         for label in dict.fromkeys(evaluation.target for evaluation in evaluations)
         if (estimate := core(_first_of_tasks(evaluations, label))) is not None
     }
-    return BenchReport([summarize(one) for one in evaluations], _differences(evaluations), cores)
+    # What a run was trained on is known; what a Hugging Face model was trained on is not.
+    notes = [] if options.mutate else [UNKNOWN_DATA.format(target.name) for target in targets if target.step is None]
+    return BenchReport([summarize(one) for one in evaluations], _differences(evaluations), cores, notes)
 
 
 def _prepared(task: Task, options: BenchOptions) -> Task:
@@ -119,7 +122,8 @@ def _differences(evaluations: Sequence[Evaluation]) -> list[Difference]:
         first_form = next(other.form for other in evaluations if other.task == one.task)
         if one.mutation != ORIGINAL:
             original = by_key[one.target, one.task, one.form, ORIGINAL]
-            found += compare(original, one, (ORIGINAL, one.mutation), ("accuracy",))
+            # Centered: the generative question, and one with fewer options, have another chance of being right.
+            found += compare(original, one, (ORIGINAL, one.mutation), ("centered_accuracy",))
         elif one.form != first_form:
             found += compare(
                 by_key[one.target, one.task, first_form, ORIGINAL], one, (first_form, one.form), ("accuracy",)
