@@ -8,7 +8,7 @@ from zero2all.experiments.mixtures import RECIPE_GROUP, SHARE_KEY
 from zero2all.experiments.summary import summarize
 from zero2all.track.experiment_record import (
     FORMAT,
-    MIXTURES,
+    MIXTURE_SEARCH,
     ExperimentRecord,
     VariantRecord,
     VariantResult,
@@ -59,5 +59,5 @@ def mixture_search(helps: dict[str, float], mixtures: int = 12) -> ExperimentRec
             f"{SHARE_KEY}{name}": float(share) for name, share in zip(helps, shares, strict=True)
         }
         variants.append(variant(f"mixture-{number}" if number else RECIPE_GROUP, 1, bits, values))
-    record = ExperimentRecord(FORMAT, "test", MIXTURES, list(values), None, {"en": 1.0}, variants=variants)
+    record = ExperimentRecord(FORMAT, "test", MIXTURE_SEARCH, list(values), None, {"en": 1.0}, variants=variants)
     return summarize(record)

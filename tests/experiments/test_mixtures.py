@@ -28,7 +28,7 @@ from zero2all.experiments.target import parse_target
 from zero2all.experiments.variants import ExperimentPlan
 from zero2all.recipe import load_recipe, recipe_yaml
 from zero2all.tokens import TokenStore
-from zero2all.track.experiment_record import ExperimentRecord, MixtureSource, VariantResult
+from zero2all.track.experiment_record import ExperimentRecord, MixtureSource, VariantResult, read_experiment
 
 SOURCES = ("code", "en", "zh")
 POOR = "zh"  # helps no validation source
@@ -110,7 +110,7 @@ def test_a_mixture_in_the_recipe_says_which_sources_are_mixed_and_where_the_sear
     [
         (["train.mixture={en: 1}"], 8, {}, "nothing to mix: the recipe trains on 1 source"),
         ([], 5, {}, "--mixtures 5 is too few for 3 sources: use at least 6, better 12"),
-        ([], 1001, {}, "more than a search can have"),
+        ([], 513, {}, "more than a search can have"),
         ([], 8, {"math": 1.0}, "there is no validation text of math.*there is some of code, en, zh"),
         (["train.optimizer.lr=1e-3,2e-3"], 8, {}, "varies only the mixture"),
         (["seed=3"], 8, {}, "see --seeds"),
@@ -131,6 +131,11 @@ def test_what_is_refused(recipe: Path, words: list[str], mixtures: int, target: 
 def test_a_target_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--target"):
         parse_target(text)
+
+
+def test_more_runs_than_a_record_holds_are_refused(recipe: Path) -> None:
+    with pytest.raises(UsageError, match="5120 runs are more than an experiment can have"):
+        plan_mixtures(recipe, [], 512, 10)
 
 
 def test_stages_without_a_mixture_have_that_of_the_variant(recipe: Path) -> None:
@@ -168,7 +173,7 @@ def test_the_record_has_the_fit(search: Callable[..., Result], tmp_path: Path) -
     done = search("--mixtures", 10, "--target", "en=1,code=1", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)["experiment"]
-    assert (found["kind"], found["name"], found["target"]) == ("mixtures", "mixtures", {"en": 1.0, "code": 1.0})
+    assert (found["kind"], found["name"], found["target"]) == ("mixture-search", "mixtures", {"en": 1.0, "code": 1.0})
     fit = found["fit"]
     assert fit["mixtures"] == 10
     assert fit["error"] < 0.3 * fit["mean_error"]
@@ -207,6 +212,10 @@ def test_a_stopped_search_is_resumed_and_another_target_needs_no_runs(
     path = tmp_path / "out/experiments/mixtures"
     assert load_recipe(path / "suggested.yaml").train.mixture["code"] > 0.6
     assert "code=1" in other.output
+    stored = read_experiment(path / "experiment.json")
+    assert stored.target == {"code": 1.0}
+    assert stored.fit is not None
+    assert max(stored.fit.sources, key=lambda one: one.suggested or 0).source == "code", "the page shows it too"
     text = report_text(build_report(open_experiment(path, {"en": 1.0})))
     assert "1 % more of code raises the target" in text
 

@@ -8,7 +8,7 @@ import { say } from "./words.js";
 const HEIGHT = 220;
 const MAX_LAYERS = 20;  // measurements at one place
 const MAX_TICKS = 12;
-const SWEEPS = ["sweep", "mixtures"];
+const SWEEPS = ["sweep", "mixture-search"];
 const OPEN_STATES = ["planned", "running", "stopped"];
 
 export const isUnfinished = ({ record }) => !record || record.variants.some((one) => OPEN_STATES.includes(one.state));
@@ -53,7 +53,7 @@ const fitText = (fit) => filled("leave-one-out error {} (the mean: {}), rank cor
   fixed(fit.error), fixed(fit.mean_error), fit.rank_correlation.toFixed(2));
 
 function verdictLines({ verdicts, kind }) {
-  const unknown = kind !== "mixtures" && verdicts.some((one) => one.margin == null);
+  const unknown = kind !== "mixture-search" && verdicts.some((one) => one.margin == null);
   return [...verdicts.filter((one) => one.margin != null).map(verdictText), ...(unknown ? [say("the noise between seeds is unknown")] : [])]
     .map((text) => element("p", { class: "verdict" }, text));
 }

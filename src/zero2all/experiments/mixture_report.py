@@ -10,7 +10,7 @@ from zero2all.experiments.mixtures import MIXTURES_PER_SOURCE, SHARE_KEY
 from zero2all.experiments.plots import show_value
 from zero2all.experiments.tables import UNKNOWN, show_bits
 from zero2all.experiments.target import show_target
-from zero2all.track.experiment_record import MIXTURES, ExperimentRecord, MixtureFit, MixtureSource
+from zero2all.track.experiment_record import MIXTURE_SEARCH, ExperimentRecord, MixtureFit, MixtureSource
 from zero2all.units import show_count
 
 MAX_COLUMNS = 8  # of sources
@@ -41,7 +41,7 @@ def source_rows(fit: MixtureFit) -> list[list[str]]:
 
 
 def mixture_remarks(record: ExperimentRecord) -> Iterator[str]:
-    if record.kind != MIXTURES:
+    if record.kind != MIXTURE_SEARCH:
         return
     if record.fit is None:
         needed = MIXTURES_PER_SOURCE * len(record.keys)

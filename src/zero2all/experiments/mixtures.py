@@ -21,7 +21,9 @@ from zero2all.io import write_text
 from zero2all.recipe import Recipe, load_recipe, recipe_yaml
 from zero2all.tokens import TokenStore
 from zero2all.track.experiment_record import (
-    MIXTURES,
+    MAX_CURVES,
+    MAX_VARIANTS,
+    MIXTURE_SEARCH,
     Curve,
     ExperimentRecord,
     MixtureFit,
@@ -40,7 +42,7 @@ CONCENTRATIONS = (0.5, 1.0, 2.0, 4.0)
 MIN_SHARE = 0.001  # every run has some of every source
 SHARE_DIGITS = 4
 MIXTURES_PER_SOURCE = 2  # at least
-MAX_MIXTURES = 1000
+MAX_MIXTURES = 512
 USEFUL_ERROR = 0.8  # relative to the error of the mean; a fit to noise reaches it about once in 20 times
 PERCENT = 0.01
 CURVE_POINTS = 25
@@ -72,7 +74,7 @@ def plan_mixtures(
         )
     build_missing_stages(recipe, target or {})
     shares = recipe_shares(recipe)
-    _refuse_too_few(mixtures, len(shares))
+    _check_number(mixtures, seeds, len(shares))
     groups = [
         _mixture_group(label, path, overrides, recipe, drawn)
         for label, drawn in _draw_mixtures(shares, mixtures, recipe.seed).items()
@@ -80,7 +82,7 @@ def plan_mixtures(
     keys = [f"{SHARE_KEY}{source}" for source in shares]
     valid = TokenStore(recipe.tokens_dir, "valid")
     target = target or dict.fromkeys(validation_sources(valid, recipe.train.seq_len), 1.0)
-    return make_plan(name or MIXTURES, MIXTURES, keys, groups, seeds, target)
+    return make_plan(name or "mixtures", MIXTURE_SEARCH, keys, groups, seeds, target)
 
 
 def recipe_shares(recipe: Recipe) -> dict[str, float]:
@@ -93,7 +95,7 @@ def recipe_shares(recipe: Recipe) -> dict[str, float]:
     return {source: weight / sum(weights.values()) for source, weight in weights.items()}
 
 
-def _refuse_too_few(mixtures: int, sources: int) -> None:
+def _check_number(mixtures: int, seeds: int, sources: int) -> None:
     if sources < 2:
         raise UsageError(f"there is nothing to mix: the recipe trains on {sources} source")
     if mixtures < MIXTURES_PER_SOURCE * sources:
@@ -103,6 +105,8 @@ def _refuse_too_few(mixtures: int, sources: int) -> None:
         )
     if mixtures > MAX_MIXTURES:
         raise UsageError(f"--mixtures {mixtures} is more than a search can have ({MAX_MIXTURES})")
+    if mixtures * seeds > MAX_VARIANTS:
+        raise UsageError(f"{mixtures * seeds} runs are more than an experiment can have ({MAX_VARIANTS})")
 
 
 def _draw_mixtures(shares: dict[str, float], count: int, seed: int) -> dict[str, dict[str, float]]:
@@ -238,7 +242,7 @@ def _response_plot(record: ExperimentRecord, measured: _Measured, fit: Fit) -> P
         here = round(float(fit.response.predict(measured.recipe) @ measured.target), 6)
         curves.append(Curve(source, line, [(own, here)], colour=number))
     title = f"{record.name}: predicted bits per byte ({show_target(record.target)})"
-    return Plot(title, "share of the source", "bits per byte", curves)
+    return Plot(title, "share of the source", "bits per byte", curves[:MAX_CURVES])
 
 
 def write_suggestion(recipe: Recipe, record: ExperimentRecord, directory: Path) -> Path | None:

@@ -16,7 +16,7 @@ from zero2all.experiments.plots import show_value
 from zero2all.experiments.tables import UNKNOWN, show_bits, show_table
 from zero2all.experiments.target import show_target
 from zero2all.io import read_json
-from zero2all.track.experiment_record import MIXTURES, ExperimentRecord, VariantRecord, Verdict
+from zero2all.track.experiment_record import MIXTURE_SEARCH, ExperimentRecord, VariantRecord, Verdict
 from zero2all.units import show_count, show_seconds
 
 MAX_DIFFERENCES = 20  # keys
@@ -142,7 +142,7 @@ def _noise_remarks(comparison: Comparison) -> Iterator[str]:
     """The command that measures the noise, if it is unknown."""
     record = comparison.record
     counts = [len(values) for values in record.values_by_group().values()]
-    if len(counts) < 2 or min(counts) >= 2 or record.kind == MIXTURES:  # whose fit has an error of its own
+    if len(counts) < 2 or min(counts) >= 2 or record.kind == MIXTURE_SEARCH:  # whose fit has an error of its own
         return
     if record.kind == "sweep":
         yield "the noise between seeds is unknown: the same command with --seeds 3 adds seeds to this experiment"
@@ -163,7 +163,7 @@ def _recipe_of(variant: VariantRecord, record: ExperimentRecord) -> str:
 def report_text(report: Report) -> str:
     """Without the plot."""
     record = report.experiment
-    parts = [show_table(mixture_rows(record) if record.kind == MIXTURES else _group_rows(report))]
+    parts = [show_table(mixture_rows(record) if record.kind == MIXTURE_SEARCH else _group_rows(report))]
     if record.fit is not None:
         parts.append(show_table(source_rows(record.fit)))
     if not record.is_sweep and report.differences:

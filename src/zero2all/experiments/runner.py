@@ -75,7 +75,8 @@ class _Runner:
         self.budget = None if budget is None else parse_budget(budget)
         self.path = plan.directory / EXPERIMENT_FILE
         self.variants = {variant.record.name: variant for variant in plan.variants}
-        self.record = self._merge(read_experiment(self.path) if self.path.exists() else None)
+        # Summarized, because another target changes the summary of runs that are all done.
+        self.record = summarize(self._merge(read_experiment(self.path) if self.path.exists() else None))
 
     def _merge(self, before: ExperimentRecord | None) -> ExperimentRecord:
         """The record with the variants that are new in the plan."""

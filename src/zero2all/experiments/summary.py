@@ -8,7 +8,7 @@ from statistics import fmean
 from zero2all.experiments.mixtures import analyze_mixtures
 from zero2all.experiments.plots import sweep_plot
 from zero2all.experiments.statistics import compare_groups, standard_deviation
-from zero2all.track.experiment_record import MIXTURES, ExperimentRecord, GroupSummary, Verdict
+from zero2all.track.experiment_record import MIXTURE_SEARCH, ExperimentRecord, GroupSummary, Verdict
 
 
 def summarize(record: ExperimentRecord) -> ExperimentRecord:
@@ -18,7 +18,7 @@ def summarize(record: ExperimentRecord) -> ExperimentRecord:
         groups.sort(key=lambda one: (one.bits_per_byte is None, one.bits_per_byte or 0.0))
     plot = sweep_plot(record) if record.kind == "sweep" else None
     fit = None
-    if record.kind == MIXTURES and (analysis := analyze_mixtures(record)) is not None:
+    if record.kind == MIXTURE_SEARCH and (analysis := analyze_mixtures(record)) is not None:
         fit, plot = analysis
     return replace(record, groups=groups, verdicts=_verdicts(record, groups), plot=plot, fit=fit)
 

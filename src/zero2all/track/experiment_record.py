@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 8 * 2**20
 MAX_VARIANTS = 5000
 MAX_CURVES = 200
 BITS_PER_BYTE = "bits_per_byte"  # the metric by which variants are compared: lower is better
-MIXTURES = "mixtures"  # kind of a mixture search
+MIXTURE_SEARCH = "mixture-search"
 MAX_BITS_PER_BYTE = 1e6  # more is damage
 VariantState = Literal["planned", "running", "stopped", "done", "failed"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -189,7 +189,7 @@ class ExperimentRecord:
     format: Literal[1]
     name: DirectoryName
     kind: str
-    """compare, sweep, mixtures (a mixture search), or runs (that existed)."""
+    """compare, sweep, mixture-search, or runs (that existed)."""
     keys: list[str]
     """Recipe keys that are varied; empty if the variants are recipes of their own."""
     budget: str | None
@@ -211,7 +211,7 @@ class ExperimentRecord:
     @property
     def is_sweep(self) -> bool:
         """Whether its variants are of one recipe, so that the best one is sought."""
-        return self.kind in ("sweep", MIXTURES)
+        return self.kind in ("sweep", MIXTURE_SEARCH)
 
     def values_by_group(self) -> dict[str, list[float]]:
         """Bits per byte of the runs that have them."""
