@@ -16,6 +16,7 @@ from tests.experiments.helpers import experiment, mixture_search, variant
 from tests.track.browser import browser, watching
 from zero2all.io import write_record
 from zero2all.track import RunRecord
+from zero2all.track.eval_record import EvalLine, append_evals
 from zero2all.track.html_report import report_html
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
@@ -90,6 +91,36 @@ def test_it_follows_a_run_within_two_seconds_and_text_stays_text(page: Any, tmp_
             record.event("resume", step=20)
             record.step(20, loss=4.0)
             until(page, "return document.querySelector('.metrics').textContent.includes('21 / 100')")
+            no_complaints(page)
+
+
+def test_it_shows_probes_and_those_that_are_evaluated_while_it_is_open(page: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fields: dict[str, Any] = {"kind": "probes", "suite": "own", "metric": "probability", "better": "higher"}
+
+    def evaluate(step: int) -> None:
+        values = {"rising": step / 1000, NASTY.replace("/", ""): 0.5}
+        lines = [EvalLine(**fields, name=name, step=step, value=values[name], time=4e9) for name in values]
+        append_evals(run, lines)
+
+    with RunRecord(run / "record.jsonl", system_every=None) as record:
+        record.event("start", step=0, steps=900)
+        record.step(0, loss=8.0)
+        record.flush()
+        for step in range(100, 700, 100):
+            evaluate(step)
+        with watching(run) as (url, _):
+            page.get(url)
+            until(page, "document.querySelector('.probes')?.scrollIntoView(); return true")
+            until(page, INK, "probes/own: , probability")
+            count = "return document.querySelector('.probes summary').textContent"
+            assert page.execute_script(count).startswith("1 of 2 probes")
+            assert page.title == "zero2all"
+            last = "return document.querySelector('.probes tr.best td:nth-child(6)')?.textContent"
+            assert page.execute_script(last) == "0.6"
+            evaluate(700)
+            until(page, last + " === '0.7'")
+            until(page, "return document.querySelector('.probes .legend').textContent.includes('0.7')")
             no_complaints(page)
 
 

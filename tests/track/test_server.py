@@ -21,7 +21,7 @@ from zero2all.track import RunRecord
 from zero2all.track.html_report import report_html
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
-from zero2all.track.server import PAGE_DIR, LiveRun, _update_since, build_app
+from zero2all.track.server import PAGE_DIR, LiveRun, _seen, _update_since, build_app
 
 KEY = "the-key"
 NASTY = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
@@ -140,25 +140,26 @@ def test_a_step_that_cannot_be_is_refused(client: TestClient, step: str) -> None
 
 def test_an_update_has_the_lines_since_and_a_resume_reloads_everything(tmp_path: Path) -> None:
     live_run = LiveRun(make_run(tmp_path, steps=10))
-    sequence, version = live_run.run.readers[0].sequence, live_run.version
+    seen = _seen(live_run)
     with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         record.step(10, loss=7.0)
     live_run.refresh()
-    assert live_run.version > version
-    update, sequence = _update_since(live_run, sequence)
+    assert live_run.version > seen.version
+    update, seen = _update_since(live_run, seen)
     assert [line.step for line in update.lines] == [10]
     assert not update.reload
+    assert update.evals is None
     with RunRecord(tmp_path / "record.jsonl", rank=1, system_every=None) as other:
         other.step(10, loss=7.0)
     with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         record.step(11, loss=7.0)
     live_run.refresh()
-    update, sequence = _update_since(live_run, sequence)
+    update, seen = _update_since(live_run, seen)
     assert (update.ranks, update.reload) == (True, False)
     with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         record.event("resume", step=8)
     live_run.refresh()
-    assert _update_since(live_run, sequence)[0].reload
+    assert _update_since(live_run, seen)[0].reload
 
 
 def test_the_page_forbids_foreign_scripts(client: TestClient) -> None:

@@ -3,6 +3,7 @@ import { getSeries } from "./api.js";
 import { append, positionOf, plotted, stepAt, xOf } from "./columns.js";
 import { element } from "./element.js";
 import { compact, duration, number } from "./format.js";
+import { isProbe } from "./probes.js";
 import { change, hiddenRuns, state } from "./state.js";
 import { say } from "./words.js";
 
@@ -248,7 +249,7 @@ export class Chart {
   }
 }
 
-const shortened = (name) => (name.includes("/") ? name.slice(name.indexOf("/") + 1) : name);
+const shortened = (name) => (name.includes("/") ? name.slice((isProbe(name) ? name.lastIndexOf("/") : name.indexOf("/")) + 1) : name);
 
 // The value at a row, or the last one before it: columns of several runs have gaps.
 function near(values, idx, reach) {

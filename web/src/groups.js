@@ -1,4 +1,6 @@
 // Which metrics share a chart, the order of the charts, and their titles.
+import { isProbe } from "./probes.js";
+
 const TITLES = {
   loss: "loss", "loss/*": "loss by source", bpb: "bits per byte", "bpb/*": "bits per byte by source",
   "validation/*": "validation bits per byte", "stories/*": "quality of generated stories", lr: "learning rate",
@@ -30,11 +32,12 @@ export function groupNames(names) {
     if (!groups.has(id)) groups.set(id, []);
     groups.get(id).push(name);
   }
-  return [...groups].map(([id, members]) => ({ id, title: TITLES[id] ?? id, names: members }))
+  return [...groups].map(([id, members]) => ({ id, title: TITLES[id] ?? (isProbe(id) ? id.slice(id.indexOf("/") + 1) : id), names: members }))
     .sort((a, b) => rank(a.id) - rank(b.id) || a.id.localeCompare(b.id));
 }
 
 function chartOf(name) {
+  if (isProbe(name)) return name.slice(0, name.lastIndexOf("/"));  // a chart for each group of a suite
   if (/^gpu\d+\//.test(name)) return name.replace(/^gpu\d+/, "gpu*");  // the same metric of every GPU
   if (name.startsWith("system/") || !name.includes("/")) return name;  // metrics with different units
   return name.slice(0, name.indexOf("/")) + "/*";

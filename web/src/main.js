@@ -6,6 +6,7 @@ import { element } from "./element.js";
 import { experimentPanel, isUnfinished } from "./experiments.js";
 import { drawnNames, groupNames } from "./groups.js";
 import { factsPanel, histogramBars, openDocuments, runCard, sampleText, textPanel } from "./panels.js";
+import { isProbe, probeTable } from "./probes.js";
 import { change, hiddenRuns, onChange, readAddress, state } from "./state.js";
 import { language, say } from "./words.js";
 
@@ -20,6 +21,8 @@ const page = document.getElementById("page");
 const experimentBox = element("div", { class: "experiments" });
 const cards = element("div", { class: "cards" });
 const grid = element("main", { class: "grid" });
+const probes = element("section", { class: "probes" });
+const probeGrid = element("div", { class: "grid" });
 const below = element("div", { class: "below" });
 const light = element("span", { class: "light" });
 
@@ -73,11 +76,17 @@ function applyTheme() {
 
 function build() {
   applyTheme();
-  page.replaceChildren(header(), experimentBox, cards, grid, below);
+  page.replaceChildren(header(), experimentBox, cards, grid, probes, below);
   drawExperiments();
   drawCards();
   buildCharts();
   buildBelow();
+}
+
+// The table is drawn again with the charts: its section is empty without both.
+function buildProbes() {
+  const table = probeTable(visible());
+  probes.replaceChildren(...(table ? [element("h2", {}, say("probes")), probeGrid, table] : []));
 }
 
 function buildBelow() {
@@ -138,7 +147,10 @@ function buildCharts() {
   const groups = groupNames([...names])
     .filter((group) => !wanted || [group.id, say(group.title), ...group.names].join(" ").toLowerCase().includes(wanted));
   charts = groups.map((group) => new Chart(group, runs, openDocuments));
-  grid.replaceChildren(...charts.map((chart) => chart.root));
+  const ofProbes = (chart) => isProbe(chart.group.id);
+  grid.replaceChildren(...charts.filter((chart) => !ofProbes(chart)).map((chart) => chart.root));
+  probeGrid.replaceChildren(...charts.filter(ofProbes).map((chart) => chart.root));
+  buildProbes();
   for (const chart of charts) seen.observe(chart.root);
 }
 
@@ -147,7 +159,7 @@ function applyUpdate(update) {
   if (update.found) return reloadRuns();
   const run = runs[update.id];
   const newNames = update.names.some((name) => !run.names.includes(name));
-  Object.assign(run, { names: update.names, status: update.status, verdicts: update.verdicts });
+  Object.assign(run, { names: update.names, status: update.status, verdicts: update.verdicts, evals: update.evals ?? run.evals });
   if (update.reload) return reloadRuns();
   const rows = update.lines.filter((line) => "step" in line && !("event" in line || "sample" in line || "histogram" in line));
   const events = update.lines.filter((line) => "event" in line), evaluated = events.some((event) => event.event === "evaluation");
@@ -163,7 +175,12 @@ function applyUpdate(update) {
   drawCards();
   if (texts) buildBelow();
   if (newNames) buildCharts();
-  else for (const chart of charts) chart.group.id === "validation/*" ? evaluated && chart.reload() : chart.add(run, rows);
+  else for (const chart of charts) {
+    if (isProbe(chart.group.id)) update.evals && chart.reload();
+    else if (chart.group.id === "validation/*") evaluated && chart.reload();
+    else chart.add(run, rows);
+  }
+  if (update.evals) buildProbes();
   if (update.ranks && Date.now() - ranksReadAt > RANKS_REFRESH_MS) {
     ranksReadAt = Date.now();
     for (const chart of charts) if (chart.ofRanks) chart.reload();

@@ -35,6 +35,10 @@ const ZH = {
   "the noise between seeds is unknown": "种子之间的波动未知",
   "suggested": "建议", "1 % more": "多占 1 %", "95 % interval": "95 % 区间",
   "leave-one-out error {} (the mean: {}), rank correlation {}": "留一误差 {}（用均值预测：{}），秩相关系数 {}",
+  "probes": "探针", "probe": "探针", "suite": "探针集", "group": "分组", "metric": "指标", "first": "首个", "last": "最新",
+  "expected": "预期方向", "Kendall's τ": "Kendall τ", "p (Holm)": "p 值（Holm 校正）", "probability": "概率",
+  "bits per byte apart": "每字节比特数之差",
+  "{} of {} probes trend as expected (p < 0.05)": "{} / {} 个探针按预期变化（p < 0.05）",
   "no documents": "没有文档", "the highest between two points": "两点之间数值最高的一步", "values": "数值",
 };
 

@@ -131,6 +131,11 @@ class CheckpointStore:
         steps, _ = self._newest_first(lineage)
         return steps[0] if steps else None
 
+    def current_steps(self, lineage: Lineage | None) -> list[int]:
+        """All steps but those of abandoned histories, the newest last."""
+        steps, abandoned = self._newest_first(lineage)
+        return sorted(set(steps) - abandoned)
+
     def _newest_first(self, lineage: Lineage | None) -> tuple[list[int], set[int]]:
         """All steps, those of abandoned histories last, and which these are."""
         steps = list(reversed(self.steps()))

@@ -1,4 +1,4 @@
-"""z2a eval loss | bench | stories | lm-eval"""
+"""z2a eval loss | probes | bench | stories | lm-eval"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from zero2all.cli import eval_bench, eval_lm_eval
+from zero2all.cli import eval_bench, eval_lm_eval, eval_probes
 from zero2all.cli.conventions import Json, Result, RunPath, command
 from zero2all.cli.eval_bench import Target
 from zero2all.cli.groups import EvalGroup
@@ -101,6 +101,7 @@ def _parse_test_sets(words: list[str]) -> dict[str, str]:
         raise UsageError(f"--test-set: {error.errors()[0]['msg']}") from error
 
 
+app.command("probes")(eval_probes.eval_probes)
 app.command("bench")(eval_bench.eval_bench)
 app.command("lm-eval")(eval_lm_eval.eval_lm_eval)
 

@@ -1,4 +1,5 @@
-"""YAML for recipes: plain values only, within limits, and nothing that reads as something else than it looks like.
+"""YAML for recipes and suites of probes: plain values only, within limits, and nothing that reads as something else
+than it looks like.
 
 PyYAML follows YAML 1.1, where ``12:30:45`` is 45045, ``012`` is 10, ``no`` is false and of two equal keys the last one
 counts. Here such scalars are text (a field that wants a number then says so), equal keys are an error, and so are
@@ -97,7 +98,7 @@ PlainLoader.add_constructor(None, _unknown)
 def read_yaml(text: str, origin: str) -> tuple[Any, Lines]:
     """The values of a document, and the line of each key and element; a UsageError with the position if it is none."""
     if len(text) > MAX_FILE_BYTES:
-        raise UsageError(f"{origin} is larger than {MAX_FILE_BYTES >> 20} MiB: is it a recipe?")
+        raise UsageError(f"{origin} is larger than {MAX_FILE_BYTES >> 20} MiB: is it the right file?")
     try:
         loader = PlainLoader(text)
         try:
@@ -109,7 +110,7 @@ def read_yaml(text: str, origin: str) -> tuple[Any, Lines]:
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        raise UsageError(f"{origin} is not YAML that a recipe can use: {_one_line(error)}") from None
+        raise UsageError(f"{origin} is not plain YAML: {_one_line(error)}") from None
 
 
 def _check(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:

@@ -19,6 +19,7 @@ from zero2all.workspace import DEFAULT_RUN, MAX_DEPTH, UNSEARCHED_PATTERNS, find
 
 METADATA_FILES = ("recipe.yaml", "identity.json", "environment.json")
 RECORD_FILE = "record.jsonl"
+EVALS_FILE = "evals.jsonl"
 RECORD_FILE_PATTERN = re.compile(r"record(\.rank[0-9]+)?(\.index)?\.jsonl")
 
 
@@ -84,7 +85,7 @@ class SshRunLocation(NamedLocation):
         self.connection, self.directory = connection, directory
 
     def file_sizes(self) -> dict[str, int]:
-        listed = self.connection.file_sizes(self.directory, ["record*.jsonl", *METADATA_FILES])
+        listed = self.connection.file_sizes(self.directory, ["record*.jsonl", EVALS_FILE, *METADATA_FILES])
         return {name: size for name, size in listed.items() if is_run_file(name)}
 
     def read(self, file: str, start: int, length: int) -> bytes:
@@ -94,7 +95,7 @@ class SshRunLocation(NamedLocation):
 
 
 def is_run_file(name: str) -> bool:
-    return name in METADATA_FILES or RECORD_FILE_PATTERN.fullmatch(name) is not None
+    return name in (EVALS_FILE, *METADATA_FILES) or RECORD_FILE_PATTERN.fullmatch(name) is not None
 
 
 def _without_default_run(parts: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from zero2all.errors import Z2aError
+from zero2all.track.eval_record import EvalCurve, EvalReader
 from zero2all.track.record_lines import (
     RESTART_EVENTS,
     EventLine,
@@ -22,7 +23,7 @@ from zero2all.track.record_lines import (
     is_count,
 )
 from zero2all.track.record_reader import MetricTable, RecordReader
-from zero2all.track.run_locations import METADATA_FILES, RECORD_FILE, RunLocation
+from zero2all.track.run_locations import EVALS_FILE, METADATA_FILES, RECORD_FILE, RunLocation
 from zero2all.track.run_metadata import RunMetadata, read_run_metadata
 from zero2all.units import show_bytes
 
@@ -61,6 +62,7 @@ class RunView:
     def __init__(self, location: RunLocation) -> None:
         self.location, self.name = location, location.name
         self.readers = {0: RecordReader(location, RECORD_FILE)}
+        self.evals = EvalReader(location)
         self.metadata = RunMetadata()
         self.read_error: str | None = None  # why the location cannot be read at the moment
         self._metadata_sizes: dict[str, int] = {}
@@ -77,7 +79,8 @@ class RunView:
         for file in sizes:
             if match := RANK_RECORD_PATTERN.fullmatch(file):
                 self.readers.setdefault(int(match[1]), RecordReader(self.location, file))
-        for update in (self._read_metadata, *(reader.refresh for reader in self.readers.values())):
+        refreshes = (self.evals.refresh, *(reader.refresh for reader in self.readers.values()))
+        for update in (self._read_metadata, *refreshes):
             try:
                 changed = update(sizes) or changed
             except Exception as error:  # the other files and runs are still shown
@@ -107,6 +110,8 @@ class RunView:
                 lines = "1 line skipped" if reader.skipped_lines == 1 else f"{reader.skipped_lines} lines skipped"
                 what = f"{lines}, the first at" if file == reader.file else "not used past"
                 damage.append(f"{file}: {what} {where}")
+        if self.evals.damage:
+            damage.append(f"{EVALS_FILE}: {self.evals.skipped_lines} lines skipped, the first at {self.evals.damage}")
         return damage
 
     @property
@@ -117,7 +122,7 @@ class RunView:
             for rank, reader in sorted(self.readers.items())
             for name in reader.names
         ]
-        return [*recorded, *self.validation_table().mean]
+        return [*recorded, *self.validation_table().mean, *(curve.metric_name for curve in self.eval_curves())]
 
     @property
     def events(self) -> list[EventLine]:
@@ -163,6 +168,23 @@ class RunView:
             np.array([step for step, _ in rows], dtype=np.float64),
             np.array([event.time or 0.0 for _, event in rows], dtype=np.float64),
             {name: np.array(column) for name, column in by_name.items()},
+        )
+
+    def eval_curves(self) -> list[EvalCurve]:
+        """The evaluations of its checkpoints, without those that it abandoned when it resumed from an earlier one."""
+        return self.evals.curves(self.events)
+
+    def eval_table(self, first: float = -math.inf, last: float = math.inf) -> MetricTable:
+        """The evaluations of its checkpoints, one row per step and one column per name."""
+        curves = self.eval_curves()
+        times = {step: time for curve in curves for step, time in zip(curve.steps, curve.times, strict=True)}
+        steps = sorted(step for step in times if first <= step <= last)
+        by_name = {}
+        for curve in curves:
+            values = dict(zip(curve.steps, curve.values, strict=True))
+            by_name[curve.metric_name] = np.array([values.get(step, math.nan) for step in steps])
+        return MetricTable(
+            np.array(steps, dtype=np.float64), np.array([times[step] for step in steps], dtype=np.float64), by_name
         )
 
     def status(self) -> RunStatus:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -29,6 +29,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from zero2all.errors import Z2aError
+from zero2all.track.eval_record import EvalCurve
 from zero2all.track.experiment_record import find_experiments
 from zero2all.track.health_checks import HealthFinding, check_health
 from zero2all.track.record_lines import EventLine, LoggedLine, RecordLine, line_to_json, restart_step
@@ -69,6 +70,7 @@ class RunSummary:
     verdicts: list[HealthFinding]
     batch_tokens: int | None
     directory: str | None
+    evals: list[EvalCurve]
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class RunUpdate:
     lines: list[RecordLine]
     reload: bool
     """Whether the page must load everything again."""
+    evals: list[EvalCurve] | None
+    """None if they are those that the page has."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class LiveRun:
     @property
     def summary(self) -> RunSummary:
         """An empty one for a run that has never been read."""
-        return self._summary or RunSummary([], RunStatus(self.run.name), [], {}, {}, [], None, None)
+        return self._summary or RunSummary([], RunStatus(self.run.name), [], {}, {}, [], None, None, [])
 
     def refresh(self) -> None:
         """Never raises: a failure is shown for this run, and the others are followed as before."""
@@ -206,17 +210,16 @@ class DashboardHandlers:
 
     async def _event_messages(self) -> AsyncIterator[str]:
         """Server-sent events: the updates of each run that this page has not seen."""
-        seen = [(live_run.version, live_run.run.readers[0].sequence) for live_run in self.runs]
+        seen = [_seen(live_run) for live_run in self.runs]
         last_message = time.monotonic()
         yield ": hello\n\n"
         while True:
             if len(self.runs) > len(seen):
-                seen += [(live_run.version, live_run.run.readers[0].sequence) for live_run in self.runs[len(seen) :]]
+                seen += [_seen(live_run) for live_run in self.runs[len(seen) :]]
                 yield f"data: {encode_json({'found': len(seen)})}\n\n"
             for number, live_run in enumerate(self.runs[: len(seen)]):
-                if live_run.version != seen[number][0]:
-                    update, sequence = _update_since(live_run, seen[number][1])
-                    seen[number] = (live_run.version, sequence)
+                if live_run.version != seen[number].version:
+                    update, seen[number] = _update_since(live_run, seen[number])
                     last_message = time.monotonic()
                     yield f"data: {encode_json({'id': number, **vars(update)})}\n\n"
             if time.monotonic() - last_message > KEEPALIVE_SECONDS:  # a write detects a closed page
@@ -318,11 +321,12 @@ def summarize_run(run: RunView, findings: list[HealthFinding]) -> RunSummary:
         verdicts=findings,
         batch_tokens=run.metadata.batch_tokens,
         directory=str(run.location.directory) if isinstance(run.location, LocalRunLocation) else None,
+        evals=run.eval_curves(),
     )
 
 
 def build_series(run: RunView, names: list[str], first: float, last: float, points: int) -> list[SeriesBlock]:
-    """One block of columns per rank, and one for the evaluations: their rows need not align."""
+    """One block of columns per rank, and one for each kind of evaluation: their rows need not align."""
     blocks = []
     for rank, reader in sorted(run.readers.items()):
         suffix = f"@{rank}" if rank else ""
@@ -337,9 +341,10 @@ def build_series(run: RunView, names: list[str], first: float, last: float, poin
                     run, run.table([*available_names, *axis_names], first, last, points, rank), available_names, suffix
                 )
             )
-    validation = run.validation_table(first, last)
-    available_names = [name for name in names if name in validation.mean]
-    return [*blocks, _series_block(run, validation, available_names, "")] if available_names else blocks
+    for table in (run.validation_table(first, last), run.eval_table(first, last)):
+        if available_names := [name for name in names if name in table.mean]:
+            blocks.append(_series_block(run, table, available_names, ""))
+    return blocks
 
 
 def _series_block(run: RunView, table: MetricTable, names: list[str], suffix: str) -> SeriesBlock:
@@ -361,17 +366,32 @@ def _json_column(column: Array) -> list[float | None]:
     return [None if not math.isfinite(value) else value for value in column.tolist()]
 
 
-def _update_since(live_run: LiveRun, sequence: int) -> tuple[RunUpdate, int]:
-    """What changed since ``sequence``, and the latest one."""
+class _Seen(NamedTuple):
+    """What a page has of a run."""
+
+    version: int
+    sequence: int
+    """Of the record."""
+    evals: int
+    """The version of the evaluations."""
+
+
+def _seen(live_run: LiveRun) -> _Seen:
+    return _Seen(live_run.version, live_run.run.readers[0].sequence, live_run.run.evals.version)
+
+
+def _update_since(live_run: LiveRun, before: _Seen) -> tuple[RunUpdate, _Seen]:
+    """What changed, and what the page has then."""
     with live_run.lock:
-        lines = list(live_run.run.lines_after(sequence))
-        latest, has_ranks = live_run.run.readers[0].sequence, len(live_run.run.readers) > 1
+        lines = list(live_run.run.lines_after(before.sequence))
+        now, has_ranks = _seen(live_run), len(live_run.run.readers) > 1
+        summary = live_run.summary
     restarted = any(restart_step(line) is not None for _, line in lines)
-    missed = latest - sequence != len(lines)
+    missed = now.sequence - before.sequence != len(lines)
     reload = restarted or (missed and bool(lines))
-    summary = live_run.summary
     new_lines = [line for _, line in lines]
-    return RunUpdate(summary.names, summary.status, summary.verdicts, has_ranks, new_lines, reload), latest
+    evals = None if now.evals == before.evals else summary.evals
+    return RunUpdate(summary.names, summary.status, summary.verdicts, has_ranks, new_lines, reload, evals), now
 
 
 def json_response(value: Any) -> Response:

@@ -1,0 +1,172 @@
+"""Probes over the checkpoints of a run: values, curves and trends."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zero2all.checkpoint.lineage import read_lineage
+from zero2all.console import progress, warn
+from zero2all.errors import UsageError
+from zero2all.evals.log_likelihood import score
+from zero2all.evals.probe_suite import ProbeSuite, SentenceProbe
+from zero2all.evals.target import TargetLocation, find_target
+from zero2all.model import Z2all
+from zero2all.parallel import ParallelModel
+from zero2all.tokenizer import Tokenizer
+from zero2all.track.eval_record import EvalCurve, EvalLine, append_evals, eval_curves
+from zero2all.track.run_locations import LocalRunLocation
+from zero2all.track.run_view import RunView
+
+KIND = "probes"
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The value of a probe for one model."""
+
+    suite: str
+    name: str
+    kind: str
+    language: str
+    category: str
+    metric: str
+    """What the value is: ``probability``, ``bits per byte``, or ``bits per byte apart`` of a contrast."""
+    expected: Literal["rise", "fall"]
+    value: float
+    perplexity: float | None
+    """Of a sentence, per token."""
+    digest: str
+
+
+@dataclass(frozen=True)
+class ModelProbes:
+    """The probes of one model."""
+
+    step: int | None
+    """Of a checkpoint; None for a Hugging Face directory."""
+    results: list[ProbeResult]
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """Probes of one or several checkpoints."""
+
+    target: str
+    models: list[ModelProbes]
+    """What was evaluated."""
+    curves: list[EvalCurve]
+    """Over all checkpoints of the run that were ever evaluated with these suites."""
+    recorded: bool
+    """Whether the values are in the run's ``evals.jsonl``."""
+
+
+def evaluate_suite(model: Z2all | ParallelModel, tokenizer: Tokenizer, suite: ProbeSuite) -> list[ProbeResult]:
+    """The value of each probe, in the order of the suite.
+
+    >>> evaluate_suite(model, tokenizer, load_suite("english"))
+    """
+    requests = [probe.requests(tokenizer) for probe in suite.probes]
+    scores = iter(score(model, [request for own in requests for request in own]))
+    results = []
+    for probe, own in zip(suite.probes, requests, strict=True):
+        found = [next(scores) for _ in own]
+        tokens = len(own[0].continuation)
+        results.append(
+            ProbeResult(
+                suite=suite.name,
+                name=probe.name,
+                kind=probe.kind,
+                language=probe.language,
+                category=probe.category,
+                metric=probe.metric,
+                expected=probe.expected,
+                value=probe.value(found),
+                perplexity=_exp(found[0].nats / tokens) if isinstance(probe, SentenceProbe) else None,
+                digest=probe.digest,
+            )
+        )
+    return results
+
+
+def _exp(nats: float) -> float:
+    return math.exp(min(nats, 700.0))  # beyond it a float overflows
+
+
+def default_suites(location: TargetLocation) -> list[str]:
+    """A model of the built-in stories knows nothing else."""
+    run = location.run
+    return ["stories"] if run is not None and run.recipe.evals.stories else ["english", "chinese"]
+
+
+def find_checkpoints(target: str, steps: Literal["newest", "all"]) -> list[TargetLocation]:
+    """The newest checkpoint of a run or all of them; damaged ones and those of an abandoned history are left out."""
+    location = find_target(target)
+    if steps == "newest":
+        return [location]
+    run = location.run
+    if run is None:
+        raise UsageError(f"--steps all is for the checkpoints of a run; {target} is a Hugging Face directory")
+    found = []
+    for step in run.checkpoints.current_steps(read_lineage(run.directory)):
+        if (problem := run.checkpoints.problem(step)) is None:
+            found.append(find_target(str(run.directory), step))
+        else:
+            warn(f"checkpoint {run.checkpoints.path(step)} is left out: {problem}")
+    return found
+
+
+def evaluate_checkpoints(target: str, locations: Sequence[TargetLocation], suites: Sequence[ProbeSuite]) -> ProbeReport:
+    """Evaluate models and add the values of a run's checkpoints to its ``evals.jsonl``, each as soon as it is known."""
+    models: list[ModelProbes] = []
+    lines: list[EvalLine] = []
+    is_writable = True
+    with progress("evaluating probes", len(locations)) as advance:
+        for location in locations:
+            model = location.load_model()
+            found = [one for suite in suites for one in evaluate_suite(model, location.tokenizer, suite)]
+            models.append(ModelProbes(location.step, found))
+            if location.run is not None and location.step is not None:
+                own = _to_lines(location.step, found)
+                lines += own
+                is_writable = is_writable and _append(location, own)
+            advance(1)
+    recorded = is_writable and bool(lines)
+    curves = eval_curves(lines)
+    if recorded:
+        view = RunView(LocalRunLocation(locations[0].directory))
+        view.read_to_end()
+        names = {suite.name for suite in suites}
+        curves = [curve for curve in view.eval_curves() if curve.kind == KIND and curve.suite in names]
+    return ProbeReport(target, models, curves, recorded)
+
+
+def _append(location: TargetLocation, lines: Sequence[EvalLine]) -> bool:
+    try:
+        append_evals(location.directory, lines)
+    except PermissionError as error:
+        warn(f"the values are not recorded, so 'z2a watch' will not show them: {error}")
+        return False
+    return True
+
+
+def _to_lines(step: int, results: Sequence[ProbeResult]) -> list[EvalLine]:
+    now = round(time.time(), 3)
+    return [
+        EvalLine(
+            kind=KIND,
+            suite=result.suite,
+            name=result.name,
+            step=step,
+            value=result.value,
+            metric=result.metric,
+            better="higher" if result.expected == "rise" else "lower",
+            group=f"{result.language} {result.category}",
+            digest=result.digest,
+            time=now,
+        )
+        for result in results
+    ]
