@@ -20,7 +20,7 @@ from zero2all.recipe import ModelConfig, ParallelRecipe
 from zero2all.tokenizer import Tokenizer
 
 VOCAB = 300
-CONTEXT = 24
+CONTEXT = 48
 CONFIG = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.3, "vocab_size": VOCAB,
@@ -59,11 +59,13 @@ def make_requests(model: Z2all) -> list[Request]:
     requests = [
         Request(random_tokens(rng, size), random_tokens(rng, rng.randint(1, 6))) for size in (1, 2, 3, 5, 8, 13)
     ]
-    question = random_tokens(rng, 9)
+    question = random_tokens(rng, 20)
     requests += [Request(question, (letter,)) for letter in (7, 8, 9, 8)]
     requests += [Request(question, (7, *random_tokens(rng, extra))) for extra in (1, 4, 0)]
+    requests += [Request(question, random_tokens(rng, size)) for size in (2, 3, 5)]  # share a beginning
+    requests += [Request((*question[:18], *random_tokens(rng, 4)), random_tokens(rng, 3)) for _ in range(3)]
     requests += [Request(question[:4], question[4:6]), Request((3,), ()), Request(question, ())]
-    requests += [Request(random_tokens(rng, 40), random_tokens(rng, 5)), Request((1,), random_tokens(rng, CONTEXT))]
+    requests += [Request(random_tokens(rng, 80), random_tokens(rng, 5)), Request((1,), random_tokens(rng, CONTEXT))]
     for size in (4, 12):  # what greedy decoding gives, the same with another last token, and with another first
         tokens = list(random_tokens(rng, size))
         for _ in range(3):
@@ -124,6 +126,17 @@ def test_the_letters_of_a_question_cost_one_row() -> None:
     assert passed == [(1, 10)]
 
 
+def test_a_long_beginning_is_computed_once() -> None:
+    model, passed = build({}), []
+    model.register_forward_pre_hook(lambda module, inputs: passed.append(tuple(inputs[0].shape)))
+    question = tuple(range(30))
+    requests = [Request(question, (40 + number, 50, 60)) for number in range(4)]
+    score(model, requests)
+    assert passed == [(1, 30 + 4 * 2)]
+    dynamic = build(DYNAMIC)  # where each length has other positions
+    assert_equal(score(dynamic, requests), [plain_score(dynamic, request) for request in requests])
+
+
 def test_scores_are_those_of_transformers(workspace: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = Tokenizer(workspace / "tokenizer")
@@ -155,7 +168,7 @@ def test_impossible_requests_are_refused() -> None:
     model = build({})
     with pytest.raises(UsageError, match="request 1 has no context"):
         score(model, [Request((1,), (2,)), Request((), (2,))])
-    with pytest.raises(UsageError, match="25 tokens does not fit"):
+    with pytest.raises(UsageError, match=f"{CONTEXT + 1} tokens does not fit"):
         score(model, [Request((1,), (2,) * (CONTEXT + 1))])
     assert score(model, []) == []
     with torch.no_grad():

@@ -11,16 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from zero2all.errors import UsageError, Z2aError
 from zero2all.generation.rank_model import LocalModel, RankModel, as_rank_model
 from zero2all.model import Z2all
 from zero2all.model.blocks import ScoredTargets
+from zero2all.model.kv_cache import Branches
 from zero2all.model.rope_table import depends_on_length
 from zero2all.parallel import ParallelModel
 from zero2all.tokenizer import Tokenizer
 
 Array = np.ndarray[Any, Any]
+MIN_SAVED_TOKENS = 16  # by which a packed row has to be shorter: its attention needs a mask
 BATCH_TOKENS = 8192  # of one forward pass, with padding; bounds its memory
 
 
@@ -64,8 +67,8 @@ def score(model: Z2all | ParallelModel, requests: Sequence[Request], batch_token
     """The score of each request, in their order.
 
     A request longer than the model's context loses its beginning; its continuation has to fit. Rows of similar
-    length are computed together, ``batch_tokens`` at a time, and requests that share all their input tokens, such as
-    the letters of a multiple-choice question, share a row.
+    length are computed together, ``batch_tokens`` at a time. Requests that share all their input tokens, such as the
+    letters of a multiple-choice question, share a row, and a long beginning that several share is computed once.
 
     With a model over ranks every rank calls this with the same requests and gets the same scores.
 
@@ -75,9 +78,10 @@ def score(model: Z2all | ParallelModel, requests: Sequence[Request], batch_token
     # Where the sequence is split over ranks, a pass is padded to equal parts, and the padding is in the context too.
     limit = rank_model.config.max_position_embeddings - (rank_model.sequence_multiple - 1)
     rows = _share_rows([_to_row(index, request, limit) for index, request in enumerate(requests)], rank_model)
+    packed = _pack(rows, rank_model, min(limit, batch_tokens))
     nats, greedy = np.zeros(len(requests)), np.ones(len(requests), dtype=bool)
     with rank_model.eval_mode():
-        for batch in _batches(rows, batch_tokens):
+        for batch in _batches(packed, batch_tokens):
             _score_batch(rank_model, batch, nats, greedy)
     if np.isnan(nats).any():
         raise Z2aError("the model's logits are NaN: its weights are damaged, try an earlier checkpoint")
@@ -127,33 +131,81 @@ def _share_rows(rows: list[_Row], model: LocalModel | RankModel) -> list[_Row]:
     return shared
 
 
-def _batches(rows: list[_Row], batch_tokens: int) -> Iterator[list[_Row]]:
-    """Rows of similar length together; the longest first, so that memory is short at once or never."""
-    waiting = sorted(rows, key=len)
-    while waiting:
-        count = min(len(waiting), max(1, batch_tokens // len(waiting[-1])))
-        yield [waiting.pop() for _ in range(count)]
+@dataclass
+class _PackedRow:
+    """Rows with a common beginning, computed as one: the beginning, then the rest of each."""
+
+    common: int
+    """Tokens that they share; those of a single row are all common."""
+    rows: list[_Row]
+
+    def __len__(self) -> int:
+        return self.common + sum(len(row) - self.common for row in self.rows)
 
 
-def _score_batch(model: LocalModel | RankModel, batch: list[_Row], nats: Array, greedy: Array) -> None:
+def _pack(rows: list[_Row], model: LocalModel | RankModel, limit: int) -> list[_PackedRow]:
+    """Pack rows that share a beginning, in the order in which ``_share_rows`` sorted them, while that saves tokens."""
+    packed: list[_PackedRow] = []
+    for row in rows:
+        last = packed[-1] if packed and not depends_on_length(model.config) else None
+        if last is not None:
+            common = min(last.common, _common_tokens(last.rows[-1].tokens, row.tokens))
+            joined = _PackedRow(common, [*last.rows, row])
+            if len(last) + len(row) - len(joined) >= MIN_SAVED_TOKENS and len(joined) <= limit:
+                packed[-1] = joined
+                continue
+        packed.append(_PackedRow(len(row), [row]))
+    return packed
+
+
+def _common_tokens(left: bytes, right: bytes) -> int:
+    size = min(len(left), len(right))
+    differ = np.frombuffer(left, np.uint32, size // 4) != np.frombuffer(right, np.uint32, size // 4)
+    return int(differ.argmax()) if differ.any() else size // 4
+
+
+def _batches(rows: list[_PackedRow], batch_tokens: int) -> Iterator[list[_PackedRow]]:
+    """Rows of similar length together; the longest first, so that memory is short at once or never.
+
+    Single rows have batches of their own: causal attention is faster than one with a mask.
+    """
+    for waiting in ([row for row in rows if len(row.rows) > 1], [row for row in rows if len(row.rows) == 1]):
+        waiting.sort(key=len)
+        while waiting:
+            count = min(len(waiting), max(1, batch_tokens // len(waiting[-1])))
+            yield [waiting.pop() for _ in range(count)]
+
+
+def _score_batch(model: LocalModel | RankModel, batch: list[_PackedRow], nats: Array, greedy: Array) -> None:
     """Add the losses of the rows' requests to ``nats``, and clear ``greedy`` where a token is not the likeliest."""
-    tokens_BS = np.zeros((len(batch), len(batch[0])), dtype=np.int64)
+    tokens_BS, positions_BS, branches_BS = np.zeros((3, len(batch), len(batch[0])), dtype=np.int64)
     owners: list[int] = []  # the request of each token
     rows: list[int] = []
-    positions: list[int] = []
+    places: list[int] = []
     targets: list[int] = []
-    for number, row in enumerate(batch):
-        tokens_BS[number, : len(row)] = np.frombuffer(row.tokens, dtype=">u4")
-        for index, continuation, place in row.requests:
-            owners += [index] * len(continuation)
-            rows += [number] * len(continuation)
-            positions += range(place, place + len(continuation))
-            targets += continuation
-    device = model.device
-    scored = ScoredTargets(
-        *(torch.tensor(part, dtype=torch.int64, device=device) for part in (rows, positions, targets))
-    )
-    counts_B = torch.tensor([len(row) for row in batch], device=device)
-    losses, likeliest = model.score(torch.from_numpy(tokens_BS).to(device), counts_B, scored).cpu().numpy()
+    for number, packed in enumerate(batch):
+        common = begin = packed.common
+        for branch, row in enumerate(packed.rows, 1):
+            end = begin + len(row) - common
+            tokens = np.frombuffer(row.tokens, dtype=">u4")
+            tokens_BS[number, :common], positions_BS[number, :common] = tokens[:common], np.arange(common)
+            tokens_BS[number, begin:end], positions_BS[number, begin:end] = tokens[common:], np.arange(common, len(row))
+            branches_BS[number, begin:end] = branch
+            for index, continuation, first in row.requests:
+                owners += [index] * len(continuation)
+                rows += [number] * len(continuation)
+                positions = range(first, first + len(continuation))
+                places += [place if place < common else begin + place - common for place in positions]
+                targets += continuation
+            begin = end
+
+    def to_tensor(values: Sequence[int] | Array) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=model.device)
+
+    is_packed = any(len(packed.rows) > 1 for packed in batch)
+    branches = Branches(to_tensor(positions_BS), to_tensor(branches_BS)) if is_packed else None
+    scored = ScoredTargets(to_tensor(rows), to_tensor(places), to_tensor(targets))
+    counts_B = to_tensor([len(packed) for packed in batch])
+    losses, likeliest = model.score(to_tensor(tokens_BS), counts_B, scored, branches).cpu().numpy()
     np.add.at(nats, owners, losses.astype(np.float64))
     np.logical_and.at(greedy, owners, likeliest > 0)

@@ -139,8 +139,8 @@ def evaluate_checkpoints(target: str, locations: Sequence[TargetLocation], suite
     if recorded:
         view = RunView(LocalRunLocation(locations[0].directory))
         view.read_to_end()
-        names = {suite.name for suite in suites}
-        curves = [curve for curve in view.eval_curves() if curve.kind == KIND and curve.suite in names]
+        names = {(KIND, suite.name, probe.name) for suite in suites for probe in suite.probes}
+        curves = [curve for curve in view.eval_curves() if (curve.kind, curve.suite, curve.name) in names]
     return ProbeReport(target, models, curves, recorded)
 
 

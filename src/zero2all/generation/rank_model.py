@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zero2all.model import KVCache, Z2all
 from zero2all.model.blocks import ScoredTargets
+from zero2all.model.kv_cache import Branches
 from zero2all.model.rope_table import depends_on_length
 from zero2all.parallel import ParallelModel
 
@@ -41,11 +42,13 @@ class LocalModel:
         assert chosen is not None
         return chosen
 
-    def score(self, tokens_BS: Tensor, counts_B: Tensor, scored: ScoredTargets) -> Tensor:
+    def score(
+        self, tokens_BS: Tensor, counts_B: Tensor, scored: ScoredTargets, branches: Branches | None = None
+    ) -> Tensor:
         """The losses of targets, and 1 where a target is the likeliest token: [2, N]. Rows are padded on the right."""
-        # Padding never changes what stands before it, unless the rotary table depends on a row's length.
-        rows, length = tokens_BS.shape
-        cache = KVCache(rows, length, self.device) if depends_on_length(self.config) else None
+        cache: KVCache | Branches | None = branches
+        if depends_on_length(self.config):  # else padding never changes what stands before it
+            cache = KVCache(tokens_BS.shape[0], tokens_BS.shape[1], self.device)
         scores: Tensor = self._model(tokens_BS, cache=cache, counts_B=counts_B, scored=scored)
         return scores
 
@@ -71,10 +74,12 @@ class RankModel:
         dist.broadcast(message, src=self._model.head_rank)
         return Chosen(message[0].long(), message[1].float())
 
-    def score(self, tokens_BS: Tensor, counts_B: Tensor, scored: ScoredTargets) -> Tensor:
+    def score(
+        self, tokens_BS: Tensor, counts_B: Tensor, scored: ScoredTargets, branches: Branches | None = None
+    ) -> Tensor:
         """As on one device. With a KV cache, since every rank then has all positions, whatever the layout."""
         rows, length = tokens_BS.shape
-        cache = KVCache(rows, length + self.sequence_multiple - 1, self.device)
+        cache = branches or KVCache(rows, length + self.sequence_multiple - 1, self.device)
         scores = self._model.generate_logits(tokens_BS, cache, counts_B, scored)
         if scores is None:
             scores = torch.empty(2, len(scored.targets_N), device=self.device)

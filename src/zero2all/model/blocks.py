@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero2all.model.kv_cache import KVCache
+from zero2all.model.kv_cache import Branches, KVCache
 from zero2all.model.ops import Ops
 from zero2all.model.ops.attention import attend_cached
 from zero2all.model.ops.chunked_loss import chunk_rows
@@ -50,7 +50,7 @@ class Attention(OpsModule):
         self.q_norm = RMSNorm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x_BSD: Tensor, rotary: Tensor, mask: Any, cache: KVCache | None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rotary: Tensor, mask: Any, cache: KVCache | Branches | None) -> Tensor:
         batch, length, _ = x_BSD.shape
         q, k, v = (
             projection(x_BSD).view(batch, length, -1, self.head_size).transpose(1, 2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zero2all.model.ops.attention import cached_mask
+
 
 class KVCache:
     """Keys and values of several sequences, so that generation computes each position once.
@@ -47,6 +49,10 @@ class KVCache:
         self._positions_BS = self.lengths_B[:, None] + torch.arange(count, device=self._lengths_R.device)
         return self._positions_BS
 
+    def mask(self, window: int | None) -> Tensor:
+        """Which positions the next tokens see, bool [B, 1, S, positions in use]. After ``next_positions``."""
+        return cached_mask(self._positions_BS, self.longest + self._positions_BS.shape[1], window)
+
     def extend(self, layer: int, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values at the next positions, and return those of all positions.
 
@@ -74,3 +80,38 @@ class KVCache:
         self._lengths_R[target] = self._lengths_R[source]
         for layer in self._layers.values():
             layer[:, target] = layer[:, source]
+
+
+class Branches:
+    """In place of a KV cache: each row is a text and several continuations of it, one after the other.
+
+    A continuation sees the text and itself, at the positions that it would have if it followed the text alone. So the
+    text is computed once. ``positions_BS`` are those positions; ``branches_BS`` is 0 in the text, and in the
+    continuations the number of each.
+    """
+
+    longest = 0
+
+    def __init__(self, positions_BS: Tensor, branches_BS: Tensor) -> None:
+        self._positions_BS, self._branches_BS = positions_BS, branches_BS
+        self.lengths_B = torch.zeros_like(positions_BS[:, 0])
+
+    def next_positions(self, count: int) -> Tensor:
+        """The positions, padded to ``count`` tokens."""
+        padding = (0, count - self._positions_BS.shape[1])
+        self._positions_BS = torch.nn.functional.pad(self._positions_BS, padding)
+        self._branches_BS = torch.nn.functional.pad(self._branches_BS, padding)
+        return self._positions_BS
+
+    def mask(self, window: int | None) -> Tensor:
+        """Which tokens of a row see which, bool [B, 1, S, S]."""
+        places = torch.arange(self._positions_BS.shape[1], device=self._positions_BS.device)
+        of_seen = self._branches_BS[:, None]
+        mask = (places <= places[:, None]) & ((of_seen == 0) | (of_seen == self._branches_BS[:, :, None]))
+        if window is not None:
+            mask = mask & (self._positions_BS[:, :, None] - self._positions_BS[:, None] < window)
+        return mask[:, None]
+
+    def extend(self, layer: int, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values are new."""
+        return k_BKSE, v_BKSE

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from zero2all.model.blocks import Attention, FeedForward, LMHead, OpsModule, RMSNorm, ScoredTargets
-from zero2all.model.kv_cache import KVCache
+from zero2all.model.kv_cache import Branches, KVCache
 from zero2all.model.moe import MoE, RoutingStats
 from zero2all.model.ops import Ops, choose_kernels
-from zero2all.model.ops.attention import cached_mask
 from zero2all.model.ops.kernels import IGNORE_INDEX
 from zero2all.model.rope_table import depends_on_length, rotary_table
 from zero2all.recipe import ModelConfig, OpsRecipe, RopeScaling
@@ -37,7 +36,7 @@ class Block(nn.Module):
         )
 
     def forward(
-        self, x_BSD: Tensor, rotary: Tensor, mask: Any = None, cache: KVCache | None = None
+        self, x_BSD: Tensor, rotary: Tensor, mask: Any = None, cache: KVCache | Branches | None = None
     ) -> tuple[Tensor, RoutingStats | None]:
         """The residual stream, and with experts in training the routing statistics."""
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary, mask, cache).to(x_BSD.dtype)
@@ -148,7 +147,7 @@ class Z2all(OpsModule):
         self,
         tokens_BS: Tensor,
         targets_BS: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | Branches | None = None,
         doc_starts_BS: Tensor | None = None,
         counts_B: Tensor | None = None,
         scored: ScoredTargets | None = None,
@@ -175,7 +174,7 @@ class Z2all(OpsModule):
         else:
             positions_BS = cache.next_positions(length)
             rotary = self.cached_rotary(positions_BS, cache.lengths_B + (length if counts_B is None else counts_B))
-            masks = {window: cached_mask(positions_BS, end, window) for window in self._windows()}
+            masks = {window: cache.mask(window) for window in self._windows()}
         x_BSD = self._to_residual_dtype(self.embed_tokens(tokens_BS))
         balance_losses: list[Tensor] = []
         for layer in self.layers:

@@ -19,6 +19,7 @@ from zero2all.errors import UsageError
 from zero2all.hardware import fp64_device
 from zero2all.model import IGNORE_INDEX, KVCache, Z2all
 from zero2all.model.blocks import ScoredTargets
+from zero2all.model.kv_cache import Branches
 from zero2all.model.moe import MoE
 from zero2all.model.weights import WeightReader, load_weights
 from zero2all.parallel.batch_split import even_micro_batch_size
@@ -132,7 +133,7 @@ class ParallelModel:
     def generate_logits(
         self,
         tokens_BS: Tensor,
-        cache: KVCache,
+        cache: KVCache | Branches,
         counts_B: Tensor | None = None,
         scored: ScoredTargets | None = None,
     ) -> Tensor | None:
