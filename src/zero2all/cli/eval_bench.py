@@ -48,6 +48,20 @@ def eval_bench(
         bool,
         typer.Option("--mutate", help="Also ask changed questions, on which a model that memorized them does worse."),
     ] = False,
+    train_on_questions: Annotated[
+        bool,
+        typer.Option(
+            "--train-on-questions",
+            help="Also ask after training a copy of the model on the questions without their answers, which makes a "
+            "model that has seen the answers recall them.",
+        ),
+    ] = False,
+    contamination: Annotated[
+        bool,
+        typer.Option(
+            "--contamination", help="Compare items with the training documents, and evaluate the clean ones apart."
+        ),
+    ] = False,
     against: Annotated[
         str | None, typer.Option("--against", help="A second model: the differences, with confidence intervals.")
     ] = None,
@@ -73,7 +87,7 @@ def eval_bench(
     forms = [one for one in get_args(Form) if one in (form or ())]
     if unknown := set(form or ()) - set(forms):
         raise UsageError(f"--form {unknown.pop()}: one of {', '.join(get_args(Form))}")
-    options = BenchOptions(tuple(forms), shots, limit, seed, mutate, unsafe_code)
+    options = BenchOptions(tuple(forms), shots, limit, seed, mutate, train_on_questions, contamination, unsafe_code)
     targets = [open_target(target, step), *([open_target(against)] if against is not None else [])]
     report = run_bench(targets, data, tasks or (), options)
     return Result(report, format_report(report))

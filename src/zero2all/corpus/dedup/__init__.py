@@ -10,6 +10,7 @@ from zero2all.corpus.dedup.decontaminate import (
     DecontaminationIndex,
     build_decontamination_index,
     find_contamination,
+    find_ngrams,
     load_decontamination_index,
     write_contamination_drops,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "count_lines",
     "find_contamination",
     "find_duplicates",
+    "find_ngrams",
     "load_decontamination_index",
     "read_drops",
     "run_locally",

@@ -31,7 +31,7 @@ class DecontaminationIndex:
     names: tuple[str, ...]
     too_short: tuple[int, ...]
     ngrams: Hashes
-    owners: NDArray[np.uint16]
+    owners: NDArray[np.uint32]
 
 
 def build_decontamination_index(texts: Mapping[str, Iterable[str]], out: Path) -> DecontaminationIndex:
@@ -39,10 +39,10 @@ def build_decontamination_index(texts: Mapping[str, Iterable[str]], out: Path) -
     names, too_short, parts = sorted(texts), [], []
     for number, name in enumerate(names):
         hashes, short = _hash_evaluation_set(list(texts[name]))
-        parts.append((hashes, np.full(len(hashes), number, dtype=np.uint16)))
+        parts.append((hashes, np.full(len(hashes), number, dtype=np.uint32)))
         too_short.append(short)
     found = np.concatenate([np.zeros(0, dtype=np.uint64), *(hashes for hashes, _ in parts)])
-    owners = np.concatenate([np.zeros(0, dtype=np.uint16), *(owner for _, owner in parts)])
+    owners = np.concatenate([np.zeros(0, dtype=np.uint32), *(owner for _, owner in parts)])
     order = np.lexsort((owners, found))
     save_rows(out / "grams.npy", found[order])
     save_rows(out / "owners.npy", owners[order])
@@ -102,6 +102,24 @@ def write_contamination_drops(
                 found[name] += 1
     write_drops(out, gids, [""] * len(gids), reasons)
     return found
+
+
+def find_ngrams(shard: Path, index_dir: Path) -> NDArray[np.int64]:
+    """The places in ``index.ngrams`` of all n-grams that any document of a shard has."""
+    index = load_decontamination_index(index_dir)
+    found = np.zeros(len(index.ngrams), dtype=bool)
+    for columns in read_columns(shard, ["content"]):
+        texts = columns["content"]
+        for chunk in split_by_characters(texts, np.arange(len(texts)), SHINGLE_CHARACTERS):
+            units = hash_units([texts[place] for place in chunk], code=False)
+            for n in (WORD_NGRAM, CHARACTER_NGRAM):
+                hashes = np.unique(_hash_ngrams_tagged(units, n)[0])
+                places = np.searchsorted(index.ngrams, hashes)
+                inside = places < len(index.ngrams)
+                hits = hashes[inside][index.ngrams[places[inside]] == hashes[inside]]
+                if len(hits):  # of few documents, and an n-gram may be there for several sets
+                    found |= np.isin(index.ngrams, hits)
+    return np.flatnonzero(found)
 
 
 def _find_candidates(texts: list[str], index: DecontaminationIndex) -> Iterator[int]:

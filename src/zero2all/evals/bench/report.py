@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from zero2all.evals.bench.confidence import Array, Estimate, mean_of_ratios, paired_difference, proportion, ratio
+from zero2all.evals.bench.contamination import Contamination
 from zero2all.evals.bench.evaluate import ItemResult
 
 ORIGINAL = "original"
@@ -85,6 +86,8 @@ class BenchReport:
     differences: list[Difference]
     core: dict[str, Estimate]
     """By target: the mean of the centered accuracies of tasks, as the CORE metric of DCLM, from two tasks on."""
+    contamination: list[Contamination]
+    """By task, if items were compared with the training documents."""
     notes: list[str]
 
 
@@ -160,7 +163,7 @@ def format_report(report: BenchReport) -> str:
         header = ["task", "form", "from", "to", "metric", "difference", "items"]
         parts += ["", _table([header, *map(_row, report.differences)])]
         parts.append("* the 95 % confidence interval excludes 0")
-    return "\n".join([*parts, *report.notes])
+    return "\n".join([*parts, *map(str, report.contamination), *report.notes])
 
 
 def _row(one: Difference) -> list[str]:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero2all.console import say
+from zero2all.errors import UsageError
+from zero2all.evals.bench.contamination import CLEAN, Contamination, find_contamination_of
 from zero2all.evals.bench.evaluate import evaluate_task
 from zero2all.evals.bench.items import CodeItem, Form
 from zero2all.evals.bench.mutations import MUTATIONS, mutate
+from zero2all.evals.bench.question_training import train_on_questions
 from zero2all.evals.bench.report import ORIGINAL, BenchReport, Difference, Evaluation, compare, core, summarize
 from zero2all.evals.bench.scorer import ModelScorer, Scorer
 from zero2all.evals.bench.tasks import Task, read_tasks
 from zero2all.evals.target import EvalTarget
 from zero2all.sandbox import Sandbox, open_sandbox
+from zero2all.train import Run
 
 UNKNOWN_DATA = "{} may have been trained on these questions: --mutate shows signs of it"
 GENERATED = "generate"  # in place of a form, where nothing is chosen
+QUESTION_TRAINED = "after question training"
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,10 @@ class BenchOptions:
     seed: int = 0
     mutate: bool = False
     """Evaluate every mutation of multiple-choice questions too."""
+    train_on_questions: bool = False
+    """Evaluate multiple-choice questions also after training on them, without their answers."""
+    contamination: bool = False
+    """Compare items with the training documents of the run, and evaluate those that are in none by themselves."""
     unsafe_code: bool = False
     """Run generated code without a sandbox where there is none."""
 
@@ -57,11 +66,18 @@ def run_bench(
     if any(isinstance(item, CodeItem) for task in tasks for item in task.items):
         sandbox = open_sandbox(unsafe=options.unsafe_code)
         say(f"generated code runs in {sandbox.backend}" if sandbox.backend != "none" else "code runs without a sandbox")
+    contamination = _contamination(targets, tasks) if options.contamination else {}
     evaluations = [
         evaluation
         for target in targets
         for task in tasks
-        for evaluation in _evaluations(make_scorer(target), target, task, options, sandbox)
+        for evaluation in _evaluations(make_scorer, target, task, options, sandbox)
+    ]
+    evaluations += [
+        clean
+        for one in evaluations
+        if one.task in contamination and one.mutation == ORIGINAL
+        if (clean := _clean_part(one, contamination[one.task])) is not None
     ]
     cores = {
         label: estimate
@@ -70,7 +86,8 @@ def run_bench(
     }
     # What a run was trained on is known; what a Hugging Face model was trained on is not.
     notes = [] if options.mutate else [UNKNOWN_DATA.format(target.name) for target in targets if target.step is None]
-    return BenchReport([summarize(one) for one in evaluations], _differences(evaluations), cores, notes)
+    results = [summarize(one) for one in evaluations]
+    return BenchReport(results, _differences(evaluations), cores, list(contamination.values()), notes)
 
 
 def _prepared(task: Task, options: BenchOptions) -> Task:
@@ -82,18 +99,43 @@ def _shots(task: Task, options: BenchOptions) -> int:
 
 
 def _evaluations(
-    scorer: Scorer, target: EvalTarget, task: Task, options: BenchOptions, sandbox: Sandbox | None
+    make_scorer: Callable[[EvalTarget], Scorer],
+    target: EvalTarget,
+    task: Task,
+    options: BenchOptions,
+    sandbox: Sandbox | None,
 ) -> Iterator[Evaluation]:
     forms: tuple[Form | None, ...] = (None,)
     if task.form is not None:
         forms = options.forms or (("letter",) if options.mutate else (task.form,))
     label = target.name if target.step is None else f"{target.name} step {target.step}"
+    shots, scorer = _shots(task, options), make_scorer(target)
     for form in forms:
         for version, versioned in _versions(task, form, options):
-            shots = _shots(task, options)
             say(f"{label}: {task.name}, {form or GENERATED}, {version}: {len(versioned.items)} items")
             items = evaluate_task(scorer, versioned, form, shots, sandbox)
             yield Evaluation(label, task.name, form or GENERATED, shots, version, items)
+        if options.train_on_questions and form is not None:
+            say(f"{label}: {task.name}, {form}, {QUESTION_TRAINED}")
+            trained = make_scorer(train_on_questions(target, task, form, options.seed))
+            items = evaluate_task(trained, task, form, shots, sandbox)
+            yield Evaluation(label, task.name, form, shots, QUESTION_TRAINED, items)
+
+
+def _contamination(targets: Sequence[EvalTarget], tasks: list[Task]) -> dict[str, Contamination]:
+    """By task, over the training documents of the first target."""
+    target = targets[0]
+    if target.step is None:
+        raise UsageError(
+            f"--contamination: the training documents of {target.name} are unknown; --mutate shows what it memorized"
+        )
+    return {one.task: one for one in find_contamination_of(tasks, Run.open(target.directory).recipe.documents_dir)}
+
+
+def _clean_part(evaluation: Evaluation, contamination: Contamination) -> Evaluation | None:
+    """The results on items that are in no training document; None if those are all items, or none."""
+    items = [item for item in evaluation.items if contamination.is_clean(item.id)]
+    return replace(evaluation, mutation=CLEAN, items=items) if 0 < len(items) < len(evaluation.items) else None
 
 
 def _versions(task: Task, form: Form | None, options: BenchOptions) -> Iterator[tuple[str, Task]]:
@@ -120,6 +162,8 @@ def _differences(evaluations: Sequence[Evaluation]) -> list[Difference]:
     first_target = evaluations[0].target
     for one in evaluations:
         first_form = next(other.form for other in evaluations if other.task == one.task)
+        if one.mutation == CLEAN:  # the same answers
+            continue
         if one.mutation != ORIGINAL:
             original = by_key[one.target, one.task, one.form, ORIGINAL]
             # Centered: the generative question, and one with fewer options, have another chance of being right.
