@@ -83,6 +83,8 @@ def test_a_search_has_the_mixture_of_the_recipe_equal_weights_and_random_ones(re
     assert all(min(shares.values()) > 0 for shares in drawn.values())
     spread = np.std([list(shares.values()) for shares in drawn.values()], axis=0)
     assert spread.min() > 0.05
+    ranges = [(min(one), max(one)) for one in zip(*(shares.values() for shares in drawn.values()), strict=True)]
+    assert all(low < 0.05 and high > 0.6 for low, high in ranges), "every source from little to most of it"
     assert plan.keys == [f"{SHARE_KEY}{name}" for name in tokens]
     assert plan.variants[3].record.values == {f"{SHARE_KEY}{name}": share for name, share in drawn["mixture-2"].items()}
     assert plan.target == dict.fromkeys(tokens, 1.0)

@@ -38,7 +38,8 @@ RECIPE_GROUP = "recipe"
 EQUAL_GROUP = "equal"
 SUGGESTION_FILE = "suggested.yaml"
 # Of the Dirichlet distribution, times the number of sources: from nearly single sources to nearly the center.
-CONCENTRATIONS = (0.5, 1.0, 2.0, 4.0)
+CONCENTRATIONS = (0.5, 1.0, 2.0)
+CANDIDATES = 20  # for each random mixture
 MIN_SHARE = 0.001  # every run has some of every source
 SHARE_DIGITS = 4
 MIXTURES_PER_SOURCE = 2  # at least
@@ -110,10 +111,11 @@ def _check_number(mixtures: int, seeds: int, sources: int) -> None:
 
 
 def _draw_mixtures(shares: dict[str, float], count: int, seed: int) -> dict[str, dict[str, float]]:
-    """By label. Each random mixture depends on its number, not on how many there are: more of them extend a search.
+    """By label. Each random mixture depends on those before it, not on how many there are: more extend a search.
 
     As in RegMix, the center of the distribution is the mixture of the recipe with the square roots of its shares, so
-    that small sources are seen with large shares too.
+    that small sources are seen with large shares too. Of several candidates the one farthest from all mixtures before
+    it is taken (by Hellinger distance): a dozen independent draws leave much of the range to luck.
     """
     center = np.sqrt(list(shares.values()))
     center /= center.sum()
@@ -123,8 +125,10 @@ def _draw_mixtures(shares: dict[str, float], count: int, seed: int) -> dict[str,
         drawn[EQUAL_GROUP] = equal
     for number in range(count - len(drawn)):
         concentration = CONCENTRATIONS[number % len(CONCENTRATIONS)] * len(shares)
-        rng = np.random.default_rng([seed, number])
-        drawn[f"mixture-{number + 1}"] = _round_shares(rng.dirichlet(concentration * center))
+        candidates = np.random.default_rng([seed, number]).dirichlet(concentration * center, size=CANDIDATES)
+        before = np.array(list(drawn.values()))
+        distances = np.sum((np.sqrt(candidates)[:, None] - np.sqrt(before)) ** 2, axis=2).min(axis=1)
+        drawn[f"mixture-{number + 1}"] = _round_shares(candidates[distances.argmax()])
     return {label: dict(zip(shares, values, strict=True)) for label, values in drawn.items()}
 
 
