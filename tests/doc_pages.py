@@ -248,6 +248,12 @@ def prepare_benchmarks(page: Sandbox) -> None:
     write_benchmarks(page.work / "eval")
 
 
+def prepare_probes(page: Sandbox) -> None:
+    """A short quickstart run, and its export."""
+    page.z2a("quickstart", "--out", "runs/first", "train.steps=20")
+    page.z2a("export", "runs/first", "--to", "Qwen3-0.6B")
+
+
 def prepare_longer_run(page: Sandbox) -> None:
     prepare_stages(page)
     page.z2a("train", "my.yaml", "train.tokens=84Ki", "checkpoint.every=100 steps")

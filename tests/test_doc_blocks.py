@@ -23,6 +23,7 @@ from tests.doc_pages import (
     prepare_benchmarks,
     prepare_longer_run,
     prepare_pretrained,
+    prepare_probes,
     prepare_run,
     prepare_stages,
     prepare_text,
@@ -106,6 +107,10 @@ LONG = [
     ),
     Page("docs/guides/evaluate-on-benchmarks.md", prepare_benchmarks),
     Page(
+        "docs/guides/probes.md", prepare_probes,
+        {"--out runs/first checkpoint": "--out runs/again train.steps=20 checkpoint"},
+    ),
+    Page(
         "docs/guides/tune-lr-and-mup.md", prepare_stages,
         {"--budget 1000-steps": "--budget 4-steps", "train.steps=1000": "train.steps=12"},
     ),
@@ -131,8 +136,11 @@ class Blocks:
 
     def run(self) -> None:
         assert self.box is not None
-        for text in filter(is_whole_recipe, self.sources("yaml")):  # commands may be printed before the recipe
-            self.box.write_recipe(text)
+        for text in self.sources("yaml"):  # commands may be printed before the recipe, or before the probes
+            if is_whole_recipe(text):
+                self.box.write_recipe(text)
+            elif is_suite(text):
+                (self.box.work / "mine.yaml").write_text(text, encoding="utf-8")
         for example in self.document.examples():
             try:
                 example.evaluate()
@@ -157,6 +165,8 @@ class Blocks:
         """A recipe as printed is valid; a part of one is valid in a recipe, and a corpus is built with it."""
         assert self.box is not None
         text = str(example.parsed)
+        if is_suite(text):  # 'z2a eval probes' reads it
+            return
         part = None if is_whole_recipe(text) else yaml.safe_load(text)
         if part is not None:
             text = yaml.safe_dump(recipe_with(self.box, part), sort_keys=False)
@@ -168,7 +178,11 @@ class Blocks:
 
 
 def is_whole_recipe(text: str) -> bool:
-    return text.startswith("name:")
+    return text.startswith("name:") and not is_suite(text)
+
+
+def is_suite(text: str) -> bool:
+    return "\nprobes:\n" in text
 
 
 def execute(page: Page, tmp_path: Path, workspace: Path) -> None:

@@ -68,7 +68,7 @@ def mount_namespaces(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def losses(run: Path) -> dict[int, float]:
     lines = [json.loads(line) for line in (run / "record.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return {line["step"]: line["loss"] for line in lines if "loss" in line and "event" not in line}
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_sources_of_an_earlier_version_keep_their_names(tmp_path: Path) -> None:
 def test_what_to_do_next_are_commands_for_this_run() -> None:
     quality = StoryQuality(200, 1500, 0.943, 0.61, 90, 0.75)
     result = QuickstartResult(
-        "out", 1, 1, 1, 1, 2, 600, 1.0, {}, quality, [Sample("", "Once."), Sample("Tom", " sat.")], {}
+        "out", 1, 1, 1, 1, 2, 600, 1.0, None, quality, [Sample("", "Once."), Sample("Tom", " sat.")], {}
     )
     text = summary_text(result)
     assert "\nOnce.\n" in text

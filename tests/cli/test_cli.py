@@ -175,7 +175,7 @@ def test_text_in_any_script_comes_out_on_any_console(tmp_path: Path, workspace: 
     [
         (["train", "nowhere.yaml"], 2, "no recipe at nowhere.yaml"),
         (["recipe", "check", "bad.yaml"], 2, "did you mean steps?"),
-        (["recipe", "check", "broken.yaml"], 2, "is not YAML"),
+        (["recipe", "check", "broken.yaml"], 2, "is not plain YAML"),
         (["generate", "."], 2, "no run in"),
         (["corpus", "build", "good.yaml"], 2, "the recipe names no text"),
         (["tokens", "build", "good.yaml"], 1, "z2a corpus build"),

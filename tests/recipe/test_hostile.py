@@ -66,7 +66,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "not a number": ("train: {steps: 1, optimizer: {lr: .nan}}", "train.optimizer.lr.*finite"),
     "an integer beyond 64 bits": ("track: {log_every: 99999999999999999999}", "track.log_every.*too large"),
     "two documents": ("seed: 1\n---\nseed: 2", "line 2"),
-    "a control character": ("seed: 1\x00", "is not YAML"),
+    "a control character": ("seed: 1\x00", "is not plain YAML"),
     "an open bracket": ("seed: [1", "line 1"),
     "a tab": ("seed:\n\t- 1", "line 2"),
     "an unknown alias": ("seed: *x", "line 1, column 7"),

@@ -59,7 +59,7 @@ def eval_loss(
     pp: PipelineParallel = 1,
     json: Json = False,
 ) -> Result:
-    """Measure bits-per-byte, loss and perplexity on the validation set and on test sets.
+    """Measure bits-per-byte on the validation set and test sets.
 
     Under 'z2a launch', ranks share the work.
 

@@ -117,7 +117,7 @@ def sweep(
     svg: Svg = None,
     json: Json = False,
 ) -> Result:
-    """Train a grid of variants of a recipe, or search its mixture.
+    """Train a grid of variants, or search the mixture.
 
     Prints a table sorted by bits-per-byte, and plots it over the values. A key with one value is the same for all
     variants. The same command resumes; more values or seeds extend it.
