@@ -1,4 +1,4 @@
-"""z2a eval loss | probes | bench | stories | lm-eval"""
+"""z2a eval loss | probes | bench | watch | report | stories | lm-eval"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from zero2all.cli import eval_bench, eval_lm_eval, eval_probes
+from zero2all.cli import eval_bench, eval_lm_eval, eval_probes, eval_report, eval_watch
 from zero2all.cli.conventions import Json, Result, RunPath, command
 from zero2all.cli.eval_bench import Target
 from zero2all.cli.groups import EvalGroup
@@ -103,6 +103,8 @@ def _parse_test_sets(words: list[str]) -> dict[str, str]:
 
 app.command("probes")(eval_probes.eval_probes)
 app.command("bench")(eval_bench.eval_bench)
+app.command("watch")(eval_watch.eval_watch)
+app.command("report")(eval_report.eval_report)
 app.command("lm-eval")(eval_lm_eval.eval_lm_eval)
 
 

@@ -44,6 +44,6 @@ def eval_probes(
 
     suites = [load_suite(name) for name in suite or []]  # mistakes in them come before the weights are read
     locations = find_checkpoints(target, steps)
-    suites = suites or [load_suite(name) for name in default_suites(locations[0])]
+    suites = suites or [load_suite(name) for name in default_suites(locations[0].run)]
     report = evaluate_checkpoints(target, locations, suites)
     return Result(report, format_probes(report))

@@ -83,7 +83,7 @@ def report_loss(found: TargetLocation, model: Z2all | ParallelModel, options: Lo
         raise Z2aError(f"the loss of {found.name} is not finite: its weights are damaged, try another checkpoint")
     is_own_text = found.run is not None and options.recipe is None and bool(evaluation.sources)
     curves = _recorded_curves(found.directory, found.step) if is_own_text else {}
-    noise = {label: _noise_floor(metrics, curves.get(label)) for label, metrics in _rows(evaluation).items()}
+    noise = {label: _noise_floor(metrics, curves.get(label)) for label, metrics in loss_rows(evaluation).items()}
     known = {label: floor for label, floor in noise.items() if floor is not None}
     return LossReport(found.name, found.step, evaluation, known)
 
@@ -148,7 +148,7 @@ def _find_test_sets(
     return {**ready, **open_test_sets(paths, temporary)}
 
 
-def _rows(evaluation: LossEvaluation) -> dict[str, LossMetrics]:
+def loss_rows(evaluation: LossEvaluation) -> dict[str, LossMetrics]:
     """The metrics by the names that the record's curves have too."""
     sources = {f"{name} (source)" if name == "all" else name: part for name, part in evaluation.sources.items()}
     tests = {f"{name} (test set)": part for name, part in evaluation.test_sets.items()}
@@ -185,7 +185,7 @@ def spread_about_trend(steps: Array, values: Array) -> float:
 
 def format_loss(report: LossReport) -> str:
     """The table, and what its columns mean."""
-    evaluation, rows = report.evaluation, _rows(report.evaluation)
+    evaluation, rows = report.evaluation, loss_rows(report.evaluation)
     has_unigram = evaluation.unigram_bits_per_byte is not None
     header = [
         "",

@@ -20,6 +20,7 @@ from zero2all.tokenizer import Tokenizer
 from zero2all.track.eval_record import EvalCurve, EvalLine, append_evals, eval_curves
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
+from zero2all.train import Run
 
 KIND = "probes"
 
@@ -96,9 +97,8 @@ def _exp(nats: float) -> float:
     return math.exp(min(nats, 700.0))  # beyond it a float overflows
 
 
-def default_suites(location: TargetLocation) -> list[str]:
+def default_suites(run: Run | None) -> list[str]:
     """A model of the built-in stories knows nothing else."""
-    run = location.run
     return ["stories"] if run is not None and run.recipe.evals.stories else ["english", "chinese"]
 
 
@@ -130,7 +130,7 @@ def evaluate_checkpoints(target: str, locations: Sequence[TargetLocation], suite
             found = [one for suite in suites for one in evaluate_suite(model, location.tokenizer, suite)]
             models.append(ModelProbes(location.step, found))
             if location.run is not None and location.step is not None:
-                own = _to_lines(location.step, found)
+                own = probe_lines(location.step, found)
                 lines += own
                 is_writable = is_writable and _append(location, own)
             advance(1)
@@ -153,7 +153,8 @@ def _append(location: TargetLocation, lines: Sequence[EvalLine]) -> bool:
     return True
 
 
-def _to_lines(step: int, results: Sequence[ProbeResult]) -> list[EvalLine]:
+def probe_lines(step: int, results: Sequence[ProbeResult]) -> list[EvalLine]:
+    """The probes of a checkpoint as lines of the run's ``evals.jsonl``."""
     now = round(time.time(), 3)
     return [
         EvalLine(

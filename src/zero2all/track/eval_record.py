@@ -45,7 +45,7 @@ class EvalLine:
 
     version: int = VERSION
     kind: str
-    """What was evaluated: ``probes``."""
+    """What was evaluated: ``probes``, ``loss`` or ``bench``."""
     suite: str
     name: str
     step: int
@@ -58,6 +58,8 @@ class EvalLine:
     """Values of a group share a chart."""
     digest: str = ""
     """Of what was measured: values with different ones cannot be compared."""
+    error: float | None = None
+    """Half of the 95 % confidence interval."""
     time: float
     """When it was evaluated, in seconds since the epoch."""
 
@@ -75,6 +77,8 @@ class EvalCurve:
     steps: list[int]
     times: list[float]
     values: list[float]
+    errors: list[float | None]
+    """Half of the 95 % confidence interval of each value, if it is known."""
     tau: float | None = None
     """Kendall's tau in the direction that is better; None with fewer than three checkpoints."""
     p: float | None = None
@@ -185,6 +189,7 @@ def _to_curve(lines: list[EvalLine]) -> EvalCurve:
         steps=[line.step for line in same],
         times=[line.time for line in same],
         values=[line.value for line in same],
+        errors=[line.error for line in same],
     )
 
 
@@ -219,6 +224,9 @@ def _parse_eval_line(raw: bytes | None) -> EvalLine:
     for key in ("value", "time"):
         if not is_number(line.get(key)) or not math.isfinite(line[key]):
             raise InvalidLineError(f"{key} is not a number")
+    error = line.get("error")
+    if error is not None and not (is_number(error) and 0 <= error < math.inf):
+        raise InvalidLineError("error is not a number")
     if abs(line["time"]) > MAX_TIME:
         raise InvalidLineError("time is not a number of seconds")
     if line.get("better") not in ("higher", "lower"):

@@ -1,0 +1,142 @@
+"""``z2a eval watch``: evaluates each new checkpoint of a run beside training, which never waits for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero2all.checkpoint.lineage import read_lineage
+from zero2all.console import say, warn
+from zero2all.errors import UsageError, Z2aError
+from zero2all.evals.bench import BenchOptions, run_bench
+from zero2all.evals.bench.tasks import find_tasks
+from zero2all.evals.eval_lines import bench_lines, loss_lines
+from zero2all.evals.loss_report import LossOptions, report_loss
+from zero2all.evals.probe_suite import ProbeSuite
+from zero2all.evals.probes import evaluate_suite, probe_lines
+from zero2all.evals.target import EvalTarget, TargetLocation, find_target
+from zero2all.evals.verdicts import verdicts
+from zero2all.io import MANIFEST
+from zero2all.track.eval_record import append_evals
+from zero2all.track.run_locations import LocalRunLocation
+from zero2all.track.run_view import RunView
+from zero2all.train import Run
+
+NICE = 10  # a run on the same cores goes first
+Wait = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """What each checkpoint is evaluated on. The validation set and the test sets of the run always are."""
+
+    suites: tuple[ProbeSuite, ...] = ()
+    data: Path | None = None
+    """Directory with the files of benchmarks; None for no benchmarks."""
+    tasks: tuple[str, ...] = ()
+    """Names of benchmarks; empty for all in ``data``."""
+    limit: int | None = 200
+    """Items of a benchmark, the same ones for every checkpoint."""
+
+
+@dataclass(frozen=True)
+class WatchReport:
+    """What a watcher did until the run or it ended."""
+
+    run: str
+    evaluated: list[int]
+    """Steps of the checkpoints."""
+    failed: dict[int, str]
+    """Checkpoints that could not be evaluated, and why."""
+    verdicts: list[str]
+
+
+def watch_run(
+    target: str, options: WatchOptions, poll_seconds: float = 30.0, once: bool = False, wait: Wait = time.sleep
+) -> WatchReport:
+    """Evaluate every checkpoint that is not yet in the run's ``evals.jsonl``, until the run has ended.
+
+    With ``once``, evaluate those that are there. A watcher that is stopped is continued by the same call.
+    """
+    run = Run.open(target)
+    if options.data is not None and not (options.tasks or find_tasks(options.data)):
+        raise UsageError(f"{options.data} has no files of a known benchmark")
+    os.nice(NICE)
+    evaluated: list[int] = []
+    failed: dict[int, str] = {}
+    while True:
+        has_ended = _has_ended(run)  # before the look at checkpoints: the last one is written before the end
+        for step in _pending(run, options, failed):
+            try:
+                _evaluate(find_target(str(run.directory), step), options)
+            except (Z2aError, OSError) as error:  # retention may remove a checkpoint while it is read
+                failed[step] = str(error)
+                warn(f"checkpoint {step} is left out: {error}")
+                continue
+            evaluated.append(step)
+            _say_verdicts(run)
+        if once or has_ended:
+            return WatchReport(target, evaluated, failed, _verdicts(run))
+        wait(poll_seconds)
+
+
+def _has_ended(run: Run) -> bool:
+    view = RunView(LocalRunLocation(run.directory))
+    view.read_to_end()
+    return view.ended is not None
+
+
+def _pending(run: Run, options: WatchOptions, failed: dict[int, str]) -> list[int]:
+    """Checkpoints that lack a value of anything they are to be evaluated on."""
+    view = RunView(LocalRunLocation(run.directory))
+    view.read_to_end()
+    known = {(curve.kind, curve.suite, step) for curve in view.eval_curves() for step in curve.steps}
+    wanted = list(_wanted(run, options))
+    steps = run.checkpoints.current_steps(read_lineage(run.directory))
+    return [
+        step
+        for step in sorted(steps)
+        if step not in failed and any((kind, suite, step) not in known for kind, suite in wanted)
+    ]
+
+
+def _wanted(run: Run, options: WatchOptions) -> Iterator[tuple[str, str]]:
+    if _has_texts(run):
+        yield "loss", "bits per byte"
+    yield from (("probes", suite.name) for suite in options.suites)
+    if options.data is not None:
+        yield from (("bench", task) for task in options.tasks or find_tasks(options.data))
+
+
+def _has_texts(run: Run) -> bool:
+    return (run.recipe.tokens_dir / MANIFEST).exists()
+
+
+def _evaluate(location: TargetLocation, options: WatchOptions) -> None:
+    """Evaluate one checkpoint. Values are appended as soon as each kind is known."""
+    assert location.run is not None
+    assert location.step is not None
+    say(f"checkpoint {location.step}")
+    model, step, directory = location.load_model(), location.step, location.directory
+    if _has_texts(location.run):
+        append_evals(directory, loss_lines(step, report_loss(location, model, LossOptions())))
+    for suite in options.suites:
+        append_evals(directory, probe_lines(step, evaluate_suite(model, location.tokenizer, suite)))
+    if options.data is not None:
+        target = EvalTarget(model, location.tokenizer, location.name, step, directory)
+        report = run_bench([target], options.data, options.tasks, BenchOptions(limit=options.limit))
+        append_evals(directory, bench_lines(step, report.results))
+
+
+def _verdicts(run: Run) -> list[str]:
+    view = RunView(LocalRunLocation(run.directory))
+    view.read_to_end()
+    return verdicts(view.eval_curves(), run.tokenizer().vocab_size)
+
+
+def _say_verdicts(run: Run) -> None:
+    for verdict in _verdicts(run):
+        say(f"  {verdict}")
