@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -71,7 +72,10 @@ def test_every_checkpoint_is_evaluated_once(run: Path, suite: ProbeSuite, tmp_pa
     assert all(path.read_bytes() == content for path, content in before.items())
     assert watch_run(str(run), options).evaluated == []
     more = WatchOptions(options.suites, data, ("arc_easy", "gsm8k"), 3)
-    assert watch_run(str(run), more, once=True).evaluated == [1, 2, 3]  # for the new benchmark
+    lines = (run / "evals.jsonl").read_text("utf-8").splitlines()
+    assert watch_run(str(run), more, once=True).evaluated == [1, 2, 3]
+    added = (run / "evals.jsonl").read_text("utf-8").splitlines()[len(lines) :]
+    assert {json.loads(line)["suite"] for line in added} == {"gsm8k"}  # nothing else is evaluated again
 
 
 def test_runs_are_reported_side_by_side(run: Path, suite: ProbeSuite, tmp_path: Path) -> None:

@@ -8,15 +8,13 @@ from typing import Annotated
 import typer
 
 from zero2all.cli.conventions import Json, Result, command
+from zero2all.cli.eval_bench import Target
 from zero2all.cli.runs import CheckpointStep
 
 
 @command
 def eval_lm_eval(
-    target: Annotated[
-        str,
-        typer.Argument(help="A run, a checkpoint of it, or a Hugging Face directory.", metavar="RUN|CHECKPOINT|HF_DIR"),
-    ],
+    target: Target,
     tasks: Annotated[list[str], typer.Argument(help="Names of lm-eval tasks.", metavar="TASK...")],
     include_path: Annotated[
         Path | None,
@@ -36,6 +34,9 @@ def eval_lm_eval(
 
     Example: z2a eval lm-eval runs/first arc_easy --limit 200
     """
+    from zero2all.errors import need
+
+    need("lm_eval", "lm-eval")
     from zero2all.evals.lm_eval_model import run_lm_eval
     from zero2all.evals.target import open_target
 

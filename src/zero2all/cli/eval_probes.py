@@ -7,16 +7,12 @@ from typing import Annotated, Literal
 import typer
 
 from zero2all.cli.conventions import Json, Result, command
+from zero2all.cli.eval_bench import Target
 
 
 @command
 def eval_probes(
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="A run, a checkpoint of a run, or a Hugging Face directory.", metavar="RUN|CHECKPOINT|HF_DIR"
-        ),
-    ],
+    target: Target,
     suite: Annotated[
         list[str] | None,
         typer.Option(

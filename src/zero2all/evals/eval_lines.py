@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 
 from zero2all.evals.bench import BenchResult, Estimate
-from zero2all.evals.loss_report import LossReport, loss_rows
+from zero2all.evals.loss_report import CONFIDENCE, LossReport, loss_rows
 from zero2all.io import fingerprint
 from zero2all.track.eval_record import RESERVED, EvalLine
 
-CONFIDENCE = 1.96  # standard errors on both sides: 95 %
 BITS_PER_BYTE, NATS_PER_TOKEN = "bits per byte", "nats per token"
 CENTERED_ACCURACY, ANSWER_BITS = "centered accuracy", "answer bits per byte"
 

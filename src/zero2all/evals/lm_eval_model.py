@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lm_eval
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
 from zero2all.errors import UsageError
 from zero2all.evals.log_likelihood import BATCH_TOKENS, Request, encode_pair, score
 from zero2all.evals.target import EvalTarget
 from zero2all.generation import SamplingParams, generate_batch
-
-try:
-    import lm_eval
-    from lm_eval.api.instance import Instance
-    from lm_eval.api.model import LM
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ImportError as error:
-    raise UsageError("this needs lm-eval: pip install 'zero2all[lm-eval]'") from error
 
 MAX_TOKENS = 256  # of a generated answer where the task gives no limit, as in lm-eval's own backends
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}

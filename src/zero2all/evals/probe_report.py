@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from zero2all.evals.probes import ProbeReport, ProbeResult
 from zero2all.track.eval_record import EvalCurve
+from zero2all.track.trend import SIGNIFICANT
 from zero2all.units import sparkline
 
-SIGNIFICANT = 0.05
 Row = TypeVar("Row", ProbeResult, EvalCurve)
 ARROWS = {"rise": "↑", "fall": "↓", "higher": "↑", "lower": "↓"}
 

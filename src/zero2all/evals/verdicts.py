@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from zero2all.evals.eval_lines import ANSWER_BITS, BITS_PER_BYTE, CENTERED_ACCURACY, NATS_PER_TOKEN
 from zero2all.track.eval_record import EvalCurve
+from zero2all.track.trend import SIGNIFICANT
 
 GOOD_NATS = 2.0  # per token, on general knowledge: what pretraining teams expect of a base model that is worth aligning
 STEADY_EVALUATIONS = 4
-SIGNIFICANT = 0.05
 
 
 def verdicts(curves: Sequence[EvalCurve], vocab_size: int) -> list[str]:

@@ -13,7 +13,7 @@ from zero2all.console import say, warn
 from zero2all.errors import UsageError, Z2aError
 from zero2all.evals.bench import BenchOptions, run_bench
 from zero2all.evals.bench.tasks import find_tasks
-from zero2all.evals.eval_lines import bench_lines, loss_lines
+from zero2all.evals.eval_lines import BITS_PER_BYTE, bench_lines, loss_lines
 from zero2all.evals.loss_report import LossOptions, report_loss
 from zero2all.evals.probe_suite import ProbeSuite
 from zero2all.evals.probes import evaluate_suite, probe_lines
@@ -27,6 +27,8 @@ from zero2all.train import Run
 
 NICE = 10  # a run on the same cores goes first
 Wait = Callable[[float], None]
+Part = tuple[str, str]
+"""Kind and suite of an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,9 @@ def watch_run(
     failed: dict[int, str] = {}
     while True:
         has_ended = _has_ended(run)  # before the look at checkpoints: the last one is written before the end
-        for step in _pending(run, options, failed):
+        for step, missing in _pending(run, options, failed).items():
             try:
-                _evaluate(find_target(str(run.directory), step), options)
+                _evaluate(find_target(str(run.directory), step), options, missing)
             except (Z2aError, OSError) as error:  # retention may remove a checkpoint while it is read
                 failed[step] = str(error)
                 warn(f"checkpoint {step} is left out: {error}")
@@ -89,23 +91,20 @@ def _has_ended(run: Run) -> bool:
     return view.ended is not None
 
 
-def _pending(run: Run, options: WatchOptions, failed: dict[int, str]) -> list[int]:
-    """Checkpoints that lack a value of anything they are to be evaluated on."""
+def _pending(run: Run, options: WatchOptions, failed: dict[int, str]) -> dict[int, set[Part]]:
+    """What is missing of each checkpoint."""
     view = RunView(LocalRunLocation(run.directory))
     view.read_to_end()
     known = {(curve.kind, curve.suite, step) for curve in view.eval_curves() for step in curve.steps}
     wanted = list(_wanted(run, options))
-    steps = run.checkpoints.current_steps(read_lineage(run.directory))
-    return [
-        step
-        for step in sorted(steps)
-        if step not in failed and any((kind, suite, step) not in known for kind, suite in wanted)
-    ]
+    steps = sorted(run.checkpoints.current_steps(read_lineage(run.directory)))
+    missing = {step: {part for part in wanted if (*part, step) not in known} for step in steps if step not in failed}
+    return {step: parts for step, parts in missing.items() if parts}
 
 
-def _wanted(run: Run, options: WatchOptions) -> Iterator[tuple[str, str]]:
+def _wanted(run: Run, options: WatchOptions) -> Iterator[Part]:
     if _has_texts(run):
-        yield "loss", "bits per byte"
+        yield "loss", BITS_PER_BYTE
     yield from (("probes", suite.name) for suite in options.suites)
     if options.data is not None:
         yield from (("bench", task) for task in options.tasks or find_tasks(options.data))
@@ -115,19 +114,20 @@ def _has_texts(run: Run) -> bool:
     return (run.recipe.tokens_dir / MANIFEST).exists()
 
 
-def _evaluate(location: TargetLocation, options: WatchOptions) -> None:
+def _evaluate(location: TargetLocation, options: WatchOptions, missing: set[Part]) -> None:
     """Evaluate one checkpoint. Values are appended as soon as each kind is known."""
-    assert location.run is not None
     assert location.step is not None
     say(f"checkpoint {location.step}")
     model, step, directory = location.load_model(), location.step, location.directory
-    if _has_texts(location.run):
+    if ("loss", BITS_PER_BYTE) in missing:
         append_evals(directory, loss_lines(step, report_loss(location, model, LossOptions())))
     for suite in options.suites:
-        append_evals(directory, probe_lines(step, evaluate_suite(model, location.tokenizer, suite)))
-    if options.data is not None:
+        if ("probes", suite.name) in missing:
+            append_evals(directory, probe_lines(step, evaluate_suite(model, location.tokenizer, suite)))
+    tasks = sorted(suite for kind, suite in missing if kind == "bench")
+    if options.data is not None and tasks:
         target = EvalTarget(model, location.tokenizer, location.name, step, directory)
-        report = run_bench([target], options.data, options.tasks, BenchOptions(limit=options.limit))
+        report = run_bench([target], options.data, tasks, BenchOptions(limit=options.limit))
         append_evals(directory, bench_lines(step, report.results))
 
 

@@ -14,9 +14,9 @@ from zero2all.track.eval_record import EvalCurve
 from zero2all.track.experiment_record import Curve, Plot
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
+from zero2all.track.trend import SIGNIFICANT
 from zero2all.train import Run
 
-SIGNIFICANT = 0.05
 KINDS = {"loss": "Loss", "bench": "Benchmarks", "probes": "Probes"}
 Key = tuple[str, str, str]
 """Kind, suite and name of a curve."""
@@ -60,9 +60,8 @@ def report_markdown(runs: Sequence[RunEvals]) -> str:
                 *(f"- {_cell(verdict)}" for verdict in run.verdicts),
                 "",
             ]
-    parts.append(
-        "Newest checkpoint, and the first one in brackets. * trend in the better direction, p < 0.05 after Holm."
-    )
+    parts.append("Newest checkpoint, and the first one in brackets.")
+    parts.append(f"* trend in the better direction, p < {SIGNIFICANT} after Holm's correction")
     return "\n".join(parts) + "\n"
 
 

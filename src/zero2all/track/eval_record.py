@@ -87,7 +87,8 @@ class EvalCurve:
     @property
     def metric_name(self) -> str:
         """Its name among the metrics of the run."""
-        return f"{self.kind}/{self.suite}: {self.group}, {self.metric}/{self.name}"
+        about = ", ".join(filter(None, (self.group, self.metric)))
+        return f"{self.kind}/{self.suite}: {about}/{self.name}"
 
 
 def append_evals(directory: Path, lines: Iterable[EvalLine]) -> None:

@@ -18,6 +18,8 @@ import numpy as np
 MAX_EXACT = 60  # values; with more, or with equal ones, the normal approximation is as good
 MIN_POINTS = 3
 
+SIGNIFICANT = 0.05  # below this p-value a trend counts
+
 
 @dataclass(frozen=True)
 class Trend:

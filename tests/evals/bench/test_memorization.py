@@ -29,7 +29,8 @@ corpus: {holdout: 0, filters: [], dedup: {near: false}}
 tokenizer: {vocab_size: 2048, min_frequency: 1}
 model: {hidden_size: 128, intermediate_size: 384, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
   max_position_embeddings: 256}
-train: {steps: 420, seq_len: 128, batch_tokens: 2048, precision: fp32, device: cpu, optimizer: {lr: 4e-3}}
+train: {steps: 420, seq_len: 256, document_mask: true, batch_tokens: 2048, precision: fp32, device: cpu,
+  optimizer: {lr: 4e-3}}
 checkpoint: {flash_every: null}
 """
 
