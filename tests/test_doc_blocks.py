@@ -44,7 +44,7 @@ LONG = [
     Page("docs/guides/find-spike-documents.md", prepare_longer_run),
     Page(
         "README.md", prepare_text,
-        {"train.steps=5000": "train.steps=620", "--out runs/quick": "--out runs/quick train.steps=20",
+        {"train.steps=5000": "train.steps=800", "--out runs/quick": "--out runs/quick train.steps=20",
          "vocab_size: 16384": "vocab_size: 512",
          "{preset: z2all-25m, qk_norm: true}": SMALL_MODEL, "tokens: 500M": "tokens: 20Ki",
          "seq_len: 1024": "seq_len: 64", "batch_tokens: 128Ki": "batch_tokens: 1Ki",
