@@ -41,8 +41,8 @@ def resume(recipe: Recipe) -> int:
     return int(train(recipe).resumed_at)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_flipped_bit_is_named_and_not_saved(ranks: int, workspace: Path, tmp_path: Path) -> None:
     options = ["checkpoint.flash_every=3 steps", "checkpoint.every=100 steps", f"parallel.dp_replicate={ranks}"]
     recipes = [

@@ -235,7 +235,7 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install() -> None:
         need("a_module_that_is_not_there", "hf")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_shortened_quickstart_is_far_below_a_unigram_model(tmp_path: Path) -> None:
     """The whole quickstart ends 93 % below; 60 steps must do for the 25 % that it promises."""
     done = z2a("quickstart", "train.steps=60", "evals.stories=0", "--out", tmp_path / "out", "--json")

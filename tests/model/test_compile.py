@@ -30,7 +30,7 @@ def fresh() -> None:
         ("plain", False, "aot_eager"),
         ("plain", True, "inductor"),
         ("everything", False, "aot_eager"),
-        ("everything", True, "inductor"),
+        pytest.param("everything", True, "inductor", marks=pytest.mark.long),
     ],
 )
 def test_a_block_is_one_graph_and_gives_the_same(variant: str, packed: bool, backend: str) -> None:

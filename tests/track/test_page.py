@@ -112,7 +112,7 @@ def test_it_shows_probes_and_those_that_are_evaluated_while_it_is_open(page: Any
         with watching(run) as (url, _):
             page.get(url)
             until(page, "document.querySelector('.probes')?.scrollIntoView(); return true")
-            until(page, INK, "probes/own: , probability")
+            until(page, INK, "probes/own: probability")
             count = "return document.querySelector('.probes summary').textContent"
             assert page.execute_script(count).startswith("1 of 2 probes")
             assert page.title == "zero2all"
