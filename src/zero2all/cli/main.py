@@ -11,6 +11,7 @@ import typer
 
 from zero2all import __version__
 from zero2all.cli import (
+    align,
     bench,
     chaos,
     ckpt,
@@ -50,6 +51,7 @@ app.add_typer(tokens.app, name="tokens")
 app.add_typer(model.app, name="model")
 app.command("train")(runs.train)
 app.command("sweep")(experiments.sweep)
+app.add_typer(align.app, name="align")
 app.command("launch")(launch.launch)
 app.command("rendezvous")(launch.rendezvous)
 app.add_typer(parallel.app, name="parallel")

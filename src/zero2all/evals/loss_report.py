@@ -14,9 +14,15 @@ import pyarrow as pa
 
 from zero2all.console import warn
 from zero2all.errors import UsageError, Z2aError
-from zero2all.evals.scored_text import Array, EvalText, Packed, Scoring, Windowed
+from zero2all.evals.scored_text import Array, EvalText, Scoring, Windowed
 from zero2all.evals.target import TargetLocation
-from zero2all.evals.validation_loss import evaluate_texts, texts_of_test_sets, unigram_nats, validation_texts
+from zero2all.evals.validation_loss import (
+    evaluate_texts,
+    packed_scoring,
+    texts_of_test_sets,
+    unigram_nats,
+    validation_texts,
+)
 from zero2all.io import MANIFEST
 from zero2all.model import Z2all
 from zero2all.parallel import ParallelModel
@@ -92,7 +98,7 @@ def _choose_scoring(config: ModelConfig, recipe: Recipe | None, options: LossOpt
     if options.window is None and options.stride is not None:
         raise UsageError("--stride is for a sliding window: give --window too")
     if options.window is None and recipe is not None:
-        return Packed(recipe.train.seq_len, recipe.train.document_mask)
+        return packed_scoring(recipe)
     window = options.window or min(DEFAULT_WINDOW, config.max_position_embeddings)
     return Windowed(window, options.stride or max(1, window // 2))
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from zero2all.errors import UsageError
 from zero2all.tokens import TokenShard
+from zero2all.tokens.conversation_rows import ConversationRows
 
 Array = np.ndarray[Any, Any]
 MIN_DOCUMENTS = 20  # below that, the standard error is computed over blocks if there are more of them
@@ -27,6 +28,8 @@ class Packed:
     seq_len: int
     document_mask: bool
     """Whether attention stays inside documents."""
+    end_of_text_first: bool = True
+    """Whether a document begins at the end-of-text token before it, or after that."""
 
     def __str__(self) -> str:
         across = "inside" if self.document_mask else "across"
@@ -63,6 +66,8 @@ class EvalText:
     shards: Sequence[TokenShard]
     max_tokens: int | None = None
     """Score only the first tokens, in full sequences; by default everything."""
+    answers_only: bool = False
+    """Of conversations, score only what the assistant writes; in packed sequences, which then cut none."""
 
 
 class Row(NamedTuple):
@@ -87,11 +92,15 @@ class Stream:
     rows: list[Row]
     targets: range
     """The positions that count, also those without text."""
+    mask: Array
+    """Which tokens may be scored; bool [N]."""
 
 
 def read_stream(text: EvalText, end_of_text: int, scoring: Scoring) -> Stream:
     """Everything that is scored of a text. Without a limit, that is all of it: the first token follows an end of text,
     and the last sequence is shorter."""
+    if text.answers_only and isinstance(scoring, Packed):
+        return _read_conversations(text, scoring.seq_len)
     limit = None if text.max_tokens is None else text.max_tokens + 1
     tokens, starts = _read_tokens(text.shards, limit)
     is_whole = text.max_tokens is None or isinstance(scoring, Windowed)
@@ -107,7 +116,25 @@ def read_stream(text: EvalText, end_of_text: int, scoring: Scoring) -> Stream:
     documents = len(np.unique(units[targets.start : targets.stop]))
     if documents < MIN_DOCUMENTS and documents < len(tokens) // BLOCK_TOKENS:
         units = positions // BLOCK_TOKENS
-    return Stream(tokens, units.astype(np.int32), documents, rows, targets)
+    return Stream(tokens, units.astype(np.int32), documents, rows, targets, np.ones(len(tokens), dtype=bool))
+
+
+def _read_conversations(text: EvalText, seq_len: int) -> Stream:
+    """Rows of whole conversations, as training reads them."""
+    packed = ConversationRows(list(text.shards), seq_len)
+    count = len(packed) if text.max_tokens is None else min(len(packed), max(1, text.max_tokens // seq_len))
+    width, documents = seq_len + 1, 0
+    tokens, mask = np.zeros(count * width, dtype=np.int32), np.zeros(count * width, dtype=bool)
+    units = np.zeros(count * width, dtype=np.int32)
+    for row in range(count):
+        tokens[row * width : (row + 1) * width], mask[row * width : (row + 1) * width] = packed.read(row)
+        begin = row * width
+        for document in packed.documents(row):
+            units[begin : begin + document.tokens] = documents
+            begin, documents = begin + document.tokens, documents + 1
+        units[begin : (row + 1) * width] = documents - 1  # padding, which is not scored
+    rows = [Row(row * width, seq_len, 0) for row in range(count)]
+    return Stream(tokens, units, documents, rows, range(count * width), mask)
 
 
 def _read_tokens(shards: Sequence[TokenShard], limit: int | None) -> tuple[Array, Array]:

@@ -45,14 +45,20 @@ def evaluate_bpb(
     >>> evaluation.bits_per_byte, evaluation.sources["zh"].perplexity
 
     Of the validation set ``evals.tokens`` are scored, an equal part of each source; of a test set everything.
-    End-of-text tokens are context, never scored, so the bytes are those of the text alone. The unigram model gives
-    each token its share of the training tokens, with add-one smoothing.
+    End-of-text tokens are context, never scored, so the bytes are those of the text alone. In fine-tuning, only what
+    the assistant writes is scored of a conversation. The unigram model gives each token its share of the training
+    tokens, with add-one smoothing.
 
     Every rank of a parallel model calls this with the same arguments and gets the same result.
     """
-    scoring = scoring or Packed(recipe.train.seq_len, recipe.train.document_mask)
+    scoring = scoring or packed_scoring(recipe)
     texts = [*validation_texts(recipe), *texts_of_test_sets(test_sets or {})]
     return evaluate_texts(model, tokenizer, texts, scoring, unigram_nats(recipe, tokenizer))
+
+
+def packed_scoring(recipe: Recipe) -> Packed:
+    """Sequences as in training."""
+    return Packed(recipe.train.seq_len, recipe.train.masks_documents, recipe.train.end_of_text_first)
 
 
 def validation_texts(recipe: Recipe) -> list[EvalText]:
@@ -61,7 +67,8 @@ def validation_texts(recipe: Recipe) -> list[EvalText]:
     store.require_full_sequence(recipe.train.seq_len)
     verify_store(store)
     budget = max(recipe.train.seq_len, recipe.evals.tokens // len(store.sources))
-    return [EvalText(name, "source", shards, budget) for name, shards in store.sources.items()]
+    answers = store.chat_sources if recipe.train.objective.name != "pretrain" else frozenset()
+    return [EvalText(name, "source", shards, budget, name in answers) for name, shards in store.sources.items()]
 
 
 def texts_of_test_sets(test_sets: Mapping[str, TokenShard]) -> list[EvalText]:
@@ -176,15 +183,17 @@ def _make_batch(
         stream, stop = streams[number], row.start + row.length
         inputs[place, : row.length] = stream.tokens[row.start : stop]
         wanted = stream.tokens[row.start + 1 : stop + 1]
-        is_scored = (np.arange(row.length) >= row.first_scored) & (byte_lengths[wanted] > 0)
+        mask = stream.mask[row.start + 1 : stop + 1]
+        is_scored = mask & (np.arange(row.length) >= row.first_scored) & (byte_lengths[wanted] > 0)
         targets[place, : row.length] = np.where(is_scored, wanted, IGNORE_INDEX)
         units[place, : row.length] = stream.units[row.start + 1 : stop + 1] + firsts[number]
     return _Batch(torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(units))
 
 
 def _compute_losses(model: Z2all | ParallelModel, batch: _Batch, scoring: Scoring, end_of_text: int) -> Tensor:
-    is_masked = isinstance(scoring, Packed) and scoring.document_mask
-    doc_starts_BS = document_starts(batch.inputs_BS, end_of_text) if is_masked else None
+    doc_starts_BS = None
+    if isinstance(scoring, Packed) and scoring.document_mask:
+        doc_starts_BS = document_starts(batch.inputs_BS, end_of_text, scoring.end_of_text_first)
     if isinstance(model, ParallelModel):
         return model.eval_losses(batch.inputs_BS, batch.targets_BS, doc_starts_BS)
     device = model.rotary_2SE.device
@@ -215,7 +224,7 @@ def _sum_units(stream: Stream, nats: Array, byte_lengths: Array, unigram: Array 
     """Units without a scored token, such as those after the last full sequence, are left out."""
     of_targets = slice(stream.targets.start, stream.targets.stop)
     tokens, units = stream.tokens[of_targets], stream.units[of_targets]
-    sizes = byte_lengths[tokens]
+    sizes = byte_lengths[tokens] * stream.mask[of_targets]
     scored = sizes > 0
 
     def sums(units: Array, values: Array) -> Array:

@@ -85,7 +85,7 @@ def speed_key(recipe: Recipe) -> str:
             recipe.tokenizer.vocab_size,
             recipe.parallel.model_dump(mode="json"),
             *shape,
-            train.document_mask,
+            train.masks_documents,
             train.deterministic,
             train.optimizer.name,
         ]

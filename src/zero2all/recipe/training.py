@@ -108,6 +108,17 @@ class GuardRecipe(Section):
     """Number of steps skipped after a rollback, including the two before the outlier."""
 
 
+class ObjectiveRecipe(Section):
+    """What the model is trained for."""
+
+    name: Literal["pretrain", "sft"] = "pretrain"
+    """The objective. pretrain: predict every token. sft: supervised fine-tuning, which predicts what the assistant
+    writes in conversations (sources of ``kind: chat``), never cuts one, and masks attention across documents. Sources
+    of text are trained on as in pretraining."""
+    packing: bool = True
+    """For sft: several conversations in a row; otherwise one, padded to ``seq_len``, which is slower."""
+
+
 class BatchRampRecipe(Section):
     """Linear ramp of the batch size, in whole samples, at the beginning of a stage."""
 
@@ -206,6 +217,8 @@ class TrainRecipe(TrainLength):
     of a Hugging Face model (Llama, Qwen2, Qwen3, Qwen3-MoE) in safetensors. The run begins at step 0 with a new
     optimizer; ``model`` must be that of the weights. If the tokenizer is an extension of theirs, rows for the new
     tokens are added. Default: random weights."""
+    objective: ObjectiveRecipe = ObjectiveRecipe()
+    """What the model is trained for."""
     stages: list[StageRecipe] = []
     """Stages of the run, each with its own length; the other fields of ``train`` are their defaults."""
     seq_len: Count = 512
@@ -285,6 +298,23 @@ class TrainRecipe(TrainLength):
                     f"{where}batch_ramp.start ({stage.batch_ramp.start}) is more than batch_tokens ({batch_tokens})",
                     _stage_keys(number, "batch_ramp.start", "batch_tokens"),
                 )
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether attention stays inside documents."""
+        return self.document_mask or self.objective.name != "pretrain"
+
+    @property
+    def end_of_text_first(self) -> bool:
+        """Whether a document begins at the end-of-text token before it. No program puts one before a conversation."""
+        return self.objective.name == "pretrain"
+
+    @property
+    def conversations(self) -> Literal["cut", "packed", "padded"]:
+        """How conversations are read."""
+        if self.objective.name == "pretrain":
+            return "cut"
+        return "packed" if self.objective.packing else "padded"
 
     @property
     def tokens_per_step(self) -> int:

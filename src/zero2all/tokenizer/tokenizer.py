@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 from zero2all.errors import Z2aError
 from zero2all.io import fingerprint, read_json
 from zero2all.tokenizer.backends import BackendName, Encoder, HuggingFace, Ids, choose_backend
-from zero2all.tokenizer.chat import JsonObject, split_rendered_chat
+from zero2all.tokenizer.chat import ChatTemplate, JsonObject, RenderedChat
 from zero2all.tokenizer.special_tokens import AllowSpecial, allowed_names, split_special
 from zero2all.tokenizer.tokenizer_json import read_tokenizer_json
 from zero2all.tokenizer.vocabulary import END_OF_TEXT, IM_END
@@ -27,6 +28,18 @@ from zero2all.tokenizer.vocabulary import END_OF_TEXT, IM_END
 _INVALID_UTF8 = re.compile(
     "[\udc80-\udcff]"
 )  # what the error handler "surrogateescape" makes of bytes that are no text
+
+
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True)
+class EncodedChat:
+    """The tokens of a conversation."""
+
+    ids: Ids
+    generated: Mask
+    """Whether the assistant writes a token: its messages, each with the special token that ends it."""
 
 
 class Tokenizer:
@@ -121,7 +134,10 @@ class Tokenizer:
         return self.encode_split(backend, [split_special(text, names) for text in texts])
 
     def encode_split(self, backend: Encoder, rows: Sequence[Sequence[str]]) -> list[Ids]:
-        """The ids of texts that were split at special tokens, as by ``split_chat``."""
+        """The ids of texts that were split at special tokens, as by ``split_special``."""
+        return [np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in self._encode_parts(backend, rows)]
+
+    def _encode_parts(self, backend: Encoder, rows: Sequence[Sequence[str]]) -> list[list[Ids]]:
         first = iter(_encode_with_surrogates(backend, [row[0] for row in rows]))
         after_special = self.continuation if self.vocabulary.space_before == "first" else backend
         following = [text for row in rows for text in row[2::2]]
@@ -131,8 +147,40 @@ class Tokenizer:
             parts = [next(first)]
             for name in row[1::2]:
                 parts += [np.array([self.special_ids[name]], dtype=np.uint32), next(rest)]
-            encoded.append(np.concatenate(parts) if len(parts) > 1 else parts[0])
+            encoded.append(parts)
         return encoded
+
+    def encode_chats(self, backend: Encoder, chats: Sequence[RenderedChat]) -> list[EncodedChat]:
+        """The ids of conversations that were rendered by ``split_chat``, and which of them the assistant writes."""
+        rows = self._encode_parts(backend, [chat.parts for chat in chats])
+        return [
+            EncodedChat(np.concatenate(ids), self._generated_tokens(chat, ids))
+            for chat, ids in zip(chats, rows, strict=True)
+        ]
+
+    def _generated_tokens(self, chat: RenderedChat, rows: list[Ids]) -> Mask:
+        """A token counts if any of its characters is in a range, as in transformers."""
+        masks = []
+        end = 0
+        for part, ids in zip(chat.parts, rows, strict=True):
+            begin, end = end, end + len(part)
+            inside = [(max(b, begin) - begin, min(e, end) - begin) for b, e in chat.generated if b < end and e > begin]
+            if not inside or inside == [(0, len(part))]:
+                masks.append(np.full(len(ids), bool(inside)))
+                continue
+            # Bytes, because characters may span tokens. Some vocabularies put a space before the text.
+            ends = np.cumsum([len(self.token_bytes[id]) for id in ids.tolist()])
+            starts = np.concatenate([[0], ends[:-1]])
+            space = int(ends[-1]) - len(self._normalized_bytes(part))
+            mask = np.zeros(len(ids), dtype=bool)
+            for first, last in inside:
+                low, high = (space + len(self._normalized_bytes(part[:place])) for place in (first, last))
+                mask |= (ends > low) & (starts < high)
+            masks.append(mask)
+        return np.concatenate(masks)
+
+    def _normalized_bytes(self, text: str) -> bytes:
+        return self.normalize(_repair_surrogates(text)).encode()
 
     def render_chat(
         self,
@@ -144,8 +192,8 @@ class Tokenizer:
 
         >>> tokenizer.render_chat([{"role": "user", "content": "hello"}], add_generation_prompt=True)
         """
-        parts = self.split_chat(messages, tools, add_generation_prompt)
-        ids: list[int] = self.encode_split(self.reference, [parts])[0].tolist()
+        chat = self.split_chat(messages, tools, add_generation_prompt)
+        ids: list[int] = self.encode_split(self.reference, [chat.parts])[0].tolist()
         return ids
 
     def split_chat(
@@ -153,12 +201,12 @@ class Tokenizer:
         messages: Sequence[JsonObject],
         tools: Sequence[JsonObject] | None = None,
         add_generation_prompt: bool = False,
-    ) -> list[str]:
-        """A conversation by the chat template: text, special token, text, ..., text, for ``encode_split``."""
+    ) -> RenderedChat:
+        """A conversation by the chat template, as text and special tokens, for ``encode_chats``."""
         if self.chat_template is None:
             raise Z2aError(f"the tokenizer in {self.directory} has no chat template")
-        variables = {**self._named_tokens, "add_generation_prompt": add_generation_prompt}
-        return split_rendered_chat(self.chat_template, self.special_ids, messages, tools, variables)
+        template = ChatTemplate(self.chat_template, frozenset(self.special_ids), self._named_tokens)
+        return template.render(messages, tools, add_generation_prompt)
 
     @property
     def chat_fingerprint(self) -> str:
@@ -224,10 +272,14 @@ def _encode_with_surrogates(backend: Encoder, texts: list[str]) -> list[Ids]:
     try:
         return backend.encode(texts)
     except (TypeError, UnicodeError):
-        repaired = [text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") for text in texts]
+        repaired = [_repair_surrogates(text) for text in texts]
         if repaired == texts:
             raise
         return backend.encode(repaired)
+
+
+def _repair_surrogates(text: str) -> str:
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _chat_settings(directory: Path) -> tuple[str | None, dict[str, str]]:

@@ -49,7 +49,8 @@ PATTERNS = {
 }
 
 # ChatML: <|im_start|>role, a newline, the text, <|im_end|>. Tools as JSON in the system message, calls and responses
-# as JSON between their tokens; responses that follow each other share one user turn.
+# as JSON between their tokens; responses that follow each other share one user turn. A generation block holds what the
+# assistant writes, with the end of its message: transformers and TRL train on that.
 CHAT_TEMPLATE = """\
 {%- macro open(role) %}{{ '<|im_start|>' + role + '\\n' }}{% endmacro -%}
 {%- macro close() %}{{ '<|im_end|>\\n' }}{% endmacro -%}
@@ -70,7 +71,10 @@ CHAT_TEMPLATE = """\
 {{- '<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
 {{- close() if loop.last or loop.nextitem.role != 'tool' -}}
 {%- elif not (loop.first and message.role == 'system') -%}
-{{- open(message.role) + (message.content or '') -}}
+{{- open(message.role) -}}
+{%- if message.role == 'assistant' -%}
+{%- generation -%}
+{{- message.content or '' -}}
 {%- for call in message.tool_calls or [] -%}
 {%- set call = call.function or call -%}
 {{- '\\n' if message.content or not loop.first -}}
@@ -78,7 +82,12 @@ CHAT_TEMPLATE = """\
 {{- call.arguments if call.arguments is string else call.arguments | tojson -}}
 {{- '}\\n</tool_call>' -}}
 {%- endfor -%}
-{{- close() -}}
+{{- '<|im_end|>' -}}
+{%- endgeneration -%}
+{{- '\\n' -}}
+{%- else -%}
+{{- (message.content or '') + close() -}}
+{%- endif -%}
 {%- endif -%}
 {%- endfor -%}
 {{- open('assistant') if add_generation_prompt -}}

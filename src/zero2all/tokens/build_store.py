@@ -35,11 +35,12 @@ from zero2all.tokenizer import Ids, Tokenizer
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.tokens.chat_documents import CHAT_COLUMNS, COLUMNS, check_chat_template, render_chats, render_text
 from zero2all.tokens.manifest import BuiltStore, ShardChecksums, ShardRecord, SourceShards, StoreManifest
-from zero2all.tokens.token_store import DOCS_SCHEMA, FORMAT, KIND, TokenShardWriter
+from zero2all.tokens.token_store import DOCS_SCHEMA, FORMAT, KIND, MASK_SUFFIX, TokenShardWriter
 from zero2all.tokens.verify import block_checksums
 from zero2all.units import show_bytes
 
 SUFFIXES = (".bin", ".idx", ".docs.arrow")
+MASK_VERSION = 1
 ENCODE_BATCH_DOCUMENTS = 256
 
 
@@ -71,7 +72,7 @@ def build_tokens(
     refuse_strangers(out, KIND)
     records: dict[int, ShardRecord] = {}
     for number, (stem, key) in enumerate(zip(stems, keys, strict=True)):
-        if (record := _read_finished_record(stem, key)) is not None:
+        if (record := _read_finished_record(stem, key, shards[number].kind)) is not None:
             records[number] = record
     todo = [number for number in range(len(shards)) if number not in records]
     template = tokenizer.chat_fingerprint if any(shard.kind == "chat" for shard in shards) else ""
@@ -106,11 +107,7 @@ def build_tokens(
     digests = {number: sha256_file(stems[number].with_suffix(".json")) for number in records}
     manifest = _build_manifest(corpus, tokenizer, template, shards, records, digests)
     _warn_about_refused(shards, records)
-    expected_files = {stem.with_suffix(suffix) for stem in stems for suffix in (*SUFFIXES, ".json")}
-    for split in corpus.splits:
-        for path in (out / split).iterdir():
-            if path not in expected_files:  # of a removed source, or partially written by a killed process
-                path.unlink()
+    _remove_other_files([out / split for split in corpus.splits], stems, shards)
     write_manifest(out, KIND, asdict(manifest))
     return BuiltStore(**vars(manifest), reused=not todo)
 
@@ -126,8 +123,21 @@ class _Shard:
 
 
 def _shard_key(digest: str, shard: _Shard, tokenizer: Tokenizer, recipe: TokensRecipe) -> str:
-    template = [tokenizer.chat_fingerprint] if shard.kind == "chat" else []
+    template = [tokenizer.chat_fingerprint, MASK_VERSION] if shard.kind == "chat" else []
     return fingerprint([FORMAT, digest, tokenizer.fingerprint, recipe.verify, *template])
+
+
+def _remove_other_files(directories: list[Path], stems: list[Path], shards: list[_Shard]) -> None:
+    """Files of a removed source, or partially written by a killed process."""
+    expected = {
+        stem.with_suffix(suffix)
+        for stem, shard in zip(stems, shards, strict=True)
+        for suffix in (*_suffixes(shard.kind), ".json")
+    }
+    for directory in directories:
+        for path in directory.iterdir():
+            if path not in expected:
+                path.unlink()
 
 
 def _warn_about_refused(shards: list[_Shard], records: dict[int, ShardRecord]) -> None:
@@ -176,6 +186,7 @@ def _build_manifest(
                 sha256=[record.files[".bin"] for record in source_records],
                 records=[digests[number] for number in numbers],
                 refused=sum(record.refused for record in source_records),
+                kind=corpus.splits[split][source].kind,
             )
     return StoreManifest(
         format=FORMAT,
@@ -189,9 +200,13 @@ def _build_manifest(
     )
 
 
-def _read_finished_record(stem: Path, key: str) -> ShardRecord | None:
+def _suffixes(kind: SourceKind) -> tuple[str, ...]:
+    return (*SUFFIXES, MASK_SUFFIX) if kind == "chat" else SUFFIXES
+
+
+def _read_finished_record(stem: Path, key: str, kind: SourceKind) -> ShardRecord | None:
     def is_intact(record: ShardRecord) -> bool:
-        return set(record.files) == set(SUFFIXES) and all(
+        return set(record.files) == set(_suffixes(kind)) and all(
             sha256_file(stem.with_suffix(suffix)) == digest for suffix, digest in record.files.items()
         )
 
@@ -213,7 +228,7 @@ def _encode_shard(
     documents = tokens = total_bytes = verified = 0
     refused: list[str] = []
     with (
-        TokenShardWriter(unverified_stem, tokenizer.vocab_size) as writer,
+        TokenShardWriter(unverified_stem, tokenizer.vocab_size, with_mask=kind == "chat") as writer,
         pq.ParquetFile(arrow_source(parquet)) as table,
     ):
         for record_batch in table.iter_batches(
@@ -222,17 +237,23 @@ def _encode_shard(
             rendered = render_chats(record_batch, tokenizer) if kind == "chat" else render_text(record_batch)
             refused += rendered.refused
             gids = rendered.batch["gid"].to_pylist()
-            encoded = tokenizer.encode_split(tokenizer.backend, rendered.parts)
-            verified += _verify_encoding(gids, rendered.parts, encoded, tokenizer, verify, first=documents == 0)
+            parts = [chat.parts for chat in rendered.chats]
+            masks = None
+            if kind == "chat":
+                chats = tokenizer.encode_chats(tokenizer.backend, rendered.chats)
+                encoded, masks = [chat.ids for chat in chats], [chat.generated for chat in chats]
+            else:
+                encoded = tokenizer.encode_split(tokenizer.backend, parts)
+            verified += _verify_encoding(gids, parts, encoded, tokenizer, verify, first=documents == 0)
             document_rows = pa.RecordBatch.from_arrays(
                 [rendered.batch["gid"], rendered.batch["data_src"], rendered.batch["title"], rendered.sizes],
                 schema=DOCS_SCHEMA,
             )
             documents += len(gids)
-            tokens += writer.write(document_rows, encoded, tokenizer.eos_token_id)
+            tokens += writer.write(document_rows, encoded, tokenizer.eos_token_id, masks)
             total_bytes += (size := pc.sum(rendered.sizes).as_py() or 0)
             advance(size)
-    for suffix in SUFFIXES:
+    for suffix in _suffixes(kind):
         unverified_stem.with_suffix(suffix).replace(stem.with_suffix(suffix))
     counts = (documents, tokens, total_bytes, verified)
     record = ShardRecord(
@@ -243,9 +264,11 @@ def _encode_shard(
 
 
 def shard_checksums(stem: Path) -> ShardChecksums:
+    paths = {suffix: stem.with_suffix(suffix) for suffix in (*SUFFIXES, MASK_SUFFIX)}
+    paths = {suffix: path for suffix, path in paths.items() if path.exists()}
     return ShardChecksums(
-        files={suffix: sha256_file(stem.with_suffix(suffix)) for suffix in SUFFIXES},
-        sizes={suffix: stem.with_suffix(suffix).stat().st_size for suffix in SUFFIXES},
+        files={suffix: sha256_file(path) for suffix, path in paths.items()},
+        sizes={suffix: path.stat().st_size for suffix, path in paths.items()},
         blocks=block_checksums(stem.with_suffix(".bin")),
     )
 

@@ -12,7 +12,7 @@ from zero2all.console import warn
 from zero2all.conversation import Conversation
 from zero2all.errors import Z2aError
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokenizer.chat import ChatTemplateError
+from zero2all.tokenizer.chat import ChatTemplateError, RenderedChat
 
 COLUMNS = ["gid", "data_src", "title", "content"]
 CHAT_COLUMNS = [*COLUMNS, "others"]
@@ -23,10 +23,10 @@ PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 @dataclass(frozen=True)
 class RenderedDocuments:
-    """Documents of a batch, each as text, special token, text, ..., text. Text alone is a document without markers."""
+    """Documents of a batch. Text alone is a document without markers, in which every token counts."""
 
     batch: pa.RecordBatch
-    parts: list[list[str]]
+    chats: list[RenderedChat]
     sizes: pa.Array
     """Bytes of text of each document, without special tokens."""
     refused: list[str] = field(default_factory=list)
@@ -35,20 +35,20 @@ class RenderedDocuments:
 
 def render_text(batch: pa.RecordBatch) -> RenderedDocuments:
     sizes = pc.binary_length(batch["content"]).cast(pa.int64())
-    return RenderedDocuments(batch, [[text] for text in batch["content"].to_pylist()], sizes)
+    return RenderedDocuments(batch, [RenderedChat([text], []) for text in batch["content"].to_pylist()], sizes)
 
 
 def render_chats(batch: pa.RecordBatch, tokenizer: Tokenizer) -> RenderedDocuments:
-    kept, parts, refused = [], [], []
+    kept, chats, refused = [], [], []
     for number, (gid, others) in enumerate(zip(batch["gid"].to_pylist(), batch["others"].to_pylist(), strict=True)):
         try:
-            parts.append(tokenizer.split_chat(**Conversation.from_json(json.loads(others)).to_json()))
+            chats.append(tokenizer.split_chat(**Conversation.from_json(json.loads(others)).to_json()))
         except ChatTemplateError as error:
             refused.append(f"{gid}: {error}"[:MAX_REASON_CHARACTERS])
         else:
             kept.append(number)
-    sizes = pa.array([sum(len(text.encode()) for text in split[::2]) for split in parts], pa.int64())
-    return RenderedDocuments(batch.take(pa.array(kept, pa.int64())), parts, sizes, refused)
+    sizes = pa.array([sum(len(text.encode()) for text in chat.parts[::2]) for chat in chats], pa.int64())
+    return RenderedDocuments(batch.take(pa.array(kept, pa.int64())), chats, sizes, refused)
 
 
 def check_chat_template(tokenizer: Tokenizer, source: str) -> None:
@@ -56,7 +56,7 @@ def check_chat_template(tokenizer: Tokenizer, source: str) -> None:
     problem = ""
     if tokenizer.chat_template is None:
         problem = "has no chat template"
-    elif not (markers := tokenizer.split_chat(PROBE)[1::2]):
+    elif not (markers := tokenizer.split_chat(PROBE).parts[1::2]):
         problem = "has a chat template that writes no special token of the vocabulary"
     if problem:
         names = ", ".join(list(tokenizer.special_ids)[:MAX_NAMES])

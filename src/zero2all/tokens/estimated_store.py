@@ -23,6 +23,9 @@ class SizedStore(Protocol):
     def shard_tokens(self) -> Mapping[str, list[int]]: ...
 
     @property
+    def chat_sources(self) -> frozenset[str]: ...
+
+    @property
     def fingerprint(self) -> str: ...
 
 
@@ -30,6 +33,7 @@ class EstimatedStore:
     """Enough to plan a run: steps, epochs, schedule. It has nothing to read."""
 
     fingerprint = ""
+    chat_sources: frozenset[str] = frozenset()  # whether conversations are cut makes little difference to their tokens
 
     def __init__(self, source_tokens: Mapping[str, int]) -> None:
         self.sources: dict[str, list[TokenShard]] = {name: [] for name in source_tokens}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero2all.records import SourceKind
+
 
 @dataclass(frozen=True)
 class ShardChecksums:
@@ -52,6 +54,7 @@ class SourceShards:
     """sha256 of the shard's own record."""
     refused: int = 0
     """Conversations that the chat template does not take."""
+    kind: SourceKind = "text"
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,36 @@
-"""Samples by index: their tokens, and the documents that these tokens came from."""
+"""Samples by index: their tokens, the targets among them, and the documents that these tokens came from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from zero2all.io import fingerprint
+from zero2all.tokens.conversation_rows import ConversationRows
 from zero2all.tokens.estimated_store import SizedStore
 from zero2all.tokens.sample_order import SampleOrder
 from zero2all.tokens.token_store import Array, Split, TokenShard, TokenStore
 
 PACKING = "concat"
+Conversations = Literal["cut", "packed", "padded"]
+"""Conversations as training reads them: cut as text is, and every token a target; or whole, many or one in a row, and
+what the assistant writes are the targets."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Consecutive samples."""
+
+    tokens: Array
+    """int64 [samples, seq_len + 1]: inputs are all but the last column, targets all but the first."""
+    mask: Array
+    """Which tokens are targets; of the same shape."""
+    sources: list[str]
+    """Of each sample."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,14 @@ class PackedSequences:
         start = (sequence - int(self._first_sequences[number])) * self.seq_len
         return self.shards[number], start, start + self.seq_len + 1
 
+    def read(self, sequence: int) -> tuple[Array, Array]:
+        """The tokens of a sequence as int64 [seq_len + 1], all of them targets."""
+        shard, first, last = self.token_range(sequence)
+        return shard.read(first, last), np.ones(last - first, dtype=bool)
+
+    def count_targets(self, sequence: int) -> int:
+        return self.seq_len
+
 
 class PackedDataset:
     """The samples of a stage in training order: ``tokens(i, j)`` to train on, ``documents(i, j)`` to trace them."""
@@ -58,13 +83,19 @@ class PackedDataset:
         seed: int = 0,
         stage: str = "main",
         mixture: Mapping[str, float] | None = None,
+        conversations: Conversations = "cut",
     ) -> None:
         self.store, self.seq_len = store, seq_len
-        self._sequences = {
-            name: PackedSequences(shards, store.shard_tokens[name], seq_len) for name, shards in store.sources.items()
+        whole = store.chat_sources if conversations != "cut" else frozenset()
+        self._sequences: dict[str, PackedSequences | ConversationRows] = {
+            name: ConversationRows(shards, seq_len, conversations == "packed")
+            if name in whole
+            else PackedSequences(shards, store.shard_tokens[name], seq_len)
+            for name, shards in store.sources.items()
         }
         self.order = SampleOrder({name: len(packed) for name, packed in self._sequences.items()}, mixture, seed, stage)
-        self.fingerprint = fingerprint([asdict(self.order.describe()), store.fingerprint, seq_len, PACKING])
+        rows = [conversations, sorted(whole)] if whole else []
+        self.fingerprint = fingerprint([asdict(self.order.describe()), store.fingerprint, seq_len, PACKING, *rows])
 
     @classmethod
     def open(
@@ -87,47 +118,57 @@ class PackedDataset:
     def sequences_per_source(self) -> dict[str, int]:
         return {name: len(packed) for name, packed in self._sequences.items()}
 
+    @property
+    def conversation_rows(self) -> dict[str, ConversationRows]:
+        """The sources whose conversations are whole."""
+        return {name: rows for name, rows in self._sequences.items() if isinstance(rows, ConversationRows)}
+
     def tokens(self, start: int, stop: int) -> Array:
         """int64 [stop - start, seq_len + 1]: inputs are all but the last column, targets all but the first."""
-        return self.read(start, stop)[0]
+        return self.read(start, stop).tokens
 
-    def read(self, start: int, stop: int) -> tuple[Array, list[str]]:
-        """Tokens as in ``tokens``, and the source of each sample."""
-        out = np.empty((stop - start, self.seq_len + 1), dtype=np.int64)
+    def read(self, start: int, stop: int) -> Samples:
+        """The samples [start, stop)."""
+        shape = (stop - start, self.seq_len + 1)
+        samples = Samples(np.empty(shape, dtype=np.int64), np.empty(shape, dtype=bool), [])
+        for row, (name, sequence) in enumerate(self._locate(start, stop)):
+            samples.tokens[row], samples.mask[row] = self._sequences[name].read(sequence)
+            samples.sources.append(name)
+        return samples
+
+    def count_targets(self, start: int, stop: int) -> int:
+        """Targets of the samples [start, stop)."""
+        if not self.conversation_rows:
+            return (stop - start) * self.seq_len
+        return sum(self._sequences[name].count_targets(sequence) for name, sequence in self._locate(start, stop))
+
+    def _locate(self, start: int, stop: int) -> list[tuple[str, int]]:
+        """The source of each sample, and which of its sequences it is."""
         sources, numbers = self.order.locate(start, stop)
-        names = [self.order.names[source] for source in sources]
-        for row, (name, sequence) in enumerate(zip(names, numbers, strict=True)):
-            shard, first, last = self._sequences[name].token_range(int(sequence))
-            out[row] = shard.read(first, last)
-        return out, names
+        return [(self.order.names[source], int(number)) for source, number in zip(sources, numbers, strict=True)]
 
     def documents(self, start: int, stop: int) -> list[DocumentSpan]:
         """Every document with a token in samples [start, stop), as input or as the last target."""
-        sources, numbers = self.order.locate(start, stop)
         return [
             span
-            for sample, source, sequence in zip(range(start, stop), sources, numbers, strict=True)
-            for span in _document_spans(sample, self._sequences[self.order.names[source]], int(sequence))
+            for sample, (name, sequence) in zip(range(start, stop), self._locate(start, stop), strict=True)
+            for span in _document_spans(sample, self._sequences[name], sequence)
         ]
 
 
-def _document_spans(sample: int, packed: PackedSequences, sequence: int) -> list[DocumentSpan]:
+def _document_spans(sample: int, packed: PackedSequences | ConversationRows, sequence: int) -> list[DocumentSpan]:
+    if isinstance(packed, ConversationRows):
+        documents = packed.documents(sequence)
+        return [_document_span(sample, one.shard, one.number, 0, one.tokens) for one in documents]
     shard, first, last = packed.token_range(sequence)
     spans = []
     for number in shard.documents_between(first, last):
         begins, ends = int(shard.document_offsets[number]), int(shard.document_offsets[number + 1])
         start, stop = max(first, begins), min(last, ends)
-        info = shard.document_info(number)
-        spans.append(
-            DocumentSpan(
-                sample,
-                info.gid,
-                info.data_src,
-                info.title,
-                shard.stem.name,
-                number,
-                start - begins,
-                stop - start,
-            )
-        )
+        spans.append(_document_span(sample, shard, number, start - begins, stop - start))
     return spans
+
+
+def _document_span(sample: int, shard: TokenShard, number: int, first_token: int, tokens: int) -> DocumentSpan:
+    info = shard.document_info(number)
+    return DocumentSpan(sample, info.gid, info.data_src, info.title, shard.stem.name, number, first_token, tokens)

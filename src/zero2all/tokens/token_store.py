@@ -4,6 +4,7 @@
 dtype code (u8), number of sequences (u64), number of document bounds (u64), then sequence lengths (i32 each),
 byte offsets of sequences in ``.bin`` (i64 each), and document bounds as sequence numbers (i64 each, from 0).
 Here a sequence is a document with its end-of-text token. ``.docs.arrow`` has one row a document, memory-mapped.
+A shard of conversations also has ``.mask``, a byte for each token: 1 where the assistant writes it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +35,7 @@ DOCS_SCHEMA = pa.schema(
 HEADER = struct.Struct("<QBQQ")  # version, dtype code, sequences, document bounds
 KIND = "tokens"
 FORMAT = 2
+MASK_SUFFIX = ".mask"
 MAX_OPEN_SHARDS = 64  # .bin files mapped per process at most
 MAX_OPEN_INDEXES = 16  # document indexes in memory at most, a few MiB each
 Split = Literal["train", "valid"]
@@ -53,18 +55,27 @@ class DocumentInfo:
 
 
 class TokenShardWriter:
-    """Writes ``<stem>.bin``, ``.idx`` and ``.docs.arrow``, a document at a time."""
+    """Writes ``<stem>.bin``, ``.idx``, ``.docs.arrow`` and, if asked for, ``.mask``, a document at a time."""
 
-    def __init__(self, stem: Path, vocab_size: int) -> None:
-        self.stem, self.dtype_code = stem, dtype_code(vocab_size)
+    def __init__(self, stem: Path, vocab_size: int, with_mask: bool = False) -> None:
+        self.stem, self.dtype_code, self._with_mask = stem, dtype_code(vocab_size), with_mask
         self._lengths: list[Array] = []
+        self._mask: BinaryIO | None = None
 
     def __enter__(self) -> TokenShardWriter:
         self._bin = open(self.stem.with_suffix(".bin"), "wb")
+        if self._with_mask:
+            self._mask = open(self.stem.with_suffix(MASK_SUFFIX), "wb")
         self._docs = pa.ipc.new_file(str(self.stem.with_suffix(".docs.arrow")), DOCS_SCHEMA)
         return self
 
-    def write(self, document_rows: pa.RecordBatch, documents: Sequence[Array], end_of_text: int) -> int:
+    def write(
+        self,
+        document_rows: pa.RecordBatch,
+        documents: Sequence[Array],
+        end_of_text: int,
+        masks: Sequence[Array] | None = None,
+    ) -> int:
         """Append documents, each followed by ``end_of_text``; returns the number of tokens written."""
         lengths = np.array([len(ids) + 1 for ids in documents], dtype=np.int64)
         tokens = np.full(lengths.sum(), end_of_text, dtype=DTYPE_CODES[self.dtype_code])
@@ -72,6 +83,10 @@ class TokenShardWriter:
         for start, ids in zip(starts.tolist(), documents, strict=True):
             tokens[start : start + len(ids)] = ids
         self._bin.write(tokens.tobytes())
+        if self._mask is not None:
+            assert masks is not None
+            for mask in masks:
+                self._mask.write(mask.astype(np.uint8).tobytes() + b"\0")
         self._lengths.append(lengths)
         self._docs.write(document_rows)
         return len(tokens)
@@ -80,6 +95,8 @@ class TokenShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bin.close()
+        if self._mask is not None:
+            self._mask.close()
         self._docs.close()
         if error is not None:
             return
@@ -166,6 +183,11 @@ class TokenShard:
             )
         return tokens
 
+    def read_mask(self, start: int, stop: int) -> Array:
+        """Which of the tokens [start, stop) the assistant writes, a copy; in a shard of text every token counts."""
+        mask = _map_mask(self)
+        return np.ones(stop - start, dtype=bool) if mask is None else mask[start:stop].astype(bool)
+
     @property
     def tokens(self) -> Array:
         """Keep no view of it: the shard stays open as long as there is one."""
@@ -209,6 +231,17 @@ def _map_tokens(shard: TokenShard) -> Array:
     return np.memmap(shard.stem.with_suffix(".bin"), dtype=shard._header[0], mode="r")
 
 
+@lru_cache(maxsize=MAX_OPEN_SHARDS)
+def _map_mask(shard: TokenShard) -> Array | None:
+    path = shard.stem.with_suffix(MASK_SUFFIX)
+    if not path.exists():
+        return None
+    mask = np.memmap(path, dtype=np.uint8, mode="r")
+    if len(mask) != len(shard.tokens):
+        raise damaged_error(path, f"has {len(mask)} bytes, not {len(shard.tokens)}")
+    return mask
+
+
 @lru_cache(maxsize=MAX_OPEN_INDEXES)
 def _load_document_index(shard: TokenShard) -> DocumentIndex:
     start = len(MAGIC) + HEADER.size
@@ -246,6 +279,7 @@ class TokenStore:
             raise damaged_error(path, f"is damaged ({type(error).__name__}: {error})") from error
         self.fingerprint = fingerprint({name: source.sha256 for name, source in sources.items()})
         self.shard_tokens = {name: source.shard_tokens for name, source in sources.items()}
+        self.chat_sources = frozenset(name for name, source in sources.items() if source.kind == "chat")
 
     def _shards(self, source: SourceShards) -> Iterator[TokenShard]:
         for name, tokens, record in zip(source.shards, source.shard_tokens, source.records, strict=True):

@@ -25,7 +25,9 @@ def blame_step(run: Run, step: int, lowest: bool = False) -> dict[str, Any]:
     traced = trace_step(run, step)
     first, last = traced["samples"]
     batch = torch.from_numpy(run.plan().stage_of(step).dataset.tokens(first, last))
-    starts = document_starts(batch[:, :-1], tokenizer.eos_token_id) if run.recipe.train.document_mask else None
+    options, starts = run.recipe.train, None
+    if options.masks_documents:
+        starts = document_starts(batch[:, :-1], tokenizer.eos_token_id, options.end_of_text_first)
     losses = torch.cat(
         [
             model(

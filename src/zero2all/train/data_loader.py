@@ -47,23 +47,25 @@ def read_batch(plan: Plan, step: int, dp_rank: int = 0, dp_world_size: int = 1) 
     split = split_batch(count, dp_world_size, stage.micro_batch_size)
     rows = split.micro_batches * split.samples
     tokens = np.zeros((rows, stage.recipe.seq_len + 1), dtype=np.int64)
-    tokens[: last - first], sources = stage.dataset.read(first, last)
+    samples = stage.dataset.read(first, last)
+    tokens[: last - first] = samples.tokens
     # Padding repeats text of the batch: constant rows would all go to the same experts and distort their load.
-    text = tokens[: last - first] if last > first else stage.dataset.read(start, start + 1)[0]
+    text = samples.tokens if last > first else stage.dataset.tokens(start, start + 1)
     tokens[last - first :] = text[np.arange(rows - (last - first)) % len(text)]
     token_tensor = torch.from_numpy(tokens)
     inputs, targets = token_tensor[:, :-1], token_tensor[:, 1:].clone()
+    targets[: last - first][~torch.from_numpy(samples.mask[:, 1:])] = IGNORE_INDEX
     targets[last - first :] = IGNORE_INDEX
-    padding = [PADDING_SOURCE] * (rows - len(sources))
+    padding = [PADDING_SOURCE] * (rows - len(samples.sources))
     return Batch(
         step=step,
         stage=stage,
         inputs=inputs,
         targets=targets,
-        sources=sources + padding,
+        sources=samples.sources + padding,
         micro_batch_size=stage.micro_batch_size and split.samples,
         sample_range=(start, stop),
-        global_valid_tokens=count * stage.recipe.seq_len,
+        global_valid_tokens=stage.dataset.count_targets(start, stop),
     )
 
 

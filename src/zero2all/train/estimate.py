@@ -332,7 +332,8 @@ def _time_largest_stage(
     largest = max(range(len(stages)), key=lambda number: stages[number].flops or 0.0)
     stage, samples = recipe.train.resolved_stages()[largest], stages[largest].batch.samples
     if isinstance(store, TokenStore):
-        dataset = PackedDataset(store, stage.seq_len, recipe.seed, stage.name, stage.mixture)
+        conversations = recipe.train.conversations
+        dataset = PackedDataset(store, stage.seq_len, recipe.seed, stage.name, stage.mixture, conversations)
         tokens = torch.from_numpy(dataset.tokens(0, samples))
     else:
         shape, generator = (samples, stage.seq_len + 1), torch.Generator().manual_seed(recipe.seed)

@@ -5,8 +5,9 @@ Nothing here depends on the world size, so a run may resume on more or fewer dev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,10 @@ class Plan:
         self.stages: list[StagePlan] = []
         first, previous_lr_multiplier = 0, 1.0
         for stage in recipe.train.resolved_stages():
-            planned = _plan_stage(stage, store, recipe.seed, first, previous_lr_multiplier)
+            datasets = partial(
+                PackedDataset, store, stage.seq_len, recipe.seed, stage.name, conversations=recipe.train.conversations
+            )
+            planned = _plan_stage(stage, datasets, first, previous_lr_multiplier)
             self.stages.append(planned)
             first, previous_lr_multiplier = planned.end_step, planned.schedule.end_lr_multiplier
         self.total_steps = first
@@ -146,9 +150,10 @@ class Plan:
 
 
 def _plan_stage(
-    stage: ResolvedStage, store: SizedStore, seed: int, first_step: int, previous_lr_multiplier: float
+    stage: ResolvedStage, datasets: Callable[..., PackedDataset], first_step: int, previous_lr_multiplier: float
 ) -> StagePlan:
-    dataset = PackedDataset(store, stage.seq_len, seed, stage.name, stage.mixture)
+    """``datasets`` makes the dataset of a mixture."""
+    dataset = datasets(mixture=stage.mixture)
     epoch = dataset.samples_per_epoch * stage.seq_len
     ramp_steps = stage.batch_ramp.over.in_steps(stage.batch_tokens, epoch) if stage.batch_ramp else 0
     steps = _count_steps(stage, epoch, ramp_steps)
@@ -160,8 +165,7 @@ def _plan_stage(
         return plan
     sequences = dataset.sequences_per_source
     weights = cap_mixture_weights(stage.mixture, sequences, plan.sample_range(plan.end_step - 1)[1], stage.max_epochs)
-    capped = PackedDataset(store, stage.seq_len, seed, stage.name, weights)
-    return StagePlan(stage, first_step, steps, capped, schedule, ramp_steps)
+    return StagePlan(stage, first_step, steps, datasets(mixture=weights), schedule, ramp_steps)
 
 
 def _plan_schedule(

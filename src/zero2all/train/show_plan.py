@@ -17,6 +17,7 @@ from zero2all.parallel import ParallelModel
 from zero2all.parallel.batch_split import BatchSplit
 from zero2all.parallel.rank_memory import split_stage
 from zero2all.recipe import ModelConfig
+from zero2all.tokens.conversation_rows import ConversationRows
 from zero2all.track.record_reader import RecordReader
 from zero2all.track.run_locations import RECORD_FILE, LocalRunLocation
 from zero2all.train.hyperparameters import (
@@ -93,6 +94,8 @@ def say_run(
     for stage in plan.stages:
         say(stage_line(stage))
         say(f"  {split_line(split_stage(stage.recipe, model.recipe, model.mesh.dims), stage.recipe.seq_len)}")
+        for name, rows in stage.dataset.conversation_rows.items():
+            say(f"  {conversations_line(name, rows)}")
     say_plan(plan, peak_lr, history)
     say(advice_line(scaling_advice(model.config, tokens)))
 
@@ -127,6 +130,19 @@ def split_line(split: BatchSplit, seq_len: int) -> str:
     return (
         f"{tokens:,} tokens per step = {micro_batches} x {split.ranks} data-parallel rank{ranks} x "
         f"{split.samples} sample{samples} x {seq_len:,} tokens{padding}"
+    )
+
+
+def conversations_line(source: str, rows: ConversationRows) -> str:
+    """How the conversations of a source are read, and which are not."""
+    reasons = {
+        f"longer than train.seq_len ({rows.seq_len})": rows.left_out.too_long,
+        "without an answer to learn": rows.left_out.without_answer,
+    }
+    left_out = "".join(f", {count:,} left out: {reason}" for reason, count in reasons.items() if count)
+    return (
+        f"{source}: {rows.num_conversations:,} conversations in {len(rows):,} rows, {rows.fill:.0%} of them filled, "
+        f"{rows.num_targets:,} targets{left_out}"
     )
 
 

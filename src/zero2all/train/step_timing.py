@@ -65,7 +65,7 @@ def time_steps(
     optimizers = build_optimizers(model.model, options.optimizer, model.param_groups, config.mup_width_mult)
     set_learning_rate(optimizers, options.optimizer, lr_multiplier=0.01)
     inputs, targets = tokens[:samples, :-1], tokens[:samples, 1:]
-    starts = document_starts(inputs, separator) if options.document_mask else None
+    starts = document_starts(inputs, separator) if options.masks_documents else None
     pass_seconds, update_seconds = [], []
     with progress("timing a few steps", 1 + TIMED_STEPS) as advance:
         for _ in range(1 + TIMED_STEPS):

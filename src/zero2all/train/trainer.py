@@ -381,8 +381,8 @@ class Trainer:
 
     def _document_starts(self, inputs: Tensor) -> Tensor | None:
         """Where the document of each token begins, if the recipe masks across documents."""
-        masked = self.recipe.train.document_mask
-        return document_starts(inputs, self.tokenizer.eos_token_id) if masked else None
+        options, end_of_text = self.recipe.train, self.tokenizer.eos_token_id
+        return document_starts(inputs, end_of_text, options.end_of_text_first) if options.masks_documents else None
 
     # Record and validation
 

@@ -29,14 +29,18 @@ class AttentionBackend:
     """(q [B, H, S, E], k and v [B, K, S, E], mask) to [B, H, S, E]."""
 
 
-def document_starts(tokens_BS: Tensor, end_of_text: int) -> Tensor:
+def document_starts(tokens_BS: Tensor, end_of_text: int, end_of_text_first: bool = True) -> Tensor:
     """Where the document of each position begins, int32 [B, S].
 
     A document begins at the end-of-text token that stands before it, as a prompt does in generation: so its first
-    word has something to be predicted from, and nothing is predicted from another document.
+    word has something to be predicted from, and nothing is predicted from another document. Without
+    ``end_of_text_first`` it begins after that token, as a conversation does that a chat template renders.
     """
     places = torch.arange(tokens_BS.shape[1], device=tokens_BS.device, dtype=torch.int32)
-    starts: Tensor = torch.where(tokens_BS == end_of_text, places, 0).cummax(dim=1).values
+    begins = tokens_BS == end_of_text
+    if not end_of_text_first:
+        begins = torch.nn.functional.pad(begins[:, :-1], (1, 0))
+    starts: Tensor = torch.where(begins, places, 0).cummax(dim=1).values
     return starts
 
 

@@ -1,0 +1,89 @@
+"""``z2a align inspect``: which tokens of a conversation are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from itertools import groupby
+
+from rich.console import Console
+from rich.text import Text
+
+from zero2all.errors import UsageError
+from zero2all.recipe import Recipe
+from zero2all.tokenizer import Tokenizer
+from zero2all.tokens import TokenStore
+from zero2all.train.plan import Plan
+
+LEARNED, CONTEXT = "bold black on #bfe3c6", "dim"
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """Consecutive tokens that are all learned, or all context."""
+
+    text: str
+    learned: bool
+
+
+@dataclass(frozen=True)
+class InspectedConversation:
+    """A conversation as training reads it."""
+
+    gid: str
+    source: str
+    tokens: int
+    targets: int
+    runs: list[TokenRun]
+
+
+def inspect_conversations(recipe: Recipe, count: int) -> list[InspectedConversation]:
+    """The first conversations of the first stage, in the order of training."""
+    if recipe.train.objective.name == "pretrain":
+        raise UsageError("train.objective.name is pretrain, which learns every token: set it to sft")
+    tokenizer, plan = Tokenizer(recipe.tokenizer_dir), Plan(recipe, TokenStore(recipe.tokens_dir, "train"))
+    dataset = plan.stages[0].dataset
+    if not dataset.conversation_rows:
+        raise UsageError("no source of the recipe has conversations: set kind: chat on one, and build the corpus again")
+    return [found for _, found in zip(range(count), _conversations(plan, tokenizer), strict=False)]
+
+
+def _conversations(plan: Plan, tokenizer: Tokenizer) -> Iterator[InspectedConversation]:
+    dataset = plan.stages[0].dataset
+    for sample in range(dataset.samples_per_epoch):
+        row = dataset.read(sample, sample + 1)
+        if row.sources[0] not in dataset.conversation_rows:
+            continue
+        begin = 0
+        for span in dataset.documents(sample, sample + 1):
+            end = begin + span.tokens
+            ids, mask = row.tokens[0, begin:end].tolist(), row.mask[0, begin:end].tolist()
+            yield InspectedConversation(span.gid, span.source, len(ids), sum(mask), _runs(tokenizer, ids, mask))
+            begin = end
+
+
+def _runs(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[bool]) -> list[TokenRun]:
+    grouped = groupby(zip(ids, mask, strict=True), key=lambda token: token[1])
+    return [
+        TokenRun(b"".join(tokenizer.token_bytes[id] for id, _ in tokens).decode("utf-8", "replace"), learned)
+        for learned, tokens in grouped
+    ]
+
+
+def render_conversations(conversations: Sequence[InspectedConversation], colour: bool) -> str:
+    """What is learned in colour, or without colour between ⟦ and ⟧."""
+    out = StringIO()
+    console = Console(file=out, force_terminal=colour, color_system="truecolor" if colour else None, soft_wrap=True)
+    for one in conversations:
+        text = Text(f"{one.source} {one.gid}: {one.targets} of {one.tokens} tokens are learned\n")
+        for run in one.runs:
+            if colour:
+                text.append(run.text, LEARNED if run.learned else CONTEXT)
+            else:
+                text.append(f"⟦{run.text}⟧" if run.learned else run.text)
+        console.print(text)
+    tokens, targets = (sum(getattr(one, name) for one in conversations) for name in ("tokens", "targets"))
+    share = f", {targets / tokens:.0%} of all tokens" if tokens else ""
+    console.print(f"{len(conversations)} conversations, {targets:,} targets{share}")
+    return out.getvalue()
