@@ -34,7 +34,8 @@ def show_step(recipe: Recipe, store: TokenStore, tokenizer: Tokenizer, step: int
     dataset = PackedDataset(store, options.seq_len, recipe.seed, mixture=options.mixture)
     batch_size = options.batch_samples
     start, stop = step * batch_size, (step + 1) * batch_size
-    tokens, sources = dataset.read(start, stop)  # inputs are tokens[:, :-1], targets are tokens[:, 1:]
+    samples = dataset.read(start, stop)
+    tokens, sources = samples.tokens, samples.sources  # inputs are tokens[:, :-1], targets are tokens[:, 1:]
     print(
         f"step {step}: samples {start} to {stop - 1} of {dataset.samples_per_epoch} in an epoch, tokens {tokens.shape}"
     )

@@ -131,7 +131,7 @@ def span_tokens(store: TokenStore, span: DocumentSpan) -> list[int]:
     return shard.read(start, start + span.tokens).tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_resumed_on_two_ranks_has_the_losses_of_an_uninterrupted_one(tmp_path: Path) -> None:
     [command] = commands("resume_on_other_ranks.py")
     lines = run(command, tmp_path).splitlines()

@@ -51,7 +51,7 @@ def test_tied_and_width_transfer_equal_one_process() -> None:
     check(("FSDP 2, accumulated", "TP 2 + SP, parallel loss"), training_setup("tied"), training_setup("muP"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks_equal_one_process() -> None:
     check(ON_FOUR, HARD)
 

@@ -125,6 +125,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(s3: str, raw: Path
     assert len(gids) + dropped == sum(account["read"]["documents"] for account in manifest["sources"].values())
 
 
+@pytest.mark.long
 def test_later_stages_read_documents_from_s3(s3: str, raw: Path, tmp_path: Path) -> None:
     sources = json.dumps([source.model_dump() for source in recipe_for(raw).sources])
     stages = {}
