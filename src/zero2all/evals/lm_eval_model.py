@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zero2all.errors import UsageError
-from zero2all.evals.log_likelihood import BATCH_TOKENS, Request, encode_pair, score
+from zero2all.evals.log_likelihood import Request, encode_pair, score
 from zero2all.evals.target import EvalTarget
 from zero2all.generation import SamplingParams, generate_batch
 
@@ -33,7 +33,7 @@ class Z2allLM(LM):  # type: ignore[misc]
     renders them to text, and in text nothing is a special token here.
     """
 
-    def __init__(self, target: EvalTarget, batch_tokens: int = BATCH_TOKENS) -> None:
+    def __init__(self, target: EvalTarget, batch_tokens: int | None = None) -> None:
         super().__init__()
         self.target, self.batch_tokens = target, batch_tokens
         self.max_length = target.model.config.max_position_embeddings

@@ -25,6 +25,9 @@ from zero2all.tokenizer import Tokenizer
 Array = np.ndarray[Any, Any]
 MIN_SAVED_TOKENS = 16  # by which a packed row has to be shorter: its attention needs a mask
 BATCH_TOKENS = 8192  # of one forward pass, with padding; bounds its memory
+CPU_BATCH_TOKENS = (
+    1024  # whose activations stay in the cache: 1.6 times as fast as 8192 with a model of 3.5M parameters
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Reques
 
 
 @torch.no_grad()
-def score(model: Z2all | ParallelModel, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS) -> list[Score]:
+def score(model: Z2all | ParallelModel, requests: Sequence[Request], batch_tokens: int | None = None) -> list[Score]:
     """The score of each request, in their order.
 
     A request longer than the model's context loses its beginning; its continuation has to fit. Rows of similar
@@ -77,6 +80,7 @@ def score(model: Z2all | ParallelModel, requests: Sequence[Request], batch_token
     rank_model = as_rank_model(model)
     # Where the sequence is split over ranks, a pass is padded to equal parts, and the padding is in the context too.
     limit = rank_model.config.max_position_embeddings - (rank_model.sequence_multiple - 1)
+    batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if rank_model.device.type == "cpu" else BATCH_TOKENS)
     rows = _share_rows([_to_row(index, request, limit) for index, request in enumerate(requests)], rank_model)
     packed = _pack(rows, rank_model, min(limit, batch_tokens))
     nats, greedy = np.zeros(len(requests)), np.ones(len(requests), dtype=bool)

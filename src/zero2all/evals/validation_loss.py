@@ -145,7 +145,7 @@ def _score_streams(
             # Sharded weights are gathered by all ranks at once: one without a batch repeats the first, uncounted.
             mine = first + rank
             batch = _make_batch(batches[mine % len(batches)], streams, firsts, byte_lengths, end_of_text, width)
-            losses_BS = _compute_losses(model, batch, scoring, end_of_text).double().cpu()
+            losses_BS = _compute_losses(model, batch, scoring, end_of_text).cpu().double()  # a Mac has no fp64
             if mine < len(batches):
                 scored = batch.targets_BS != IGNORE_INDEX
                 nats.index_add_(0, batch.units_BS[scored], losses_BS[scored])
