@@ -14,6 +14,7 @@ from zero2all.cli import (
     align,
     bench,
     chaos,
+    chat,
     ckpt,
     corpus,
     doctor,
@@ -62,6 +63,7 @@ app.command("chaos")(chaos.chaos)
 app.command("compare")(experiments.compare)
 app.add_typer(eval_command.app, name="eval")
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("export")(runs.export)
 app.add_typer(bench.app, name="bench")
 app.command("watch")(watch.watch)
