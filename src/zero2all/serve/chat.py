@@ -54,7 +54,7 @@ class ChatSession:
     def set_param(self, text: str) -> None:
         """Change a parameter, such as ``temperature=0.2``."""
         name, found, value = text.partition("=")
-        kinds = {field.name: type(field.default) for field in fields(SamplingParams)}
+        kinds = {field.name: type(getattr(SamplingParams(), field.name)) for field in fields(SamplingParams)}
         if not found or name not in kinds or kinds[name] is tuple:
             known = ", ".join(name for name, kind in kinds.items() if kind is not tuple)
             raise UsageError(f"write /params NAME=VALUE, with one of {known}")
