@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import torch
 
 from tests.checkpoint.helpers import losses
 from tests.conftest import CHINESE, ENGLISH, tiny_recipe
+from zero2all.align.inspect import inspect_conversations, render_conversations
 from zero2all.conversation import Conversation
 from zero2all.corpus import build_corpus
+from zero2all.errors import UsageError, Z2aError
 from zero2all.evals import evaluate_bpb
 from zero2all.model import IGNORE_INDEX, document_starts
-from zero2all.recipe import Recipe
+from zero2all.recipe import Recipe, TrainRecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore, build_tokens
 from zero2all.tokens.conversation_rows import ConversationRows, best_fit_decreasing
@@ -227,6 +230,35 @@ def test_text_beside_conversations_is_trained_on_as_before(sft: Recipe, workspac
     assert not plan.stages[0].dataset.conversation_rows
     batch = read_batch(plan, 0)
     assert all((row != IGNORE_INDEX).all() for row, source in zip(batch.targets, batch.sources, strict=True) if source)
+
+
+def test_a_store_without_conversations_and_one_without_a_mask_are_refused(
+    sft: Recipe, workspace: Path, tmp_path: Path
+) -> None:
+    text = sft.model_copy(
+        update={"out": tmp_path, "tokens": sft.tokens.model_copy(update={"dir": workspace / "tokens"})}
+    )
+    with pytest.raises(Z2aError, match="set kind: chat on a source"):
+        train(text)
+    with pytest.raises(Z2aError, match="set kind: chat on a source"):
+        inspect_conversations(text, 1)
+    shutil.copytree(sft.tokens_dir, tmp_path / "tokens")
+    (mask,) = (tmp_path / "tokens" / "train").glob("*.mask")
+    mask.unlink()
+    damaged = sft.model_copy(update={"tokens": sft.tokens.model_copy(update={"dir": tmp_path / "tokens"})})
+    with pytest.raises(Z2aError, match=r"\.mask is missing"):
+        make_plan(damaged)
+
+
+def test_the_inspected_conversations_show_what_is_learned(sft: Recipe) -> None:
+    found, chats = inspect_conversations(sft, 5), documents_of(sft)
+    for one in found:
+        learned = [run.text for run in one.runs if run.learned]
+        answers = [message.content for message in chats[one.gid].messages if message.role == "assistant"]
+        assert learned == [f"{answer}<|im_end|>" for answer in answers]
+    assert render_conversations(found, colour=False).count("⟦") == sum(run.learned for one in found for run in one.runs)
+    with pytest.raises(UsageError, match="set it to sft"):
+        inspect_conversations(sft.model_copy(update={"train": TrainRecipe(steps=1)}), 1)
 
 
 def test_a_source_without_an_answer_has_no_rows(sft: Recipe) -> None:

@@ -42,10 +42,9 @@ def inspect_conversations(recipe: Recipe, count: int) -> list[InspectedConversat
     """The first conversations of the first stage, in the order of training."""
     if recipe.train.objective.name == "pretrain":
         raise UsageError("train.objective.name is pretrain, which learns every token: set it to sft")
-    tokenizer, plan = Tokenizer(recipe.tokenizer_dir), Plan(recipe, TokenStore(recipe.tokens_dir, "train"))
-    dataset = plan.stages[0].dataset
-    if not dataset.conversation_rows:
-        raise UsageError("no source of the recipe has conversations: set kind: chat on one, and build the corpus again")
+    tokenizer, store = Tokenizer(recipe.tokenizer_dir), TokenStore(recipe.tokens_dir, "train")
+    store.require_conversations()
+    plan = Plan(recipe, store)
     return [found for _, found in zip(range(count), _conversations(plan, tokenizer), strict=False)]
 
 

@@ -108,6 +108,11 @@ class GuardRecipe(Section):
     """Number of steps skipped after a rollback, including the two before the outlier."""
 
 
+Conversations = Literal["cut", "packed", "padded"]
+"""Conversations as training reads them: cut as text is, and every token a target; or whole, many or one in a row, and
+what the assistant writes are the targets."""
+
+
 class ObjectiveRecipe(Section):
     """What the model is trained for."""
 
@@ -310,7 +315,7 @@ class TrainRecipe(TrainLength):
         return self.objective.name == "pretrain"
 
     @property
-    def conversations(self) -> Literal["cut", "packed", "padded"]:
+    def conversations(self) -> Conversations:
         """How conversations are read."""
         if self.objective.name == "pretrain":
             return "cut"

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from zero2all.io import fingerprint
+from zero2all.recipe.training import Conversations
 from zero2all.tokens.conversation_rows import ConversationRows
 from zero2all.tokens.estimated_store import SizedStore
 from zero2all.tokens.sample_order import SampleOrder
 from zero2all.tokens.token_store import Array, Split, TokenShard, TokenStore
 
 PACKING = "concat"
-Conversations = Literal["cut", "packed", "padded"]
-"""Conversations as training reads them: cut as text is, and every token a target; or whole, many or one in a row, and
-what the assistant writes are the targets."""
 
 
 @dataclass(frozen=True)

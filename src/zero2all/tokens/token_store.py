@@ -184,9 +184,8 @@ class TokenShard:
         return tokens
 
     def read_mask(self, start: int, stop: int) -> Array:
-        """Which of the tokens [start, stop) the assistant writes, a copy; in a shard of text every token counts."""
-        mask = _map_mask(self)
-        return np.ones(stop - start, dtype=bool) if mask is None else mask[start:stop].astype(bool)
+        """Which of the tokens [start, stop) the assistant writes, a copy. Only for a shard of conversations."""
+        return _map_mask(self)[start:stop].astype(bool)
 
     @property
     def tokens(self) -> Array:
@@ -232,10 +231,10 @@ def _map_tokens(shard: TokenShard) -> Array:
 
 
 @lru_cache(maxsize=MAX_OPEN_SHARDS)
-def _map_mask(shard: TokenShard) -> Array | None:
+def _map_mask(shard: TokenShard) -> Array:
     path = shard.stem.with_suffix(MASK_SUFFIX)
     if not path.exists():
-        return None
+        raise damaged_error(path, "is missing")
     mask = np.memmap(path, dtype=np.uint8, mode="r")
     if len(mask) != len(shard.tokens):
         raise damaged_error(path, f"has {len(mask)} bytes, not {len(shard.tokens)}")
@@ -289,6 +288,14 @@ class TokenStore:
     def source_tokens(self) -> dict[str, int]:
         """Tokens of each source."""
         return {name: sum(tokens) for name, tokens in self.shard_tokens.items()}
+
+    def require_conversations(self) -> None:
+        """For fine-tuning, which would otherwise train on every token of the text that is there."""
+        if not self.chat_sources:
+            raise Z2aError(
+                f"train.objective.name=sft needs conversations, and {self.directory} has none: set kind: chat on a "
+                "source, then run 'z2a corpus build RECIPE' and 'z2a tokens build RECIPE'"
+            )
 
     def has_full_sequence(self, seq_len: int) -> bool:
         """Whether any source has ``seq_len`` tokens and the last target."""

@@ -161,6 +161,8 @@ class Trainer:
         store = TokenStore(tokens_dir, "train")
         if store.tokenizer_fingerprint != self.tokenizer.fingerprint:
             raise Z2aError(f"{tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
+        if self.recipe.train.conversations != "cut":
+            store.require_conversations()
         for split_store in (store, TokenStore(tokens_dir, "valid")):
             ranks.on_all_ranks(partial(verify_store, split_store, ranks.rank, ranks.world_size))
         self._open_test_sets()
