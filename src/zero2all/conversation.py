@@ -9,9 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, Literal, get_args
 
 Role = Literal["system", "user", "assistant", "tool"]
+SourceKind = Literal["text", "chat", "preference", "rating"]
+"""What a source of a corpus holds: text, conversations, pairs of a chosen and a rejected answer, or answers with a
+label."""
 ROLES: tuple[Role, ...] = get_args(Role)
 MAX_NESTING = 64  # levels of the arguments of a tool call, and of the description of a tool
 BROKEN_CALL, BROKEN_TOOLS = "broken tool call", "broken list of tools"
@@ -105,6 +109,70 @@ class Conversation:
                 for message in self.messages
             ),
         )
+
+
+@dataclass(frozen=True)
+class ChatExample:
+    """A record of chat data: a conversation to learn from, two to compare, or one with a label.
+
+    >>> pair = ChatExample(chosen, rejected)
+    >>> pair.conversation.messages[pair.first_learned :]  # the answer; what is before it is the prompt
+    """
+
+    conversation: Conversation
+    """Of a pair, the one with the chosen answer."""
+    rejected: Conversation | None = None
+    """The same prompt with another answer."""
+    desirable: bool | None = None
+    """The label of the answer."""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], kind: SourceKind) -> ChatExample:
+        """Parse and check the JSON form: a conversation, with the messages of the other as ``rejected``, or a
+        ``label``."""
+        conversation = Conversation.from_json(value)
+        if kind == "preference":
+            rejected = Conversation.from_json({"messages": value.get("rejected"), "tools": value.get("tools")})
+            if rejected.messages == conversation.messages:
+                raise MalformedConversationError("chosen and rejected are equal")
+            return cls(conversation, rejected)
+        if kind == "rating":
+            label = value.get("label")
+            if not isinstance(label, bool):
+                raise MalformedConversationError("no label")
+            return cls(conversation, desirable=label)
+        return cls(conversation)
+
+    def to_json(self) -> dict[str, Any]:
+        pair = {} if self.rejected is None else {"rejected": self.rejected.to_json()["messages"]}
+        label = {} if self.desirable is None else {"label": self.desirable}
+        return self.conversation.to_json() | pair | label
+
+    @property
+    def first_learned(self) -> int:
+        """The first message that is no prompt: after those that both of a pair have, and after the last question of an
+        answer with a label. A conversation alone is learned from its first answer on."""
+        messages = self.conversation.messages
+        if self.rejected is not None:
+            others = self.rejected.messages
+            shared = (one == other for one, other in zip(messages[:-1], others[:-1], strict=False))
+            return sum(1 for _ in takewhile(bool, shared))
+        if self.desirable is None:
+            return 0
+        return 1 + max((n for n, message in enumerate(messages) if message.role != "assistant"), default=-1)
+
+    @property
+    def text(self) -> str:
+        """What was said; of a pair, the prompt once."""
+        if self.rejected is None:
+            return self.conversation.text
+        answer = replace(self.rejected, messages=self.rejected.messages[self.first_learned :])
+        return f"{self.conversation.text}\n\n{answer.text}"
+
+    def map_text(self, change: Callable[[str], str]) -> ChatExample:
+        """With every message changed, as ``Conversation.map_text``."""
+        rejected = None if self.rejected is None else self.rejected.map_text(change)
+        return replace(self, conversation=self.conversation.map_text(change), rejected=rejected)
 
 
 def parse_nested_json(value: Any, reason: str) -> Any:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from zero2all.conversation import SourceKind
 from zero2all.errors import Z2aError
 
 Record = TypeVar("Record")
-SourceKind = Literal["text", "chat"]
-"""What a source of a corpus holds."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ def check(names: tuple[str, ...], *setups: TrainingSetup, detail: bool = True) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_equal_one_process() -> None:
     check(ON_TWO, HARD, MUON)
 

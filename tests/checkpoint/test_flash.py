@@ -195,13 +195,8 @@ def resume(recipe: Recipe) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "{dp_shard: 2}",
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("{dp_replicate: 2}", "{tp: 2}", "{pp: 2}")),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["{dp_shard: 2}", "{dp_replicate: 2}", "{tp: 2}", "{pp: 2}"])
 def test_several_ranks_agree_on_a_state_and_resume_bit_for_bit(layout: str, workspace: Path, tmp_path: Path) -> None:
     recipes = [
         tiny_recipe(

@@ -140,6 +140,7 @@ def _on_a_mesh() -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_muon_updates_shards_as_it_updates_full_matrices() -> None:
     for errors in run_ranks(4, _on_a_mesh, seconds=240):
         assert max(errors) < 0.02, list(zip(MUON_LAYOUTS, errors, strict=True))  # bf16 products of another shape

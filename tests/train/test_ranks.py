@@ -92,7 +92,7 @@ def recipe_for(workspace: Path, out: Path, *overrides: str) -> Recipe:
     ("ranks", "readers", "parallel"),
     [
         (2, 2, "{dp_replicate: 2}"),
-        (3, 3, "{}"),  # 12 samples over 3 ranks, and 6 of the longer ones
+        pytest.param(3, 3, "{}", marks=pytest.mark.long),  # 12 samples over 3 ranks, and 6 of the longer ones
         (4, 2, "{dp_shard: 2, tp: 2}"),
         (4, 2, "{pp: 2, dp_shard: 2, schedule: interleaved}"),
         (2, 1, "{cp: 2}"),
@@ -134,6 +134,7 @@ def assert_same_batches(seen: list[dict[int, list[str]]], expected: dict[int, li
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_world_size_may_change_on_resume(
     single: tuple[Path, dict[int, list[str]]], workspace: Path, tmp_path: Path
 ) -> None:

@@ -225,7 +225,7 @@ def test_validation_scores_the_text_of_answers_alone(sft: Recipe, base: Run) -> 
 
 def test_text_beside_conversations_is_trained_on_as_before(sft: Recipe, workspace: Path) -> None:
     store = TokenStore(workspace / "tokens", "train")
-    assert store.chat_sources == frozenset()
+    assert set(store.kinds.values()) == {"text"}
     plan = Plan(sft.model_copy(update={"tokens": sft.tokens.model_copy(update={"dir": workspace / "tokens"})}), store)
     assert not plan.stages[0].dataset.conversation_rows
     batch = read_batch(plan, 0)

@@ -106,7 +106,7 @@ def build_corpus(
     nonempty = [PartFile(part, part_path(work / "parts", part.source, part.key)) for part in parts if part.documents]
     if not nonempty:
         raise Z2aError(_nothing_left_message(recipe, parts))
-    chats = {source.name for source in recipe.sources if source.kind == "chat"}
+    chats = {source.name for source in recipe.sources if source.kind != "text"}
     texts = [part.path for part in nonempty if part.record.source not in chats]
     stripped = {part.path: part.path for part in nonempty} | remove_boilerplate(engine, recipe, texts, work)
     drops = find_drops(engine, recipe, list(stripped.values()), work)
@@ -171,7 +171,7 @@ def recommended_workers(recipe: CorpusRecipe) -> int:
 def _filters_of(recipe: CorpusRecipe, source: SourceRecipe) -> list[Any]:
     if recipe.filters is not None:
         return recipe.filters
-    return list(DEFAULT_CHAT_FILTERS if source.kind == "chat" else DEFAULT_FILTERS)
+    return list(DEFAULT_FILTERS if source.kind == "text" else DEFAULT_CHAT_FILTERS)
 
 
 def _plan_parts(recipe: CorpusRecipe, models: Any) -> list[PartTask]:

@@ -1,4 +1,7 @@
-"""The shapes in which conversations are published: OpenAI, ShareGPT and FastChat, question and answer, Alpaca, MOSS."""
+"""The shapes in which conversations are published: OpenAI, ShareGPT and FastChat, question and answer, Alpaca, MOSS.
+
+Pairs of answers as in TRL, LLaMA-Factory, UltraFeedback, HH and MedicalGPT; labels as in TRL and LLaMA-Factory.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero2all.conversation import BROKEN_CALL, Conversation, MalformedConversationError, parse_nested_json
+from zero2all.conversation import (
+    BROKEN_CALL,
+    ChatExample,
+    MalformedConversationError,
+    SourceKind,
+    parse_nested_json,
+)
 
 MESSAGE_FIELDS = ("messages", "conversations", "conversation")
 ROLE_NAMES = {
@@ -17,17 +26,26 @@ ROLE_NAMES = {
     **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
 }
 CALL_ROLES = ("function_call", "tool_call")  # an assistant's message that is a call, as JSON
-NO_CONVERSATION = "no conversation in it"
+PAIR_FIELDS = (
+    ("chosen", "rejected"),
+    ("chosen_messages", "rejected_messages"),
+    ("response_chosen", "response_rejected"),
+)
+PROMPT_FIELDS = ("prompt", "question")
+ANSWER_FIELDS = ("completion", "response")
+LABEL_FIELDS = ("label", "kto_tag")
+NO_CONVERSATION, NO_PAIR = "no conversation in it", "no chosen and rejected answer in it"
 NOT_TEXT = "content is not text"
 _MOSS_MARKS = re.compile(r"^\s*<\|[A-Za-z ]+\|>:\s*|<eo[a-z]>\s*$")
 _MOSS_TURN = re.compile(r"turn_(\d{1,6})")
 _MOSS_EMPTY = ("", "None")
+_HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _MOSS_TOOL_FIELDS = ("Commands", "Tool Responses")
 
 
 @dataclass(frozen=True)
-class FoundConversation:
-    conversation: Conversation
+class FoundExample:
+    example: ChatExample
     used: frozenset[str]
     """The fields of the record that it was made of."""
 
@@ -40,19 +58,34 @@ class _Shape:
     used: tuple[str, ...]
     system: str = "system"
     """The field with the system prompt."""
+    rejected: list[dict[str, Any]] | None = None
+    """The messages with the rejected answer."""
 
 
-def find_conversation(record: Mapping[str, Any], field: str | None = None) -> FoundConversation:
-    """The conversation of a record, by its shape, or with its messages in ``field``. Raises an error without one."""
-    shape = _read_shape(record) if field is None else _Shape(_read_messages(record.get(field)), (field,))
+def find_example(record: Mapping[str, Any], kind: SourceKind = "chat", field: str | None = None) -> FoundExample:
+    """What a record holds, by its shape, or with its messages in ``field``. Raises an error if it is of another."""
+    if field is not None:
+        shape: _Shape | None = _Shape(_read_messages(record.get(field)), (field,))
+    elif kind == "preference":
+        shape = _read_pair(record)
+    else:
+        shape = _read_shape(record) or (_read_answer(record) if kind == "rating" else None)
     if shape is None:
-        raise MalformedConversationError(NO_CONVERSATION)
-    said = shape.messages
-    system = record.get(shape.system)
-    if isinstance(system, str) and not any(message.get("role") == "system" for message in said[:1]):
-        said = [{"role": "system", "content": system}, *said]
-    conversation = Conversation.from_json({"messages": said, "tools": record.get("tools")})
-    return FoundConversation(conversation, frozenset((*shape.used, shape.system, "tools")))
+        raise MalformedConversationError(NO_PAIR if kind == "preference" else NO_CONVERSATION)
+    value = {"messages": _with_system(shape.messages, record.get(shape.system)), "tools": record.get("tools")}
+    used = (*shape.used, shape.system, "tools")
+    if shape.rejected is not None:
+        value["rejected"] = _with_system(shape.rejected, record.get(shape.system))
+    if kind == "rating":
+        value["label"] = _read_label(record)
+        used += LABEL_FIELDS
+    return FoundExample(ChatExample.from_json(value, kind), frozenset(used))
+
+
+def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+    if not isinstance(system, str) or any(message.get("role") == "system" for message in messages[:1]):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def has_messages(record: Mapping[str, Any]) -> bool:
@@ -81,6 +114,71 @@ def _read_shape(record: Mapping[str, Any]) -> _Shape | None:
         used = ("instruction", "input", "output", "history", "instances")
         return _Shape(_read_alpaca(record), used)
     return None
+
+
+def _read_pair(record: Mapping[str, Any]) -> _Shape | None:
+    """The prompt is beside the answers, or both conversations begin with it."""
+    outputs = record.get("output")
+    for names in PAIR_FIELDS:
+        if all(name in record for name in names):
+            answers = [record[name] for name in names]
+            break
+    else:
+        if not (isinstance(outputs, list) and len(outputs) == 2 and "instruction" in record):
+            return None
+        names, answers = ("output", "output"), outputs
+    if all(isinstance(answer, str) and _HH_TURN.match(answer) for answer in answers):
+        chosen, rejected = map(_read_hh, answers)
+        return _Shape(chosen, names, rejected=rejected)
+    chosen, rejected = map(_read_answer_messages, answers)
+    if any(message.get("role") != "assistant" for message in chosen[:1]):
+        return _Shape(chosen, (*names, *PROMPT_FIELDS), rejected=rejected)
+    prompt, used = _read_prompt(record)
+    return _Shape([*prompt, *chosen], (*names, *used), rejected=[*prompt, *rejected])
+
+
+def _read_answer(record: Mapping[str, Any]) -> _Shape | None:
+    """A prompt and one answer to it, in fields of their own."""
+    name = next((name for name in ANSWER_FIELDS if name in record), None)
+    if name is None:
+        return None
+    prompt, used = _read_prompt(record)
+    return _Shape([*prompt, *_read_answer_messages(record[name])], (name, *used))
+
+
+def _read_prompt(record: Mapping[str, Any]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The messages before an answer, and their fields."""
+    for name in (*PROMPT_FIELDS, *MESSAGE_FIELDS):
+        if isinstance(record.get(name), list):
+            return _read_messages(record[name]), (name,)
+        if isinstance(record.get(name), str):
+            return [*_read_history(record.get("history")), {"role": "user", "content": record[name]}], (name, "history")
+    if "instruction" in record:
+        messages = _read_alpaca({**record, "output": "-"})
+        return messages[:-1], ("instruction", "input", "history")
+    raise MalformedConversationError("no prompt before the answers")
+
+
+def _read_answer_messages(answer: Any) -> list[dict[str, Any]]:
+    """An answer: text, a message, or a list of them."""
+    if isinstance(answer, str):
+        return [{"role": "assistant", "content": answer}]
+    return _read_messages(answer if isinstance(answer, list) else [answer])
+
+
+def _read_hh(text: str) -> list[dict[str, Any]]:
+    """A conversation in one text, with ``Human:`` and ``Assistant:`` before each message."""
+    _, *parts = _HH_TURN.split(text)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[name], "content": said} for name, said in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _read_label(record: Mapping[str, Any]) -> bool:
+    """Also 0 and 1, as tables have it."""
+    label = next((record[name] for name in LABEL_FIELDS if name in record), None)
+    if isinstance(label, bool) or label in (0, 1):
+        return bool(label)
+    raise MalformedConversationError("no label")
 
 
 def _read_messages(messages: Any) -> list[dict[str, Any]]:
@@ -124,11 +222,16 @@ def _read_alpaca(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     question = [record["instruction"], last.get("input") or ""]
     if not all(isinstance(text, str) for text in question):
         raise MalformedConversationError(NOT_TEXT)
-    history = record.get("history") or []
+    asked = "\n".join(text for text in question if text.strip())
+    return [*_read_history(record.get("history")), *_turn(asked, last.get("output"))]
+
+
+def _read_history(history: Any) -> list[dict[str, Any]]:
+    """Earlier turns, as pairs of a question and its answer."""
+    history = history or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise MalformedConversationError("history is not a list of pairs")
-    asked = "\n".join(text for text in question if text.strip())
-    return [message for turn in (*history, [asked, last.get("output")]) for message in _turn(*turn)]
+    return [message for turn in history for message in _turn(*turn)]
 
 
 def _read_moss(chat: Mapping[str, Any]) -> list[dict[str, Any]]:

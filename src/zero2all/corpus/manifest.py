@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero2all.conversation import SourceKind
 from zero2all.corpus.document import Document
-from zero2all.records import SourceKind
 
 SPLITS = ("train", "valid")
 MAX_NAMES_PER_REASON = 20  # of skipped files

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from zero2all.corpus.chat_documents import filter_conversation
+from zero2all.corpus.chat_documents import filter_example
 from zero2all.corpus.document import SCHEMA, Document
 from zero2all.corpus.file_stats import FileStats, count_drop
 from zero2all.corpus.filters import BoundFilter, FilterOutcome, apply_filters, build_filters
@@ -122,8 +123,9 @@ def write_part(task: PartTask, specs: list[str | dict[str, Any]], directory: Pat
         return done
     stats = FileStats()
     filters = build_filters(specs)
-    apply = filter_conversation if task.source.kind == "chat" else apply_filters
-    with atomic_path(data) as partial, DocumentWriter(partial) as writer:
+    kind = task.source.kind
+    apply = apply_filters if kind == "text" else partial(filter_example, kind)
+    with atomic_path(data) as partial_path, DocumentWriter(partial_path) as writer:
         for file in task.files:
             for batch in read_documents(file, task.source, stats):
                 writer.write(apply_filters_to_batch(batch, filters, stats, apply) if filters else batch)

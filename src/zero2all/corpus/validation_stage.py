@@ -41,7 +41,7 @@ def split_parts(engine: Engine, recipe: CorpusRecipe, parts: list[PartFile], wor
     """
     if not recipe.holdout:
         return parts
-    chats = {source.name for source in recipe.sources if source.kind == "chat"}
+    chats = {source.name for source in recipe.sources if source.kind != "text"}
     cut = _cut_parts(engine, recipe.holdout, parts, chats, work / "blocks")
     cut_names = [after.path.name for before, after in zip(parts, cut, strict=True) if before is not after]
     key = fingerprint([key, cut_names]) if cut_names else key

@@ -67,7 +67,8 @@ class EvalText:
     max_tokens: int | None = None
     """Score only the first tokens, in full sequences; by default everything."""
     answers_only: bool = False
-    """Of conversations, score only what the assistant writes; in packed sequences, which then cut none."""
+    """Of conversations, score only what the assistant writes, without rejected answers; in packed sequences, which then
+    cut none."""
 
 
 class Row(NamedTuple):
@@ -121,7 +122,7 @@ def read_stream(text: EvalText, end_of_text: int, scoring: Scoring) -> Stream:
 
 def _read_conversations(text: EvalText, seq_len: int) -> Stream:
     """Rows of whole conversations, as training reads them."""
-    packed = ConversationRows(list(text.shards), seq_len)
+    packed = ConversationRows(list(text.shards), seq_len, only_desirable=True)
     count = len(packed) if text.max_tokens is None else min(len(packed), max(1, text.max_tokens // seq_len))
     width, documents = seq_len + 1, 0
     tokens, mask = np.zeros(count * width, dtype=np.int32), np.zeros(count * width, dtype=bool)

@@ -67,8 +67,11 @@ def validation_texts(recipe: Recipe) -> list[EvalText]:
     store.require_full_sequence(recipe.train.seq_len)
     verify_store(store)
     budget = max(recipe.train.seq_len, recipe.evals.tokens // len(store.sources))
-    answers = store.chat_sources if recipe.train.objective.name != "pretrain" else frozenset()
-    return [EvalText(name, "source", shards, budget, name in answers) for name, shards in store.sources.items()]
+    cut = recipe.train.conversations == "cut"
+    return [
+        EvalText(name, "source", shards, budget, answers_only=not cut and store.kinds[name] != "text")
+        for name, shards in store.sources.items()
+    ]
 
 
 def texts_of_test_sets(test_sets: Mapping[str, TokenShard]) -> list[EvalText]:

@@ -106,6 +106,7 @@ class LMHead(OpsModule, nn.Linear):
         targets_BS: Tensor | None = None,
         counts_B: Tensor | None = None,
         scored: ScoredTargets | None = None,
+        with_z_loss: bool = False,
     ) -> Tensor:
         if scored is not None:
             return self._score(x_BSD[scored.rows_N, scored.positions_N], scored.targets_N)
@@ -113,7 +114,7 @@ class LMHead(OpsModule, nn.Linear):
             x_BSD = x_BSD[torch.arange(len(x_BSD), device=x_BSD.device), counts_B - 1][:, None]
         if targets_BS is None:
             return self.compute_logits(x_BSD, self.weight, self.head_config)
-        head_config = self.head_config if self.training else self.head_config._replace(z_loss=0.0)
+        head_config = self.head_config if with_z_loss else self.head_config._replace(z_loss=0.0)
         losses = self.ops.cross_entropy(x_BSD.flatten(0, 1), self.weight, targets_BS.flatten(), head_config)
         return losses.view_as(targets_BS)
 

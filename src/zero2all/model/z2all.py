@@ -76,6 +76,8 @@ class Z2all(OpsModule):
     """
 
     rotary_2SE: Tensor
+    has_auxiliary_losses = True
+    """Whether training adds the gradients of balance loss, z-loss and multi-token prediction."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -185,8 +187,10 @@ class Z2all(OpsModule):
             wanted = {"counts_B": counts_B, "scored": scored} if isinstance(self.lm_head, LMHead) else {}
             logits: Tensor = self.lm_head(self.norm(x_BSD), **wanted)
             return logits
-        losses: Tensor = self.lm_head(self.norm(x_BSD), targets_BS)
-        if not self.training or not (self.config.moe or self.mtp):
+        with_auxiliary = self.training and self.has_auxiliary_losses
+        with_z_loss = {"with_z_loss": with_auxiliary} if isinstance(self.lm_head, LMHead) else {}
+        losses: Tensor = self.lm_head(self.norm(x_BSD), targets_BS, **with_z_loss)
+        if not with_auxiliary or not (self.config.moe or self.mtp):
             return losses
         extra = torch.zeros(targets_BS.shape, device=x_BSD.device)
         if self.mtp is not None:
@@ -259,7 +263,7 @@ class Z2all(OpsModule):
             known = known & (doc_starts_BS == doc_starts_BS.roll(-1, dims=1))
         after_BS = torch.where(known, after_BS, IGNORE_INDEX)
         out_BSD, routed = mtp(x_BSD, next_BSD, rotary, mask)
-        losses_BS: Tensor = self.lm_head(out_BSD, after_BS)
+        losses_BS: Tensor = self.lm_head(out_BSD, after_BS, with_z_loss=True)
         return losses_BS, routed
 
     def _to_residual_dtype(self, x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from zero2all.parallel.gradient_accumulation import set_gradient_sync
 from zero2all.parallel.loss_scale import DynamicLossScaler
 from zero2all.parallel.mesh import ParallelMesh
 from zero2all.parallel.parallelize import parallelize
-from zero2all.parallel.pipeline_parallel import Pipeline, merge_stages, stage_indices_of_rank
+from zero2all.parallel.pipeline_parallel import Pipeline, SequenceObjective, merge_stages, stage_indices_of_rank
 from zero2all.parallel.sharded_init import ShardedInitMode, local_part
 from zero2all.parallel.tensor_parallel import apply_tp_ops
 from zero2all.recipe import ModelConfig, ParallelRecipe, RopeScaling
@@ -101,18 +101,20 @@ class ParallelModel:
         divisor: float,
         doc_starts_BS: Tensor | None = None,
         micro_batch_size: int | None = None,
+        objective: SequenceObjective | None = None,
     ) -> Tensor:
         """Add the gradient of ``losses.sum() / divisor``, summed over all ranks, from this rank's samples.
 
         ``divisor`` is the number of targets in the global batch; ``doc_starts_BS`` (``document_starts``) keeps
         attention inside documents. ``micro_batch_size`` is the samples of one forward pass: all of this rank's by
-        default, in a pipeline as many as give two micro-batches a stage.
+        default, in a pipeline as many as give two micro-batches a stage. With ``objective`` the gradient is that of
+        what it makes of the losses of each micro-batch, in place of the losses.
 
         Returns this rank's losses [B, S], zero where another rank has them (a later pipeline stage, another part of
         the sequence): see ``all_reduce_sum``.
         """
         losses = self._run_batch(
-            tokens_BS, targets_BS, doc_starts_BS, divisor / self._loss_scale_factor, micro_batch_size
+            tokens_BS, targets_BS, doc_starts_BS, divisor / self._loss_scale_factor, micro_batch_size, objective
         )
         self._reduce_partial_gradients()
         return losses
@@ -182,6 +184,11 @@ class ParallelModel:
             for part in self._model_parts:
                 part.train()
 
+    def disable_auxiliary_losses(self) -> None:
+        """Compute the loss of each token alone: no balance loss of experts, no z-loss."""
+        for part in dict.fromkeys([self.model, *self._model_parts]):
+            part.has_auxiliary_losses = False
+
     def set_rope(self, theta: float, scaling: RopeScaling | None) -> None:
         """Use another RoPE base and scaling from here on."""
         for part in dict.fromkeys([self.model, *self._model_parts]):
@@ -194,6 +201,7 @@ class ParallelModel:
         doc_starts_BS: Tensor | None,
         divisor: float | None,
         micro_batch_size: int | None = None,
+        objective: SequenceObjective | None = None,
     ) -> Tensor:
         """Forward, and with a divisor backward, of this rank's positions of its samples."""
         inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
@@ -207,9 +215,9 @@ class ParallelModel:
             inputs |= {name: inputs[name][:, positions] for name in ("tokens_BS", "targets_BS")}
         with self._autocast():
             if self._pipeline is not None:
-                losses = self._run_pipeline(self._pipeline, inputs, divisor, micro_batch_size)
+                losses = self._run_pipeline(self._pipeline, inputs, divisor, micro_batch_size, objective)
             else:
-                losses = self._run_micro_batches(inputs, divisor, micro_batch_size)
+                losses = self._run_micro_batches(inputs, divisor, micro_batch_size, objective)
         if self._context_parallel is None:
             return losses
         return losses.new_zeros(len(losses), length).index_copy(1, positions, losses)
@@ -323,7 +331,11 @@ class ParallelModel:
             self._context_parallel.apply(part)
 
     def _run_micro_batches(
-        self, inputs: dict[str, Tensor], divisor: float | None, micro_batch_size: int | None
+        self,
+        inputs: dict[str, Tensor],
+        divisor: float | None,
+        micro_batch_size: int | None,
+        objective: SequenceObjective | None,
     ) -> Tensor:
         """Gradient accumulation: one micro-batch after another."""
         samples = len(inputs["tokens_BS"])
@@ -337,12 +349,18 @@ class ParallelModel:
             with self._gradient_sync(first + size >= samples):
                 losses = run(**micro_batch)
                 if divisor is not None:
-                    (losses.sum() * scale).backward()
+                    value = losses if objective is None else objective(losses, slice(first, first + size))
+                    (value.sum() * scale).backward()
             all_losses.append(losses.detach())
         return torch.cat(all_losses)
 
     def _run_pipeline(
-        self, pipeline: Pipeline, inputs: dict[str, Tensor], divisor: float | None, micro_batch_size: int | None
+        self,
+        pipeline: Pipeline,
+        inputs: dict[str, Tensor],
+        divisor: float | None,
+        micro_batch_size: int | None,
+        objective: SequenceObjective | None,
     ) -> Tensor:
         samples, length = inputs["tokens_BS"].shape
         size = micro_batch_size or even_micro_batch_size(samples, 2 * pipeline.num_stages)
@@ -351,7 +369,7 @@ class ParallelModel:
                 f"a rank's {samples} samples do not divide into micro-batches of {size}: "
                 "change train.micro_batch_tokens"
             )
-        losses = pipeline.run(inputs, samples // size, divisor, self._stage_stream(size, length))
+        losses = pipeline.run(inputs, samples // size, divisor, self._stage_stream(size, length), objective)
         return torch.zeros(samples, length, device=self.mesh.device) if losses is None else losses.detach()
 
     def _stage_stream(self, samples: int, length: int) -> Tensor:

@@ -5,7 +5,7 @@ A stage is the full model without the other stages' layers; it runs the model's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -27,6 +27,10 @@ SCHEDULES = {
     "zero-bubble": "ScheduleInterleavedZeroBubble",
     "zbv": "ScheduleZBVZeroBubble",
 }
+
+
+SequenceObjective = Callable[[Tensor, slice | Tensor], Tensor]
+"""Losses [B, S] of some of this rank's samples, and which these are, to values whose sum is to be minimized."""
 
 
 class StageInput(nn.Module):
@@ -161,28 +165,34 @@ class Pipeline:
         self.num_stages = recipe.pp * recipe.stages_per_rank
         self.has_last_stage = self.num_stages - 1 in stage_indices
         self.divisor = 1.0
+        self.objective: SequenceObjective | None = None
         # The last one for training and the last one for evaluation: each holds buffers for all its micro-batches, and
         # a batch that grows would leave one behind at every size.
         self._schedules: dict[bool, tuple[tuple[Any, ...], Any]] = {}
 
     def run(
-        self, inputs: dict[str, Tensor], n_microbatches: int, divisor: float | None, stream: Tensor
+        self,
+        inputs: dict[str, Tensor],
+        n_microbatches: int,
+        divisor: float | None,
+        stream: Tensor,
+        objective: SequenceObjective | None = None,
     ) -> Tensor | None:
         """Forward, and with a divisor backward, of ``n_microbatches``; returns the losses on the last stage.
 
         ``stream`` has the shape and type of what passes between stages for one micro-batch; its content is not read.
         """
-        self.divisor = divisor or 1.0
+        self.divisor, self.objective = divisor or 1.0, objective
         tokens_BS, targets_BS = inputs["tokens_BS"], inputs["targets_BS"]
         key, trains = (n_microbatches, stream.shape, stream.dtype, targets_BS.shape), divisor is not None
         if self._schedules.get(trains, (None,))[0] != key:
             self._schedules.pop(trains, None)  # before the new one, or both would be in memory
             self._schedules[trains] = key, self._build_schedule(n_microbatches, stream, targets_BS)
         given = (tokens_BS,) if 0 in self.stage_indices else ()
-        target = targets_BS if self.has_last_stage else None
+        rows = torch.arange(len(targets_BS), device=targets_BS.device) if self.has_last_stage else None
         schedule = self._schedules[trains][1]
         run = schedule.step if trains else schedule.eval
-        losses: Tensor | None = run(*given, target=target, **inputs)
+        losses: Tensor | None = run(*given, target=rows, **inputs)
         return losses
 
     def generate_logits(self, inputs: dict[str, Any], stream: Tensor) -> Tensor | None:
@@ -235,5 +245,6 @@ class Pipeline:
                 "change train.micro_batch_tokens or parallel.schedule"
             ) from error
 
-    def _loss(self, losses_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        return losses_BS.sum() / self.divisor
+    def _loss(self, losses_BS: Tensor, rows_B: Tensor) -> Tensor:
+        value = losses_BS if self.objective is None else self.objective(losses_BS, rows_B)
+        return value.sum() / self.divisor

@@ -88,6 +88,28 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
     if parallel.pp > 1:
         yield from _pipeline_mistakes(model, train, parallel)
     yield from _expert_mistakes(model, parallel)
+    if train.objective.compares_answers:
+        yield from _answer_mistakes(model, train, parallel)
+
+
+def _answer_mistakes(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
+    objective = f"train.objective.name={train.objective.name}"
+    if parallel.cp > 1:
+        yield Mistake(
+            f"{objective} compares whole answers, which cp would split over ranks: set parallel.cp=1",
+            ("parallel.cp", "train.objective.name"),
+        )
+    if model.mtp_weight > 0:
+        yield Mistake(
+            f"{objective} does not train multi-token prediction: set model.mtp_weight=0",
+            ("model.mtp_weight", "train.objective.name"),
+        )
+    if model.ops.cross_entropy == "liger":
+        yield Mistake(
+            f"{objective} weighs tokens differently, which Liger's gradient does not: set "
+            "model.ops.cross_entropy=chunked",
+            ("model.ops.cross_entropy", "train.objective.name"),
+        )
 
 
 def _tensor_parallel_mistakes(model: ModelConfig, parallel: ParallelRecipe) -> Iterator[Mistake]:

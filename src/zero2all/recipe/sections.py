@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
 
+from zero2all.conversation import SourceKind
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.parallel import ParallelRecipe, parallel_mistakes
 from zero2all.recipe.source_names import SourceName
@@ -25,7 +26,6 @@ from zero2all.recipe.types import (
     Positive,
     Section,
 )
-from zero2all.records import SourceKind
 from zero2all.units import Duration
 from zero2all.workspace import DEFAULT_RUN, MAX_NAME_PARTS, is_unsearched
 
@@ -73,8 +73,9 @@ class SourceRecipe(Section):
     paths: list[InputPath] = Field(min_length=1)
     """Files, directories, globs or URLs to read, relative to the working directory."""
     kind: SourceKind = "text"
-    """What the records are: ``text``, or ``chat`` for conversations (OpenAI, ShareGPT, Alpaca, MOSS), which are
-    tokenized through the chat template of the tokenizer."""
+    """What the records are: ``text``; ``chat`` for conversations (OpenAI, ShareGPT, Alpaca, MOSS); ``preference`` for
+    pairs of a chosen and a rejected answer (DPO); ``rating`` for answers with a label (KTO). All but text are tokenized
+    through the chat template of the tokenizer."""
     category: str = ""
     """Category of every document of the source."""
     exclude: list[str] = []
@@ -98,8 +99,10 @@ class SourceRecipe(Section):
         return take
 
     def mistakes(self) -> Iterator[Mistake]:
-        if self.kind == "chat" and self.mapping is not None:
+        if self.kind != "text" and self.mapping is not None:
             yield Mistake("mapping is for kind: text; messages are found by their shape", ("mapping", "kind"))
+        if self.kind in ("preference", "rating") and "content" in self.fields:
+            yield Mistake("fields.content is for kind: text and chat", ("fields", "kind"))
         if self.kind == "chat" and "{" in self.fields.get("content", ""):
             yield Mistake("fields.content of kind: chat names one field, the list of messages", ("fields", "kind"))
 

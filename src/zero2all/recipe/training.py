@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field
 
 from zero2all.recipe.model import RopeScaling
+from zero2all.recipe.objective import Conversations, ObjectiveRecipe
 from zero2all.recipe.source_names import SourceReference
 from zero2all.recipe.types import AnyDir, Count, DurationField, Fraction, Mistake, Positive, Section, Slug
 from zero2all.units import Duration
@@ -106,22 +107,6 @@ class GuardRecipe(Section):
     """Number of recent steps over which the standard deviation is estimated."""
     skip: int = Field(8, ge=3)
     """Number of steps skipped after a rollback, including the two before the outlier."""
-
-
-Conversations = Literal["cut", "packed", "padded"]
-"""Conversations as training reads them: cut as text is, and every token a target; or whole, many or one in a row, and
-what the assistant writes are the targets."""
-
-
-class ObjectiveRecipe(Section):
-    """What the model is trained for."""
-
-    name: Literal["pretrain", "sft"] = "pretrain"
-    """The objective. pretrain: predict every token. sft: supervised fine-tuning, which predicts what the assistant
-    writes in conversations (sources of ``kind: chat``), never cuts one, and masks attention across documents. Sources
-    of text are trained on as in pretraining."""
-    packing: bool = True
-    """For sft: several conversations in a row; otherwise one, padded to ``seq_len``, which is slower."""
 
 
 class BatchRampRecipe(Section):
@@ -280,6 +265,11 @@ class TrainRecipe(TrainLength):
         for extension in self.extensions:
             if extension.stage not in (names or [ONLY_STAGE]):
                 yield Mistake(f"extensions names {extension.stage}, which is not a stage", ("extensions", "stages"))
+        if self.objective.needs_reference and self.init is None:
+            yield Mistake(
+                f"objective {self.objective.name} compares the model to the one it began as: set init",
+                ("init", "objective.name"),
+            )
         yield from self._batch_mistakes()
 
     def _batch_mistakes(self) -> Iterator[Mistake]:
@@ -317,9 +307,13 @@ class TrainRecipe(TrainLength):
     @property
     def conversations(self) -> Conversations:
         """How conversations are read."""
-        if self.objective.name == "pretrain":
-            return "cut"
-        return "packed" if self.objective.packing else "padded"
+        return self.objective.conversations
+
+    @property
+    def mixture_names(self) -> set[str]:
+        """The sources that any stage names; empty if one trains on all of them."""
+        mixtures = [stage.mixture for stage in self.resolved_stages()]
+        return {name for mixture in mixtures for name in mixture} if all(mixtures) else set()
 
     @property
     def tokens_per_step(self) -> int:

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from zero2all.console import progress, warn
+from zero2all.conversation import SourceKind
 from zero2all.engine import Engine
 from zero2all.errors import Z2aError
 from zero2all.io import (
@@ -30,7 +31,7 @@ from zero2all.io import (
 )
 from zero2all.paths import arrow_source
 from zero2all.recipe import TokensRecipe
-from zero2all.records import DocumentsManifest, SourceKind
+from zero2all.records import DocumentsManifest
 from zero2all.tokenizer import Ids, Tokenizer
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.tokens.chat_documents import CHAT_COLUMNS, COLUMNS, check_chat_template, render_chats, render_text
@@ -65,7 +66,7 @@ def build_tokens(
         for source, entry in sources.items()
         for shard in entry.shards
     ]
-    for source in sorted({shard.source for shard in shards if shard.kind == "chat"}):
+    for source in sorted({shard.source for shard in shards if shard.kind != "text"}):
         check_chat_template(tokenizer, source)
     stems = [out / shard.split / Path(shard.name).stem for shard in shards]
     keys = [_shard_key(corpus.files[f"{shard.split}/{shard.name}"], shard, tokenizer, recipe) for shard in shards]
@@ -75,7 +76,7 @@ def build_tokens(
         if (record := _read_finished_record(stem, key, shards[number].kind)) is not None:
             records[number] = record
     todo = [number for number in range(len(shards)) if number not in records]
-    template = tokenizer.chat_fingerprint if any(shard.kind == "chat" for shard in shards) else ""
+    template = tokenizer.chat_fingerprint if any(shard.kind != "text" for shard in shards) else ""
     if _has_other_tokens(out, (corpus.key, tokenizer.fingerprint, template), set(stems), bool(todo)):
         before_replace()
     if todo:
@@ -123,8 +124,9 @@ class _Shard:
 
 
 def _shard_key(digest: str, shard: _Shard, tokenizer: Tokenizer, recipe: TokensRecipe) -> str:
-    template = [tokenizer.chat_fingerprint, MASK_VERSION] if shard.kind == "chat" else []
-    return fingerprint([FORMAT, digest, tokenizer.fingerprint, recipe.verify, *template])
+    template = [] if shard.kind == "text" else [tokenizer.chat_fingerprint, MASK_VERSION]
+    kind = [shard.kind] if shard.kind in ("preference", "rating") else []
+    return fingerprint([FORMAT, digest, tokenizer.fingerprint, recipe.verify, *template, *kind])
 
 
 def _remove_other_files(directories: list[Path], stems: list[Path], shards: list[_Shard]) -> None:
@@ -201,7 +203,7 @@ def _build_manifest(
 
 
 def _suffixes(kind: SourceKind) -> tuple[str, ...]:
-    return (*SUFFIXES, MASK_SUFFIX) if kind == "chat" else SUFFIXES
+    return SUFFIXES if kind == "text" else (*SUFFIXES, MASK_SUFFIX)
 
 
 def _read_finished_record(stem: Path, key: str, kind: SourceKind) -> ShardRecord | None:
@@ -228,22 +230,23 @@ def _encode_shard(
     documents = tokens = total_bytes = verified = 0
     refused: list[str] = []
     with (
-        TokenShardWriter(unverified_stem, tokenizer.vocab_size, with_mask=kind == "chat") as writer,
+        TokenShardWriter(unverified_stem, tokenizer.vocab_size, with_mask=kind != "text") as writer,
         pq.ParquetFile(arrow_source(parquet)) as table,
     ):
         for record_batch in table.iter_batches(
-            batch_size=ENCODE_BATCH_DOCUMENTS, columns=CHAT_COLUMNS if kind == "chat" else COLUMNS
+            batch_size=ENCODE_BATCH_DOCUMENTS, columns=COLUMNS if kind == "text" else CHAT_COLUMNS
         ):
-            rendered = render_chats(record_batch, tokenizer) if kind == "chat" else render_text(record_batch)
+            rendered = render_text(record_batch) if kind == "text" else render_chats(record_batch, tokenizer, kind)
             refused += rendered.refused
             gids = rendered.batch["gid"].to_pylist()
             parts = [chat.parts for chat in rendered.chats]
             masks = None
-            if kind == "chat":
-                chats = tokenizer.encode_chats(tokenizer.backend, rendered.chats)
-                encoded, masks = [chat.ids for chat in chats], [chat.generated for chat in chats]
-            else:
+            if kind == "text":
                 encoded = tokenizer.encode_split(tokenizer.backend, parts)
+            else:
+                chats = tokenizer.encode_chats(tokenizer.backend, rendered.chats)
+                encoded = [chat.ids for chat in chats]
+                masks = [chat.generated * np.uint8(mark) for chat, mark in zip(chats, rendered.labels, strict=True)]
             verified += _verify_encoding(gids, parts, encoded, tokenizer, verify, first=documents == 0)
             document_rows = pa.RecordBatch.from_arrays(
                 [rendered.batch["gid"], rendered.batch["data_src"], rendered.batch["title"], rendered.sizes],

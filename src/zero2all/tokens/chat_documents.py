@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from zero2all.console import warn
-from zero2all.conversation import Conversation
+from zero2all.conversation import ChatExample, SourceKind
 from zero2all.errors import Z2aError
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.chat import ChatTemplateError, RenderedChat
@@ -18,6 +18,7 @@ COLUMNS = ["gid", "data_src", "title", "content"]
 CHAT_COLUMNS = [*COLUMNS, "others"]
 MAX_NAMES = 6  # special tokens in a message
 MAX_REASON_CHARACTERS = 200
+DESIRABLE, UNDESIRABLE = 1, 2  # what marks the tokens of an answer
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -27,6 +28,8 @@ class RenderedDocuments:
 
     batch: pa.RecordBatch
     chats: list[RenderedChat]
+    labels: list[int]
+    """What marks the tokens that the assistant writes in each of them: 1, or 2 if its answer is rejected."""
     sizes: pa.Array
     """Bytes of text of each document, without special tokens."""
     refused: list[str] = field(default_factory=list)
@@ -35,20 +38,42 @@ class RenderedDocuments:
 
 def render_text(batch: pa.RecordBatch) -> RenderedDocuments:
     sizes = pc.binary_length(batch["content"]).cast(pa.int64())
-    return RenderedDocuments(batch, [RenderedChat([text], []) for text in batch["content"].to_pylist()], sizes)
+    chats = [RenderedChat([text], []) for text in batch["content"].to_pylist()]
+    return RenderedDocuments(batch, chats, [DESIRABLE] * len(chats), sizes)
 
 
-def render_chats(batch: pa.RecordBatch, tokenizer: Tokenizer) -> RenderedDocuments:
-    kept, chats, refused = [], [], []
+def render_chats(batch: pa.RecordBatch, tokenizer: Tokenizer, kind: SourceKind) -> RenderedDocuments:
+    """A pair is two documents, one after the other."""
+    rows, chats, labels, refused = [], [], [], []
     for number, (gid, others) in enumerate(zip(batch["gid"].to_pylist(), batch["others"].to_pylist(), strict=True)):
         try:
-            chats.append(tokenizer.split_chat(**Conversation.from_json(json.loads(others)).to_json()))
+            rendered = _render_example(ChatExample.from_json(json.loads(others), kind), tokenizer)
         except ChatTemplateError as error:
             refused.append(f"{gid}: {error}"[:MAX_REASON_CHARACTERS])
-        else:
-            kept.append(number)
+            continue
+        for chat, label in rendered:
+            rows.append(number)
+            chats.append(chat)
+            labels.append(label)
     sizes = pa.array([sum(len(text.encode()) for text in chat.parts[::2]) for chat in chats], pa.int64())
-    return RenderedDocuments(batch.take(pa.array(kept, pa.int64())), chats, sizes, refused)
+    return RenderedDocuments(batch.take(pa.array(rows, pa.int64())), chats, labels, sizes, refused)
+
+
+def _render_example(example: ChatExample, tokenizer: Tokenizer) -> list[tuple[RenderedChat, int]]:
+    """Each conversation with its label. Only messages after the prompt count as generated."""
+    first = DESIRABLE if example.desirable is not False else UNDESIRABLE
+    conversations = [(example.conversation, first)]
+    if example.rejected is not None:
+        conversations.append((example.rejected, UNDESIRABLE))
+    rendered = []
+    for conversation, label in conversations:
+        chat = tokenizer.split_chat(**conversation.to_json())
+        answers = [message.role == "assistant" for message in conversation.messages]
+        if example.first_learned and len(chat.generated) != sum(answers):
+            raise ChatTemplateError("the chat template does not tell which answer is the last")
+        skipped = sum(answers[: example.first_learned])
+        rendered.append((replace(chat, generated=chat.generated[skipped:]), label))
+    return rendered
 
 
 def check_chat_template(tokenizer: Tokenizer, source: str) -> None:

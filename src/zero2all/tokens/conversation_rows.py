@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from zero2all.tokens.chat_documents import UNDESIRABLE
 from zero2all.tokens.token_store import Array, TokenShard
 
 
@@ -30,36 +32,74 @@ class RowDocument:
     tokens: int
 
 
+@dataclass(frozen=True)
+class RowAnswers:
+    """The answers in a row, for objectives that compare them."""
+
+    segments: Array
+    """int64 [seq_len + 1]: 1 + the number of the answer that a token is a target of; 0 where it is no target."""
+    documents: list[int]
+    """The document of each answer, counted over all shards of the source."""
+    lengths: list[int]
+    """Targets of each answer."""
+    desirable: list[bool]
+
+
+class AnswerCounts(NamedTuple):
+    examples: int
+    """Conversations, or pairs of them."""
+    desirable_targets: int
+
+
 class ConversationRows:
     """The conversations of a source in rows of ``seq_len`` + 1 tokens, the last one only as a target.
 
     With ``packing`` a row holds as many as fit, by best fit decreasing; else one. What is left of a row is filled with
     end-of-text tokens, which are no targets. The rows depend on the store and on ``seq_len`` alone.
+
+    ``per_example`` consecutive documents, such as the two of a pair, are in the same row. With ``only_desirable``
+    conversations with a rejected answer are left out, uncounted.
     """
 
-    def __init__(self, shards: list[TokenShard], seq_len: int, packing: bool = True) -> None:
-        self.shards, self.seq_len = shards, seq_len
-        lengths = [np.diff(shard.document_offsets) for shard in shards]
-        answers = [_count_generated(shard) for shard in shards]
-        self._first_documents = np.cumsum([0, *map(len, lengths)])
-        self._lengths = np.concatenate([np.empty(0, dtype=np.int64), *lengths])
-        counts = np.concatenate([np.empty(0, dtype=np.int64), *answers])
-        fits, answered = self._lengths <= seq_len + 1, counts > 0
-        self.left_out = LeftOut(int((~fits & answered).sum()), int((~answered).sum()))
-        used = np.flatnonzero(fits & answered)
+    def __init__(
+        self,
+        shards: list[TokenShard],
+        seq_len: int,
+        packing: bool = True,
+        per_example: int = 1,
+        only_desirable: bool = False,
+    ) -> None:
+        self.shards, self.seq_len, self.per_example = shards, seq_len, per_example
+        of_shards = [_DocumentColumns.read(shard) for shard in shards]
+        self._first_documents = np.cumsum([0, *(len(columns.lengths) for columns in of_shards)])
+        self._lengths = _concatenate([columns.lengths for columns in of_shards])
+        self._targets = _concatenate([columns.targets for columns in of_shards])
+        self._desirable = _concatenate([columns.rejected for columns in of_shards]) == 0
+        # One row an example; a last document without its pair cannot be there.
+        lengths = self._lengths.reshape(-1, per_example).sum(1)
+        fits, answered = lengths <= seq_len + 1, (self._targets.reshape(-1, per_example) > 0).all(1)
+        wanted = (self._desirable | (not only_desirable)).reshape(-1, per_example).all(1)
+        self.left_out = LeftOut(int((~fits & answered & wanted).sum()), int((~answered & wanted).sum()))
+        used = np.flatnonzero(fits & answered & wanted)
         if packing:
-            order, self._row_starts = best_fit_decreasing(self._lengths[used], seq_len + 1)
+            order, row_starts = best_fit_decreasing(lengths[used], seq_len + 1)
         else:
-            order, self._row_starts = np.arange(len(used)), np.arange(len(used) + 1)
-        self._documents = used[order]
-        self._targets = counts
+            order, row_starts = np.arange(len(used)), np.arange(len(used) + 1)
+        members = used[order][:, None] * per_example + np.arange(per_example)
+        self._documents, self._row_starts = members.reshape(-1), row_starts * per_example
 
     def __len__(self) -> int:
         return len(self._row_starts) - 1
 
     @property
-    def num_conversations(self) -> int:
-        return len(self._documents)
+    def num_examples(self) -> int:
+        """Conversations, or pairs of them."""
+        return len(self._documents) // self.per_example
+
+    @property
+    def num_documents(self) -> int:
+        """Of the source, with those that are left out."""
+        return len(self._lengths)
 
     @property
     def num_targets(self) -> int:
@@ -75,37 +115,99 @@ class ConversationRows:
         tokens = np.empty(self.seq_len + 1, dtype=np.int64)
         mask = np.zeros(self.seq_len + 1, dtype=bool)
         begin = 0
-        for document in self.documents(row):
-            first = int(document.shard.document_offsets[document.number])
-            end = begin + document.tokens
-            tokens[begin:end] = document.shard.read(first, first + document.tokens)
-            mask[begin:end] = document.shard.read_mask(first, first + document.tokens)
-            mask[begin] = False  # what is before it is another conversation, or nothing
+        for number in self._members(row).tolist():
+            end = begin + int(self._lengths[number])
+            tokens[begin:end], mask[begin:end] = self.read_document(number)
             begin = end
         tokens[begin:] = tokens[begin - 1]  # the end-of-text token, which every document ends with
         return tokens, mask
 
+    def read_document(self, number: int) -> tuple[Array, Array]:
+        """The tokens of a document, counted over all shards, and which of them are targets."""
+        document = self._document(number)
+        first = int(document.shard.document_offsets[document.number])
+        tokens = document.shard.read(first, first + document.tokens)
+        mask = document.shard.read_mask(first, first + document.tokens)
+        mask[0] = False  # nothing is before it, or another conversation
+        return tokens, mask
+
     def documents(self, row: int) -> list[RowDocument]:
-        found = []
-        for document in self._documents[self._row_starts[row] : self._row_starts[row + 1]].tolist():
-            number = int(np.searchsorted(self._first_documents, document, side="right")) - 1
-            inside = document - int(self._first_documents[number])
-            found.append(RowDocument(self.shards[number], inside, int(self._lengths[document])))
+        return [self._document(number) for number in self._members(row).tolist()]
+
+    def _document(self, number: int) -> RowDocument:
+        shard = int(np.searchsorted(self._first_documents, number, side="right")) - 1
+        return RowDocument(self.shards[shard], number - int(self._first_documents[shard]), int(self._lengths[number]))
+
+    def answers(self, row: int) -> RowAnswers:
+        mask, members = self.read(row)[1], self._members(row)
+        numbers = np.repeat(np.arange(1, len(members) + 1), self._lengths[members])
+        segments = np.pad(numbers, (0, self.seq_len + 1 - len(numbers))) * mask
+        lengths, desirable = self._targets[members].tolist(), self._desirable[members].tolist()
+        return RowAnswers(segments, members.tolist(), lengths, desirable)
+
+    @property
+    def used_documents(self) -> Array:
+        """The documents that are in a row, in their order."""
+        return np.sort(self._documents)
+
+    @property
+    def document_lengths(self) -> Array:
+        """Tokens of each document of the source."""
+        return self._lengths
+
+    @property
+    def document_targets(self) -> Array:
+        """Targets of each document of the source."""
+        targets: Array = self._targets
+        return targets
+
+    @property
+    def document_desirable(self) -> Array:
+        """Whether the answer of each document is not a rejected one."""
+        desirable: Array = self._desirable
+        return desirable
+
+    def row_documents(self, row: int) -> list[int]:
+        """The documents of a row, counted over all shards."""
+        found: list[int] = self._members(row).tolist()
         return found
 
     def count_targets(self, row: int) -> int:
         """Targets of a row, as ``read`` marks them."""
-        return int(self._targets[self._documents[self._row_starts[row] : self._row_starts[row + 1]]].sum())
+        return int(self._targets[self._members(row)].sum())
+
+    def count_answers(self, row: int) -> AnswerCounts:
+        members = self._members(row)
+        desirable = int(self._targets[members][self._desirable[members]].sum())
+        return AnswerCounts(len(members) // self.per_example, desirable)
+
+    def _members(self, row: int) -> Array:
+        members: Array = self._documents[self._row_starts[row] : self._row_starts[row + 1]]
+        return members
 
 
-def _count_generated(shard: TokenShard) -> Array:
-    """Tokens that the assistant writes, for each document, without its first one."""
-    starts = shard.document_offsets[:-1]
-    if not len(starts):
-        return np.empty(0, dtype=np.int64)
-    mask = shard.read_mask(0, int(shard.document_offsets[-1]))
-    counts: Array = np.add.reduceat(mask.astype(np.int64), starts)
-    return counts - mask[starts]
+@dataclass(frozen=True)
+class _DocumentColumns:
+    """A number for each document of a shard."""
+
+    lengths: Array
+    targets: Array
+    """Tokens that the assistant writes, without the first token of the document."""
+    rejected: Array
+    """Of these, the tokens of a rejected answer."""
+
+    @classmethod
+    def read(cls, shard: TokenShard) -> _DocumentColumns:
+        starts, lengths = shard.document_offsets[:-1], np.diff(shard.document_offsets)
+        if not len(starts):
+            return cls(*(np.empty(0, dtype=np.int64) for _ in range(3)))
+        labels = shard.read_labels(0, int(shard.document_offsets[-1]))
+        targets = np.add.reduceat((labels > 0).astype(np.int64), starts) - (labels[starts] > 0)
+        return cls(lengths, targets, np.add.reduceat((labels == UNDESIRABLE).astype(np.int64), starts))
+
+
+def _concatenate(parts: list[Array]) -> Array:
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
 
 def best_fit_decreasing(lengths: Array, capacity: int) -> tuple[Array, Array]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from zero2all.conversation import SourceKind
 from zero2all.io import MANIFEST, read_documents_manifest
 from zero2all.tokens.token_store import TokenShard
 
@@ -23,7 +24,7 @@ class SizedStore(Protocol):
     def shard_tokens(self) -> Mapping[str, list[int]]: ...
 
     @property
-    def chat_sources(self) -> frozenset[str]: ...
+    def kinds(self) -> Mapping[str, SourceKind]: ...
 
     @property
     def fingerprint(self) -> str: ...
@@ -33,11 +34,12 @@ class EstimatedStore:
     """Enough to plan a run: steps, epochs, schedule. It has nothing to read."""
 
     fingerprint = ""
-    chat_sources: frozenset[str] = frozenset()  # whether conversations are cut makes little difference to their tokens
 
     def __init__(self, source_tokens: Mapping[str, int]) -> None:
         self.sources: dict[str, list[TokenShard]] = {name: [] for name in source_tokens}
         self.shard_tokens = {name: [tokens] for name, tokens in source_tokens.items()}
+        # Whether conversations are cut makes little difference to their tokens.
+        self.kinds: dict[str, SourceKind] = dict.fromkeys(source_tokens, "text")
 
 
 def estimate_source_tokens(documents: Path, vocab_size: int) -> dict[str, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero2all.records import SourceKind
+from zero2all.conversation import SourceKind
 
 
 @dataclass(frozen=True)

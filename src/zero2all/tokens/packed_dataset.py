@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from zero2all.io import fingerprint
-from zero2all.recipe.training import Conversations
-from zero2all.tokens.conversation_rows import ConversationRows
+from zero2all.recipe.objective import Conversations
+from zero2all.tokens.conversation_rows import AnswerCounts, ConversationRows, RowAnswers
 from zero2all.tokens.estimated_store import SizedStore
 from zero2all.tokens.sample_order import SampleOrder
 from zero2all.tokens.token_store import Array, Split, TokenShard, TokenStore
@@ -83,9 +83,10 @@ class PackedDataset:
         conversations: Conversations = "cut",
     ) -> None:
         self.store, self.seq_len = store, seq_len
-        whole = store.chat_sources if conversations != "cut" else frozenset()
+        whole = {name for name, kind in store.kinds.items() if kind != "text" and conversations != "cut"}
+        pairs = {name for name in whole if conversations == "pairs" and store.kinds[name] == "preference"}
         self._sequences: dict[str, PackedSequences | ConversationRows] = {
-            name: ConversationRows(shards, seq_len, conversations == "packed")
+            name: ConversationRows(shards, seq_len, conversations != "padded", 2 if name in pairs else 1)
             if name in whole
             else PackedSequences(shards, store.shard_tokens[name], seq_len)
             for name, shards in store.sources.items()
@@ -117,8 +118,9 @@ class PackedDataset:
 
     @property
     def conversation_rows(self) -> dict[str, ConversationRows]:
-        """The sources whose conversations are whole."""
-        return {name: rows for name, rows in self._sequences.items() if isinstance(rows, ConversationRows)}
+        """The sources of the mixture whose conversations are whole."""
+        rows = {name: self._sequences[name] for name in self.order.names}
+        return {name: of_source for name, of_source in rows.items() if isinstance(of_source, ConversationRows)}
 
     def tokens(self, start: int, stop: int) -> Array:
         """int64 [stop - start, seq_len + 1]: inputs are all but the last column, targets all but the first."""
@@ -132,6 +134,25 @@ class PackedDataset:
             samples.tokens[row], samples.mask[row] = self._sequences[name].read(sequence)
             samples.sources.append(name)
         return samples
+
+    def read_answers(self, start: int, stop: int) -> list[RowAnswers]:
+        """The answers in the samples [start, stop), which must be of conversations."""
+        return [self._conversations(name).answers(sequence) for name, sequence in self._locate(start, stop)]
+
+    def count_answers(self, start: int, stop: int) -> AnswerCounts:
+        """Answers in the samples [start, stop), which must be of conversations."""
+        counts = [self._conversations(name).count_answers(sequence) for name, sequence in self._locate(start, stop)]
+        return AnswerCounts(*(sum(column) for column in zip(*counts, strict=True)))
+
+    def answer_documents(self, start: int, stop: int) -> list[tuple[str, int]]:
+        """Source and document of each answer in the samples [start, stop)."""
+        located = self._locate(start, stop)
+        return [(name, number) for name, row in located for number in self._conversations(name).row_documents(row)]
+
+    def _conversations(self, source: str) -> ConversationRows:
+        rows = self._sequences[source]
+        assert isinstance(rows, ConversationRows)
+        return rows
 
     def count_targets(self, start: int, stop: int) -> int:
         """Targets of the samples [start, stop)."""

@@ -4,14 +4,15 @@
 dtype code (u8), number of sequences (u64), number of document bounds (u64), then sequence lengths (i32 each),
 byte offsets of sequences in ``.bin`` (i64 each), and document bounds as sequence numbers (i64 each, from 0).
 Here a sequence is a document with its end-of-text token. ``.docs.arrow`` has one row a document, memory-mapped.
-A shard of conversations also has ``.mask``, a byte for each token: 1 where the assistant writes it.
+A shard of conversations also has ``.mask``, a byte for each token: 1 where the assistant writes it, or 2 in an answer
+that is rejected. A pair is two documents: the chosen one, then the rejected one.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,8 +22,10 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import pyarrow as pa
 
+from zero2all.conversation import SourceKind
 from zero2all.errors import Z2aError
 from zero2all.io import MANIFEST, fingerprint, read_manifest
+from zero2all.recipe.objective import OBJECTIVE_KINDS, ObjectiveName
 from zero2all.records import parse_record
 from zero2all.tokens.manifest import SourceShards, StoreManifest
 
@@ -36,6 +39,12 @@ HEADER = struct.Struct("<QBQQ")  # version, dtype code, sequences, document boun
 KIND = "tokens"
 FORMAT = 2
 MASK_SUFFIX = ".mask"
+CONTENT: dict[SourceKind, str] = {
+    "text": "text",
+    "chat": "conversations",
+    "preference": "pairs of answers",
+    "rating": "answers with labels",
+}
 MAX_OPEN_SHARDS = 64  # .bin files mapped per process at most
 MAX_OPEN_INDEXES = 16  # document indexes in memory at most, a few MiB each
 Split = Literal["train", "valid"]
@@ -185,7 +194,12 @@ class TokenShard:
 
     def read_mask(self, start: int, stop: int) -> Array:
         """Which of the tokens [start, stop) the assistant writes, a copy. Only for a shard of conversations."""
-        return _map_mask(self)[start:stop].astype(bool)
+        return self.read_labels(start, stop).astype(bool)
+
+    def read_labels(self, start: int, stop: int) -> Array:
+        """The same as the bytes of the file: 1, or 2 where the answer is rejected."""
+        labels: Array = np.array(_map_mask(self)[start:stop])
+        return labels
 
     @property
     def tokens(self) -> Array:
@@ -278,7 +292,7 @@ class TokenStore:
             raise damaged_error(path, f"is damaged ({type(error).__name__}: {error})") from error
         self.fingerprint = fingerprint({name: source.sha256 for name, source in sources.items()})
         self.shard_tokens = {name: source.shard_tokens for name, source in sources.items()}
-        self.chat_sources = frozenset(name for name, source in sources.items() if source.kind == "chat")
+        self.kinds: dict[str, SourceKind] = {name: source.kind for name, source in sources.items()}
 
     def _shards(self, source: SourceShards) -> Iterator[TokenShard]:
         for name, tokens, record in zip(source.shards, source.shard_tokens, source.records, strict=True):
@@ -289,12 +303,22 @@ class TokenStore:
         """Tokens of each source."""
         return {name: sum(tokens) for name, tokens in self.shard_tokens.items()}
 
-    def require_conversations(self) -> None:
-        """For fine-tuning, which would otherwise train on every token of the text that is there."""
-        if not self.chat_sources:
+    def require_kinds(self, objective: ObjectiveName, names: Collection[str]) -> None:
+        """Refuse sources that an objective cannot train on, and fine-tuning without what it is for. ``names`` are the
+        sources of the mixture; without any, it is all of them."""
+        allowed = OBJECTIVE_KINDS[objective]
+        kinds = {name: kind for name, kind in self.kinds.items() if not names or name in names}
+        needed = allowed[-1] if objective == "sft" else allowed[0]
+        wrong = sorted(name for name, kind in kinds.items() if kind not in allowed)
+        if wrong:
             raise Z2aError(
-                f"train.objective.name=sft needs conversations, and {self.directory} has none: set kind: chat on a "
-                "source, then run 'z2a corpus build RECIPE' and 'z2a tokens build RECIPE'"
+                f"train.objective.name={objective} trains on sources of kind {' and '.join(allowed)}, but "
+                f"{', '.join(f'{name} is of kind {kinds[name]}' for name in wrong)}: set train.mixture, or another kind"
+            )
+        if objective != "pretrain" and not set(kinds.values()) & (set(allowed) - {"text"}):
+            raise Z2aError(
+                f"train.objective.name={objective} needs {CONTENT[needed]}, and {self.directory} has none: set kind: "
+                f"{needed} on a source, then run 'z2a corpus build RECIPE' and 'z2a tokens build RECIPE'"
             )
 
     def has_full_sequence(self, seq_len: int) -> bool:

@@ -15,10 +15,21 @@ from torch import Tensor
 from zero2all.model import IGNORE_INDEX
 from zero2all.parallel.batch_split import split_batch
 from zero2all.parallel.mesh import shard_range
+from zero2all.tokens.conversation_rows import AnswerCounts, RowAnswers
 from zero2all.train.plan import Plan, StagePlan
 
 PREFETCH_BATCHES = 2  # one thread and two batches: worker processes were slower
 PADDING_SOURCE = ""  # the source of rows that pad the last micro-batch
+
+
+@dataclass(frozen=True)
+class BatchAnswers:
+    """The answers in a batch."""
+
+    rows: list[RowAnswers]
+    """Of this rank's rows, without padding."""
+    counts: AnswerCounts
+    """Over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,7 @@ class Batch:
     micro_batch_size: int | None  # rows of one forward pass, if the recipe sets it
     sample_range: tuple[int, int]  # of the global batch
     global_valid_tokens: int  # over all ranks
+    answers: BatchAnswers | None = None  # for objectives that compare them
 
 
 def read_batch(plan: Plan, step: int, dp_rank: int = 0, dp_world_size: int = 1) -> Batch:
@@ -56,6 +68,9 @@ def read_batch(plan: Plan, step: int, dp_rank: int = 0, dp_world_size: int = 1) 
     inputs, targets = token_tensor[:, :-1], token_tensor[:, 1:].clone()
     targets[: last - first][~torch.from_numpy(samples.mask[:, 1:])] = IGNORE_INDEX
     targets[last - first :] = IGNORE_INDEX
+    answers = None
+    if plan.compares_answers:
+        answers = BatchAnswers(stage.dataset.read_answers(first, last), stage.dataset.count_answers(start, stop))
     padding = [PADDING_SOURCE] * (rows - len(samples.sources))
     return Batch(
         step=step,
@@ -66,6 +81,7 @@ def read_batch(plan: Plan, step: int, dp_rank: int = 0, dp_world_size: int = 1) 
         micro_batch_size=stage.micro_batch_size and split.samples,
         sample_range=(start, stop),
         global_valid_tokens=stage.dataset.count_targets(start, stop),
+        answers=answers,
     )
 
 

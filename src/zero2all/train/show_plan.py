@@ -140,8 +140,9 @@ def conversations_line(source: str, rows: ConversationRows) -> str:
         "without an answer to learn": rows.left_out.without_answer,
     }
     left_out = "".join(f", {count:,} left out: {reason}" for reason, count in reasons.items() if count)
+    examples = "pairs" if rows.per_example == 2 else "conversations"
     return (
-        f"{source}: {rows.num_conversations:,} conversations in {len(rows):,} rows, {rows.fill:.0%} of them filled, "
+        f"{source}: {rows.num_examples:,} {examples} in {len(rows):,} rows, {rows.fill:.0%} of them filled, "
         f"{rows.num_targets:,} targets{left_out}"
     )
 

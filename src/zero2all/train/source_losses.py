@@ -43,7 +43,7 @@ class SourceLosses:
         )
         return torch.zeros(len(self.names) + 1, 4, dtype=torch.float64, device=device).index_add_(0, numbers, row_sums)
 
-    def metrics(self, sums: list[list[float]]) -> dict[str, float]:
+    def metrics(self, sums: Sequence[Sequence[float]]) -> dict[str, float]:
         """Loss and bits per byte of every source that was in the batch."""
         metrics = {}
         for name, row in zip(self.names, sums, strict=True):

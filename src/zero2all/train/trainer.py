@@ -41,6 +41,7 @@ from zero2all.tokens.test_set import build_test_sets, open_test_sets
 from zero2all.track import RunRecord, open_sinks
 from zero2all.track.goodput import compute_run_goodput, format_goodput
 from zero2all.track.loss_evaluation import LossEvaluation
+from zero2all.train.answer_sources import AnswerSources, objective_config, open_reference
 from zero2all.train.data_loader import Batch, DataLoader
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
@@ -52,9 +53,16 @@ from zero2all.train.run import TEST_SETS, Run, init_path, require_data, resolve_
 from zero2all.train.samples import record_samples
 from zero2all.train.show_plan import read_lr_history, say_run
 from zero2all.train.signals import stop_requested
-from zero2all.train.source_losses import LOSS, SourceLosses
+from zero2all.train.source_losses import SourceLosses
 from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
 from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spike
+from zero2all.train.step_objective import (
+    AnswerData,
+    KTOObjective,
+    PreferenceObjective,
+    StepObjective,
+    TokenObjective,
+)
 from zero2all.train.throughput import PER_RANK_METRICS, ThroughputMeter
 from zero2all.units import sparkline
 
@@ -105,7 +113,8 @@ class StepResult:
     loss: float
     grad_norm: float
     lr: float
-    source_metrics: dict[str, float]
+    metrics: dict[str, float]
+    """Of the objective, such as the loss of each source."""
     action: SpikeAction
     stop_requested: bool
     """On any rank."""
@@ -161,14 +170,12 @@ class Trainer:
         store = TokenStore(tokens_dir, "train")
         if store.tokenizer_fingerprint != self.tokenizer.fingerprint:
             raise Z2aError(f"{tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
-        if self.recipe.train.conversations != "cut":
-            store.require_conversations()
+        store.require_kinds(self.recipe.train.objective.name, self.recipe.train.mixture_names)
         for split_store in (store, TokenStore(tokens_dir, "valid")):
             ranks.on_all_ranks(partial(verify_store, split_store, ranks.rank, ranks.world_size))
         self._open_test_sets()
         self._choose_hyperparameters(store)
         self.plan = Plan(self.recipe, store)
-        self.source_losses = SourceLosses(self.plan.sources, self.tokenizer.token_byte_lengths, self.mesh.device)
         self._stage: StagePlan | None = None
 
     def _open_test_sets(self) -> None:
@@ -189,11 +196,13 @@ class Trainer:
 
     def _init_model(self) -> None:
         options, device = self.recipe.train, self.mesh.device
-        self.config = resolve_model_config(self.recipe, self.tokenizer)
+        self.config = objective_config(resolve_model_config(self.recipe, self.tokenizer), options.objective)
         dtype = compute_dtype(options.precision, device)
         self.model = ParallelModel(
             self.config, self.recipe.parallel, self.mesh, seed=self.recipe.seed, dtype=dtype, compile=options.compile
         )
+        if options.objective.compares_answers:
+            self.model.disable_auxiliary_losses()
         self.optimizers = build_optimizers(
             self.model.model, options.optimizer, self.model.param_groups, self.config.mup_width_mult
         )
@@ -231,11 +240,15 @@ class Trainer:
                 on_phase=self.hooks.on_checkpoint,
             ),
         )
+        self.initial_weights: InitialWeights | None = None  # None if a checkpoint was restored
+        objective = self._build_objective()  # the reference is computed while the model has its initial weights
         resumed = load_newest(self.checkpoint_manager, run, self.plan, self.identity, ranks, extend)
         restored, self.recipe, run.recipe, self.plan = resumed.restored, resumed.recipe, resumed.recipe, resumed.plan
         self.first_step = self.resume_step = 0 if restored is None else restored.step  # a rollback changes the latter
-        self.initial_weights: InitialWeights | None = None  # None if a checkpoint was restored
-        if restored is None and recipe.train.init is not None:
+        self.objective = objective
+        if restored is not None:
+            self.initial_weights = None
+        elif recipe.train.init is not None and self.initial_weights is None:
             self.initial_weights = load_initial_weights(recipe.train.init, self.model, self.tokenizer, ranks)
         history = None
         if self.mesh.rank == 0:
@@ -251,6 +264,22 @@ class Trainer:
         )
         if restored is not None:
             self._restore_state(restored.state)
+
+    def _build_objective(self) -> StepObjective:
+        recipe, options = self.recipe, self.recipe.train.objective
+        if not options.compares_answers:
+            sources = SourceLosses(self.plan.sources, self.tokenizer.token_byte_lengths, self.mesh.device)
+            return TokenObjective(sources)
+        answers = AnswerSources(recipe, self.plan)
+        reference = None
+        if options.needs_reference:
+            assert recipe.train.init is not None
+            found = open_reference(self.run, self.model, self.tokenizer, answers, self.rank_group)
+            reference, self.initial_weights = found.reference, found.loaded
+        data = AnswerData(self.tokenizer.eos_token_id, answers.validation, reference, answers.mismatched)
+        if options.name == "dpo":
+            return PreferenceObjective(options.dpo, data)
+        return KTOObjective(options.kto, data)
 
     def __enter__(self) -> Trainer:
         return self
@@ -313,24 +342,25 @@ class Trainer:
         """Forward and backward over micro-batches, clip, reduce the metrics, check for a spike, update."""
         model, options, step = self.model, self.recipe.train.optimizer, batch.step
 
-        # Gradient accumulation over micro-batches. Every loss is divided by the valid targets of the global batch, so
-        # gradients are summed over micro-batches and ranks, and each target has the same weight.
+        # Gradient accumulation over micro-batches.
+        step_loss = self.objective.begin(model, batch)
         losses = model.forward_backward(
             batch.inputs,
             batch.targets,
-            divisor=batch.global_valid_tokens,
+            divisor=step_loss.divisor,
             doc_starts_BS=self._document_starts(batch.inputs),
             micro_batch_size=batch.micro_batch_size,
+            objective=step_loss.objective,
         )
         self.hooks.on_gradients(model)
         self._record_layer_norms(step)
         grad_norm = model.clip_grad_norm_(options.max_grad_norm)  # by the norm over all ranks
 
-        # One all-reduce for the losses of all sources and the stop flag; reading them is the one place where the CPU
-        # waits for the device.
-        sums = self.source_losses.sums(losses, model.local_targets(batch.targets), batch.sources)
-        *by_source, stop_flags = model.all_reduce_sum(sums, stop_requested=self.stop_event.is_set()).tolist()
-        loss, norm = sum(row[LOSS] for row in by_source) / batch.global_valid_tokens, grad_norm.item()
+        # One all-reduce for all metrics and the stop flag; reading them is the one place where the CPU waits for the
+        # device.
+        sums = self.objective.sums(model, losses, batch)
+        *rows, stop_flags = model.all_reduce_sum(sums, stop_requested=self.stop_event.is_set()).tolist()
+        loss, norm = self.objective.loss(rows, batch), grad_norm.item()
 
         # Before the update, while the weights are still those of the step before.
         action = self.check_spike(batch, loss, norm)
@@ -342,8 +372,8 @@ class Trainer:
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             model.update_expert_bias()
-        source_metrics = self.source_losses.metrics(by_source)
-        return StepResult(loss, norm, options.peak_lr * lr_multiplier, source_metrics, action, any(stop_flags))
+        metrics = self.objective.metrics(rows)
+        return StepResult(loss, norm, options.peak_lr * lr_multiplier, metrics, action, any(stop_flags))
 
     def after_step(self, batch: Batch, result: StepResult) -> None:
         """Record the step; at intervals log it, validate, save a checkpoint. Stop here if it was requested."""
@@ -351,7 +381,7 @@ class Trainer:
         self.throughput.update(step, self.loader.data_wait_seconds)
         self._record_step(step, result)
         if done % self.recipe.track.log_every == 0 or last or step == self.resume_step:
-            say(self.throughput.step_line(step, result.loss, result.lr, result.grad_norm, result.source_metrics))
+            say(self.throughput.step_line(step, result.loss, result.lr, result.grad_norm, result.metrics))
         if done % GC_INTERVAL_STEPS == 0:
             gc.collect()
         if self.evaluate is not None and self.plan.is_due(self.recipe.evals.every, done):
@@ -399,7 +429,7 @@ class Trainer:
             "loss": result.loss,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
-            **result.source_metrics,
+            **result.metrics,
             **self.throughput.metrics(step),
         }
         if self.mesh.rank > 0:
@@ -409,6 +439,9 @@ class Trainer:
     def _validate(self, step: int, evaluate: Evaluator) -> None:
         validation = evaluate(self.model, self.tokenizer, self.recipe, self.test_sets)
         self.last_validation = (step + 1, validation)
+        if metrics := self.objective.validate(self.model):
+            self.record.step(step, **{f"valid/{name}": value for name, value in metrics.items()})
+            say("validation: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         self.record.event("evaluation", step=step, **to_json(validation))
         self.validation_curve.append(validation.bits_per_byte)
         tests = "".join(f", {name} {part.bits_per_byte:.4f}" for name, part in validation.test_sets.items())

@@ -1,0 +1,245 @@
+"""What a step minimizes, and what is measured of it: one class for each family of objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero2all.hardware import fp64_device
+from zero2all.objectives import (
+    KTO_METRICS,
+    PAIR_METRICS,
+    AnswerBatch,
+    kto_losses,
+    kto_metrics,
+    preference_losses,
+    preference_metrics,
+)
+from zero2all.parallel import ParallelModel
+from zero2all.parallel.pipeline_parallel import SequenceObjective
+from zero2all.recipe.objective import DPORecipe, KTORecipe
+from zero2all.tokens.conversation_rows import ConversationRows
+from zero2all.train.answer_scores import score_answers
+from zero2all.train.data_loader import Batch
+from zero2all.train.mismatched import MismatchedAnswers
+from zero2all.train.reference import Reference
+from zero2all.train.source_losses import LOSS, SourceLosses
+
+Rows = Sequence[Sequence[float]]
+"""Sums over all ranks."""
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """How the losses of a batch become the value whose gradient is computed: its sum, divided by ``divisor``."""
+
+    divisor: float
+    objective: SequenceObjective | None = None
+    """None: the losses themselves."""
+
+
+class StepObjective(Protocol):
+    """Called once a step, in this order, by every rank."""
+
+    def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
+        """Before the forward pass; may run the model without a gradient."""
+
+    def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
+        """[rows + 1, columns] in fp64, of this rank's losses; the last row is zero: flags go there."""
+
+    def loss(self, rows: Rows, batch: Batch) -> float:
+        """The value of the step."""
+
+    def metrics(self, rows: Rows) -> dict[str, float]: ...
+
+    def validate(self, model: ParallelModel) -> dict[str, float]:
+        """Metrics of its own on the validation set."""
+
+
+class TokenObjective:
+    """Pretraining and supervised fine-tuning: the mean loss of all targets."""
+
+    def __init__(self, source_losses: SourceLosses) -> None:
+        self._source_losses = source_losses
+
+    def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
+        # Divided by the valid targets of the global batch, so that gradients are summed over micro-batches and ranks,
+        # and each target has the same weight.
+        return StepLoss(batch.global_valid_tokens)
+
+    def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
+        return self._source_losses.sums(losses, model.local_targets(batch.targets), batch.sources)
+
+    def loss(self, rows: Rows, batch: Batch) -> float:
+        return sum(row[LOSS] for row in rows) / batch.global_valid_tokens
+
+    def metrics(self, rows: Rows) -> dict[str, float]:
+        return self._source_losses.metrics(rows)
+
+    def validate(self, model: ParallelModel) -> dict[str, float]:
+        return {}
+
+
+@dataclass(frozen=True)
+class AnswerData:
+    """What an objective that compares answers reads beside batches."""
+
+    end_of_text: int
+    validation: dict[str, ConversationRows]
+    """By source."""
+    reference: Reference | None
+    mismatched: dict[str, MismatchedAnswers]
+
+    def answer_batch(self, batch: Batch, device: torch.device) -> AnswerBatch:
+        """The answers of a rank's rows; rows of padding have none."""
+        assert batch.answers is not None
+        rows = batch.answers.rows
+        shape = (len(batch.inputs), max(1, max((len(row.documents) for row in rows), default=1)))
+        segments = np.zeros(batch.inputs.shape, dtype=np.int64)
+        lengths, desirable = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=bool)
+        reference = np.zeros(shape)
+        for place, (row, source) in enumerate(zip(rows, batch.sources, strict=False)):
+            segments[place] = row.segments[1:]
+            count = len(row.documents)
+            lengths[place, :count], desirable[place, :count] = row.lengths, row.desirable
+            if self.reference is not None:
+                reference[place, :count] = self.reference.of("train", source)[row.documents]
+        columns = (segments, lengths, desirable, reference.astype(np.float32))
+        return AnswerBatch(*map(torch.from_numpy, columns)).to(device)
+
+    def validation_answers(self, model: ParallelModel) -> tuple[Tensor, AnswerBatch] | None:
+        """Log-probabilities of all answers of the validation set, as one row of them; None if there are none."""
+        logps, reference, lengths, desirable = [], [], [], []
+        for source, rows in self.validation.items():
+            used = rows.used_documents
+            scores = score_answers(
+                model, rows.document_lengths, rows.read_document, rows.seq_len, self.end_of_text,
+                f"answers of {source} (validation)",
+            )  # fmt: skip
+            logps.append(scores[used])
+            of_source = np.zeros(len(scores)) if self.reference is None else self.reference.of("valid", source)
+            reference.append(of_source[used])
+            lengths.append(rows.document_targets[used])
+            desirable.append(rows.document_desirable[used])
+        if not sum(map(len, logps)):
+            return None
+        columns = [torch.from_numpy(np.concatenate(parts))[None] for parts in (lengths, desirable, reference)]
+        empty = torch.zeros(1, 0, dtype=torch.int64)
+        return torch.from_numpy(np.concatenate(logps))[None], AnswerBatch(empty, *columns)
+
+
+class PreferenceObjective:
+    """Pairs of answers: see ``DPORecipe``. The value of a step is the mean over pairs, plus the SFT term."""
+
+    def __init__(self, recipe: DPORecipe, data: AnswerData) -> None:
+        self._recipe, self._data = recipe, data
+        self._answers: AnswerBatch | None = None
+
+    def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
+        assert batch.answers is not None
+        answers = self._answers = self._data.answer_batch(batch, model.mesh.device)
+        counts = batch.answers.counts
+        nll_weight = self._recipe.nll_weight * counts.examples / max(1, counts.desirable_targets)
+
+        def objective(losses_BS: Tensor, rows: slice | Tensor) -> Tensor:
+            own = answers.rows(rows)
+            logps_BQ = own.logps(losses_BS)
+            pairs = preference_losses(logps_BQ, own, self._recipe).sum()
+            return pairs - nll_weight * logps_BQ[:, ::2].sum() if nll_weight else pairs
+
+        return StepLoss(counts.examples, objective)
+
+    def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
+        assert self._answers is not None
+        return _with_flags(preference_metrics(self._answers.logps(losses), self._answers, self._recipe))
+
+    def loss(self, rows: Rows, batch: Batch) -> float:
+        assert batch.answers is not None
+        sums = dict(zip(PAIR_METRICS, (row[0] for row in rows), strict=True))
+        nll = -sums["logps/chosen"] / max(1, batch.answers.counts.desirable_targets)
+        return sums["loss"] / batch.answers.counts.examples + self._recipe.nll_weight * nll
+
+    def metrics(self, rows: Rows) -> dict[str, float]:
+        sums = dict(zip(PAIR_METRICS, (row[0] for row in rows), strict=True))
+        return {name: sums[name] / sums["pairs"] for name in PAIR_METRICS[2:]}
+
+    def validate(self, model: ParallelModel) -> dict[str, float]:
+        found = self._data.validation_answers(model)
+        if found is None:
+            return {}
+        sums = preference_metrics(*found, self._recipe).tolist()
+        return {name: value / sums[0] for name, value in zip(PAIR_METRICS[1:], sums[1:], strict=True)}
+
+
+class KTOObjective:
+    """Answers with labels: see ``KTORecipe``. The value of a step is the mean over answers."""
+
+    def __init__(self, recipe: KTORecipe, data: AnswerData) -> None:
+        self._recipe, self._data = recipe, data
+        self._answers: AnswerBatch | None = None
+        self._divergence = 0.0
+
+    def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
+        assert batch.answers is not None
+        answers = self._answers = self._data.answer_batch(batch, model.mesh.device)
+        self._divergence = divergence = self._estimate_divergence(model, batch)
+
+        def objective(losses_BS: Tensor, rows: slice | Tensor) -> Tensor:
+            own = answers.rows(rows)
+            return kto_losses(own.logps(losses_BS), own, divergence, self._recipe)
+
+        return StepLoss(batch.answers.counts.examples, objective)
+
+    def _estimate_divergence(self, model: ParallelModel, batch: Batch) -> float:
+        """The mean log-ratio of answers to other prompts, over the global batch; at least 0."""
+        assert self._data.reference is not None
+        ratios = []
+        documents = batch.stage.dataset.answer_documents(*batch.sample_range)
+        for source, pairs in self._data.mismatched.items():
+            numbers = np.array([number for name, number in documents if name == source], dtype=np.int64)
+            fitting = numbers[pairs.lengths[numbers] <= pairs.seq_len + 1]
+            scores = score_answers(
+                model, pairs.lengths[fitting], lambda n, own=fitting, pairs=pairs: pairs.read(int(own[n])),  # type: ignore[misc]
+                pairs.seq_len, self._data.end_of_text,
+            )  # fmt: skip
+            ratios.append(scores - self._data.reference.of_mismatched(source)[fitting])
+        both = np.concatenate(ratios)
+        return max(0.0, float(both.mean())) if len(both) else 0.0
+
+    def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
+        assert self._answers is not None
+        return _with_flags(kto_metrics(self._answers.logps(losses), self._answers, self._divergence, self._recipe))
+
+    def loss(self, rows: Rows, batch: Batch) -> float:
+        assert batch.answers is not None
+        return rows[1][0] / batch.answers.counts.examples
+
+    def metrics(self, rows: Rows) -> dict[str, float]:
+        return _kto_means([row[0] for row in rows]) | {"kl": self._divergence}
+
+    def validate(self, model: ParallelModel) -> dict[str, float]:
+        found = self._data.validation_answers(model)
+        return {} if found is None else _kto_means(kto_metrics(*found, self._divergence, self._recipe).tolist())
+
+
+def _kto_means(sums: Sequence[float]) -> dict[str, float]:
+    named = dict(zip(KTO_METRICS, sums, strict=True))
+    means = {
+        f"{metric}/{side}": named[f"{metric}/{side}"] / named[side]
+        for side in ("chosen", "rejected")
+        for metric in ("rewards", "logps")
+        if named[side]
+    }
+    if named["chosen"] and named["rejected"]:
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    return means
+
+
+def _with_flags(sums: Tensor) -> Tensor:
+    """A column of sums, and an empty row after it."""
+    return torch.nn.functional.pad(sums.to(fp64_device(sums.device)).double(), (0, 1))[:, None]
