@@ -140,16 +140,25 @@ def export(
     check: Annotated[
         bool, typer.Option("--check", help="Load the export with transformers and compare its logits.")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write only the adapters (model.lora), in PEFT's format.")
+    ] = False,
     json: Json = False,
 ) -> Result:
     """Export a model in Hugging Face format.
 
-    The export uses a standard architecture: Llama, Qwen2, Qwen3 or Qwen3-MoE.
+    The export uses a standard architecture: Llama, Qwen2, Qwen3 or Qwen3-MoE. Adapters are merged into the weights.
 
     Example: z2a export runs/first --to runs/first/hf --check
     """
     from zero2all.train import Run, export_run
+    from zero2all.train.export import export_adapter_of_run
 
+    if adapter:
+        if check:
+            raise UsageError("--check is for a whole model: leave out --adapter or --check")
+        written = export_adapter_of_run(Run.open(run), to, step, bf16)
+        return Result(written, f"adapters exported to {to}; their base model is {written['base']}")
     result = export_run(Run.open(run), to, step, bf16, check)
     checked = f"; logits agree to {result['max_logit_difference']:.1e}" if check else ""
     return Result(result, f"exported to {to}{checked}")

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from zero2all.model.kv_cache import Branches, KVCache
+from zero2all.model.lora import projection
 from zero2all.model.ops import Ops
 from zero2all.model.ops.attention import attend_cached
 from zero2all.model.ops.chunked_loss import chunk_rows
 from zero2all.model.ops.cross_entropy import HeadConfig, Logits, compute_logits
 from zero2all.recipe import ModelConfig
+from zero2all.recipe.model import LoraConfig
 
 
 def matmul_dtype(weight: Tensor) -> torch.dtype:
@@ -43,10 +45,10 @@ class Attention(OpsModule):
         super().__init__()
         self.layer, self.head_size = layer, config.head_size
         queries, keys = config.num_attention_heads * config.head_size, config.num_key_value_heads * config.head_size
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.q_proj = projection(config.lora, "q_proj", config.hidden_size, queries, config.qkv_bias)
+        self.k_proj = projection(config.lora, "k_proj", config.hidden_size, keys, config.qkv_bias)
+        self.v_proj = projection(config.lora, "v_proj", config.hidden_size, keys, config.qkv_bias)
+        self.o_proj = projection(config.lora, "o_proj", queries, config.hidden_size)
         self.q_norm = RMSNorm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
 
@@ -68,11 +70,11 @@ class Attention(OpsModule):
 
 
 class FeedForward(OpsModule):
-    def __init__(self, hidden: int, intermediate: int) -> None:
+    def __init__(self, hidden: int, intermediate: int, lora: LoraConfig | None = None) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.gate_proj = projection(lora, "gate_proj", hidden, intermediate)
+        self.up_proj = projection(lora, "up_proj", hidden, intermediate)
+        self.down_proj = projection(lora, "down_proj", intermediate, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.ops.swiglu(self.gate_proj(x), self.up_proj(x)))

@@ -16,6 +16,7 @@ from torch import Tensor
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import MANIFEST, read_json, read_record, sha256_file
 from zero2all.model.hf_config import from_hf_config
+from zero2all.model.lora import ADAPTER_MARK
 from zero2all.model.weights import part_slices
 from zero2all.model.z2all import Z2all
 from zero2all.recipe import ModelConfig
@@ -47,8 +48,9 @@ class HFSummary:
 
 
 def hf_names(name: str, config: ModelConfig) -> list[str]:
-    """What a weight of ours is stored as: one tensor, or one for each expert. A tied head and MTP are not stored."""
-    if name.startswith("mtp.") or (name == "lm_head.weight" and config.tie_word_embeddings):
+    """What a weight of ours is stored as: one tensor, or one for each expert. A tied head, MTP and adapters are not
+    stored."""
+    if name.startswith("mtp.") or ADAPTER_MARK in name or (name == "lm_head.weight" and config.tie_word_embeddings):
         return []
     if config.moe is not None and _is_of_experts(name):
         prefix, _, matrix = name.rpartition(".")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zero2all.errors import Z2aError
+from zero2all.model.lora import ADAPTER_MARK
 from zero2all.model.z2all import Z2all
 from zero2all.recipe import ModelConfig
 
@@ -113,8 +114,11 @@ def unstored_weights(reader: WeightReader) -> list[str]:
     if reader.config.tie_word_embeddings:
         del needed["lm_head.weight"]
     missing = [name for name in needed if reader.shape(name) is None]
-    # Multi-token prediction is not exported; the bias of experts starts at zero.
-    if required := [name for name in missing if not (name.startswith("mtp.") or name.endswith(".mlp.bias"))]:
+    # Multi-token prediction is not exported; the bias of experts starts at zero, an adapter as none.
+    optional = [
+        name for name in missing if name.startswith("mtp.") or name.endswith(".mlp.bias") or ADAPTER_MARK in name
+    ]
+    if required := [name for name in missing if name not in optional]:
         raise Z2aError(f"{len(required)} weights are missing, such as {required[0]}")
     for name, weight in needed.items():
         if (shape := reader.shape(name)) not in (None, tuple(weight.shape)):

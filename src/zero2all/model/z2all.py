@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zero2all.model.blocks import Attention, FeedForward, LMHead, OpsModule, RMSNorm, ScoredTargets
 from zero2all.model.kv_cache import Branches, KVCache
+from zero2all.model.lora import ADAPTER_MARK, freeze_all_but_adapters, initial_adapter_std
 from zero2all.model.moe import MoE, RoutingStats
 from zero2all.model.ops import Ops, choose_kernels
 from zero2all.model.ops.kernels import IGNORE_INDEX
@@ -32,7 +33,7 @@ class Block(nn.Module):
         self.mlp: nn.Module = (
             MoE(config.moe, config.hidden_size)
             if config.moe is not None and config.is_moe_layer(layer)
-            else FeedForward(config.hidden_size, config.intermediate_size)
+            else FeedForward(config.hidden_size, config.intermediate_size, config.lora)
         )
 
     def forward(
@@ -89,6 +90,8 @@ class Z2all(OpsModule):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.mtp = MTPModule(config) if config.mtp_weight else None
+        if config.lora is not None:
+            freeze_all_but_adapters(self)
         self.register_buffer("rotary_2SE", rotary_table(config, config.max_position_embeddings), persistent=False)
         device = self.embed_tokens.weight.device
         # Nothing is computed on the meta device, and a kernel for GPUs is valid there: see ``init_buffers``.
@@ -125,6 +128,8 @@ class Z2all(OpsModule):
                 parameter.fill_(1.0)
             elif name.endswith("bias"):
                 parameter.zero_()
+            elif ADAPTER_MARK in name:
+                _init_normal(parameter, initial_adapter_std(name, parameter), f"{seed}/{name}")
             else:
                 std = self._initial_std(name)
                 # Experts one by one: a device may hold only some of them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -95,6 +95,26 @@ class MoeConfig(Section):
             )
 
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+ATTENTION_TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA): the weights are frozen, and two small matrices beside each target are trained."""
+
+    rank: int = Field(8, ge=1)
+    """Rank of the adapters (r)."""
+    alpha: Positive = 16.0
+    """The adapter is scaled by alpha / rank."""
+    target_modules: list[LoraTarget] = list(get_args(LoraTarget))
+    """Matrices with an adapter. Default: all of attention and feed-forward."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if not self.target_modules or len(set(self.target_modules)) < len(self.target_modules):
+            yield Mistake("target_modules must name at least one matrix, each once", ("target_modules",))
+
+
 class ModelConfig(Section):
     """The model architecture: a preset, single fields, or a preset with some fields overridden."""
 
@@ -144,6 +164,8 @@ class ModelConfig(Section):
     """Weight of the multi-token prediction (MTP) loss; 0 disables MTP. The MTP block is not exported."""
     moe: MoeConfig | None = None
     """Mixture of experts in place of the feed-forward layers."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters (LoRA) in place of the weights, which come from ``train.init``."""
     initializer_range: Positive = 0.02
     """Standard deviation of the initial weights; projections into the residual stream are scaled by depth."""
     mup_base: int | None = Field(None, ge=8)
@@ -178,6 +200,15 @@ class ModelConfig(Section):
                 f"moe.first_k_dense_replace ({self.moe.first_k_dense_replace}) leaves none of "
                 f"{self.num_hidden_layers} layers to experts",
                 ("moe.first_k_dense_replace", "num_hidden_layers"),
+            )
+        if (
+            self.moe is not None
+            and self.lora is not None
+            and not set(self.lora.target_modules) <= set(ATTENTION_TARGETS)
+        ):
+            yield Mistake(
+                f"experts have no adapters: set lora.target_modules to some of {', '.join(ATTENTION_TARGETS)}",
+                ("lora.target_modules", "moe"),
             )
         if self.mup_base is not None and self.tie_word_embeddings:
             yield Mistake(

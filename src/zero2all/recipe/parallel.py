@@ -88,6 +88,11 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
     if parallel.pp > 1:
         yield from _pipeline_mistakes(model, train, parallel)
     yield from _expert_mistakes(model, parallel)
+    if model.lora is not None and max(parallel.tp, parallel.ep) > 1:
+        yield Mistake(
+            "adapters (model.lora) are not sharded by tp and ep: use dp_shard, which shards everything",
+            ("parallel.tp", "parallel.ep", "model.lora"),
+        )
     if train.objective.compares_answers:
         yield from _answer_mistakes(model, train, parallel)
 

@@ -360,6 +360,10 @@ class Recipe(Section):
                 f"({self.tokenizer.vocab_size})",
                 ("model.vocab_size", "tokenizer.vocab_size", "tokenizer.dir"),
             )
+        if self.model.lora is not None and self.train.init is None:
+            yield Mistake(
+                "model.lora trains adapters of a pretrained model: set train.init", ("model.lora", "train.init")
+            )
         yield from parallel_mistakes(self.model, self.train, self.parallel)
 
     @property

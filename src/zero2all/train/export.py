@@ -12,6 +12,8 @@ import torch
 from zero2all.errors import Z2aError, need
 from zero2all.io import atomic_dir, checksums, write_manifest
 from zero2all.model import Z2all, export_hf
+from zero2all.model.lora import merge_adapters
+from zero2all.model.peft import export_adapter
 from zero2all.tokenizer import Tokenizer
 from zero2all.train.run import Run, tokenizer_files
 
@@ -26,10 +28,14 @@ PROBES = (
 
 
 def export_run(run: Run, out: Path, step: int | None = None, bf16: bool = False, check: bool = False) -> dict[str, Any]:
-    """Write the newest (or a given) checkpoint to ``out``; with ``check``, only if transformers computes its logits."""
+    """Write the newest (or a given) checkpoint to ``out``; with ``check``, only if transformers computes its logits.
+
+    Adapters (``model.lora``) are merged into the weights.
+    """
     if check:
         need("transformers", "hf")
     model, tokenizer = run.load_model(step), run.tokenizer()
+    merge_adapters(model)
     result: dict[str, Any] = {"out": str(out), "parameters": sum(p.numel() for p in model.parameters())}
     with atomic_dir(out, KIND) as partial:
         export_hf(model, partial, tokenizer.stop_token_ids, torch.bfloat16 if bf16 else torch.float32)
@@ -42,6 +48,18 @@ def export_run(run: Run, out: Path, step: int | None = None, bf16: bool = False,
                 raise Z2aError(f"nothing was written: in transformers the logits differ by {difference:.2e}")
         write_manifest(partial, KIND, {"run": asdict(run.identity()), "files": checksums(partial)})
     return result
+
+
+def export_adapter_of_run(run: Run, out: Path, step: int | None = None, bf16: bool = False) -> dict[str, Any]:
+    """Write the adapters of a run (``model.lora``) to ``out`` in PEFT's format, with the tokenizer."""
+    model, tokenizer, init = run.load_model(step), run.tokenizer(), run.initial_weights()
+    with atomic_dir(out, KIND) as partial:
+        base = init.path if init is not None else ""
+        export_adapter(model, partial, base, torch.bfloat16 if bf16 else torch.float32)
+        for path in tokenizer_files(tokenizer):
+            shutil.copy(path, partial / path.name)
+        write_manifest(partial, KIND, {"run": asdict(run.identity()), "files": checksums(partial)})
+    return {"out": str(out), "base": base}
 
 
 @torch.inference_mode()

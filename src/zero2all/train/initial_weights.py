@@ -32,7 +32,7 @@ from zero2all.workspace import find_runs_below
 
 # What does not change the logits of a model, so that it may differ from the model whose weights these are.
 FREE_KEYS = {"preset", "ops", "vocab_size", "max_position_embeddings", "residual_fp32", "initializer_range",
-             "z_loss", "mtp_weight", "mup_base"}  # fmt: skip
+             "z_loss", "mtp_weight", "mup_base", "lora"}  # fmt: skip
 FREE_MOE_KEYS = {"load_balancing", "router_aux_loss_coef", "bias_update_rate"}
 
 
@@ -183,6 +183,8 @@ def config_changes(stored: ModelConfig, config: ModelConfig) -> list[str]:
         return values
 
     changes = model_changes(computed(stored), computed(config))
+    if stored.lora is not None and stored.lora != config.lora:
+        changes.append("adapters (model.lora) that are not merged: 'z2a export' merges them, or keep model.lora")
     if stored.moe is not None and config.moe is not None:
         before, now = stored.moe.load_balancing, config.moe.load_balancing
         if before == "bias" and now != before:  # the other way round, the bias starts at zero

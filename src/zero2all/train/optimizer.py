@@ -30,7 +30,7 @@ def build_optimizers(
     parameters with the same settings: a parallel layout may need several. ``mup_width_mult`` (see ``ModelConfig``)
     scales the learning rate of every matrix but the embedding, for muP; Muon's updates fit any width as they are.
     """
-    named = list(model.named_parameters())
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     in_blocks = [parameter for name, parameter in named if updated_by_muon(name, parameter.dim())]
     by_muon = {id(parameter) for parameter in in_blocks} if recipe.name == "muon" else set()
     rest = [(name, parameter) for name, parameter in named if id(parameter) not in by_muon]
