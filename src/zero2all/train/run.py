@@ -251,6 +251,13 @@ def resolve_model_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
     return config
 
 
+def model_identity(config: ModelConfig) -> dict[str, Any]:
+    """What a checkpoint of the model depends on. Keys that came later are left out where they change nothing."""
+    later = {"lora"} if config.lora is None else set()
+    values: dict[str, Any] = config.model_dump(mode="json", exclude={"preset", "ops", *later})
+    return values
+
+
 def init_path(recipe: Recipe) -> str | None:
     """``train.init`` as an absolute path."""
     return None if recipe.train.init is None else str(recipe.train.init.absolute())

@@ -49,7 +49,7 @@ from zero2all.train.initial_weights import load_initial_weights
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.resume import load_newest, restore_state
-from zero2all.train.run import TEST_SETS, Run, init_path, require_data, resolve_model_config
+from zero2all.train.run import TEST_SETS, Run, init_path, model_identity, require_data, resolve_model_config
 from zero2all.train.samples import record_samples
 from zero2all.train.show_plan import read_lr_history, say_run
 from zero2all.train.signals import stop_requested
@@ -220,7 +220,7 @@ class Trainer:
         self.identity = RunIdentity(
             stages=self.plan.identity(),
             tokenizer=self.tokenizer.fingerprint,
-            model=self.config.model_dump(mode="json", exclude={"preset", "ops"}),
+            model=model_identity(self.config),
             optimizer=recipe.train.optimizer.name,
             init=init_path(recipe),
         )
