@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 MARK = "Z2A_TEST_MARK"
-SECONDS = 60.0
+SECONDS = 120.0  # agents of Ray look for their cluster for a minute
 
 
 def marked(mark: str) -> dict[int, str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from zero2all.align.chat_quality import ChatQuality, evaluate_chat, held_out_conversations
 from zero2all.console import heading, progress, say, warn
 from zero2all.corpus import build_corpus, recommended_workers, summary_lines
 from zero2all.engine import Engine
@@ -27,6 +28,7 @@ from zero2all.model import Z2all
 from zero2all.recipe import Recipe, builtin_recipe_path, load_recipe, recipe_yaml
 from zero2all.recipe.source_names import to_source_name
 from zero2all.storyworld import LANGUAGES, StoryQuality, generate_stories
+from zero2all.storyworld.conversations import generate_conversations, handwritten_conversations
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokens import TokenStore, build_tokens, opening_prompts
 from zero2all.track.loss_evaluation import LossEvaluation
@@ -35,6 +37,10 @@ from zero2all.train.data_in_use import refuse_store_change, refuse_tokenizer_cha
 from zero2all.units import show_bytes, show_count, show_seconds
 
 STORIES_PER_LANGUAGE = 4500  # the quickstart reads each of them less than twice
+CONVERSATIONS_PER_LANGUAGE = 3000
+HELD_OUT_PER_LANGUAGE = 50
+CHAT = "chat"  # the directory below ``out`` of the fine-tuned model
+SHOWN_KINDS = ("question", "sum", "refusal")
 CHECKED_STORIES = 200
 NUM_GENERATIONS = 3
 
@@ -56,6 +62,29 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """The last question of a conversation, and the model's answer."""
+
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class ChatResult:
+    """The model after fine-tuning."""
+
+    out: str
+    conversations: int
+    steps: int
+    bits_per_byte: float
+    """Of reference answers in the validation set."""
+    base_bits_per_byte: float
+    """Of the same answers before fine-tuning."""
+    quality: ChatQuality
+    transcripts: list[Turn]
+
+
+@dataclass(frozen=True)
 class QuickstartResult:
     out: str
     documents: int
@@ -72,18 +101,25 @@ class QuickstartResult:
     samples: list[Sample]
     seconds: dict[str, float]
     """By stage."""
+    chat: ChatResult | None = None
+    """With ``--chat``."""
 
     def to_json(self) -> dict[str, Any]:
         """As ``z2a quickstart --json`` prints it: the metrics of the validation set are beside the others."""
         fields = asdict(self)
         validation, samples, seconds = (fields.pop(name) for name in ("validation", "samples", "seconds"))
-        return {**fields, **(validation or {}), "samples": samples, "seconds": seconds}
+        chat = fields.pop("chat")
+        own = {**fields, **(validation or {}), "samples": samples, "seconds": seconds}
+        return own if chat is None else {**own, "chat": chat}
 
 
-def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str] | None = None) -> QuickstartResult:
+def quickstart(
+    out: Path, corpus: list[Path] | None = None, overrides: list[str] | None = None, chat: bool = False
+) -> QuickstartResult:
     """Build documents, tokenizer, tokens and a model below ``out``; evaluate it and generate text.
 
-    If interrupted, the same call resumes where it stopped.
+    With ``chat`` the model is then fine-tuned on conversations about the built-in stories, in ``out/chat``. If
+    interrupted, the same call resumes where it stopped.
     """
     recipe = quickstart_recipe(out, corpus or [], overrides or [])
     _refuse_other_recipe(recipe, out / "recipe.yaml", overrides or [])
@@ -133,6 +169,7 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
         validation = evaluate_bpb(model, tokenizer, recipe) if has_validation else None
         stories = evaluate_stories(model, tokenizer, CHECKED_STORIES, recipe.seed) if recipe.evals.stories else None
         samples = _story_samples(stories) if stories else _prompted_samples(model, tokenizer, recipe)
+    answering = _fine_tune(recipe, model, seconds) if chat else None
     return QuickstartResult(
         out=str(out),
         documents=documents.documents,
@@ -146,7 +183,61 @@ def quickstart(out: Path, corpus: list[Path] | None = None, overrides: list[str]
         stories=stories.quality if stories else None,
         samples=samples,
         seconds=seconds,
+        chat=answering,
     )
+
+
+def _fine_tune(base: Recipe, base_model: Z2all, seconds: dict[str, float]) -> ChatResult:
+    """Conversations to a model that answers, below ``out/chat``."""
+    out = base.out / CHAT
+    with _timed_stage("6/7 conversations: what to ask and to answer", "conversations", seconds):
+        paths = _write_conversations(out / "conversations", base.seed)
+        recipe = _chat_recipe(base, out, paths)
+        write_text(out / "recipe.yaml", recipe_yaml(recipe))
+        documents = build_corpus(recipe.corpus, recipe.documents_dir)
+        build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
+        say(f"{documents.documents} conversations in {out}")
+    with _timed_stage("7/7 fine-tuning: a model that answers", "fine-tuning", seconds):
+        trained = train(recipe)
+        run = Run.open(recipe.run_dir)
+        model, tokenizer = run.load_model(), run.tokenizer()
+        before, after = (evaluate_bpb(one, tokenizer, recipe).bits_per_byte for one in (base_model, model))
+        evaluation = evaluate_chat(model, tokenizer, held_out_conversations(base.seed, HELD_OUT_PER_LANGUAGE))
+    shown = evaluation.first_of(SHOWN_KINDS)
+    turns = [Turn(answer.conversation.prompt[-1]["content"], answer.text) for answer in shown]
+    return ChatResult(str(out), documents.documents, trained.steps, after, before, evaluation.quality, turns)
+
+
+def _chat_recipe(base: Recipe, out: Path, paths: dict[str, Path]) -> Recipe:
+    sources = [{"name": language, "kind": "chat", "paths": [str(path)]} for language, path in paths.items()]
+    places = [
+        f"out={_inline_yaml(str(out.absolute()))}",
+        f"seed={base.seed}",
+        f"corpus.sources={_inline_yaml(sources)}",
+        f"tokenizer.dir={_inline_yaml(str(base.tokenizer_dir.absolute()))}",
+        f"model={_inline_yaml(base.model.model_dump(mode='json', exclude_unset=True))}",
+        f"train.init={_inline_yaml(str(base.run_dir.absolute()))}",
+        f"train.seq_len={base.train.seq_len}",
+        f"train.device={base.train.device}",
+    ]
+    return load_recipe(builtin_recipe_path("chat.yaml"), places)
+
+
+def _write_conversations(directory: Path, seed: int) -> dict[str, Path]:
+    """A file of conversations for each language: generated ones, and those written by hand. One that exists is kept."""
+    paths = {language: directory / f"{language}.jsonl" for language in LANGUAGES}
+    for language, path in paths.items():
+        if path.exists():
+            continue
+        lines: list[str] = []
+        with progress(f"writing conversations ({language})", CONVERSATIONS_PER_LANGUAGE) as advance:
+            for one in generate_conversations(language, seed, CONVERSATIONS_PER_LANGUAGE):
+                lines.append(json.dumps({"messages": one.messages}, ensure_ascii=False) + "\n")
+                advance(1)
+        by_hand = [{"messages": one.messages} for one in handwritten_conversations(language)]
+        lines += [json.dumps(one, ensure_ascii=False) + "\n" for one in by_hand]
+        write_text(path, "".join(lines))
+    return paths
 
 
 def _write_stories(directory: Path, seed: int) -> None:
@@ -229,7 +320,7 @@ def summary_text(result: QuickstartResult) -> str:
         lines += [f"── sample {number} " + "─" * 40, marked]
     out = result.out
     deeper = f"model.num_hidden_layers={result.layers + 1} --name deeper"
-    next_commands = (
+    next_commands: tuple[tuple[str, str], ...] = (
         (f"z2a watch {out}", "curves, samples and health checks in a browser"),
         (f"z2a report {out} --html {out}/report.html", "the same as one file"),
         (f'z2a generate {out} --prompt "..."', "generate text"),
@@ -238,17 +329,29 @@ def summary_text(result: QuickstartResult) -> str:
         (f"z2a train {out} train.steps={2 * result.steps} --extend rewarm", "train it further"),
         (f"z2a export {out} --to {out}/hf", "a directory for transformers, vLLM, llama.cpp"),
     )
+    if result.chat is not None:
+        next_commands = ((f"z2a chat {result.chat.out}", "talk to the model"), *next_commands)
+        for turn in result.chat.transcripts:
+            lines += ["── conversation " + "─" * 36, f"> {turn.question}", turn.answer]
     width = max(len(command) for command, _ in next_commands)
     lines += [
         "─" * 52,
         *_bits_per_byte_lines(result.validation),
         *([story_quality_line(result.stories)] if result.stories else []),
+        *(_chat_lines(result.chat) if result.chat else []),
         f"everything is in {out}, made in {show_seconds(sum(result.seconds.values()))}",
         "",
         "what to do next:",
         *(f"  {command:<{width}}  {purpose}" for command, purpose in next_commands),
     ]
     return "\n".join(lines)
+
+
+def _chat_lines(chat: ChatResult) -> list[str]:
+    return [
+        f"chat: {chat.quality}",
+        f"reference answers: {chat.bits_per_byte:.3f} bits per byte, {chat.base_bits_per_byte:.3f} before fine-tuning",
+    ]
 
 
 def _bits_per_byte_lines(result: LossEvaluation | None) -> list[str]:

@@ -21,11 +21,15 @@ def quickstart(
         list[str] | None,
         typer.Argument(help="More paths for --corpus, and recipe overrides such as train.steps=50."),
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Then fine-tune it on conversations, and check its answers.")
+    ] = False,
     json: Json = False,
 ) -> Result:
     """Train a small model end to end, in minutes on a CPU.
 
-    Without --corpus it trains on short stories in English and Chinese that it writes itself.
+    Without --corpus it trains on short stories in English and Chinese that it writes itself. With --chat it becomes a
+    model that answers, in the directory chat below --out: 'z2a chat' talks to it.
 
     Example: z2a quickstart --corpus books/ notes/ --out runs/first
     """
@@ -33,5 +37,5 @@ def quickstart(
 
     overrides = [word for word in more or [] if "=" in word and not Path(word).exists()]
     paths = [*(corpus or []), *(Path(word) for word in more or [] if word not in overrides)]
-    result = quickstart(out, paths, overrides)
+    result = quickstart(out, paths, overrides, chat)
     return Result(result.to_json(), summary_text(result))

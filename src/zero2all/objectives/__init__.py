@@ -4,6 +4,7 @@ Shapes: B rows, S sequence, Q answers of a row (padded), P pairs of a row.
 """
 
 from zero2all.objectives.answers import AnswerBatch
+from zero2all.objectives.grpo import RolloutBatch, group_advantages, grpo_losses, rollout_metrics
 from zero2all.objectives.kto import KTO_METRICS, kto_losses, kto_metrics
 from zero2all.objectives.preference import PAIR_METRICS, preference_losses, preference_metrics
 
@@ -11,8 +12,12 @@ __all__ = [
     "KTO_METRICS",
     "PAIR_METRICS",
     "AnswerBatch",
+    "RolloutBatch",
+    "group_advantages",
+    "grpo_losses",
     "kto_losses",
     "kto_metrics",
     "preference_losses",
     "preference_metrics",
+    "rollout_metrics",
 ]

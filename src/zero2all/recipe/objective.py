@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from zero2all.conversation import SourceKind
-from zero2all.recipe.types import Mistake, Positive, Section
+from zero2all.recipe.types import Count, Mistake, Positive, Section
 
-ObjectiveName = Literal["pretrain", "sft", "dpo", "kto"]
+ObjectiveName = Literal["pretrain", "sft", "dpo", "kto", "grpo"]
 Conversations = Literal["cut", "packed", "padded", "pairs"]
 """Conversations as training reads them: cut as text is, and every token a target; or whole, and what the assistant
 writes are the targets: many in a row, one in a row, or many pairs in a row."""
@@ -20,6 +21,7 @@ OBJECTIVE_KINDS: dict[ObjectiveName, tuple[SourceKind, ...]] = {
     "sft": ("text", "chat"),
     "dpo": ("preference",),
     "kto": ("rating", "preference"),
+    "grpo": ("chat",),
 }
 """The sources that an objective can train on."""
 
@@ -66,6 +68,39 @@ class KTORecipe(Section):
     """Weight of answers with the label false."""
 
 
+class GRPORecipe(Section):
+    """Options of the objective grpo: reinforcement learning with verifiable rewards.
+
+    A step samples ``group_size`` answers to each of ``batch_tokens / seq_len`` prompts, at temperature 1.
+    """
+
+    rewards: list[str] = []
+    """Reward functions as ``package.module:function``, called with the prompt, the answer and the reference answer as
+    texts; their results are added. The modules are imported, so treat a recipe from somebody else as code."""
+    group_size: int = Field(8, ge=2)
+    """Number of answers to a prompt, which are compared with each other."""
+    max_answer_tokens: Count = 256
+    """Maximum length of an answer."""
+    loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """What the loss is averaged over. dapo: all tokens of a step. grpo: first the tokens of an answer, then answers.
+    dr_grpo: ``max_answer_tokens`` of each answer, so that length has no influence."""
+    scale_rewards: bool = True
+    """Divide advantages by the standard deviation of the group."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio to the probability before the update counts down to 1 - clip_low."""
+    clip_high: Positive = 0.28
+    """The ratio to the probability before the update counts up to 1 + clip_high."""
+    importance_cap: Positive = 2.0
+    """Largest weight of a token by the ratio of its probabilities in trainer and sampler."""
+    mask_truncated: bool = True
+    """Leave answers out of the loss that were cut at ``max_answer_tokens``."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        for name in self.rewards:
+            if not re.fullmatch(r"[\w.]+:\w+", name):
+                yield Mistake(f"{name!r} must be package.module:function", ("rewards",))
+
+
 class ObjectiveRecipe(Section):
     """What the model is trained for."""
 
@@ -73,13 +108,16 @@ class ObjectiveRecipe(Section):
     """The objective. pretrain: predict every token. sft: supervised fine-tuning, which predicts what the assistant
     writes in conversations (sources of ``kind: chat``), never cuts one, and masks attention across documents; sources
     of text are trained on as in pretraining. dpo: prefer the chosen of two answers (``kind: preference``). kto: prefer
-    answers with the label true (``kind: rating``, or both answers of a pair)."""
+    answers with the label true (``kind: rating``, or both answers of a pair). grpo: raise the rewards of answers that are
+    sampled to the last question of conversations (``kind: chat``)."""
     packing: bool = True
     """For sft: several conversations in a row; otherwise one, padded to ``seq_len``, which is slower."""
     dpo: DPORecipe = DPORecipe()
     """Options of dpo."""
     kto: KTORecipe = KTORecipe()
     """Options of kto."""
+    grpo: GRPORecipe = GRPORecipe()
+    """Options of grpo."""
 
     @property
     def conversations(self) -> Conversations:
@@ -88,12 +126,23 @@ class ObjectiveRecipe(Section):
             return "cut"
         if self.name == "dpo":
             return "pairs"
+        if self.name == "grpo":
+            return "padded"
         return "packed" if self.packing else "padded"
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.name == "grpo" and not self.grpo.rewards:
+            yield Mistake("objective grpo needs at least one reward function", ("grpo.rewards", "name"))
 
     @property
     def compares_answers(self) -> bool:
         """Whether the loss depends on log-probabilities of whole answers, not of each token alone."""
         return self.name in ("dpo", "kto")
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether tokens have different weights, so that losses are not simply added."""
+        return self.compares_answers or self.name == "grpo"
 
     @property
     def needs_reference(self) -> bool:

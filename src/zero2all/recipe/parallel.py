@@ -93,7 +93,7 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
             "adapters (model.lora) are not sharded by tp and ep: use dp_shard, which shards everything",
             ("parallel.tp", "parallel.ep", "model.lora"),
         )
-    if train.objective.compares_answers:
+    if train.objective.weighs_tokens:
         yield from _answer_mistakes(model, train, parallel)
 
 
@@ -101,7 +101,7 @@ def _answer_mistakes(model: ModelConfig, train: TrainRecipe, parallel: ParallelR
     objective = f"train.objective.name={train.objective.name}"
     if parallel.cp > 1:
         yield Mistake(
-            f"{objective} compares whole answers, which cp would split over ranks: set parallel.cp=1",
+            f"{objective} needs whole answers, which cp would split over ranks: set parallel.cp=1",
             ("parallel.cp", "train.objective.name"),
         )
     if model.mtp_weight > 0:

@@ -31,7 +31,7 @@ from zero2all.train.run import Run
 
 def objective_config(config: ModelConfig, objective: ObjectiveRecipe) -> ModelConfig:
     """With a loss kernel that can weigh tokens differently: Liger's gradient is that of equal weights."""
-    if not objective.compares_answers or config.ops.cross_entropy != "auto":
+    if not objective.weighs_tokens or config.ops.cross_entropy != "auto":
         return config
     return config.model_copy(update={"ops": config.ops.model_copy(update={"cross_entropy": "chunked"})})
 

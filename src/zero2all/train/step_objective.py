@@ -41,6 +41,8 @@ class StepLoss:
     divisor: float
     objective: SequenceObjective | None = None
     """None: the losses themselves."""
+    batch: Batch | None = None
+    """What is trained on in place of the batch that was read."""
 
 
 class StepObjective(Protocol):

@@ -43,6 +43,7 @@ from zero2all.track.goodput import compute_run_goodput, format_goodput
 from zero2all.track.loss_evaluation import LossEvaluation
 from zero2all.train.answer_sources import AnswerSources, objective_config, open_reference
 from zero2all.train.data_loader import Batch, DataLoader
+from zero2all.train.grpo_objective import GRPOObjective
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
 from zero2all.train.initial_weights import load_initial_weights
@@ -201,7 +202,7 @@ class Trainer:
         self.model = ParallelModel(
             self.config, self.recipe.parallel, self.mesh, seed=self.recipe.seed, dtype=dtype, compile=options.compile
         )
-        if options.objective.compares_answers:
+        if options.objective.weighs_tokens:
             self.model.disable_auxiliary_losses()
         self.optimizers = build_optimizers(
             self.model.model, options.optimizer, self.model.param_groups, self.config.mup_width_mult
@@ -267,6 +268,9 @@ class Trainer:
 
     def _build_objective(self) -> StepObjective:
         recipe, options = self.recipe, self.recipe.train.objective
+        if options.name == "grpo":
+            valid = TokenStore(recipe.tokens_dir, "valid")
+            return GRPOObjective(recipe, self.tokenizer, valid, self.rank_group)
         if not options.compares_answers:
             sources = SourceLosses(self.plan.sources, self.tokenizer.token_byte_lengths, self.mesh.device)
             return TokenObjective(sources)
@@ -344,6 +348,7 @@ class Trainer:
 
         # Gradient accumulation over micro-batches.
         step_loss = self.objective.begin(model, batch)
+        batch = step_loss.batch or batch
         losses = model.forward_backward(
             batch.inputs,
             batch.targets,

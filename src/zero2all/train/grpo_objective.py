@@ -1,0 +1,194 @@
+"""The step of GRPO: sample answers with the weights of this step, score them, train on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero2all.checkpoint import RankGroup
+from zero2all.errors import Z2aError
+from zero2all.hardware import fp64_device
+from zero2all.io import fingerprint
+from zero2all.model import IGNORE_INDEX
+from zero2all.objectives import RolloutBatch, group_advantages, grpo_losses, rollout_metrics
+from zero2all.parallel import ParallelModel
+from zero2all.parallel.batch_split import split_batch
+from zero2all.parallel.mesh import shard_range
+from zero2all.recipe import Recipe
+from zero2all.recipe.objective import GRPORecipe
+from zero2all.tokenizer import Tokenizer
+from zero2all.tokens import PackedDataset, TokenStore
+from zero2all.tokens.conversation_rows import ConversationRows, best_fit_decreasing
+from zero2all.tokens.token_store import Array
+from zero2all.train.data_loader import PADDING_SOURCE, Batch
+from zero2all.train.rollouts import (
+    Prompt,
+    Rollout,
+    load_rewards,
+    read_prompt,
+    sample_answers,
+    sampling_params,
+    score_rollouts,
+)
+from zero2all.train.step_objective import Rows, StepLoss
+
+SOURCE = "rollouts"
+VALIDATION_PROMPTS = 64
+
+
+class GRPOObjective:
+    """See ``GRPORecipe``. Sampling depends on the weights, the seed and the step, so that a resumed run repeats it."""
+
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, validation: TokenStore, ranks: RankGroup) -> None:
+        self._recipe, self._options, self._tokenizer = recipe, recipe.train.objective.grpo, tokenizer
+        self._ranks, self._rewards = ranks, load_rewards(self._options.rewards)
+        self._validation = validation
+        self._rollouts: RolloutBatch | None = None
+        self._own: dict[str, float] = {}
+        self._divisor = 1.0
+        longest = max(stage.seq_len for stage in recipe.train.resolved_stages())
+        if self._options.max_answer_tokens >= longest:
+            raise Z2aError(
+                f"max_answer_tokens ({self._options.max_answer_tokens}) leaves no room for a prompt in train.seq_len "
+                f"({longest})"
+            )
+
+    def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
+        prompts = self._prompts(batch.stage.dataset, *batch.sample_range)
+        seed = int(fingerprint([self._recipe.seed, batch.step])[:8], 16)
+        groups = self._sample(model, prompts, seed, self._options.group_size)
+        advantages = group_advantages(torch.tensor([[one.reward for one in group] for group in groups]), self._options)
+        self._own = self._rollout_metrics(groups)
+        seq_len, end_of_text = batch.inputs.shape[1], self._tokenizer.eos_token_id
+        packed = pack_rollouts(groups, advantages.numpy(), seq_len, self._options, end_of_text)
+        replaced, rollouts = packed.share_of(model, batch)
+        self._rollouts = rollouts = rollouts.to(model.mesh.device)
+        self._divisor = packed.divisor
+
+        def objective(losses_BS: Tensor, chosen: slice | Tensor) -> Tensor:
+            return grpo_losses(-losses_BS, rollouts.rows(chosen), self._options)
+
+        return StepLoss(packed.divisor, objective, replaced)
+
+    def _prompts(self, dataset: PackedDataset, start: int, stop: int) -> list[Prompt]:
+        """Of the global batch, without those that leave no room for an answer."""
+        samples = dataset.read(start, stop)
+        found = [read_prompt(*row, self._tokenizer) for row in zip(samples.tokens, samples.mask, strict=True)]
+        room = dataset.seq_len - self._options.max_answer_tokens
+        fitting = [prompt for prompt in found if len(prompt.tokens) <= room]
+        if not fitting:
+            raise Z2aError(
+                f"no prompt of the step has at most {room} tokens (train.seq_len less max_answer_tokens): raise "
+                "train.seq_len"
+            )
+        return fitting
+
+    def _sample(self, model: ParallelModel, prompts: list[Prompt], seed: int, copies: int) -> list[list[Rollout]]:
+        params = sampling_params(self._options, seed)
+        if copies == 1:
+            params = replace(params, temperature=0.0)
+        answers = sample_answers(model, self._tokenizer, prompts, params, copies)
+        return score_rollouts(prompts, answers, self._rewards, self._ranks)
+
+    def _rollout_metrics(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+        rewards = np.array([[one.reward for one in group] for group in groups])
+        answers = [one for group in groups for one in group]
+        return {
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std(axis=1, ddof=1).mean()),
+            "groups_without_spread": float((np.ptp(rewards, axis=1) == 0).mean()),
+            "answer_length": float(np.mean([len(one.completion.tokens) for one in answers])),
+            "truncated_answers": float(np.mean([one.truncated for one in answers])),
+        }
+
+    def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
+        assert self._rollouts is not None
+        sums = rollout_metrics(-losses, self._rollouts, self._options)
+        return torch.nn.functional.pad(sums.to(fp64_device(sums.device)).double(), (0, 1))[:, None]
+
+    def loss(self, rows: Rows, batch: Batch) -> float:
+        return rows[1][0] / self._divisor
+
+    def metrics(self, rows: Rows) -> dict[str, float]:
+        return self._own | {"sampler_gap": rows[2][0] / max(1.0, rows[0][0])}
+
+    def validate(self, model: ParallelModel) -> dict[str, float]:
+        """The reward of greedy answers to the first prompts of the validation set."""
+        prompts: list[Prompt] = []
+        for shards in self._validation.sources.values():
+            rows = ConversationRows(shards, self._recipe.train.seq_len, packing=False)
+            found = [read_prompt(*rows.read(row), self._tokenizer) for row in range(min(len(rows), VALIDATION_PROMPTS))]
+            room = rows.seq_len - self._options.max_answer_tokens
+            prompts += [prompt for prompt in found if len(prompt.tokens) <= room]
+        if not prompts:
+            return {}
+        groups = self._sample(model, prompts[:VALIDATION_PROMPTS], 0, copies=1)
+        return {"reward": float(np.mean([one.reward for group in groups for one in group]))}
+
+
+class PackedRollouts:
+    """All answers of a step in rows, the same on every rank."""
+
+    def __init__(self, tokens: Array, columns: list[Array], divisor: float) -> None:
+        self._tokens, self._columns, self.divisor = tokens, columns, divisor
+
+    def share_of(self, model: ParallelModel, batch: Batch) -> tuple[Batch, RolloutBatch]:
+        """The rows of this data-parallel rank, padded to as many as every rank has."""
+        mesh, count = model.mesh, len(self._tokens)
+        split = split_batch(count, mesh.dims.dp, batch.micro_batch_size)
+        first, last = shard_range(count, mesh.dp_rank, mesh.dims.dp)
+        own = np.arange(split.micro_batches * split.samples)
+        real = own < last - first
+        chosen = np.where(real, first + own, 0)
+        tokens = torch.from_numpy(self._tokens[chosen])
+        columns = [torch.from_numpy(column[chosen] * real[:, None]) for column in self._columns]
+        mask = columns[0]
+        targets = tokens[:, 1:].clone()
+        targets[mask == 0] = IGNORE_INDEX
+        replaced = replace(
+            batch,
+            inputs=tokens[:, :-1],
+            targets=targets,
+            sources=[SOURCE if one else PADDING_SOURCE for one in real.tolist()],
+            micro_batch_size=batch.micro_batch_size and split.samples,
+        )
+        return replaced, RolloutBatch(*columns)
+
+
+def pack_rollouts(
+    groups: Sequence[Sequence[Rollout]], advantages: Array, seq_len: int, options: GRPORecipe, end_of_text: int
+) -> PackedRollouts:
+    """Prompt and answer of each rollout, several in a row."""
+    flat = [(one, float(value)) for group, values in zip(groups, advantages, strict=True)
+            for one, value in zip(group, values, strict=True)]  # fmt: skip
+    lengths = np.array([len(one.prompt.tokens) + len(one.completion.tokens) + 1 for one, _ in flat])
+    order, starts = best_fit_decreasing(lengths, seq_len + 1)
+    shape = (len(starts) - 1, seq_len + 1)
+    tokens = np.full(shape, end_of_text, dtype=np.int64)
+    mask, values, sampler, weights = (np.zeros(shape, dtype=np.float32) for _ in range(4))
+    tokens_counted = 0
+    for row, (begin, end) in enumerate(pairwise(starts)):
+        place = 0
+        for one, advantage in (flat[number] for number in order[begin:end].tolist()):
+            answer = one.completion.tokens
+            inside = slice(place + len(one.prompt.tokens), place + len(one.prompt.tokens) + len(answer))
+            tokens[row, place : inside.start], tokens[row, inside] = one.prompt.tokens, answer
+            sampler[row, inside], values[row, inside] = one.completion.logprobs, advantage
+            if not (one.truncated and options.mask_truncated):
+                mask[row, inside] = 1.0
+                tokens_counted += len(answer)
+            weights[row, inside] = _token_weight(options, len(answer))
+            place = inside.stop + 1
+    divisor = tokens_counted if options.loss == "dapo" else len(flat)
+    columns = [column[:, 1:] for column in (mask, values, sampler, weights)]
+    return PackedRollouts(tokens, columns, max(1.0, divisor))
+
+
+def _token_weight(options: GRPORecipe, length: int) -> float:
+    """What the loss of a token is multiplied with before all are added."""
+    return {"dapo": 1.0, "grpo": 1 / length, "dr_grpo": 1 / options.max_answer_tokens}[options.loss]
