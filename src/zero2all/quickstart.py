@@ -132,12 +132,9 @@ def quickstart(
     remedy = f": 'z2a train {out}' resumes the run as it is; for the text that there is now choose another --out"
 
     with _timed_stage("1/5 corpus: raw files to documents", "corpus", seconds):
-        documents = build_corpus(
-            recipe.corpus,
-            recipe.documents_dir,
-            Engine(workers=recommended_workers(recipe.corpus)),
-            partial(warn_about_new_documents, recipe),
-        )
+        workers = Engine(workers=recommended_workers(recipe.corpus))
+        warn_first = partial(warn_about_new_documents, recipe)
+        documents = build_corpus(recipe.corpus, recipe.documents_dir, workers, warn_first)
         for line in summary_lines(documents):
             say(line)
     with _timed_stage("2/5 tokenizer: documents to a vocabulary", "tokenizer", seconds):
@@ -169,7 +166,6 @@ def quickstart(
         validation = evaluate_bpb(model, tokenizer, recipe) if has_validation else None
         stories = evaluate_stories(model, tokenizer, CHECKED_STORIES, recipe.seed) if recipe.evals.stories else None
         samples = _story_samples(stories) if stories else _prompted_samples(model, tokenizer, recipe)
-    answering = _fine_tune(recipe, model, seconds) if chat else None
     return QuickstartResult(
         out=str(out),
         documents=documents.documents,
@@ -183,7 +179,7 @@ def quickstart(
         stories=stories.quality if stories else None,
         samples=samples,
         seconds=seconds,
-        chat=answering,
+        chat=_fine_tune(recipe, model, seconds) if chat else None,
     )
 
 

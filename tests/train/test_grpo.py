@@ -168,6 +168,7 @@ def test_an_answer_that_the_sampler_found_unlikely_is_capped() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sigkill_and_resume_repeats_the_same_rollouts(grpo: Recipe, tmp_path: Path) -> None:
     paths = {}
     for name in ("uninterrupted", "killed"):

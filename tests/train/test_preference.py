@@ -251,7 +251,7 @@ def test_four_ranks_train_as_one(dpo: Recipe, objective: str, parallel: dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["dpo", "kto"])
+@pytest.mark.parametrize("objective", ["dpo", pytest.param("kto", marks=pytest.mark.long)])
 def test_sigkill_and_resume_is_bitwise_the_uninterrupted_run(dpo: Recipe, objective: str, tmp_path: Path) -> None:
     recipe = elsewhere(family(dpo, objective), tmp_path / "uninterrupted", steps=9)
     recipe = recipe.model_copy(

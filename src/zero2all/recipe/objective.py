@@ -108,8 +108,8 @@ class ObjectiveRecipe(Section):
     """The objective. pretrain: predict every token. sft: supervised fine-tuning, which predicts what the assistant
     writes in conversations (sources of ``kind: chat``), never cuts one, and masks attention across documents; sources
     of text are trained on as in pretraining. dpo: prefer the chosen of two answers (``kind: preference``). kto: prefer
-    answers with the label true (``kind: rating``, or both answers of a pair). grpo: raise the rewards of answers that are
-    sampled to the last question of conversations (``kind: chat``)."""
+    answers with the label true (``kind: rating``, or both answers of a pair). grpo: raise the rewards of answers
+    that are sampled to the last question of conversations (``kind: chat``)."""
     packing: bool = True
     """For sft: several conversations in a row; otherwise one, padded to ``seq_len``, which is slower."""
     dpo: DPORecipe = DPORecipe()
