@@ -43,7 +43,7 @@ def inspect_conversations(recipe: Recipe, count: int) -> list[InspectedConversat
     if recipe.train.objective.name == "pretrain":
         raise UsageError("train.objective.name is pretrain, which learns every token: set it to sft")
     tokenizer, store = Tokenizer(recipe.tokenizer_dir), TokenStore(recipe.tokens_dir, "train")
-    store.require_kinds(recipe.train.objective.name, recipe.train.mixture_names)
+    store.require_kinds(recipe.train.objective, recipe.train.mixture_names)
     plan = Plan(recipe, store)
     return [found for _, found in zip(range(count), _conversations(plan, tokenizer), strict=False)]
 

@@ -13,6 +13,8 @@ from zero2all.model.ops import Ops
 from zero2all.model.ops.attention import attend_cached
 from zero2all.model.ops.chunked_loss import chunk_rows
 from zero2all.model.ops.cross_entropy import HeadConfig, Logits, compute_logits
+from zero2all.model.ops.kernels import IGNORE_INDEX
+from zero2all.model.ops.soft_loss import SoftTargets, soft_cross_entropy
 from zero2all.recipe import ModelConfig
 from zero2all.recipe.model import LoraConfig
 
@@ -109,6 +111,7 @@ class LMHead(OpsModule, nn.Linear):
         counts_B: Tensor | None = None,
         scored: ScoredTargets | None = None,
         with_z_loss: bool = False,
+        soft: SoftTargets | None = None,
     ) -> Tensor:
         if scored is not None:
             return self._score(x_BSD[scored.rows_N, scored.positions_N], scored.targets_N)
@@ -118,7 +121,18 @@ class LMHead(OpsModule, nn.Linear):
             return self.compute_logits(x_BSD, self.weight, self.head_config)
         head_config = self.head_config if with_z_loss else self.head_config._replace(z_loss=0.0)
         losses = self.ops.cross_entropy(x_BSD.flatten(0, 1), self.weight, targets_BS.flatten(), head_config)
+        if soft is not None:
+            losses = self._with_teacher(losses, x_BSD.flatten(0, 1), targets_BS.flatten(), soft)
         return losses.view_as(targets_BS)
+
+    def _with_teacher(self, losses: Tensor, x_ND: Tensor, targets_N: Tensor, soft: SoftTargets) -> Tensor:
+        """The values stay those of the right tokens; the gradient is also that of the distance to a teacher."""
+        rows = targets_N != IGNORE_INDEX
+        ids, logps = soft.ids_BSK.flatten(0, 1)[rows], soft.logps_BSK.flatten(0, 1)[rows]
+        distances = soft_cross_entropy(x_ND[rows], self.weight, ids, logps, self.head_config)
+        distance_N = torch.zeros_like(losses).masked_scatter(rows, distances)
+        mixed = (1 - soft.weight) * losses + soft.weight * distance_N
+        return losses.detach() + (mixed - mixed.detach())
 
     def _score(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
         rows = chunk_rows(len(self.weight), x_ND.device)

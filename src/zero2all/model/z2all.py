@@ -19,6 +19,7 @@ from zero2all.model.lora import ADAPTER_MARK, freeze_all_but_adapters, initial_a
 from zero2all.model.moe import MoE, RoutingStats
 from zero2all.model.ops import Ops, choose_kernels
 from zero2all.model.ops.kernels import IGNORE_INDEX
+from zero2all.model.ops.soft_loss import SoftTargets
 from zero2all.model.rope_table import depends_on_length, rotary_table
 from zero2all.recipe import ModelConfig, OpsRecipe, RopeScaling
 
@@ -158,6 +159,9 @@ class Z2all(OpsModule):
         doc_starts_BS: Tensor | None = None,
         counts_B: Tensor | None = None,
         scored: ScoredTargets | None = None,
+        soft_ids_BSK: Tensor | None = None,
+        soft_logps_BSK: Tensor | None = None,
+        soft_weight: float = 0.0,
     ) -> Tensor:
         """Logits [B, S, V], or with targets the loss of each token [B, S] in fp32, zero where it is IGNORE_INDEX.
 
@@ -169,6 +173,7 @@ class Z2all(OpsModule):
         lengths are padded on the right: row b has ``counts_B[b]`` tokens, and the logits [B, 1, V] are of its last.
 
         With ``scored`` only its targets are scored: the losses, and 1 where a target is the likeliest token, [2, N].
+        With ``soft_ids_BSK`` the gradient is also that of the distance to a teacher: see ``SoftTargets``.
         """
         length = tokens_BS.shape[1]
         end = length if cache is None else cache.longest + length
@@ -193,8 +198,10 @@ class Z2all(OpsModule):
             logits: Tensor = self.lm_head(self.norm(x_BSD), **wanted)
             return logits
         with_auxiliary = self.training and self.has_auxiliary_losses
-        with_z_loss = {"with_z_loss": with_auxiliary} if isinstance(self.lm_head, LMHead) else {}
-        losses: Tensor = self.lm_head(self.norm(x_BSD), targets_BS, **with_z_loss)
+        options: dict[str, Any] = {"with_z_loss": with_auxiliary} if isinstance(self.lm_head, LMHead) else {}
+        if soft_ids_BSK is not None and soft_logps_BSK is not None:
+            options["soft"] = SoftTargets(soft_ids_BSK, soft_logps_BSK, soft_weight)
+        losses: Tensor = self.lm_head(self.norm(x_BSD), targets_BS, **options)
         if not with_auxiliary or not (self.config.moe or self.mtp):
             return losses
         extra = torch.zeros(targets_BS.shape, device=x_BSD.device)

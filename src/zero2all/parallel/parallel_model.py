@@ -21,6 +21,7 @@ from zero2all.model import IGNORE_INDEX, KVCache, Z2all
 from zero2all.model.blocks import ScoredTargets
 from zero2all.model.kv_cache import Branches
 from zero2all.model.moe import MoE
+from zero2all.model.ops.soft_loss import SoftTargets
 from zero2all.model.weights import WeightReader, load_weights
 from zero2all.parallel.batch_split import even_micro_batch_size
 from zero2all.parallel.context_parallel import ContextParallel
@@ -102,19 +103,21 @@ class ParallelModel:
         doc_starts_BS: Tensor | None = None,
         micro_batch_size: int | None = None,
         objective: SequenceObjective | None = None,
+        soft: SoftTargets | None = None,
     ) -> Tensor:
         """Add the gradient of ``losses.sum() / divisor``, summed over all ranks, from this rank's samples.
 
         ``divisor`` is the number of targets in the global batch; ``doc_starts_BS`` (``document_starts``) keeps
         attention inside documents. ``micro_batch_size`` is the samples of one forward pass: all of this rank's by
         default, in a pipeline as many as give two micro-batches a stage. With ``objective`` the gradient is that of
-        what it makes of the losses of each micro-batch, in place of the losses.
+        what it makes of the losses of each micro-batch, in place of the losses; with ``soft`` also that of the distance
+        to a teacher.
 
         Returns this rank's losses [B, S], zero where another rank has them (a later pipeline stage, another part of
         the sequence): see ``all_reduce_sum``.
         """
         losses = self._run_batch(
-            tokens_BS, targets_BS, doc_starts_BS, divisor / self._loss_scale_factor, micro_batch_size, objective
+            tokens_BS, targets_BS, doc_starts_BS, divisor / self._loss_scale_factor, micro_batch_size, objective, soft
         )
         self._reduce_partial_gradients()
         return losses
@@ -202,11 +205,14 @@ class ParallelModel:
         divisor: float | None,
         micro_batch_size: int | None = None,
         objective: SequenceObjective | None = None,
+        soft: SoftTargets | None = None,
     ) -> Tensor:
         """Forward, and with a divisor backward, of this rank's positions of its samples."""
         inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
         if doc_starts_BS is not None:
             inputs["doc_starts_BS"] = doc_starts_BS
+        if soft is not None:
+            inputs |= {"soft_ids_BSK": soft.ids_BSK, "soft_logps_BSK": soft.logps_BSK}
         device = self.mesh.device  # contiguous, because pipeline stages check strides
         inputs = {name: _to_device(tensor.contiguous(), device) for name, tensor in inputs.items()}
         length = tokens_BS.shape[1]
@@ -217,7 +223,8 @@ class ParallelModel:
             if self._pipeline is not None:
                 losses = self._run_pipeline(self._pipeline, inputs, divisor, micro_batch_size, objective)
             else:
-                losses = self._run_micro_batches(inputs, divisor, micro_batch_size, objective)
+                weight = 0.0 if soft is None else soft.weight
+                losses = self._run_micro_batches(inputs, divisor, micro_batch_size, objective, weight)
         if self._context_parallel is None:
             return losses
         return losses.new_zeros(len(losses), length).index_copy(1, positions, losses)
@@ -336,6 +343,7 @@ class ParallelModel:
         divisor: float | None,
         micro_batch_size: int | None,
         objective: SequenceObjective | None,
+        soft_weight: float,
     ) -> Tensor:
         """Gradient accumulation: one micro-batch after another."""
         samples = len(inputs["tokens_BS"])
@@ -347,7 +355,7 @@ class ParallelModel:
         for first in range(0, samples, size):
             micro_batch = {name: tensor[first : first + size] for name, tensor in inputs.items()}
             with self._gradient_sync(first + size >= samples):
-                losses = run(**micro_batch)
+                losses = run(**micro_batch, **({"soft_weight": soft_weight} if soft_weight else {}))
                 if divisor is not None:
                     value = losses if objective is None else objective(losses, slice(first, first + size))
                     (value.sum() * scale).backward()

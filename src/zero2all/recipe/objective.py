@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from zero2all.conversation import SourceKind
-from zero2all.recipe.types import Count, Mistake, Positive, Section
+from zero2all.recipe.types import AnyDir, Count, Mistake, Positive, Section
 
-ObjectiveName = Literal["pretrain", "sft", "dpo", "kto", "grpo"]
+ObjectiveName = Literal["pretrain", "sft", "dpo", "kto", "grpo", "distill"]
 Conversations = Literal["cut", "packed", "padded", "pairs"]
 """Conversations as training reads them: cut as text is, and every token a target; or whole, and what the assistant
 writes are the targets: many in a row, one in a row, or many pairs in a row."""
@@ -22,6 +22,7 @@ OBJECTIVE_KINDS: dict[ObjectiveName, tuple[SourceKind, ...]] = {
     "dpo": ("preference",),
     "kto": ("rating", "preference"),
     "grpo": ("chat",),
+    "distill": ("text", "chat"),
 }
 """The sources that an objective can train on."""
 
@@ -101,6 +102,24 @@ class GRPORecipe(Section):
                 yield Mistake(f"{name!r} must be package.module:function", ("rewards",))
 
 
+class DistillRecipe(Section):
+    """Options of the objective distill: learn the probabilities of a teacher.
+
+    By default from the text of the data, with the teacher's likeliest tokens kept in ``<out>/teacher``.
+    """
+
+    teacher: AnyDir | None = None
+    """The teacher: the directory of a run, of a checkpoint, or of a Hugging Face model, with the same tokenizer."""
+    weight: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Weight of the distance to the teacher, KL(teacher || student); the rest is that of the right tokens."""
+    top_k: Count = 32
+    """Number of the teacher's likeliest tokens at each position; all others count as one. 6 bytes each on disk."""
+    on_policy: bool = False
+    """Learn from answers that the student samples to conversations (``kind: chat``), in place of those of the data."""
+    max_answer_tokens: Count = 256
+    """With on_policy: maximum length of an answer."""
+
+
 class ObjectiveRecipe(Section):
     """What the model is trained for."""
 
@@ -109,7 +128,7 @@ class ObjectiveRecipe(Section):
     writes in conversations (sources of ``kind: chat``), never cuts one, and masks attention across documents; sources
     of text are trained on as in pretraining. dpo: prefer the chosen of two answers (``kind: preference``). kto: prefer
     answers with the label true (``kind: rating``, or both answers of a pair). grpo: raise the rewards of answers
-    that are sampled to the last question of conversations (``kind: chat``)."""
+    that are sampled to the last question of conversations (``kind: chat``). distill: learn from a teacher."""
     packing: bool = True
     """For sft: several conversations in a row; otherwise one, padded to ``seq_len``, which is slower."""
     dpo: DPORecipe = DPORecipe()
@@ -118,21 +137,30 @@ class ObjectiveRecipe(Section):
     """Options of kto."""
     grpo: GRPORecipe = GRPORecipe()
     """Options of grpo."""
+    distill: DistillRecipe = DistillRecipe()
+    """Options of distill."""
+
+    @property
+    def kinds(self) -> tuple[SourceKind, ...]:
+        """The sources that it can train on."""
+        return ("chat",) if self.name == "distill" and self.distill.on_policy else OBJECTIVE_KINDS[self.name]
 
     @property
     def conversations(self) -> Conversations:
         """How conversations are read."""
-        if self.name == "pretrain":
+        if self.name == "pretrain" or (self.name == "distill" and not self.distill.on_policy):
             return "cut"
         if self.name == "dpo":
             return "pairs"
-        if self.name == "grpo":
+        if self.name in ("grpo", "distill"):
             return "padded"
         return "packed" if self.packing else "padded"
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.name == "grpo" and not self.grpo.rewards:
             yield Mistake("objective grpo needs at least one reward function", ("grpo.rewards", "name"))
+        if self.name == "distill" and self.distill.teacher is None:
+            yield Mistake("objective distill needs a teacher", ("distill.teacher", "name"))
 
     @property
     def compares_answers(self) -> bool:

@@ -93,6 +93,11 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
             "adapters (model.lora) are not sharded by tp and ep: use dp_shard, which shards everything",
             ("parallel.tp", "parallel.ep", "model.lora"),
         )
+    if train.objective.name == "distill" and max(parallel.tp, parallel.cp, parallel.pp) > 1:
+        yield Mistake(
+            "train.objective.name=distill needs all logits of a position on one rank: use dp_shard or dp_replicate",
+            ("parallel.tp", "parallel.cp", "parallel.pp", "train.objective.name"),
+        )
     if train.objective.weighs_tokens:
         yield from _answer_mistakes(model, train, parallel)
 

@@ -297,12 +297,12 @@ class TrainRecipe(TrainLength):
     @property
     def masks_documents(self) -> bool:
         """Whether attention stays inside documents."""
-        return self.document_mask or self.objective.name != "pretrain"
+        return self.document_mask or self.objective.conversations != "cut"
 
     @property
     def end_of_text_first(self) -> bool:
         """Whether a document begins at the end-of-text token before it. No program puts one before a conversation."""
-        return self.objective.name == "pretrain"
+        return self.objective.conversations == "cut"
 
     @property
     def conversations(self) -> Conversations:

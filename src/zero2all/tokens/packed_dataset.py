@@ -130,23 +130,23 @@ class PackedDataset:
         """The samples [start, stop)."""
         shape = (stop - start, self.seq_len + 1)
         samples = Samples(np.empty(shape, dtype=np.int64), np.empty(shape, dtype=bool), [])
-        for row, (name, sequence) in enumerate(self._locate(start, stop)):
+        for row, (name, sequence) in enumerate(self.locate(start, stop)):
             samples.tokens[row], samples.mask[row] = self._sequences[name].read(sequence)
             samples.sources.append(name)
         return samples
 
     def read_answers(self, start: int, stop: int) -> list[RowAnswers]:
         """The answers in the samples [start, stop), which must be of conversations."""
-        return [self._conversations(name).answers(sequence) for name, sequence in self._locate(start, stop)]
+        return [self._conversations(name).answers(sequence) for name, sequence in self.locate(start, stop)]
 
     def count_answers(self, start: int, stop: int) -> AnswerCounts:
         """Answers in the samples [start, stop), which must be of conversations."""
-        counts = [self._conversations(name).count_answers(sequence) for name, sequence in self._locate(start, stop)]
+        counts = [self._conversations(name).count_answers(sequence) for name, sequence in self.locate(start, stop)]
         return AnswerCounts(*(sum(column) for column in zip(*counts, strict=True)))
 
     def answer_documents(self, start: int, stop: int) -> list[tuple[str, int]]:
         """Source and document of each answer in the samples [start, stop)."""
-        located = self._locate(start, stop)
+        located = self.locate(start, stop)
         return [(name, number) for name, row in located for number in self._conversations(name).row_documents(row)]
 
     def _conversations(self, source: str) -> ConversationRows:
@@ -158,10 +158,10 @@ class PackedDataset:
         """Targets of the samples [start, stop)."""
         if not self.conversation_rows:
             return (stop - start) * self.seq_len
-        return sum(self._sequences[name].count_targets(sequence) for name, sequence in self._locate(start, stop))
+        return sum(self._sequences[name].count_targets(sequence) for name, sequence in self.locate(start, stop))
 
-    def _locate(self, start: int, stop: int) -> list[tuple[str, int]]:
-        """The source of each sample, and which of its sequences it is."""
+    def locate(self, start: int, stop: int) -> list[tuple[str, int]]:
+        """The source of each of the samples [start, stop), and which of its sequences it is."""
         sources, numbers = self.order.locate(start, stop)
         return [(self.order.names[source], int(number)) for source, number in zip(sources, numbers, strict=True)]
 
@@ -169,7 +169,7 @@ class PackedDataset:
         """Every document with a token in samples [start, stop), as input or as the last target."""
         return [
             span
-            for sample, (name, sequence) in zip(range(start, stop), self._locate(start, stop), strict=True)
+            for sample, (name, sequence) in zip(range(start, stop), self.locate(start, stop), strict=True)
             for span in _document_spans(sample, self._sequences[name], sequence)
         ]
 

@@ -25,7 +25,7 @@ import pyarrow as pa
 from zero2all.conversation import SourceKind
 from zero2all.errors import Z2aError
 from zero2all.io import MANIFEST, fingerprint, read_manifest
-from zero2all.recipe.objective import OBJECTIVE_KINDS, ObjectiveName
+from zero2all.recipe.objective import ObjectiveRecipe
 from zero2all.records import parse_record
 from zero2all.tokens.manifest import SourceShards, StoreManifest
 
@@ -303,21 +303,21 @@ class TokenStore:
         """Tokens of each source."""
         return {name: sum(tokens) for name, tokens in self.shard_tokens.items()}
 
-    def require_kinds(self, objective: ObjectiveName, names: Collection[str]) -> None:
+    def require_kinds(self, objective: ObjectiveRecipe, names: Collection[str]) -> None:
         """Refuse sources that an objective cannot train on, and fine-tuning without what it is for. ``names`` are the
         sources of the mixture; without any, it is all of them."""
-        allowed = OBJECTIVE_KINDS[objective]
+        allowed, name_of = objective.kinds, f"train.objective.name={objective.name}"
         kinds = {name: kind for name, kind in self.kinds.items() if not names or name in names}
-        needed = allowed[-1] if objective == "sft" else allowed[0]
+        needed = "chat" if "chat" in allowed else allowed[0]
         wrong = sorted(name for name, kind in kinds.items() if kind not in allowed)
         if wrong:
             raise Z2aError(
-                f"train.objective.name={objective} trains on sources of kind {' and '.join(allowed)}, but "
+                f"{name_of} trains on sources of kind {' and '.join(allowed)}, but "
                 f"{', '.join(f'{name} is of kind {kinds[name]}' for name in wrong)}: set train.mixture, or another kind"
             )
-        if objective != "pretrain" and not set(kinds.values()) & (set(allowed) - {"text"}):
+        if objective.conversations != "cut" and not set(kinds.values()) & (set(allowed) - {"text"}):
             raise Z2aError(
-                f"train.objective.name={objective} needs {CONTENT[needed]}, and {self.directory} has none: set kind: "
+                f"{name_of} needs {CONTENT[needed]}, and {self.directory} has none: set kind: "
                 f"{needed} on a source, then run 'z2a corpus build RECIPE' and 'z2a tokens build RECIPE'"
             )
 

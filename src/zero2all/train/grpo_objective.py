@@ -59,7 +59,8 @@ class GRPOObjective:
             )
 
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
-        prompts = self._prompts(batch.stage.dataset, *batch.sample_range)
+        length = self._options.max_answer_tokens
+        prompts = read_prompts(batch.stage.dataset, *batch.sample_range, length, self._tokenizer)
         seed = int(fingerprint([self._recipe.seed, batch.step])[:8], 16)
         groups = self._sample(model, prompts, seed, self._options.group_size)
         advantages = group_advantages(torch.tensor([[one.reward for one in group] for group in groups]), self._options)
@@ -74,19 +75,6 @@ class GRPOObjective:
             return grpo_losses(-losses_BS, rollouts.rows(chosen), self._options)
 
         return StepLoss(packed.divisor, objective, replaced)
-
-    def _prompts(self, dataset: PackedDataset, start: int, stop: int) -> list[Prompt]:
-        """Of the global batch, without those that leave no room for an answer."""
-        samples = dataset.read(start, stop)
-        found = [read_prompt(*row, self._tokenizer) for row in zip(samples.tokens, samples.mask, strict=True)]
-        room = dataset.seq_len - self._options.max_answer_tokens
-        fitting = [prompt for prompt in found if len(prompt.tokens) <= room]
-        if not fitting:
-            raise Z2aError(
-                f"no prompt of the step has at most {room} tokens (train.seq_len less max_answer_tokens): raise "
-                "train.seq_len"
-            )
-        return fitting
 
     def _sample(self, model: ParallelModel, prompts: list[Prompt], seed: int, copies: int) -> list[list[Rollout]]:
         params = sampling_params(self._options, seed)
@@ -129,6 +117,22 @@ class GRPOObjective:
             return {}
         groups = self._sample(model, prompts[:VALIDATION_PROMPTS], 0, copies=1)
         return {"reward": float(np.mean([one.reward for group in groups for one in group]))}
+
+
+def read_prompts(
+    dataset: PackedDataset, start: int, stop: int, answer_tokens: int, tokenizer: Tokenizer
+) -> list[Prompt]:
+    """Of the global batch, without those that leave no room for an answer."""
+    samples = dataset.read(start, stop)
+    found = [read_prompt(*row, tokenizer) for row in zip(samples.tokens, samples.mask, strict=True)]
+    room = dataset.seq_len - answer_tokens
+    fitting = [prompt for prompt in found if len(prompt.tokens) <= room]
+    if not fitting:
+        raise Z2aError(
+            f"no prompt of the step has at most {room} tokens (train.seq_len less max_answer_tokens): raise "
+            "train.seq_len"
+        )
+    return fitting
 
 
 class PackedRollouts:

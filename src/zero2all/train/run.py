@@ -271,6 +271,8 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
         if values[section]["dir"] is not None:
             values[section]["dir"] = str(to_path(values[section]["dir"]).absolute())
     values["train"]["init"] = init_path(recipe)
+    if (teacher := recipe.train.objective.distill.teacher) is not None:
+        values["train"]["objective"]["distill"]["teacher"] = str(teacher.absolute())
     for name, path in values["evals"]["test_sets"].items():
         if not is_url(path):
             values["evals"]["test_sets"][name] = str(Path(path).expanduser().absolute())

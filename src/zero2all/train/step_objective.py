@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zero2all.hardware import fp64_device
+from zero2all.model.ops.soft_loss import SoftTargets
 from zero2all.objectives import (
     KTO_METRICS,
     PAIR_METRICS,
@@ -43,6 +44,8 @@ class StepLoss:
     """None: the losses themselves."""
     batch: Batch | None = None
     """What is trained on in place of the batch that was read."""
+    soft: SoftTargets | None = None
+    """What a teacher expects."""
 
 
 class StepObjective(Protocol):

@@ -43,6 +43,7 @@ from zero2all.track.goodput import compute_run_goodput, format_goodput
 from zero2all.track.loss_evaluation import LossEvaluation
 from zero2all.train.answer_sources import AnswerSources, objective_config, open_reference
 from zero2all.train.data_loader import Batch, DataLoader
+from zero2all.train.distill_objective import DistillObjective
 from zero2all.train.grpo_objective import GRPOObjective
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
@@ -171,7 +172,7 @@ class Trainer:
         store = TokenStore(tokens_dir, "train")
         if store.tokenizer_fingerprint != self.tokenizer.fingerprint:
             raise Z2aError(f"{tokens_dir} was made with another tokenizer: run 'z2a tokens build' again")
-        store.require_kinds(self.recipe.train.objective.name, self.recipe.train.mixture_names)
+        store.require_kinds(self.recipe.train.objective, self.recipe.train.mixture_names)
         for split_store in (store, TokenStore(tokens_dir, "valid")):
             ranks.on_all_ranks(partial(verify_store, split_store, ranks.rank, ranks.world_size))
         self._open_test_sets()
@@ -273,6 +274,8 @@ class Trainer:
             return GRPOObjective(recipe, self.tokenizer, valid, self.rank_group)
         if not options.compares_answers:
             sources = SourceLosses(self.plan.sources, self.tokenizer.token_byte_lengths, self.mesh.device)
+            if options.name == "distill":
+                return DistillObjective(recipe, self.tokenizer, sources, self.model, self.rank_group)
             return TokenObjective(sources)
         answers = AnswerSources(recipe, self.plan)
         reference = None
@@ -356,6 +359,7 @@ class Trainer:
             doc_starts_BS=self._document_starts(batch.inputs),
             micro_batch_size=batch.micro_batch_size,
             objective=step_loss.objective,
+            soft=step_loss.soft,
         )
         self.hooks.on_gradients(model)
         self._record_layer_norms(step)

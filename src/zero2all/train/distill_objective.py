@@ -1,0 +1,106 @@
+"""The step of distillation: the loss of the right tokens, and the distance to a teacher's probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero2all.checkpoint import RankGroup
+from zero2all.io import fingerprint
+from zero2all.model import document_starts
+from zero2all.model.ops.soft_loss import SoftTargets
+from zero2all.objectives import RolloutBatch
+from zero2all.parallel import ParallelModel
+from zero2all.parallel.mesh import shard_range
+from zero2all.recipe import Recipe
+from zero2all.recipe.objective import GRPORecipe
+from zero2all.tokenizer import Tokenizer
+from zero2all.train.data_loader import Batch
+from zero2all.train.grpo_objective import pack_rollouts, read_prompts
+from zero2all.train.rollouts import Rollout, sample_answers, sampling_params
+from zero2all.train.source_losses import SourceLosses
+from zero2all.train.step_objective import StepLoss, TokenObjective
+from zero2all.train.teacher import CACHE, Teacher, TeacherCache
+
+
+class DistillObjective(TokenObjective):
+    """See ``DistillRecipe``. Metrics are those of the right tokens, so that runs with and without a teacher compare."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer: Tokenizer,
+        source_losses: SourceLosses,
+        model: ParallelModel,
+        ranks: RankGroup,
+    ) -> None:
+        super().__init__(source_losses)
+        self._recipe, self._options, self._tokenizer = recipe, recipe.train.objective.distill, tokenizer
+        self._ranks = ranks
+        assert self._options.teacher is not None
+        self._teacher = Teacher(self._options.teacher, model.config, self._options.top_k, model.mesh.device)
+        self._caches: dict[str, TeacherCache] = {}
+
+    def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
+        if self._options.on_policy:
+            batch = self._sampled(model, batch)
+            rows = self._teacher.likeliest(batch.inputs, self._document_starts(batch.inputs))
+            ids, logps = rows.ids_BSK, rows.logps_BSK
+        else:
+            ids, logps = self._cached(model, batch)
+        soft = SoftTargets(ids, logps, self._options.weight)
+        return StepLoss(batch.global_valid_tokens, batch=batch, soft=soft)
+
+    def _document_starts(self, inputs: Tensor) -> Tensor | None:
+        options = self._recipe.train
+        if not options.masks_documents:
+            return None
+        return document_starts(inputs, self._tokenizer.eos_token_id, options.end_of_text_first)
+
+    def _cached(self, model: ParallelModel, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the teacher expects of this rank's rows: from disk, or computed now and kept."""
+        dataset, mesh = batch.stage.dataset, model.mesh
+        start, stop = batch.sample_range
+        first, last = (start + row for row in shard_range(stop - start, mesh.dp_rank, mesh.dims.dp))
+        located = dataset.locate(first, last)
+        located += [located[0] if located else dataset.locate(start, start + 1)[0]] * (len(batch.inputs) - len(located))
+        cache = self._cache(batch)
+        ids, logps, there = cache.read(located)
+        missing = np.flatnonzero(~there)
+        if len(missing):
+            inputs = batch.inputs[torch.from_numpy(missing)]
+            rows = self._teacher.likeliest(inputs, self._document_starts(inputs))
+            ids[missing] = rows.ids_BSK.cpu().numpy()
+            logps[missing] = rows.logps_BSK.cpu().numpy()
+            real = [place for place in missing.tolist() if place < last - first]
+            cache.write([located[place] for place in real], ids[real], logps[real])
+            logps = logps.astype(np.float16).astype(np.float32)  # as they are read, so that a resumed run is the same
+        return torch.from_numpy(ids), torch.from_numpy(logps)
+
+    def _cache(self, batch: Batch) -> TeacherCache:
+        name = batch.stage.name
+        if name not in self._caches:
+            dataset = batch.stage.dataset
+            key = TeacherCache.key(self._teacher.path, dataset.fingerprint, dataset.seq_len, self._options.top_k)
+            self._caches[name] = TeacherCache(
+                self._recipe.out / CACHE / key, dataset.sequences_per_source, dataset.seq_len, self._options.top_k,
+                self._ranks,
+            )  # fmt: skip
+        return self._caches[name]
+
+    def _sampled(self, model: ParallelModel, batch: Batch) -> Batch:
+        """One answer of the student to each prompt, in place of the answers of the data."""
+        length = self._options.max_answer_tokens
+        prompts = read_prompts(batch.stage.dataset, *batch.sample_range, length, self._tokenizer)
+        options = GRPORecipe(max_answer_tokens=length, mask_truncated=False)
+        seed = int(fingerprint([self._recipe.seed, batch.step])[:8], 16)
+        groups = sample_answers(model, self._tokenizer, prompts, sampling_params(options, seed), copies=1)
+        rollouts = [[Rollout(prompt, one, 0.0) for one in group] for prompt, group in zip(prompts, groups, strict=True)]
+        zeros = np.zeros((len(rollouts), 1), dtype=np.float32)
+        packed = pack_rollouts(rollouts, zeros, batch.inputs.shape[1], options, self._tokenizer.eos_token_id)
+        sampled: tuple[Batch, RolloutBatch] = packed.share_of(model, batch)
+        return replace(sampled[0], sources=[name and batch.sources[0] for name in sampled[0].sources],
+                       global_valid_tokens=int(packed.divisor))  # fmt: skip

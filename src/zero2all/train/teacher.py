@@ -1,0 +1,112 @@
+"""The teacher of distillation: its likeliest tokens for each row, computed once and kept on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero2all.checkpoint import RankGroup
+from zero2all.console import say
+from zero2all.errors import UsageError
+from zero2all.io import fingerprint, write_json
+from zero2all.model.ops.soft_loss import likeliest_tokens
+from zero2all.model.weights import load_model
+from zero2all.recipe import ModelConfig
+from zero2all.tokens.token_store import Array
+from zero2all.train.initial_weights import find_weights, open_weights
+from zero2all.units import show_bytes
+
+BATCH_TOKENS = 8192  # of one forward pass of the teacher
+CACHE = "teacher"
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """The likeliest tokens of some rows."""
+
+    ids_BSK: Tensor
+    logps_BSK: Tensor
+
+
+class Teacher:
+    """A frozen model on this rank's device."""
+
+    def __init__(self, path: Path, config: ModelConfig, top_k: int, device: torch.device) -> None:
+        location = find_weights(path)
+        weights = open_weights(location)
+        if weights.config.vocab_size != config.vocab_size:
+            raise UsageError(
+                f"train.objective.distill.teacher: {location.path} has {weights.config.vocab_size} tokens, and the "
+                f"model {config.vocab_size}: teacher and student need the same tokenizer"
+            )
+        self.path, self.top_k = location.path, top_k
+        self.model = load_model(weights, device).eval()
+
+    @torch.no_grad()
+    def likeliest(self, tokens_BS: Tensor, doc_starts_BS: Tensor | None) -> TeacherRows:
+        device = self.model.rotary_2SE.device
+        per_pass = max(1, BATCH_TOKENS // tokens_BS.shape[1])
+        ids, logps = [], []
+        for first in range(0, len(tokens_BS), per_pass):
+            rows = slice(first, first + per_pass)
+            starts = None if doc_starts_BS is None else doc_starts_BS[rows].to(device)
+            logits = self.model(tokens_BS[rows].to(device), doc_starts_BS=starts)
+            of_rows = likeliest_tokens(logits, self.top_k)
+            ids.append(of_rows[0])
+            logps.append(of_rows[1])
+        return TeacherRows(torch.cat(ids), torch.cat(logps))
+
+
+class TeacherCache:
+    """Rows of a stage on disk: token ids, log-probabilities in fp16, and which rows are there.
+
+    Files are sparse, so that rows that no run reads take no space. Ranks write different rows.
+    """
+
+    def __init__(self, directory: Path, rows: dict[str, int], seq_len: int, top_k: int, ranks: RankGroup) -> None:
+        self._names = sorted(rows)
+        self._paths = {name: directory / f"{number}" for number, name in enumerate(self._names)}
+        self._shapes = {name: (count, seq_len, top_k) for name, count in rows.items()}
+        ranks.on_rank0(lambda: self._create(directory))
+
+    @staticmethod
+    def key(teacher: Path, samples: str, seq_len: int, top_k: int) -> str:
+        return fingerprint([1, str(teacher), samples, seq_len, top_k])
+
+    def _create(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, path in self._paths.items():
+            count, seq_len, top_k = self._shapes[name]
+            for suffix, size in ((".ids", 4 * seq_len * top_k), (".logps", 2 * seq_len * top_k), (".done", 1)):
+                with open(path.with_suffix(suffix), "ab") as file:
+                    file.truncate(max(1, count * size))
+        write_json(directory / "sources.json", self._names)
+        size = sum(6 * int(np.prod(shape)) for shape in self._shapes.values())
+        say(f"the teacher's likeliest tokens are kept in {directory}: up to {show_bytes(size)}")
+
+    def read(self, located: Sequence[tuple[str, int]]) -> tuple[Array, Array, Array]:
+        """Ids, log-probabilities, and which rows are there."""
+        _, seq_len, top_k = next(iter(self._shapes.values()))
+        shape = (len(located), seq_len, top_k)
+        ids, logps = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.float32)
+        there = np.zeros(len(located), dtype=bool)
+        for place, (name, row) in enumerate(located):
+            there[place] = self._open(name, ".done")[row] == 1
+            if there[place]:
+                ids[place], logps[place] = self._open(name, ".ids")[row], self._open(name, ".logps")[row]
+        return ids, logps, there
+
+    def write(self, located: Sequence[tuple[str, int]], ids: Array, logps: Array) -> None:
+        for place, (name, row) in enumerate(located):
+            self._open(name, ".ids")[row], self._open(name, ".logps")[row] = ids[place], logps[place]
+            self._open(name, ".done")[row] = 1  # last, so that a killed process leaves no half row
+
+    def _open(self, name: str, suffix: str) -> Array:
+        dtype = {".ids": np.uint32, ".logps": np.float16, ".done": np.uint8}[suffix]
+        shape = self._shapes[name] if suffix != ".done" else self._shapes[name][:1]
+        return np.memmap(self._paths[name].with_suffix(suffix), dtype=dtype, mode="r+", shape=shape)

@@ -1,0 +1,147 @@
+"""Distillation: the distance to a teacher, its cache, and that a student learns more from the same tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.checkpoint.helpers import losses
+from tests.conftest import tiny_recipe
+from tests.ranks import on_ranks
+from zero2all.corpus import build_corpus
+from zero2all.errors import RecipeError
+from zero2all.evals import evaluate_bpb
+from zero2all.model.ops.cross_entropy import HeadConfig
+from zero2all.model.ops.soft_loss import likeliest_tokens, soft_cross_entropy
+from zero2all.recipe import ParallelRecipe, Recipe
+from zero2all.tokens import build_tokens
+from zero2all.train import Run, train
+from zero2all.train.teacher import Teacher
+
+
+@pytest.fixture(scope="module")
+def teacher(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    recipe = tiny_recipe(
+        workspace, f"out={tmp_path_factory.mktemp('teacher')}", "train.steps=150", "model.hidden_size=64",
+        "checkpoint.every=150 steps",
+    )  # fmt: skip
+    train(recipe)
+    return Run.open(recipe.run_dir)
+
+
+def student(workspace: Path, teacher: Run, out: Path, *overrides: str) -> Recipe:
+    distill = f"{{teacher: {teacher.directory}, weight: 0.7, top_k: 16}}"
+    return tiny_recipe(
+        workspace, f"out={out}", "train.objective.name=distill", f"train.objective.distill={distill}", *overrides
+    )
+
+
+def test_the_distance_is_the_divergence_of_the_distributions() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((9, 8), (32, 8)))
+    logits = torch.randn(9, 30, generator=generator)
+    ids, logps = likeliest_tokens(logits, 30)
+    found = soft_cross_entropy(x, weight, ids, logps, HeadConfig(30))
+    own = F.log_softmax((x @ weight.T)[:, :30], dim=-1)
+    expected = F.kl_div(own, F.log_softmax(logits, dim=-1), reduction="none", log_target=True).sum(-1)
+    assert torch.allclose(found, expected, atol=2e-5)
+    found_gradients = torch.autograd.grad(found.sum(), (x, weight), retain_graph=True)
+    for one, other in zip(found_gradients, torch.autograd.grad(expected.sum(), (x, weight)), strict=True):
+        assert torch.allclose(one, other, atol=2e-5)
+    few_ids, few_logps = likeliest_tokens(logits, 5)
+    few = soft_cross_entropy(x, weight, few_ids, few_logps, HeadConfig(30))
+    assert (few <= found + 1e-5).all(), "joining outcomes never adds to a divergence"
+    assert (few >= -1e-6).all()
+
+
+def test_the_recorded_loss_is_that_of_the_right_tokens(workspace: Path, teacher: Run, tmp_path: Path) -> None:
+    recipe = student(workspace, teacher, tmp_path / "with", "train.steps=3")
+    plain = tiny_recipe(workspace, f"out={tmp_path}/without", "train.steps=3")
+    for one in (recipe, plain):
+        train(one)
+    with_teacher, without = (losses(Run.open(one.run_dir)) for one in (recipe, plain))
+    assert with_teacher[0] == without[0]
+    assert with_teacher[2] != without[2]
+
+
+def test_the_teacher_is_asked_once(
+    workspace: Path, teacher: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = student(workspace, teacher, tmp_path, "train.steps=3")
+    asked: list[int] = []
+    original = Teacher.likeliest
+
+    def count(self: Teacher, *args: Any) -> Any:
+        asked.append(len(args[0]))
+        return original(self, *args)
+
+    monkeypatch.setattr(Teacher, "likeliest", count)
+    train(recipe)
+    assert sum(asked) == 3 * 8
+    again = recipe.model_copy(update={"run": "again"})
+    train(again)
+    assert sum(asked) == 3 * 8
+    assert losses(Run.open(again.run_dir)) == losses(Run.open(recipe.run_dir))
+
+
+def test_mistakes_are_named(workspace: Path, teacher: Run, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="needs a teacher"):
+        tiny_recipe(workspace, f"out={tmp_path}", "train.objective.name=distill")
+    with pytest.raises(RecipeError, match="all logits of a position on one rank"):
+        student(workspace, teacher, tmp_path, "parallel.tp=2")
+
+
+def test_a_student_learns_from_its_own_answers(workspace: Path, teacher: Run, tmp_path: Path) -> None:
+    records = [
+        {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "the model"}]}
+        for n in range(40)
+    ]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
+    sources = [{"name": "chat", "kind": "chat", "paths": [f"{tmp_path}/chat.jsonl"]}]
+    recipe = student(
+        workspace, teacher, tmp_path / "out", f"corpus.sources={json.dumps(sources)}", "corpus.dir=null",
+        "tokens.dir=null", "train.steps=3", "train.objective.distill.on_policy=true",
+        "train.objective.distill.max_answer_tokens=8",
+    )  # fmt: skip
+    build_corpus(recipe.corpus, recipe.documents_dir)
+    build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
+    train(recipe)
+    assert len(losses(Run.open(recipe.run_dir))) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_two_ranks_train_as_one(workspace: Path, teacher: Run, tmp_path: Path) -> None:
+    one = student(workspace, teacher, tmp_path / "one", "train.steps=4")
+    train(one)
+    two = student(workspace, teacher, tmp_path / "two", "train.steps=4").model_copy(
+        update={"parallel": ParallelRecipe(dp_shard=2)}
+    )
+    on_ranks(2, train, two)
+    found, expected = ([float(loss) for loss in losses(Run.open(run.run_dir)).values()] for run in (two, one))
+    assert found == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_with_a_teacher_the_same_tokens_teach_more(workspace: Path, teacher: Run, tmp_path: Path) -> None:
+    """Three seeds each, at equal tokens."""
+    bits: dict[str, list[float]] = {"with": [], "without": []}
+    for seed in (1, 2, 3):
+        options = ["train.steps=40", f"seed={seed}", "checkpoint.every=40 steps"]
+        recipes = {
+            "with": student(workspace, teacher, tmp_path / f"with{seed}", *options),
+            "without": tiny_recipe(workspace, f"out={tmp_path}/without{seed}", *options),
+        }
+        for name, recipe in recipes.items():
+            train(recipe)
+            run = Run.open(recipe.run_dir)
+            bits[name].append(evaluate_bpb(run.load_model(), run.tokenizer(), recipe).bits_per_byte)
+    assert mean(bits["with"]) < mean(bits["without"]), bits
+    assert max(bits["with"]) < min(bits["without"]), bits
