@@ -177,3 +177,57 @@ def test_a_run_that_fell_silent(tmp_path: Path) -> None:
 
 def test_every_rule_is_explained() -> None:
     assert all(rule.__doc__ for rule in RULES)
+
+
+def aligned(directory: Path, objective: str, change: Change) -> list[str]:
+    """The findings on a run of another objective, as level and rule."""
+    run = make_run(directory, change)
+    (directory / "recipe.yaml").write_text(f"name: aligned\ntrain: {{batch_tokens: 2048, objective: {objective}}}\n")
+    run = RunView(LocalRunLocation(directory))
+    run.refresh()
+    return [f"{finding.level} {finding.rule}" for finding in check_health(run) if finding.rule != "busy machine"]
+
+
+def preference(first: float, chosen: float, rejected: float) -> Change:
+    """A loss that begins at ``first``, and log-probabilities that move by so much."""
+
+    def change(rows: list[dict[str, float]]) -> None:
+        for step, row in enumerate(rows):
+            row["loss"] = first * math.exp(-step / 200)
+            row["logps/chosen"], row["logps/rejected"] = -80 + chosen * step / STEPS, -90 + rejected * step / STEPS
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("objective", "change", "expected"),
+    [
+        ("{name: dpo}", preference(math.log(2), 1, -30), ["good first loss"]),
+        ("{name: dpo}", preference(0.9, 1, -30), ["bad first loss"]),
+        ("{name: dpo, dpo: {loss: hinge}}", preference(1.0, 1, -30), ["good first loss"]),
+        ("{name: dpo, dpo: {sft_weight: 0.5}}", preference(2.9, 1, -30), []),
+        ("{name: dpo}", preference(math.log(2), -20, -30), ["good first loss", "bad chosen falls"]),
+        ("{name: kto}", preference(0.5, 1, -30), ["good first loss"]),
+    ],
+)
+def test_the_first_loss_of_preferences_is_known_and_a_falling_probability_is_seen(
+    objective: str, change: Change, expected: list[str], tmp_path: Path
+) -> None:
+    assert aligned(tmp_path / "run", objective, change) == expected
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "expected"),
+    [
+        ("truncated_answers", 0.9, ["bad truncated answers"]),
+        ("groups_without_spread", 0.95, ["note groups without spread"]),
+        ("sampler_gap", 0.2, ["bad sampler gap"]),
+        ("sampler_gap", 1e-6, []),
+    ],
+)
+def test_rollouts_that_teach_nothing_are_seen(metric: str, value: float, expected: list[str], tmp_path: Path) -> None:
+    def change(rows: list[dict[str, float]]) -> None:
+        for row in rows:
+            row["loss"], row[metric] = 0.0, value
+
+    assert aligned(tmp_path / "run", "{name: grpo}", change) == expected

@@ -74,7 +74,10 @@ def check_health(run: RunView, references: Path | None = None) -> list[HealthFin
         (references or builtin_recipe_path("reference")) / f"{run.metadata.name}.json" if is_plain_name else None
     )
     curve = LossCurve(run, table.steps[valid], loss[valid], high[valid], reference)
-    return [finding for rule in RULES for finding in rule(curve)]
+    # The loss of other objectives is no cross-entropy: it has another start, may be 0, and falls differently.
+    is_cross_entropy = run.metadata.objective.name in ("pretrain", "sft", "distill")
+    rules = [rule for rule in RULES if is_cross_entropy or rule not in CROSS_ENTROPY_RULES]
+    return [finding for rule in rules for finding in rule(curve)]
 
 
 def initial_loss(curve: LossCurve) -> Iterator[HealthFinding]:
@@ -278,9 +281,75 @@ def damaged_files(curve: LossCurve) -> Iterator[HealthFinding]:
         yield HealthFinding("damaged files", "note", damage, f"文件损坏，已跳过：{damage}")
 
 
+def first_preference_loss(curve: LossCurve) -> Iterator[HealthFinding]:
+    """Model and reference are the same at the first step of preference optimization, so that its loss is known."""
+    objective = curve.run.metadata.objective
+    known = {"kto": (0.5, "1/2")} if objective.name == "kto" else {}
+    if objective.name == "dpo" and not objective.has_sft_term:
+        known = {"sigmoid": (math.log(2), "ln 2"), "robust": (math.log(2), "ln 2"), "hinge": (1.0, "1")}
+    key = "kto" if objective.name == "kto" else objective.dpo_loss
+    if key not in known or not len(curve.steps) or curve.steps[0] > 0:
+        return
+    (expected, named), first = known[key], float(curve.loss[0])
+    if abs(first - expected) < PREFERENCE_TOLERANCE:
+        yield HealthFinding(
+            "first loss", "good", f"{first:.3f} is {named}: expected at the first step, as the model is the reference",
+            f"{first:.3f} 就是 {named}：第一步模型与参考模型相同，本应如此", 0)  # fmt: skip
+    else:
+        yield HealthFinding(
+            "first loss", "bad", f"{first:.3f} at the first step, not {named}: model and reference differ already",
+            f"第一步为 {first:.3f}，而不是 {named}：模型与参考模型一开始就不一致", 0)  # fmt: skip
+
+
+def chosen_falls(curve: LossCurve) -> Iterator[HealthFinding]:
+    """The log-probabilities of chosen and rejected answers fall together."""
+    names = ["logps/chosen", "logps/rejected"]
+    if not set(names) <= set(curve.run.readers[0].names):
+        return
+    table = curve.run.table(names, points=MAX_POINTS)
+    chosen, rejected = (table.mean[name][np.isfinite(table.mean[name])] for name in names)
+    tenth = max(5, len(chosen) // 10)
+    if min(len(chosen), len(rejected)) < 2 * tenth:
+        return
+    falls = [float(np.median(one[:tenth]) - np.median(one[-tenth:])) for one in (chosen, rejected)]
+    if falls[0] > 0.05 * abs(float(np.median(chosen[:tenth]))) and falls[1] > 0:
+        has_term = curve.run.metadata.objective.has_sft_term
+        remedy = "" if has_term else ": add the SFT term (train.objective.dpo.sft_weight)"
+        remedy_zh = "" if has_term else "：请加上 SFT 项（train.objective.dpo.sft_weight）"
+        yield HealthFinding(
+            "chosen falls", "bad",
+            f"log p(chosen) is falling together with log p(rejected) ({falls[0]:.1f}, {falls[1]:.1f} nats){remedy}",
+            f"log p(chosen) 随 log p(rejected) 一起下降，分别下降 {falls[0]:.1f} 和 {falls[1]:.1f}{remedy_zh}",
+        )  # fmt: skip
+
+
+def rollouts(curve: LossCurve) -> Iterator[HealthFinding]:
+    """Reinforcement learning: most answers are cut, most groups teach nothing, or sampler and trainer disagree."""
+    limits: tuple[tuple[str, float, Level, str, str], ...] = (
+        ("truncated_answers", 0.5, "bad", "of the answers are cut at max_answer_tokens, and not learned from",
+         "的回答在 max_answer_tokens 处被截断，没有参与学习"),
+        ("groups_without_spread", 0.8, "note", "of the prompts have answers with equal rewards, which teach nothing: "
+         "choose prompts that are neither solved nor too hard",
+         "的提示下所有回答得分相同，学不到东西：请换难度适中的提示"),
+        ("sampler_gap", 0.05, "bad", "is the mean difference of log-probabilities between sampler and trainer",
+         "是采样器与训练器对数概率的平均差：两者不一致"),
+    )  # fmt: skip
+    for name, limit, level, text, text_zh in limits:
+        if name not in curve.run.readers[0].names:
+            continue
+        values = curve.run.table([name], points=MAX_POINTS).mean[name]
+        values = values[np.isfinite(values)]
+        late = float(np.median(values[-max(5, len(values) // 10) :])) if len(values) else 0.0
+        if late > limit:
+            shown = f"{late:.3f}" if name == "sampler_gap" else f"{100 * late:.0f} %"
+            yield HealthFinding(name.replace("_", " "), level, f"{shown} {text}", f"{shown} {text_zh}")
+
+
+PREFERENCE_TOLERANCE = 0.01
+CROSS_ENTROPY_RULES = (initial_loss, divergence, plateau, loss_spikes, sudden_drop)
 RULES: tuple[Callable[[LossCurve], Iterator[HealthFinding]], ...] = (
     initial_loss, compare_to_reference, not_finite, divergence, plateau, loss_spikes, sudden_drop, dead_source,
-    throughput_drop, busy_machine, silence, damaged_files,
+    throughput_drop, busy_machine, silence, damaged_files, first_preference_loss, chosen_falls, rollouts,
 )  # fmt: skip
 
 

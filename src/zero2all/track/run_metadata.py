@@ -16,6 +16,25 @@ from zero2all.units import show_bytes
 
 
 @dataclass(frozen=True)
+class ObjectiveMetadata:
+    """``train.objective``, as far as health checks need it."""
+
+    name: str = "pretrain"
+    dpo_loss: str = "sigmoid"
+    has_sft_term: bool = False
+
+    @classmethod
+    def from_recipe(cls, train: dict[str, Any]) -> ObjectiveMetadata:
+        objective = train.get("objective")
+        objective = objective if isinstance(objective, dict) else {}
+        dpo = objective.get("dpo")
+        dpo = dpo if isinstance(dpo, dict) else {}
+        return cls(
+            str(objective.get("name", cls.name)), str(dpo.get("loss", cls.dpo_loss)), bool(dpo.get("sft_weight"))
+        )
+
+
+@dataclass(frozen=True)
 class RunMetadata:
     """As far as the files exist; ``damage`` lists the ones that are invalid, and why."""
 
@@ -23,6 +42,7 @@ class RunMetadata:
     sources: tuple[str, ...] = ()
     vocab_size: int | None = None
     batch_tokens: int | None = None
+    objective: ObjectiveMetadata = ObjectiveMetadata()
     recipe: str = ""
     environment: dict[str, Any] | None = None
     damage: tuple[str, ...] = ()
@@ -73,6 +93,7 @@ def read_run_metadata(location: RunLocation, sizes: dict[str, int]) -> RunMetada
         ),
         vocab_size=typed_value("identity.json", model, "vocab_size", _is_positive),
         batch_tokens=typed_value("recipe.yaml", train, "batch_tokens", _is_positive),
+        objective=ObjectiveMetadata.from_recipe(train),
         recipe=recipe_text,
         environment=parse_mapping("environment.json", read_text("environment.json"), json.loads),
         damage=tuple(damage),
