@@ -1,0 +1,188 @@
+"""``z2a align generate``: new instructions and answers by a model behind an OpenAI-compatible endpoint.
+
+As in self-instruct (https://arxiv.org/abs/2212.10560): a few seed tasks are shown, the model writes another, and then
+answers it. Lines that are written stay, so that an interrupted call resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from zero2all.console import progress
+from zero2all.corpus.chat_shapes import find_example
+from zero2all.errors import UsageError, Z2aError
+from zero2all.redact import redact
+
+API_KEY = "Z2A_API_KEY"
+EXAMPLES = 4
+MAX_SIMILARITY = 0.7  # of the n-grams of two instructions
+NGRAM = 4  # characters: serves Chinese and English
+MAX_REPLY_BYTES = 1_000_000
+RETRIES = 4
+RETRY_SECONDS = 1.0
+ASK_FOR_TASK = (
+    "Here are tasks that somebody gave an assistant. Write one more task of another kind, in the language of these, "
+    "without an answer and without a number before it.\n\n{examples}"
+)
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How new conversations are made."""
+
+    endpoint: str
+    """Such as ``http://127.0.0.1:8000/v1``."""
+    model: str
+    count: int
+    max_tokens: int = 512
+    temperature: float = 0.9
+    workers: int = 4
+    timeout: float = 120.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class GeneratedConversations:
+    written: int
+    """By this call."""
+    total: int
+    too_similar: int
+    failed: int
+
+
+def generate_conversations(seeds: Path, out: Path, options: GenerateOptions) -> GeneratedConversations:
+    """Append to ``out`` until it has ``count`` conversations. One that is similar to a seed or another is dropped."""
+    if urlsplit(options.endpoint).scheme not in ("http", "https"):
+        raise UsageError(f"--endpoint must begin with http:// or https://; it is {redact(options.endpoint)}")
+    instructions = _read_instructions(seeds)
+    if len(instructions) < EXAMPLES:
+        raise UsageError(f"{seeds} has {len(instructions)} instructions; at least {EXAMPLES} are needed as examples")
+    before = _read_instructions(out) if out.exists() else []
+    known = [_ngrams(text) for text in (*instructions, *before)]
+    written = similar = failed = 0
+    out.parent.mkdir(parents=True, exist_ok=True)
+    client = _Client(options)
+    with (
+        open(out, "a", encoding="utf-8") as file,
+        ThreadPoolExecutor(options.workers) as pool,
+        progress(f"generating {out.name}", options.count) as advance,
+    ):
+        advance(len(before))
+        for attempt in _rounds(len(before), options.count):
+            if len(before) + written >= options.count:
+                break
+            numbers = range(attempt * options.workers, (attempt + 1) * options.workers)
+            for made in pool.map(lambda number: _make(client, instructions, number), numbers):
+                if made is None:
+                    failed += 1
+                elif _is_similar(own := _ngrams(made[0]), known):
+                    similar += 1
+                elif len(before) + written < options.count:
+                    known.append(own)
+                    messages = [{"role": "user", "content": made[0]}, {"role": "assistant", "content": made[1]}]
+                    file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+                    file.flush()
+                    written += 1
+                    advance(1)
+    if not written and len(before) < options.count:
+        raise Z2aError(
+            f"nothing new came from {redact(options.endpoint)}: {similar} too similar, {failed} without an answer"
+            + (f"; the last error: {client.last_error}" if client.last_error else "")
+        )
+    return GeneratedConversations(written, len(before) + written, similar, failed)
+
+
+def _rounds(done: int, count: int) -> Iterator[int]:
+    """Numbers of rounds; random numbers of a resumed call differ from those before. It ends although nothing is new."""
+    yield from range(done, done + 10 * (count - done) + 10)
+
+
+def _read_instructions(path: Path) -> list[str]:
+    """The first question of every conversation."""
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            messages = find_example(json.loads(line)).example.conversation.messages
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}, line {number}: {error}") from error
+        found.append(next(message.content for message in messages if message.role == "user"))
+    return found
+
+
+def _make(client: _Client, instructions: Sequence[str], number: int) -> tuple[str, str] | None:
+    """A task and its answer, or None if the endpoint gave none."""
+    rng = random.Random(f"{client.options.seed}/{number}")
+    examples = "\n\n".join(f"- {text}" for text in rng.sample(list(instructions), EXAMPLES))
+    task = client.ask(ASK_FOR_TASK.format(examples=examples), number)
+    if not task:
+        return None
+    answer = client.ask(task, number)
+    return (task, answer) if answer else None
+
+
+class _Client:
+    def __init__(self, options: GenerateOptions) -> None:
+        self.options, self._key = options, os.environ.get(API_KEY)
+        self.last_error = ""
+
+    def ask(self, text: str, number: int) -> str:
+        """The answer to one message; empty if there is none after all retries."""
+        body: dict[str, Any] = {
+            "model": self.options.model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": self.options.max_tokens,
+            "temperature": self.options.temperature,
+            "seed": self.options.seed + number,
+        }
+        url = f"{self.options.endpoint.rstrip('/')}/chat/completions"
+        for attempt in range(RETRIES):
+            request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            if self._key:  # not to where a server redirects
+                request.add_unredirected_header("Authorization", f"Bearer {self._key}")
+            try:
+                with urllib.request.urlopen(request, timeout=self.options.timeout) as reply:
+                    return _reply_text(reply.read(MAX_REPLY_BYTES))
+            except urllib.error.HTTPError as error:
+                self.last_error = f"HTTP {error.code}"
+                if error.code in (400, 401, 403, 404):
+                    remedy = f"check --endpoint, --model and {API_KEY}"
+                    raise Z2aError(f"{redact(url)} answers HTTP {error.code}: {remedy}") from None
+            except (OSError, ValueError) as error:
+                self.last_error = str(error)[:200]
+            time.sleep(RETRY_SECONDS * 2**attempt)
+        return ""
+
+
+def _reply_text(data: bytes) -> str:
+    value = json.loads(data)
+    try:
+        text = value["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError("the reply has no message") from error
+    return text.strip() if isinstance(text, str) else ""
+
+
+def _ngrams(text: str) -> frozenset[str]:
+    plain = "".join(text.lower().split())
+    return frozenset(plain[place : place + NGRAM] for place in range(max(1, len(plain) - NGRAM + 1)))
+
+
+def _is_similar(own: frozenset[str], known: Sequence[frozenset[str]]) -> bool:
+    return any(len(own & other) > MAX_SIMILARITY * min(len(own), len(other)) for other in known)
