@@ -28,15 +28,15 @@ from zero2all.train.teacher import Teacher
 @pytest.fixture(scope="module")
 def teacher(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     recipe = tiny_recipe(
-        workspace, f"out={tmp_path_factory.mktemp('teacher')}", "train.steps=150", "model.hidden_size=64",
-        "checkpoint.every=150 steps",
+        workspace, f"out={tmp_path_factory.mktemp('teacher')}", "train.steps=400", "model.hidden_size=64",
+        "checkpoint.every=400 steps",
     )  # fmt: skip
     train(recipe)
     return Run.open(recipe.run_dir)
 
 
 def student(workspace: Path, teacher: Run, out: Path, *overrides: str) -> Recipe:
-    distill = f"{{teacher: {teacher.directory}, weight: 0.7, top_k: 16}}"
+    distill = f"{{teacher: {teacher.directory}, weight: 0.9, top_k: 32}}"
     return tiny_recipe(
         workspace, f"out={out}", "train.objective.name=distill", f"train.objective.distill={distill}", *overrides
     )

@@ -26,8 +26,9 @@ Message = dict[str, str]
 KIND_SHARES: dict[ConversationKind, float] = {
     "question": 0.42, "sum": 0.14, "story": 0.1, "format": 0.14, "refusal": 0.07, "greeting": 0.03, "turns": 0.1,
 }  # fmt: skip
-LARGEST_ADDEND = 9
+ADDENDS = range(2, 6)  # of sums; their words are in the stories
 MAX_CONTEXT = 90  # words of a story in a question, or half as many again characters
+DIFFERENCE_SHARE = 0.3
 HANDWRITTEN = "handwritten"
 
 
@@ -153,19 +154,16 @@ class _Writer:
             words |= {"item": facts.item.forms[""], "m": facts.item.forms.get("m", ""), "n": facts.number.forms[""]}
         return words
 
-    def _numbers(self) -> tuple[int, int, bool]:
-        """Two numbers, and whether the second is taken from the first."""
-        first, second = (2 + int(self._random.random() * (LARGEST_ADDEND - 1)) for _ in range(2))
-        minus = self._random.random() < 0.3
-        return (first + second, second, True) if minus else (first, second, False)
-
     def _sum_turn(self) -> tuple[str, str, str]:
-        first, second, minus = self._numbers()
-        result = first - second if minus else first + second
-        kinds = self.phrases.differences if minus else self.phrases.sums
+        n, m = self.choose(ADDENDS), self.choose(ADDENDS)
+        k, kinds = n + m, self.phrases.sums
+        if self._random.random() < DIFFERENCE_SHARE:
+            n, k, kinds = k, n, self.phrases.differences
+        forms = {name: self.language.numbers[number].forms for name, number in (("n", n), ("m", m), ("k", k))}
+        words = {name: form.get("math", form[""]) for name, form in forms.items()}
+        words |= {f"{name.upper()}": words[name].capitalize() for name in ("n", "m", "k")}
         question, answer = self.choose(kinds)
-        words = {"n": first, "m": second, "k": result}
-        return question.format(**words), answer.format(**words), str(result)
+        return question.format(**words), answer.format(**words), self.phrases.result.format(**words)
 
     def _sum(self) -> StoryConversation:
         return _single("sum", *self._sum_turn())

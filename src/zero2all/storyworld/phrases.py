@@ -16,6 +16,8 @@ class Phrases:
     facts: Mapping[str, Fact]
     sums: tuple[tuple[str, str], ...]
     differences: tuple[tuple[str, str], ...]
+    result: str
+    """What the answer to a sum must have."""
     story_requests: tuple[str, ...]
     json_requests: tuple[str, ...]
     one_word: tuple[str, ...]
@@ -57,15 +59,16 @@ ENGLISH = Phrases(
         ),
     },
     sums=(
-        ("What is {n} + {m}?", "{n} + {m} = {k}"),
-        ("How much is {n} plus {m}?", "{n} plus {m} is {k}."),
+        ("What is {n} plus {m}?", "{N} plus {m} is {k}."),
+        ("How much is {n} plus {m}?", "{N} plus {m} is {k}."),
         ("Add {n} and {m}.", "The sum is {k}."),
     ),
     differences=(
-        ("What is {n} - {m}?", "{n} - {m} = {k}"),
-        ("How much is {n} minus {m}?", "{n} minus {m} is {k}."),
+        ("What is {n} minus {m}?", "{N} minus {m} is {k}."),
+        ("How much is {n} minus {m}?", "{N} minus {m} is {k}."),
         ("Take {m} away from {n}.", "That leaves {k}."),
     ),
+    result="{k}.",
     story_requests=(
         "Tell me a story about {a}.",
         "Please write a short story about {a}.",
@@ -143,14 +146,15 @@ CHINESE = Phrases(
     },
     sums=(
         ("{n}加{m}等于几？", "{n}加{m}等于{k}。"),
-        ("{n} + {m} = ?", "{n} + {m} = {k}"),
+        ("{n}加{m}是多少？", "{n}加{m}等于{k}。"),
         ("把{n}和{m}加起来。", "一共是{k}。"),
     ),
     differences=(
         ("{n}减{m}等于几？", "{n}减{m}等于{k}。"),
-        ("{n} - {m} = ?", "{n} - {m} = {k}"),
+        ("{n}减{m}是多少？", "{n}减{m}等于{k}。"),
         ("从{n}里去掉{m}。", "还剩{k}。"),
     ),
+    result="{k}。",
     story_requests=("给我讲一个{a}的故事。", "请写一个关于{a}的小故事。", "我想听{a}的故事。"),
     json_requests=(
         '用 JSON 回答，"name" 是主人公，"place" 是故事开始的地方。',
