@@ -17,6 +17,8 @@ from zero2all.units import show_bytes, show_count, show_seconds
 
 EMA_DECAY = 0.9  # averages over about ten steps
 
+SHOWN_METRICS = ("reward", "rewards/accuracies", "rewards/margins")
+"""Metrics of objectives that say more than their loss."""
 PER_RANK_METRICS = ("memory", "data_wait")
 """Metrics that differ from rank to rank; all others are global, and the record of rank 0 has them."""
 
@@ -68,11 +70,13 @@ class ThroughputMeter:
         by_source = [
             f"{name.removeprefix('loss/')} {value:.3f}" for name, value in source_metrics.items() if "loss/" in name
         ]
+        shown = [f"{name} {source_metrics[name]:.3f}" for name in SHOWN_METRICS if name in source_metrics]
         left = (self.plan.tokens_before(total) - self.plan.tokens_before(step + 1)) / self.tokens_per_second
         return "  ".join(
             [
                 f"step {step + 1}/{total} {100 * (step + 1) / total:5.1f}%",
                 f"loss {loss:.6f}" + (f" ({', '.join(by_source)})" if len(by_source) > 1 else ""),
+                *shown,
                 f"lr {lr:.2e}",
                 f"grad {grad_norm:.3f}",
                 f"{show_count(self.tokens_per_second)} tok/s",

@@ -490,7 +490,9 @@ class Trainer:
         if scale is not None and math.isfinite(loss) and not (scale.update(grad_norm) or scale.is_exhausted):
             self.record.event("overflow", step=step, loss_scale=scale.value)  # fp16: the next scale is smaller
             return "skip"
-        reason = self.guard.check(step, batch.stage.first_step, loss, grad_norm)
+        # The loss of reinforcement learning is near 0 by construction: its changes mean nothing.
+        is_around_zero = self.recipe.train.objective.name == "grpo" and math.isfinite(loss)
+        reason = self.guard.check(step, batch.stage.first_step, 0.0 if is_around_zero else loss, grad_norm)
         if reason is None:
             self._consecutive_spikes = 0
             return "update"
