@@ -372,7 +372,9 @@ class Trainer:
         loss, norm = self.objective.loss(rows, batch), grad_norm.item()
 
         # Before the update, while the weights are still those of the step before.
-        action = self.check_spike(batch, loss, norm)
+        # The loss of reinforcement learning is near 0 by construction: its changes mean nothing.
+        is_around_zero = self.recipe.train.objective.name == "grpo" and math.isfinite(loss)
+        action = self.check_spike(batch, 0.0 if is_around_zero else loss, norm)
         lr_multiplier = batch.stage.lr_multiplier(step)
         if action != "rollback":
             set_learning_rate(self.optimizers, options, lr_multiplier)
@@ -490,9 +492,7 @@ class Trainer:
         if scale is not None and math.isfinite(loss) and not (scale.update(grad_norm) or scale.is_exhausted):
             self.record.event("overflow", step=step, loss_scale=scale.value)  # fp16: the next scale is smaller
             return "skip"
-        # The loss of reinforcement learning is near 0 by construction: its changes mean nothing.
-        is_around_zero = self.recipe.train.objective.name == "grpo" and math.isfinite(loss)
-        reason = self.guard.check(step, batch.stage.first_step, 0.0 if is_around_zero else loss, grad_norm)
+        reason = self.guard.check(step, batch.stage.first_step, loss, grad_norm)
         if reason is None:
             self._consecutive_spikes = 0
             return "update"
