@@ -214,7 +214,7 @@ def test_a_rule_that_an_override_breaks_is_a_mistake_of_the_override() -> None:
         ("model.seq_len", "did you mean train.seq_len?"),
         ("num_hidden_layers", "did you mean model.num_hidden_layers?"),
         ("vocab_size", "did you mean tokenizer.vocab_size or model.vocab_size?"),
-        ("model.top_k", "known: preset, hidden_size, "),
+        ("model.beam_width", "known: preset, hidden_size, "),
         ("track.every", "did you mean log_every?"),
         ("train.num_experts", "did you mean model.moe.num_experts?"),
     ],
