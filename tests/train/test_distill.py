@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -21,7 +22,7 @@ from zero2all.model.ops.cross_entropy import HeadConfig
 from zero2all.model.ops.soft_loss import likeliest_tokens, soft_cross_entropy
 from zero2all.recipe import ParallelRecipe, Recipe
 from zero2all.tokens import build_tokens
-from zero2all.train import Run, train
+from zero2all.train import Run, export_run, train
 from zero2all.train.teacher import Teacher
 
 
@@ -145,3 +146,15 @@ def test_with_a_teacher_the_same_tokens_teach_more(workspace: Path, teacher: Run
             bits[name].append(evaluate_bpb(run.load_model(), run.tokenizer(), recipe).bits_per_byte)
     assert mean(bits["with"]) < mean(bits["without"]), bits
     assert max(bits["with"]) < min(bits["without"]), bits
+
+
+def test_other_weights_at_the_same_path_are_another_teacher(workspace: Path, teacher: Run, tmp_path: Path) -> None:
+    """What an earlier teacher expected must not be read for a run that was trained again."""
+    export_run(teacher, tmp_path / "hf")
+    place = f"train.objective.distill.teacher={tmp_path}/hf"
+    recipe = student(workspace, teacher, tmp_path / "out", place, "train.steps=1")
+    train(recipe)
+    shutil.rmtree(tmp_path / "hf")
+    export_run(teacher, tmp_path / "hf", bf16=True)
+    train(recipe.model_copy(update={"run": "again"}))
+    assert len(list((tmp_path / "out" / "teacher").iterdir())) == 2

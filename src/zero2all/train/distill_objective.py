@@ -41,7 +41,7 @@ class DistillObjective(TokenObjective):
         self._recipe, self._options, self._tokenizer = recipe, recipe.train.objective.distill, tokenizer
         self._ranks = ranks
         assert self._options.teacher is not None
-        self._teacher = Teacher(self._options.teacher, model.config, self._options.top_k, model.mesh.device)
+        self._teacher = Teacher(self._options.teacher, model.config, self._options.top_k, model.mesh.device, ranks)
         self._caches: dict[str, TeacherCache] = {}
 
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
@@ -84,7 +84,7 @@ class DistillObjective(TokenObjective):
         name = batch.stage.name
         if name not in self._caches:
             dataset = batch.stage.dataset
-            key = TeacherCache.key(self._teacher.path, dataset.fingerprint, dataset.seq_len, self._options.top_k)
+            key = TeacherCache.key(self._teacher.fingerprint, dataset.fingerprint, dataset.seq_len, self._options.top_k)
             self._caches[name] = TeacherCache(
                 self._recipe.out / CACHE / key, dataset.sequences_per_source, dataset.seq_len, self._options.top_k,
                 self._ranks,
@@ -97,7 +97,7 @@ class DistillObjective(TokenObjective):
         prompts = read_prompts(batch.stage.dataset, *batch.sample_range, length, self._tokenizer)
         options = GRPORecipe(max_answer_tokens=length, mask_truncated=False)
         seed = int(fingerprint([self._recipe.seed, batch.step])[:8], 16)
-        groups = sample_answers(model, self._tokenizer, prompts, sampling_params(options, seed), copies=1)
+        groups = sample_answers(model, self._tokenizer, prompts, sampling_params(options, seed), 1, self._ranks)
         rollouts = [[Rollout(prompt, one, 0.0) for one in group] for prompt, group in zip(prompts, groups, strict=True)]
         zeros = np.zeros((len(rollouts), 1), dtype=np.float32)
         packed = pack_rollouts(rollouts, zeros, batch.inputs.shape[1], options, self._tokenizer.eos_token_id)

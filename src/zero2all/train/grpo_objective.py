@@ -80,7 +80,7 @@ class GRPOObjective:
         params = sampling_params(self._options, seed)
         if copies == 1:
             params = replace(params, temperature=0.0)
-        answers = sample_answers(model, self._tokenizer, prompts, params, copies)
+        answers = sample_answers(model, self._tokenizer, prompts, params, copies, self._ranks)
         return score_rollouts(prompts, answers, self._rewards, self._ranks)
 
     def _rollout_metrics(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:

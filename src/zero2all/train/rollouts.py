@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from zero2all.checkpoint import RankGroup
 from zero2all.errors import UsageError, Z2aError
@@ -72,16 +71,19 @@ def read_prompt(tokens: Array, mask: Array, tokenizer: Tokenizer) -> Prompt:
 
 
 def sample_answers(
-    model: ParallelModel, tokenizer: Tokenizer, prompts: Sequence[Prompt], params: SamplingParams, copies: int
+    model: ParallelModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    copies: int,
+    ranks: RankGroup,
 ) -> list[list[Completion]]:
     """``copies`` answers to each prompt; every rank gets all of them. Ranks with the full model share the prompts."""
     if not model.is_replicated or model.mesh.dims.world_size == 1:
         return _sample(model, tokenizer, prompts, params, copies)
     mesh = model.mesh
     first, last = shard_range(len(prompts), mesh.dp_rank, mesh.dims.dp)
-    own = _sample(model, tokenizer, prompts[first:last], params, copies)
-    parts: list[Any] = [None] * mesh.dims.dp
-    dist.all_gather_object(parts, own)
+    parts = ranks.on_all_ranks(lambda: _sample(model, tokenizer, prompts[first:last], params, copies))
     return [group for part in parts for group in part]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,11 @@ from zero2all.units import show_bytes
 
 BATCH_TOKENS = 8192  # of one forward pass of the teacher
 CACHE = "teacher"
+DTYPES: dict[str, np.dtype[Any]] = {
+    ".ids": np.dtype(np.uint32),
+    ".logps": np.dtype(np.float16),
+    ".done": np.dtype(np.uint8),
+}
 
 
 @dataclass(frozen=True)
@@ -36,15 +42,17 @@ class TeacherRows:
 class Teacher:
     """A frozen model on this rank's device."""
 
-    def __init__(self, path: Path, config: ModelConfig, top_k: int, device: torch.device) -> None:
-        location = find_weights(path)
+    def __init__(self, path: Path, config: ModelConfig, top_k: int, device: torch.device, ranks: RankGroup) -> None:
+        location = ranks.on_rank0(lambda: find_weights(path))  # a run that is being trained may write another meanwhile
         weights = open_weights(location)
         if weights.config.vocab_size != config.vocab_size:
             raise UsageError(
                 f"train.objective.distill.teacher: {location.path} has {weights.config.vocab_size} tokens, and the "
                 f"model {config.vocab_size}: teacher and student need the same tokenizer"
             )
-        self.path, self.top_k = location.path, top_k
+        self.top_k = top_k
+        parts = ranks.on_all_ranks(lambda: weights.checksums(ranks.rank, ranks.world_size))
+        self.fingerprint = fingerprint({name: digest for part in parts for name, digest in part.items()})
         self.model = load_model(weights, device).eval()
 
     @torch.no_grad()
@@ -75,14 +83,16 @@ class TeacherCache:
         ranks.on_rank0(lambda: self._create(directory))
 
     @staticmethod
-    def key(teacher: Path, samples: str, seq_len: int, top_k: int) -> str:
-        return fingerprint([1, str(teacher), samples, seq_len, top_k])
+    def key(teacher: str, samples: str, seq_len: int, top_k: int) -> str:
+        """``teacher`` and ``samples`` are fingerprints: other weights at the same path are another teacher."""
+        return fingerprint([1, teacher, samples, seq_len, top_k])
 
     def _create(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for name, path in self._paths.items():
             count, seq_len, top_k = self._shapes[name]
-            for suffix, size in ((".ids", 4 * seq_len * top_k), (".logps", 2 * seq_len * top_k), (".done", 1)):
+            for suffix, dtype in DTYPES.items():
+                size = dtype.itemsize * (1 if suffix == ".done" else seq_len * top_k)
                 with open(path.with_suffix(suffix), "ab") as file:
                     file.truncate(max(1, count * size))
         write_json(directory / "sources.json", self._names)
@@ -96,17 +106,29 @@ class TeacherCache:
         ids, logps = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.float32)
         there = np.zeros(len(located), dtype=bool)
         for place, (name, row) in enumerate(located):
-            there[place] = self._open(name, ".done")[row] == 1
+            there[place] = self._read(name, ".done", row)[0] == 1
             if there[place]:
-                ids[place], logps[place] = self._open(name, ".ids")[row], self._open(name, ".logps")[row]
+                ids[place] = self._read(name, ".ids", row).reshape(shape[1:])
+                logps[place] = self._read(name, ".logps", row).reshape(shape[1:])
         return ids, logps, there
 
     def write(self, located: Sequence[tuple[str, int]], ids: Array, logps: Array) -> None:
         for place, (name, row) in enumerate(located):
-            self._open(name, ".ids")[row], self._open(name, ".logps")[row] = ids[place], logps[place]
-            self._open(name, ".done")[row] = 1  # last, so that a killed process leaves no half row
+            self._write(name, ".ids", row, ids[place])
+            self._write(name, ".logps", row, logps[place])
+            self._write(name, ".done", row, np.ones(1))  # last, so that a killed process leaves no half row
 
-    def _open(self, name: str, suffix: str) -> Array:
-        dtype = {".ids": np.uint32, ".logps": np.float16, ".done": np.uint8}[suffix]
-        shape = self._shapes[name] if suffix != ".done" else self._shapes[name][:1]
-        return np.memmap(self._paths[name].with_suffix(suffix), dtype=dtype, mode="r+", shape=shape)
+    # Not mapped into memory: on a full disk a write to a sparse mapping ends the process with a bus error.
+
+    def _read(self, name: str, suffix: str, row: int) -> Array:
+        count = 1 if suffix == ".done" else int(np.prod(self._shapes[name][1:]))
+        dtype = DTYPES[suffix]
+        return np.fromfile(
+            self._paths[name].with_suffix(suffix), dtype=dtype, count=count, offset=row * count * dtype.itemsize
+        )
+
+    def _write(self, name: str, suffix: str, row: int, values: Array) -> None:
+        data = values.astype(DTYPES[suffix]).tobytes()
+        with open(self._paths[name].with_suffix(suffix), "r+b") as file:
+            file.seek(row * len(data))
+            file.write(data)
