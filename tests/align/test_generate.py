@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from zero2all.align import generate as module
-from zero2all.align.generate import API_KEY, GenerateOptions, generate_conversations
+from zero2all.align.generate import GenerateOptions, generate_conversations
+from zero2all.endpoint import API_KEY
 from zero2all.errors import UsageError, Z2aError
 
 WORDS = (
@@ -90,7 +90,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 @pytest.fixture
 def seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("zero2all.endpoint.RETRY_SECONDS", 0.01)
     path = tmp_path / "seeds.jsonl"
     tasks = (
         "Add two numbers.",

@@ -32,7 +32,7 @@ def run(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_export_in_bf16(run: Path, tmp_path: Path) -> None:
     dtypes = {}
-    for name, flags in (("fp32", []), ("bf16", ["--bf16"])):
+    for name, flags in (("fp32", []), ("bf16", ["--dtype", "bf16"])):
         done = z2a("export", run, "--to", tmp_path / name, *flags)
         assert done.exit_code == 0, done.output
         weights = load_file(tmp_path / name / "model.safetensors")

@@ -13,8 +13,9 @@ from tests.conftest import CHINESE, ENGLISH
 from tests.model.helpers import make
 from tests.train.test_initial_weights import hf_recipe
 from zero2all.evals import evaluate_bpb
+from zero2all.export import export_run
 from zero2all.model import export_hf
-from zero2all.train import Run, export_run, train
+from zero2all.train import Run, train
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,10 @@ from tests.train.test_initial_weights import ARCHITECTURES, write_hf
 from zero2all.errors import UsageError, Z2aError
 from zero2all.evals import open_target
 from zero2all.evals.target import find_target
+from zero2all.export import export_run
 from zero2all.model import Z2all
 from zero2all.recipe import ParallelRecipe
-from zero2all.train import Run, export_run, train
+from zero2all.train import Run, train
 
 TOKENS = torch.arange(5, 30)[None]
 

@@ -53,6 +53,7 @@ def set_next_token(model: Z2all, tokenizer: Tokenizer, next_token: Callable[[int
         return torch.full((len(tokens_BS), 1, tokenizer.vocab_size), -100.0).index_fill(2, torch.tensor([token]), 100.0)
 
     model.forward = forward  # type: ignore[method-assign, assignment]
+    model.train()  # else generation computes single tokens without it
     return rows
 
 
@@ -168,13 +169,7 @@ def test_finished_rows_are_not_computed(model: Z2all, tokenizer: Tokenizer) -> N
     lengths = [len(completion.tokens) for completion in completions]
     assert len(set(lengths)) > 2
     computed = []
-    forward = model.forward
-
-    def counted(tokens_BS: Tensor, **inputs: object) -> Tensor:
-        computed.append(len(tokens_BS))
-        return forward(tokens_BS, **inputs)  # type: ignore[arg-type]
-
-    model.forward = counted  # type: ignore[method-assign, assignment]
+    model.embed_tokens.register_forward_hook(lambda module, inputs, output: computed.append(len(inputs[0])))
     assert generate_batch(model, tokenizer, PROMPTS, SamplingParams(max_tokens=40, stop=("e", "，"))) == completions
     assert sum(computed) == sum(lengths)
 
@@ -221,3 +216,9 @@ def test_a_diverged_model_is_reported(model: Z2all, tokenizer: Tokenizer) -> Non
     for params in (GREEDY, SamplingParams()):
         with pytest.raises(Z2aError, match="logits are NaN"):
             generate_batch(model, tokenizer, ["the model"], params)
+
+
+def test_the_caller_hears_of_every_forward_pass(model: Z2all, tokenizer: Tokenizer) -> None:
+    calls: list[int] = []
+    [completion] = generate_batch(model, tokenizer, ["the"], GREEDY, on_step=lambda: calls.append(1))
+    assert len(completion.tokens) - 1 <= len(calls) <= len(completion.tokens)

@@ -24,6 +24,9 @@ def make(seed: int = 0, **changes: object) -> Z2all:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        for name, bias in model.named_buffers():
+            if name.endswith(".mlp.bias"):
+                bias.add_(torch.randn(bias.shape, generator=generator) * 0.1)
     return model.eval()
 
 

@@ -18,6 +18,7 @@ from zero2all.recipe import ModelConfig
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MOE = {"qk_norm": True, "moe": EXPERTS}
+GLM_EXPERTS = {**EXPERTS, "scoring_func": "sigmoid", "load_balancing": "bias", "n_shared_experts": 1}
 VARIANTS = {
     "gqa": {},
     "mha": {"num_key_value_heads": 4},
@@ -42,13 +43,21 @@ VARIANTS = {
         "moe": {**EXPERTS, "first_k_dense_replace": 1, "norm_topk_prob": False},
     },
     "experts, window, yarn": {**MOE, "sliding_window": 7, "rope_scaling": YARN},
+    "sigmoid router": {"moe": GLM_EXPERTS},
+    "sigmoid router, tied": {"moe": GLM_EXPERTS, "tie_word_embeddings": True},
+    "sigmoid router, biases, dense layer, yarn": {
+        "qk_norm": True,
+        "qkv_bias": True,
+        "rope_scaling": YARN,
+        "moe": {**GLM_EXPERTS, "first_k_dense_replace": 1, "n_shared_experts": 2, "norm_topk_prob": False},
+    },
 }
 
 
 def named(variant: str) -> str:
     config = VARIANTS[variant]
     if "moe" in config:
-        return "Qwen3MoeForCausalLM"
+        return "Glm4MoeForCausalLM" if "scoring_func" in config["moe"] else "Qwen3MoeForCausalLM"
     if "qk_norm" in config:
         return "Qwen3ForCausalLM"
     return "Qwen2ForCausalLM" if "qkv_bias" in config else "LlamaForCausalLM"
@@ -75,7 +84,13 @@ def test_there_and_back(variant: str, tmp_path: Path) -> None:
         assert torch.equal(logits, back(tokens))
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama tied", "qwen2", "qwen3", "qwen3_moe"])
+def test_the_tied_head_of_glm_is_written_for_programs_that_do_not_tie_it(tmp_path: Path) -> None:
+    export_hf(make(moe=GLM_EXPERTS, tie_word_embeddings=True), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama tied", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"])
 def test_import_of_what_transformers_wrote(kind: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -93,6 +108,11 @@ def test_import_of_what_transformers_wrote(kind: str, tmp_path: Path) -> None:
         shape["head_dim"] = 32
     if kind == "qwen3_moe":
         shape |= {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "mlp_only_layers": [0]}
+    if kind == "glm4_moe":
+        shape |= {
+            "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "head_dim": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        }  # fmt: skip
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.split()[0], **shape), dtype=torch.float32)
     for parameter in theirs.parameters():
@@ -122,8 +142,10 @@ def test_what_no_standard_architecture_computes_is_refused_with_what_to_change()
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"sliding_window": 8}, "qk_norm"),
         ({"moe": EXPERTS}, "qk_norm"),
-        ({"qk_norm": True, "moe": {**EXPERTS, "scoring_func": "sigmoid"}}, "softmax"),
-        ({"qk_norm": True, "moe": {**EXPERTS, "n_shared_experts": 1}}, "shared"),
+        ({"qk_norm": True, "moe": {**EXPERTS, "scoring_func": "sigmoid"}}, "n_shared_experts"),
+        ({"qk_norm": True, "moe": {**EXPERTS, "n_shared_experts": 1}}, "sigmoid"),
+        ({"qk_norm": True, "moe": {**EXPERTS, "load_balancing": "bias"}}, "sigmoid"),
+        ({"qk_norm": True, "sliding_window": 8, "moe": GLM_EXPERTS}, "sliding_window"),
         (
             {"qk_norm": True, "moe": EXPERTS, "sliding_window": 8, "full_attention_interval": 2},
             "full_attention_interval",
@@ -266,3 +288,34 @@ def test_weights_are_read_in_any_parts(tmp_path: Path) -> None:
         part = tuple(slice(first, first + count) for first, count in zip(begin, size, strict=True))
         assert weights.shape(name) == tuple(full[name].shape)
         assert torch.equal(weights.read(name, begin, size), full[name][part])
+
+
+def test_a_sigmoid_router_without_a_bias_has_a_bias_of_zero(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ours, tokens = make(moe={**GLM_EXPERTS, "load_balancing": "aux"}), some_tokens(below=301)
+    export_hf(ours, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    back = load_hf(tmp_path)
+    assert back.config.moe is not None
+    assert back.config.moe.load_balancing == "bias"
+    with torch.inference_mode():
+        assert (ours(tokens) - theirs(tokens).logits).abs().max() <= 1e-4
+        assert torch.equal(ours(tokens), back(tokens))
+
+
+def test_the_bias_of_experts_keeps_its_precision_in_bf16(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ours = make(moe=GLM_EXPERTS)
+    export_hf(ours, tmp_path, dtype=torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    bias = ours.state_dict()["layers.0.mlp.bias"]
+    assert torch.equal(theirs.model.layers[0].mlp.gate.e_score_correction_bias, bias)
+
+
+def test_glm_that_rotates_half_of_a_head_is_refused(tmp_path: Path) -> None:
+    values = hf_config(ModelConfig.model_validate({**SMALL, "moe": GLM_EXPERTS}))
+    del values["rope_parameters"]["partial_rotary_factor"]
+    with pytest.raises(UsageError, match=r"partial_rotary_factor is 0\.5"):
+        from_hf_config(values)

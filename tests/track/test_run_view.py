@@ -188,3 +188,40 @@ def test_a_source_named_all_does_not_hide_the_total(tmp_path: Path) -> None:
         "validation/all": [2.0],
         "validation/all (source)": [3.0],
     }
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_the_newest_value_of_each_metric(tmp_path: Path, with_index: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one that is recorded rarely, and not of steps that a restart discarded."""
+    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
+        record.event("start", step=0, steps=1000)
+        for step in range(500):
+            record.step(step, loss=float(step), **({"rare": float(step)} if step % 7 == 0 and step < 100 else {}))
+        record.event("resume", step=450, steps=1000)
+        record.step(450, loss=np.nan)
+    if not with_index:
+        (tmp_path / "record.index.jsonl").unlink()
+    run = RunView(LocalRunLocation(tmp_path))
+    run.refresh()
+    values = run.readers[0].latest_values()
+    assert np.isnan(values["loss"])
+    assert values["rare"] == 98.0
+    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
+        for step in range(451, 600):
+            record.step(step, loss=np.nan)
+        record.event("resume", step=50, steps=1000)
+    run.refresh()
+    assert run.readers[0].latest_values() == {"loss": 49.0, "rare": 49.0}
+    monkeypatch.setattr(record_reader, "MAX_RAW_BYTES", 0)
+    again = RunView(LocalRunLocation(tmp_path))
+    again.refresh()
+    assert again.readers[0].latest_values() == pytest.approx({"loss": 24.5, "rare": 24.5}), "means of a chunk"
+
+
+def test_a_value_that_is_nan_for_a_whole_chunk_is_not_the_one_before(tmp_path: Path) -> None:
+    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
+        for step in range(256):
+            record.step(step, loss=1.0 if step < 64 else np.nan)
+    run = RunView(LocalRunLocation(tmp_path))
+    run.refresh()
+    assert np.isnan(run.readers[0].latest_values()["loss"])

@@ -7,30 +7,22 @@ answers it. Lines that are written stay, so that an interrupted call resumes.
 from __future__ import annotations
 
 import json
-import os
 import random
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from zero2all.console import progress
 from zero2all.corpus.chat_shapes import find_example
+from zero2all.endpoint import Endpoint, UnansweredError
 from zero2all.errors import UsageError, Z2aError
 from zero2all.redact import redact
 
-API_KEY = "Z2A_API_KEY"
 EXAMPLES = 4
 MAX_SIMILARITY = 0.7  # of the n-grams of two instructions
 NGRAM = 4  # characters: serves Chinese and English
-MAX_REPLY_BYTES = 1_000_000
-RETRIES = 4
-RETRY_SECONDS = 1.0
 ASK_FOR_TASK = (
     "Here are tasks that somebody gave an assistant. Write one more task of another kind, in the language of these, "
     "without an answer and without a number before it.\n\n{examples}"
@@ -63,8 +55,7 @@ class GeneratedConversations:
 
 def generate_conversations(seeds: Path, out: Path, options: GenerateOptions) -> GeneratedConversations:
     """Append to ``out`` until it has ``count`` conversations. One that is similar to a seed or another is dropped."""
-    if urlsplit(options.endpoint).scheme not in ("http", "https"):
-        raise UsageError(f"--endpoint must begin with http:// or https://; it is {redact(options.endpoint)}")
+    client = _Client(options)
     instructions = _read_instructions(seeds)
     if len(instructions) < EXAMPLES:
         raise UsageError(f"{seeds} has {len(instructions)} instructions; at least {EXAMPLES} are needed as examples")
@@ -72,7 +63,6 @@ def generate_conversations(seeds: Path, out: Path, options: GenerateOptions) -> 
     known = [_ngrams(text) for text in (*instructions, *before)]
     written = similar = failed = 0
     out.parent.mkdir(parents=True, exist_ok=True)
-    client = _Client(options)
     with (
         open(out, "a", encoding="utf-8") as file,
         ThreadPoolExecutor(options.workers) as pool,
@@ -139,7 +129,7 @@ def _make(client: _Client, instructions: Sequence[str], number: int) -> tuple[st
 
 class _Client:
     def __init__(self, options: GenerateOptions) -> None:
-        self.options, self._key = options, os.environ.get(API_KEY)
+        self.options, self._endpoint = options, Endpoint(options.endpoint, options.timeout)
         self.last_error = ""
 
     def ask(self, text: str, number: int) -> str:
@@ -151,27 +141,14 @@ class _Client:
             "temperature": self.options.temperature,
             "seed": self.options.seed + number,
         }
-        url = f"{self.options.endpoint.rstrip('/')}/chat/completions"
-        for attempt in range(RETRIES):
-            request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-            if self._key:  # not to where a server redirects
-                request.add_unredirected_header("Authorization", f"Bearer {self._key}")
-            try:
-                with urllib.request.urlopen(request, timeout=self.options.timeout) as reply:
-                    return _reply_text(reply.read(MAX_REPLY_BYTES))
-            except urllib.error.HTTPError as error:
-                self.last_error = f"HTTP {error.code}"
-                if error.code in (400, 401, 403, 404):
-                    remedy = f"check --endpoint, --model and {API_KEY}"
-                    raise Z2aError(f"{redact(url)} answers HTTP {error.code}: {remedy}") from None
-            except (OSError, ValueError) as error:
-                self.last_error = str(error)[:200]
-            time.sleep(RETRY_SECONDS * 2**attempt)
-        return ""
+        try:
+            return _reply_text(self._endpoint.post("chat/completions", body))
+        except (UnansweredError, ValueError) as error:
+            self.last_error = str(error)[:300]
+            return ""
 
 
-def _reply_text(data: bytes) -> str:
-    value = json.loads(data)
+def _reply_text(value: Any) -> str:
     try:
         text = value["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError) as error:

@@ -2,9 +2,11 @@
 
 import os
 
+from zero2all.environment import set_cuda_environment
 from zero2all.openmp import limit_openmp_spinning
 
-# Both here, because every way into the command comes past before it imports torch.
+# All here, because every way into the command comes past before it imports torch.
 limit_openmp_spinning()
+set_cuda_environment()
 # What torch cannot compute on the GPU of a Mac is computed on the CPU, with a warning, instead of ending the run.
 os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 PANELS = {
     "Data": ("corpus", "tokenizer", "tokens"),
     "Train": ("quickstart", "recipe", "model", "parallel", "train", "sweep", "align"),
-    "Runs": ("watch", "report", "compare", "blame", "goodput", "ckpt", "generate", "chat", "export"),
+    "Runs": ("watch", "report", "compare", "blame", "goodput", "ckpt", "generate", "chat", "serve", "export"),
     "Cluster": ("launch", "rendezvous", "doctor"),
     "Measure": ("eval", "bench", "chaos"),
 }

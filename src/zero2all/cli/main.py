@@ -25,6 +25,7 @@ from zero2all.cli import (
     parallel,
     recipe,
     runs,
+    serve,
     tokenizer,
     tokens,
     watch,
@@ -64,6 +65,7 @@ app.command("compare")(experiments.compare)
 app.add_typer(eval_command.app, name="eval")
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("export")(runs.export)
 app.add_typer(bench.app, name="bench")
 app.command("watch")(watch.watch)

@@ -18,6 +18,8 @@ from zero2all.errors import UsageError
 if TYPE_CHECKING:
     from zero2all.recipe import ExtendMode, Recipe
 
+ExportFormatChoice = Literal["hf", "gguf"]
+ExportDtypeChoice = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 CheckpointStep = Annotated[
     int | None, typer.Option("--step", help="Use the checkpoint of this step. Default: the newest.")
 ]
@@ -136,29 +138,44 @@ def export(
     run: RunPath,
     to: Annotated[Path, typer.Option("--to", help="The directory to write to.")],
     step: CheckpointStep = None,
-    bf16: Annotated[bool, typer.Option("--bf16", help="Store the weights in bf16.")] = False,
+    format: Annotated[
+        ExportFormatChoice,
+        typer.Option("--format", help="Format: hf (a Hugging Face directory) or gguf (a file for llama.cpp)."),
+    ] = "hf",
+    dtype: Annotated[
+        ExportDtypeChoice | None,
+        typer.Option(
+            "--dtype", help="Type of the stored weights; q8_0 and q4_0 are for GGUF. Default: f32 (hf), f16 (gguf)."
+        ),
+    ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Load the export with transformers and compare its logits.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--check/--no-check",
+            help="Load the export with transformers or llama.cpp and compare. Default: if it is installed.",
+        ),
+    ] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write only the adapters (model.lora), in PEFT's format.")
     ] = False,
     json: Json = False,
 ) -> Result:
-    """Export a model in Hugging Face format.
+    """Export a model: Hugging Face directory or GGUF file.
 
-    The export uses a standard architecture: Llama, Qwen2, Qwen3 or Qwen3-MoE. Adapters are merged into the weights.
+    The export uses a standard architecture: Llama, Qwen2, Qwen3, Qwen3-MoE or GLM-4-MoE. Adapters are merged into the
+    weights.
 
-    Example: z2a export runs/first --to runs/first/hf --check
+    Example: z2a export runs/first --to runs/first/gguf --format gguf --dtype q8_0
     """
-    from zero2all.train import Run, export_run
-    from zero2all.train.export import export_adapter_of_run
+    from zero2all.export import export_adapter_of_run, export_run
+    from zero2all.train import Run
 
     if adapter:
-        if check:
-            raise UsageError("--check is for a whole model: leave out --adapter or --check")
-        written = export_adapter_of_run(Run.open(run), to, step, bf16)
-        return Result(written, f"adapters exported to {to}; their base model is {written['base']}")
-    result = export_run(Run.open(run), to, step, bf16, check)
-    checked = f"; logits agree to {result['max_logit_difference']:.1e}" if check else ""
-    return Result(result, f"exported to {to}{checked}")
+        if check or format == "gguf":
+            raise UsageError("--adapter writes PEFT's format and is not compared: leave out --check and --format")
+        base = export_adapter_of_run(Run.open(run), to, step, dtype or "f32")
+        return Result({"out": str(to), "base": base}, f"adapters exported to {to}; their base model is {base}")
+    result = export_run(Run.open(run), to, step, format, dtype, check)
+    what = "log-probabilities" if result.engine == "llama.cpp" else "logits"
+    checked = f"; {what} in {result.engine} differ by {result.max_difference:.1e}" if result.engine else ""
+    return Result(result, f"exported to {result.out} ({result.architecture}, {result.dtype}){checked}")

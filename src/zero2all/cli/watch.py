@@ -33,12 +33,17 @@ def watch(
         str, typer.Option(help="Address to serve the page on. With 0.0.0.0 other machines can reach it.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve the page on. 0 picks a free port.")] = 0,
+    key_file: Annotated[
+        Path | None,
+        typer.Option("--key-file", help="Keep the key of the page in this file. Default: a new key at every start."),
+    ] = None,
     ssh: Ssh = "ssh",
     json: Json = False,
 ) -> Result:
     """Watch runs live in a browser or terminal.
 
-    With --once, print their status and exit.
+    With --once, print their status and exit. /metrics of the page's server is for Prometheus, which reads the same
+    --key-file.
 
     Example: z2a watch runs/first ssh://me@cluster/runs/big
     """
@@ -57,7 +62,7 @@ def watch(
         if tty:
             watch_terminal(opened, console)
         else:
-            _serve_page(opened, [target for target in runs if not target.startswith("ssh://")], host, port)
+            _serve_page(opened, [target for target in runs if not target.startswith("ssh://")], host, port, key_file)
     return Result({"runs": [run.status() for run in opened]}, "")
 
 
@@ -125,18 +130,17 @@ def _open_runs(targets: list[str], ssh: str) -> list[RunView]:
     return opened
 
 
-def _serve_page(runs: list[RunView], local_targets: list[str], host: str, port: int) -> None:
+def _serve_page(runs: list[RunView], local_targets: list[str], host: str, port: int, key_file: Path | None) -> None:
     """Runs that begin below a local target later are shown too."""
-    import secrets
-
     from zero2all.console import say
     from zero2all.errors import need
 
     need("starlette", "track")
     need("uvicorn", "track")
+    from zero2all.track.access_key import load_key, new_key
     from zero2all.track.server import build_app, serve
 
-    key = secrets.token_urlsafe(16)
+    key = new_key() if key_file is None else load_key(key_file)
 
     def ready(bound_port: int) -> None:
         url_host = f"[{host}]" if ":" in host else host

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero2all.checkpoint.checkpoint_store import checkpoint_step
+from zero2all.checkpoint.checkpoint_weights import CheckpointWeights
 from zero2all.errors import UsageError, Z2aError
 from zero2all.hardware import pick_device
 from zero2all.io import read_json
 from zero2all.model import HFWeights, Z2all, load_model
 from zero2all.model.hf_weights import CONFIG, read_hf_config
-from zero2all.model.weights import GrownVocabulary
+from zero2all.model.weights import GrownVocabulary, MergedAdapters
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.recipe import ParallelRecipe, TrainRecipe
 from zero2all.recipe.parallel import parallel_mistakes
@@ -52,6 +53,15 @@ class TargetLocation:
         if self.run is not None:
             return self.run.load_model(self.step).to(device)
         return load_model(self._open_hf(), device)
+
+    def load_merged_model(self) -> Z2all:
+        """The same with adapters (``model.lora``) merged, so that none are left."""
+        if self.run is None or self.step is None:
+            return self.load_model()
+        weights = CheckpointWeights(self.run.checkpoints.path(self.step))
+        if weights.config.lora is None:
+            return self.load_model()
+        return load_model(MergedAdapters(weights), pick_device("auto"))
 
     def load_parallel_model(self, parallel: ParallelRecipe) -> ParallelModel:
         """The model over ranks that ``z2a launch`` has started."""

@@ -87,6 +87,7 @@ def speed_key(recipe: Recipe) -> str:
             *shape,
             train.masks_documents,
             train.deterministic,
+            train.float8,
             train.optimizer.name,
         ]
     )

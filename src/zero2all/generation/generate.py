@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from zero2all.errors import UsageError
-from zero2all.generation.decoder import Completion, Decoder, Request, TextPiece
+from zero2all.generation.decoder import REFILL_SHARE, Completion, Decoder, Request, TextPiece
 from zero2all.generation.rank_model import as_rank_model
 from zero2all.generation.sampling import SamplingParams
 from zero2all.model import Z2all
@@ -25,6 +25,7 @@ def generate_batch(
     prompts: Sequence[Prompt],
     params: SamplingParams = DEFAULT_PARAMS,
     batch_size: int = BATCH_SIZE,
+    on_step: Callable[[], None] | None = None,
 ) -> list[Completion]:
     """A completion of each prompt, in their order, up to the end of the document or message.
 
@@ -36,9 +37,10 @@ def generate_batch(
     A prompt that does not fit into the context beside its text loses its beginning. Of the special tokens only those
     that end the text are generated.
 
-    With a model over ranks every rank calls this with the same arguments and gets the same completions.
+    With a model over ranks every rank calls this with the same arguments and gets the same completions. ``on_step`` is
+    called after every forward pass.
     """
-    pieces = _run(model, tokenizer, prompts, params, batch_size, every_token=False)
+    pieces = _run(model, tokenizer, prompts, params, batch_size, every_token=False, on_step=on_step)
     completions = {piece.index: piece.completion for piece in pieces if piece.completion is not None}
     return [completions[index] for index in range(len(prompts))]
 
@@ -67,6 +69,7 @@ def _run(
     params: SamplingParams,
     batch_size: int,
     every_token: bool,
+    on_step: Callable[[], None] | None = None,
 ) -> Iterator[TextPiece]:
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1; it is {batch_size}")
@@ -74,10 +77,18 @@ def _run(
     # Where the sequence is split over ranks, a pass is padded to equal parts, and the padding is in the context too.
     context = rank_model.config.max_position_embeddings - (rank_model.sequence_multiple - 1)
     requests = _requests(context, tokenizer, prompts, params)
-    decoder = Decoder(rank_model, tokenizer, requests, params, batch_size, every_token)
+    length = max((len(request.prompt_tokens) + request.max_tokens for request in requests), default=0)
+    width = max((request.max_tokens for request in requests), default=0)
+    rows = min(batch_size, len(requests))
+    decoder = Decoder(rank_model, tokenizer, rows, length, width, every_token, REFILL_SHARE)
+    # Prompts of similar length are read together; the longest first, so that memory is short at once or never.
+    for request in sorted(requests, key=lambda request: -len(request.prompt_tokens)):
+        decoder.add(request)
     with rank_model.eval_mode():
         while not decoder.finished:
             yield from decoder.step()
+            if on_step is not None:
+                on_step()
 
 
 def _requests(context: int, tokenizer: Tokenizer, prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
@@ -90,6 +101,7 @@ def _requests(context: int, tokenizer: Tokenizer, prompts: Sequence[Prompt], par
         if not ids:
             raise UsageError(f"prompt {index} has no tokens: give it at least the end-of-text token")
         ids = ids[-max_prompt_tokens:]
-        requests.append(Request(index, ids, min(params.max_tokens, context - len(ids)), occurrences[tuple(ids)]))
+        most = min(params.max_tokens, context - len(ids))
+        requests.append(Request(index, ids, most, params, occurrences[tuple(ids)]))
         occurrences[tuple(ids)] += 1
     return requests

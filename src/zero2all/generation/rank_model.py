@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from zero2all.model import KVCache, Z2all
 from zero2all.model.blocks import ScoredTargets
+from zero2all.model.decode_step import DecodeStep
 from zero2all.model.kv_cache import Branches
 from zero2all.model.rope_table import depends_on_length
 from zero2all.parallel import ParallelModel
@@ -28,15 +30,26 @@ class LocalModel:
 
     sequence_multiple = 1
 
-    def __init__(self, model: Z2all) -> None:
+    def __init__(self, model: Z2all, eager_blocks: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """``eager_blocks`` is that of the ``ParallelModel`` which it belongs to, if there is one."""
+        self._eager_blocks = eager_blocks
         self._model, self.config, self.device = model, model.config, model.rotary_2SE.device
+        self._supported = DecodeStep.supports(model)
+        self._decode_step: DecodeStep | None = None
 
     def eval_mode(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def generate_logits(self, tokens_BS: Tensor, cache: KVCache, counts_B: Tensor | None) -> Tensor | None:
-        logits: Tensor = self._model(tokens_BS, cache=cache, counts_B=counts_B)
+        if tokens_BS.shape[1] == 1 and counts_B is None and cache.longest and self._supports_decode_step():
+            self._decode_step = self._decode_step or DecodeStep(self._model)
+            return self._decode_step(tokens_BS[:, 0], cache)[:, None]
+        with self._eager_blocks():
+            logits: Tensor = self._model(tokens_BS, cache=cache, counts_B=counts_B)
         return logits
+
+    def _supports_decode_step(self) -> bool:
+        return self._supported and not self._model.training and not torch.is_autocast_enabled(self.device.type)
 
     def broadcast(self, chosen: Chosen | None, rows: int) -> Chosen:
         assert chosen is not None
@@ -49,7 +62,8 @@ class LocalModel:
         cache: KVCache | Branches | None = branches
         if depends_on_length(self.config):  # else padding never changes what stands before it
             cache = KVCache(tokens_BS.shape[0], tokens_BS.shape[1], self.device)
-        scores: Tensor = self._model(tokens_BS, cache=cache, counts_B=counts_B, scored=scored)
+        with self._eager_blocks():
+            scores: Tensor = self._model(tokens_BS, cache=cache, counts_B=counts_B, scored=scored)
         return scores
 
 
@@ -90,4 +104,4 @@ class RankModel:
 def as_rank_model(model: Z2all | ParallelModel) -> LocalModel | RankModel:
     if isinstance(model, Z2all):
         return LocalModel(model)
-    return LocalModel(model.model) if model.is_replicated else RankModel(model)
+    return LocalModel(model.model, model.eager_blocks) if model.is_replicated else RankModel(model)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from zero2all.errors import UsageError
 
+GREEDY = 1e-5  # a lower temperature is none: fp32 could not divide by it
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -58,7 +60,7 @@ def choose_tokens(logits_BV: Tensor, params: SamplingParams, uniforms_B: Tensor,
     """The next token of each row, [B]. ``uniforms_B`` in [0, 1) decide; ``seen_BV`` marks the tokens to penalize."""
     if seen_BV is not None:
         logits_BV = penalize(logits_BV, params.repetition_penalty, seen_BV)
-    if params.temperature == 0:
+    if params.temperature < GREEDY:
         return logits_BV.argmax(-1)
     logits_BC, ids_BC = candidates(logits_BV, params)
     # Inverse transform sampling. The first cumulative probability above the number belongs to a token of some

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from typing import AnyStr
 
 
 class TextStream:
@@ -31,7 +32,7 @@ class TextStream:
             self.stopped = True
             self._held = self._held[: min(places)]
             return self.finish()
-        split = len(self._held) - max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        split = len(self._held) - max((overlap(self._held, stop) for stop in self._stops), default=0)
         certain, self._held = self._held[:split], self._held[split:]
         return self._decoder.decode(certain)
 
@@ -41,7 +42,7 @@ class TextStream:
         return self._decoder.decode(rest, final=True)
 
 
-def _overlap(data: bytes, stop: bytes) -> int:
-    """How many of the last bytes are the beginning of ``stop``."""
-    longest = min(len(data), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if data.endswith(stop[:size])), 0)
+def overlap(text: AnyStr, stop: AnyStr) -> int:
+    """How many of the last bytes or characters are the beginning of ``stop``."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

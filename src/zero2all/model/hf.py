@@ -1,68 +1,83 @@
 """To and from Hugging Face directories of standard architectures, so that no consumer needs our code.
 
-Llama; Qwen2 where queries, keys and values have a bias; Qwen3 where queries and keys are normed; Qwen3-MoE where
-there are experts besides.
+Llama; Qwen2 where queries, keys and values have a bias; Qwen3 where queries and keys are normed. With experts,
+Qwen3-MoE where the router is a softmax, and GLM-4-MoE where it is a sigmoid.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from zero2all.console import progress
 from zero2all.io import write_json
 from zero2all.model.hf_config import hf_config
-from zero2all.model.hf_weights import CONFIG, INDEX, WEIGHTS, HFWeights, hf_weights
-from zero2all.model.weights import load_model
+from zero2all.model.hf_weights import CONFIG, INDEX, WEIGHTS, HFTensor, HFWeights, hf_tensors, tied_head
+from zero2all.model.weights import ModelWeights, WeightReader, load_model
 from zero2all.model.z2all import Z2all
 
-SHARD_BYTES = 2 * 2**30
+SHARD_BYTES = 2**30  # of a file; safetensors copies it before it writes
 
 
 def export_hf(
-    model: Z2all,
+    weights: Z2all | WeightReader,
     out: Path,
     end_ids: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
+    begin_id: int | None = None,
 ) -> None:
-    """Write config and weights to an existing directory. Beside the model only one shard is in memory at a time.
+    """Write config and weights to an existing directory. One shard is in memory at a time.
 
-    ``end_ids`` are the tokens at which generation ends, that of a document first.
+    ``end_ids`` are the tokens at which generation ends, that of a document first; ``begin_id`` is the one that text
+    begins with.
     """
-    from safetensors.torch import save_file
-
+    reader = ModelWeights(weights) if isinstance(weights, Z2all) else weights
     end_of_text = end_ids[0] if end_ids else None
-    write_json(out / CONFIG, hf_config(model.config, end_of_text, str(dtype).removeprefix("torch.")))
-    write_json(out / "generation_config.json", {"eos_token_id": list(end_ids) or None, "do_sample": False})
-    weights = hf_weights(model)
-    shards = list(_shards(weights, dtype.itemsize, shard_bytes))
+    name = str(dtype).removeprefix("torch.")
+    write_json(out / CONFIG, {**hf_config(reader.config, end_of_text, name), "bos_token_id": begin_id})
+    generation = {"bos_token_id": begin_id, "eos_token_id": list(end_ids) or None, "do_sample": False}
+    write_json(out / "generation_config.json", generation)
+    tensors = hf_tensors(reader.config) + tied_head(reader.config)
+    shards = list(_shards(tensors, dtype.itemsize, shard_bytes))
     files: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        part = {name: weights[name].detach().to("cpu", dtype).contiguous() for name in names}
-        save_file(part, str(out / file), metadata={"format": "pt"})
-        shutil.copymode(out / CONFIG, out / file)  # safetensors lets only the owner read it
-        files |= dict.fromkeys(names, file)
+    with progress("writing weights", len(tensors)) as bar:
+        for number, shard in enumerate(shards, 1):
+            file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            _write_shard(reader, shard, out / file, dtype)
+            shutil.copymode(out / CONFIG, out / file)  # safetensors lets only the owner read it
+            files |= {tensor.name: file for tensor in shard}
+            bar(len(shard))
     if len(shards) > 1:
-        size = sum(weight.numel() for weight in weights.values()) * dtype.itemsize
+        size = sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
         write_json(out / INDEX, {"metadata": {"total_size": size}, "weight_map": files})
 
 
-def _shards(weights: dict[str, Tensor], itemsize: int, limit: int) -> Iterator[list[str]]:
-    names: list[str] = []
+def _write_shard(weights: WeightReader, shard: list[HFTensor], path: Path, dtype: torch.dtype) -> None:
+    from safetensors.torch import save_file
+
+    part = {
+        tensor.name: tensor.read(weights).detach().to("cpu", torch.float32 if tensor.in_fp32 else dtype).contiguous()
+        for tensor in shard
+    }
+    save_file(part, str(path), metadata={"format": "pt"})
+
+
+def _shards(tensors: list[HFTensor], itemsize: int, limit: int) -> Iterator[list[HFTensor]]:
+    shard: list[HFTensor] = []
     size = 0
-    for name, weight in weights.items():
-        mine = weight.numel() * itemsize
-        if names and size + mine > limit:
-            yield names
-            names, size = [], 0
-        names.append(name)
+    for tensor in tensors:
+        mine = math.prod(tensor.shape) * itemsize
+        if shard and size + mine > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append(tensor)
         size += mine
-    yield names
+    yield shard
 
 
 def load_hf(directory: Path, device: str = "cpu") -> Z2all:

@@ -14,6 +14,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 # Fields of each type of RoPE scaling, called the same here and in transformers.
 ROPE_FIELDS = {
@@ -46,7 +47,7 @@ class HFRope:
     beta_fast: float | None = None
     beta_slow: float | None = None
     attention_factor: float | None = None
-    partial_rotary_factor: float | None = 1.0
+    partial_rotary_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool | None = True
@@ -78,6 +79,8 @@ class HFConfig:
     hidden_act: str | None = "silu"
     mlp_bias: bool | None = False
     decoder_sparse_step: int | None = 1
+    use_qk_norm: bool = False
+    partial_rotary_factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,23 @@ class HFMoeConfig:
     router_aux_loss_coef: float = 0.0
 
 
+@dataclass(frozen=True)
+class HFGlmMoeConfig:
+    """The same of GLM-4-MoE: a sigmoid router with a bias, and shared experts."""
+
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    n_routed_experts: int | None = None
+    num_local_experts: int | None = None
+    n_shared_experts: int = 1
+    first_k_dense_replace: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    num_nextn_predict_layers: int | None = 0
+
+
 def hf_incompatibility(config: ModelConfig) -> str | None:
     """Why no standard architecture computes what this model does, or None if one does."""
     moe = config.moe
@@ -103,12 +123,25 @@ def hf_incompatibility(config: ModelConfig) -> str | None:
         return "a sliding window needs model.qk_norm or model.qkv_bias, as in Qwen3 and Qwen2"
     if moe is None:
         return None
+    if moe.scoring_func == "sigmoid":
+        return _glm_incompatibility(config, moe)
     if not config.qk_norm:
-        return "experts need model.qk_norm, as in Qwen3-MoE"
+        return "experts with a softmax router need model.qk_norm, as in Qwen3-MoE"
     if config.full_attention_interval is not None:
         return "with experts, Qwen3-MoE has a sliding window in every layer: leave model.full_attention_interval out"
-    if moe.scoring_func != "softmax" or moe.n_shared_experts or moe.load_balancing == "bias":
-        return "Qwen3-MoE has a softmax router, no shared experts and no balance bias"
+    if moe.n_shared_experts or moe.load_balancing == "bias":
+        return (
+            "shared experts and load_balancing: bias need model.moe.scoring_func: sigmoid, as in GLM-4-MoE; a softmax "
+            "router has neither, as in Qwen3-MoE"
+        )
+    return None
+
+
+def _glm_incompatibility(config: ModelConfig, moe: MoeConfig) -> str | None:
+    if config.sliding_window is not None:
+        return "with a sigmoid router there is no sliding window, as in GLM-4-MoE: leave model.sliding_window out"
+    if not moe.n_shared_experts:
+        return "a sigmoid router needs shared experts, as in GLM-4-MoE: set model.moe.n_shared_experts"
     return None
 
 
@@ -118,7 +151,7 @@ def hf_model_type(config: ModelConfig) -> str:
     if reason is not None:
         raise UsageError(f"no standard architecture computes what this model does: {reason}")
     if config.moe is not None:
-        return "qwen3_moe"
+        return "glm4_moe" if config.moe.scoring_func == "sigmoid" else "qwen3_moe"
     if config.qk_norm:
         return "qwen3"
     return "qwen2" if config.qkv_bias else "llama"
@@ -158,6 +191,8 @@ def hf_config(config: ModelConfig, end_of_text: int | None = None, dtype: str = 
             values["max_position_embeddings"] = scaling.original_max_position_embeddings  # from where on it stretches
     if kind == "llama":
         values["mlp_bias"] = False
+    elif kind == "glm4_moe":
+        values["use_qk_norm"] = config.qk_norm
     else:
         values["use_sliding_window"] = config.sliding_window is not None
         values["sliding_window"] = config.sliding_window
@@ -168,25 +203,47 @@ def hf_config(config: ModelConfig, end_of_text: int | None = None, dtype: str = 
             kinds[config.layer_window(layer) is not None] for layer in range(config.num_hidden_layers)
         ]
     if (moe := config.moe) is not None:
-        values |= {
-            "num_experts": moe.num_experts,
-            "num_experts_per_tok": moe.num_experts_per_tok,
-            "moe_intermediate_size": moe.moe_intermediate_size,
-            "norm_topk_prob": moe.norm_topk_prob,
-            "mlp_only_layers": [*range(moe.first_k_dense_replace)],
-            "decoder_sparse_step": 1,
-            "router_aux_loss_coef": moe.router_aux_loss_coef if moe.load_balancing == "aux" else 0.0,
-            "output_router_logits": False,
-        }
+        values |= _glm_moe_values(moe) if kind == "glm4_moe" else _qwen_moe_values(moe)
     return values
+
+
+def _qwen_moe_values(moe: MoeConfig) -> dict[str, Any]:
+    return {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_tok,
+        "moe_intermediate_size": moe.moe_intermediate_size,
+        "norm_topk_prob": moe.norm_topk_prob,
+        "mlp_only_layers": [*range(moe.first_k_dense_replace)],
+        "decoder_sparse_step": 1,
+        "router_aux_loss_coef": moe.router_aux_loss_coef if moe.load_balancing == "aux" else 0.0,
+        "output_router_logits": False,
+    }
+
+
+def _glm_moe_values(moe: MoeConfig) -> dict[str, Any]:
+    return {
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_tok,
+        "moe_intermediate_size": moe.moe_intermediate_size,
+        "n_shared_experts": moe.n_shared_experts,
+        "first_k_dense_replace": moe.first_k_dense_replace,
+        "norm_topk_prob": moe.norm_topk_prob,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+    }
 
 
 def _rope_parameters(config: ModelConfig) -> dict[str, str | float]:
     scaling = config.rope_scaling
+    values: dict[str, str | float] = {"rope_theta": config.rope_theta}
+    if hf_model_type(config) == "glm4_moe":
+        values["partial_rotary_factor"] = 1.0  # the default is one half
     if scaling is None:
-        return {"rope_type": "default", "rope_theta": config.rope_theta}
+        return {"rope_type": "default", **values}
     given = scaling.model_dump(include=ROPE_FIELDS[scaling.rope_type], exclude_none=True)
-    return {"rope_type": scaling.rope_type, "rope_theta": config.rope_theta, **given}
+    return {"rope_type": scaling.rope_type, **values, **given}
 
 
 def from_hf_config(values: object, source: object = "config.json") -> ModelConfig:
@@ -197,6 +254,8 @@ def from_hf_config(values: object, source: object = "config.json") -> ModelConfi
     config = parse_record(HFConfig, values, source)
     _refuse_other_values(config, "", hidden_act="silu", mlp_bias=False, decoder_sparse_step=1)
     rope = config.rope_parameters or config.rope_scaling or HFRope()
+    if kind == "glm4_moe":
+        _refuse_partial_rotary(rope, config)
     context = config.max_position_embeddings
     scaling = _scaling(rope, context)
     if scaling is not None and scaling.rope_type == "dynamic":
@@ -216,16 +275,16 @@ def from_hf_config(values: object, source: object = "config.json") -> ModelConfi
         rope_scaling=scaling,
         rms_norm_eps=config.rms_norm_eps,
         qkv_bias=kind == "qwen2" or config.attention_bias,
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        qk_norm=kind in ("qwen3", "qwen3_moe") or (kind == "glm4_moe" and config.use_qk_norm),
         tie_word_embeddings=config.tie_word_embeddings,
         sliding_window=window,
         full_attention_interval=full_attention_interval,
-        moe=_moe(parse_record(HFMoeConfig, values, source)) if kind == "qwen3_moe" else None,
+        moe=_moe(kind, values, source),
         initializer_range=config.initializer_range,
     )
 
 
-def _refuse_other_values(record: HFConfig | HFRope, prefix: str, **computed: object) -> None:
+def _refuse_other_values(record: HFConfig | HFRope | HFGlmMoeConfig, prefix: str, **computed: object) -> None:
     for name, value in computed.items():
         if (given := getattr(record, name)) != value:
             raise UsageError(f"{prefix}{name} is {given!r}; the Z2all decoder only computes {value!r}")
@@ -235,7 +294,9 @@ def _scaling(rope: HFRope, context: int) -> RopeScaling | None:
     kind = rope.rope_type or rope.type or "default"
     if kind == "default":
         return None
-    _refuse_other_values(rope, "rope ", partial_rotary_factor=1.0, mscale=None, mscale_all_dim=None, truncate=True)
+    if rope.partial_rotary_factor is not None:
+        _refuse_other_values(rope, "rope ", partial_rotary_factor=1.0)
+    _refuse_other_values(rope, "rope ", mscale=None, mscale_all_dim=None, truncate=True)
     if kind not in ROPE_FIELDS:
         raise UsageError(f"rope_type is {kind!r}; the Z2all decoder computes default, {', '.join(ROPE_FIELDS)}")
     given = {name: value for name in ROPE_FIELDS[kind] if (value := getattr(rope, name)) is not None}
@@ -265,7 +326,36 @@ def _windows(kind: str, config: HFConfig) -> tuple[int | None, int | None]:
     return window, every
 
 
-def _moe(config: HFMoeConfig) -> MoeConfig:
+def _refuse_partial_rotary(rope: HFRope, config: HFConfig) -> None:
+    factor = rope.partial_rotary_factor or config.partial_rotary_factor or 0.5
+    if factor != 1:
+        raise UsageError(f"partial_rotary_factor is {factor}; the Z2all decoder only computes 1.0")
+
+
+def _moe(kind: str, values: object, source: object) -> MoeConfig | None:
+    if kind == "qwen3_moe":
+        return _qwen_moe(parse_record(HFMoeConfig, values, source))
+    return _glm_moe(parse_record(HFGlmMoeConfig, values, source)) if kind == "glm4_moe" else None
+
+
+def _glm_moe(config: HFGlmMoeConfig) -> MoeConfig:
+    num_experts = config.n_routed_experts or config.num_local_experts
+    if num_experts is None:
+        raise UsageError("n_routed_experts is missing")
+    _refuse_other_values(config, "", routed_scaling_factor=1.0, n_group=1, topk_group=1)
+    return MoeConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        moe_intermediate_size=config.moe_intermediate_size,
+        n_shared_experts=config.n_shared_experts,
+        first_k_dense_replace=config.first_k_dense_replace,
+        norm_topk_prob=config.norm_topk_prob,
+        scoring_func="sigmoid",
+        load_balancing="bias",
+    )
+
+
+def _qwen_moe(config: HFMoeConfig) -> MoeConfig:
     num_experts = config.num_experts or config.num_local_experts
     if num_experts is None:
         raise UsageError("num_experts is missing")

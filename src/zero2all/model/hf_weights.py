@@ -15,15 +15,16 @@ from torch import Tensor
 
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import MANIFEST, read_json, read_record, sha256_file
-from zero2all.model.hf_config import from_hf_config
+from zero2all.model.hf_config import from_hf_config, hf_model_type
 from zero2all.model.lora import ADAPTER_MARK
-from zero2all.model.weights import part_slices
+from zero2all.model.weights import VOCABULARY_WEIGHTS, WeightReader, part_slices
 from zero2all.model.z2all import Z2all
 from zero2all.recipe import ModelConfig
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+EXPERT_BIAS, HF_EXPERT_BIAS = ".mlp.bias", ".mlp.gate.e_score_correction_bias"
 UNUSED_SUFFIX = ".rotary_emb.inv_freq"  # a buffer that older versions of transformers stored
 
 
@@ -55,6 +56,8 @@ def hf_names(name: str, config: ModelConfig) -> list[str]:
     if config.moe is not None and _is_of_experts(name):
         prefix, _, matrix = name.rpartition(".")
         return [f"model.{prefix}.{number}.{matrix}.weight" for number in range(config.moe.num_experts)]
+    if name.endswith(EXPERT_BIAS):
+        return [f"model.{name.removesuffix(EXPERT_BIAS)}{HF_EXPERT_BIAS}"]
     return [name if name == "lm_head.weight" else f"model.{name}"]
 
 
@@ -62,23 +65,66 @@ def _is_of_experts(name: str) -> bool:
     return ".experts." in name
 
 
-def hf_weights(model: Z2all) -> dict[str, Tensor]:
-    """Our weights under their Hugging Face names, as views."""
-    config, weights = model.config, dict[str, Tensor]()
-    for name, tensor in model.state_dict().items():
+@dataclass(frozen=True)
+class HFTensor:
+    """A tensor of an export, and where its values come from."""
+
+    name: str
+    shape: tuple[int, ...]
+    weight: str | None
+    """The weight of ours. None: zeros, for what other models have and ours does not."""
+    expert: int | None = None
+    is_copy: bool = False
+    """Of another tensor; safetensors refuses two that share memory."""
+
+    @property
+    def in_fp32(self) -> bool:
+        """Whether its precision is kept: the bias of experts decides between near ties."""
+        return self.name.endswith(HF_EXPERT_BIAS)
+
+    def read(self, weights: WeightReader) -> Tensor:
+        if self.weight is None:
+            return torch.zeros(self.shape)
+        if self.expert is None:
+            values = weights.read(self.weight, (0,) * len(self.shape), self.shape)
+            return values.clone() if self.is_copy else values
+        return weights.read(self.weight, (self.expert, 0, 0), (1, *self.shape))[0]
+
+
+def hf_tensors(config: ModelConfig) -> list[HFTensor]:
+    """All tensors of a Hugging Face directory of this model, in the order of its layers."""
+    with torch.device("meta"):
+        weights = Z2all(config).state_dict()
+    found = []
+    for name, weight in weights.items():
         names = hf_names(name, config)
         if _is_of_experts(name):
-            weights |= zip(names, tensor, strict=True)
+            found += [HFTensor(hf, tuple(weight.shape[1:]), name, number) for number, hf in enumerate(names)]
         elif names:
-            weights[names[0]] = tensor[: config.vocab_size] if name.startswith(("embed_tokens", "lm_head")) else tensor
-    return weights | {name: torch.zeros(config.hidden_size) for name in _zero_biases(config)}
+            rows = config.vocab_size if name in VOCABULARY_WEIGHTS and config.vocab_size else len(weight)
+            found.append(HFTensor(names[0], (rows, *weight.shape[1:]), name))
+    return found + [HFTensor(name, shape, None) for name, shape in zero_tensors(config).items()]
 
 
-def _zero_biases(config: ModelConfig) -> list[str]:
-    """Qwen3 switches the biases of q, k, v and o together; ours has none on o, which is a zero one."""
-    if not (config.qkv_bias and config.qk_norm):
+def tied_head(config: ModelConfig) -> list[HFTensor]:
+    """A second copy of the embedding, where programs do not share it: GLM-4-MoE in vLLM. ``HFWeights`` skips it."""
+    if not config.tie_word_embeddings or hf_model_type(config) != "glm4_moe" or config.vocab_size is None:
         return []
-    return [f"model.layers.{layer}.self_attn.o_proj.bias" for layer in range(config.num_hidden_layers)]
+    return [HFTensor("lm_head.weight", (config.vocab_size, config.hidden_size), "embed_tokens.weight", is_copy=True)]
+
+
+def zero_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what an architecture has and our model does not, which is the same as zeros."""
+    kind, layers = hf_model_type(config), range(config.num_hidden_layers)
+    if kind == "qwen3" and config.qkv_bias:  # it switches the biases of q, k, v and o together; ours has none on o
+        return {f"model.layers.{layer}.self_attn.o_proj.bias": (config.hidden_size,) for layer in layers}
+    if kind == "glm4_moe" and config.moe is not None and config.moe.load_balancing != "bias":
+        return {
+            f"model.layers.{layer}{HF_EXPERT_BIAS}": (config.moe.num_experts,)
+            for layer in layers
+            if config.is_moe_layer(layer)
+        }
+    return {}
 
 
 def read_hf_config(directory: Path) -> ModelConfig:
@@ -129,8 +175,7 @@ class HFWeights:
         return digests
 
     def _check_shapes(self) -> None:
-        with torch.device("meta"):
-            wanted = {name: tuple(weight.shape) for name, weight in hf_weights(Z2all(self.config)).items()}
+        wanted = {tensor.name: tensor.shape for tensor in hf_tensors(self.config)}
         for name in self._tensors:
             self._dtype(name)  # first: quantized weights have tensors of their own
             if name not in wanted:
@@ -139,7 +184,7 @@ class HFWeights:
                 raise Z2aError(f"{self.path}: {name} has shape {list(shape)}; {CONFIG} asks for {list(wanted[name])}")
         if missing := wanted.keys() - self._tensors.keys():
             raise Z2aError(f"{self.path} lacks {len(missing)} weights, such as {min(missing)}")
-        for name in _zero_biases(self.config):
+        for name in zero_tensors(self.config):
             if self._tensors[name][:].any():
                 raise Z2aError(f"{self.path}: {name} is not zero, and the Z2all decoder has no such bias")
 

@@ -70,16 +70,28 @@ class KVCache:
         end = self.longest + positions_BS.shape[1]
         return keys[:, :end].transpose(1, 2), values[:, :end].transpose(1, 2)
 
+    def append(self, layer: int, k_BKE: Tensor, v_BKE: Tensor) -> tuple[Tensor, Tensor]:
+        """``extend`` by one position of each row, for a layer that has memory."""
+        stored, end = self._layers[layer][:, self._selected], self.longest + 1
+        positions_B = self._positions_BS[:, 0]
+        if len(positions_B) == 1:
+            stored[0, 0, self.longest], stored[1, 0, self.longest] = k_BKE[0], v_BKE[0]
+        else:
+            rows_B = torch.arange(len(positions_B), device=positions_B.device)
+            stored[0, rows_B, positions_B], stored[1, rows_B, positions_B] = k_BKE, v_BKE
+        return stored[0, :, :end].transpose(1, 2), stored[1, :, :end].transpose(1, 2)
+
     def advance(self, count: int, counts_B: Tensor | None = None) -> None:
         """After a pass of ``count`` tokens: they are part of the sequence, or the first ``counts_B`` of them."""
         self.lengths_B.add_(count if counts_B is None else counts_B)
         self.longest += count
 
     def move(self, source: int, target: int) -> None:
-        """Copy a row over another."""
+        """Copy a row over another: the positions in use."""
         self._lengths_R[target] = self._lengths_R[source]
+        length = int(self._lengths_R[source])
         for layer in self._layers.values():
-            layer[:, target] = layer[:, source]
+            layer[:, target, :length] = layer[:, source, :length]
 
 
 class Branches:

@@ -62,11 +62,14 @@ class ChatTemplate:
         messages: Sequence[JsonObject],
         tools: Sequence[JsonObject] | None = None,
         add_generation_prompt: bool = False,
+        mark_generated: bool = True,
     ) -> RenderedChat:
+        """Without ``mark_generated`` what the assistant writes is not looked for, which takes long in a template
+        without tags."""
         disguise = self._disguise(messages, tools)
         hidden_messages, hidden_tools = _translate(messages, disguise), _translate(tools, disguise)
         text, generated = self._render(hidden_messages, hidden_tools, add_generation_prompt)
-        if not self.marks_generation:
+        if mark_generated and not self.marks_generation:
             generated = self._find_generated(text, hidden_messages, hidden_tools)
         revealed = {ord(hidden): chr(edge) for edge, hidden in disguise.items()}
         return RenderedChat([part.translate(revealed) for part in split_special(text, self.markers)], generated)

@@ -7,6 +7,7 @@ forge a role. Here the encoders are built without the special tokens, so their n
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from zero2all.errors import Z2aError
 from zero2all.io import fingerprint, read_json
 from zero2all.tokenizer.backends import BackendName, Encoder, HuggingFace, Ids, choose_backend
 from zero2all.tokenizer.chat import ChatTemplate, JsonObject, RenderedChat
+from zero2all.tokenizer.hf_directory import without_begin_token
 from zero2all.tokenizer.special_tokens import AllowSpecial, allowed_names, split_special
 from zero2all.tokenizer.tokenizer_json import read_tokenizer_json
 from zero2all.tokenizer.vocabulary import END_OF_TEXT, IM_END
@@ -63,7 +65,8 @@ class Tokenizer:
 
     def __getstate__(self) -> tuple[Any, ...]:
         """All that defines a tokenizer, so that a copy, also in another process, is built in the same safe way."""
-        return (self.directory, self._wanted_backend, self.json_bytes, self.chat_template, self._named_tokens)
+        chat = (self.chat_template, self._named_tokens, self._end_ids)
+        return (self.directory, self._wanted_backend, self.json_bytes, *chat)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.directory: Path = state[0]
@@ -71,11 +74,14 @@ class Tokenizer:
         self.json_bytes: bytes = state[2]
         self.chat_template: str | None = state[3]
         self._named_tokens: dict[str, str] = state[4]
+        self._end_ids: list[int] = state[5]
         definition = read_tokenizer_json(self.directory / "tokenizer.json", self.json_bytes)
         self.special_ids: dict[str, int] = definition.special_ids
+        self.control_ids: list[int] = definition.control_ids
         self.vocabulary = definition.text
         self.vocab_size = 1 + max([*self.vocabulary.ids.values(), *self.special_ids.values()])
-        self.fingerprint = sha256(self.json_bytes).hexdigest()
+        end = next(((name, id) for name, id in self.special_ids.items() if name == END_OF_TEXT), None)
+        self.fingerprint = sha256(without_begin_token(self.json_bytes, *end) if end else self.json_bytes).hexdigest()
 
     @property
     def eos_token_id(self) -> int:
@@ -89,10 +95,19 @@ class Tokenizer:
         )
 
     @property
+    def begin_token_id(self) -> int | None:
+        """What other programs begin a text with, by the post-processor; ``encode`` does not."""
+        processor = json.loads(self.json_bytes).get("post_processor") or {}
+        first = next(iter(processor.get("single") or []), None) if isinstance(processor, dict) else None
+        name = first.get("SpecialToken", {}).get("id") if isinstance(first, dict) else None
+        return self.special_ids.get(name) if isinstance(name, str) else None
+
+    @property
     def stop_token_ids(self) -> list[int]:
         """Where generation ends: with the document, or with a chat message where the vocabulary has such an end."""
         names = dict.fromkeys((END_OF_TEXT, IM_END, self._named_tokens.get("eos_token")))
-        return [self.special_ids[name] for name in names if name in self.special_ids]
+        own = [self.special_ids[name] for name in names if name in self.special_ids]
+        return list(dict.fromkeys([*own, *(id for id in self._end_ids if id < self.vocab_size)]))
 
     @cached_property
     def reference(self) -> HuggingFace:
@@ -192,7 +207,7 @@ class Tokenizer:
 
         >>> tokenizer.render_chat([{"role": "user", "content": "hello"}], add_generation_prompt=True)
         """
-        chat = self.split_chat(messages, tools, add_generation_prompt)
+        chat = self.split_chat(messages, tools, add_generation_prompt, mark_generated=False)
         ids: list[int] = self.encode_split(self.reference, [chat.parts])[0].tolist()
         return ids
 
@@ -201,12 +216,13 @@ class Tokenizer:
         messages: Sequence[JsonObject],
         tools: Sequence[JsonObject] | None = None,
         add_generation_prompt: bool = False,
+        mark_generated: bool = True,
     ) -> RenderedChat:
         """A conversation by the chat template, as text and special tokens, for ``encode_chats``."""
         if self.chat_template is None:
             raise Z2aError(f"the tokenizer in {self.directory} has no chat template")
         template = ChatTemplate(self.chat_template, frozenset(self.special_ids), self._named_tokens)
-        return template.render(messages, tools, add_generation_prompt)
+        return template.render(messages, tools, add_generation_prompt, mark_generated)
 
     @property
     def chat_fingerprint(self) -> str:
@@ -282,12 +298,16 @@ def _repair_surrogates(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def _chat_settings(directory: Path) -> tuple[str | None, dict[str, str]]:
-    """The chat template, and the named tokens that it may use, from Hugging Face's files."""
+def _chat_settings(directory: Path) -> tuple[str | None, dict[str, str], list[int]]:
+    """The chat template, the named tokens that it may use, and where generation ends, from Hugging Face's files."""
     path = directory / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {}
     template = directory / "chat_template.jinja"
-    return template.read_text("utf-8") if template.exists() else config.get("chat_template"), named_tokens(config)
+    source = template.read_text("utf-8") if template.exists() else config.get("chat_template")
+    generation = directory / "generation_config.json"
+    ends = (read_json(generation) if generation.exists() else {}).get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    return source, named_tokens(config), [id for id in ends if type(id) is int and id >= 0]
 
 
 def named_tokens(config: dict[str, Any]) -> dict[str, str]:

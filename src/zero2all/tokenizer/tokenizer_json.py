@@ -31,6 +31,9 @@ class TokenizerDefinition:
 
     text: TextVocabulary
     special_ids: dict[str, int]
+    control_ids: list[int]
+    """Those of them that a model writes only to end a text: not markers such as ``<think>``, which are declared to be
+    ordinary."""
 
 
 def read_tokenizer_json(path: Path, data: bytes) -> TokenizerDefinition:
@@ -52,7 +55,8 @@ def read_tokenizer_json(path: Path, data: bytes) -> TokenizerDefinition:
         raise unusable(path, f"{type(error).__name__}: {error}") from error
     if problem:
         raise unusable(path, problem)
-    return TokenizerDefinition(_text_vocabulary(definition, text_ids, special), special)
+    control = [token["id"] for token in definition["added_tokens"] if token.get("special", True) is not False]
+    return TokenizerDefinition(_text_vocabulary(definition, text_ids, special), special, control)
 
 
 def _token_ids(model: Json) -> dict[str, Any]:

@@ -19,7 +19,13 @@ CHAT_COLUMNS = [*COLUMNS, "others"]
 MAX_NAMES = 6  # special tokens in a message
 MAX_REASON_CHARACTERS = 200
 DESIRABLE, UNDESIRABLE = 1, 2  # what marks the tokens of an answer
-PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+PROBE = [
+    {"role": "system", "content": "first"},
+    {"role": "user", "content": "second"},
+    {"role": "assistant", "content": "third"},
+    {"role": "user", "content": "fourth"},
+    {"role": "assistant", "content": "fifth"},
+]
 
 
 @dataclass(frozen=True)
@@ -76,18 +82,31 @@ def _render_example(example: ChatExample, tokenizer: Tokenizer) -> list[tuple[Re
     return rendered
 
 
+def _render_probe(tokenizer: Tokenizer) -> tuple[list[dict[str, str]], list[str]]:
+    """A conversation of several turns and its parts; without a system message if the template takes none."""
+    try:
+        return PROBE, tokenizer.split_chat(PROBE).parts
+    except ChatTemplateError:
+        return PROBE[1:], tokenizer.split_chat(PROBE[1:]).parts
+
+
 def check_chat_template(tokenizer: Tokenizer, source: str) -> None:
     """Refuse a tokenizer that cannot mark the messages of a conversation, before anything is encoded."""
     problem = ""
     if tokenizer.chat_template is None:
         problem = "has no chat template"
-    elif not (markers := tokenizer.split_chat(PROBE).parts[1::2]):
-        problem = "has a chat template that writes no special token of the vocabulary"
+    else:
+        probe, parts = _render_probe(tokenizer)
+        markers, text = parts[1::2], "".join(parts)
+        if not markers:
+            problem = "has a chat template that writes no special token of the vocabulary"
+        elif dropped := [message["role"] for message in probe if message["content"] not in text]:
+            problem = f"has a chat template that drops messages of a conversation ({', '.join(dropped)})"
     if problem:
         names = ", ".join(list(tokenizer.special_ids)[:MAX_NAMES])
         raise Z2aError(
             f"source {source!r} holds conversations, but the tokenizer in {tokenizer.directory} {problem}: write a "
-            f"chat_template.jinja there that marks messages with its special tokens ({names}, ...), or train a "
+            f"chat_template.jinja there that marks every message with its special tokens ({names}, ...), or train a "
             "tokenizer with 'z2a tokenizer train RECIPE', which has a template"
         )
     end = next(name for name, id in tokenizer.special_ids.items() if id == tokenizer.eos_token_id)

@@ -6,16 +6,32 @@ The run record has the time of every step, start and stop, over all restarts; re
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from zero2all.track.record_lines import EventLine, RecordLine, StepLine, restart_step
+from zero2all.track.record_lines import (
+    MAX_LINE_BYTES,
+    RESTART_EVENTS,
+    EventLine,
+    InvalidLineError,
+    LineReader,
+    RecordLine,
+    StepLine,
+    is_number,
+    parse_record_line,
+    restart_step,
+)
+from zero2all.track.run_locations import RECORD_FILE, LocalRunLocation
 from zero2all.track.run_record import read_record_lines
 from zero2all.units import show_seconds
 
 LOST_TIME_CATEGORIES = ("start-up", "checkpoint stall", "evaluation", "recomputed steps", "hang", "failure")
+IDLE_EVENTS = ("stopped", "done")  # the time from here to the next start does not count
+MAX_BYTES_PER_REFRESH = 2 * MAX_LINE_BYTES  # at least a line, so that the rest of the record is reached
 
 
 @dataclass(frozen=True)
@@ -34,14 +50,9 @@ class GoodputReport:
 
 def compute_run_goodput(run: Path, ended: float | None = None) -> GoodputReport:
     """Goodput of a run directory: its record, and the hangs reported in ``failures``. ``ended`` is its end time."""
-    hangs = []
-    for path in sorted((run / "failures").glob("*.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        if report.get("kind") == "hang":
-            hangs.append(float(report["time"]))
     end = [] if ended is None else [EventLine("done", ended)]
-    record = run / "record.jsonl"
-    return compute_goodput(chain(read_record_lines(record) if record.exists() else (), end), hangs)
+    record = run / RECORD_FILE
+    return compute_goodput(chain(read_record_lines(record) if record.exists() else (), end), _hang_times(run))
 
 
 def compute_goodput(lines: Iterable[RecordLine], hangs: Iterable[float] = ()) -> GoodputReport:
@@ -52,11 +63,67 @@ def compute_goodput(lines: Iterable[RecordLine], hangs: Iterable[float] = ()) ->
     return meter.result()
 
 
+def count_restarts(events: Iterable[EventLine]) -> int:
+    """How often a run began again after a failure or hang, from its events alone."""
+    restarts, running = 0, False
+    for event in events:
+        if event.event in RESTART_EVENTS and event.details.get("startup") is not None:  # a rollback has none
+            restarts += running
+            running = True
+        elif event.event in IDLE_EVENTS:
+            running = False
+    return restarts
+
+
+class GoodputReader:
+    """Follows the goodput of a run on this machine. ``report`` is None until the whole record has been read.
+
+    >>> reader = GoodputReader(LocalRunLocation(Path("runs/first/run")))
+    >>> reader.refresh()
+    """
+
+    def __init__(self, location: LocalRunLocation) -> None:
+        self._location = location
+        self._reset()
+
+    def _reset(self) -> None:
+        self.report: GoodputReport | None = None
+        self._reader, self._meter = LineReader(), _GoodputMeter([])
+
+    def refresh(self) -> int:
+        """Read at most ``MAX_BYTES_PER_REFRESH`` more of the record. Returns how many bytes that were."""
+        size = self._location.file_sizes().get(RECORD_FILE, 0)
+        if size < self._reader.offset:  # the file was replaced
+            self._reset()
+        before, stop = self._reader.offset, min(size, self._reader.offset + MAX_BYTES_PER_REFRESH)
+        self._meter.hangs = _hang_times(self._location.directory) if stop > before else []
+        for _, _, raw in self._reader.read_lines(lambda *part: self._location.read(RECORD_FILE, *part), stop):
+            with suppress(InvalidLineError):  # z2a watch counts and reports it
+                self._meter.add_line(parse_record_line(raw))
+        if stop == size and (self.report is None or self._reader.offset > before):
+            self.report = self._meter.result()
+        return self._reader.offset - before
+
+
+def _hang_times(run: Path) -> list[float]:
+    """The times of the hangs in the failure reports. A file that is none is skipped."""
+    times = []
+    for path in sorted((run / "failures").glob("*.json")):
+        with suppress(OSError, ValueError, RecursionError):
+            if not path.is_file() or path.stat().st_size > MAX_LINE_BYTES:
+                continue
+            report = json.loads(path.read_bytes())
+            if isinstance(report, dict) and report.get("kind") == "hang" and is_number(report.get("time")):
+                times.append(float(report["time"]))
+    return times
+
+
 class _GoodputMeter:
     def __init__(self, hangs: list[float]) -> None:
         self.hangs = hangs
         self.seconds = dict.fromkeys(LOST_TIME_CATEGORIES, 0.0)
-        self.steps: dict[int, float] = {}  # seconds of each step that counts
+        # The steps that count and the seconds of each. Arrays: a dict of a million steps takes 100 MB.
+        self.steps, self.step_seconds = array("q"), array("d")
         self.restarts = 0
         self.recomputed_steps = 0
         self.accounted_until: float | None = None  # all time before this is accounted for
@@ -69,7 +136,8 @@ class _GoodputMeter:
             if "checkpoint_stall" in line.metrics:
                 self.seconds["checkpoint stall"] += self._since(line.time)
             elif "loss" in line.metrics:
-                self.steps[line.step] = self._since(line.time)
+                self.steps.append(line.step)
+                self.step_seconds.append(self._since(line.time))
         elif isinstance(line, EventLine):
             self._add_event(line, line.time)
 
@@ -78,7 +146,7 @@ class _GoodputMeter:
             self._begin(step, line.details.get("startup"), now)
         elif line.event == "evaluation":
             self.seconds["evaluation"] += self._since(now)
-        elif line.event in ("stopped", "done"):
+        elif line.event in IDLE_EVENTS:
             self.seconds["checkpoint stall"] += self._since(now)
             self.idle = True
 
@@ -94,9 +162,10 @@ class _GoodputMeter:
         elif self.accounted_until is None:
             self.accounted_until = started
         self.seconds["start-up" if startup is not None else "recomputed steps"] += self._since(now)
-        recomputed = [step for step in self.steps if step >= first_step]
-        self.recomputed_steps += len(recomputed)
-        self.seconds["recomputed steps"] += sum(self.steps.pop(step) for step in recomputed)
+        while self.steps and self.steps[-1] >= first_step:
+            self.steps.pop()
+            self.recomputed_steps += 1
+            self.seconds["recomputed steps"] += self.step_seconds.pop()
         self.idle = False
 
     def _since(self, now: float) -> float:
@@ -105,7 +174,7 @@ class _GoodputMeter:
         return self.accounted_until - before
 
     def result(self) -> GoodputReport:
-        productive = sum(self.steps.values())
+        productive = sum(self.step_seconds)
         wall = productive + sum(self.seconds.values())
         return GoodputReport(
             goodput=round(productive / wall, 4) if wall else None,

@@ -83,6 +83,8 @@ class RecordReader:
         self._reader = LineReader()
         self._indexer: Indexer | None = None
         self._cache: OrderedDict[RecordChunk, MetricTable] = OrderedDict()
+        self._newest_chunks: dict[str, RecordChunk] | None = None  # of each metric; None after chunks were discarded
+        self._newest_chunk_values: dict[RecordChunk, dict[str, float]] = {}
 
     def refresh(self, sizes: dict[str, int]) -> bool:
         """Read what was written since the last call. Returns whether there was anything."""
@@ -112,6 +114,42 @@ class RecordReader:
     def last_step(self) -> int | None:
         steps = [chunk.steps[1] for chunk in self.chunks[-1:]] + [line.step for line in self.tail_lines]
         return max(steps) if steps else None
+
+    @property
+    def last_time(self) -> float | None:
+        """Of the newest line, whatever it records."""
+        lines: list[StepLine | EventLine] = [*self.tail_lines, *self.events[-1:]]
+        times = [chunk.times[1] for chunk in self.chunks[-1:]] + [line.time for line in lines if line.time is not None]
+        return max(times, default=None)
+
+    def latest_values(self) -> dict[str, float]:
+        """The newest value of each metric, NaN and infinities included.
+
+        Reads the chunks that have them, at most ``MAX_RAW_BYTES``; of a chunk before those it gives the mean.
+        """
+        if self._newest_chunks is None:
+            self._newest_chunks = {}
+            for chunk in self.chunks:
+                self._newest_chunks.update(dict.fromkeys(chunk.names, chunk))
+        # The last one whatever its names are: a chunk is not listed for a metric that is NaN in all of its lines.
+        wanted = sorted({*self._newest_chunks.values(), *self.chunks[-1:]}, key=lambda chunk: chunk.byte_range)
+        known, self._newest_chunk_values, budget = self._newest_chunk_values, {}, MAX_RAW_BYTES
+        for chunk in reversed(wanted):
+            budget -= chunk.byte_range[1] - chunk.byte_range[0]
+            if chunk in known:
+                self._newest_chunk_values[chunk] = known[chunk]
+            elif budget >= 0:
+                lines = self._chunk_lines(chunk)
+                self._newest_chunk_values[chunk] = {
+                    name: value for line in lines for name, value in line.metrics.items()
+                }
+        values: dict[str, float] = {}
+        for chunk in wanted:
+            means = dict(zip(chunk.names, chunk.values[1].tolist(), strict=True))
+            values.update(self._newest_chunk_values.get(chunk, means))
+        for line in self.tail_lines:
+            values.update(line.metrics)
+        return values
 
     def table(self, names: list[str], first: float = -np.inf, last: float = np.inf, points: int = 10**9) -> MetricTable:
         """The metrics ``names`` of the steps in [first, last], downsampled to about ``points`` rows."""
@@ -187,6 +225,8 @@ class RecordReader:
                 RecordChunk(entry.at, entry.lines, entry.steps, entry.times, entry.names, values, truncated_at_step)
             )
             self.names.update(dict.fromkeys(entry.names))
+            if self._newest_chunks is not None:
+                self._newest_chunks.update(dict.fromkeys(entry.names, self.chunks[-1]))
 
     def _add_other_line(self, line: EventLine | LoggedLine, byte_range: ByteRange) -> None:
         if isinstance(line, LoggedLine):
@@ -198,6 +238,7 @@ class RecordReader:
 
     def _discard_from(self, step: int) -> None:
         """Discard the steps that a restart at ``step`` recomputes."""
+        self._newest_chunks = None
         self.tail_lines = [line for line in self.tail_lines if line.step < step]
         while self.chunks and self.chunks[-1].steps[0] >= step:
             self.chunks.pop()

@@ -150,25 +150,28 @@ class RunView:
 
     def validation_table(self, first: float = -math.inf, last: float = math.inf) -> MetricTable:
         """Bits per byte, one row per evaluation: ``validation/all``, then a column per source and per test set."""
-        rows = [
-            (event.step, event)
-            for event in self.events
-            if event.event == "evaluation" and "bits_per_byte" in event.details and event.step is not None
-        ]
+        rows = [(event.step, event) for event in self._validations() if event.step is not None]
         rows = [(step, event) for step, event in rows if first <= step <= last]
         by_name: dict[str, list[float]] = {}
         for number, (_, event) in enumerate(rows):
-            sources = event.details.get("sources", {})
-            by_source = {f"{name} (source)" if name == "all" else name: part for name, part in sources.items()}
-            tests = {f"{name} (test set)": part for name, part in event.details.get("test_sets", {}).items()}
-            for name, section in {"all": event.details, **by_source, **tests}.items():
-                column = by_name.setdefault(f"validation/{name}", [math.nan] * len(rows))
-                column[number] = section["bits_per_byte"]
+            for name, value in _validation_values(event).items():
+                by_name.setdefault(f"validation/{name}", [math.nan] * len(rows))[number] = value
         return MetricTable(
             np.array([step for step, _ in rows], dtype=np.float64),
             np.array([event.time or 0.0 for _, event in rows], dtype=np.float64),
             {name: np.array(column) for name, column in by_name.items()},
         )
+
+    def latest_validation(self) -> dict[str, float]:
+        """Bits per byte of the newest validation: of ``all``, of each source and of each test set."""
+        return next((_validation_values(event) for event in reversed(self._validations())), {})
+
+    def _validations(self) -> list[EventLine]:
+        return [
+            event
+            for event in self.events
+            if event.event == "evaluation" and "bits_per_byte" in event.details and event.step is not None
+        ]
 
     def eval_curves(self) -> list[EvalCurve]:
         """The evaluations of its checkpoints, without those that it abandoned when it resumed from an earlier one."""
@@ -264,6 +267,15 @@ class RunView:
 def error_message(error: Exception) -> str:
     """Why a run cannot be read or checked, in one line."""
     return str(error) if isinstance(error, Z2aError) else f"this is a bug in zero2all: {type(error).__name__}: {error}"
+
+
+def _validation_values(event: EventLine) -> dict[str, float]:
+    """Bits per byte by name: ``all``, then the sources and the test sets."""
+    sources, tests = event.details.get("sources", {}), event.details.get("test_sets", {})
+    by_source = {f"{name} (source)" if name == "all" else name: section for name, section in sources.items()}
+    by_test = {f"{name} (test set)": section for name, section in tests.items()}
+    sections = {"all": event.details, **by_source, **by_test}
+    return {name: section["bits_per_byte"] for name, section in sections.items()}
 
 
 def _last(column: Any) -> float | None:

@@ -1,15 +1,15 @@
 """The dashboard server: one local page that follows the given runs live.
 
 A browser cannot choose a path: runs are numbered, and the files of a run have fixed names. The server binds to loopback
-by default, and every API request needs the key in the page's address.
+by default, and every API request needs the key in the page's address. ``/metrics`` is for Prometheus.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import math
-import secrets
 import socket
 import threading
 import time
@@ -31,7 +31,9 @@ from starlette.routing import Route
 from zero2all.errors import Z2aError
 from zero2all.track.eval_record import EvalCurve
 from zero2all.track.experiment_record import find_experiments
+from zero2all.track.goodput import GoodputReader
 from zero2all.track.health_checks import HealthFinding, check_health
+from zero2all.track.prometheus import CONTENT_TYPE, RunSeries, exposition, run_series, unreadable_run
 from zero2all.track.record_lines import EventLine, LoggedLine, RecordLine, line_to_json, restart_step
 from zero2all.track.record_reader import Array, MetricTable
 from zero2all.track.run_locations import LocalRunLocation
@@ -44,6 +46,7 @@ REFRESH_SECONDS = 0.5  # between two refreshes of a run
 HEALTH_CHECK_SECONDS = 5.0
 DISCOVERY_SECONDS = 5.0  # between two searches for runs that have begun since
 KEEPALIVE_SECONDS = 10.0
+MAX_BYTES_PER_SCRAPE = 16 * 2**20  # of records, for the goodput of runs; one or two seconds
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -109,6 +112,9 @@ class LiveRun:
         self._findings: list[HealthFinding] = []
         self._last_health_check, self._failed = -math.inf, False
         self._summary: RunSummary | None = None
+        # Where the time went is in every line of the record, and a remote one is not read in full.
+        location = run.location
+        self._goodput = GoodputReader(location) if isinstance(location, LocalRunLocation) else None
         self.refresh()
 
     @property
@@ -128,6 +134,16 @@ class LiveRun:
                 if not failed or self.summary.status.trouble != message:
                     self._summary = replace(self.summary, status=replace(self.summary.status, trouble=message))
                     self.version += 1
+
+    def series(self, read_record: bool) -> tuple[RunSeries, int]:
+        """What ``/metrics`` has of this run, and how many bytes were read for its goodput if ``read_record``."""
+        with self.lock:
+            try:
+                read = self._goodput.refresh() if read_record and self._goodput is not None else 0
+                report = None if self._goodput is None else self._goodput.report
+                return run_series(self.run, self.summary.status, self._findings, report), read
+            except Exception:  # the other runs are still exported
+                return unreadable_run(self.run.name), 0
 
     def _update_summary(self, changed: bool) -> None:
         finished = self.run.ended is not None and not changed and self._summary is not None
@@ -204,6 +220,16 @@ class DashboardHandlers:
             except Z2aError as error:
                 return json_response({"error": str(error)})
 
+    def metrics(self, request: Request) -> Response:
+        """For Prometheus. Long records are read over several scrapes, each of which has a time limit."""
+        self._check(request)
+        runs, budget = [], MAX_BYTES_PER_SCRAPE
+        for live_run in list(self.runs):
+            series, read = live_run.series(read_record=budget > 0)
+            runs.append(series)
+            budget -= read
+        return Response(exposition(runs), media_type=CONTENT_TYPE, headers=HEADERS)
+
     def event_stream(self, request: Request) -> Response:
         self._check(request)
         return StreamingResponse(self._event_messages(), media_type="text/event-stream", headers=HEADERS)
@@ -235,7 +261,10 @@ class DashboardHandlers:
         return self.runs[number]
 
     def _check(self, request: Request) -> None:
-        if not secrets.compare_digest(request.query_params.get("key", "").encode(), self._key.encode()):
+        """The key is in the address, as for the page, or in the header ``Authorization: Bearer KEY``."""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        given = [request.query_params.get("key", ""), token.strip() if scheme.lower() == "bearer" else ""]
+        if not any(hmac.compare_digest(key.encode(), self._key.encode()) for key in given):
             raise HTTPException(403, "the address of the page ends in a key; use the one that 'z2a watch' printed")
 
 
@@ -277,6 +306,7 @@ def build_app(
         Route("/api/runs/{run:int}/facts", handlers.metadata),
         Route("/api/runs/{run:int}/documents", handlers.documents),
         Route("/api/stream", handlers.event_stream),
+        Route("/metrics", handlers.metrics),
     ]
     app = Starlette(routes=routes, lifespan=following, exception_handlers={UnreachableError: _unreachable})
     app.add_middleware(GZipMiddleware, minimum_size=10_000)

@@ -23,7 +23,8 @@ from lm_eval.models.huggingface import HFLM
 
 from zero2all.evals import open_target
 from zero2all.evals.lm_eval_model import Z2allLM
-from zero2all.train import Run, export_run
+from zero2all.export import export_run
+from zero2all.train import Run
 
 ITEMS = 200  # of each benchmark
 ROUNDS = 3

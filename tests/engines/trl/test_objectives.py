@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from tests.conftest import tiny_recipe
+from zero2all.export import export_adapter_of_run, export_run
 from zero2all.model import IGNORE_INDEX, Z2all, document_starts
 from zero2all.model.hf_weights import hf_names
 from zero2all.objectives import (
@@ -30,8 +31,7 @@ from zero2all.objectives import (
     preference_losses,
 )
 from zero2all.recipe.objective import DPORecipe, GRPORecipe, KTORecipe
-from zero2all.train import Run, export_run, train
-from zero2all.train.export import export_adapter_of_run
+from zero2all.train import Run, train
 
 TOLERANCE = 1e-5
 PAIRS = [  # prompt, chosen, rejected: ids of different lengths
@@ -345,7 +345,7 @@ def test_peft_computes_our_logits_with_our_adapter(
         expected = tuned.load_model()(tokens)
         adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
         assert (adapted(tokens).logits[..., : expected.shape[-1]] - expected).abs().max() < 1e-4
-        export_run(tuned, tmp_path / "merged", bf16=bf16)
+        export_run(tuned, tmp_path / "merged", dtype="bf16" if bf16 else "f32")
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
         difference = (merged(tokens).logits[..., : expected.shape[-1]] - expected).abs().max()
         # In bf16 no more than rounding the merged weights costs.

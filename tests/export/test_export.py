@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 
 from tests.conftest import tiny_recipe
 from zero2all.errors import UsageError, Z2aError
+from zero2all.export import export_run
+from zero2all.export.run_export import TOLERANCES, ExportDtype
 from zero2all.generation import SamplingParams, generate_batch
-from zero2all.train import Run, export_run, train
-from zero2all.train.export import TOLERANCE
+from zero2all.model.weights import WeightReader
+from zero2all.train import Run, train
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +27,14 @@ def run(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_exported_run_loads_in_transformers_without_our_code(run: Run, tmp_path: Path) -> None:
     result = export_run(run, tmp_path / "hf", check=True)
-    assert result["max_logit_difference"] <= TOLERANCE
+    assert result.max_difference is not None
+    assert result.max_difference <= TOLERANCES["hf"]
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {
+        "README.md",
         "chat_template.jinja",
         "config.json",
         "generation_config.json",
+        "loss.svg",
         "manifest.json",
         "model.safetensors",
         "tokenizer.json",
@@ -67,24 +73,40 @@ def test_transformers_generates_the_same_text(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_wrong_export_does_not_pass_the_check(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import zero2all.model.hf as hf
+    from zero2all.model.hf_weights import HFTensor
 
-    original = hf.hf_weights
+    original = HFTensor.read
 
-    def wrong(model: object) -> dict[str, torch.Tensor]:
-        weights = original(model)  # type: ignore[arg-type]
-        name = "model.layers.0.self_attn.q_proj.weight"
-        return {**weights, name: weights[name].flip(0)}
+    def wrong(tensor: HFTensor, weights: WeightReader) -> torch.Tensor:
+        values = original(tensor, weights)
+        return values.flip(0) if tensor.name == "model.layers.0.self_attn.q_proj.weight" else values
 
-    monkeypatch.setattr(hf, "hf_weights", wrong)
+    monkeypatch.setattr(HFTensor, "read", wrong)
     with pytest.raises(Z2aError, match="nothing was written"):
         export_run(run, tmp_path / "hf", check=True)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_an_export_that_computes_nan_does_not_pass_the_check(
+    dtype: ExportDtype, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zero2all.model.hf_weights import HFTensor
+
+    original = HFTensor.read
+
+    def wrong(tensor: HFTensor, weights: WeightReader) -> torch.Tensor:
+        values = original(tensor, weights)
+        return values * torch.nan if tensor.name == "model.norm.weight" else values
+
+    monkeypatch.setattr(HFTensor, "read", wrong)
+    with pytest.raises(Z2aError, match="the logits differ by nan"):
+        export_run(run, tmp_path / "hf", dtype=dtype, check=True)
+
+
 def test_bf16_export_halves_the_file(run: Run, tmp_path: Path) -> None:
     export_run(run, tmp_path / "a")
-    export_run(run, tmp_path / "b", bf16=True)
+    export_run(run, tmp_path / "b", dtype="bf16")
     full, half = ((tmp_path / name / "model.safetensors").stat().st_size for name in "ab")
     assert half < 0.6 * full
 
@@ -102,3 +124,24 @@ def test_only_an_export_is_overwritten(run: Run, tmp_path: Path) -> None:
 def test_a_step_without_a_checkpoint_is_reported(run: Run, tmp_path: Path) -> None:
     with pytest.raises(Z2aError, match="steps there: 4"):
         export_run(run, tmp_path / "hf", step=3)
+
+
+def test_what_is_published_names_no_path_and_no_service(workspace: Path, tmp_path: Path) -> None:
+    from zero2all.export.model_card import _without_private
+    from zero2all.track.eval_record import EvalLine, append_evals
+
+    out = tmp_path / "my_runs" / "of_mine"
+    base = tiny_recipe(workspace, f"out={tmp_path / 'base'}", "train.steps=2")
+    train(base)
+    recipe = tiny_recipe(workspace, f"out={out}", "train.steps=2", f"train.init={base.run_dir}")
+    train(recipe)
+    run = Run.open(recipe.run_dir)
+    line = {"kind": "probes", "suite": "s", "name": "n", "value": 0.5, "metric": "m", "better": "higher", "digest": "d"}
+    append_evals(run.directory, [EvalLine(**line, step=step, error=None, time=time.time()) for step in (1, 2)])
+    export_run(run, tmp_path / "hf", check=False)
+    for name in ("README.md", "manifest.json"):
+        assert str(tmp_path) not in (tmp_path / "hf" / name).read_text()
+    assert "| s | n |" in (tmp_path / "hf" / "README.md").read_text()
+    assert _without_private({"grpo": {"endpoint": "http://u:secret@host/v1", "loss": "dapo"}}) == {
+        "grpo": {"loss": "dapo"}
+    }

@@ -1,0 +1,106 @@
+"""z2a serve"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from zero2all.cli.conventions import Json, Result, command
+from zero2all.cli.eval_bench import Target
+from zero2all.cli.runs import CheckpointStep
+
+if TYPE_CHECKING:
+    from zero2all.evals.target import TargetLocation
+    from zero2all.model import Z2all
+
+KEY_VARIABLE = "Z2A_API_KEY"
+
+
+@command
+def serve(
+    target: Target,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. With 0.0.0.0 other machines can reach it.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0 picks a free port.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the model in the API. Default: the directory.")
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, max=1024, help="Requests to generate at the same time.")] = 8,
+    context: Annotated[
+        int, typer.Option(min=2, help="Maximum tokens of a prompt with its answer; each slot has memory for them.")
+    ] = 8192,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 4096,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a request may take.")] = 600.0,
+    dtype: Annotated[
+        Literal["auto", "f32", "bf16"],
+        typer.Option(help="Type of weights and cache. Default: bf16 on a GPU, else f32."),
+    ] = "auto",
+    step: CheckpointStep = None,
+    json: Json = False,
+) -> Result:
+    """Serve a model: OpenAI-compatible API and chat page.
+
+    Every request needs the key that is printed at the start, or the one in the environment variable Z2A_API_KEY.
+
+    Example: z2a serve runs/sft --port 8000
+    """
+    import secrets
+
+    from zero2all.console import say
+    from zero2all.errors import need
+    from zero2all.evals.target import find_target
+    from zero2all.units import show_bytes
+
+    need("starlette", "serve")
+    need("uvicorn", "serve")
+    from zero2all.export.run_export import begin_token
+    from zero2all.serve.api_answers import ServedModel
+    from zero2all.serve.app import ServerLimits, build_api
+    from zero2all.serve.engine import Engine
+    from zero2all.track.server import serve as run_server
+
+    found = find_target(target, step)
+    begin_id = begin_token(found.run) if found.run is not None else found.tokenizer.begin_token_id
+    served = ServedModel(name or _default_name(found), found.tokenizer, begin_id)
+    engine = Engine(_load(found, dtype), found.tokenizer, slots, max_waiting, context)
+    given = os.environ.get(KEY_VARIABLE)
+    key = given or secrets.token_urlsafe(24)
+    app = build_api(engine, served, key, ServerLimits(max_tokens=max_tokens, seconds=timeout))
+
+    def ready(bound: int) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        say(f"{served.name}: {slots} slots of {engine.context} tokens, a cache of {show_bytes(engine.cache_bytes)}")
+        if given:
+            say(f"API: http://{shown}:{bound}/v1, with the key in {KEY_VARIABLE}")
+            say(f"page: http://{shown}:{bound}/#key=...")
+        else:
+            say(f"API: http://{shown}:{bound}/v1, key {key}")
+            say(f"page: http://{shown}:{bound}/#key={key}")
+        say("Ctrl-C ends the server")
+
+    with suppress(KeyboardInterrupt):
+        run_server(app, host, port, ready)
+    stats = engine.stats
+    return Result(
+        {"requests": stats.requests, "completed": stats.completed, "generated_tokens": stats.generated_tokens},
+        f"{stats.completed} of {stats.requests} requests answered, {stats.generated_tokens} tokens generated",
+    )
+
+
+def _load(found: TargetLocation, dtype: str) -> Z2all:
+    import torch
+
+    model = found.load_merged_model()
+    if dtype == "bf16" or (dtype == "auto" and model.rotary_2SE.device.type == "cuda"):
+        for parameter in model.parameters():  # not the bias of experts, which decides between near ties
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def _default_name(found: TargetLocation) -> str:
+    return found.run.recipe.name if found.run is not None else found.directory.resolve().name

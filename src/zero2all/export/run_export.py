@@ -1,0 +1,187 @@
+"""``z2a export``: a checkpoint and its tokenizer for other programs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from zero2all.checkpoint.checkpoint_weights import CheckpointWeights
+from zero2all.console import say
+from zero2all.errors import UsageError, Z2aError
+from zero2all.export.gguf_file import GGUF_DTYPES, GGUFDtype, write_gguf
+from zero2all.export.model_card import write_model_card
+from zero2all.export.parity import llama_cpp_difference, transformers_difference
+from zero2all.io import atomic_dir, atomic_path, checksums, write_json, write_manifest
+from zero2all.model import Z2all, export_hf
+from zero2all.model.cost.model_size import count_parameters
+from zero2all.model.hf_config import ARCHITECTURES, hf_model_type
+from zero2all.model.lora import merge_adapters
+from zero2all.model.peft import export_adapter
+from zero2all.model.weights import MergedAdapters, WeightReader, unstored_weights
+from zero2all.tokenizer import Tokenizer
+from zero2all.tokenizer.hf_directory import begin_with_token
+from zero2all.train.run import Run, tokenizer_files
+
+KIND = "export"
+TOLERANCES = {"hf": 1e-4, "gguf": 1e-3}
+"""Of logits in transformers, and of log-probabilities in llama.cpp, in fp32."""
+ENGINES = {"hf": ("transformers", "transformers"), "gguf": ("llama.cpp", "xllamacpp")}
+"""The program that a format is compared in, and the package that has it."""
+HF_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+ExportFormat = Literal["hf", "gguf"]
+ExportDtype = GGUFDtype
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What was written, and how far it agrees with the run."""
+
+    out: str
+    """The directory, or the GGUF file in it."""
+    architecture: str
+    dtype: str
+    parameters: int
+    step: int
+    engine: str | None = None
+    """The program that it was compared in; None if it was not."""
+    max_difference: float | None = None
+    """Largest difference of logits (transformers) or log-probabilities (llama.cpp)."""
+
+
+def export_run(
+    run: Run,
+    out: Path,
+    step: int | None = None,
+    format: ExportFormat = "hf",
+    dtype: ExportDtype | None = None,
+    check: bool | None = None,
+) -> ExportResult:
+    """Write the newest (or a given) checkpoint to ``out``, one tensor or file at a time.
+
+    >>> export_run(Run.open("runs/first"), Path("runs/first/gguf"), format="gguf", dtype="q8_0")
+
+    With ``check``, only if transformers or llama.cpp computes the same; None: if that program is installed. Adapters
+    (``model.lora``) are merged into the weights. ``dtype`` is f32 by default, f16 for GGUF.
+    """
+    dtype = dtype or ("f32" if format == "hf" else "f16")
+    if dtype not in (HF_DTYPES if format == "hf" else GGUF_DTYPES):
+        raise UsageError(f"{dtype} is for --format gguf; --format hf takes {', '.join(HF_DTYPES)}")
+    check = _can_check(format, check)
+    step, tokenizer, begin_id = run.valid_step(step), run.tokenizer(), begin_token(run)
+    weights: WeightReader = CheckpointWeights(run.checkpoints.path(step))
+    if weights.config.lora is not None:
+        weights = MergedAdapters(weights)
+    unstored_weights(weights)  # raises an error if one is missing that cannot be
+    architecture = ARCHITECTURES[hf_model_type(weights.config)]
+    with atomic_dir(out, KIND) as partial:
+        if format == "hf":
+            written = partial
+            _write_hf(weights, tokenizer, partial, HF_DTYPES[dtype], begin_id)
+        else:
+            written = partial / f"{run.recipe.name}-{dtype}.gguf"
+            write_gguf(written, weights, tokenizer, dtype, run.recipe.name, begin_id)
+        result = ExportResult(
+            out="" if format == "hf" else written.name,
+            architecture=architecture,
+            dtype=dtype,
+            parameters=count_parameters(weights.config).total,
+            step=step,
+            engine=ENGINES[format][0] if check else None,
+            max_difference=_difference(run, step, written, format, dtype, begin_id) if check else None,
+        )
+        write_model_card(run, result, weights.config, partial)
+        write_manifest(partial, KIND, {**_provenance(run), "result": asdict(result), "files": checksums(partial)})
+    return replace(result, out=str(out / result.out))
+
+
+def _provenance(run: Run) -> dict[str, object]:
+    """What the export is of; without paths, since exports are published."""
+    identity = run.identity()
+    return {"run": asdict(replace(identity, init=identity.init and Path(identity.init).name))}
+
+
+def begin_token(run: Run) -> int | None:
+    """The token that a prompt begins with: in pretraining a document follows an end-of-text token, and in fine-tuning
+    a conversation begins with what the chat template writes."""
+    return None if run.recipe.train.objective.is_chat else run.tokenizer().eos_token_id
+
+
+def _can_check(format: ExportFormat, check: bool | None) -> bool:
+    engine, package = ENGINES[format]
+    if check and importlib.util.find_spec(package) is None:
+        raise Z2aError(f"--check runs {engine}: pip install {package}")
+    if check is None:
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            say(f"not compared with {engine}, which is not installed: pip install {package}, or --no-check")
+            return False
+        except Exception as error:  # installed, and of no use on this system
+            say(f"not compared with {engine}, which cannot be imported ({error})")
+            return False
+    return check is not False
+
+
+def _write_hf(weights: WeightReader, tokenizer: Tokenizer, out: Path, dtype: torch.dtype, begin_id: int | None) -> None:
+    export_hf(weights, out, tokenizer.stop_token_ids, dtype, begin_id=begin_id)
+    _copy_tokenizer(tokenizer, out, begin_id)
+
+
+def _copy_tokenizer(tokenizer: Tokenizer, out: Path, begin_id: int | None) -> None:
+    """The files of the tokenizer, which says whether text begins with a token."""
+    for path in tokenizer_files(tokenizer):
+        shutil.copy(path, out / path.name)
+    names = {id: name for name, id in tokenizer.special_ids.items()}
+    name = None if begin_id is None else names[begin_id]
+    with atomic_path(out / "tokenizer.json") as path:
+        path.write_bytes(begin_with_token(tokenizer.json_bytes, name, begin_id))
+    config = out / "tokenizer_config.json"
+    values = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    begin = {} if name is None else {"bos_token": name}
+    write_json(config, {**values, **begin, "add_bos_token": begin_id is not None})
+
+
+def _difference(
+    run: Run,
+    step: int,
+    written: Path,
+    format: ExportFormat,
+    dtype: ExportDtype,
+    begin_id: int | None,
+) -> float:
+    """How far another program is from our model; an error if it should be nothing."""
+    model, tokenizer = _merged_model(run, step), run.tokenizer()
+    compare = transformers_difference if format == "hf" else llama_cpp_difference
+    difference = compare(model, tokenizer, written, begin_id)
+    if not math.isfinite(difference) or (dtype == "f32" and difference > TOLERANCES[format]):
+        what = "logits" if format == "hf" else "log-probabilities"
+        raise Z2aError(f"nothing was written: in {ENGINES[format][0]} the {what} differ by {difference:.2e}")
+    return difference
+
+
+def _merged_model(run: Run, step: int) -> Z2all:
+    model = run.load_model(step)
+    merge_adapters(model)
+    return model
+
+
+def export_adapter_of_run(run: Run, out: Path, step: int | None = None, dtype: ExportDtype = "f32") -> str:
+    """Write the adapters of a run (``model.lora``) to ``out`` in PEFT's format, with the tokenizer. Returns the path
+    of the base model."""
+    if dtype not in HF_DTYPES:
+        raise UsageError(f"adapters are written in {', '.join(HF_DTYPES)}")
+    model, tokenizer, init = run.load_model(step), run.tokenizer(), run.initial_weights()
+    with atomic_dir(out, KIND) as partial:
+        base = init.path if init is not None else ""
+        export_adapter(model, partial, base, HF_DTYPES[dtype])
+        _copy_tokenizer(tokenizer, partial, begin_token(run))
+        write_manifest(partial, KIND, {**_provenance(run), "files": checksums(partial)})
+    return base

@@ -1,0 +1,268 @@
+"""Answers in OpenAI's format."""
+
+from __future__ import annotations
+
+import codecs
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero2all.generation.decoder import TextPiece, TokenLogprobs
+from zero2all.generation.text_stream import overlap
+from zero2all.serve.api_requests import ApiRequest, ChatRequest, CompletionRequest
+from zero2all.serve.tool_calls import ToolCall, parse_tool_calls
+from zero2all.tokenizer import Tokenizer
+from zero2all.tokenizer.vocabulary import TOOL_CALL
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a server needs to know of a model besides its weights."""
+
+    name: str
+    tokenizer: Tokenizer
+    begin_id: int | None
+    """The token that a text begins with, as in training."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class OffsetCounter:
+    """Where each token begins in the text, in characters. A character of several tokens begins with the first."""
+
+    def __init__(self) -> None:
+        self._decoder, self._characters = codecs.getincrementaldecoder("utf-8")("replace"), 0
+
+    def next(self, data: bytes) -> int:
+        before = self._characters
+        self._characters += len(self._decoder.decode(data))
+        return before
+
+
+@dataclass
+class Choice:
+    """One answer to a request, as far as it was generated."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    """When it is complete, with the token that ended it."""
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sent: int = 0
+    """Characters of the text that a stream has sent."""
+    is_begun: bool = False
+    """Whether a stream has sent a part of it, and the prompt with it."""
+    offsets: OffsetCounter = field(default_factory=OffsetCounter)
+
+
+@dataclass(frozen=True)
+class AnswerHeader:
+    """What every part of an answer repeats."""
+
+    id: str
+    model: str
+    object: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def wrap(self, choices: list[Json], usage: Json | None = None) -> Json:
+        head = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        return {**head, "choices": choices, **({} if usage is None else {"usage": usage})}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> Json:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+class TokenTexts:
+    """Tokens as text in reports of log-probabilities."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes = tokenizer.token_bytes
+
+    def text(self, token: int) -> str:
+        """A part of a character is written as its bytes, so that different tokens are different texts."""
+        data = self._bytes[token] if token < len(self._bytes) else b""
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def chat(self, logprobs: Sequence[TokenLogprobs]) -> Json:
+        """``logprobs`` of ``/v1/chat/completions``."""
+        return {
+            "content": [
+                {
+                    **self._entry(one.token, one.logprob),
+                    "top_logprobs": [self._entry(token, logprob) for token, logprob in one.top],
+                }
+                for one in logprobs
+            ]
+        }
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        return {"token": self.text(token), "logprob": logprob, "bytes": list(self._bytes[token])}
+
+    def completion(self, first: int | None, logprobs: Sequence[TokenLogprobs], offsets: OffsetCounter) -> Json:
+        """``logprobs`` of ``/v1/completions``. ``first`` is a token that nothing comes before."""
+        tokens = [*([] if first is None else [first]), *(one.token for one in logprobs)]
+        nothing: list[None] = [] if first is None else [None]
+        return {
+            "tokens": [self.text(token) for token in tokens],
+            "token_logprobs": [*nothing, *(one.logprob for one in logprobs)],
+            "top_logprobs": [
+                *nothing,
+                *({self.text(token): logprob for token, logprob in one.top} for one in logprobs),
+            ],
+            "text_offset": [offsets.next(self._bytes[token]) for token in tokens],
+        }
+
+
+def message(content: str, calls: Sequence[ToolCall]) -> Json:
+    found: Json = {"role": "assistant", "content": content or (None if calls else "")}
+    if calls:
+        found["tool_calls"] = tool_calls(calls)
+    return found
+
+
+def tool_calls(calls: Sequence[ToolCall], numbered: bool = False) -> list[Json]:
+    return [
+        {
+            **({"index": number} if numbered else {}),
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for number, call in enumerate(calls)
+    ]
+
+
+def add_piece(choice: Choice, piece: TextPiece) -> None:
+    choice.text += piece.text
+    choice.logprobs += piece.logprobs
+    choice.prompt_logprobs += piece.prompt_logprobs
+    if piece.completion is not None:
+        choice.token_ids, choice.finish_reason = piece.completion.tokens, piece.completion.finish_reason
+
+
+class Answer:
+    """How the choices of a request become JSON: as a whole, or in parts."""
+
+    kind, prefix = "", ""
+
+    def __init__(self, served: ServedModel, texts: TokenTexts, body: ApiRequest, prompt_tokens: int) -> None:
+        self._served, self._texts, self._prompt_tokens = served, texts, prompt_tokens
+        self._wants_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._header = AnswerHeader(f"{self.prefix}-{secrets.token_hex(12)}", served.name, self.kind)
+
+    def whole(self, choices: list[Choice]) -> Json:
+        raise NotImplementedError
+
+    def begin(self) -> list[Json]:
+        return []
+
+    def parts(self, choice: Choice, piece: TextPiece) -> list[Json]:
+        """After ``add_piece``: what a stream sends of it."""
+        raise NotImplementedError
+
+    def end(self, choices: list[Choice]) -> list[Json]:
+        return [self._header.wrap([], self._usage(choices))] if self._wants_usage else []
+
+    def _usage(self, choices: list[Choice]) -> Json:
+        return usage(self._prompt_tokens, sum(len(choice.token_ids) for choice in choices))
+
+
+class CompletionAnswer(Answer):
+    kind, prefix = "text_completion", "cmpl"
+
+    def __init__(
+        self, served: ServedModel, texts: TokenTexts, body: CompletionRequest, prompts: list[list[int]]
+    ) -> None:
+        super().__init__(served, texts, body, sum(map(len, prompts)))
+        self._prompts, self._without_text, self._per_prompt = prompts, body.max_tokens == 0, body.n or 1
+        self._echo, self._logprobs = bool(body.echo), body.logprobs is not None
+        self._token_ids = bool(body.return_token_ids)
+        given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        self._echoed = [one if isinstance(one, str) else served.tokenizer.decode(prompt)
+                        for one, prompt in zip(given, prompts, strict=False)]  # fmt: skip
+
+    def whole(self, choices: list[Choice]) -> Json:
+        return self._header.wrap([self._choice(choice, choice) for choice in choices], self._usage(choices))
+
+    def parts(self, choice: Choice, piece: TextPiece) -> list[Json]:
+        new = Choice(choice.index, piece.text, [], choice.finish_reason, piece.logprobs, piece.prompt_logprobs)
+        return [self._header.wrap([self._choice(choice, new)])]
+
+    def _choice(self, choice: Choice, new: Choice) -> Json:
+        """What is ``new`` of a choice: all of it, or a part."""
+        place = choice.index // self._per_prompt
+        text, own, first = ("", [], None) if self._without_text else (new.text, new.logprobs, None)
+        if self._echo and not choice.is_begun:
+            text, first = self._echoed[place] + text, self._prompts[place][0]
+        choice.is_begun = True
+        logprobs = None
+        if self._logprobs:
+            logprobs = self._texts.completion(first, [*new.prompt_logprobs, *own], choice.offsets)
+        reason = "length" if self._without_text and choice.finish_reason else choice.finish_reason
+        found: Json = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {**found, "token_ids": [] if self._without_text else choice.token_ids} if self._token_ids else found
+
+    def _usage(self, choices: list[Choice]) -> Json:
+        return usage(self._prompt_tokens, 0) if self._without_text else super()._usage(choices)
+
+
+class ChatAnswer(Answer):
+    kind, prefix = "chat.completion", "chatcmpl"
+
+    def __init__(
+        self, served: ServedModel, texts: TokenTexts, body: ChatRequest, prompt: list[int], has_tools: bool
+    ) -> None:
+        super().__init__(served, texts, body, len(prompt))
+        self._logprobs, self._has_tools, self._choices = bool(body.logprobs), has_tools, body.n or 1
+        if body.stream:
+            self._header = AnswerHeader(self._header.id, self._header.model, "chat.completion.chunk")
+
+    def whole(self, choices: list[Choice]) -> Json:
+        found = []
+        for choice in choices:
+            content, calls = parse_tool_calls(choice.text) if self._has_tools else (choice.text, [])
+            content = content.strip() if calls else content
+            found.append(
+                {
+                    "index": choice.index,
+                    "message": message(content, calls),
+                    "logprobs": self._texts.chat(choice.logprobs) if self._logprobs else None,
+                    "finish_reason": "tool_calls" if calls else choice.finish_reason,
+                }
+            )
+        return self._header.wrap(found, self._usage(choices))
+
+    def begin(self) -> list[Json]:
+        return [self._part(place, {"role": "assistant", "content": ""}, None, None) for place in range(self._choices)]
+
+    def parts(self, choice: Choice, piece: TextPiece) -> list[Json]:
+        """What is before a call of a tool goes out at once; the calls at the end, when they are complete."""
+        visible, calls = choice.text, list[ToolCall]()
+        if self._has_tools and choice.finish_reason is not None:
+            visible, calls = parse_tool_calls(choice.text)
+        elif self._has_tools:
+            visible = choice.text.partition(TOOL_CALL)[0]
+            visible = visible[: len(visible) - overlap(visible, TOOL_CALL)]
+        delta: Json = {"content": visible[choice.sent :]} if len(visible) > choice.sent else {}
+        choice.sent = max(choice.sent, len(visible))
+        if calls:
+            delta["tool_calls"] = tool_calls(calls, numbered=True)
+        logprobs = self._texts.chat(piece.logprobs) if self._logprobs else None
+        reason = "tool_calls" if calls else choice.finish_reason
+        return [self._part(choice.index, delta, logprobs, reason)] if delta or logprobs or reason else []
+
+    def _part(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
+        return self._header.wrap([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])

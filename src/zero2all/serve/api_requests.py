@@ -1,0 +1,153 @@
+"""Bodies of requests in OpenAI's format, with limits. Unknown fields are ignored, as OpenAI's server does."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+
+MAX_STOPS = 16
+MAX_CHOICES = 16
+MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 10_000
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+Unsupported = Literal[0] | None
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class ApiRequest(BaseModel):
+    """What all requests to generate have."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str = ""
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    """0 and -1 are off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @field_validator("presence_penalty", "frequency_penalty", "logit_bias")
+    @classmethod
+    def _refuse(cls, value: object) -> object:
+        if value:
+            raise ValueError("is not supported; use repetition_penalty")
+        return value
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None
+
+
+class CompletionRequest(ApiRequest):
+    """``/v1/completions``"""
+
+    prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(max_length=128)]
+    max_tokens: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    """As in vLLM: the ids of what was generated, as ``token_ids`` of a choice. Not in streams."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+
+class JsonSchema(BaseModel):
+    name: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+    def to_template(self) -> dict[str, Any]:
+        """Arguments as an object, which templates write as JSON; clients send them as a text."""
+        arguments = self.arguments
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                parsed = json.loads(arguments)
+                arguments = parsed if isinstance(parsed, dict) else arguments
+        return {"name": self.name, "arguments": arguments}
+
+
+class MessageToolCall(BaseModel):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": call.function.to_template()} for call in self.tool_calls
+            ]
+        return message
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class ChatRequest(ApiRequest):
+    """``/v1/chat/completions``"""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    response_format: ResponseFormat | None = None
+
+
+class TokenizeRequest(BaseModel):
+    """``/tokenize``: a text or messages."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    """Whether a text begins with the token that it begins with in training, if there is one."""
+
+
+class DetokenizeRequest(BaseModel):
+    """``/detokenize``"""
+
+    model: str = ""
+    tokens: list[TokenId]

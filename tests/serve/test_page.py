@@ -1,0 +1,122 @@
+"""The chat page in a real browser. Z2A_SCREENSHOTS=DIR keeps pictures; Z2A_SCREENSHOT_RUN=RUN shows that model."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.servers import KEY, Served, serve, wait_until_idle
+from tests.track.browser import browser
+from zero2all.serve.api_answers import ServedModel
+from zero2all.serve.engine import Engine
+from zero2all.train import Run
+
+pytestmark = pytest.mark.slow
+NASTY = "<img src=x onerror=\"document.title='broken'\">"
+PHONE, DESKTOP = (390, 844), (1200, 800)
+
+
+@pytest.fixture(scope="module")
+def shown(server: Served) -> Iterator[Served]:
+    if "Z2A_SCREENSHOT_RUN" not in os.environ:
+        yield server
+        return
+    run = Run.open(os.environ["Z2A_SCREENSHOT_RUN"])
+    engine = Engine(run.load_model(), run.tokenizer(), rows=2, max_waiting=8)
+    with serve(engine, ServedModel(run.recipe.name, run.tokenizer(), None)) as served:
+        yield served
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Any]:
+    with browser(tmp_path / "profile") as opened:
+        yield opened
+
+
+def until(page: Any, script: str, seconds: float = 120.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := page.execute_script(script)):
+        assert time.monotonic() < end, f"never true: {script}\n{page.find_element('tag name', 'body').text}"
+        time.sleep(0.05)
+    return found
+
+
+def picture(page: Any, name: str) -> None:
+    if folder := os.environ.get("Z2A_SCREENSHOTS"):
+        page.save_screenshot(str(Path(folder) / f"{name}.png"))
+
+
+def write(page: Any, text: str) -> None:
+    page.find_element("id", "text").send_keys(text + "\n")
+
+
+def answered(page: Any, count: int) -> None:
+    until(
+        page, f"return document.querySelectorAll('.note').length === {count} && !document.getElementById('send').hidden"
+    )
+
+
+@pytest.mark.parametrize(("language", "size"), [("en", DESKTOP), ("zh", PHONE)])
+def test_a_conversation(page: Any, shown: Served, language: str, size: tuple[int, int]) -> None:
+    page.set_window_size(*size)
+    page.get(f"{shown.url}/#key={KEY}&lang={language}")
+    until(page, f"return document.title === '{shown.model.name}'")
+    assert KEY not in page.current_url
+    assert page.execute_script("return document.documentElement.lang") == language
+    picture(page, f"empty-{language}")
+    page.execute_script("document.getElementById('max_tokens').value = 40")
+    questions = {"en": ["Tell me a story.", NASTY], "zh": ["讲一个故事。", NASTY]}[language]
+    for count, question in enumerate(questions, 1):
+        write(page, question)
+        answered(page, count)
+    assert (
+        page.execute_script("return [...document.querySelectorAll('.user')].map(one => one.textContent)") == questions
+    )
+    assert page.title == shown.model.name
+    assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+    picture(page, f"chat-{language}")
+    page.find_element("id", "language").click()
+    other = {"en": "新对话", "zh": "New chat"}[language]
+    assert page.find_element("id", "reset").text == other
+    page.find_element("id", "reset").click()
+    assert page.execute_script("return document.querySelectorAll('.message').length") == 0
+    assert [line for line in page.get_log("browser") if line["level"] == "SEVERE"] == []
+
+
+def test_an_answer_can_be_stopped_and_frees_its_slot(
+    page: Any, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = server.engine._decoder.step
+    monkeypatch.setattr(server.engine._decoder, "step", lambda: (time.sleep(0.1), step())[1])  # 40 s in all
+    page.get(f"{server.url}/#key={KEY}")
+    until(page, "return document.title === 'tiny'")
+    page.execute_script(
+        "document.getElementById('max_tokens').value = 400; document.getElementById('temperature').value = 2"
+    )
+    write(page, "a long answer")
+    until(page, "return document.getElementById('send').hidden")
+    page.find_element("id", "stop").click()
+    until(page, "return !document.getElementById('send').hidden")
+    wait_until_idle(server.engine)
+
+
+def test_without_the_key_it_says_where_the_key_is(page: Any, server: Served) -> None:
+    page.get(f"{server.url}/#lang=en")
+    assert "z2a serve" in until(page, "return document.querySelector('.error')?.textContent")
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_cannot_be_framed(server: Served) -> None:
+    import httpx
+
+    answer = httpx.get(server.url, trust_env=False)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe-inline'; script" not in policy
+    assert "http" not in answer.text.replace("http-equiv", "")
+    assert KEY not in answer.text
