@@ -35,7 +35,11 @@ SIGNATURES: dict[str, list[str] | None] = {
     "torch._C._distributed_c10d.Store": None,
     "torch._C._distributed_c10d.TCPStore": None,
     "torch._C._distributed_c10d._dump_fr_trace_json": None,
+    "torch._C._distributed_c10d._dump_nccl_trace_json": None,
     "torch._C._distributed_c10d.set_debug_level": None,
+    "torch.distributed.distributed_c10d._resolve_process_group": None,
+    "torch.nn.attention.varlen._varlen_attn": None,
+    "torch.nn.attention.varlen._varlen_attn_backward": None,
     "torch._foreach_copy_": None,
     "torch._foreach_mul_": None,
     "torch._foreach_norm": None,
@@ -45,6 +49,7 @@ SIGNATURES: dict[str, list[str] | None] = {
     "torch._higher_order_ops.wrap.inductor_compiled_code": None,
     "torch._inductor.config": None,
     "torch.distributed._functional_collectives.all_gather_single_autograd": ["self", "gather_dim", "group"],
+    "torch.distributed._symmetric_memory.enable_symm_mem_for_group": ["group_name"],
     "torch.distributed._functional_collectives.all_to_all_single_autograd": [
         "self", "output_split_sizes", "input_split_sizes", "group",
     ],
@@ -74,7 +79,14 @@ SIGNATURES: dict[str, list[str] | None] = {
     "torch.utils.checkpoint._CachingTorchDispatchMode": ["policy_fn", "storage"],
     "torch.utils.checkpoint._is_compiling": ["func", "args", "kwargs"],
 }  # fmt: skip
-ATTRIBUTES = {"_fsdp_param_groups", "_orig_size", "_pcontext", "_remaining_restarts", "_timeout"}  # used below
+ATTRIBUTES = {
+    "_fsdp_param_groups",
+    "_micro_pipeline_tp",
+    "_orig_size",
+    "_pcontext",
+    "_remaining_restarts",
+    "_timeout",
+}  # used below
 OF_OTHER_LIBRARIES = {
     "os._exit", "atexit._run_exitfuncs", "pool._processes", "cast(Any, zipfile)._EndRecData", "entry._entry_p",
 }  # fmt: skip
@@ -180,7 +192,7 @@ def test_own_and_public_names_are_not_found() -> None:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_private_api_is_there(name: str) -> None:
-    if name.endswith("ProcessGroupNCCL") and not dist.is_nccl_available():
+    if "nccl" in name.lower() and not dist.is_nccl_available():
         pytest.skip("this build of torch has no NCCL")
     found, expected = _resolve(name), SIGNATURES[name]
     if expected is not None:
@@ -243,8 +255,11 @@ def test_nccl_group(tmp_path: Path) -> None:
     torch_private.nccl_group(store, 0, 1, timedelta(seconds=10))
 
 
-def test_flight_recorder_is_json() -> None:
-    assert isinstance(json.loads(torch_private.dump_flight_recorder()), dict)
+def test_flight_recorders_are_json() -> None:
+    dumps = torch_private.dump_flight_recorders()
+    assert dumps
+    assert all(isinstance(json.loads(dump), dict) for dump in dumps)
+    assert len(dumps) == 1 + torch.distributed.is_nccl_available()
 
 
 def test_foreach() -> None:
@@ -281,6 +296,7 @@ def test_compiler_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         compiler.activation_memory_budget = before
     assert torch_private.compiled_region_options() == {"wrap_inductor_compiled_regions": True}
     assert not torch_private.is_compiling(None, (), {})
+    assert _resolve("torch._inductor.config")._micro_pipeline_tp is False  # set only on a GPU
 
 
 def test_operations_saved_by_name_are_operations_of_this_torch() -> None:
@@ -311,8 +327,11 @@ def test_meshes_and_shards() -> None:
         tensor = distribute_tensor(torch.zeros(5, 3), flat, [Shard(0)])
         assert isinstance(tensor, DTensor)
         assert torch_private.local_shape_and_offset(tensor) == ((2, 3), (0, 0))
-        rows = [torch_private.local_shape_at(tensor.shape, flat.shape, (rank,), tensor.placements) for rank in range(4)]
-        assert rows == [(2, 3), (2, 3), (1, 3), (0, 3)]
+        shards = [
+            torch_private.local_shape_and_offset_at(tensor.shape, flat.shape, (rank,), tensor.placements)
+            for rank in range(4)
+        ]
+        assert shards == [((2, 3), (0, 0)), ((2, 3), (2, 0)), ((1, 3), (4, 0)), ((0, 3), (5, 0))]
         wrapped = torch_private.dtensor_like(tensor, torch.ones(2, 3, device="meta"))
         assert (wrapped.shape, wrapped.placements) == (tensor.shape, tensor.placements)
         assert wrapped.to_local().device.type == "meta"

@@ -1,12 +1,43 @@
-"""Environment variables that the launcher sets for its workers."""
+"""Environment variables: those that the launcher sets for its workers, and those that torch reads for CUDA."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 AGENT_DIR_VARIABLE = "Z2A_AGENT_DIR"  # where the agent of this node looks for heartbeats and stack dumps
 STORE_VARIABLE = "Z2A_STORE"  # endpoint of the store that the agents share
 JOB_SECRET_VARIABLE = "Z2A_JOB_SECRET"
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+RECORDER_ENTRIES = "4096"  # collectives of a few steps: with FSDP a layer has three for each micro-batch
+DUMP_FILE_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
+
+
+def cuda_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables to add to an environment, unless the user has set them.
+
+    Sequences of different lengths and gathered weights of different sizes fragment the memory of a GPU; expandable
+    segments grow in place of new ones. The flight recorder holds what a hang is explained with.
+    """
+    settings = {}
+    if not any(name in environment for name in ALLOCATOR_VARIABLES):
+        settings[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    if not any(name in environment for name in RECORDER_VARIABLES):
+        settings[RECORDER_VARIABLES[0]] = RECORDER_ENTRIES
+    return settings
+
+
+def set_cuda_environment() -> None:
+    """For this process and its children; call it before torch is imported, or at least before CUDA is used."""
+    os.environ.update(cuda_settings(os.environ))
+
+
+def set_dump_file(prefix: str) -> None:
+    """Where torch writes the flight recorder of each rank if a collective runs into its timeout, as it does if no
+    launcher ends a hang before. Its default is the temporary directory, which a container loses."""
+    os.environ.setdefault(DUMP_FILE_VARIABLE, prefix)
 
 
 def has_agent() -> bool:

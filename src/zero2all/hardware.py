@@ -6,7 +6,9 @@ import functools
 import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -109,9 +111,37 @@ def pick_device(wanted: str) -> torch.device:
         raise UsageError("train.device is cuda, but torch sees no GPU here; use train.device=auto")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = _rank_device()
     torch.cuda.set_device(device)
     return device
+
+
+def on_current_device(target: Callable[[], None]) -> Callable[[], None]:
+    """``target`` for a new thread, which then works on the CUDA device of the thread that calls this.
+
+    A new thread starts on device 0: its first CUDA call, even one that pins memory, would create a context there, with
+    hundreds of MB of GPU 0 for each rank.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return target
+    device = torch.cuda.current_device()
+
+    def run() -> None:
+        torch.cuda.set_device(device)
+        target()
+
+    return run
+
+
+def use_rank_device() -> None:
+    """For a thread that was started before the rank chose its device; does nothing if it never used CUDA."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(_rank_device())
+
+
+def _rank_device() -> torch.device:
+    """The GPU that the launcher assigned to this rank."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _pick_mps() -> torch.device:
@@ -120,6 +150,13 @@ def _pick_mps() -> torch.device:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("train.device=mps is for one process: no collective runs on it; use 'z2a train'")
     return torch.device(MPS)
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on the device. To a GPU without a host sync: from pinned memory."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def fp64_device(device: torch.device) -> torch.device:
@@ -152,6 +189,12 @@ def set_deterministic(on: bool, wanted: str) -> None:
             f"unset it, or set {CUBLAS_VARIABLE}={CUBLAS_DETERMINISTIC[0]}"
         )
     os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_DETERMINISTIC[0])
+
+
+def wants_compile(wanted: bool | Literal["auto"], device: torch.device) -> bool:
+    """What a recipe's ``train.compile`` means on a device: auto compiles on CUDA. On a CPU it gains little, and the
+    compiler takes longer than a short run."""
+    return device.type == "cuda" if wanted == "auto" else wanted
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

@@ -8,6 +8,7 @@ Only what ``import torch`` loads anyway, or in milliseconds, is imported at the 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,27 @@ def compiled_region_options() -> dict[str, Any] | None:
     return {region: True} if hasattr(inductor, region) else None
 
 
+def enable_micro_pipeline_tp(group: dist.ProcessGroup) -> None:
+    """Overlap of matrix products with the collectives of a group (async TP), in torch.compile. Tested with 2.13. No
+    public one."""
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # Deprecated as not needed any more, but still needed by this pass (pytorch/pytorch#193027).
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
+
+
+def emulate_precision_casts() -> None:
+    """Let compiled code round where eager code does, which rowwise float8 relies on (pytorch/pytorch#150859). Tested
+    with 2.13. No public one."""
+    import torch._inductor.config as inductor
+
+    inductor.emulate_precision_casts = True
+
+
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Several dimensions of a mesh as one. Tested with 2.13. No public one."""
     return mesh._flatten(name)
@@ -127,6 +149,42 @@ def all_to_all_autograd(
     return all_to_all_single_autograd(tensor, receive, send, group)
 
 
+def process_group_by_name(name: str) -> dist.ProcessGroup:
+    """The group that operations name, which take no group itself. Tested with 2.13. No public one."""
+    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
+
+    group: dist.ProcessGroup = _resolve_process_group(GroupName(name))
+    return group
+
+
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, sequences: tuple[Tensor, Tensor, int, int], is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp [H, tokens] of torch.nn.attention.varlen, whose public function has no backward pass for a
+    part of the keys. Sequences: cu_q, cu_k, max_q, max_k. Tested with 2.13."""
+    import torch.nn.attention.varlen  # defines the operation
+
+    window = [-1, 0 if is_causal else -1]
+    out, lse, _ = torch.ops.torch_attn._varlen_attn(
+        q, k, v, *sequences, is_causal, None, window, q.shape[1] != k.shape[1]
+    )
+    return out, lse
+
+
+def varlen_backward(
+    tensors: Sequence[Tensor], lse: Tensor, sequences: tuple[Tensor, Tensor, int, int], is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from grad, q, k, v and out. Tested with 2.13. Public as varlen_forward is."""
+    import torch.nn.attention.varlen  # defines the operation
+
+    unused = torch.zeros(2, dtype=torch.uint64, device=lse.device)  # random state of a dropout of 0
+    window = [-1, 0 if is_causal else -1]
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+        *tensors, lse, *sequences, is_causal, unused, None, window
+    )
+    return gradients
+
+
 def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and first index of this rank's shard, also if it is empty. Tested with 2.13. No public one."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -134,16 +192,13 @@ def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int,
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
-def local_shape_at(
+def local_shape_and_offset_at(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
-) -> tuple[int, ...]:
-    """Shape of the shard of the rank at a coordinate of a mesh. Tested with 2.13. No public one."""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and first index of the shard of the rank at a coordinate of a mesh. Tested with 2.13. No public one."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-    local, _ = _compute_local_shape_and_global_offset(
-        tuple(shape), tuple(mesh_shape), coordinate.__getitem__, placements
-    )
-    return local
+    return _compute_local_shape_and_global_offset(tuple(shape), tuple(mesh_shape), coordinate.__getitem__, placements)
 
 
 def dtensor_like(tensor: DTensor, shard: Tensor) -> DTensor:
@@ -170,7 +225,8 @@ def fsdp_param_groups(module: nn.Module) -> list[Any]:
     public one."""
     from torch.distributed.fsdp import FSDPModule
 
-    states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
+    # Modules that were sharded together have one state.
+    states = dict.fromkeys(part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule))
     return [group for state in states for group in state._fsdp_param_groups]
 
 
@@ -225,12 +281,17 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
-def dump_flight_recorder() -> bytes:
-    """The collectives of this rank as JSON, also of gloo. Tested with 2.13. No public one."""
+def dump_flight_recorders() -> list[bytes]:
+    """The collectives of this rank as JSON: those of NCCL in builds with CUDA, and those of gloo, which other recorders
+    keep. Tested with 2.13. No public one."""
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
-    dump: bytes | str = _dump_fr_trace_json()
-    return dump if isinstance(dump, bytes) else dump.encode()
+    dumps: list[bytes | str] = [_dump_fr_trace_json()]
+    if dist.is_nccl_available():
+        from torch._C._distributed_c10d import _dump_nccl_trace_json  # type: ignore[attr-defined]
+
+        dumps.insert(0, _dump_nccl_trace_json())
+    return [dump if isinstance(dump, bytes) else dump.encode() for dump in dumps]
 
 
 def worker_context(agent: LocalElasticAgent) -> SubprocessContext | None:

@@ -23,10 +23,12 @@ ON_TWO = (
     "PP 2 zbv",
     "CP 2 gather",
     "CP 2 ulysses",
+    "CP 2 ring",
     "EP 2",
 )
 ON_FOUR = ("HSDP 2x2, accumulated", "FSDP 2 x TP 2", "TP 2 x PP 2", "EP 2 x FSDP 2")
 HARD, MUON = training_setup("SGD, document mask, full checkpointing"), training_setup("Muon")
+MUON_FP32 = training_setup("Muon in fp32")
 
 
 def chosen(*names: str) -> list[ParityCase]:
@@ -44,7 +46,7 @@ def check(names: tuple[str, ...], *setups: TrainingSetup, detail: bool = True) -
 @pytest.mark.slow
 @pytest.mark.long
 def test_two_ranks_equal_one_process() -> None:
-    check(ON_TWO, HARD, MUON)
+    check(ON_TWO, HARD, MUON, MUON_FP32)
 
 
 @pytest.mark.slow
@@ -54,12 +56,12 @@ def test_tied_and_width_transfer_equal_one_process() -> None:
 
 @pytest.mark.long
 def test_four_ranks_equal_one_process() -> None:
-    check(ON_FOUR, HARD)
+    check(ON_FOUR, HARD, MUON_FP32)
 
 
 @pytest.mark.slow
 def test_copies_equal_one_process() -> None:
-    check(("DDP 2, accumulated",), training_setup("SGD"), detail=False)
+    check(("DDP 2, accumulated",), training_setup("SGD"), MUON_FP32, detail=False)
 
 
 def test_every_choice_of_a_recipe_is_in_the_table() -> None:

@@ -64,6 +64,7 @@ def test_after_a_crash_only_the_jobs_without_a_value_are_repeated(
     assert "new processes repeat 2 of 4 runs" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.long
 def test_a_second_crash_is_an_error(tmp_path: Path) -> None:
     crashes = tmp_path / "crashes"
     crashes.write_text("first\nsecond")

@@ -361,7 +361,8 @@ def test_values_travel_between_the_agents_and_the_ranks(cluster: Cluster) -> Non
 
 
 def test_hundreds_of_nodes_join(server: RendezvousServer) -> None:
-    settings, count = RendezvousSettings((200,)), 200
+    count = 200
+    settings = RendezvousSettings((count,), dead_after=PATIENCE)  # these clients send no heartbeats
     clients = [RendezvousClient(server.endpoint, SECRET, patience=PATIENCE) for _ in range(count)]
     for number, client in enumerate(clients):
         own = OwnNode(f"10.0.{number // 100}.{number % 100 + 1}", pid=1, procs=8)

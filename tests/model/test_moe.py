@@ -123,11 +123,12 @@ def test_the_gradient_has_the_balance_loss_and_the_value_has_not() -> None:
 def test_the_bias_moves_towards_the_idle_and_is_saved() -> None:
     model = make(moe={**EXPERTS, "load_balancing": "bias", "bias_update_rate": 0.01}).train()
     part = model.layers[0].mlp
+    before = part.bias.clone()
     model(some_tokens(), targets_BS=some_tokens())
     load = part.load.clone()
     assert load.sum() == 2 * 80
     model.update_expert_bias()
-    assert torch.equal(part.bias, 0.01 * torch.sign(20.0 - load))
+    assert torch.equal(part.bias, before + 0.01 * torch.sign(20.0 - load))
     assert not part.load.any()
     names = [name for name in model.state_dict() if name.endswith("bias")]
     assert names == [f"layers.{n}.mlp.bias" for n in range(3)]

@@ -191,11 +191,12 @@ def _flash_attn_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
         return out.transpose(1, 2)
 
     def varlen(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor, max_seqlen: int, __: int, **more: Any
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, of_keys: Tensor, max_seqlen: int, __: int, **more: Any
     ) -> Tensor:
         sizes = cu_seqlens.diff()
+        assert torch.equal(cu_seqlens, of_keys)
         assert cu_seqlens.dtype == torch.int32
-        assert int(sizes.max()) == max_seqlen
+        assert int(sizes.max()) <= max_seqlen
         documents = [x.split(sizes.tolist()) for x in (q, k, v)]
         return torch.cat([dense(*(x[None] for x in part), **more)[0] for part in zip(*documents, strict=True)])
 
@@ -313,3 +314,18 @@ def test_nothing_optional_is_imported_before_it_is_chosen() -> None:
     code = "import sys, zero2all.model; print([n for n in ('liger_kernel', 'flash_attn') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weight_of_a_norm_has_the_type_of_its_input(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch's CUDA kernel, which keeps the input and one number a row, is not used."""
+    types: list[tuple[torch.dtype, torch.dtype]] = []
+    rms_norm = torch.nn.functional.rms_norm
+
+    def recorded(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        types.append((x.dtype, weight.dtype))
+        return rms_norm(x, shape, weight, eps)
+
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", recorded)
+    OPS["norm"]["torch"].load()(torch.randn(3, 8, dtype=dtype), torch.ones(8), 1e-5)
+    assert types == [(dtype, dtype)]

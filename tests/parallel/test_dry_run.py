@@ -56,9 +56,14 @@ def test_the_gradient_that_accumulation_holds_is_counted() -> None:
     every = memory(micro)
     assert every.parameters == every.gradients == total  # 4 bytes over 4 ranks
     assert every.optimizer == 2 * total
-    assert to_json(every) == {**asdict(every), "total": sum(asdict(every).values())}
+    assert every.gradients_between_micro_batches == total
+    between = "gradients_between_micro_batches"
+    parts = [size for name, size in asdict(every).items() if name != between]  # which are in the others
+    assert to_json(every) == {**asdict(every), "total": sum(parts)}
     assert memory(micro, last).unsharded_gradients == every.unsharded_gradients + 4 * total
+    assert memory(micro, last).gradients_between_micro_batches == 4 * total
     assert memory(last) == memory(), "one micro-batch: nothing to accumulate"
+    assert memory().gradients_between_micro_batches == 0
     # Copies are not sharded, so nothing is gathered: autocast casts all but embedding and norms.
     copies = memory(micro, "parallel={dp_replicate: 4, dp_shard: 1}")
     assert (copies.gradients, copies.unsharded_gradients) == (4 * total, 0)
@@ -70,10 +75,17 @@ def test_gathered_weights_are_counted_where_they_are_kept() -> None:
     kept = memory("parallel.reshard_after_forward=never")
     assert kept.gathered_weights == 2 * total
     assert memory("parallel.reshard_after_forward=never", "train.precision=fp32").gathered_weights == 4 * total
-    ends = 2 * (2 * 8192 + 1) * 64  # embedding, head, last norm
-    block = (kept.gathered_weights - ends) // 4
-    assert memory("parallel.reshard_after_forward=always").gathered_weights == ends + 2 * block
-    assert memory("parallel.reshard_after_forward=2").gathered_weights == ends + 3 * block
+    embedding, head = 2 * 8192 * 64, 2 * (8192 + 1) * 64  # the head with the last norm
+    block = (kept.gathered_weights - embedding - head) // 4
+    assert memory("parallel.reshard_after_forward=always").gathered_weights == head + block
+    assert memory("parallel.reshard_after_forward=auto").gathered_weights == head + block
+    assert memory("parallel.reshard_after_forward=2").gathered_weights == head + block + (embedding + 3 * block) // 2
+    # A tied embedding is needed from the first lookup to the last product.
+    tied = memory("model.tie_word_embeddings=true")
+    assert tied.gathered_weights == head + 2 * block
+    assert tied.unsharded_gradients == (4 + 2) * head // 2
+    # One unit in fp32 is reduced while the gradient of the next is computed.
+    assert memory().unsharded_gradients == (4 + 2) * head // 2
     # A pipeline keeps the weights of its stages, cut by tp.
     shown = dry_run(parse_recipe(SMALL, ["parallel={pp: 2, tp: 2}"]), 8)
     for stage in shown.stages:

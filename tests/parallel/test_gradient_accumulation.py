@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
+from zero2all.parallel.dry_run import dry_run
 from zero2all.parallel.gradient_accumulation import fsdp_param_groups
-from zero2all.recipe import ModelConfig, MoeConfig, ParallelRecipe
+from zero2all.recipe import ModelConfig, MoeConfig, ParallelRecipe, Recipe
 
 RANKS, MICROS, LENGTH, VOCAB = 4, 4, 16, 128
 
@@ -25,6 +27,8 @@ RANKS, MICROS, LENGTH, VOCAB = 4, 4, 16, 128
 class Held:
     between: list[float]
     """Bytes of gradient between micro-batches, per parameter of the unsharded part of the model."""
+    most: int
+    """The same in all, at most."""
     dtypes: set[torch.dtype]
     reduce_scatters: float
     all_reduces: float
@@ -114,7 +118,8 @@ def accumulate(sizes: dict[str, Any], moe: bool, dtype: torch.dtype, one: dict[s
         for name, p in parallel_model.model.named_parameters()
     )
     number = sum(group.mesh_info.shard_mesh_size > 1 or sizes.get("dp_shard") == 1 for group in groups(parallel_model))
-    return Held(between, dtypes, counts["reduce_scatter_single"] / number, counts["all_reduce"] / number, off)
+    most = round(max(between) * unsharded)
+    return Held(between, most, dtypes, counts["reduce_scatter_single"] / number, counts["all_reduce"] / number, off)
 
 
 def alone(samples: int, moe: bool) -> dict[str, Tensor]:
@@ -141,6 +146,19 @@ CASES: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
 }
 
 
+def stated(name: str, mode: str) -> list[int]:
+    """The bytes between micro-batches that ``z2a parallel show`` states, for the ranks of each pipeline rank."""
+    sizes, moe, _ = CASES[name]
+    batch = MICROS * shape_of(sizes).dp * LENGTH
+    train = {"steps": 1, "seq_len": LENGTH, "batch_tokens": batch, "micro_batch_tokens": LENGTH, "precision": "fp32"}
+    parallel = {**sizes, "gradient_sync": mode}
+    model = config(moe).model_dump()
+    recipe = Recipe.model_validate({"model": {**model, "vocab_size": None}, "train": train, "parallel": parallel})
+    recipe = recipe.model_copy(update={"model": config(moe)})  # with a vocabulary smaller than any tokenizer's
+    stages = dry_run(recipe, RANKS, torch.device("cpu")).stages
+    return [stage.memory.gradients_between_micro_batches for stage in stages]
+
+
 def shape_of(sizes: dict[str, Any]) -> ParallelDims:
     return ParallelDims.from_recipe(ParallelRecipe(**sizes), RANKS)
 
@@ -149,9 +167,9 @@ def buffers_sent() -> int:
     """How often DDP broadcasts buffers in two steps of two micro-batches."""
     recipe = ParallelRecipe(dp_replicate=RANKS, dp_shard=1)
     mesh = ParallelMesh(ParallelDims.from_recipe(recipe, RANKS), torch.device("cpu"))
-    parallel_model = ParallelModel(config(moe=True), recipe, mesh, seed=3)
     sent: list[None] = []
     patch = pytest.MonkeyPatch()
+    parallel_model = ParallelModel(config(moe=True), recipe, mesh, seed=3)
     original = DistributedDataParallel._sync_buffers  # type: ignore[attr-defined]
     patch.setattr(DistributedDataParallel, "_sync_buffers", lambda ddp: (sent.append(None), original(ddp)))
     tokens = torch.randint(0, VOCAB, (2, LENGTH + 1))
@@ -161,9 +179,36 @@ def buffers_sent() -> int:
     return len(sent)
 
 
+def gathered_ahead() -> dict[str, list[bool]]:
+    """With experts on their ranks: whether a block finds the next one being gathered, in forward and in backward; and
+    whether the embedding is gathered in backward."""
+    recipe = ParallelRecipe(ep=2)
+    mesh = ParallelMesh(ParallelDims.from_recipe(recipe, RANKS), torch.device("cpu"))
+    parallel_model = ParallelModel(config(moe=True), recipe, mesh, seed=3)
+    seen: dict[str, list[bool]] = {"forward": [], "backward": [], "embedding": []}
+
+    def note(where: str, module: torch.nn.Module) -> Callable[..., None]:
+        def call(*_: object) -> None:
+            own = [group.is_unsharded or group._all_gather_result is not None for group in fsdp_param_groups(module)]
+            seen[where].append(all(own))
+
+        return call
+
+    blocks = list(parallel_model.model.layers.children())
+    for block, following in pairwise(blocks):
+        block.self_attn.register_forward_pre_hook(note("forward", following))
+    for block, following in pairwise(reversed(blocks)):
+        block.mlp.register_full_backward_pre_hook(note("backward", following))
+    blocks[0].self_attn.register_full_backward_pre_hook(note("embedding", parallel_model.model.embed_tokens))
+    tokens = torch.randint(0, VOCAB, (1, LENGTH + 1))
+    for _ in range(2):
+        parallel_model.forward_backward(tokens[:, :-1], tokens[:, 1:], divisor=1)
+    return seen
+
+
 def everything(
     references: dict[tuple[int, bool], dict[str, Tensor]],
-) -> tuple[dict[tuple[str, str], Held], int]:
+) -> tuple[dict[tuple[str, str], Held], int, dict[str, list[bool]]]:
     found = {}
     for name, (sizes, moe, modes) in CASES.items():
         one = references[MICROS * shape_of(sizes).dp, moe]
@@ -171,18 +216,22 @@ def everything(
             found[name, mode] = accumulate({**sizes, "gradient_sync": mode}, moe, torch.float32, one)
         if "zbv" in name or name == "FSDP 4":
             found[name, "bf16"] = accumulate(sizes, moe, torch.bfloat16, one)
-    return found, buffers_sent()
+    return found, buffers_sent(), gathered_ahead()
 
 
 @pytest.mark.slow
 def test_between_micro_batches_a_rank_holds_the_gradient_of_its_shards_only() -> None:
     references = {(MICROS * dp, moe): alone(MICROS * dp, moe) for dp in (2, 4) for moe in (False, True)}
-    for rank, (found, broadcasts) in enumerate(run_ranks(RANKS, everything, references, seconds=240)):
+    shown = {(name, mode): stated(name, mode) for name, (_, _, modes) in CASES.items() for mode in modes}
+    for rank, (found, broadcasts, ahead) in enumerate(run_ranks(RANKS, everything, references, seconds=240)):
+        assert ahead == {"forward": [True] * 6, "backward": [True] * 6, "embedding": [False] * 2}
         assert broadcasts == 0, "buffers are the same on every rank: each fills or computes its own"
         for (name, mode), held in found.items():
             sizes, where = shape_of(CASES[name][0]), f"{name}, {mode}, rank {rank}: {held}"
             assert len(held.between) >= MICROS - 1, where
             assert held.dtypes == {torch.float32}, where
+            between = shown[name, "every" if mode == "bf16" else mode][rank * sizes.pp // RANKS]
+            assert held.most == pytest.approx(between, rel=0.05), where
             assert held.off < (2e-2 if mode == "bf16" else 1e-5), where
             if sizes.ep == 1:  # else experts are on one rank alone anyway
                 unsharded = 4.0 if mode == "last" else 4 / sizes.dp_shard

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero2all.errors import RecipeError, UsageError
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
+from zero2all.parallel import mesh as mesh_module
 from zero2all.parallel.pipeline_parallel import layer_costs, split_layers, stage_indices_of_rank
+from zero2all.parallel.tensor_parallel import enable_async_tp
 from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
 
 BASE = """
@@ -53,6 +57,8 @@ def test_dims_that_do_not_fit_name_the_remedy(recipe: dict[str, int], world: int
     ("override", "message"),
     [
         ("parallel.tp=3", "must divide model.num_attention_heads"),
+        ("parallel.async_tp=true", "set parallel.tp above 1"),
+        ("parallel={tp: 2, sp: false, async_tp: true}", "parallel.sp=true"),
         ("parallel.tp=8", "must divide model.num_key_value_heads"),
         ("parallel.pp=8", "8 pipeline stages need as many layers"),
         ("parallel={pp: 4, schedule: zbv}", "set parallel.schedule=1f1b"),
@@ -68,7 +74,7 @@ def test_dims_that_do_not_fit_name_the_remedy(recipe: dict[str, int], world: int
         ("parallel.cp=64", "multiple of 2 x parallel.cp"),
         ("parallel={cp: 8, cp_attention: ulysses}", "set parallel.cp_attention=allgather"),
         ("parallel.ep=2", "the model has no experts"),
-        ("parallel.activation_checkpointing=budget", "set train.compile=true"),
+        ("parallel={pp: 2, schedule: zbv, activation_checkpointing: budget}", "cannot split a compiled backward"),
         ("parallel={dp_replicate: auto}", "only one of dp_replicate and dp_shard can be auto"),
     ],
 )
@@ -130,3 +136,24 @@ def test_each_stage_is_on_one_rank() -> None:
         held = [number for rank in range(4) for number in stage_indices_of_rank(recipe, rank)]
         assert sorted(held) == list(range(4 * recipe.stages_per_rank))
     assert stage_indices_of_rank(ParallelRecipe(pp=4, schedule="zbv"), 0) == [0, 7]
+
+
+@pytest.mark.parametrize(("device", "bound"), [("cuda:1", "cuda:1"), ("cpu", None)])
+def test_nccl_connects_when_the_group_is_joined(
+    device: str, bound: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[dict[str, Any]] = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(mesh_module, "tcp_store_from_env", lambda timeout: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **more: joined.append(more))
+    monkeypatch.setattr(mesh_module, "init_device_mesh", lambda *args, **more: None)
+    ParallelMesh.init_distributed(ParallelRecipe(), torch.device(device))
+    assert [more["device_id"] for more in joined] == [None if bound is None else torch.device(bound)]
+
+
+@pytest.mark.parametrize(
+    ("device", "compile", "message"), [("cpu", True, "needs a GPU"), ("cuda:0", False, "train.compile=true")]
+)
+def test_async_tp_says_what_it_needs(device: str, compile: bool, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        enable_async_tp(cast(DeviceMesh, None), torch.device(device), compile)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,21 @@ def test_in_every_parallel_layout_the_ranks_read_the_global_order_and_nothing_tw
             union = [row for slot in sorted(slices) for row in slices[slot]]
             assert union == hashes(read_batch(plan, step)), sizes
             assert len(set(union)) == 10
+
+
+def test_batches_are_pinned_on_the_device_of_the_rank(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning creates a CUDA context on the current device of the thread, which a new thread has as 0."""
+    chosen: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.get_ident())))
+    readers: list[int] = []
+    monkeypatch.setattr(
+        "zero2all.train.data_loader.read_batch",
+        lambda *args: (readers.append(threading.get_ident()), read_batch(*args))[1],
+    )
+    with DataLoader(plan, first_step=3) as loader:
+        assert len(list(loader)) == 2
+        loader.seek(4)
+        assert len(list(loader)) == 1
+    assert chosen == [(3, readers[0]), (3, readers[-1])]

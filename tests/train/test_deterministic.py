@@ -50,7 +50,7 @@ def model(**ops: str) -> ModelConfig:
 
 
 def test_auto_skips_kernels_that_are_not_deterministic() -> None:
-    assert choose_kernels(model(), CUDA, deterministic=False)["attention"].form == "flex"
+    assert choose_kernels(model(), CUDA, deterministic=False)["attention"].form == "sdpa"
     chosen = choose_kernels(model(), CUDA, deterministic=True)["attention"]
     assert chosen.form == "sdpa"
     assert "same bits" in chosen.others["flex"]
@@ -67,7 +67,7 @@ def test_a_nondeterministic_kernel_is_refused_with_both_remedies() -> None:
 
 
 def test_flash_attn_uses_its_deterministic_backward(flash_attn: list[dict[str, Any]]) -> None:
-    assert choose_kernels(model(), CUDA, deterministic=True)["attention"].form == "flash"
+    assert choose_kernels(model(attention="flash"), CUDA, deterministic=True)["attention"].form == "flash"
     backend = OPS["attention"]["flash"].load()
     q = torch.zeros(1, 2, 4, 8)
     masks = [backend.mask_for(starts, 4, None, q.device) for starts in (None, torch.zeros(1, 4, dtype=torch.int32))]

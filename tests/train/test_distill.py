@@ -18,11 +18,12 @@ from tests.ranks import on_ranks
 from zero2all.corpus import build_corpus
 from zero2all.errors import RecipeError
 from zero2all.evals import evaluate_bpb
+from zero2all.export import export_run
 from zero2all.model.ops.cross_entropy import HeadConfig
 from zero2all.model.ops.soft_loss import likeliest_tokens, soft_cross_entropy
 from zero2all.recipe import ParallelRecipe, Recipe
 from zero2all.tokens import build_tokens
-from zero2all.train import Run, export_run, train
+from zero2all.train import Run, train
 from zero2all.train.teacher import Teacher
 
 
@@ -155,6 +156,6 @@ def test_other_weights_at_the_same_path_are_another_teacher(workspace: Path, tea
     recipe = student(workspace, teacher, tmp_path / "out", place, "train.steps=1")
     train(recipe)
     shutil.rmtree(tmp_path / "hf")
-    export_run(teacher, tmp_path / "hf", bf16=True)
+    export_run(teacher, tmp_path / "hf", dtype="bf16")
     train(recipe.model_copy(update={"run": "again"}))
     assert len(list((tmp_path / "out" / "teacher").iterdir())) == 2

@@ -204,3 +204,26 @@ def test_four_ranks_train_as_one(grpo: Recipe, parallel: dict[str, int], tmp_pat
         for run in (recipe, several)
     )
     assert one == pytest.approx(four, abs=1e-4)
+
+
+def test_answers_may_come_from_a_server(grpo: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the initial weights: there is no gap at the first step, and a growing one after."""
+    pytest.importorskip("uvicorn", reason="the server is not installed")
+    from tests.serve.servers import KEY, serve
+    from zero2all.serve.api_answers import ServedModel
+    from zero2all.serve.engine import Engine
+
+    assert grpo.train.init is not None
+    base = Run.open(grpo.train.init)
+    engine = Engine(base.load_model(), base.tokenizer(), rows=8, max_waiting=256)
+    monkeypatch.setenv("Z2A_API_KEY", KEY)
+    with serve(engine, ServedModel("base", base.tokenizer(), None)) as server:
+        recipe = elsewhere(grpo, tmp_path / "run", endpoint=f"{server.url}/v1", endpoint_model="base")
+        train(recipe)
+        wrong = elsewhere(grpo, tmp_path / "wrong", endpoint=f"{server.url}/v1", endpoint_model="other")
+        with pytest.raises(Z2aError, match="HTTP 404"):
+            train(wrong)
+    gaps = [values["sampler_gap"] for values in steps_of(recipe).values()]
+    assert gaps[0] < 1e-4
+    assert gaps[-1] > 1e-3
+    assert engine.stats.completed > 0

@@ -1,18 +1,25 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.model import Z2all
 from zero2all.parallel import ParallelDims, ParallelMesh
 from zero2all.parallel.parallel_model import ParallelModel
 from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe
+from zero2all.train import muon as muon_module
 from zero2all.train.muon import Muon, newton_schulz
-from zero2all.train.optimizer import Lion, build_optimizers, set_learning_rate
+from zero2all.train.optimizer import MUON_DTYPES, Lion, build_optimizers, set_learning_rate
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd"])
@@ -96,54 +103,121 @@ def test_newton_schulz_brings_the_singular_values_of_every_expert_near_1() -> No
     assert values.max() < 1.3
 
 
-def _error_against_full_matrices(sizes: dict[str, int], moe: bool) -> float:
+@dataclass(frozen=True)
+class MuonOnMesh:
+    error: float
     """Largest difference of two steps on shards from two on full tensors, as a fraction of the learning rate."""
+    collectives: float
+    """In a step, for each parameter group and mesh dimension."""
+    share: float
+    """Elements that this rank orthogonalized, as a fraction of those of the model."""
+
+
+def _compare_with_full_matrices(sizes: dict[str, int], moe: bool, dtype: Literal["bf16", "fp32"]) -> MuonOnMesh:
+    intermediate = 52 if sizes.get("tp") == 4 else 50  # which leaves uneven shards
     config = ModelConfig(
-        hidden_size=32, intermediate_size=48,
+        hidden_size=32, intermediate_size=intermediate,
         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=16, vocab_size=64,
         moe=MOE if moe else None,
     )  # fmt: skip
-    parallel, recipe = ParallelRecipe(**sizes), OptimizerRecipe(name="muon", muon_lr=0.01)
+    parallel, recipe = ParallelRecipe(**sizes), OptimizerRecipe(name="muon", muon_lr=0.01, muon_dtype=dtype)
     mesh = ParallelMesh(ParallelDims.from_recipe(parallel, 4), torch.device("cpu"))
     parallel_model = ParallelModel(config, parallel, mesh, seed=0)
-    muon = build_optimizers(parallel_model.model, recipe, parallel_model.param_groups)[1]
+    build = functools.partial(build_optimizers, parallel_model.model, recipe, parallel_model.param_groups)
+    muon = build(replicas=parallel_model.ddp_group)[1]
     ours = [parameter for group in muon.param_groups for parameter in group["params"]]
-    assert all(isinstance(parameter, DTensor) for parameter in ours)
     assert sum(parameter.dim() == 3 for parameter in ours) == (3 if moe else 0)
-    theirs = [torch.nn.Parameter(parameter.full_tensor().detach()) for parameter in ours]
-    reference = Muon(theirs, lr=0.01, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+    theirs = [torch.nn.Parameter(full(parameter)) for parameter in ours]
+    settings = {"lr": 0.01, "momentum": recipe.momentum, "weight_decay": recipe.weight_decay}
+    reference = Muon(theirs, **settings, dtype=MUON_DTYPES[dtype])
     set_learning_rate([muon], recipe, lr_multiplier=1.0)
     tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(0))
     first, last = mesh.sample_range(8)
+    calls, orthogonalized = [], []
     for _ in range(2):
         parallel_model.model.zero_grad()
         parallel_model.forward_backward(tokens[first:last, :-1], tokens[first:last, 1:], divisor=8 * 16)
-        for parameter, full in zip(ours, theirs, strict=True):
-            full.grad = parameter.grad.full_tensor()
-        muon.step()
+        for parameter, copy_ in zip(ours, theirs, strict=True):
+            copy_.grad = full(parameter.grad)
+        with counted(calls, orthogonalized):
+            muon.step()
         reference.step()
-    return max(float((p.full_tensor() - w).detach().abs().max()) for p, w in zip(ours, theirs, strict=True)) / 0.01
+    # Without a DTensor: the one dimension of DDP.
+    dims = [getattr(group["params"][0], "device_mesh", torch.zeros(1)).ndim for group in muon.param_groups]
+    return MuonOnMesh(
+        max(float((full(p) - w).detach().abs().max()) for p, w in zip(ours, theirs, strict=True)) / 0.01,
+        len(calls) / 2 / sum(dims),
+        sum(orthogonalized) / 2 / sum(p.numel() for p in theirs),
+    )
 
 
-MUON_LAYOUTS: list[tuple[dict[str, int], bool]] = [
-    ({}, True),  # experts over ranks
-    ({"dp_replicate": 2}, True),
-    ({"ep": 2}, True),  # experts over two ranks, the rows of each over two
-    ({"ep": 4}, True),
-    ({"tp": 2}, False),  # both shard the same dimension
-    ({"tp": 4}, False),
-]
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def _on_a_mesh() -> list[float]:
-    return [_error_against_full_matrices(sizes, moe) for sizes, moe in MUON_LAYOUTS]
+@contextmanager
+def counted(calls: list[str], orthogonalized: list[int]) -> Iterator[None]:
+    """Note every collective of torch and every stack of matrices that is orthogonalized."""
+    patch, before = pytest.MonkeyPatch(), len(calls)
+
+    def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            calls.append(name)
+            return original(*args, **more)
+
+        return call
+
+    def newton_schulz_noted(matrices: torch.Tensor) -> torch.Tensor:
+        orthogonalized.append(matrices.numel())
+        return newton_schulz(matrices)
+
+    for name in ("all_to_all_single", "all_gather_single", "all_gather", "all_reduce", "broadcast", "all_to_all"):
+        patch.setattr(torch.distributed, name, noting(name, getattr(torch.distributed, name)))
+    patch.setattr(muon_module, "newton_schulz", newton_schulz_noted)
+    with CommDebugMode() as dispatched:  # those of DTensor too
+        yield
+    patch.undo()
+    calls.extend(["dispatched"] * (dispatched.get_total_counts() - (len(calls) - before)))
 
 
-@pytest.mark.slow
+MUON_LAYOUTS: dict[str, tuple[dict[str, int], bool]] = {
+    "FSDP 4, experts over ranks": ({}, True),
+    "FSDP 4, uneven": ({}, False),
+    "HSDP 2x2, experts": ({"dp_replicate": 2}, True),
+    "EP 2 x FSDP 2": ({"ep": 2}, True),  # experts over two ranks, the rows of each over two
+    "EP 4": ({"ep": 4}, True),
+    "FSDP 2 x TP 2": ({"tp": 2}, False),  # both shard the same dimension
+    "HSDP 2x1 x TP 2": ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, False),
+    "TP 4": ({"tp": 4}, False),
+    "DDP 4": ({"dp_replicate": 4, "dp_shard": 1}, True),
+}
+
+
+def _on_a_mesh(names: Sequence[str], dtype: Literal["bf16", "fp32"]) -> dict[str, MuonOnMesh]:
+    return {name: _compare_with_full_matrices(*MUON_LAYOUTS[name], dtype) for name in names}
+
+
+def check_muon(found: list[dict[str, MuonOnMesh]], tolerance: float) -> None:
+    for results in found:
+        for name, result in results.items():
+            assert result.error < tolerance, (name, result)
+            assert result.collectives <= 2, (name, result)
+            assert 0 < result.share < 0.5, (name, result, "a quarter each, as even as matrices allow")
+    for name in found[0]:
+        assert sum(results[name].share for results in found) == pytest.approx(1), (name, "some matrix twice")
+
+
+@pytest.mark.long
+def test_muon_divides_matrices_over_the_ranks() -> None:
+    """Shards of two mesh dimensions, and replicas."""
+    check_muon(run_ranks(4, _on_a_mesh, ["FSDP 2 x TP 2", "HSDP 2x2, experts"], "fp32", seconds=240), 2e-5)
+
+
 @pytest.mark.long
 def test_muon_updates_shards_as_it_updates_full_matrices() -> None:
-    for errors in run_ranks(4, _on_a_mesh, seconds=240):
-        assert max(errors) < 0.02, list(zip(MUON_LAYOUTS, errors, strict=True))  # bf16 products of another shape
+    names = list(MUON_LAYOUTS)
+    check_muon(run_ranks(4, _on_a_mesh, names, "fp32", seconds=240, detail=False), 2e-5)
+    check_muon(run_ranks(4, _on_a_mesh, names, "bf16", seconds=240, detail=False), 0.02)  # products of another shape
 
 
 def test_lion_updates_as_in_its_paper() -> None:
@@ -178,7 +252,7 @@ def test_lion_resumes_from_its_state_dict() -> None:
     assert torch.equal(weight, again)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adamw_with_8_bit_states_learns_as_adamw_does() -> None:
     pytest.importorskip("torchao", reason="needs pip install 'zero2all[quant]'")
     tokens = torch.randint(0, 512, (4, 65), generator=torch.Generator().manual_seed(0))

@@ -21,10 +21,11 @@ from tests.train.test_kill import run_trainer
 from zero2all.conversation import ChatExample
 from zero2all.corpus import build_corpus
 from zero2all.errors import Z2aError
+from zero2all.export import export_run
 from zero2all.model import IGNORE_INDEX
 from zero2all.recipe import ParallelRecipe, Recipe, recipe_yaml
 from zero2all.tokens import TokenStore, build_tokens
-from zero2all.train import Run, export_run, train
+from zero2all.train import Run, train
 from zero2all.train.data_loader import read_batch
 from zero2all.train.plan import Plan
 from zero2all.units import Duration

@@ -15,12 +15,13 @@ from tests.conftest import tiny_recipe
 from zero2all.errors import Interrupted, UsageError, Z2aError
 from zero2all.evals import evaluate_bpb
 from zero2all.model import Z2all
+from zero2all.parallel import ParallelModel
 from zero2all.recipe import load_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.track import read_steps
 from zero2all.track.record_lines import EventLine
 from zero2all.track.run_record import read_record_lines
-from zero2all.train import Run, TrainerHooks, trace_step, train
+from zero2all.train import Run, Trainer, TrainerHooks, trace_step, train
 from zero2all.train.data_loader import Batch
 
 
@@ -86,6 +87,55 @@ def test_ctrl_c_saves_the_current_step(uninterrupted: Run, workspace: Path, tmp_
         train(recipe, hooks=TrainerHooks(on_batch=ctrl_c_at(5)))
     assert train(recipe).resumed_at == 6
     assert_same_run(uninterrupted, Run.open(tmp_path))
+
+
+@pytest.fixture
+def late_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Metrics are read one step late, as on a GPU; the steps that were."""
+    steps: list[int] = []
+    original = Trainer._train_step_late
+
+    def noted(self: Trainer, batch: Batch) -> None:
+        steps.append(batch.step)
+        original(self, batch)
+
+    monkeypatch.setattr("zero2all.train.trainer.LATE_DEVICES", ("cpu",))
+    monkeypatch.setattr(Trainer, "_train_step_late", noted)
+    return steps
+
+
+def test_metrics_that_are_read_late_change_nothing(
+    uninterrupted: Run, workspace: Path, tmp_path: Path, late_steps: list[int]
+) -> None:
+    train(tiny_recipe(workspace, f"out={tmp_path}"))
+    assert late_steps == [0, 1, 2, 4, 5, 6, 8, 9, 10], "all but those before a checkpoint and the last one"
+    assert_same_run(uninterrupted, Run.open(tmp_path))
+
+
+def test_a_stop_that_is_seen_late_saves_the_state_of_its_step(
+    uninterrupted: Run, workspace: Path, tmp_path: Path, late_steps: list[int]
+) -> None:
+    recipe = tiny_recipe(workspace, f"out={tmp_path}")
+    with pytest.raises(Interrupted, match="after step 7 of 12"):
+        train(recipe, hooks=TrainerHooks(on_batch=ctrl_c_at(4)))
+    assert late_steps == [0, 1, 2, 4, 5]
+    assert train(recipe).resumed_at == 7
+    assert_same_run(uninterrupted, Run.open(tmp_path))
+
+
+@pytest.mark.usefixtures("late_steps")
+def test_a_gradient_that_is_not_finite_ends_a_run_before_a_checkpoint_has_it(workspace: Path, tmp_path: Path) -> None:
+    backwards: list[int] = []
+
+    def poison(model: ParallelModel) -> None:
+        backwards.append(len(backwards))
+        if len(backwards) == 6:
+            next(model.model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+
+    recipe = tiny_recipe(workspace, f"out={tmp_path}")
+    with pytest.raises(Z2aError, match=r"step 5: loss .*, gradient norm nan; the newest checkpoint is of step 4"):
+        train(recipe, hooks=TrainerHooks(on_gradients=poison))
+    assert backwards == list(range(7)), "it was seen one step late"
 
 
 @pytest.mark.parametrize("damage", ["bit", "truncated", "missing", "no manifest", "torn manifest"])

@@ -19,6 +19,8 @@ from zero2all.console import warn
 from zero2all.errors import Z2aError
 from zero2all.processes import watch_parent
 
+GRACE_SECONDS = 2.0  # for the last messages of ranks after one has failed
+
 
 class RankCrashError(Z2aError):
     """A rank ended without a Python exception: native code crashed, or something killed it."""
@@ -112,12 +114,21 @@ def _collect(pipes: list[Connection], deadline: float) -> Iterator[list[Any]]:
         if not ready:
             raise Z2aError(f"ranks {sorted(working.values())} of {len(pipes)} did not end in time")
         failures = [failure for pipe in ready if (failure := receive_message(cast(Connection, pipe))) is not None]
-        while failures and (sent := [pipe for pipe in working if pipe.poll()]):
-            receive_message(sent[0])  # what other ranks had sent before the failure is not lost with it
+        if failures:
+            failures += _last_messages(working, receive_message)
         while all(values):
             yield [own.popleft() for own in values]
-    if failures:
-        raise failures[0]
+    if failures:  # where a rank died, what the others report follows from it
+        raise next((failure for failure in failures if isinstance(failure, RankCrashError)), failures[0])
+
+
+def _last_messages(working: dict[Connection, int], receive: Callable[[Connection], Z2aError | None]) -> list[Z2aError]:
+    """Of the other ranks after a failure: what they had sent before is not lost with it, and a rank that died may be
+    seen a moment after those that waited for it."""
+    failures, deadline = [], time.monotonic() + GRACE_SECONDS
+    while ready := wait(list(working), timeout=max(0.0, deadline - time.monotonic())):
+        failures += [failure for pipe in ready if (failure := receive(cast(Connection, pipe))) is not None]
+    return failures
 
 
 def _rank_main(

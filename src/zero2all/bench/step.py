@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zero2all.errors import Z2aError
-from zero2all.hardware import compute_dtype, pick_device, synchronize
+from zero2all.hardware import compute_dtype, pick_device, synchronize, wants_compile
 from zero2all.model import Z2all
 from zero2all.processes import end_with_parent
 from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
@@ -43,7 +43,7 @@ class BenchStep:
         self.micro_batches: tuple[Tensor, ...] = torch.split(
             batch, options.effective_micro_batch_tokens // options.seq_len
         )
-        if options.compile:
+        if wants_compile(options.compile, self.device):
             for layer in self.model.layers:
                 layer.compile()
 

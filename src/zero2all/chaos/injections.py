@@ -44,7 +44,11 @@ class FaultInjector:
         self.step = batch.step
         self.trigger("step")
         if self._due("batch"):
-            for tokens in (batch.inputs, batch.targets):
+            copied = []
+            if batch.on_device is not None:
+                batch.on_device.wait()
+                copied = [batch.on_device.inputs, batch.on_device.targets]
+            for tokens in (batch.inputs, batch.targets, *copied):
                 tokens.fill_(3)  # unlike any text
 
     def trigger(self, where: InjectionPoint) -> None:

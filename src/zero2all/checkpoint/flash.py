@@ -32,6 +32,7 @@ from zero2all.checkpoint.state_dict import local_shard
 from zero2all.checkpoint.training_state import TrainingState
 from zero2all.console import warn
 from zero2all.errors import Z2aError
+from zero2all.hardware import on_current_device
 from zero2all.io import fingerprint, read_record, write_json, write_text
 from zero2all.torch_private import foreach_copy_
 from zero2all.units import show_bytes
@@ -266,12 +267,8 @@ def clear_cuda_error() -> None:
 def run_in_background(function: Callable[[], None]) -> Future[None]:
     """On a daemon thread: one that waits for a lost rank must not keep the process alive."""
     outcome: Future[None] = Future()
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    device = torch.cuda.current_device() if on_gpu else None
 
     def run() -> None:
-        if device is not None:
-            torch.cuda.set_device(device)  # a new thread defaults to device 0
         if sys.platform == "linux":  # per-thread priority: training goes first
             thread_id = threading.get_native_id()
             niceness = os.getpriority(os.PRIO_PROCESS, thread_id) + BACKGROUND_NICENESS
@@ -283,7 +280,7 @@ def run_in_background(function: Callable[[], None]) -> Future[None]:
         else:
             outcome.set_result(None)
 
-    threading.Thread(target=run, name="z2a-keep", daemon=True).start()
+    threading.Thread(target=on_current_device(run), name="z2a-keep", daemon=True).start()
     return outcome
 
 

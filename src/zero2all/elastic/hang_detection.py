@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import linecache
 import os
 import re
 import shutil
@@ -14,14 +14,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero2all.elastic.flight_recorder import (
+    NCCL_PREFIX,
+    RecordedCollective,
+    current_collective,
+    pending_on_device,
+    read_collectives,
+)
 from zero2all.elastic.heartbeat import HeartbeatStatus
 from zero2all.elastic.worker import collectives_path, dump_request_path, stacks_path
-from zero2all.records import parse_record
 
 STARTUP_FACTOR = 5  # multiple of the limit for a step: imports, compilation and loading a checkpoint
 DUMP_TIMEOUT = 2.0  # seconds for ranks to dump their stacks
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
 _COLLECTIVE = re.compile(r"torch/distributed/|torch/_ops\.py|_functional_collectives")
+# A call in which the host waits for the device, or a module of torch that does nothing else.
+_HOST_SYNC = re.compile(r"\.(tolist|item|cpu|numpy|nonzero)\(|synchronize\(|torch/cuda/(__init__|streams)\.py")
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|<frozen|<string>")
 
 
@@ -38,7 +46,7 @@ class HungRank:
     waits: bool
     """Whether it is in a collective, which ends only when all ranks have joined."""
     collective: str
-    """The last collective that it began, from torch's flight recorder."""
+    """The collective that it is in, or the last one that it began, from torch's flight recorder."""
     stack: str
 
 
@@ -73,11 +81,32 @@ def collect_stacks(
     for local, pid in pids.items():
         stack = _read(stacks_path(directory, local)) or _py_spy(pid)
         main = _main_thread(stack)
-        begun = _last_collective(_read(collectives_path(directory, local)))
-        line = _own_line(main)
-        waits = bool(_COLLECTIVE.search(_innermost(main)))
+        collectives = read_collectives(_read(collectives_path(directory, local)))
+        begun = str(current_collective(collectives) or "")
+        line, waits = _own_line(main), waits_in_collective(main, collectives)
         found.append(HungRank(ranks[local], statuses[local].step, states[local], line, waits, begun, stack))
     return found
+
+
+def waits_in_collective(main_thread: str, collectives: list[RecordedCollective]) -> bool:
+    """Whether a rank waits for others, by the stack of its main thread and its flight recorder.
+
+    A host waits inside a collective of gloo. Those of NCCL run on the device, and the host is wherever it next
+    needs a result: waiting is then what the device does. If it has completed all of them, the host or a kernel of
+    this rank is stuck. Without a record of NCCL's collectives, a host that waits for its device counts as waiting.
+    """
+    if _COLLECTIVE.search(_innermost(main_thread)) or pending_on_device(collectives):
+        return True
+    on_device = any(one.profiling_name.startswith(NCCL_PREFIX) for one in collectives)
+    return not on_device and _waits_for_device(main_thread)
+
+
+def _waits_for_device(thread: str) -> bool:
+    innermost = _FRAME.search(thread)
+    if innermost is None:
+        return False
+    source = linecache.getline(innermost["file"], int(innermost["line"]))
+    return bool(_HOST_SYNC.search(f"{innermost['file']}\n{source}"))
 
 
 def find_hang_culprits(hung: list[HungRank]) -> list[tuple[HungRank, str]]:
@@ -152,27 +181,6 @@ def _own_line(thread: str) -> str:
     if not own:
         return "no stack: it does not answer"
     return f"{own[0]['file']}:{own[0]['line']} in {own[0]['name']}"
-
-
-@dataclass(frozen=True)
-class _Collective:
-    """An entry of torch's flight recorder."""
-
-    profiling_name: str
-    collective_seq_id: int
-    process_group: tuple[str, str]
-    """Name and description."""
-
-
-def _last_collective(dump: str) -> str:
-    try:
-        entries = json.loads(dump or "{}").get("entries", [])
-    except ValueError:
-        return ""
-    if not entries:
-        return ""
-    last = parse_record(_Collective, entries[-1], "flight recorder")
-    return f"{last.profiling_name} number {last.collective_seq_id} of group {last.process_group[1]}"
 
 
 def _read(path: Path) -> str:

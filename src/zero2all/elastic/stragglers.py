@@ -6,10 +6,10 @@ and a slow card in ``z2a doctor``.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from zero2all.elastic.flight_recorder import read_collectives
 from zero2all.elastic.worker import collectives_path
 
 CHECK_INTERVAL = 60.0  # seconds between two checks
@@ -20,13 +20,10 @@ MIN_COLLECTIVES = 20  # with fewer it may be noise
 def read_arrival_times(directory: Path, local_rank: int) -> dict[Any, float]:
     """When a rank entered each of its recent collectives, in seconds."""
     try:
-        entries = json.loads(collectives_path(directory, local_rank).read_text(encoding="utf-8")).get("entries", [])
-    except (OSError, ValueError):
+        collectives = read_collectives(collectives_path(directory, local_rank).read_text(encoding="utf-8"))
+    except OSError:
         return {}
-    return {
-        (entry["process_group"][0], entry["profiling_name"], entry["collective_seq_id"]): entry["time_created_ns"] / 1e9
-        for entry in entries
-    }
+    return {(one.process_group[0], one.profiling_name, one.number): one.time_created_ns / 1e9 for one in collectives}
 
 
 def wait_share_by_rank(arrivals: dict[int, dict[Any, float]]) -> dict[int, float]:

@@ -98,6 +98,9 @@ def _serve_dump_requests(dump_request: Path, to: Path, torch_imported: threading
 
 
 def _flight_recorder() -> bytes:
-    from zero2all.torch_private import dump_flight_recorder
+    from zero2all.elastic.flight_recorder import merge_dumps
+    from zero2all.hardware import use_rank_device
+    from zero2all.torch_private import dump_flight_recorders
 
-    return dump_flight_recorder()
+    use_rank_device()  # NCCL's recorder asks its events how far the device is
+    return merge_dumps(dump_flight_recorders())

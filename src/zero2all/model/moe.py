@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero2all.model.blocks import FeedForward, OpsModule, matmul_dtype
+from zero2all.model.blocks import FeedForward, OpsModule
 from zero2all.recipe import MoeConfig
 
 
@@ -31,6 +31,15 @@ class GroupedExperts(OpsModule):
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
         gate, up, down = (weight.to(x_ND.dtype) for weight in (self.gate_proj, self.up_proj, self.down_proj))
         return self.ops.experts(x_ND, counts_E, gate, up, down, self.ops.swiglu)
+
+
+class Router(nn.Linear):
+    """Scores of all experts for each token, in fp32 whatever the weights and tokens are: a near tie must not turn on
+    rounding. A module of its own, called as one, so that sharding can gather its weight in fp32."""
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        with torch.autocast(x_ND.device.type, enabled=False):
+            return F.linear(x_ND.float(), self.weight.float())
 
 
 class RoutingStats(NamedTuple):
@@ -55,7 +64,7 @@ class MoE(nn.Module):
     def __init__(self, config: MoeConfig, hidden: int) -> None:
         super().__init__()
         self.config = config
-        self.gate = nn.Linear(hidden, config.num_experts, bias=False)
+        self.gate = Router(hidden, config.num_experts, bias=False)
         self.experts = GroupedExperts(config, hidden)
         shared = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = FeedForward(hidden, shared) if shared else None
@@ -69,20 +78,23 @@ class MoE(nn.Module):
         scores_NE, weights_NT, experts_NT = self._route(x_ND)
         flat = experts_NT.flatten()
         order = flat.argsort(stable=True)
-        counts_E = torch.bincount(flat, minlength=self.config.num_experts)
-        out = self.experts(x_ND[order // self.config.num_experts_per_tok].to(matmul_dtype(self.gate.weight)), counts_E)
+        # Not bincount, which is a host sync.
+        experts_E = torch.arange(self.config.num_experts + 1, device=flat.device)
+        counts_E = torch.searchsorted(flat[order], experts_E).diff()
+        out = self.experts(x_ND[order // self.config.num_experts_per_tok], counts_E)
+        # Before the experts' output is used: under ep its all-to-all is still under way.
+        shared_ND = None if self.shared_experts is None else self.shared_experts(x_ND)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         out_NTD = out[back].view(*weights_NT.shape, -1)
         out_ND = torch.einsum("ntd,nt->nd", out_NTD, weights_NT.to(out.dtype))
-        if self.shared_experts is not None:
-            out_ND = out_ND + self.shared_experts(x_ND)
+        if shared_ND is not None:
+            out_ND = out_ND + shared_ND
         routed = RoutingStats(counts_E, self._balance_loss(scores_NE, counts_E)) if self.training else None
         return out_ND.view_as(x_BSD), routed
 
     def _route(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All scores, weights and numbers of each token's experts; in fp32, as a near tie must not turn on rounding."""
-        with torch.autocast(x_ND.device.type, enabled=False):
-            logits_NE = F.linear(x_ND.float(), self.gate.weight.float())
+        """All scores, weights and numbers of each token's experts."""
+        logits_NE = self.gate(x_ND)
         scores_NE = logits_NE.softmax(-1) if self.config.scoring_func == "softmax" else logits_NE.sigmoid()
         wanted_NE = scores_NE + self.bias if self.config.load_balancing == "bias" else scores_NE
         experts_NT = wanted_NE.topk(self.config.num_experts_per_tok, dim=-1).indices

@@ -18,6 +18,11 @@ def rotary_table(config: ModelConfig, length: int, device: torch.device | None =
     return torch.stack([angles.cos(), angles.sin()]) * factor
 
 
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Radians that a position turns each pair of dimensions."""
+    return _frequencies(config, config.max_position_embeddings, None)[0]
+
+
 def depends_on_length(config: ModelConfig) -> bool:
     return config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic"
 

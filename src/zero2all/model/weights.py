@@ -60,6 +60,29 @@ class ModelWeights:
         return weight[part_slices(begin, size)]
 
 
+class MergedAdapters:
+    """The same weights with the adapters (``model.lora``) added to their matrices, in fp32."""
+
+    def __init__(self, stored: WeightReader) -> None:
+        self._stored, self._lora = stored, stored.config.lora
+        self.config = stored.config.model_copy(update={"lora": None})
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._stored.shape(name)
+
+    def read(self, name: str, begin: Sequence[int], size: Sequence[int]) -> Tensor:
+        part = self._stored.read(name, begin, size)
+        prefix = name.removesuffix(".weight")
+        names = [f"{prefix}{ADAPTER_MARK}{matrix}" for matrix in "AB"]
+        shapes = [self._stored.shape(adapter) for adapter in names]
+        if self._lora is None or shapes[0] is None or shapes[1] is None:
+            return part
+        rank = self._lora.rank
+        a = self._stored.read(names[0], (0, begin[1]), (rank, size[1]))
+        b = self._stored.read(names[1], (begin[0], 0), (size[0], rank))
+        return part.float() + self._lora.alpha / rank * b.float() @ a.float()
+
+
 class GrownVocabulary:
     """The same weights for another vocabulary size.
 

@@ -157,6 +157,7 @@ class Z2all(OpsModule):
         targets_BS: Tensor | None = None,
         cache: KVCache | Branches | None = None,
         doc_starts_BS: Tensor | None = None,
+        cu_seqlens_1N: Tensor | None = None,
         counts_B: Tensor | None = None,
         scored: ScoredTargets | None = None,
         soft_ids_BSK: Tensor | None = None,
@@ -166,7 +167,8 @@ class Z2all(OpsModule):
         """Logits [B, S, V], or with targets the loss of each token [B, S] in fp32, zero where it is IGNORE_INDEX.
 
         Losses stay apart so that the caller divides by the tokens of the global batch and can report by source.
-        With ``doc_starts_BS`` (``document_starts``) positions see only their own document. In training the gradient is
+        With ``doc_starts_BS`` (``document_starts``) positions see only their own document; with ``cu_seqlens_1N``
+        (``document_cu_seqlens``) kernels for GPUs need no host sync for that. In training the gradient is
         also that of the auxiliary losses, for each token its share of them; the values are cross-entropy alone.
 
         With ``cache`` the tokens follow those in it; the caller calls ``cache.advance`` afterwards. Rows of different
@@ -182,12 +184,13 @@ class Z2all(OpsModule):
                 f"{end} positions are more than the model's context of {self.config.max_position_embeddings}"
             )
         if cache is None:
-            rotary, masks = self.rotary(length, doc_starts_BS), self.attention_masks(length, doc_starts_BS)
+            rotary = self.rotary(length, doc_starts_BS)
+            masks = self.attention_masks(length, doc_starts_BS, cu_seqlens_1N)
         else:
             positions_BS = cache.next_positions(length)
             rotary = self.cached_rotary(positions_BS, cache.lengths_B + (length if counts_B is None else counts_B))
             masks = {window: cache.mask(window) for window in self._windows()}
-        x_BSD = self._to_residual_dtype(self.embed_tokens(tokens_BS))
+        x_BSD = self.residual(self.embed_tokens(tokens_BS))
         balance_losses: list[Tensor] = []
         for layer in self.layers:
             assert isinstance(layer, Block)
@@ -214,10 +217,12 @@ class Z2all(OpsModule):
             extra = extra + self.config.moe.router_aux_loss_coef * balance_loss * (targets_BS != IGNORE_INDEX)
         return losses + (extra - extra.detach())
 
-    def attention_masks(self, length: int, doc_starts_BS: Tensor | None) -> dict[int | None, Any]:
+    def attention_masks(
+        self, length: int, doc_starts_BS: Tensor | None, cu_seqlens_1N: Tensor | None = None
+    ) -> dict[int | None, Any]:
         """Attention masks by window: layers with the same window share one."""
         mask_for, device = self.ops.attention.mask_for, self.rotary_2SE.device
-        return {window: mask_for(doc_starts_BS, length, window, device) for window in self._windows()}
+        return {window: mask_for(doc_starts_BS, length, window, device, cu_seqlens_1N) for window in self._windows()}
 
     def _windows(self) -> set[int | None]:
         return {self.config.layer_window(layer) for layer in range(self.config.num_hidden_layers)}
@@ -266,7 +271,7 @@ class Z2all(OpsModule):
         doc_starts_BS: Tensor | None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Multi-token prediction losses [B, S], zero where it is not known or of another document."""
-        next_BSD = self._to_residual_dtype(self.embed_tokens(targets_BS.clamp(min=0)))
+        next_BSD = self.residual(self.embed_tokens(targets_BS.clamp(min=0)))
         mask = masks[self.config.layer_window(self.config.num_hidden_layers - 1)]
         after_BS = targets_BS.roll(-1, dims=1)
         after_BS[:, -1] = IGNORE_INDEX
@@ -278,7 +283,8 @@ class Z2all(OpsModule):
         losses_BS: Tensor = self.lm_head(out_BSD, after_BS, with_z_loss=True)
         return losses_BS, routed
 
-    def _to_residual_dtype(self, x: Tensor) -> Tensor:
+    def residual(self, x: Tensor) -> Tensor:
+        """Embeddings in the type of the residual stream."""
         if self.config.residual_fp32:
             return x.float()
         return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x

@@ -1,25 +1,44 @@
 """Context parallel: every rank has some positions of each sequence, and attention sees all of them.
 
 ``allgather``: a rank takes one chunk from the front and one from the back, which balances the causal mask, and
-all-gathers keys and values (https://arxiv.org/abs/2407.21783). ``ulysses``: an all-to-all exchanges positions for
-heads, so that each rank attends over all positions with the chosen kernel (https://arxiv.org/abs/2309.14509).
+all-gathers keys and values (https://arxiv.org/abs/2407.21783); each chunk attends to what comes before it, so that no
+mask is needed. ``ring``: the same chunks, and keys and values pass from rank to rank (``ring_attention``); layers with
+a window, which need few of them, gather. ``ulysses``: an all-to-all exchanges positions for heads, so that each rank
+attends over all positions with the chosen kernel (https://arxiv.org/abs/2309.14509).
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero2all.model import Z2all
 from zero2all.model.blocks import Attention
-from zero2all.model.ops.attention import AttentionBackend, attention_mask
+from zero2all.model.ops.attention import AttentionBackend, SdpaMask, attend_sdpa, sdpa_mask
+from zero2all.model.ops.varlen import document_cu_seqlens
+from zero2all.parallel.ring_attention import ring_attention
 from zero2all.recipe import ParallelRecipe
 from zero2all.torch_private import all_gather_autograd, all_to_all_autograd
+
+
+class GatheredMask(NamedTuple):
+    """What a rank's front and back chunk see of all keys, and where the keys of each end."""
+
+    front: SdpaMask
+    back: SdpaMask
+    front_end: int
+    back_end: int
+
+
+class RingMask(NamedTuple):
+    """Documents of whole rows."""
+
+    doc_starts_BS: Tensor | None
+    cu_seqlens: Tensor | None
 
 
 class ContextParallel:
@@ -27,18 +46,21 @@ class ContextParallel:
 
     def __init__(self, mesh: DeviceMesh, recipe: ParallelRecipe) -> None:
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        self.ulysses = recipe.cp_attention == "ulysses"
+        self.kind = recipe.cp_attention
+        self._positions: dict[tuple[int, torch.device], Tensor] = {}
 
     def positions(self, rank: int, length: int) -> Tensor:
         """A rank's positions in sequences of ``length``."""
         positions = torch.arange(length)
-        if self.ulysses:
+        if self.kind == "ulysses":
             return positions.chunk(self.size)[rank]
         chunks = positions.chunk(2 * self.size)
         return torch.cat([chunks[rank], chunks[-1 - rank]])
 
     def local_positions(self, length: int, device: torch.device) -> Tensor:
-        return self.positions(self.rank, length).to(device)
+        if (length, device) not in self._positions:  # once: a copy to the device is a host sync
+            self._positions[length, device] = self.positions(self.rank, length).to(device)
+        return self._positions[length, device]
 
     def apply(self, model: Z2all) -> None:
         """Make a model that sees a rank's positions compute what it would with all of them.
@@ -59,28 +81,63 @@ class ContextParallel:
             module.ops.attention = self._attention_backend(module.ops.attention)
 
     def _attention_backend(self, backend: AttentionBackend) -> AttentionBackend:
-        def gathered_mask(
-            doc_starts_BS: Tensor | None, length: int, window: int | None, device: torch.device
-        ) -> Tensor:
-            full_length = length * self.size
-            gathered = torch.cat([self.positions(rank, full_length) for rank in range(self.size)]).to(device)
-            seen = attention_mask(doc_starts_BS, full_length, window, device)
-            return seen[:, :, self.local_positions(full_length, device)][..., gathered]
-
-        def attend_gathered(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-            k, v = (all_gather_autograd(x.contiguous(), 2, self.group) for x in (k, v))
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
-
-        def exchanged_mask(doc_starts_BS: Tensor | None, length: int, window: int | None, device: torch.device) -> Any:
-            return backend.mask_for(doc_starts_BS, length * self.size, window, device)
+        def exchanged_mask(
+            doc_starts_BS: Tensor | None,
+            length: int,
+            window: int | None,
+            device: torch.device,
+            cu_seqlens: Tensor | None = None,
+        ) -> Any:
+            return backend.mask_for(doc_starts_BS, length * self.size, window, device, cu_seqlens)
 
         def attend_exchanged(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
             q, k, v = (self._all_to_all(x, 1, 2) for x in (q, k, v))
             return self._all_to_all(backend.attend(q, k, v, mask), 2, 1)
 
-        if self.ulysses:
+        if self.kind == "ulysses":
             return AttentionBackend(exchanged_mask, attend_exchanged)
-        return AttentionBackend(gathered_mask, attend_gathered)
+        return AttentionBackend(self._chunk_mask, self._attend_chunks)
+
+    def _chunk_mask(
+        self,
+        doc_starts_BS: Tensor | None,
+        length: int,
+        window: int | None,
+        device: torch.device,
+        cu_seqlens: Tensor | None = None,
+    ) -> GatheredMask | RingMask:
+        """``length`` is that of this rank's positions, documents are given for whole rows."""
+        if doc_starts_BS is not None and cu_seqlens is None and device.type == "cuda":
+            cu_seqlens = document_cu_seqlens(doc_starts_BS)
+        if self.kind == "ring" and (window is None or window >= length * self.size):
+            return RingMask(doc_starts_BS, cu_seqlens)
+        chunk = length // 2
+        ends = [(index + 1) * chunk for index in (self.rank, 2 * self.size - 1 - self.rank)]
+        masks = [
+            sdpa_mask(
+                None if doc_starts_BS is None else doc_starts_BS[:, end - chunk : end],
+                chunk,
+                window,
+                device,
+                cu_seqlens,
+                first=end - chunk,
+                row_length=length * self.size,
+            )
+            for end in ends
+        ]
+        return GatheredMask(masks[0], masks[1], ends[0], ends[1])
+
+    def _attend_chunks(self, q: Tensor, k: Tensor, v: Tensor, mask: GatheredMask | RingMask) -> Tensor:
+        if isinstance(mask, RingMask):
+            return ring_attention(q, k, v, mask.doc_starts_BS, mask.cu_seqlens, self.group)
+        k, v = (self._gather(x) for x in (k, v))
+        chunks = zip(q.chunk(2, dim=2), (mask.front, mask.back), (mask.front_end, mask.back_end), strict=True)
+        return torch.cat([attend_sdpa(part, k[:, :, :end], v[:, :, :end], own) for part, own, end in chunks], dim=2)
+
+    def _gather(self, x_BKSE: Tensor) -> Tensor:
+        """All positions, in their order."""
+        chunks = all_gather_autograd(x_BKSE.contiguous(), 2, self.group).chunk(2 * self.size, dim=2)
+        return torch.cat([*chunks[::2], *reversed(chunks[1::2])], dim=2)
 
     def _all_to_all(self, x_BHSE: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         """Shard one dimension over the ranks and gather another: heads (1) and positions (2)."""

@@ -20,7 +20,7 @@ from zero2all.parallel.mesh import ParallelDims, ParallelMesh
 from zero2all.parallel.parallelize import LocalModel, parallelize
 from zero2all.parallel.rank_memory import RankMemory, memory_lines, rank_memory
 from zero2all.recipe import Recipe
-from zero2all.torch_private import init_fake_process_group, local_shape_at
+from zero2all.torch_private import init_fake_process_group, local_shape_and_offset_at
 from zero2all.units import show_count
 
 GPU = torch.device("cuda")
@@ -157,7 +157,7 @@ def _elements_by_rank(parameter: DTensor) -> list[int]:
     """Elements of a parameter on each rank of its mesh."""
     shape = parameter.device_mesh.shape
     return [
-        math.prod(local_shape_at(parameter.shape, shape, coordinate, parameter.placements))
+        math.prod(local_shape_and_offset_at(parameter.shape, shape, coordinate, parameter.placements)[0])
         for coordinate in itertools.product(*map(range, shape))
     ]
 

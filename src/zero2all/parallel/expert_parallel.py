@@ -35,14 +35,14 @@ def _expert_parallel_forward(
     received_counts = torch.empty_like(counts_E)
     dist.all_to_all_single(received_counts, counts_E.contiguous(), group=group)
     received_counts = received_counts.view(ranks, -1)  # tokens from each rank for each expert here
-    sent = counts_E.view(ranks, -1).sum(1).tolist()
-    received = received_counts.sum(1).tolist()
+    # The one host sync of a layer: an all-to-all needs its sizes on the host.
+    sent, received = torch.stack([counts_E.view(ranks, -1).sum(1), received_counts.sum(1)]).tolist()
     x = all_to_all_autograd(x_ND.contiguous(), received, sent, group)
     # They arrive sorted by rank and then by expert; the experts need them sorted by expert.
     here = (
         torch.arange(received_counts.shape[1], device=x.device)
         .repeat(ranks)
-        .repeat_interleave(received_counts.flatten())
+        .repeat_interleave(received_counts.flatten(), output_size=sum(received))
     )
     order = here.argsort(stable=True)
     weights = (experts.gate_proj, experts.up_proj, experts.down_proj)

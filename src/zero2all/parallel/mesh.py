@@ -122,7 +122,13 @@ class ParallelMesh:
             store = tcp_store_from_env(COLLECTIVE_TIMEOUT)
             rank = -1 if store is None else int(os.environ["RANK"])
             dist.init_process_group(
-                backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=-1 if rank < 0 else world_size
+                backend,
+                timeout=COLLECTIVE_TIMEOUT,
+                store=store,
+                rank=rank,
+                world_size=-1 if rank < 0 else world_size,
+                # NCCL connects now, not in the first step, and the groups of the mesh are split from this one.
+                device_id=device if device.type == "cuda" else None,
             )
             owns_group = True
         mesh = cls(dims, device)

@@ -22,6 +22,7 @@ from zero2all.model.blocks import ScoredTargets
 from zero2all.model.kv_cache import Branches
 from zero2all.model.moe import MoE
 from zero2all.model.ops.soft_loss import SoftTargets
+from zero2all.model.ops.varlen import document_cu_seqlens
 from zero2all.model.weights import WeightReader, load_weights
 from zero2all.parallel.batch_split import even_micro_batch_size
 from zero2all.parallel.context_parallel import ContextParallel
@@ -30,9 +31,10 @@ from zero2all.parallel.loss_scale import DynamicLossScaler
 from zero2all.parallel.mesh import ParallelMesh
 from zero2all.parallel.parallelize import parallelize
 from zero2all.parallel.pipeline_parallel import Pipeline, SequenceObjective, merge_stages, stage_indices_of_rank
-from zero2all.parallel.sharded_init import ShardedInitMode, local_part
-from zero2all.parallel.tensor_parallel import apply_tp_ops
+from zero2all.parallel.sharded_init import ShardedInitMode, local_part, to_local
+from zero2all.parallel.tensor_parallel import apply_tp_ops, enable_async_tp, norms_in_parts, reduce_norm_gradients
 from zero2all.recipe import ModelConfig, ParallelRecipe, RopeScaling
+from zero2all.recipe.training import Float8Scaling
 from zero2all.torch_private import foreach_mul_, foreach_norm
 
 
@@ -60,6 +62,7 @@ class ParallelModel:
         seed: int,
         dtype: torch.dtype = torch.float32,
         compile: bool = False,
+        float8: Float8Scaling | None = None,
     ) -> None:
         """Build on the meta device, parallelize, initialize with the weights that the full model would have."""
         if config.padded_vocab_size % mesh.dims.tp:  # a recipe need not know: the tokenizer does
@@ -69,13 +72,17 @@ class ParallelModel:
             )
         self.config, self.recipe, self.mesh, self.dtype = config, recipe, mesh, dtype
         self.loss_scaler = DynamicLossScaler() if dtype == torch.float16 else None
+        if recipe.async_tp:
+            enable_async_tp(mesh.get_mesh("tp"), mesh.device, compile)
         self._context_parallel = ContextParallel(mesh.get_mesh("cp"), recipe) if mesh.dims.cp > 1 else None
-        local_model = parallelize(config, recipe, mesh, dtype)
+        self.float8 = float8
+        local_model = parallelize(config, recipe, mesh, dtype, float8)
         self._model_parts = local_model.model_parts
         for part in local_model.model_parts:
             self._init_part(part, seed)
         with torch.device("meta"):
             self.model = merge_stages(config, local_model.model_parts)
+        self.is_compiled = compile
         if compile:
             for block in self.model.layers.children():
                 block.compile()
@@ -83,9 +90,12 @@ class ParallelModel:
             Pipeline(local_model.stages, local_model.stage_indices, recipe, mesh) if local_model.stages else None
         )
         self._uses_fsdp = local_model.uses_fsdp
+        self._ran_without_backward = False
+        self._replica_counts: dict[tuple[int, ...], Tensor] = {}
         self._ddp: DistributedDataParallel | None = None
         if mesh.dims.world_size > 1 and mesh.dims.dp_replicate == mesh.dims.world_size:
-            # Buffers need no broadcast: rotary tables and expert biases come out the same on every rank.
+            # Buffers need no broadcast: rotary tables and expert biases come out the same on every rank. Weights do,
+            # once: the random numbers of different GPUs may differ.
             self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False)
             if mesh.dims.world_size > 2 and not compile:
                 self._rebuild_ddp_buckets(self._ddp)
@@ -104,23 +114,26 @@ class ParallelModel:
         micro_batch_size: int | None = None,
         objective: SequenceObjective | None = None,
         soft: SoftTargets | None = None,
+        cu_seqlens_MN: Tensor | None = None,
     ) -> Tensor:
         """Add the gradient of ``losses.sum() / divisor``, summed over all ranks, from this rank's samples.
 
         ``divisor`` is the number of targets in the global batch; ``doc_starts_BS`` (``document_starts``) keeps
-        attention inside documents. ``micro_batch_size`` is the samples of one forward pass: all of this rank's by
-        default, in a pipeline as many as give two micro-batches a stage. With ``objective`` the gradient is that of
-        what it makes of the losses of each micro-batch, in place of the losses; with ``soft`` also that of the distance
-        to a teacher.
+        attention inside documents, with ``cu_seqlens_MN`` (``document_cu_seqlens`` of its micro-batches) without a host
+        sync where documents are given on a GPU. ``micro_batch_size`` is the samples of one forward pass: all of this
+        rank's by default, in a pipeline as many as give two micro-batches a stage. With ``objective`` the gradient is
+        that of what it makes of the losses of each micro-batch, in place of the losses; with ``soft`` also that of the
+        distance to a teacher.
 
         Returns this rank's losses [B, S], zero where another rank has them (a later pipeline stage, another part of
         the sequence): see ``all_reduce_sum``.
         """
-        losses = self._run_batch(
-            tokens_BS, targets_BS, doc_starts_BS, divisor / self._loss_scale_factor, micro_batch_size, objective, soft
-        )
-        self._reduce_partial_gradients()
-        return losses
+        divisor /= self._loss_scale_factor
+        self._free_gathered_weights()
+        with self._gradients_like_parameters():
+            return self._run_batch(
+                tokens_BS, targets_BS, doc_starts_BS, divisor, micro_batch_size, objective, soft, cu_seqlens_MN
+            )
 
     @torch.no_grad()
     def eval_losses(self, tokens_BS: Tensor, targets_BS: Tensor, doc_starts_BS: Tensor | None = None) -> Tensor:
@@ -130,6 +143,7 @@ class ParallelModel:
         # A pipeline needs a multiple of its micro-batches; the rows that pad the batch are dropped.
         multiple = 2 * self._pipeline.num_stages if self._pipeline is not None else 1
         rows = torch.arange(-(-samples // multiple) * multiple).clamp(max=samples - 1)
+        self._ran_without_backward = True
         with self.eval_mode():
             doc_starts_BS = None if doc_starts_BS is None else doc_starts_BS[rows]
             return self._run_batch(tokens_BS[rows], targets_BS[rows], doc_starts_BS, divisor=None)[:samples]
@@ -154,11 +168,16 @@ class ParallelModel:
             counts_B = torch.full((batch,), length, device=self.mesh.device)
         tokens_BS = torch.nn.functional.pad(tokens_BS, (0, padding))
         inputs = {"tokens_BS": tokens_BS, "cache": cache, "counts_B": counts_B, "scored": scored}
-        with self._autocast():
+        self._ran_without_backward = True
+        with self._autocast(), self.eager_blocks():
             if self._pipeline is None:
                 logits: Tensor = self.model(**inputs)
                 return logits
             return self._pipeline.generate_logits(inputs, self._stage_stream(batch, length + padding))
+
+    def eager_blocks(self) -> AbstractContextManager[None]:
+        """For calls with a KV cache: each of its lengths would be compiled again."""
+        return torch.compiler.set_stance("force_eager") if self.is_compiled else nullcontext()
 
     @property
     def sequence_multiple(self) -> int:
@@ -171,6 +190,11 @@ class ParallelModel:
         stages = self.recipe.pp * self.recipe.stages_per_rank
         has_last = [stages - 1 in stage_indices_of_rank(self.recipe, rank) for rank in range(self.recipe.pp)]
         return has_last.index(True) * (self.mesh.dims.world_size // self.recipe.pp)
+
+    @property
+    def ddp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same plain tensors; None without DDP."""
+        return None if self._ddp is None else dist.group.WORLD
 
     @property
     def is_replicated(self) -> bool:
@@ -206,11 +230,17 @@ class ParallelModel:
         micro_batch_size: int | None = None,
         objective: SequenceObjective | None = None,
         soft: SoftTargets | None = None,
+        cu_seqlens_MN: Tensor | None = None,
     ) -> Tensor:
         """Forward, and with a divisor backward, of this rank's positions of its samples."""
         inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
         if doc_starts_BS is not None:
             inputs["doc_starts_BS"] = doc_starts_BS
+            if cu_seqlens_MN is None and self.mesh.device.type == "cuda":
+                rows = self.micro_batch_rows(len(tokens_BS), micro_batch_size)
+                cu_seqlens_MN = document_cu_seqlens(doc_starts_BS, rows)
+            if cu_seqlens_MN is not None:
+                inputs["cu_seqlens_1N"] = cu_seqlens_MN
         if soft is not None:
             inputs |= {"soft_ids_BSK": soft.ids_BSK, "soft_logps_BSK": soft.logps_BSK}
         device = self.mesh.device  # contiguous, because pipeline stages check strides
@@ -243,7 +273,7 @@ class ParallelModel:
             dist.all_reduce(square)
         norm = square.sqrt().float() / self._loss_scale_factor
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self._loss_scale_factor
-        gradients = [_to_local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
+        gradients = [to_local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
         foreach_mul_(gradients, factor.to(self.mesh.device))
         return norm
 
@@ -262,14 +292,14 @@ class ParallelModel:
     def _local_square_norms(self) -> Tensor:
         """Squared norm of this rank's gradient of each parameter that has one, divided by the ranks that hold it."""
         gradients = [
-            (parameter, _to_local(parameter.grad))
-            for parameter in self.model.parameters()
-            if parameter.grad is not None
+            (parameter, to_local(parameter.grad)) for parameter in self.model.parameters() if parameter.grad is not None
         ]
         norms = foreach_norm([gradient for _, gradient in gradients])
         device = fp64_device(self.mesh.device)
-        replicas = torch.tensor([self._replica_count(parameter) for parameter, _ in gradients], device=device)
-        return torch.stack(norms).to(device).double().square() / replicas
+        counts = tuple(self._replica_count(parameter) for parameter, _ in gradients)
+        if counts not in self._replica_counts:  # once: a copy to the device is a host sync
+            self._replica_counts[counts] = torch.tensor(counts, device=device)
+        return torch.stack(norms).to(device).double().square() / self._replica_counts[counts]
 
     @property
     def _loss_scale_factor(self) -> float:
@@ -337,6 +367,12 @@ class ParallelModel:
         if self._context_parallel is not None:
             self._context_parallel.apply(part)
 
+    def micro_batch_rows(self, samples: int, micro_batch_size: int | None) -> int:
+        """The samples of one forward pass of a rank's ``samples``."""
+        if micro_batch_size is not None or self._pipeline is None:
+            return micro_batch_size or samples
+        return even_micro_batch_size(samples, 2 * self._pipeline.num_stages)
+
     def _run_micro_batches(
         self,
         inputs: dict[str, Tensor],
@@ -347,13 +383,15 @@ class ParallelModel:
     ) -> Tensor:
         """Gradient accumulation: one micro-batch after another."""
         samples = len(inputs["tokens_BS"])
-        size = micro_batch_size or samples
+        size = self.micro_batch_rows(samples, micro_batch_size)
         run: nn.Module = self._ddp or self.model
         # DDP averages gradients over ranks; here they are summed.
         scale = (self.mesh.dims.dp if self._ddp is not None else 1) / (divisor or 1)
         all_losses: list[Tensor] = []
         for first in range(0, samples, size):
             micro_batch = {name: tensor[first : first + size] for name, tensor in inputs.items()}
+            if "cu_seqlens_1N" in inputs:  # one row for each micro-batch
+                micro_batch["cu_seqlens_1N"] = inputs["cu_seqlens_1N"][first // size, None]
             with self._gradient_sync(first + size >= samples):
                 losses = run(**micro_batch, **({"soft_weight": soft_weight} if soft_weight else {}))
                 if divisor is not None:
@@ -371,7 +409,7 @@ class ParallelModel:
         objective: SequenceObjective | None,
     ) -> Tensor:
         samples, length = inputs["tokens_BS"].shape
-        size = micro_batch_size or even_micro_batch_size(samples, 2 * pipeline.num_stages)
+        size = self.micro_batch_rows(samples, micro_batch_size)
         if samples % size:
             raise UsageError(
                 f"a rank's {samples} samples do not divide into micro-batches of {size}: "
@@ -394,8 +432,29 @@ class ParallelModel:
             set_gradient_sync(self.model, self.recipe, last)
         return nullcontext()
 
-    def _reduce_partial_gradients(self) -> None:
-        """Reduce the gradients that tensor parallelism left as partial sums."""
+    def _free_gathered_weights(self) -> None:
+        """Of the last block and the head, which stay gathered after a forward pass without a backward one."""
+        if self._ran_without_backward:
+            self._ran_without_backward = False
+            for root in self._pipeline.stages if self._pipeline is not None else self._model_parts:
+                for module in root.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
+
+    @contextmanager
+    def _gradients_like_parameters(self) -> Iterator[None]:
+        """Around the backward passes of a batch: tensor parallelism leaves partial sums in the gradients of norms, and
+        without FSDP a gradient of the full embedding."""
+        if self.mesh.dims.tp == 1:
+            yield
+            return
+        # Those of earlier batches are whole already.
+        weights = norms_in_parts(self.model, self.recipe)
+        earlier = [weight.grad for weight in weights]
+        for weight in weights:
+            weight.grad = None
+        yield
+        reduce_norm_gradients(norms_in_parts(self.model, self.recipe), earlier, self.mesh.get_mesh("tp"))
         for parameter in self.model.parameters():
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
@@ -418,7 +477,3 @@ class ParallelModel:
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     # Not to the GPU of a Mac: torch would copy memory that is freed meanwhile (pytorch/pytorch#189690).
     return tensor.to(device, non_blocking=device.type == "cuda")
-
-
-def _to_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,6 +10,7 @@ from torch import nn
 from zero2all.model import Z2all
 from zero2all.parallel.activation_checkpoint import apply_ac
 from zero2all.parallel.expert_parallel import apply_ep
+from zero2all.parallel.float8 import apply_float8
 from zero2all.parallel.fsdp import apply_fsdp
 from zero2all.parallel.mesh import ParallelMesh
 from zero2all.parallel.pipeline_parallel import (
@@ -21,6 +22,7 @@ from zero2all.parallel.pipeline_parallel import (
 )
 from zero2all.parallel.tensor_parallel import apply_tp
 from zero2all.recipe import ModelConfig, ParallelRecipe
+from zero2all.recipe.training import Float8Scaling
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,15 @@ class LocalModel:
     """Whether FSDP2 gathers parameters and reduces gradients."""
 
 
-def parallelize(config: ModelConfig, recipe: ParallelRecipe, mesh: ParallelMesh, dtype: torch.dtype) -> LocalModel:
-    """Pipeline stages first, then tensor and expert parallelism, activation checkpointing, then FSDP around all."""
+def parallelize(
+    config: ModelConfig,
+    recipe: ParallelRecipe,
+    mesh: ParallelMesh,
+    dtype: torch.dtype,
+    float8: Float8Scaling | None = None,
+) -> LocalModel:
+    """Pipeline stages first, then tensor and expert parallelism, float8, activation checkpointing, then FSDP around
+    all."""
     dims = mesh.dims
     stage_indices = stage_indices_of_rank(recipe, mesh.coordinate("pp"))
     with torch.device("meta"):
@@ -54,6 +63,8 @@ def parallelize(config: ModelConfig, recipe: ParallelRecipe, mesh: ParallelMesh,
                 apply_tp(part, mesh.get_mesh("tp"), recipe)
             if dims.ep > 1:
                 apply_ep(part, mesh.ep_mesh())
+            if float8 is not None:
+                apply_float8(part.layers, float8, mesh.device)
             apply_ac(part.layers, recipe)
     stages = [StageWrapper(part) for part in model_parts] if dims.pp > 1 else []
     # Replicas of a full model are left to DDP; wherever else gradients are reduced, FSDP2 does it.
@@ -62,5 +73,5 @@ def parallelize(config: ModelConfig, recipe: ParallelRecipe, mesh: ParallelMesh,
         expert_fsdp_mesh = mesh.expert_fsdp_mesh() if dims.ep > 1 else None
         roots: list[nn.Module] = list(stages or model_parts)
         for root, part in zip(roots, model_parts, strict=True):
-            apply_fsdp(root, part.layers, mesh.fsdp_mesh(), expert_fsdp_mesh, recipe, dtype)
+            apply_fsdp(root, part, mesh.fsdp_mesh(), expert_fsdp_mesh, recipe, dtype)
     return LocalModel(model_parts, stages, stage_indices, uses_fsdp)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import torch
 from pydantic import computed_field
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from zero2all.model import Z2all
 from zero2all.model.blocks import LMHead
 from zero2all.model.cost.activations import ActivationShards, activation_bytes, loss_bytes
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.optimizer_state import optimizer_state_bytes
 from zero2all.parallel.batch_split import BatchSplit, split_batch
-from zero2all.parallel.fsdp import reshard_after_forward
+from zero2all.parallel.fsdp import reshard_after_forward, separate_ends
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.parallel.parallelize import LocalModel
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
+from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import ParallelRecipe, Recipe, ResolvedStage
 from zero2all.torch_private import fsdp_param_groups, unsharded_numel
 from zero2all.units import show_bytes
@@ -39,8 +41,11 @@ class RankMemory:
     gathered_weights: int
     """In the compute dtype: the blocks that FSDP has gathered at one time, or the copies that autocast makes."""
     unsharded_gradients: int
-    """Before they are reduce-scattered: of one block and of embedding and head, with the fp32 buffer of the collective;
-    with gradient_sync: last, of the full unsharded part of the model."""
+    """Before they are reduce-scattered: of two blocks, or of a block and embedding or head, with the fp32 buffer of the
+    collective; with gradient_sync: last, also of the full unsharded part of the model."""
+    gradients_between_micro_batches: int
+    """What the two before hold from one micro-batch to the next, in fp32: shards, or with gradient_sync: last all of
+    the unsharded part. 0 if a step has one micro-batch."""
     activations: int
     """Estimate: kept for the backward pass, of all micro-batches that a pipeline rank has in flight."""
     logits: int
@@ -49,7 +54,8 @@ class RankMemory:
     @computed_field  # type: ignore[prop-decorator]
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        """Without the gradients between micro-batches, which are in the other fields."""
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "gradients_between_micro_batches")
 
 
 def rank_memory(
@@ -65,10 +71,10 @@ def rank_memory(
     gradients are not at their largest at the same time."""
     optimizer, dims = recipe.train.optimizer, {name: p.dim() for name, p in _named_parameters(local_model).items()}
     held = FP32_BYTES * sum(shards.values())
-    gathered, unsharded = (
+    gathered, unsharded, between = (
         _fsdp_buffer_bytes(local_model, recipe, parallel_dims, dtype)
         if local_model.uses_fsdp
-        else (_autocast_copy_bytes(local_model, dtype, recipe), 0)
+        else (_autocast_copy_bytes(local_model, dtype, recipe), 0, 0)
     )
     activations, logits = _micro_batch_bytes(local_model, recipe, parallel_dims, dtype, device, pp_rank)
     return RankMemory(
@@ -77,6 +83,7 @@ def rank_memory(
         optimizer=sum(optimizer_state_bytes(optimizer, name, dims[name]) * count for name, count in shards.items()),
         gathered_weights=gathered,
         unsharded_gradients=unsharded,
+        gradients_between_micro_batches=(between or held) if uses_gradient_accumulation(recipe, parallel_dims) else 0,
         activations=activations,
         logits=logits,
     )
@@ -84,12 +91,14 @@ def rank_memory(
 
 def memory_lines(memory: RankMemory, dtype: str) -> list[str]:
     """A table of the parts, and their sum."""
+    between = f"{show_bytes(memory.gradients_between_micro_batches)} of gradients between micro-batches"
+    between = between if memory.gradients_between_micro_batches else ""
     parts = {
         "weights (fp32)": (memory.parameters, ""),
         "gradients (fp32)": (memory.gradients, ""),
         "optimizer state": (memory.optimizer, ""),
         f"weights in {dtype}": (memory.gathered_weights, "gathered by FSDP, or copied by autocast"),
-        "unsharded gradients": (memory.unsharded_gradients, ""),
+        "unsharded gradients": (memory.unsharded_gradients, between),
         "activations": (memory.activations, "estimate, without torch.compile"),
         "logits": (memory.logits, "estimate"),
     }
@@ -132,35 +141,65 @@ def split_stage(stage: ResolvedStage, parallel: ParallelRecipe, parallel_dims: P
     return split_batch(stage.batch_tokens // stage.seq_len, parallel_dims.dp, micro, pipeline_stages)
 
 
+@dataclass(frozen=True)
+class _Units:
+    """Unsharded elements of what FSDP gathers together, in a model or a pipeline stage, in the order of forward."""
+
+    first: int
+    """The embedding; 0 if it is with the rest."""
+    blocks: list[int]
+    last: int
+    """Last norm and head; 0 if they are with the rest."""
+    rest: int
+    """What the root holds, gathered for all of forward and backward."""
+
+    @classmethod
+    def of(cls, root: nn.Module, model: Z2all) -> _Units:
+        first, last = (sum(map(_unsharded_elements, ends[:1])) for ends in separate_ends(model))
+        blocks = [_unsharded_elements(block) for block in model.layers.children()]
+        return cls(first, blocks, last, _unsharded_elements(root) - first - last - sum(blocks))
+
+    @property
+    def total(self) -> int:
+        return self.first + sum(self.blocks) + self.last + self.rest
+
+    def gathered(self, parallel: ParallelRecipe) -> int:
+        """At the worst moment of forward and backward: the current unit and the next one, which is prefetched."""
+        frees = reshard_after_forward(parallel)
+        if frees is False:
+            return self.total
+        # Head and last block stay gathered, but not longer than until backward prefetches the block before.
+        peak = max(sum(pair) for pair in pairwise([self.first, *self.blocks, self.last]))
+        freed = self.total - self.rest - peak
+        return self.rest + peak + (0 if frees is True else freed // frees)
+
+    def gradient_buffers(self, itemsize: int) -> int:
+        """Bytes of gradients on their way: one unit is reduce-scattered from a buffer in fp32 while backward computes
+        the gradient of the next. Those of the root wait for the end."""
+        in_order = [self.last, *reversed(self.blocks), self.first, 0]
+        moving = [FP32_BYTES * reduced + itemsize * max(reduced, computed) for reduced, computed in pairwise(in_order)]
+        return max(max(moving) + itemsize * self.rest, (FP32_BYTES + itemsize) * self.rest)
+
+
 def _fsdp_buffer_bytes(
     local_model: LocalModel, recipe: Recipe, parallel_dims: ParallelDims, dtype: torch.dtype
-) -> tuple[int, int]:
-    """Bytes of gathered weights and of gradients that are not reduced yet."""
-    blocks = sorted(
-        (_unsharded_elements(block) for part in local_model.model_parts for block in part.layers.children()),
-        reverse=True,
-    )
-    unsharded = sum(_unsharded_elements(root) for root in (local_model.stages or local_model.model_parts))
-    ends = unsharded - sum(blocks)  # embedding, last norm and head are gathered for all of forward and backward
-    in_flight = dtype.itemsize * (ends + blocks[0]) + FP32_BYTES * max(ends, blocks[0])
-    if recipe.parallel.gradient_sync == "last" and uses_gradient_accumulation(recipe, parallel_dims):
-        in_flight += FP32_BYTES * unsharded
-    return dtype.itemsize * (ends + _gathered_elements(blocks, recipe.parallel)), in_flight
-
-
-def _gathered_elements(blocks: list[int], parallel: ParallelRecipe) -> int:
-    frees = reshard_after_forward(parallel)
-    if frees is False:
-        return sum(blocks)
-    pair = sum(blocks[:2])  # the current block, and the next one being prefetched
-    return pair if frees is True else pair + sum(blocks[2:]) // frees
+) -> tuple[int, int, int]:
+    """Bytes of gathered weights, of gradients that are not reduced yet, and of those between micro-batches if they are
+    unsharded."""
+    roots: list[nn.Module] = list(local_model.stages or local_model.model_parts)
+    units = [_Units.of(root, model) for root, model in zip(roots, local_model.model_parts, strict=True)]
+    gathered = dtype.itemsize * sum(unit.gathered(recipe.parallel) for unit in units)
+    in_flight = max(unit.gradient_buffers(dtype.itemsize) for unit in units)
+    keeps = recipe.parallel.gradient_sync == "last" and uses_gradient_accumulation(recipe, parallel_dims)
+    between = FP32_BYTES * sum(unit.total for unit in units) if keeps else 0
+    return gathered, in_flight + between, between
 
 
 def _autocast_copy_bytes(local_model: LocalModel, dtype: torch.dtype, recipe: Recipe) -> int:
     if dtype.itemsize == FP32_BYTES:
         return 0
     return dtype.itemsize * sum(
-        _to_local(parameter).numel()
+        to_local(parameter).numel()
         for name, parameter in _named_parameters(local_model).items()
         if parameter.dim() > 1
         and (recipe.model.tie_word_embeddings or "embed_tokens" not in name)  # a lookup is not cast
@@ -180,7 +219,3 @@ def _named_parameters(local_model: LocalModel) -> dict[str, Tensor]:
 def _unsharded_elements(module: nn.Module) -> int:
     """Of a module's unsharded parameters: of what tp and ep leave to this rank."""
     return sum(unsharded_numel(parameter) for group in fsdp_param_groups(module) for parameter in group.fsdp_params)
-
-
-def _to_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

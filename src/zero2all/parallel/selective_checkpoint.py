@@ -30,6 +30,7 @@ SAVED_OPS = {
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_attention_math",
     "zero2all::document_attention",
+    "zero2all::ring_attention",
     "zero2all::expert_product",
     "flash_attn::_flash_attn_forward",
     "flash_attn::_flash_attn_varlen_forward",

@@ -67,3 +67,8 @@ def local_part(tensor: Tensor) -> tuple[Sequence[int], Tensor]:
         return whole_tensor(tensor)
     _, begin = local_shape_and_offset(tensor)
     return begin, tensor.to_local()
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -6,7 +6,7 @@ With ``sp`` the residual stream and the norms are sharded along the sequence (ht
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from zero2all.errors import UsageError
 from zero2all.model import IGNORE_INDEX, Z2all
 from zero2all.model.blocks import LMHead, RMSNorm
 from zero2all.model.ops.cross_entropy import CrossEntropy, HeadConfig, Logits, compute_logits
 from zero2all.model.ops.norm import Norm
+from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import ParallelRecipe
+from zero2all.torch_private import enable_micro_pipeline_tp, foreach_copy_
 
 
 def apply_tp(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None:
@@ -58,12 +61,10 @@ def apply_tp(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None:
 
 def apply_tp_ops(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None:
     """Norms and loss over what a rank holds, with the chosen kernels."""
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, RMSNorm):
-            # The norms of queries and keys see a rank's heads, those of the stream its positions or all of them.
-            in_parts = recipe.sp or name.endswith(("q_norm", "k_norm"))
             module.ops = copy.copy(module.ops)
-            module.ops.norm = _local_norm(module.ops.norm, Partial() if in_parts else Replicate())
+            module.ops.norm = _local_norm(module.ops.norm)
     if isinstance(model.lm_head, LMHead):
         ops = model.lm_head.ops = copy.copy(model.lm_head.ops)
         ops.cross_entropy = (
@@ -91,12 +92,56 @@ def _gather_input_hook(
     return gather
 
 
-def _local_norm(norm: Norm, gradient: Placement) -> Norm:
+def _local_norm(norm: Norm) -> Norm:
+    """The gradient of a rank's part of the input: see ``reduce_norm_gradients``."""
+
     def local(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         assert isinstance(weight, DTensor)
-        return norm(x, weight.to_local(grad_placements=[gradient]), eps)
+        return norm(x, weight.to_local(), eps)
 
     return local
+
+
+def norms_in_parts(model: nn.Module, recipe: ParallelRecipe) -> list[Tensor]:
+    """The weights of norms that see a part of their input on each tp rank.
+
+    The norms of queries and keys see a rank's heads, those of the stream its positions or all of them.
+    """
+    return [
+        module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, RMSNorm) and (recipe.sp or name.endswith(("q_norm", "k_norm")))
+    ]
+
+
+def reduce_norm_gradients(weights: Sequence[Tensor], earlier: Sequence[Tensor | None], mesh: DeviceMesh) -> None:
+    """Sum the gradients of ``norms_in_parts`` over the tp ranks, and add those of earlier batches. One all-reduce.
+
+    As partial placements they would be reduced one by one, by FSDP even in every micro-batch. A sum over the data
+    parallel ranks and one over the tp ranks can be taken in any order, so this one waits for all of them.
+    """
+    shards = [to_local(weight.grad) for weight in weights if weight.grad is not None]
+    if not shards:
+        return
+    total = torch.cat([shard.flatten() for shard in shards])
+    dist.all_reduce(total, group=mesh.get_group())
+    sums = torch.split(total, [shard.numel() for shard in shards])
+    foreach_copy_(shards, [part.view_as(shard) for part, shard in zip(sums, shards, strict=True)])
+    for weight, before in zip(weights, earlier, strict=True):
+        if before is not None:
+            assert weight.grad is not None
+            weight.grad += before
+
+
+def enable_async_tp(mesh: DeviceMesh, device: torch.device, compile: bool) -> None:
+    """Let the compiler split the matrix products around all-gathers and reduce-scatters, so that the two overlap."""
+    if device.type != "cuda" or not compile:
+        missing = "a GPU with CUDA" if device.type != "cuda" else "torch.compile"
+        raise UsageError(
+            f"parallel.async_tp needs {missing}: set parallel.async_tp=false"
+            + ("" if device.type != "cuda" else " or train.compile=true")
+        )
+    enable_micro_pipeline_tp(mesh.get_group())
 
 
 def _gathered_weight_loss(cross_entropy: CrossEntropy) -> CrossEntropy:

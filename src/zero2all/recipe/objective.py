@@ -95,6 +95,12 @@ class GRPORecipe(Section):
     """Largest weight of a token by the ratio of its probabilities in trainer and sampler."""
     mask_truncated: bool = True
     """Leave answers out of the loss that were cut at ``max_answer_tokens``."""
+    endpoint: str | None = None
+    """OpenAI-compatible API that samples the answers, such as ``http://127.0.0.1:8000/v1``, by a server that returns
+    token ids: ``z2a serve`` or vLLM, with the same tokenizer. The run does not update its weights, so that it has to
+    load newer checkpoints now and then; ``sampler_gap`` shows how far it is behind. Default: the model itself."""
+    endpoint_model: str = ""
+    """Name of the model at the endpoint."""
 
     def mistakes(self) -> Iterator[Mistake]:
         for name in self.rewards:
@@ -144,6 +150,11 @@ class ObjectiveRecipe(Section):
     def kinds(self) -> tuple[SourceKind, ...]:
         """The sources that it can train on."""
         return ("chat",) if self.name == "distill" and self.distill.on_policy else OBJECTIVE_KINDS[self.name]
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the model learns to answer, so that a prompt is what a chat template renders."""
+        return self.conversations != "cut"
 
     @property
     def conversations(self) -> Conversations:

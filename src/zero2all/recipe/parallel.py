@@ -33,15 +33,18 @@ class ParallelRecipe(Section):
     """Sequence parallelism: with tp, shard norms and the residual stream along the sequence."""
     loss_parallel: bool = True
     """With tp, compute the loss from logits that stay sharded along the vocabulary."""
+    async_tp: bool = False
+    """With tp, overlap matrix products with the all-gathers and reduce-scatters around them, in torch.compile on GPUs
+    with NVLink (symmetric memory)."""
     pp: Degree = 1
     """Pipeline parallelism: number of pipeline ranks."""
     schedule: PipelineSchedule = "1f1b"
     """Pipeline schedule. interleaved, zero-bubble and zbv put two stages on each rank."""
     cp: Degree = 1
     """Context parallelism: number of ranks over which each sequence is split."""
-    cp_attention: Literal["allgather", "ulysses"] = "allgather"
-    """Attention with cp. allgather: each rank gathers all keys and values. ulysses: each rank has all positions of some
-    heads."""
+    cp_attention: Literal["allgather", "ring", "ulysses"] = "allgather"
+    """Attention with cp. allgather: each rank gathers all keys and values. ring: they pass from rank to rank, and each
+    rank holds those of a few ranks at a time. ulysses: each rank has all positions of some heads."""
     ep: Degree = 1
     """Expert parallelism: number of ranks over which the experts of each MoE layer are distributed."""
     reshard_after_forward: Literal["auto", "always", "never"] | Degree = "auto"
@@ -73,9 +76,9 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
     """Everything that is impossible with any number of ranks; each message names what to change."""
     yield from _tensor_parallel_mistakes(model, parallel)
     yield from _context_parallel_mistakes(model, train, parallel)
-    if parallel.activation_checkpointing == "budget" and not train.compile:
+    if parallel.activation_checkpointing == "budget" and train.compile is False:
         yield Mistake(
-            "the compiler keeps the activation budget: set train.compile=true, or "
+            "the compiler keeps the activation budget: remove train.compile=false, or set "
             "parallel.activation_checkpointing=selective",
             ("parallel.activation_checkpointing", "train.compile"),
         )
@@ -93,6 +96,8 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
             "adapters (model.lora) are not sharded by tp and ep: use dp_shard, which shards everything",
             ("parallel.tp", "parallel.ep", "model.lora"),
         )
+    if train.float8 is not None:
+        yield from _float8_mistakes(model, train, parallel)
     if train.objective.name == "distill" and max(parallel.tp, parallel.cp, parallel.pp) > 1:
         yield Mistake(
             "train.objective.name=distill needs all logits of a position on one rank: use dp_shard or dp_replicate",
@@ -123,6 +128,12 @@ def _answer_mistakes(model: ModelConfig, train: TrainRecipe, parallel: ParallelR
 
 
 def _tensor_parallel_mistakes(model: ModelConfig, parallel: ParallelRecipe) -> Iterator[Mistake]:
+    if parallel.async_tp and (parallel.tp == 1 or not parallel.sp):
+        yield Mistake(
+            "parallel.async_tp overlaps the collectives of tp with sp: set parallel.tp above 1 and parallel.sp=true, "
+            "or parallel.async_tp=false",
+            ("parallel.async_tp", "parallel.tp", "parallel.sp"),
+        )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(model, name)
         if size % parallel.tp:
@@ -183,11 +194,11 @@ def _pipeline_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Paralle
 
 
 def _split_backward_mistakes(train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
-    if train.compile:
+    if train.compile is True or parallel.activation_checkpointing == "budget":
         yield Mistake(
-            f"schedule {parallel.schedule} cannot split a compiled backward: set train.compile=false or "
-            "parallel.schedule=interleaved",
-            ("parallel.schedule", "parallel.pp", "train.compile"),
+            f"schedule {parallel.schedule} cannot split a compiled backward: set train.compile=false (and no "
+            "activation budget), or parallel.schedule=interleaved",
+            ("parallel.schedule", "parallel.pp", "train.compile", "parallel.activation_checkpointing"),
         )
     if parallel.reshard_after_forward not in ("auto", "never"):
         yield Mistake(
@@ -200,6 +211,25 @@ def _split_backward_mistakes(train: TrainRecipe, parallel: ParallelRecipe) -> It
             f"schedule {parallel.schedule} recomputes a block twice, but what selective checkpointing keeps serves "
             "once: set parallel.activation_checkpointing=full, or parallel.schedule=interleaved",
             ("parallel.schedule", "parallel.pp", "parallel.activation_checkpointing"),
+        )
+
+
+def _float8_mistakes(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
+    if parallel.tp > 1:
+        yield Mistake(
+            "matrices that tp shards are not converted to float8: set parallel.tp=1 and use dp_shard, or remove "
+            "train.float8",
+            ("train.float8", "parallel.tp"),
+        )
+    if model.lora is not None:
+        yield Mistake(
+            "matrices with adapters (model.lora) are not converted to float8: remove train.float8",
+            ("train.float8", "model.lora"),
+        )
+    if train.precision == "fp16":
+        yield Mistake(
+            "float8 is rounded from bf16: set train.precision=bf16, or remove train.float8",
+            ("train.float8", "train.precision"),
         )
 
 

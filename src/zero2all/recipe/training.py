@@ -15,6 +15,7 @@ from zero2all.recipe.types import AnyDir, Count, DurationField, Fraction, Mistak
 from zero2all.units import Duration
 
 Chosen = TypeVar("Chosen", int, float)
+Float8Scaling = Literal["tensorwise", "rowwise"]
 
 
 def _require_chosen(value: Chosen | None, key: str) -> Chosen:
@@ -34,6 +35,9 @@ class OptimizerRecipe(Section):
     the model size and the number of tokens; the log and the recipe of the run have the value."""
     muon_lr: Positive | None = None
     """Peak learning rate of Muon. Default: 0.02, at which its updates suit every width."""
+    muon_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Dtype in which Muon orthogonalizes an update, and in which ranks send each other its shards. bf16 is enough to
+    train; with fp32 every parallel layout updates as one process does, to rounding of fp32."""
     momentum: Fraction = 0.95
     """Momentum of Muon and SGD."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -231,8 +235,13 @@ class TrainRecipe(TrainLength):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute dtype. bf16 and fp16 use autocast with fp32 weights; fp16 also scales the loss. auto selects bf16 if the
     device supports it natively, otherwise fp16 on CUDA GPUs, and fp32 on CPUs and on mps."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each block with torch.compile. auto compiles on CUDA; it tries one block first, and if that fails, it
+    warns with the reason and trains without."""
+    float8: Float8Scaling | None = None
+    """Compute the matrix products of the blocks in float8, with one scale for each tensor (tensorwise, faster) or each
+    row (rowwise, closer to bf16). Weights and optimizer stay as they are. It needs torchao and a GPU with float8 (H100,
+    L40S); a CPU emulates it, slowly. Default: off."""
     document_mask: bool = False
     """Mask attention across documents: tokens attend only to their own document, which begins at its end-of-text
     token. Positions are counted from there."""

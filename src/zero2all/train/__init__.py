@@ -5,7 +5,6 @@
 """
 
 from zero2all.train.blame import blame_step
-from zero2all.train.export import export_run
 from zero2all.train.extension import ScheduleChangedError
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.initial_weights import find_weights, open_weights
@@ -20,7 +19,6 @@ __all__ = [
     "Trainer",
     "TrainerHooks",
     "blame_step",
-    "export_run",
     "find_weights",
     "open_weights",
     "trace_step",

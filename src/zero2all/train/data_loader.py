@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero2all.hardware import on_current_device
 from zero2all.model import IGNORE_INDEX
 from zero2all.parallel.batch_split import split_batch
 from zero2all.parallel.mesh import shard_range
 from zero2all.tokens.conversation_rows import AnswerCounts, RowAnswers
+from zero2all.train.device_batch import BatchCopier, DeviceBatch
 from zero2all.train.plan import Plan, StagePlan
 
 PREFETCH_BATCHES = 2  # one thread and two batches: worker processes were slower
@@ -45,6 +47,11 @@ class Batch:
     sample_range: tuple[int, int]  # of the global batch
     global_valid_tokens: int  # over all ranks
     answers: BatchAnswers | None = None  # for objectives that compare them
+    on_device: DeviceBatch | None = None  # the same tensors where the model is, if the loader copies them
+
+    @property
+    def device_targets(self) -> Tensor:
+        return self.targets if self.on_device is None else self.on_device.targets
 
 
 def read_batch(plan: Plan, step: int, dp_rank: int = 0, dp_world_size: int = 1) -> Batch:
@@ -65,7 +72,7 @@ def read_batch(plan: Plan, step: int, dp_rank: int = 0, dp_world_size: int = 1) 
     text = samples.tokens if last > first else stage.dataset.tokens(start, start + 1)
     tokens[last - first :] = text[np.arange(rows - (last - first)) % len(text)]
     token_tensor = torch.from_numpy(tokens)
-    inputs, targets = token_tensor[:, :-1], token_tensor[:, 1:].clone()
+    inputs, targets = token_tensor[:, :-1].contiguous(), token_tensor[:, 1:].clone()
     targets[: last - first][~torch.from_numpy(samples.mask[:, 1:])] = IGNORE_INDEX
     targets[last - first :] = IGNORE_INDEX
     answers = None
@@ -98,17 +105,17 @@ class DataLoader:
         first_step: int,
         dp_rank: int = 0,
         dp_world_size: int = 1,
-        pin: bool = False,
+        copier: BatchCopier | None = None,
         skipped_steps: Collection[int] = (),
     ) -> None:
-        """No batch is read for ``skipped_steps``."""
+        """No batch is read for ``skipped_steps``. With ``copier`` batches come with their tensors on the device."""
         self.data_wait_seconds = 0.0  # for the last batch
-        self._plan, self._first_step, self._pin = plan, first_step, pin
+        self._plan, self._first_step, self._copier = plan, first_step, copier
         self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
         self._skipped_steps = skipped_steps
         self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(PREFETCH_BATCHES)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._prefetch, daemon=True)
+        self._thread = threading.Thread(target=on_current_device(self._prefetch), daemon=True)
 
     def __enter__(self) -> DataLoader:
         self._thread.start()
@@ -137,7 +144,7 @@ class DataLoader:
         self._drain()
         self._first_step, self._skipped_steps = first_step, skipped_steps
         self._closed.clear()
-        self._thread = threading.Thread(target=self._prefetch, daemon=True)
+        self._thread = threading.Thread(target=on_current_device(self._prefetch), daemon=True)
         self._thread.start()
 
     def _prefetch(self) -> None:
@@ -146,8 +153,10 @@ class DataLoader:
                 if step in self._skipped_steps:
                     continue
                 batch = read_batch(self._plan, step, self._dp_rank, self._dp_world_size)
-                if self._pin:
-                    batch = replace(batch, inputs=batch.inputs.pin_memory(), targets=batch.targets.pin_memory())
+                if self._copier is not None:
+                    batch = replace(
+                        batch, on_device=self._copier.copy(batch.inputs, batch.targets, batch.micro_batch_size)
+                    )
                 self._queue.put(batch)
                 if self._closed.is_set():
                     return

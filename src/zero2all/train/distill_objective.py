@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -36,10 +37,11 @@ class DistillObjective(TokenObjective):
         source_losses: SourceLosses,
         model: ParallelModel,
         ranks: RankGroup,
+        ping: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(source_losses)
         self._recipe, self._options, self._tokenizer = recipe, recipe.train.objective.distill, tokenizer
-        self._ranks = ranks
+        self._ranks, self._ping = ranks, ping
         assert self._options.teacher is not None
         self._teacher = Teacher(self._options.teacher, model.config, self._options.top_k, model.mesh.device, ranks)
         self._caches: dict[str, TeacherCache] = {}
@@ -97,7 +99,9 @@ class DistillObjective(TokenObjective):
         prompts = read_prompts(batch.stage.dataset, *batch.sample_range, length, self._tokenizer)
         options = GRPORecipe(max_answer_tokens=length, mask_truncated=False)
         seed = int(fingerprint([self._recipe.seed, batch.step])[:8], 16)
-        groups = sample_answers(model, self._tokenizer, prompts, sampling_params(options, seed), 1, self._ranks)
+        groups = sample_answers(
+            model, self._tokenizer, prompts, sampling_params(options, seed), 1, self._ranks, self._ping
+        )
         rollouts = [[Rollout(prompt, one, 0.0) for one in group] for prompt, group in zip(prompts, groups, strict=True)]
         zeros = np.zeros((len(rollouts), 1), dtype=np.float32)
         packed = pack_rollouts(rollouts, zeros, batch.inputs.shape[1], options, self._tokenizer.eos_token_id)

@@ -11,7 +11,7 @@ import torch
 from zero2all.checkpoint import InitialWeights
 from zero2all.console import progress
 from zero2all.errors import Z2aError, is_out_of_memory
-from zero2all.hardware import Gpu, device_title, pick_device
+from zero2all.hardware import Gpu, device_title, pick_device, wants_compile
 from zero2all.io import MANIFEST
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import ParameterCounts, count_parameters
@@ -320,7 +320,7 @@ def _measured_time(
     ranks = "" if dims.world_size == 1 else f"{dims.world_size} x "
     notes = [f"{TIMED_STEPS} steps of {timing.samples} samples"]
     notes += ["one process, without communication between ranks"] if dims.world_size > 1 else []
-    notes += ["without torch.compile"] if recipe.train.compile else []
+    notes += ["without torch.compile"] if wants_compile(recipe.train.compile, device) else []
     notes.append(f"MFU against {timing.peak.source}")
     mfu = timing.flops / timing.peak.flops
     return _total_time(stages, "measured", f"{ranks}{device_title(device)}", mfu, seconds_per_token, ", ".join(notes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -26,6 +26,7 @@ from zero2all.tokens import PackedDataset, TokenStore
 from zero2all.tokens.conversation_rows import ConversationRows, best_fit_decreasing
 from zero2all.tokens.token_store import Array
 from zero2all.train.data_loader import PADDING_SOURCE, Batch
+from zero2all.train.endpoint_rollouts import EndpointSampler
 from zero2all.train.rollouts import (
     Prompt,
     Rollout,
@@ -44,10 +45,17 @@ VALIDATION_PROMPTS = 64
 class GRPOObjective:
     """See ``GRPORecipe``. Sampling depends on the weights, the seed and the step, so that a resumed run repeats it."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, validation: TokenStore, ranks: RankGroup) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer: Tokenizer,
+        validation: TokenStore,
+        ranks: RankGroup,
+        ping: Callable[[], None] = lambda: None,
+    ) -> None:
         self._recipe, self._options, self._tokenizer = recipe, recipe.train.objective.grpo, tokenizer
         self._ranks, self._rewards = ranks, load_rewards(self._options.rewards)
-        self._validation = validation
+        self._validation, self._ping = validation, ping
         self._rollouts: RolloutBatch | None = None
         self._own: dict[str, float] = {}
         self._divisor = 1.0
@@ -80,7 +88,11 @@ class GRPOObjective:
         params = sampling_params(self._options, seed)
         if copies == 1:
             params = replace(params, temperature=0.0)
-        answers = sample_answers(model, self._tokenizer, prompts, params, copies, self._ranks)
+        if self._options.endpoint is None:
+            answers = sample_answers(model, self._tokenizer, prompts, params, copies, self._ranks, self._ping)
+        else:
+            endpoint = EndpointSampler(self._options, self._tokenizer)
+            answers = self._ranks.on_rank0(lambda: endpoint.sample(prompts, params, copies, self._ping))
         return score_rollouts(prompts, answers, self._rewards, self._ranks)
 
     def _rollout_metrics(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
@@ -160,6 +172,7 @@ class PackedRollouts:
             targets=targets,
             sources=[SOURCE if one else PADDING_SOURCE for one in real.tolist()],
             micro_batch_size=batch.micro_batch_size and split.samples,
+            on_device=None,
         )
         return replaced, RolloutBatch(*columns)
 

@@ -1,18 +1,22 @@
 """Muon (https://kellerjordan.github.io/posts/muon/): momentum, orthogonalized matrix by matrix.
 
-torch.optim.Muon takes single matrices only. This one also takes the stacked matrices of experts, and on a mesh gathers
-a matrix once for all five iterations, where DTensor products would communicate in each of them.
+torch.optim.Muon takes single matrices only. This one also takes the stacked matrices of experts, and on a mesh divides
+the matrices over the ranks (``MatrixExchange``), where DTensor products would communicate in each of five iterations.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from zero2all.parallel.sharded_init import to_local
+from zero2all.train.muon_exchange import MatrixExchange
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -20,48 +24,83 @@ NORM_EPS = 1e-7
 
 
 class Muon(Optimizer):
-    """For matrices [rows, columns] and stacks of them [experts, rows, columns], each expert separately."""
+    """For matrices [rows, columns] and stacks of them [experts, rows, columns], each expert separately.
 
-    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+    ``dtype`` is that of the iteration, and of what ranks send each other. ``replicas`` are the ranks that hold the same
+    plain tensors (DDP): they divide the work. Parameters that are DTensors know their ranks.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.dtype, self.replicas = dtype, replicas
+        self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            # Almost always one layout; parameters that are replicated along other mesh dimensions have another.
+            by_layout: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-                update = orthogonalize(parameter.grad.lerp(buffer, group["momentum"]))  # Nesterov
-                rows, columns = parameter.shape[-2:]
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
+                if parameter.grad is not None:
+                    by_layout.setdefault(_layout(parameter), []).append(parameter)
+            for parameters in by_layout.values():
+                self._update(parameters, group)
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        exchange = self._exchange_of(parameters)
+        if not exchange.communicates:  # one by one: no memory for the updates of all
+            for parameter in parameters:
+                self._apply(
+                    parameter, to_local(parameter), newton_schulz(self._momentum_update(parameter, group)), group
+                )
+            return
+        updates = [_as_stack(self._momentum_update(parameter, group)) for parameter in parameters]
+        stacks = [_as_stack(to_local(parameter)) for parameter in parameters]
+        for index, matrix, result in exchange.orthogonalize(updates, newton_schulz):
+            self._apply(parameters[index], stacks[index][matrix], result, group)
+
+    def _exchange_of(self, parameters: list[Tensor]) -> MatrixExchange:
+        key = tuple(map(id, parameters))
+        if key not in self._exchanges:
+            self._exchanges[key] = MatrixExchange(parameters, self.replicas)
+        return self._exchanges[key]
+
+    def _momentum_update(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """Of this rank's shard, in the dtype of the iteration."""
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        gradient = to_local(parameter.grad)
+        buffer = to_local(state["momentum_buffer"]).lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(buffer, group["momentum"]).to(self.dtype)  # Nesterov
+
+    @staticmethod
+    def _apply(parameter: Tensor, shard: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+        """To the shard of a parameter, or of one of its matrices."""
+        rows, columns = parameter.shape[-2:]
+        shard.mul_(1 - group["lr"] * group["weight_decay"])
+        shard.add_(update, alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
 
 
-def orthogonalize(update: Tensor) -> Tensor:
-    """Newton-Schulz over full matrices, in bf16; on a mesh the result is sharded like the update."""
-    if not isinstance(update, DTensor):
-        return newton_schulz(update)
-    half = cast(DTensor, update.bfloat16())
-    # A rank needs full matrices, but only of its own experts.
-    matrix_placements = [_matrix_placement(placement, update.ndim) for placement in half.placements]
-    matrices = half.redistribute(placements=matrix_placements).to_local()
-    orthogonalized = DTensor.from_local(
-        newton_schulz(matrices),
-        half.device_mesh,
-        matrix_placements,
-        run_check=False,
-        shape=half.shape,
-        stride=half.stride(),
-    )
-    return orthogonalized.redistribute(placements=half.placements)
+def _as_stack(tensor: Tensor) -> Tensor:
+    return tensor if tensor.ndim == 3 else tensor[None]
 
 
-def _matrix_placement(placement: Placement, dimensions: int) -> Placement:
-    return placement if dimensions == 3 and type(placement) is Shard and placement.dim == 0 else Replicate()
+def _layout(parameter: Tensor) -> Any:
+    """Its mesh, and along which dimensions it is replicated."""
+    if not isinstance(parameter, DTensor):
+        return None
+    return parameter.device_mesh, tuple(placement.is_replicate() for placement in parameter.placements)
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
@@ -69,8 +108,7 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     add_product = torch.baddbmm if matrices.ndim == 3 else torch.addmm
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.bfloat16()
-    x = x.mT if tall else x
+    x = matrices.mT if tall else matrices
     # The spectral norm is at most the Frobenius norm. Experts without tokens have zero gradients, which stay zero.
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=NORM_EPS)
     for _ in range(ITERATIONS):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,14 +22,22 @@ def one_group(parameters: Sequence[Tensor], **settings: Any) -> list[dict[str, A
     return [{"params": parameters, **settings}] if parameters else []
 
 
+MUON_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
 def build_optimizers(
-    model: nn.Module, recipe: OptimizerRecipe, build_groups: GroupBuilder = one_group, mup_width_mult: float = 1.0
+    model: nn.Module,
+    recipe: OptimizerRecipe,
+    build_groups: GroupBuilder = one_group,
+    mup_width_mult: float = 1.0,
+    replicas: dist.ProcessGroup | None = None,
 ) -> list[Optimizer]:
     """One optimizer for all, or Muon for the matrices inside the blocks and AdamW for the rest (``updated_by_muon``).
 
     Weight decay applies to matrices only; on a norm's scale or a bias it would hurt. ``build_groups`` makes groups of
     parameters with the same settings: a parallel layout may need several. ``mup_width_mult`` (see ``ModelConfig``)
     scales the learning rate of every matrix but the embedding, for muP; Muon's updates fit any width as they are.
+    ``replicas`` are the ranks of DDP, over which Muon divides its work.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     in_blocks = [parameter for name, parameter in named if updated_by_muon(name, parameter.dim())]
@@ -44,7 +53,8 @@ def build_optimizers(
     ]
     optimizers = [_build(recipe.name, groups)]
     if by_muon:
-        optimizers.append(Muon(build_groups(in_blocks, decays=True, rate=1.0)))
+        muon_groups = build_groups(in_blocks, decays=True, rate=1.0)
+        optimizers.append(Muon(muon_groups, dtype=MUON_DTYPES[recipe.muon_dtype], replicas=replicas))
     apply_settings(optimizers, recipe)
     return optimizers
 

@@ -77,20 +77,27 @@ def sample_answers(
     params: SamplingParams,
     copies: int,
     ranks: RankGroup,
+    ping: Callable[[], None],
 ) -> list[list[Completion]]:
     """``copies`` answers to each prompt; every rank gets all of them. Ranks with the full model share the prompts."""
     if not model.is_replicated or model.mesh.dims.world_size == 1:
-        return _sample(model, tokenizer, prompts, params, copies)
+        return _sample(model, tokenizer, prompts, params, copies, ping)
     mesh = model.mesh
     first, last = shard_range(len(prompts), mesh.dp_rank, mesh.dims.dp)
-    parts = ranks.on_all_ranks(lambda: _sample(model, tokenizer, prompts[first:last], params, copies))
+    parts = ranks.on_all_ranks(lambda: _sample(model, tokenizer, prompts[first:last], params, copies, ping))
     return [group for part in parts for group in part]
 
 
 def _sample(
-    model: ParallelModel, tokenizer: Tokenizer, prompts: Sequence[Prompt], params: SamplingParams, copies: int
+    model: ParallelModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    copies: int,
+    ping: Callable[[], None],
 ) -> list[list[Completion]]:
-    flat = generate_batch(model, tokenizer, [one.tokens for one in prompts for _ in range(copies)], params)
+    repeated = [one.tokens for one in prompts for _ in range(copies)]
+    flat = generate_batch(model, tokenizer, repeated, params, on_step=ping)
     return [flat[first : first + copies] for first in range(0, len(flat), copies)]
 
 

@@ -86,7 +86,9 @@ def say_run(
         f"({model.mesh.dims}), {show_count(tokens)} tokens in {plan.total_steps} steps; "
         f"utilisation against {peak_flops_source}"
     )
-    say("ops: " + ", ".join(f"{choice.op} {choice.form}" for choice in model.model.ops.choices))
+    ops = ", ".join(f"{choice.op} {choice.form}" for choice in model.model.ops.choices)
+    float8 = f", their projections in float8 ({model.float8})" if model.float8 is not None else ""
+    say(f"ops: {ops}; blocks {'compiled' if model.is_compiled else 'not compiled'}{float8}")
     if (reason := hf_incompatibility(model.config)) is not None:
         warn(f"this model cannot be exported to a standard architecture: {reason}")
     for value in chosen:

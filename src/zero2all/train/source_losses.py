@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero2all.hardware import fp64_device
+from zero2all.hardware import copy_to_device, fp64_device
 
 LOSS, TARGETS, TEXT_LOSS, BYTES = range(4)  # columns: nats and targets of all tokens, nats and bytes of text alone
 
@@ -32,16 +32,16 @@ class SourceLosses:
 
         The last row is zero: flags that ranks exchange go there, so that they need no all-reduce of their own.
         """
-        losses_NS, targets_NS = (tensor.to(fp64_device(tensor.device)) for tensor in (losses_NS, targets_NS))
-        device = losses_NS.device
-        rows = [row for row, source in enumerate(sources) if source in self._source_index]
-        numbers = torch.tensor([self._source_index[sources[row]] for row in rows], dtype=torch.int64).to(device)
-        losses, targets = losses_NS[rows].double(), targets_NS[rows]
+        losses, targets = (tensor.to(fp64_device(tensor.device)) for tensor in (losses_NS, targets_NS))
+        padding = len(self.names) + 1  # a row of sums that is dropped
+        numbers = torch.tensor([self._source_index.get(source, padding) for source in sources], dtype=torch.int64)
+        losses, numbers = losses.double(), copy_to_device(numbers, losses.device)
         sizes = self._bytes[targets.clamp(min=-1)]
         row_sums = torch.stack(
             [losses.sum(1), (targets >= 0).sum(1).double(), (losses * (sizes > 0)).sum(1), sizes.sum(1)], dim=1
         )
-        return torch.zeros(len(self.names) + 1, 4, dtype=torch.float64, device=device).index_add_(0, numbers, row_sums)
+        sums = torch.zeros(padding + 1, 4, dtype=torch.float64, device=losses.device)
+        return sums.index_add_(0, numbers, row_sums)[:-1]
 
     def metrics(self, sums: Sequence[Sequence[float]]) -> dict[str, float]:
         """Loss and bits per byte of every source that was in the batch."""

@@ -78,7 +78,7 @@ class TokenObjective:
         return StepLoss(batch.global_valid_tokens)
 
     def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
-        return self._source_losses.sums(losses, model.local_targets(batch.targets), batch.sources)
+        return self._source_losses.sums(losses, model.local_targets(batch.device_targets), batch.sources)
 
     def loss(self, rows: Rows, batch: Batch) -> float:
         return sum(row[LOSS] for row in rows) / batch.global_valid_tokens

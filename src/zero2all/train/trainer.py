@@ -7,18 +7,18 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from threading import Event
 from types import TracebackType
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from zero2all.checkpoint import (
     CheckpointCallbacks,
     CheckpointManager,
-    InitialWeights,
     RankGroup,
     RunIdentity,
     TrainingState,
@@ -27,12 +27,14 @@ from zero2all.checkpoint import (
 from zero2all.checkpoint.training_state import LossScaleState, RopeState
 from zero2all.console import console, say, warn
 from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
+from zero2all.environment import set_cuda_environment, set_dump_file
 from zero2all.errors import Interrupted, Z2aError
-from zero2all.hardware import compute_dtype, peak_flops, pick_device, set_deterministic
+from zero2all.hardware import MPS, compute_dtype, peak_flops, pick_device, set_deterministic
 from zero2all.model import document_starts
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.parallel import ParallelMesh, ParallelModel
+from zero2all.parallel.float8 import check_float8
 from zero2all.recipe import ExtendMode, Recipe
 from zero2all.records import to_json
 from zero2all.tokenizer import Tokenizer
@@ -41,10 +43,11 @@ from zero2all.tokens.test_set import build_test_sets, open_test_sets
 from zero2all.track import RunRecord, open_sinks
 from zero2all.track.goodput import compute_run_goodput, format_goodput
 from zero2all.track.loss_evaluation import LossEvaluation
-from zero2all.train.answer_sources import AnswerSources, objective_config, open_reference
+from zero2all.train.answer_sources import objective_config
+from zero2all.train.build_objective import build_objective
+from zero2all.train.compile_probe import choose_compile
 from zero2all.train.data_loader import Batch, DataLoader
-from zero2all.train.distill_objective import DistillObjective
-from zero2all.train.grpo_objective import GRPOObjective
+from zero2all.train.device_batch import BatchCopier, HostCopy
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
 from zero2all.train.initial_weights import load_initial_weights
@@ -55,22 +58,16 @@ from zero2all.train.run import TEST_SETS, Run, init_path, model_identity, requir
 from zero2all.train.samples import record_samples
 from zero2all.train.show_plan import read_lr_history, say_run
 from zero2all.train.signals import stop_requested
-from zero2all.train.source_losses import SourceLosses
 from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
 from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spike
-from zero2all.train.step_objective import (
-    AnswerData,
-    KTOObjective,
-    PreferenceObjective,
-    StepObjective,
-    TokenObjective,
-)
+from zero2all.train.step_objective import StepLoss, TokenObjective
 from zero2all.train.throughput import PER_RANK_METRICS, ThroughputMeter
 from zero2all.units import sparkline
 
 Evaluator = Callable[[ParallelModel, Tokenizer, Recipe, Mapping[str, TokenShard]], LossEvaluation]
 SpikeAction = Literal["update", "skip", "rollback"]
 GC_INTERVAL_STEPS = 100
+LATE_DEVICES = ("cuda",)  # whose host would wait for the step: a CPU computes it itself
 MAX_SPIKES_IN_A_ROW = 20  # or rollbacks to the same state, before the run stops
 
 
@@ -122,6 +119,13 @@ class StepResult:
     """On any rank."""
 
 
+@dataclass(frozen=True)
+class LaunchedStep:
+    batch: Batch
+    metrics: HostCopy
+    """Sums of the objective, stop flags, norm of the gradient."""
+
+
 class Trainer:
     """Trains a recipe, from scratch or resumed from the newest checkpoint.
 
@@ -149,7 +153,10 @@ class Trainer:
             TokenStore(recipe.tokens_dir, "valid").require_full_sequence(recipe.train.seq_len)
         self.recipe, self.hooks, self.evaluate = recipe, hooks or TrainerHooks(), evaluate
         self.start_time = start_time or time.time()
-        set_deterministic(recipe.train.deterministic, recipe.train.device)  # before the device is used
+        # These before the device is used.
+        set_deterministic(recipe.train.deterministic, recipe.train.device)
+        set_cuda_environment()
+        set_dump_file(f"{recipe.run_dir / 'flight-recorder-rank-'}")
         device = pick_device(recipe.train.device)
         self.heartbeat = Heartbeat.from_environment()
         self.heartbeat.set_run_directory(recipe.run_dir)
@@ -200,17 +207,33 @@ class Trainer:
         options, device = self.recipe.train, self.mesh.device
         self.config = objective_config(resolve_model_config(self.recipe, self.tokenizer), options.objective)
         dtype = compute_dtype(options.precision, device)
+        compile = choose_compile(self.recipe, self.config, device, dtype, self.rank_group)
+        if options.float8 is not None:
+            check_float8(device, dtype, compile)
         self.model = ParallelModel(
-            self.config, self.recipe.parallel, self.mesh, seed=self.recipe.seed, dtype=dtype, compile=options.compile
+            self.config,
+            self.recipe.parallel,
+            self.mesh,
+            seed=self.recipe.seed,
+            dtype=dtype,
+            compile=compile,
+            float8=options.float8,
         )
         if options.objective.weighs_tokens:
             self.model.disable_auxiliary_losses()
         self.optimizers = build_optimizers(
-            self.model.model, options.optimizer, self.model.param_groups, self.config.mup_width_mult
+            self.model.model,
+            options.optimizer,
+            self.model.param_groups,
+            self.config.mup_width_mult,
+            self.model.ddp_group,
         )
         if self.evaluate is not None and self.recipe.evals.every is not None and not self.model.is_replicated:
             say("validation generates no samples: the weights are sharded; use 'z2a generate' with a checkpoint")
+        self.copier = BatchCopier(device, self._document_starts, self.model.micro_batch_rows)
         self.guard = SpikeDetector(options.guard)
+        self._late_step: LaunchedStep | None = None  # whose metrics are not read yet
+        self._stop_seen = False
         self._retried_steps: set[int] = set()  # steps that were repeated with the same data
         self._consecutive_spikes = 0
 
@@ -242,8 +265,10 @@ class Trainer:
                 on_phase=self.hooks.on_checkpoint,
             ),
         )
-        self.initial_weights: InitialWeights | None = None  # None if a checkpoint was restored
-        objective = self._build_objective()  # the reference is computed while the model has its initial weights
+        # The reference is computed while the model has its initial weights.
+        objective, self.initial_weights = build_objective(
+            run, self.plan, self.model, self.tokenizer, self.rank_group, self.heartbeat.ping
+        )
         resumed = load_newest(self.checkpoint_manager, run, self.plan, self.identity, ranks, extend)
         restored, self.recipe, run.recipe, self.plan = resumed.restored, resumed.recipe, resumed.recipe, resumed.plan
         self.first_step = self.resume_step = 0 if restored is None else restored.step  # a rollback changes the latter
@@ -267,27 +292,6 @@ class Trainer:
         if restored is not None:
             self._restore_state(restored.state)
 
-    def _build_objective(self) -> StepObjective:
-        recipe, options = self.recipe, self.recipe.train.objective
-        if options.name == "grpo":
-            valid = TokenStore(recipe.tokens_dir, "valid")
-            return GRPOObjective(recipe, self.tokenizer, valid, self.rank_group)
-        if not options.compares_answers:
-            sources = SourceLosses(self.plan.sources, self.tokenizer.token_byte_lengths, self.mesh.device)
-            if options.name == "distill":
-                return DistillObjective(recipe, self.tokenizer, sources, self.model, self.rank_group)
-            return TokenObjective(sources)
-        answers = AnswerSources(recipe, self.plan)
-        reference = None
-        if options.needs_reference:
-            assert recipe.train.init is not None
-            found = open_reference(self.run, self.model, self.tokenizer, answers, self.rank_group)
-            reference, self.initial_weights = found.reference, found.loaded
-        data = AnswerData(self.tokenizer.eos_token_id, answers.validation, reference, answers.mismatched)
-        if options.name == "dpo":
-            return PreferenceObjective(options.dpo, data)
-        return KTOObjective(options.kto, data)
-
     def __enter__(self) -> Trainer:
         return self
 
@@ -308,13 +312,11 @@ class Trainer:
     def train(self) -> TrainSummary:
         """Train from the first step, or the one after the newest checkpoint, to the last."""
         plan, mesh, loss = self.plan, self.mesh, None
-        pin_memory = mesh.device.type == "cuda"
+        copier = None if mesh.device.type == MPS else self.copier  # a Mac's GPU is used by one thread
         with (
             stop_requested() as self.stop_event,
             self._open_record() as self.record,
-            DataLoader(
-                plan, self.first_step, mesh.dp_rank, mesh.dims.dp, pin_memory, self.skipped_steps
-            ) as self.loader,
+            DataLoader(plan, self.first_step, mesh.dp_rank, mesh.dims.dp, copier, self.skipped_steps) as self.loader,
             automatic_gc_disabled(),
         ):
             startup = round(time.time() - self.start_time, 3)
@@ -324,7 +326,13 @@ class Trainer:
                 self.record.event("initial weights", step=0, path=init.path, fingerprint=init.fingerprint)
             for batch in self.loader:
                 self.hooks.on_batch(batch)
+                is_late = self._can_judge_late(batch)
+                if not is_late or batch.stage is not self._stage:
+                    self._finish_late_step()
                 self._enter_stage(batch)
+                if is_late:
+                    self._train_step_late(batch)
+                    continue
                 result = self.train_step(batch)
                 loss = result.loss
                 if result.action == "rollback":
@@ -332,6 +340,7 @@ class Trainer:
                     self._stage = None  # the step to resume from may be in an earlier one
                 else:
                     self.after_step(batch, result)
+            self._finish_late_step()
             self._save_last()
             goodput = self._log_goodput()
             self.record.event("done", step=plan.total_steps)
@@ -347,44 +356,86 @@ class Trainer:
 
     def train_step(self, batch: Batch) -> StepResult:
         """Forward and backward over micro-batches, clip, reduce the metrics, check for a spike, update."""
-        model, options, step = self.model, self.recipe.train.optimizer, batch.step
+        launched = self._launch_step(batch)
+        result = self._judge_step(launched)  # before the update, while the weights are those of the step before
+        if result.action != "rollback":
+            self._update_weights(batch, skip=result.action == "skip")
+        return result
 
-        # Gradient accumulation over micro-batches.
+    def _launch_step(self, batch: Batch) -> LaunchedStep:
+        """Everything up to the update; the host does not wait for it."""
+        model = self.model
         step_loss = self.objective.begin(model, batch)
         batch = step_loss.batch or batch
-        losses = model.forward_backward(
-            batch.inputs,
-            batch.targets,
-            divisor=step_loss.divisor,
-            doc_starts_BS=self._document_starts(batch.inputs),
-            micro_batch_size=batch.micro_batch_size,
-            objective=step_loss.objective,
-            soft=step_loss.soft,
-        )
+        losses = self._forward_backward(batch, step_loss)
         self.hooks.on_gradients(model)
-        self._record_layer_norms(step)
-        grad_norm = model.clip_grad_norm_(options.max_grad_norm)  # by the norm over all ranks
-
-        # One all-reduce for all metrics and the stop flag; reading them is the one place where the CPU waits for the
-        # device.
+        self._record_layer_norms(batch.step)
+        grad_norm = model.clip_grad_norm_(self.recipe.train.optimizer.max_grad_norm)  # by the norm over all ranks
+        # One all-reduce for all metrics and the stop flag.
         sums = self.objective.sums(model, losses, batch)
-        *rows, stop_flags = model.all_reduce_sum(sums, stop_requested=self.stop_event.is_set()).tolist()
-        loss, norm = self.objective.loss(rows, batch), grad_norm.item()
+        sums = model.all_reduce_sum(sums, stop_requested=self.stop_event.is_set())
+        return LaunchedStep(batch, HostCopy(torch.cat([sums, grad_norm.to(sums).expand(1, sums.shape[1])])))
 
-        # Before the update, while the weights are still those of the step before.
+    def _judge_step(self, launched: LaunchedStep) -> StepResult:
+        """Read the metrics, the one place where the host waits for the device, and check for a spike."""
+        batch = launched.batch
+        *rows, stop_flags, (norm, *_) = launched.metrics.tolist()
+        loss = self.objective.loss(rows, batch)
         # The loss of reinforcement learning is near 0 by construction: its changes mean nothing.
         is_around_zero = self.recipe.train.objective.name == "grpo" and math.isfinite(loss)
         action = self.check_spike(batch, 0.0 if is_around_zero else loss, norm)
-        lr_multiplier = batch.stage.lr_multiplier(step)
-        if action != "rollback":
-            set_learning_rate(self.optimizers, options, lr_multiplier)
-            for optimizer in self.optimizers:
-                if action == "update":
-                    optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            model.update_expert_bias()
-        metrics = self.objective.metrics(rows)
-        return StepResult(loss, norm, options.peak_lr * lr_multiplier, metrics, action, any(stop_flags))
+        lr = self.recipe.train.optimizer.peak_lr * batch.stage.lr_multiplier(batch.step)
+        return StepResult(loss, norm, lr, self.objective.metrics(rows), action, any(stop_flags))
+
+    def _update_weights(self, batch: Batch, skip: bool = False) -> None:
+        set_learning_rate(self.optimizers, self.recipe.train.optimizer, batch.stage.lr_multiplier(batch.step))
+        for optimizer in self.optimizers:
+            if not skip:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.model.update_expert_bias()
+
+    def _can_judge_late(self, batch: Batch) -> bool:
+        """Whether the metrics of a step may be read while the device computes the next one.
+
+        Not before anything that needs the state of exactly this step, and not where the guard may skip the update.
+        """
+        options, done = self.recipe, batch.step + 1
+        if self.mesh.device.type not in LATE_DEVICES or self._stop_seen or type(self.objective) is not TokenObjective:
+            return False
+        if self.guard.recipe.policy != "warn" or self.model.loss_scaler is not None:
+            return False
+        intervals = (options.evals.every, options.checkpoint.every, options.checkpoint.flash_every)
+        return done < self.plan.total_steps and not any(self.plan.is_due(every, done) for every in intervals)
+
+    def _train_step_late(self, batch: Batch) -> None:
+        """Launch a step with its update, then read the metrics of the one before."""
+        launched = self._launch_step(batch)
+        self._update_weights(batch)
+        self._finish_late_step()
+        self._late_step = launched
+
+    def _finish_late_step(self) -> None:
+        launched, self._late_step = self._late_step, None
+        if launched is not None:
+            result = self._judge_step(launched)
+            # The weights are those of a later step, so the next one is not late, and the run stops after it.
+            self._stop_seen = result.stop_requested
+            self.after_step(launched.batch, replace(result, stop_requested=False))
+
+    def _forward_backward(self, batch: Batch, step_loss: StepLoss) -> Tensor:
+        tensors = batch.on_device or self.copier.copy(batch.inputs, batch.targets, batch.micro_batch_size)
+        tensors.wait()
+        return self.model.forward_backward(
+            tensors.inputs,
+            tensors.targets,
+            divisor=step_loss.divisor,
+            doc_starts_BS=tensors.doc_starts,
+            micro_batch_size=batch.micro_batch_size,
+            objective=step_loss.objective,
+            soft=step_loss.soft,
+            cu_seqlens_MN=tensors.cu_seqlens_MN,
+        )
 
     def after_step(self, batch: Batch, result: StepResult) -> None:
         """Record the step; at intervals log it, validate, save a checkpoint. Stop here if it was requested."""

@@ -99,7 +99,7 @@ def _feed_forward(config: ModelConfig, layer: int) -> tuple[int, int]:
     if moe is None or not config.is_moe_layer(layer):
         matrix = 2 * config.hidden_size * config.intermediate_size
         return 3 * matrix, matrix
-    # What experts give is weighed, so a gradient needs it; only the shared ones, if any, end with a product.
+    # What experts give is weighed, so a gradient needs it, and the shared ones are computed before: no product is last.
     expert = 2 * config.hidden_size * moe.moe_intermediate_size
     router = 2 * config.hidden_size * moe.num_experts
-    return 3 * expert * (moe.num_experts_per_tok + moe.n_shared_experts) + router, expert * moe.n_shared_experts
+    return 3 * expert * (moe.num_experts_per_tok + moe.n_shared_experts) + router, 0

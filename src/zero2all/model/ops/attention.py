@@ -7,9 +7,10 @@ all layers with the same window, and then attends with it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +18,36 @@ from torch import Tensor
 
 from zero2all.model.ops.document_attention import MAX_FP32_BACKWARD, document_attention
 from zero2all.model.ops.kernels import Kernel, builtin_kernel, needs_cuda
+from zero2all.model.ops.varlen import (
+    VarlenSequences,
+    chunk_sequences,
+    document_cu_seqlens,
+    flatten_rows,
+    has_flash_kernel,
+    own_chunk_sequences,
+    row_sequences,
+    unflatten_rows,
+    varlen_attention,
+)
 from zero2all.recipe import ModelConfig
 from zero2all.torch_private import compiled_region_options
 
 
+class MaskFor(Protocol):
+    def __call__(
+        self,
+        doc_starts_BS: Tensor | None,
+        length: int,
+        window: int | None,
+        device: torch.device,
+        cu_seqlens: Tensor | None = None,
+    ) -> Any:
+        """What the layers with this window share. With ``document_cu_seqlens`` of the rows there is no host sync."""
+
+
 @dataclass(frozen=True)
 class AttentionBackend:
-    mask_for: Callable[[Tensor | None, int, int | None, torch.device], Any]
-    """(doc_starts_BS, S, window, device): what the layers with this window share."""
+    mask_for: MaskFor
     attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
     """(q [B, H, S, E], k and v [B, K, S, E], mask) to [B, H, S, E]."""
 
@@ -44,9 +67,12 @@ def document_starts(tokens_BS: Tensor, end_of_text: int, end_of_text_first: bool
     return starts
 
 
-def attention_mask(doc_starts_BS: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor:
-    """The mask itself, bool [B or 1, 1, S, S]: which position sees which."""
-    rows, columns = torch.arange(length, device=device)[:, None], torch.arange(length, device=device)[None]
+def attention_mask(
+    doc_starts_BS: Tensor | None, length: int, window: int | None, device: torch.device, first: int = 0
+) -> Tensor:
+    """The mask itself, bool [B or 1, 1, S, first + S]: which position from ``first`` on sees which."""
+    rows = torch.arange(first, first + length, device=device)[:, None]
+    columns = torch.arange(first + length, device=device)[None]
     mask = (columns <= rows)[None]
     if window is not None:
         mask = mask & (rows - columns < window)
@@ -54,6 +80,16 @@ def attention_mask(doc_starts_BS: Tensor | None, length: int, window: int | None
         mask = mask & (columns >= doc_starts_BS[:, :, None])
     shared: Tensor = mask[:, None]
     return shared
+
+
+def _reference_mask(
+    doc_starts_BS: Tensor | None,
+    length: int,
+    window: int | None,
+    device: torch.device,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    return attention_mask(doc_starts_BS, length, window, device)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -66,34 +102,68 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 class SdpaMask(NamedTuple):
-    """At most one is set: nothing for plain causal attention, else what the device does best."""
+    """What queries at the positions from ``first`` on see; by default plain causal attention."""
 
-    doc_starts_BS: Tensor | None
-    window: int
-    attn_mask: Tensor | None
+    first: int = 0
+    window: int | None = None
+    doc_starts_BS: Tensor | None = None
+    sequences: VarlenSequences | None = None
+    """On CUDA, of documents."""
+    dense: Tensor | None = None
+    """On devices that have no kernel for documents and windows."""
 
 
-def _sdpa_mask(doc_starts_BS: Tensor | None, length: int, window: int | None, device: torch.device) -> SdpaMask:
-    if doc_starts_BS is None and (window is None or window >= length):
-        return SdpaMask(None, 0, None)
-    if device.type != "cpu":  # one mask for all heads; flex and flash need none, which is why auto prefers them
-        return SdpaMask(None, 0, attention_mask(doc_starts_BS, length, window, device))
+def sdpa_mask(
+    doc_starts_BS: Tensor | None,
+    length: int,
+    window: int | None,
+    device: torch.device,
+    cu_seqlens: Tensor | None = None,
+    first: int = 0,
+    row_length: int | None = None,
+) -> SdpaMask:
+    """For queries at positions [first, first + length) over keys [0, first + length).
+
+    ``doc_starts_BS`` is that of the queries, ``cu_seqlens`` that of whole rows of ``row_length``.
+    """
+    window = None if window is None or window >= first + length else window
+    if doc_starts_BS is None and window is None and not first:
+        return SdpaMask()
+    if device.type == "cpu":
+        if doc_starts_BS is None:
+            doc_starts_BS = torch.zeros(1, length, dtype=torch.int32, device=device)
+        return SdpaMask(first, window, doc_starts_BS)
+    if device.type != "cuda":
+        return SdpaMask(dense=attention_mask(doc_starts_BS, length, window, device, first))
     if doc_starts_BS is None:
-        doc_starts_BS = torch.zeros(1, length, dtype=torch.int32, device=device)
-    return SdpaMask(doc_starts_BS, window or length, None)
+        return SdpaMask(first, window)
+    if cu_seqlens is None:
+        cu_seqlens = document_cu_seqlens(doc_starts_BS)
+    return SdpaMask(first, window, doc_starts_BS, chunk_sequences(cu_seqlens, row_length or length, first, length))
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: SdpaMask) -> Tensor:
-    if mask.doc_starts_BS is not None:
-        return document_attention(q, k, v, mask.doc_starts_BS.expand(q.shape[0], -1), mask.window)
-    length = q.shape[2]
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: SdpaMask) -> Tensor:
+    """Flash, cuDNN or CPU kernels: scaled_dot_product_attention for plain rows, a varlen kernel for all others."""
+    batch, length, first = len(q), q.shape[2], mask.first
+    if q.device.type == "cpu" and mask.doc_starts_BS is not None:
+        window = mask.window or first + length
+        return document_attention(q, k, v, mask.doc_starts_BS.expand(batch, -1), window, first)
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.requires_grad and length <= MAX_FP32_BACKWARD:
-        whole_row = torch.zeros(q.shape[0], length, dtype=torch.int32)
+        whole_row = torch.zeros(batch, length, dtype=torch.int32)
         return document_attention(q, k, v, whole_row, length)
-    grouped = q.shape[1] != k.shape[1]
+    dense = mask.dense
+    is_plain = not first and mask.window is None and mask.doc_starts_BS is None and dense is None
+    if not is_plain and dense is None:
+        if has_flash_kernel(q.device, q.dtype, q.shape[-1]):
+            sequences = mask.sequences or row_sequences(batch, first, length, q.device)
+            return varlen_attention(q, k, v, sequences, mask.window)
+        dense = attention_mask(mask.doc_starts_BS, length, mask.window, q.device, first)  # fp32, or an old GPU
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask.attn_mask, is_causal=mask.attn_mask is None, enable_gqa=grouped
+        q, k, v, attn_mask=dense, is_causal=is_plain, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+SDPA = AttentionBackend(sdpa_mask, attend_sdpa)
 
 
 def cached_mask(positions_BS: Tensor, seen: int, window: int | None) -> Tensor:
@@ -115,77 +185,90 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
 
 
-def _flex_mask(doc_starts_BS: Tensor | None, length: int, window: int | None, device: torch.device) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    reach = window or length
-
-    def sees(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        inside = (column <= row) & (row - column < reach)
-        return inside if doc_starts_BS is None else inside & (column >= doc_starts_BS[batch, row])
-
-    rows = None if doc_starts_BS is None else doc_starts_BS.shape[0]
-    return create_block_mask(sees, rows, None, length, length, device=device)
-
-
 def _flex() -> AttentionBackend:
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # Without compiling it keeps all scores in memory. As a region of its own it is one operation for activation
-    # checkpointing, which can save its output.
-    compiled = torch.compile(flex_attention, options=compiled_region_options())
+    # checkpointing, which can save its output. Not dynamic: validation has other shapes, and a kernel for all of them
+    # is slower.
+    compiled = torch.compile(flex_attention, options=compiled_region_options(), dynamic=False)
+    build_mask = torch.compile(create_block_mask, dynamic=False)  # uncompiled it builds the S x S mask first
+
+    @functools.lru_cache(maxsize=16)
+    def causal_mask(length: int, window: int | None, device: torch.device) -> Any:
+        return mask_for(None, length, window, device)
+
+    def mask_for(doc_starts_BS: Tensor | None, length: int, window: int | None, device: torch.device) -> Any:
+        reach = window or length
+
+        def sees(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            inside = (column <= row) & (row - column < reach)
+            return inside if doc_starts_BS is None else inside & (column >= doc_starts_BS[batch, row])
+
+        rows = None if doc_starts_BS is None else doc_starts_BS.shape[0]
+        return build_mask(sees, rows, None, length, length, device=device)
+
+    def flex_mask(
+        doc_starts_BS: Tensor | None,
+        length: int,
+        window: int | None,
+        device: torch.device,
+        cu_seqlens: Tensor | None = None,
+    ) -> Any:
+        if doc_starts_BS is None:
+            return causal_mask(length, window, device)
+        return mask_for(doc_starts_BS, length, window, device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         return out
 
-    return AttentionBackend(_flex_mask, attend)
+    return AttentionBackend(flex_mask, attend)
 
 
 def _flex_unavailable_reason(device: torch.device, config: ModelConfig) -> str | None:
     return None if device.type == "cuda" else f"computes no gradient on {device.type}"
 
 
-class VarlenMetadata(NamedTuple):
-    cu_seqlens: Tensor  # int32, where each document begins in the flattened rows, and the end
-    max_seqlen: int
+class FlashMask(NamedTuple):
     window: tuple[int, int]
+    sequences: VarlenSequences | None
+    """Of documents."""
 
 
 def _flash_mask(
-    doc_starts_BS: Tensor | None, length: int, window: int | None, device: torch.device
-) -> VarlenMetadata | int:
-    """Without documents only the window is needed."""
-    back = -1 if window is None else window - 1
+    doc_starts_BS: Tensor | None,
+    length: int,
+    window: int | None,
+    device: torch.device,
+    cu_seqlens: Tensor | None = None,
+) -> FlashMask:
+    reach = (-1 if window is None else window - 1, 0)
     if doc_starts_BS is None:
-        return back
-    begins = doc_starts_BS == torch.arange(length, device=device)
-    cu_seqlens = begins.flatten().nonzero()[:, 0]
-    cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([begins.numel()])]).to(torch.int32)
-    return VarlenMetadata(cu_seqlens, int(cu_seqlens.diff().max()), (back, 0))
+        return FlashMask(reach, None)
+    cu_seqlens = document_cu_seqlens(doc_starts_BS) if cu_seqlens is None else cu_seqlens
+    return FlashMask(reach, own_chunk_sequences(cu_seqlens, length, 0, length))
 
 
 def _flash() -> AttentionBackend:
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: VarlenMetadata | int) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask) -> Tensor:
         # Its backward adds up in any order unless it is asked not to; torch's setting does not reach it.
         more = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
-        if isinstance(mask, int):
-            attended: Tensor = flash_attn_func(q, k, v, causal=True, window_size=(mask, 0), **more)
+        options = {"causal": True, "window_size": mask.window, **more}
+        if mask.sequences is None:
+            attended: Tensor = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options)
             return attended.transpose(1, 2)
-        flat = (x.flatten(0, 1) for x in (q, k, v))
-        sizes = (mask.cu_seqlens, mask.cu_seqlens, mask.max_seqlen, mask.max_seqlen)
-        out: Tensor = flash_attn_varlen_func(*flat, *sizes, causal=True, window_size=mask.window, **more)
-        return out.view_as(q).transpose(1, 2)
+        out: Tensor = flash_attn_varlen_func(*map(flatten_rows, (q, k, v)), *mask.sequences, **options)
+        return unflatten_rows(out, len(q))
 
     return AttentionBackend(_flash_mask, attend)
 
 
 KERNELS = {
+    "sdpa": builtin_kernel(SDPA),
     "flash": Kernel(_flash, needs_cuda("flash_attn")),
     "flex": Kernel(_flex, _flex_unavailable_reason, "torch does not promise the same bits from its backward"),
-    "sdpa": builtin_kernel(AttentionBackend(_sdpa_mask, _sdpa)),
-    "reference": builtin_kernel(AttentionBackend(attention_mask, _reference)),
+    "reference": builtin_kernel(AttentionBackend(_reference_mask, _reference)),
 }

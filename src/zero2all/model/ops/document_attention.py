@@ -1,6 +1,8 @@
 """Attention inside documents on CPU: one call for each document, or for each window of a long one.
 
-There is no mask of S x S: what a document may not see is not in its call. It is an operation of its own, opaque to
+Queries may be the last positions of their rows, as in context parallel: keys that come before all queries of a document
+are a call of their own, merged by log-sum-exp. There is no mask of S x S: what a document may not see is not in its
+call. It is an operation of its own, opaque to
 torch.compile, because how many calls there are depends on the data.
 """
 
@@ -19,108 +21,139 @@ MAX_FP32_BACKWARD = 1024
 
 
 class Segment(NamedTuple):
-    """Queries [begin, end) of rows over keys [first_key, end), masked if ``first_key`` is not ``begin``."""
+    """Queries at positions [begin, end) of rows, which see keys from ``first_key`` on."""
 
     rows: slice
     first_key: int
     begin: int
     end: int
 
-    @property
-    def queries(self) -> tuple[slice, slice, slice]:
-        return self.rows, slice(None), slice(self.begin, self.end)
+    def queries(self, first: int) -> tuple[slice, slice, slice]:
+        return self.rows, slice(None), slice(self.begin - first, self.end - first)
 
-    @property
-    def keys(self) -> tuple[slice, slice, slice]:
-        return self.rows, slice(None), slice(self.first_key, self.end)
+    def calls(self, window: int, like: Tensor) -> list[KeyRange]:
+        """The calls of the kernel, by the keys that they see."""
+        own = KeyRange((self.rows, slice(None), slice(self.begin, self.end)), is_causal=True)
+        if self.first_key == self.begin:
+            return [own]
+        if self.end - self.first_key <= window:
+            return [own, KeyRange((self.rows, slice(None), slice(self.first_key, self.begin)))]
+        keys = (self.rows, slice(None), slice(self.first_key, self.end))
+        return [KeyRange(keys, mask=self._window_mask(window, like))]
+
+    def _window_mask(self, window: int, like: Tensor) -> Tensor:
+        """Added to the scores: -inf where a key is after the query or farther back than the window."""
+        rows = torch.arange(self.begin, self.end)[:, None]
+        columns = torch.arange(self.first_key, self.end)
+        hidden = (columns > rows) | (rows - columns >= window)
+        return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))[None, None]
 
 
-def segments(doc_starts_BS: Tensor, window: int) -> Iterator[Segment]:
-    length = doc_starts_BS.shape[1]
-    if window >= length and not doc_starts_BS.any():  # every row is one document
-        yield Segment(slice(None), 0, 0, length)
+class KeyRange(NamedTuple):
+    keys: tuple[slice, slice, slice]
+    is_causal: bool = False
+    mask: Tensor | None = None
+
+
+def segments(doc_starts_BS: Tensor, window: int, first: int = 0) -> Iterator[Segment]:
+    """Of queries at the positions from ``first`` on, whose documents begin at ``doc_starts_BS``."""
+    end = first + doc_starts_BS.shape[1]
+    if window >= end and not doc_starts_BS.any():  # every row is one document
+        yield Segment(slice(None), 0, first, end)
         return
-    begins = doc_starts_BS == torch.arange(length, device=doc_starts_BS.device)
+    begins = doc_starts_BS == torch.arange(first, end, device=doc_starts_BS.device)
+    begins[:, 0] = True  # the first document may have begun before
     places: list[list[int]] = begins.nonzero().tolist()
-    for (row, start), (next_row, next_start) in zip(places, [*places[1:], [-1, 0]], strict=True):
-        stop = next_start if next_row == row else length
-        for begin in range(start, stop, window):
+    starts: list[int] = doc_starts_BS[begins].tolist()
+    for (row, place), start, (next_row, next_place) in zip(places, starts, [*places[1:], [-1, 0]], strict=True):
+        stop = first + next_place if next_row == row else end
+        for begin in range(first + place, stop, window):
             yield Segment(slice(row, row + 1), max(start, begin - window), begin, min(begin + window, stop))
 
 
-def _window_mask(segment: Segment, window: int, like: Tensor) -> Tensor | None:
-    """Added to the scores: -inf where a key is after the query or farther back than the window."""
-    if segment.first_key == segment.begin:
-        return None
-    rows = torch.arange(segment.begin, segment.end)[:, None]
-    columns = torch.arange(segment.first_key, segment.end)
-    hidden = (columns > rows) | (rows - columns >= window)
-    return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))[None, None]
+def merge_attention(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from that over each of them, [..., S, E] and [..., S]; in fp32."""
+    both = torch.logaddexp(lse, more_lse)
+    weighed = out * (lse - both).exp()[..., None] + more * (more_lse - both).exp()[..., None]
+    return weighed, both
 
 
 @torch.library.custom_op("zero2all::document_attention", mutates_args=(), device_types="cpu")
-def _forward(q: Tensor, k: Tensor, v: Tensor, doc_starts_BS: Tensor, window: int) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, doc_starts_BS: Tensor, window: int, first: int) -> tuple[Tensor, Tensor]:
     out, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    for segment in segments(doc_starts_BS, window):
-        mask, mine, seen = _window_mask(segment, window, q), segment.queries, segment.keys
-        out[mine], sums[mine] = flash_attention_cpu(q[mine], k[seen], v[seen], 0.0, mask is None, attn_mask=mask)
+    for segment in segments(doc_starts_BS, window, first):
+        mine = segment.queries(first)
+        (keys, is_causal, mask), *more = segment.calls(window, q)
+        part, lse = flash_attention_cpu(q[mine], k[keys], v[keys], 0.0, is_causal, attn_mask=mask)
+        for keys, is_causal, mask in more:
+            other = flash_attention_cpu(q[mine], k[keys], v[keys], 0.0, is_causal, attn_mask=mask)
+            part, lse = merge_attention(part, lse, *other)
+        out[mine], sums[mine] = part, lse
     return out, sums
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, doc_starts_BS: Tensor, window: int) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, doc_starts_BS: Tensor, window: int, first: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("zero2all::document_attention_backward", mutates_args=(), device_types="cpu")
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, doc_starts_BS: Tensor, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    longest = max(segment.end - segment.first_key for segment in segments(doc_starts_BS, window))
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, doc_starts_BS: Tensor, window: int,
+    first: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    longest = max(segment.end - segment.first_key for segment in segments(doc_starts_BS, window, first))
     if longest <= MAX_FP32_BACKWARD:
         grad_q, grad_k, grad_v = _backward_segments(
-            grad.float(), q.float(), k.float(), v.float(), out.float(), sums, doc_starts_BS, window
+            grad.float(), q.float(), k.float(), v.float(), out.float(), sums, doc_starts_BS, window, first
         )
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
-    return _backward_segments(grad, q, k, v, out, sums, doc_starts_BS, window)
+    return _backward_segments(grad, q, k, v, out, sums, doc_starts_BS, window, first)
 
 
 def _backward_segments(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, doc_starts_BS: Tensor, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, doc_starts_BS: Tensor, window: int,
+    first: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for segment in segments(doc_starts_BS, window):
-        mask, mine, seen = _window_mask(segment, window, q), segment.queries, segment.keys
-        grad_q[mine], in_k, in_v = flash_attention_cpu_backward(
-            grad[mine], q[mine], k[seen], v[seen], out[mine], sums[mine], 0.0, mask is None, attn_mask=mask
-        )
-        grad_k[seen] += in_k  # windows overlap, so a key hears from two of them
-        grad_v[seen] += in_v
+    for segment in segments(doc_starts_BS, window, first):
+        mine = segment.queries(first)
+        for call, (keys, is_causal, mask) in enumerate(segment.calls(window, q)):
+            # With the log-sum-exp over all keys, a call gives its share of the gradient.
+            in_q, in_k, in_v = flash_attention_cpu_backward(
+                grad[mine], q[mine], k[keys], v[keys], out[mine], sums[mine], 0.0, is_causal, attn_mask=mask
+            )
+            grad_q[mine] = grad_q[mine] + in_q if call else in_q
+            grad_k[keys] += in_k
+            grad_v[keys] += in_v
     return grad_q, grad_k, grad_v
 
 
 @_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, doc_starts_BS: Tensor, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, doc_starts_BS: Tensor, window: int,
+    first: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, doc_starts_BS, ctx.window = inputs
+    q, k, v, doc_starts_BS, ctx.window, ctx.first = inputs
     ctx.save_for_backward(q, k, v, *output, doc_starts_BS)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, sums, doc_starts_BS = ctx.saved_tensors
-    return (*_backward(grad, q, k, v, out, sums, doc_starts_BS, ctx.window), None, None)
+    return (*_backward(grad, q, k, v, out, sums, doc_starts_BS, ctx.window, ctx.first), None, None, None)
 
 
 _forward.register_autograd(_gradient, setup_context=_setup_context)
 
 
-def document_attention(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, doc_starts_BS: Tensor, window: int) -> Tensor:
-    """[B, H, S, E]; a window as long as the row is none."""
-    out: Tensor = _forward(q_BHSE, k_BKSE, v_BKSE, doc_starts_BS, window)[0]
+def document_attention(
+    q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, doc_starts_BS: Tensor, window: int, first: int = 0
+) -> Tensor:
+    """[B, H, S, E] of queries at the positions from ``first`` on; a window as long as the row is none."""
+    out: Tensor = _forward(q_BHSE, k_BKSE, v_BKSE, doc_starts_BS, window, first)[0]
     return out

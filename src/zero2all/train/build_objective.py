@@ -1,0 +1,44 @@
+"""From a recipe to the objective of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zero2all.checkpoint import InitialWeights, RankGroup
+from zero2all.parallel import ParallelModel
+from zero2all.tokenizer import Tokenizer
+from zero2all.tokens import TokenStore
+from zero2all.train.answer_sources import AnswerSources, open_reference
+from zero2all.train.distill_objective import DistillObjective
+from zero2all.train.grpo_objective import GRPOObjective
+from zero2all.train.plan import Plan
+from zero2all.train.run import Run
+from zero2all.train.source_losses import SourceLosses
+from zero2all.train.step_objective import AnswerData, KTOObjective, PreferenceObjective, StepObjective, TokenObjective
+
+
+def build_objective(
+    run: Run, plan: Plan, model: ParallelModel, tokenizer: Tokenizer, ranks: RankGroup, ping: Callable[[], None]
+) -> tuple[StepObjective, InitialWeights | None]:
+    """The objective, and the initial weights if it had to load them for a reference.
+
+    ``ping`` is called while answers are sampled, which may take minutes: it is no hang.
+    """
+    recipe, options = run.recipe, run.recipe.train.objective
+    if options.name == "grpo":
+        return GRPOObjective(recipe, tokenizer, TokenStore(recipe.tokens_dir, "valid"), ranks, ping), None
+    if not options.compares_answers:
+        sources = SourceLosses(plan.sources, tokenizer.token_byte_lengths, model.mesh.device)
+        if options.name == "distill":
+            return DistillObjective(recipe, tokenizer, sources, model, ranks, ping), None
+        return TokenObjective(sources), None
+    answers = AnswerSources(recipe, plan)
+    reference, loaded = None, None
+    if options.needs_reference:
+        assert recipe.train.init is not None
+        found = open_reference(run, model, tokenizer, answers, ranks)
+        reference, loaded = found.reference, found.loaded
+    data = AnswerData(tokenizer.eos_token_id, answers.validation, reference, answers.mismatched)
+    if options.name == "dpo":
+        return PreferenceObjective(options.dpo, data), loaded
+    return KTOObjective(options.kto, data), loaded
