@@ -34,8 +34,9 @@ ROOT = Path(__file__).parents[1]
 SECONDS = 1800
 # What is printed and not run, with the reason. tests/test_doc_blocks.py counts them.
 MARKED = {
-    "vllm": "not installed by the tests yet",
-    "python convert_hf_to_gguf.py": "needs a checkout of llama.cpp, which the tests do not make yet",
+    "vllm": "excludes our versions; tests/engines/vllm runs it in a venv of its own",
+    "llama-completion": "needs the programs of llama.cpp; tests/export/test_gguf.py has it as a library",
+    "ollama": "not installed by the tests",
     "sbatch": "needs a Slurm controller",
     "kubectl": "needs a Kubernetes cluster",
 }
@@ -57,10 +58,13 @@ z2a() {
   esac
 }
 tmux() { command tmux "$1" -d "${@:2}"; }
-vllm() { echo "not run: vllm"; }
+vllm() { test -f "$2/config.json"; }
+llama-completion() { test -f "$2"; }
+llama-cli() { test -f "$2"; }
+llama-quantize() { test -f "$1"; }
+ollama() { echo "not run: ollama"; }
 sbatch() { bash -n "$1"; }
 kubectl() { "$PYTHON" -c 'import sys, yaml; list(yaml.safe_load_all(open(sys.argv[1])))' "${@: -1}"; }
-python() { case $1 in convert_hf_to_gguf.py) echo "not run: $1" ;; *) command python "$@" ;; esac; }
 """
 # An installation into the venv of the tests would replace the checkout that is tested.
 DRY_PIP = 'pip() { command pip "$1" --quiet --dry-run "${@:2}"; }\n'

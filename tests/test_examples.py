@@ -84,7 +84,7 @@ def test_a_custom_filter_works_in_this_process_and_in_workers(tmp_path: Path) ->
     assert one_process == workers == printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_custom_sink_gets_every_metric_from_python_and_from_the_command_line(tmp_path: Path) -> None:
     first, second = commands("custom_sink.py")
     printed = run(first, tmp_path)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,10 @@ def test_nothing_is_left_of_nodes_whose_creator_was_killed(number: signal.Signal
     )
     assert suite.stdout is not None
     assert suite.stdout.readline() == b"ready\n"
-    assert len(marked(mark)) >= 6, "three nodes, two sleepers and the suite"
+    deadline = time.monotonic() + 30
+    while len(marked(mark)) < 6:  # three nodes, two sleepers, which are still being started, and the suite
+        assert time.monotonic() < deadline, marked(mark)
+        time.sleep(0.05)
     suite.send_signal(number)
     assert suite.wait(30) == -number
     gone(mark)

@@ -103,7 +103,10 @@ time.sleep(1000)
         result = Sandbox(backend, limits).run_python(NAMED + code.replace("time.sleep(1000)", ending))
         assert result.stdout == "started\n"
         assert result.status == ("ok" if ending == "pass" else "timeout")
-        assert named_processes() == []
+        deadline = time.monotonic() + 30  # the kernel ends the processes of a namespace after its first one
+        while named_processes():
+            assert time.monotonic() < deadline, named_processes()
+            time.sleep(0.05)
 
 
 def test_a_fork_bomb_ends(sandbox: Sandbox) -> None:
