@@ -53,6 +53,14 @@ def test_on_cpu_the_peak_is_measured_once_and_labelled() -> None:
     assert peak_flops(CPU, torch.float32) is peak
 
 
+def test_products_are_small_where_the_cpu_has_no_kernel_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of 2048 in fp16 takes a minute on such a CPU."""
+    monkeypatch.setattr("zero2all.hardware.time_matmul", lambda left, right, out: 1e-8 * left.shape[0] ** 3)
+    peak = peak_flops.__wrapped__(CPU, torch.float16)
+    assert peak.source.startswith("fp16 matrix products of 256 measured here")
+    assert peak.flops == pytest.approx(2e8)
+
+
 @pytest.mark.parametrize(("share", "is_said"), [(None, False), (0.1, False), (0.45, True)])
 def test_a_peak_that_was_measured_on_a_busy_machine_says_so(
     monkeypatch: pytest.MonkeyPatch, share: float | None, is_said: bool

@@ -59,6 +59,7 @@ CUBLAS_DETERMINISTIC = (
     ":16:8",
 )  # the two that torch takes for deterministic; the second is smaller and slower
 
+_LONGEST_PRODUCT_SECONDS = 5.0
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -225,13 +226,21 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Pea
     """
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := lookup_gpu(torch.cuda.get_device_name(device))):
         return PeakFlops(gpu.flops, f"data sheet of {gpu.name}")
-    size = {"cuda": 8192, MPS: 4096}.get(device.type, 2048)
+    size = {"cuda": 8192, MPS: 4096}.get(device.type) or _cpu_product_size(dtype)
     others = OtherCpuUse()
     flops = measure_matmul_flops(device, dtype, size)
     source = f"{_DTYPE_NAMES[dtype]} matrix products of {size} measured here"
     if device.type == "cpu" and (note := busy_note(others.share())):
         source += f" while {note}, so MFU and HFU are too high"
     return PeakFlops(flops, source)
+
+
+def _cpu_product_size(dtype: torch.dtype) -> int:
+    """2048, or 256 where that would take seconds: many CPUs have no kernel for fp16, and torch's own loop is slow."""
+    small, large = 256, 2048
+    left, right = (torch.zeros(small, small, dtype=dtype) for _ in range(2))
+    seconds = min(time_matmul(left, right, torch.empty_like(left)) for _ in range(2))
+    return large if seconds * (large / small) ** 3 < _LONGEST_PRODUCT_SECONDS else small
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype, size: int, seconds: float = 0.7) -> float:

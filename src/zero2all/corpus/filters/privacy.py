@@ -95,9 +95,10 @@ def _is_public_address(dotted: str) -> bool:
     return address.is_global and not address.is_multicast
 
 
+# A key ends at the next five dashes: then every position is read for one header only, whatever the text repeats.
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN (?:[A-Z]{2,10} ){0,2}PRIVATE KEY(?: BLOCK)?-----"
-    r"(?:\\n|[\s\"'+])*[A-Za-z0-9+/=:,. \\\n\r\t\"'-]{64,20000}?-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
+    r"(?:[A-Za-z0-9+/=:,. \\\n\r\t\"']|-(?!----)){64,20000}-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
 )
 _TOKEN = re.compile(
     r"(?<![A-Za-z0-9_-])(?:"
