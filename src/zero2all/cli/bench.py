@@ -1,17 +1,15 @@
-"""z2a bench ops | shapes | parity"""
+"""z2a bench ops | shapes | parity | loader | comm | checkpoint | tokenize"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from zero2all.cli.bench_system import Out, checkpoint, comm, loader, tokenize
 from zero2all.cli.conventions import Json, Overrides, RecipeOrPreset, Result, command
 
-app = typer.Typer(help="Benchmark kernels, matrix shapes and parallelism.", no_args_is_help=True)
-
-Out = Annotated[Path | None, typer.Option("--out", help="Write the tables to this directory, as Markdown and JSON.")]
+app = typer.Typer(help="Benchmark kernels, shapes, parallelism, data and storage.", no_args_is_help=True)
 
 
 @app.command()
@@ -110,3 +108,7 @@ def parity(
     if not all(outcome.equal for outcome in outcomes):
         raise Z2aError(f"not every layout is equal to one process\n{markdown}")
     return Result(report, markdown)
+
+
+for system_command in (loader, comm, checkpoint, tokenize):
+    app.command()(system_command)
