@@ -1,4 +1,4 @@
-"""Time a tokenizer, also in a process of its own. The benchmark is elsewhere, so that the process does not load torch."""
+"""Time a tokenizer, also in a process of its own, which does not load torch as the benchmark does."""
 
 from __future__ import annotations
 
