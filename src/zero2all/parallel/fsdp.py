@@ -112,7 +112,9 @@ def reshard_after_forward(recipe: ParallelRecipe) -> bool | int:
     """What FSDP2 gets: free gathered weights after forward, keep them, or reshard to this many ranks."""
     if isinstance(recipe.reshard_after_forward, int):
         return recipe.reshard_after_forward
-    return recipe.pp == 1 if recipe.reshard_after_forward == "auto" else recipe.reshard_after_forward == "always"
+    if recipe.reshard_after_forward == "auto":
+        return recipe.zero == 3 and recipe.pp == 1
+    return recipe.reshard_after_forward == "always"
 
 
 def _shard_experts(block: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:

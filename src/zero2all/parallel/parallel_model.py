@@ -425,11 +425,13 @@ class ParallelModel:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
-        """Which micro-batches reduce their gradient: under DDP the last one."""
+        """Which micro-batches reduce their gradient (under DDP the last one) and free their gathered weights."""
         if self._ddp is not None and not last:
             return self._ddp.no_sync()
         if isinstance(self.model, FSDPModule):
             set_gradient_sync(self.model, self.recipe, last)
+            # Before the update in any case: what is gathered would keep its old values.
+            self.model.set_reshard_after_backward(last or self.recipe.zero == 3)
         return nullcontext()
 
     def _free_gathered_weights(self) -> None:

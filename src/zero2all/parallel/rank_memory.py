@@ -39,13 +39,14 @@ class RankMemory:
     optimizer: int
     """Its state for these shards."""
     gathered_weights: int
-    """In the compute dtype: the blocks that FSDP has gathered at one time, or the copies that autocast makes."""
+    """In the compute dtype: the blocks that FSDP has gathered at one time (with zero 1 and 2 and in a pipeline: all), or
+    the copies that autocast makes."""
     unsharded_gradients: int
     """Before they are reduce-scattered: of two blocks, or of a block and embedding or head, with the fp32 buffer of the
-    collective; with gradient_sync: last, also of the full unsharded part of the model."""
+    collective; with zero 1 or gradient_sync: last, also of the full unsharded part of the model."""
     gradients_between_micro_batches: int
-    """What the two before hold from one micro-batch to the next, in fp32: shards, or with gradient_sync: last all of
-    the unsharded part. 0 if a step has one micro-batch."""
+    """What the two before hold from one micro-batch to the next, in fp32: shards, or with zero 1 or gradient_sync:
+    last all of the unsharded part. 0 if a step has one micro-batch."""
     activations: int
     """Estimate: kept for the backward pass, of all micro-batches that a pipeline rank has in flight."""
     logits: int
@@ -190,7 +191,7 @@ def _fsdp_buffer_bytes(
     units = [_Units.of(root, model) for root, model in zip(roots, local_model.model_parts, strict=True)]
     gathered = dtype.itemsize * sum(unit.gathered(recipe.parallel) for unit in units)
     in_flight = max(unit.gradient_buffers(dtype.itemsize) for unit in units)
-    keeps = recipe.parallel.gradient_sync == "last" and uses_gradient_accumulation(recipe, parallel_dims)
+    keeps = not recipe.parallel.reduces_every_micro_batch and uses_gradient_accumulation(recipe, parallel_dims)
     between = FP32_BYTES * sum(unit.total for unit in units) if keeps else 0
     return gathered, in_flight + between, between
 
