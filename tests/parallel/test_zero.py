@@ -20,9 +20,11 @@ from zero2all.parallel.rank_memory import RankMemory
 from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import OptimizerRecipe, ParallelRecipe, Recipe
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
+from zero2all.train.optimizer_files import MOMENTS, map_optimizer_state
 
 OPTIMIZER = OptimizerRecipe(lr=1e-2)
 STAGES = (1, 2, 3)
+CPU = {"offload": "cpu"}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {"FSDP 2": {}},
     4: {"HSDP 2x2": {"dp_replicate": 2}, "FSDP 2 x TP 2": {"tp": 2}, "FSDP 2 x PP 2": {"pp": 2}, "CP 2": {"cp": 2}},
@@ -53,6 +55,8 @@ class Run:
         self.model = ParallelModel(config(moe=False), recipe, mesh, seed=seed, dtype=dtype)
         self.optimizers = build_optimizers(self.model.model, OPTIMIZER, self.model.param_groups)
         set_learning_rate(self.optimizers, OPTIMIZER, lr_multiplier=1.0)
+        if recipe.offload_dir is not None:
+            map_optimizer_state(self.optimizers, recipe.offload_dir)
 
     def step(self, number: int) -> float:
         samples = MICROS * self.model.mesh.dims.dp
@@ -74,6 +78,10 @@ class Run:
         state = self.state()
         state_dict_loader.load(state, checkpoint_id=directory)
         load_training_state_dict({**state, "rng": {}}, self.model.model, self.optimizers)
+
+    def moments(self) -> list[Tensor]:
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        return [to_local(state[name]) for state in states for name in MOMENTS]
 
     def local_tensors(self) -> dict[str, Tensor]:
         return {name: to_local(tensor).clone() for name, tensor in flatten_tensors(self.state())}
@@ -145,30 +153,34 @@ def measure_all(world: int) -> dict[tuple[str, int, str], Held]:
     }
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_a_rank_holds_what_its_stage_says(world: int) -> None:
-    for rank, found in enumerate(on_ranks(world, measure_all, world)):
-        for (name, stage, precision), held in found.items():
-            sizes, where = LAYOUTS[world][name], f"{name}, zero {stage}, {precision}, rank {rank}: {held}"
-            pp = sizes.get("pp", 1)
-            memory = stated({**sizes, "zero": stage}, world, precision)[rank * pp // world]
-            assert held.weights == pytest.approx(memory.parameters, rel=0.05), where
-            assert held.gathered == pytest.approx(memory.gathered_weights, rel=0.05), where
-            assert held.gradients == pytest.approx(memory.gradients_between_micro_batches, rel=0.05), where
-            assert held.optimizer == pytest.approx(memory.optimizer, rel=0.05), where
-            if stage < 3 or pp > 1:
-                assert held.gathers == 1, where
-            else:
-                assert held.gathers > MICROS, where
-            third = found[name, 3, precision].losses
-            assert held.losses == third if stage == 2 else held.losses == pytest.approx(third, abs=1e-5), where
+def check_bytes(world: int, rank: int, found: dict[tuple[str, int, str], Held]) -> None:
+    for (name, stage, precision), held in found.items():
+        sizes, where = LAYOUTS[world][name], f"{name}, zero {stage}, {precision}, rank {rank}: {held}"
+        pp = sizes.get("pp", 1)
+        memory = stated({**sizes, "zero": stage}, world, precision)[rank * pp // world]
+        assert held.weights == pytest.approx(memory.parameters, rel=0.05), where
+        assert held.gathered == pytest.approx(memory.gathered_weights, rel=0.05), where
+        assert held.gradients == pytest.approx(memory.gradients_between_micro_batches, rel=0.05), where
+        assert held.optimizer == pytest.approx(memory.optimizer, rel=0.05), where
+        if stage < 3 or pp > 1:
+            assert held.gathers == 1, where
+        else:
+            assert held.gathers > MICROS, where
+        third = found[name, 3, precision].losses
+        assert held.losses == third if stage == 2 else held.losses == pytest.approx(third, abs=1e-5), where
+
+
+@pytest.mark.long
+def test_four_ranks_hold_what_their_stage_says() -> None:
+    for rank, found in enumerate(on_ranks(4, measure_all, 4)):
+        check_bytes(4, rank, found)
 
 
 def pass_on(directory: Path) -> tuple[list[float], list[bool]]:
     """Two steps with each stage, from the checkpoint of the one before; whether it was loaded as it was saved."""
     losses, same, saved = [], [], {}
     for number, stage in enumerate((1, 3, 2)):
-        run = Run({"zero": stage}, 2, seed=number)
+        run = Run({"zero": stage, **CPU}, 2, seed=number) if stage == 2 else Run({"zero": stage}, 2, seed=number)
         if number:
             run.load(directory / str(number - 1))
             loaded = run.local_tensors()
@@ -180,7 +192,42 @@ def pass_on(directory: Path) -> tuple[list[float], list[bool]]:
     return [a - b for a, b in zip(losses, map(whole.step, range(6)), strict=True)], same
 
 
-def test_a_checkpoint_of_one_stage_resumes_in_another(tmp_path: Path) -> None:
-    for differences, same in on_ranks(2, pass_on, tmp_path):
+def offload(directory: Path) -> dict[int, tuple[bool, bool, bool]]:
+    """For stages 2 and 3, whether three steps give the same bits as without offload: in host memory, with files, and
+    with files that were filled from a checkpoint."""
+    found = {}
+    for stage in (2, 3):
+        plain = Run({"zero": stage}, 2)
+        steps = [plain.step(number) for number in range(2)]
+        state_dict_saver.save(plain.state(), checkpoint_id=directory / str(stage))
+        last = plain.step(2)
+        same = []
+        for sizes, first in ((CPU, 0), ({**CPU, "offload_dir": directory}, 0), ({**CPU, "offload_dir": directory}, 2)):
+            run = Run({"zero": stage, **sizes}, 2, seed=3 if first == 0 else 4)
+            if first:
+                run.load(directory / str(stage))
+            losses = [run.step(number) for number in range(first, 3)]
+            end, expected = run.local_tensors(), plain.local_tensors()
+            equal = all(tensor.equal(end[name]) for name, tensor in expected.items())
+            same.append(equal and end.keys() == expected.keys() and losses == [*steps, last][first:])
+            assert all(is_in_file(tensor) == ("offload_dir" in sizes) for tensor in run.moments())
+        found[stage] = tuple(same)
+    return found
+
+
+def is_in_file(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or tensor.untyped_storage().filename is not None
+
+
+def on_two_ranks(directory: Path) -> Any:
+    return measure_all(2), pass_on(directory / "stages"), offload(directory / "offload")
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """What they hold; a checkpoint of one stage resumes in another; offload changes no bit."""
+    for rank, (found, (differences, same), offloaded) in enumerate(on_ranks(2, on_two_ranks, tmp_path)):
+        check_bytes(2, rank, found)
         assert same == [True, True]
         assert differences == pytest.approx([0] * 6, abs=5e-6)
+        assert offloaded == {2: (True, True, True), 3: (True, True, True)}
+        assert not list((tmp_path / "offload").glob("z2a-optimizer-*")), "files are deleted once they are mapped"

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.training import TrainRecipe
-from zero2all.recipe.types import Mistake, Section
+from zero2all.recipe.types import LocalDir, Mistake, Section
 
 Degree = Annotated[int, Field(ge=1)]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
@@ -51,6 +51,12 @@ class ParallelRecipe(Section):
     """ZeRO stage: what the ranks of dp_shard and cp shard. 1: optimizer state and fp32 master weights. 2: also
     gradients. 3: also the weights that compute. With 1 and 2 weights are gathered once a step, as with pp in any
     case."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where the shards live: fp32 weights, their gradients and the optimizer state. cpu: in host memory, and the
+    optimizer runs on the CPU; the GPU holds what it gathers. With zero=2 this is ZeRO-Offload. Works on one GPU too."""
+    offload_dir: LocalDir | None = None
+    """With offload=cpu, a directory on each node, such as one of an NVMe disk: the optimizer state is in memory-mapped
+    files there, which are gone when the process ends. Needs AdamW."""
     reshard_after_forward: Literal["auto", "always", "never"] | Degree = "auto"
     """Whether FSDP frees a block's gathered weights after its forward pass, or reshards them to groups of N ranks. auto
     frees them with zero=3, unless pp is used."""
@@ -72,6 +78,16 @@ class ParallelRecipe(Section):
                 ("dp_replicate", "dp_shard"),
             )
         yield from self._zero_mistakes()
+        if self.offload == "cpu" and self.dp_replicate != 1:
+            yield Mistake(
+                "offload=cpu is for shards, and replicas would fill host memory with copies: set dp_replicate=1",
+                ("offload", "dp_replicate"),
+            )
+        if self.offload == "none" and self.offload_dir is not None:
+            yield Mistake(
+                "offload_dir holds what offload=cpu takes from the GPU: set offload=cpu, or remove offload_dir",
+                ("offload", "offload_dir"),
+            )
 
     def _zero_mistakes(self) -> Iterator[Mistake]:
         if self.zero < 3 and self.reshard_after_forward not in ("auto", "never"):
@@ -129,6 +145,7 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
         )
     if train.float8 is not None:
         yield from _float8_mistakes(model, train, parallel)
+    yield from _offload_mistakes(train, parallel)
     if train.objective.name == "distill" and max(parallel.tp, parallel.cp, parallel.pp) > 1:
         yield Mistake(
             "train.objective.name=distill needs all logits of a position on one rank: use dp_shard or dp_replicate",
@@ -242,6 +259,20 @@ def _split_backward_mistakes(train: TrainRecipe, parallel: ParallelRecipe) -> It
             f"schedule {parallel.schedule} recomputes a block twice, but what selective checkpointing keeps serves "
             "once: set parallel.activation_checkpointing=full, or parallel.schedule=interleaved",
             ("parallel.schedule", "parallel.pp", "parallel.activation_checkpointing"),
+        )
+
+
+def _offload_mistakes(train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
+    if parallel.offload == "cpu" and train.optimizer.name == "muon":
+        yield Mistake(
+            "Muon multiplies whole matrices, which offload=cpu would do on the CPU: set parallel.offload=none, or "
+            "train.optimizer.name=adamw",
+            ("parallel.offload", "train.optimizer.name"),
+        )
+    if parallel.offload_dir is not None and train.optimizer.name != "adamw":
+        yield Mistake(
+            "parallel.offload_dir holds the moments of AdamW: remove it, or set train.optimizer.name=adamw",
+            ("parallel.offload_dir", "train.optimizer.name"),
         )
 
 
