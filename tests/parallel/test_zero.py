@@ -25,6 +25,7 @@ from zero2all.train.optimizer_files import MOMENTS, map_optimizer_state
 OPTIMIZER = OptimizerRecipe(lr=1e-2)
 STAGES = (1, 2, 3)
 CPU = {"offload": "cpu"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {"FSDP 2": {}},
     4: {"HSDP 2x2": {"dp_replicate": 2}, "FSDP 2 x TP 2": {"tp": 2}, "FSDP 2 x PP 2": {"pp": 2}, "CP 2": {"cp": 2}},
@@ -123,7 +124,9 @@ def measure(sizes: dict[str, Any], world: int, dtype: torch.dtype) -> Held:
     losses = [run.step(0)]
     patch.undo()
     losses.append(run.step(1))
-    state = [tensor for optimizer in run.optimizers for tensors in optimizer.state.values() for tensor in tensors.values()]
+    state = [
+        tensor for optimizer in run.optimizers for tensors in optimizer.state.values() for tensor in tensors.values()
+    ]
     return Held(
         sum(to_local(parameter).nbytes for parameter in run.model.model.parameters()),
         max(gathered),
@@ -149,7 +152,8 @@ def measure_all(world: int) -> dict[tuple[str, int, str], Held]:
         (name, stage, precision): measure({**sizes, "zero": stage}, world, dtype)
         for name, sizes in LAYOUTS[world].items()
         for stage in STAGES
-        for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+        for precision, dtype in DTYPES.items()
+        if precision == "bf16" or world > 2
     }
 
 
@@ -177,7 +181,7 @@ def test_four_ranks_hold_what_their_stage_says() -> None:
 
 
 def pass_on(directory: Path) -> tuple[list[float], list[bool]]:
-    """Two steps with each stage, from the checkpoint of the one before; whether it was loaded as it was saved."""
+    """A step with each stage, from the checkpoint of the one before; whether it was loaded as it was saved."""
     losses, same, saved = [], [], {}
     for number, stage in enumerate((1, 3, 2)):
         run = Run({"zero": stage, **CPU}, 2, seed=number) if stage == 2 else Run({"zero": stage}, 2, seed=number)
@@ -185,28 +189,28 @@ def pass_on(directory: Path) -> tuple[list[float], list[bool]]:
             run.load(directory / str(number - 1))
             loaded = run.local_tensors()
             same.append(loaded.keys() == saved.keys() and all(loaded[name].equal(saved[name]) for name in saved))
-        losses += [run.step(2 * number + turn) for turn in range(2)]
+        losses.append(run.step(number))
         saved = run.local_tensors()
         state_dict_saver.save(run.state(), checkpoint_id=directory / str(number))
     whole = Run({}, 2, seed=0)
-    return [a - b for a, b in zip(losses, map(whole.step, range(6)), strict=True)], same
+    return [a - b for a, b in zip(losses, map(whole.step, range(3)), strict=True)], same
 
 
 def offload(directory: Path) -> dict[int, tuple[bool, bool, bool]]:
-    """For stages 2 and 3, whether three steps give the same bits as without offload: in host memory, with files, and
-    with files that were filled from a checkpoint."""
+    """For each stage, whether two steps give the same bits as without offload: in host memory, with files, and with
+    files that were filled from a checkpoint."""
     found = {}
-    for stage in (2, 3):
+    for stage in STAGES:
         plain = Run({"zero": stage}, 2)
-        steps = [plain.step(number) for number in range(2)]
+        steps = [plain.step(number) for number in range(1)]
         state_dict_saver.save(plain.state(), checkpoint_id=directory / str(stage))
-        last = plain.step(2)
+        last = plain.step(1)
         same = []
-        for sizes, first in ((CPU, 0), ({**CPU, "offload_dir": directory}, 0), ({**CPU, "offload_dir": directory}, 2)):
+        for sizes, first in ((CPU, 0), ({**CPU, "offload_dir": directory}, 0), ({**CPU, "offload_dir": directory}, 1)):
             run = Run({"zero": stage, **sizes}, 2, seed=3 if first == 0 else 4)
             if first:
                 run.load(directory / str(stage))
-            losses = [run.step(number) for number in range(first, 3)]
+            losses = [run.step(number) for number in range(first, 2)]
             end, expected = run.local_tensors(), plain.local_tensors()
             equal = all(tensor.equal(end[name]) for name, tensor in expected.items())
             same.append(equal and end.keys() == expected.keys() and losses == [*steps, last][first:])
@@ -223,11 +227,12 @@ def on_two_ranks(directory: Path) -> Any:
     return measure_all(2), pass_on(directory / "stages"), offload(directory / "offload")
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     """What they hold; a checkpoint of one stage resumes in another; offload changes no bit."""
     for rank, (found, (differences, same), offloaded) in enumerate(on_ranks(2, on_two_ranks, tmp_path)):
         check_bytes(2, rank, found)
         assert same == [True, True]
-        assert differences == pytest.approx([0] * 6, abs=5e-6)
-        assert offloaded == {2: (True, True, True), 3: (True, True, True)}
+        assert differences == pytest.approx([0] * 3, abs=5e-6)
+        assert offloaded == dict.fromkeys(STAGES, (True, True, True))
         assert not list((tmp_path / "offload").glob("z2a-optimizer-*")), "files are deleted once they are mapped"

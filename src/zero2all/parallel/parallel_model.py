@@ -200,7 +200,7 @@ class ParallelModel:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank holds the full model: one process, or DDP."""
-        return self.mesh.dims.world_size == self.mesh.dims.dp_replicate
+        return self.mesh.dims.world_size == self.mesh.dims.dp_replicate and not self._uses_fsdp
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:

@@ -92,9 +92,7 @@ def _gather_input_hook(
     return gather
 
 
-def _vocab_parallel_lookup(
-    embedding: nn.Embedding, mesh: DeviceMesh, stream: Placement
-) -> Callable[[Tensor], Tensor]:
+def _vocab_parallel_lookup(embedding: nn.Embedding, mesh: DeviceMesh, stream: Placement) -> Callable[[Tensor], Tensor]:
     """Every rank looks up the tokens of its rows. torch's RowwiseParallel does the same, but its gradient has all rows
     on every rank, which zero 1 would keep over the micro-batches."""
 
