@@ -39,7 +39,7 @@ class RankMemory:
     optimizer: int
     """Its state for these shards."""
     gathered_weights: int
-    """In the compute dtype: the blocks that FSDP has gathered at one time (with zero 1 and 2 and in a pipeline: all), or
+    """In the compute dtype: the blocks that FSDP has gathered at one time (all with zero 1 and 2 and in a pipeline), or
     the copies that autocast makes."""
     unsharded_gradients: int
     """Before they are reduce-scattered: of two blocks, or of a block and embedding or head, with the fp32 buffer of the
@@ -61,7 +61,8 @@ class RankMemory:
     def total(self) -> int:
         """Of the device. Without the gradients between micro-batches, which are in the other fields."""
         others = ("gradients_between_micro_batches", "host", "files")
-        return sum(getattr(self, f.name) for f in fields(self) if f.name not in others) - self.host - self.files
+        parts: list[int] = [getattr(self, f.name) for f in fields(self) if f.name not in others]
+        return sum(parts) - self.host - self.files
 
 
 def rank_memory(

@@ -48,7 +48,7 @@ def apply_tp(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None:
                 block.get_submodule(name).register_forward_pre_hook(_gather_input_hook(mesh, stream))
     if isinstance(model.embed_tokens, nn.Embedding):
         _distribute_parameters(model.embed_tokens, mesh, Shard(0))
-        model.embed_tokens.forward = _vocab_parallel_lookup(model.embed_tokens, mesh, stream)  # type: ignore[method-assign]
+        model.embed_tokens.forward = _vocab_parallel_lookup(model.embed_tokens, mesh, stream)  # type: ignore[assignment]
         # The sum above may still be under way, and a compiled block would take its gradient for zero.
         model.embed_tokens.register_forward_hook(lambda module, inputs, output: torch.mul(output, 1))
     if isinstance(model.lm_head, LMHead):

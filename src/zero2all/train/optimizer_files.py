@@ -50,8 +50,8 @@ def _zeros_in_file(parameter: Tensor, directory: Path) -> Tensor:
             zeros = torch.from_file(file.name, shared=True, size=shard.numel(), dtype=shard.dtype).view_as(shard)
     except OSError as error:
         raise Z2aError(
-            f"no file of {show_bytes(shard.nbytes)} for the optimizer state in {directory} ({error.strerror or error}): "
-            "free space there, or change parallel.offload_dir"
+            f"no file of {show_bytes(shard.nbytes)} for the optimizer state in {directory} "
+            f"({error.strerror or error}): free space there, or change parallel.offload_dir"
         ) from error
     return dtensor_like(parameter, zeros) if isinstance(parameter, DTensor) else zeros
 
