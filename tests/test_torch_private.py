@@ -29,6 +29,7 @@ SIGNATURES: dict[str, list[str] | None] = {
     # The parameters that are passed; further ones need defaults. None: written in C++, and called by a test below.
     "torch._C._distributed_c10d.DebugLevel": None,
     "torch._C._distributed_c10d.FileStore": None,
+    "torch._C._distributed_c10d.HashStore": None,
     "torch._C._distributed_c10d.PrefixStore": None,
     "torch._C._distributed_c10d.ProcessGroupGloo": None,
     "torch._C._distributed_c10d.ProcessGroupNCCL": None,

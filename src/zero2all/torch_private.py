@@ -20,6 +20,7 @@ import torch.distributed as dist
 # so on, where type checkers do not see them.
 from torch._C._distributed_c10d import DebugLevel as DebugLevel
 from torch._C._distributed_c10d import FileStore as FileStore
+from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import ProcessGroupGloo as _ProcessGroupGloo
 from torch._C._distributed_c10d import Store as Store

@@ -74,7 +74,8 @@ def test_every_choice_of_a_recipe_is_in_the_table() -> None:
     for field, more in {
         "schedule": (),
         "cp_attention": (),
-        "gradient_sync": (),
+        "reduces_every_micro_batch": (True, False),
+        "zero": (),
         "sp": (True, False),
         "loss_parallel": (True, False),
         "reshard_after_forward": ("auto", "always", "never", 2),
@@ -91,7 +92,8 @@ def test_every_choice_of_a_recipe_is_in_the_table() -> None:
         "adamw-8bit",
     }
     sharded = [case for case in table if case.micro_batch_size is not None and case.ranks > 1]
-    assert {case.parallel.gradient_sync for case in sharded} == {"every", "last"}
+    assert {case.parallel.reduces_every_micro_batch for case in sharded} == {True, False}
+    assert {case.parallel.zero for case in sharded} == {1, 2, 3}
     assert any(case.moe for case in table if case.parallel.ep == 1)
 
 

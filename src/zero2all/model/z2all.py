@@ -105,11 +105,12 @@ class Z2all(OpsModule):
             if isinstance(module, OpsModule):
                 module.ops = ops
 
-    def init_buffers(self) -> Z2all:
-        """Set what is not a weight, on the device where the weights are. For a model built on the meta device."""
+    def init_buffers(self, device: torch.device | None = None) -> Z2all:
+        """Set what is not a weight, on the device that computes: by default where the weights are. For a model built on
+        the meta device."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight  # to_empty() after a meta build makes two of it
-        device = self.embed_tokens.weight.device
+        device = device or self.embed_tokens.weight.device
         self.set_ops(choose_kernels(self.config, device))
         self.rotary_2SE = rotary_table(self.config, self.config.max_position_embeddings, device)
         for layer in self._moe_layers():
@@ -118,12 +119,12 @@ class Z2all(OpsModule):
         return self
 
     @torch.no_grad()
-    def init_weights(self, seed: int) -> Z2all:
+    def init_weights(self, seed: int, device: torch.device | None = None) -> Z2all:
         """Fill every parameter, each from (seed, its name), so that a part gets the weights of the full model.
 
-        Works on a model that was built on the meta device too.
+        Works on a model that was built on the meta device too. ``device`` as in ``init_buffers``.
         """
-        self.init_buffers()
+        self.init_buffers(device)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)

@@ -106,12 +106,13 @@ def _fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 def _stage_summary(recipe: Recipe, parallel_dims: ParallelDims, stage: int, device: torch.device) -> StageSummary:
     """Parallelize as the first rank of a stage, then count for all ranks of it."""
+    has_group = parallel_dims.world_size > 1 or recipe.parallel.offload != "none"
     with (
         nullcontext()
-        if parallel_dims.world_size == 1
+        if not has_group
         else _fake_process_group(stage * (parallel_dims.world_size // parallel_dims.pp), parallel_dims.world_size)
     ):
-        mesh = ParallelMesh(parallel_dims, torch.device("cpu"))  # nothing is computed on it
+        mesh = ParallelMesh(parallel_dims, torch.device("cpu"), has_group)  # nothing is computed on it
         local_model = parallelize(recipe.model, recipe.parallel, mesh, planned_dtype(recipe, device))
         return _summarize_stage(local_model, recipe, parallel_dims, stage, device)
 

@@ -71,6 +71,7 @@ class ParallelModel:
                 "choose another parallel.tp"
             )
         self.config, self.recipe, self.mesh, self.dtype = config, recipe, mesh, dtype
+        self._shard_device = torch.device("cpu") if recipe.offload == "cpu" else mesh.device
         self.loss_scaler = DynamicLossScaler() if dtype == torch.float16 else None
         if recipe.async_tp:
             enable_async_tp(mesh.get_mesh("tp"), mesh.device, compile)
@@ -199,7 +200,7 @@ class ParallelModel:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank holds the full model: one process, or DDP."""
-        return self.mesh.dims.world_size == self.mesh.dims.dp_replicate
+        return self.mesh.dims.world_size == self.mesh.dims.dp_replicate and not self._uses_fsdp
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -274,7 +275,7 @@ class ParallelModel:
         norm = square.sqrt().float() / self._loss_scale_factor
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self._loss_scale_factor
         gradients = [to_local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
-        foreach_mul_(gradients, factor.to(self.mesh.device))
+        foreach_mul_(gradients, factor.to(self._shard_device))
         return norm
 
     def layer_grad_norms(self) -> list[float]:
@@ -359,9 +360,12 @@ class ParallelModel:
                 module.load.zero_()
 
     def _init_part(self, part: Z2all, seed: int) -> None:
-        part.to_empty(device=self.mesh.device)
+        part.to_empty(device=self._shard_device)
+        for module in part.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.mesh.device))
         with ShardedInitMode():
-            part.init_weights(seed)
+            part.init_weights(seed, self.mesh.device)
         if self.mesh.dims.tp > 1:
             apply_tp_ops(part, self.mesh.get_mesh("tp"), self.recipe)
         if self._context_parallel is not None:
@@ -425,11 +429,13 @@ class ParallelModel:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
-        """Which micro-batches reduce their gradient: under DDP the last one."""
+        """Which micro-batches reduce their gradient (under DDP the last one) and free their gathered weights."""
         if self._ddp is not None and not last:
             return self._ddp.no_sync()
         if isinstance(self.model, FSDPModule):
             set_gradient_sync(self.model, self.recipe, last)
+            # Before the update in any case: what is gathered would keep its old values.
+            self.model.set_reshard_after_backward(last or self.recipe.zero == 3)
         return nullcontext()
 
     def _free_gathered_weights(self) -> None:
@@ -443,8 +449,7 @@ class ParallelModel:
 
     @contextmanager
     def _gradients_like_parameters(self) -> Iterator[None]:
-        """Around the backward passes of a batch: tensor parallelism leaves partial sums in the gradients of norms, and
-        without FSDP a gradient of the full embedding."""
+        """Around the backward passes of a batch: tensor parallelism leaves partial sums in the gradients of norms."""
         if self.mesh.dims.tp == 1:
             yield
             return
@@ -455,10 +460,6 @@ class ParallelModel:
             weight.grad = None
         yield
         reduce_norm_gradients(norms_in_parts(self.model, self.recipe), earlier, self.mesh.get_mesh("tp"))
-        for parameter in self.model.parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
-                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
     @property
     def _is_loss_rank(self) -> bool:

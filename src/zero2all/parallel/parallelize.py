@@ -67,8 +67,8 @@ def parallelize(
                 apply_float8(part.layers, float8, mesh.device)
             apply_ac(part.layers, recipe)
     stages = [StageWrapper(part) for part in model_parts] if dims.pp > 1 else []
-    # Replicas of a full model are left to DDP; wherever else gradients are reduced, FSDP2 does it.
-    uses_fsdp = dims.dp * dims.cp > 1 and dims.dp_replicate != dims.world_size
+    # Replicas of a full model are left to DDP; wherever else gradients are reduced or offloaded, FSDP2 does it.
+    uses_fsdp = (dims.dp * dims.cp > 1 and dims.dp_replicate != dims.world_size) or recipe.offload != "none"
     if uses_fsdp:
         expert_fsdp_mesh = mesh.expert_fsdp_mesh() if dims.ep > 1 else None
         roots: list[nn.Module] = list(stages or model_parts)

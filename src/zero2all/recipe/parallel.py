@@ -9,7 +9,7 @@ from pydantic import Field
 
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.training import TrainRecipe
-from zero2all.recipe.types import Mistake, Section
+from zero2all.recipe.types import LocalDir, Mistake, Section
 
 Degree = Annotated[int, Field(ge=1)]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
@@ -47,13 +47,24 @@ class ParallelRecipe(Section):
     rank holds those of a few ranks at a time. ulysses: each rank has all positions of some heads."""
     ep: Degree = 1
     """Expert parallelism: number of ranks over which the experts of each MoE layer are distributed."""
+    zero: Literal[1, 2, 3] = 3
+    """ZeRO stage: what the ranks of dp_shard and cp shard. 1: optimizer state and fp32 master weights. 2: also
+    gradients. 3: also the weights that compute. With 1 and 2 weights are gathered once a step, as with pp in any
+    case."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where the shards live: fp32 weights, their gradients and the optimizer state. cpu: in host memory, and the
+    optimizer runs on the CPU; the GPU holds what it gathers. With zero=2 this is ZeRO-Offload. Works on one GPU too."""
+    offload_dir: LocalDir | None = None
+    """With offload=cpu, a directory on each node, such as one of an NVMe disk: the optimizer state is in memory-mapped
+    files there, which are gone when the process ends. Needs AdamW."""
     reshard_after_forward: Literal["auto", "always", "never"] | Degree = "auto"
     """Whether FSDP frees a block's gathered weights after its forward pass, or reshards them to groups of N ranks. auto
-    frees them unless pp is used."""
-    gradient_sync: Literal["every", "last"] = "every"
+    frees them with zero=3, unless pp is used."""
+    gradient_sync: Literal["auto", "every", "last"] = "auto"
     """When FSDP reduce-scatters the gradient: after every micro-batch, or only after the last one. last communicates
     less, but every rank then holds the unsharded gradient in fp32: 4 bytes for each parameter of its tp, pp and ep
-    part. Replicas (DDP, HSDP) are always all-reduced after the last micro-batch."""
+    part. Replicas (DDP, HSDP) are always all-reduced after the last micro-batch. auto is last with zero=1, else
+    every."""
     activation_checkpointing: Literal["none", "full", "selective", "budget"] = "none"
     """What the backward pass recomputes: nothing, each block, everything except matmuls and attention (selective), or
     as much as a budget requires."""
@@ -66,6 +77,42 @@ class ParallelRecipe(Section):
                 "only one of dp_replicate and dp_shard can be auto: set dp_shard=1 for plain copies (DDP)",
                 ("dp_replicate", "dp_shard"),
             )
+        yield from self._zero_mistakes()
+        if self.offload == "cpu" and self.dp_replicate != 1:
+            yield Mistake(
+                "offload=cpu is for shards, and replicas would fill host memory with copies: set dp_replicate=1",
+                ("offload", "dp_replicate"),
+            )
+        if self.offload == "none" and self.offload_dir is not None:
+            yield Mistake(
+                "offload_dir holds what offload=cpu takes from the GPU: set offload=cpu, or remove offload_dir",
+                ("offload", "offload_dir"),
+            )
+
+    def _zero_mistakes(self) -> Iterator[Mistake]:
+        if self.zero < 3 and self.reshard_after_forward not in ("auto", "never"):
+            yield Mistake(
+                f"zero={self.zero} keeps the gathered weights for the whole step: set reshard_after_forward=auto, or "
+                "zero=3",
+                ("zero", "reshard_after_forward"),
+            )
+        if self.zero == 1 and self.gradient_sync == "every":
+            yield Mistake(
+                "gradients that are reduce-scattered with every micro-batch are sharded: set zero=2, or "
+                "gradient_sync=auto",
+                ("zero", "gradient_sync"),
+            )
+        if self.zero == 2 and self.gradient_sync == "last":
+            yield Mistake(
+                "gradients that are reduce-scattered with the last micro-batch are unsharded until then: set zero=1, "
+                "or gradient_sync=auto",
+                ("zero", "gradient_sync"),
+            )
+
+    @property
+    def reduces_every_micro_batch(self) -> bool:
+        """Whether gradients are sharded between the micro-batches of a step."""
+        return self.zero > 1 if self.gradient_sync == "auto" else self.gradient_sync == "every"
 
     @property
     def stages_per_rank(self) -> int:
@@ -98,6 +145,7 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
         )
     if train.float8 is not None:
         yield from _float8_mistakes(model, train, parallel)
+    yield from _offload_mistakes(train, parallel)
     if train.objective.name == "distill" and max(parallel.tp, parallel.cp, parallel.pp) > 1:
         yield Mistake(
             "train.objective.name=distill needs all logits of a position on one rank: use dp_shard or dp_replicate",
@@ -211,6 +259,20 @@ def _split_backward_mistakes(train: TrainRecipe, parallel: ParallelRecipe) -> It
             f"schedule {parallel.schedule} recomputes a block twice, but what selective checkpointing keeps serves "
             "once: set parallel.activation_checkpointing=full, or parallel.schedule=interleaved",
             ("parallel.schedule", "parallel.pp", "parallel.activation_checkpointing"),
+        )
+
+
+def _offload_mistakes(train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
+    if parallel.offload == "cpu" and train.optimizer.name == "muon":
+        yield Mistake(
+            "Muon multiplies whole matrices, which offload=cpu would do on the CPU: set parallel.offload=none, or "
+            "train.optimizer.name=adamw",
+            ("parallel.offload", "train.optimizer.name"),
+        )
+    if parallel.offload_dir is not None and train.optimizer.name != "adamw":
+        yield Mistake(
+            "parallel.offload_dir holds the moments of AdamW: remove it, or set train.optimizer.name=adamw",
+            ("parallel.offload_dir", "train.optimizer.name"),
         )
 
 

@@ -52,6 +52,7 @@ from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
 from zero2all.train.initial_weights import load_initial_weights
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
+from zero2all.train.optimizer_files import map_optimizer_state
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.resume import load_newest, restore_state
 from zero2all.train.run import TEST_SETS, Run, init_path, model_identity, require_data, resolve_model_config
@@ -228,6 +229,8 @@ class Trainer:
             self.config.mup_width_mult,
             self.model.ddp_group,
         )
+        if (directory := self.recipe.parallel.offload_dir) is not None:
+            self.rank_group.on_all_ranks(partial(map_optimizer_state, self.optimizers, directory))
         if self.evaluate is not None and self.recipe.evals.every is not None and not self.model.is_replicated:
             say("validation generates no samples: the weights are sharded; use 'z2a generate' with a checkpoint")
         self.copier = BatchCopier(device, self._document_starts, self.model.micro_batch_rows)
