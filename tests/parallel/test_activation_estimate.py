@@ -45,7 +45,7 @@ def fake_ranks(count: int) -> Iterator[None]:
 
 def kept_bytes(mode: str, moe: dict[str, Any] | None, layers: int, sizes: dict[str, Any]) -> int:
     """Bytes that are allocated between forward and backward."""
-    with fake_ranks(2) if sizes else nullcontext():
+    with fake_ranks(2) if sizes.get("tp", 1) > 1 else nullcontext():
         parallel_model = build_model(mode, moe, sizes, **SHAPE, num_hidden_layers=layers)
         batch = torch.randint(0, 512, (TOKENS // 64, 65), generator=torch.Generator().manual_seed(0))
         with Storages() as storages:
@@ -77,6 +77,22 @@ def test_the_estimate_is_close_to_what_is_kept(
         )
     )  # fmt: skip
     assert estimates[0] - estimates[1] == pytest.approx(kept[0] - kept[1], rel=0.1)
+
+
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_the_estimate_of_every_nth_block(mode: Recompute, every: int) -> None:
+    """Of two depths that differ by one block that is stored and one that is not, or two of three."""
+    depths = (2 * every, every)
+    sizes = {"activation_checkpointing_every": every}
+    kept = [kept_bytes(mode, None, layers, sizes) for layers in depths]
+    estimates = [
+        activation_bytes(
+            ModelConfig.model_validate({**SHAPE, "num_hidden_layers": layers}), TOKENS, False, mode, every=every
+        )
+        for layers in depths
+    ]
+    assert estimates[0] - estimates[1] == pytest.approx(kept[0] - kept[1], rel=0.05)
 
 
 def memory(*overrides: str, world: int = 1) -> RankMemory:

@@ -57,6 +57,9 @@ class ParallelRecipe(Section):
     activation_checkpointing: Literal["none", "full", "selective", "budget"] = "none"
     """What the backward pass recomputes: nothing, each block, everything except matmuls and attention (selective), or
     as much as a budget requires."""
+    activation_checkpointing_every: Degree = 1
+    """With ``full`` or ``selective``: checkpoint every n-th block, counted from the first block of the model. 1
+    checkpoints all blocks; with 2 the backward pass recomputes half as much and the other half is stored."""
     activation_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of activations that are kept with ``budget``."""
 
@@ -65,6 +68,12 @@ class ParallelRecipe(Section):
             yield Mistake(
                 "only one of dp_replicate and dp_shard can be auto: set dp_shard=1 for plain copies (DDP)",
                 ("dp_replicate", "dp_shard"),
+            )
+        if self.activation_checkpointing_every > 1 and self.activation_checkpointing in ("none", "budget"):
+            yield Mistake(
+                "activation_checkpointing_every counts blocks that are checkpointed: set "
+                "activation_checkpointing=full or selective",
+                ("activation_checkpointing_every", "activation_checkpointing"),
             )
 
     @property
@@ -82,6 +91,7 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
             "parallel.activation_checkpointing=selective",
             ("parallel.activation_checkpointing", "train.compile"),
         )
+    yield from _dropout_mistakes(model, parallel)
     if model.mtp_weight > 0 and max(parallel.tp, parallel.pp, parallel.cp) > 1:
         yield Mistake(
             "the multi-token prediction block is not sharded: set model.mtp_weight=0 or use dp_shard instead of tp, "
@@ -105,6 +115,20 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
         )
     if train.objective.weighs_tokens:
         yield from _answer_mistakes(model, train, parallel)
+
+
+def _dropout_mistakes(model: ModelConfig, parallel: ParallelRecipe) -> Iterator[Mistake]:
+    if model.attention_dropout and parallel.cp > 1:
+        yield Mistake(
+            "attention over cp ranks has no dropout: set model.attention_dropout=0 or parallel.cp=1",
+            ("model.attention_dropout", "parallel.cp"),
+        )
+    if model.attention_dropout and parallel.tp > 1 and not parallel.sp:
+        yield Mistake(
+            "without sp all tp ranks draw the same numbers, so that their heads would share one dropout mask: set "
+            "parallel.sp=true or model.attention_dropout=0",
+            ("model.attention_dropout", "parallel.sp", "parallel.tp"),
+        )
 
 
 def _answer_mistakes(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:

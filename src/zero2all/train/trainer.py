@@ -33,6 +33,7 @@ from zero2all.hardware import MPS, compute_dtype, peak_flops, pick_device, set_d
 from zero2all.model import document_starts
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
+from zero2all.model.z2all import derive_seed
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.float8 import check_float8
 from zero2all.recipe import ExtendMode, Recipe
@@ -287,7 +288,12 @@ class Trainer:
         mode = recipe.parallel.activation_checkpointing
         recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
         self.throughput = ThroughputMeter(
-            self.plan, self.config, self.mesh.device, peak.flops * self.mesh.dims.world_size, recompute
+            self.plan,
+            self.config,
+            self.mesh.device,
+            peak.flops * self.mesh.dims.world_size,
+            recompute,
+            recipe.parallel.activation_checkpointing_every,
         )
         if restored is not None:
             self._restore_state(restored.state)
@@ -435,6 +441,7 @@ class Trainer:
             objective=step_loss.objective,
             soft=step_loss.soft,
             cu_seqlens_MN=tensors.cu_seqlens_MN,
+            dropout_seed=derive_seed(self.recipe.seed, batch.step),
         )
 
     def after_step(self, batch: Batch, result: StepResult) -> None:
