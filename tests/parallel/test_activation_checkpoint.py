@@ -137,7 +137,7 @@ def test_every_counts_layers_of_the_full_model() -> None:
     assert names == ["0", "2", "4"]
     blocks = nn.ModuleDict({"3": nn.Identity(), "4": nn.Identity()})  # of a stage
     recipe = ParallelRecipe(activation_checkpointing="full", activation_checkpointing_every=2)
-    apply_ac(blocks, recipe, parallel_model.config)
+    apply_ac(blocks, recipe, parallel_model.config, torch.device("cpu"))
     assert [name for name, block in blocks.items() if "forward" in vars(block)] == ["4"]
     with pytest.raises(ValueError, match="set activation_checkpointing=full or selective"):
         ParallelRecipe(activation_checkpointing_every=2)

@@ -1,19 +1,24 @@
-"""Activation checkpointing: what backward recomputes instead of storing (https://arxiv.org/abs/1604.06174)."""
+"""Activation checkpointing: what backward recomputes instead of storing (https://arxiv.org/abs/1604.06174), and
+offload of what is stored.
+"""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zero2all.model.cost.activations import is_offloaded
 from zero2all.model.cost.flops import is_checkpointed
+from zero2all.parallel.activation_offload import ActivationOffload, copies_for
 from zero2all.recipe import ModelConfig, ParallelRecipe
 from zero2all.torch_private import set_activation_memory_budget
 
 
-def apply_ac(blocks: nn.Module, recipe: ParallelRecipe, config: ModelConfig) -> None:
+def apply_ac(blocks: nn.Module, recipe: ParallelRecipe, config: ModelConfig, device: torch.device) -> None:
     """Wrap each block's forward, not the block: parameter names stay. Blocks are named by their layer."""
     if recipe.activation_checkpointing == "budget":
         set_activation_memory_budget(recipe.activation_budget)
@@ -27,3 +32,8 @@ def apply_ac(blocks: nn.Module, recipe: ParallelRecipe, config: ModelConfig) -> 
         for name, block in blocks.named_children():
             if is_checkpointed(int(name), recipe.activation_checkpointing_every):
                 block.forward = functools.partial(checkpoint, block.forward, **options)
+    if recipe.activation_offload:
+        offload = ActivationOffload(copies_for(device))
+        for number, (name, block) in enumerate(blocks.named_children()):
+            if is_offloaded(int(name), config):
+                offload.wrap(block, is_first=number == 0)

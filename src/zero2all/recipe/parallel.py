@@ -62,6 +62,10 @@ class ParallelRecipe(Section):
     checkpoints all blocks; with 2 the backward pass recomputes half as much and the other half is stored."""
     activation_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of activations that are kept with ``budget``."""
+    activation_offload: bool = False
+    """Keep activations in pinned main memory instead of GPU memory between forward and backward pass: all that blocks
+    save, or with activation_checkpointing=full their inputs. A side stream copies them while other blocks are computed.
+    Blocks are not compiled."""
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.dp_replicate == "auto" and self.dp_shard == "auto":
@@ -74,6 +78,12 @@ class ParallelRecipe(Section):
                 "activation_checkpointing_every counts blocks that are checkpointed: set "
                 "activation_checkpointing=full or selective",
                 ("activation_checkpointing_every", "activation_checkpointing"),
+            )
+        if self.activation_offload and self.activation_checkpointing == "selective":
+            yield Mistake(
+                "what selective checkpointing keeps is not offloaded: set activation_checkpointing=none or full, or "
+                "activation_offload=false",
+                ("activation_offload", "activation_checkpointing"),
             )
 
     @property
@@ -92,6 +102,12 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
             ("parallel.activation_checkpointing", "train.compile"),
         )
     yield from _dropout_mistakes(model, parallel)
+    if parallel.activation_offload and (parallel.activation_checkpointing == "budget" or train.compile is True):
+        yield Mistake(
+            "activation_offload sees what eager operations save, not compiled ones: set train.compile=auto and "
+            "parallel.activation_checkpointing=none or full, or parallel.activation_offload=false",
+            ("parallel.activation_offload", "train.compile", "parallel.activation_checkpointing"),
+        )
     if model.mtp_weight > 0 and max(parallel.tp, parallel.pp, parallel.cp) > 1:
         yield Mistake(
             "the multi-token prediction block is not sharded: set model.mtp_weight=0 or use dp_shard instead of tp, "

@@ -43,27 +43,36 @@ def activation_bytes(
     micro_batches: float = 1.0,
     shards: ActivationShards = ONE_RANK,
     every: int = 1,
+    offload: bool = False,
 ) -> int:
     """What the blocks ``layers`` (default: all) keep of micro-batches of ``tokens`` tokens until the backward pass.
 
     ``micro_batches`` are those that a pipeline rank has run forward and not backward; only one is recomputed at a time.
-    ``every`` n-th block is recomputed.
+    ``every`` n-th block is recomputed. With ``offload``, of blocks that are offloaded one is computed while another is
+    copied.
     """
     element = 2 if half else 4
     layers = list(range(config.num_hidden_layers) if layers is None else layers)
     end = _norm_bytes(config.hidden_size, element, shards) if config.num_hidden_layers - 1 in layers else 0
     stream = (4 if config.residual_fp32 else element) * config.hidden_size // shards.stream
-    kept, again = 0, 0
+    kept, again, moved = 0, 0, 0
     for layer in layers:
         saved, recomputed = _block_bytes(config, layer, element, shards), 0
         if recompute != "none" and is_checkpointed(layer, every):
             products = _product_bytes(config, layer, element, shards) if recompute == "selective" else 0
             saved, recomputed = stream + products, saved - products
+        if offload and is_offloaded(layer, config):
+            saved, moved = 0, max(moved, saved)
         kept += saved
         again = max(recomputed, again - saved)  # backward has freed the layers after
     if config.mtp_weight:  # its block, made like the last one, is not checkpointed
         kept += _block_bytes(config, config.num_hidden_layers - 1, element, shards)
-    return round(tokens * (micro_batches * kept + again + end))
+    return round(tokens * (micro_batches * kept + 2 * moved + again + end))
+
+
+def is_offloaded(layer: int, config: ModelConfig) -> bool:
+    """All layers but the last, which the backward pass needs at once."""
+    return layer < config.num_hidden_layers - 1
 
 
 def loss_bytes(
