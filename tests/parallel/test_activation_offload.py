@@ -44,7 +44,7 @@ class CountedCopies(BlockingCopies):
         return super().to_device(hosts)
 
     def wait(self, data: list[Tensor], event: None) -> None:
-        self.log.append(("wait", len(self.log)))
+        self.log.append(("wait", len(data)))
 
     @property
     def bytes(self) -> int:
@@ -116,11 +116,22 @@ def test_only_the_last_block_stays_on_the_device(copies: CountedCopies, mode: An
 
 def test_blocks_are_fetched_one_ahead_and_once(copies: CountedCopies) -> None:
     model = build_model("full", None, ON, num_hidden_layers=5)
+    for layer, block in enumerate(model.model.layers):
+        block.register_forward_pre_hook(
+            lambda block, inputs, layer=layer: inputs[0].register_hook(
+                lambda gradient: copies.log.append(("backward done", layer))
+            )
+            and None
+        )
     step(model, masked=False)
     assert len(copies.hosts) == 4, "the input of each block but the last"
-    fetched = [number for what, number in copies.log if what == "fetch"]
-    assert fetched == [3, 2, 1, 0]
-    assert [what for what, _ in copies.log] == ["fetch", "wait", "fetch", "wait", "fetch", "wait", "fetch", "wait"]
+    assert copies.log == [
+        ("backward done", 4),
+        ("fetch", 3), ("wait", 1), ("fetch", 2), ("backward done", 3),
+        ("wait", 1), ("fetch", 1), ("backward done", 2),
+        ("wait", 1), ("fetch", 0), ("backward done", 1),
+        ("wait", 1), ("backward done", 0),
+    ]  # fmt: skip
 
 
 def test_nothing_survives_backward_and_evaluation_offloads_nothing(copies: CountedCopies) -> None:
