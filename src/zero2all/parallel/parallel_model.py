@@ -78,7 +78,7 @@ class ParallelModel:
         self._context_parallel = ContextParallel(mesh.get_mesh("cp"), recipe) if mesh.dims.cp > 1 else None
         self.float8 = float8
         local_model = parallelize(config, recipe, mesh, dtype, float8)
-        self._model_parts = local_model.model_parts
+        self.local_model, self._model_parts = local_model, local_model.model_parts
         for part in local_model.model_parts:
             self._init_part(part, seed)
         with torch.device("meta"):

@@ -52,6 +52,7 @@ from zero2all.train.device_batch import BatchCopier, HostCopy
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
 from zero2all.train.initial_weights import load_initial_weights
+from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.resume import load_newest, restore_state
@@ -222,6 +223,10 @@ class Trainer:
         )
         if options.objective.weighs_tokens:
             self.model.disable_auxiliary_losses()
+        if chosen := choose_micro_batch(self.recipe, self.model, compile, self.rank_group):
+            self.chosen += chosen
+            self.recipe = self.run.recipe = with_hyperparameters(self.recipe, chosen)
+            self.plan = Plan(self.recipe, self.plan.store)
         self.optimizers = build_optimizers(
             self.model.model,
             options.optimizer,
