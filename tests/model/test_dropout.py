@@ -89,9 +89,7 @@ def test_dropout_is_off_outside_of_training() -> None:
     plain, model = build(), build(**BOTH)
     assert not torch.allclose(losses(model), losses(plain))
     with torch.no_grad():
-        cached, expected = (
-            one(TOKENS[:, :8], cache=KVCache(2, 16, torch.device("cpu"))) for one in (model, plain)
-        )
+        cached, expected = (one(TOKENS[:, :8], cache=KVCache(2, 16, torch.device("cpu"))) for one in (model, plain))
     assert torch.equal(cached, expected), "generation, also in training mode"
     assert torch.equal(losses(model.eval(), None), losses(plain.eval(), None))
 

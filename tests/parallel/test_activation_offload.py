@@ -118,10 +118,9 @@ def test_blocks_are_fetched_one_ahead_and_once(copies: CountedCopies) -> None:
     model = build_model("full", None, ON, num_hidden_layers=5)
     for layer, block in enumerate(model.model.layers):
         block.register_forward_pre_hook(
-            lambda block, inputs, layer=layer: inputs[0].register_hook(
-                lambda gradient: copies.log.append(("backward done", layer))
+            lambda block, inputs, layer=layer: (
+                inputs[0].register_hook(lambda gradient: copies.log.append(("backward done", layer))) and None
             )
-            and None
         )
     step(model, masked=False)
     assert len(copies.hosts) == 4, "the input of each block but the last"

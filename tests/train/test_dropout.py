@@ -57,6 +57,7 @@ def train_twice(workspace: Path, directory: Path) -> None:
     assert train(crashed).resumed_at == 3
 
 
+@pytest.mark.long
 def test_ranks_with_dropout_resume_bit_for_bit(workspace: Path, tmp_path: Path) -> None:
     on_ranks(2, train_twice, workspace, tmp_path)
     assert_same_run(Run.open(tmp_path / "plain"), Run.open(tmp_path / "crash"))

@@ -184,7 +184,13 @@ class ActivationOffload:
         block.forward = functools.partial(self._run, block, block.forward, is_first)
 
     def _run(
-        self, block: nn.Module, forward: Callable[..., Any], is_first: bool, stream: Tensor, *shared: Any, **options: Any
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        is_first: bool,
+        stream: Tensor,
+        *shared: Any,
+        **options: Any,
     ) -> Any:
         """``shared`` is what all blocks read: it stays where it is."""
         if not torch.is_grad_enabled():

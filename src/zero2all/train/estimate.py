@@ -142,7 +142,7 @@ def estimate_run(
     device, unavailable = _target_device(recipe, gpu)
     is_here = gpu is None and not unavailable
     free = free_device_memory(device, world_size) if is_here else None
-    micro_batch = estimate_micro_batch(recipe, world_size, device, free)
+    micro_batch = estimate_micro_batch(recipe, world_size, free, device)
     recipe, chosen = with_hyperparameters(recipe, micro_batch), [*chosen, *micro_batch]
     plan = None if state == "unknown" and _needs_token_counts(recipe) else Plan(recipe, store)
     trained_steps = max(run.checkpoints.steps(), default=0) if run.exists else 0

@@ -1,4 +1,4 @@
-"""``train.micro_batch_tokens: auto``: the largest micro-batch that fits, by the memory estimate and, on a GPU, by trial.
+"""``train.micro_batch_tokens: auto``: the largest micro-batch that fits, by the memory estimate, on a GPU by trial.
 
 A rank that runs out of memory in a collective would leave the others waiting there. So the trial is each rank's own: on
 a model with all layers of which those of one kind share their weights, beside a reservation for all else that training
@@ -19,20 +19,20 @@ from torch import nn
 from zero2all.checkpoint import RankGroup
 from zero2all.console import say
 from zero2all.doctor.node_check import free_memory
-from zero2all.errors import Z2aError, is_out_of_memory
+from zero2all.errors import UsageError, Z2aError, is_out_of_memory
 from zero2all.model import Z2all
 from zero2all.model.moe import MoE
 from zero2all.model.z2all import Block
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.activation_checkpoint import apply_ac
 from zero2all.parallel.batch_split import split_batch
-from zero2all.parallel.dry_run import dry_run
+from zero2all.parallel.dry_run import GPU, dry_run
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.parallel.rank_memory import RankMemory, rank_memory
 from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import Recipe
 from zero2all.train.hyperparameters import MICRO_BATCH_TOKENS, ChosenValue, with_hyperparameters
-from zero2all.units import show_bytes
+from zero2all.units import parse_bytes, show_bytes
 
 USED_FRACTION = 0.9  # of the free memory, by the estimate: allocators leave gaps
 TRIAL_DEVICES = ("cuda",)  # a process that uses up main memory is killed without a word
@@ -57,7 +57,22 @@ def with_micro_batch(recipe: Recipe, samples: int) -> Recipe:
     return with_hyperparameters(recipe, [_chosen(recipe, samples, "")])
 
 
-def estimate_micro_batch(recipe: Recipe, world_size: int, device: torch.device, free: int | None) -> list[ChosenValue]:
+def planned_gpu_memory(recipe: Recipe, stated: str) -> int | None:
+    """Bytes of a GPU that a plan is made for: the stated size, or what is free on the one of this machine."""
+    if stated:
+        return parse_bytes(stated)
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    if is_open(recipe):
+        raise UsageError(
+            "train.micro_batch_tokens=auto depends on the memory of a GPU, and there is none here: --memory"
+        )
+    return None
+
+
+def estimate_micro_batch(
+    recipe: Recipe, world_size: int, free: int | None, device: torch.device = GPU
+) -> list[ChosenValue]:
     """The choice before there are ranks, by the memory estimate alone; none if the free memory of a device is not
     known."""
     if not is_open(recipe) or free is None:
@@ -137,9 +152,13 @@ def shared_weight_model(model: ParallelModel, compile: bool) -> Z2all:
     for block in stand_in.layers:
         assert isinstance(block, Block)
         template = templates.setdefault(isinstance(block.mlp, MoE), block)
-        if template is not block:
+        if template is block:
+            block.to_empty(device=device)
+        else:
             _share_tensors(template, block)
-    stand_in.to_empty(device=device)
+    for part in (stand_in.embed_tokens, stand_in.norm, stand_in.lm_head, stand_in.mtp):
+        if part is not None:
+            part.to_empty(device=device)
     stand_in.init_weights(0)
     apply_ac(stand_in.layers, model.recipe, model.config, device)
     if compile:
@@ -192,7 +211,10 @@ def _memory(recipe: Recipe, model: ParallelModel) -> RankMemory:
 def _share_tensors(template: nn.Module, block: nn.Module) -> None:
     """Give a block the parameters and buffers of another one."""
     for own, other in zip(block.modules(), template.modules(), strict=True):
-        own._parameters, own._buffers = other._parameters, other._buffers
+        for name, parameter in other.named_parameters(recurse=False):
+            own.register_parameter(name, parameter)
+        for name, buffer in other.named_buffers(recurse=False):
+            own.register_buffer(name, buffer)
 
 
 def _chosen(recipe: Recipe, samples: int, source: str) -> ChosenValue:

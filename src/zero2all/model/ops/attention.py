@@ -32,7 +32,6 @@ from zero2all.model.ops.varlen import (
 from zero2all.recipe import ModelConfig
 from zero2all.torch_private import compiled_region_options
 
-
 NO_DROPOUT = "has no dropout, and model.attention_dropout is above 0"
 
 
