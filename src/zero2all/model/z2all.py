@@ -41,19 +41,19 @@ class Block(nn.Module):
         self, x_BSD: Tensor, rotary: Tensor, mask: Any = None, cache: KVCache | Branches | None = None
     ) -> tuple[Tensor, RoutingStats | None]:
         """The residual stream, and with experts in training the routing statistics."""
-        keeps = (None, None)
+        keep_attended = keep_added = None
         if self.dropout and self.training and cache is None:
             # Drawn before attention: selective checkpointing keeps its output, so that a recomputed forward draws no
             # numbers for attention dropout.
-            keeps = (self._draw_keep(x_BSD), self._draw_keep(x_BSD))
+            keep_attended, keep_added = self._draw_keep(x_BSD), self._draw_keep(x_BSD)
         attended = self.self_attn(self.input_layernorm(x_BSD), rotary, mask, cache)
-        x_BSD = x_BSD + self._drop(attended, keeps[0]).to(x_BSD.dtype)
+        x_BSD = x_BSD + self._drop(attended, keep_attended).to(x_BSD.dtype)
         normed, routed = self.post_attention_layernorm(x_BSD), None
         if isinstance(self.mlp, MoE):
             added, routed = self.mlp(normed)
         else:
             added = self.mlp(normed)
-        return x_BSD + self._drop(added, keeps[1]).to(x_BSD.dtype), routed
+        return x_BSD + self._drop(added, keep_added).to(x_BSD.dtype), routed
 
     def _draw_keep(self, x_BSD: Tensor) -> Tensor:
         """Which elements of the residual stream's shape dropout keeps: one byte each until the backward pass."""

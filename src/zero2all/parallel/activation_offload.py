@@ -46,7 +46,7 @@ class StreamCopies:
 
     @functools.cached_property
     def stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def to_host(self, data: Tensor) -> Tensor:
         host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
@@ -108,13 +108,13 @@ class _SavedView(NamedTuple):
         sharding = None
         if isinstance(tensor, DTensor):
             sharding = (tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
-        return cls(storage, local.dtype, local.storage_offset(), local.shape, local.stride(), sharding)
+        return cls(storage, local.dtype, int(local.storage_offset()), local.shape, local.stride(), sharding)
 
     def restore(self) -> Tensor:
         data = self.storage.data
         assert data is not None, "its block was not fetched"
         local = torch.empty(0, dtype=self.dtype, device=data.device)
-        local.set_(data.untyped_storage(), self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        local.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
         if self.sharding is None:
             return local
         mesh, placements, shape, stride = self.sharding
@@ -137,7 +137,7 @@ class _BlockPass:
         if size < MIN_BYTES or address in self.kept or _is_weight(tensor.grad_fn):
             return tensor.detach()  # the tensor itself may be the output of its node: a cycle
         if address not in self._offloaded:
-            data = torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())  # type: ignore[call-overload]
+            data = torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())
             storage = _Storage(self.copies.to_host(data))
             self._offloaded[address] = local.detach(), storage
             self._storages.append(weakref.ref(storage))
