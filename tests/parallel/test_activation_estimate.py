@@ -95,6 +95,25 @@ def test_the_estimate_of_every_nth_block(mode: Recompute, every: int) -> None:
     assert estimates[0] - estimates[1] == pytest.approx(kept[0] - kept[1], rel=0.05)
 
 
+def test_the_estimate_of_residual_dropout() -> None:
+    """What the masks add, of two depths."""
+    changed = {**SHAPE, "residual_dropout": 0.1}
+    kept, estimates = [], []
+    for shape in (changed, SHAPE):
+        depths = []
+        for layers in (5, 3):
+            model = build_model("none", None, {}, **shape, num_hidden_layers=layers)
+            batch = torch.zeros(TOKENS // 64, 64, dtype=torch.int64)
+            with Storages() as storages:
+                losses = model.model(batch, targets_BS=batch)
+            depths.append(storages.alive(but=[*model.model.parameters(), *model.model.buffers()]))
+            del losses
+        kept.append(depths[0] - depths[1])
+        config = [ModelConfig.model_validate({**shape, "num_hidden_layers": layers}) for layers in (5, 3)]
+        estimates.append(activation_bytes(config[0], TOKENS, False) - activation_bytes(config[1], TOKENS, False))
+    assert estimates[0] - estimates[1] == pytest.approx(kept[0] - kept[1], rel=0.05)
+
+
 def memory(*overrides: str, world: int = 1) -> RankMemory:
     return dry_run(parse_recipe(SMALL, list(overrides)), world, torch.device("cpu")).memory_per_rank
 

@@ -110,7 +110,8 @@ def _block_bytes(config: ModelConfig, layer: int, element: int, shards: Activati
         routed = 4 * hidden  # the router reads fp32
         routed += 2 * element * moe.num_experts_per_tok * hidden  # tokens brought to their experts, and back
     sharded += 4 * element * wide  # gate, up, silu(gate) and their product
-    return 2 * _norm_bytes(hidden, element, shards) + sharded // shards.tp + routed
+    dropped = 2 * hidden // shards.stream if config.residual_dropout else 0  # masks of a byte
+    return 2 * _norm_bytes(hidden, element, shards) + sharded // shards.tp + routed + dropped
 
 
 def _product_bytes(config: ModelConfig, layer: int, element: int, shards: ActivationShards) -> int:
