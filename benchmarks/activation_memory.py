@@ -28,7 +28,7 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "vocab_size": 4096,
 }  # fmt: skip
-ROWS, LENGTH = 4, 256
+ROWS, LENGTH = 2, 256
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none": ({}, {}),
     "selective": ({"activation_checkpointing": "selective"}, {}),
