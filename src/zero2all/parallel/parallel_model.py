@@ -24,6 +24,7 @@ from zero2all.model.moe import MoE
 from zero2all.model.ops.soft_loss import SoftTargets
 from zero2all.model.ops.varlen import document_cu_seqlens
 from zero2all.model.weights import WeightReader, load_weights
+from zero2all.model.z2all import derive_seed
 from zero2all.parallel.batch_split import even_micro_batch_size
 from zero2all.parallel.context_parallel import ContextParallel
 from zero2all.parallel.gradient_accumulation import set_gradient_sync
@@ -78,7 +79,7 @@ class ParallelModel:
         self._context_parallel = ContextParallel(mesh.get_mesh("cp"), recipe) if mesh.dims.cp > 1 else None
         self.float8 = float8
         local_model = parallelize(config, recipe, mesh, dtype, float8)
-        self._model_parts = local_model.model_parts
+        self.local_model, self._model_parts = local_model, local_model.model_parts
         for part in local_model.model_parts:
             self._init_part(part, seed)
         with torch.device("meta"):
@@ -116,6 +117,7 @@ class ParallelModel:
         objective: SequenceObjective | None = None,
         soft: SoftTargets | None = None,
         cu_seqlens_MN: Tensor | None = None,
+        dropout_seed: int = 0,
     ) -> Tensor:
         """Add the gradient of ``losses.sum() / divisor``, summed over all ranks, from this rank's samples.
 
@@ -124,7 +126,8 @@ class ParallelModel:
         sync where documents are given on a GPU. ``micro_batch_size`` is the samples of one forward pass: all of this
         rank's by default, in a pipeline as many as give two micro-batches a stage. With ``objective`` the gradient is
         that of what it makes of the losses of each micro-batch, in place of the losses; with ``soft`` also that of the
-        distance to a teacher.
+        distance to a teacher. Dropout masks are a function of ``dropout_seed``, the micro-batch and the rank: there is
+        no state of a random number generator to save.
 
         Returns this rank's losses [B, S], zero where another rank has them (a later pipeline stage, another part of
         the sequence): see ``all_reduce_sum``.
@@ -133,7 +136,15 @@ class ParallelModel:
         self._free_gathered_weights()
         with self._gradients_like_parameters():
             return self._run_batch(
-                tokens_BS, targets_BS, doc_starts_BS, divisor, micro_batch_size, objective, soft, cu_seqlens_MN
+                tokens_BS,
+                targets_BS,
+                doc_starts_BS,
+                divisor,
+                micro_batch_size,
+                objective,
+                soft,
+                cu_seqlens_MN,
+                dropout_seed,
             )
 
     @torch.no_grad()
@@ -232,6 +243,7 @@ class ParallelModel:
         objective: SequenceObjective | None = None,
         soft: SoftTargets | None = None,
         cu_seqlens_MN: Tensor | None = None,
+        dropout_seed: int = 0,
     ) -> Tensor:
         """Forward, and with a divisor backward, of this rank's positions of its samples."""
         inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
@@ -250,6 +262,8 @@ class ParallelModel:
         if self._context_parallel is not None:
             positions = self._context_parallel.local_positions(length, self.mesh.device)
             inputs |= {name: inputs[name][:, positions] for name in ("tokens_BS", "targets_BS")}
+        if self.config.has_dropout and divisor is not None:
+            inputs["dropout_seed_1"] = self._dropout_seeds(dropout_seed, len(tokens_BS), micro_batch_size)
         with self._autocast():
             if self._pipeline is not None:
                 losses = self._run_pipeline(self._pipeline, inputs, divisor, micro_batch_size, objective)
@@ -377,6 +391,13 @@ class ParallelModel:
             return micro_batch_size or samples
         return even_micro_batch_size(samples, 2 * self._pipeline.num_stages)
 
+    def _dropout_seeds(self, seed: int, samples: int, micro_batch_size: int | None) -> Tensor:
+        """One for each micro-batch, in main memory: ranks that hold other tokens draw other masks, and tp ranks that
+        all hold the residual stream draw the same."""
+        mesh, size = self.mesh, self.micro_batch_rows(samples, micro_batch_size)
+        place = (mesh.dp_rank, mesh.coordinate("cp"), mesh.coordinate("tp") if self.recipe.sp else 0)
+        return torch.tensor([derive_seed(seed, number, *place) for number in range(-(-samples // size))])
+
     def _run_micro_batches(
         self,
         inputs: dict[str, Tensor],
@@ -394,8 +415,8 @@ class ParallelModel:
         all_losses: list[Tensor] = []
         for first in range(0, samples, size):
             micro_batch = {name: tensor[first : first + size] for name, tensor in inputs.items()}
-            if "cu_seqlens_1N" in inputs:  # one row for each micro-batch
-                micro_batch["cu_seqlens_1N"] = inputs["cu_seqlens_1N"][first // size, None]
+            for name in {"cu_seqlens_1N", "dropout_seed_1"} & inputs.keys():  # one row for each micro-batch
+                micro_batch[name] = inputs[name][first // size, None]
             with self._gradient_sync(first + size >= samples):
                 losses = run(**micro_batch, **({"soft_weight": soft_weight} if soft_weight else {}))
                 if divisor is not None:

@@ -143,7 +143,17 @@ def _micro_batch_bytes(
         tokens = split.samples * stage.seq_len // parallel_dims.cp
         in_flight = micro_batches_in_flight(parallel, pp_rank, split.micro_batches)
         recompute: Recompute = "none" if mode == "budget" else mode
-        activations = kept * activation_bytes(recipe.model, tokens, half, recompute, layers, in_flight, shards)
+        activations = kept * activation_bytes(
+            recipe.model,
+            tokens,
+            half,
+            recompute,
+            layers,
+            in_flight,
+            shards,
+            parallel.activation_checkpointing_every,
+            parallel.activation_offload,
+        )
         logits = loss_bytes(recipe.model, tokens, half, device, parallel_dims.tp, parallel.loss_parallel)
         found.append((round(activations), logits if has_head else 0))
     return max(found, key=sum)

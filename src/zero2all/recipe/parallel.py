@@ -68,8 +68,15 @@ class ParallelRecipe(Section):
     activation_checkpointing: Literal["none", "full", "selective", "budget"] = "none"
     """What the backward pass recomputes: nothing, each block, everything except matmuls and attention (selective), or
     as much as a budget requires."""
+    activation_checkpointing_every: Degree = 1
+    """With ``full`` or ``selective``: checkpoint every n-th block, counted from the first block of the model. 1
+    checkpoints all blocks; with 2 the backward pass recomputes half as much and the other half is stored."""
     activation_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of activations that are kept with ``budget``."""
+    activation_offload: bool = False
+    """Keep activations in pinned main memory instead of GPU memory between forward and backward pass: all that blocks
+    save, or with activation_checkpointing=full their inputs. A side stream copies them while other blocks are computed.
+    Blocks are not compiled."""
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.dp_replicate == "auto" and self.dp_shard == "auto":
@@ -88,6 +95,7 @@ class ParallelRecipe(Section):
                 "offload_dir holds what offload=cpu takes from the GPU: set offload=cpu, or remove offload_dir",
                 ("offload", "offload_dir"),
             )
+        yield from self._activation_mistakes()
 
     def _zero_mistakes(self) -> Iterator[Mistake]:
         if self.zero < 3 and self.reshard_after_forward not in ("auto", "never"):
@@ -114,6 +122,20 @@ class ParallelRecipe(Section):
         """Whether gradients are sharded between the micro-batches of a step."""
         return self.zero > 1 if self.gradient_sync == "auto" else self.gradient_sync == "every"
 
+    def _activation_mistakes(self) -> Iterator[Mistake]:
+        if self.activation_checkpointing_every > 1 and self.activation_checkpointing in ("none", "budget"):
+            yield Mistake(
+                "activation_checkpointing_every counts blocks that are checkpointed: set "
+                "activation_checkpointing=full or selective",
+                ("activation_checkpointing_every", "activation_checkpointing"),
+            )
+        if self.activation_offload and self.activation_checkpointing == "selective":
+            yield Mistake(
+                "what selective checkpointing keeps is not offloaded: set activation_checkpointing=none or full, or "
+                "activation_offload=false",
+                ("activation_offload", "activation_checkpointing"),
+            )
+
     @property
     def stages_per_rank(self) -> int:
         return 2 if self.pp > 1 and self.schedule in ("interleaved", *SPLIT_BACKWARD_SCHEDULES) else 1
@@ -128,6 +150,13 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
             "the compiler keeps the activation budget: remove train.compile=false, or set "
             "parallel.activation_checkpointing=selective",
             ("parallel.activation_checkpointing", "train.compile"),
+        )
+    yield from _dropout_mistakes(model, parallel)
+    if parallel.activation_offload and (parallel.activation_checkpointing == "budget" or train.compile is True):
+        yield Mistake(
+            "activation_offload sees what eager operations save, not compiled ones: set train.compile=auto and "
+            "parallel.activation_checkpointing=none or full, or parallel.activation_offload=false",
+            ("parallel.activation_offload", "train.compile", "parallel.activation_checkpointing"),
         )
     if model.mtp_weight > 0 and max(parallel.tp, parallel.pp, parallel.cp) > 1:
         yield Mistake(
@@ -153,6 +182,20 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
         )
     if train.objective.weighs_tokens:
         yield from _answer_mistakes(model, train, parallel)
+
+
+def _dropout_mistakes(model: ModelConfig, parallel: ParallelRecipe) -> Iterator[Mistake]:
+    if model.attention_dropout and parallel.cp > 1:
+        yield Mistake(
+            "attention over cp ranks has no dropout: set model.attention_dropout=0 or parallel.cp=1",
+            ("model.attention_dropout", "parallel.cp"),
+        )
+    if model.attention_dropout and parallel.tp > 1 and not parallel.sp:
+        yield Mistake(
+            "without sp all tp ranks draw the same numbers, so that their heads would share one dropout mask: set "
+            "parallel.sp=true or model.attention_dropout=0",
+            ("model.attention_dropout", "parallel.sp", "parallel.tp"),
+        )
 
 
 def _answer_mistakes(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:

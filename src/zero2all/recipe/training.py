@@ -220,9 +220,10 @@ class TrainRecipe(TrainLength):
     batch_tokens: Count | None = None
     """Tokens in one step, over all devices. Default: chosen for the number of tokens; the log and the recipe of the run
     have the value."""
-    micro_batch_tokens: Count | None = None
+    micro_batch_tokens: Count | Literal["auto"] | None = None
     """Tokens in one forward pass of one device (micro-batch). The gradient is accumulated over the micro-batches of a
-    step. Default: one micro-batch, or with pp at most two per pipeline stage."""
+    step. auto chooses the largest that fits into memory, by the memory estimate and on GPUs by trial; the log and the
+    recipe of the run have the value. Default: one micro-batch, or with pp at most two per pipeline stage."""
     batch_ramp: BatchRampRecipe | None = None
     """Ramp the batch size up from a smaller one."""
     mixture: dict[SourceReference, Positive] = {}
@@ -282,6 +283,13 @@ class TrainRecipe(TrainLength):
         yield from self._batch_mistakes()
 
     def _batch_mistakes(self) -> Iterator[Mistake]:
+        for number, own in enumerate(self.stages):
+            if self.micro_batch_tokens == "auto" and own.seq_len and not own.micro_batch_tokens:
+                yield Mistake(
+                    f"stage {own.name}: micro_batch_tokens=auto is chosen for train.seq_len: set micro_batch_tokens of "
+                    "the stage too",
+                    (f"stages.{number}.micro_batch_tokens", f"stages.{number}.seq_len", "micro_batch_tokens"),
+                )
         seen = set()  # what several stages inherit is one mistake
         for number, stage in enumerate(self.resolved_stages()):
             where = f"stage {stage.name}: " if self.stages else ""
@@ -330,7 +338,12 @@ class TrainRecipe(TrainLength):
 
     @property
     def effective_micro_batch_tokens(self) -> int:
-        return self.micro_batch_tokens or self.tokens_per_step
+        return self._given_micro_batch_tokens or self.tokens_per_step
+
+    @property
+    def _given_micro_batch_tokens(self) -> int | None:
+        """None also until auto is chosen."""
+        return None if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
     @property
     def batch_samples(self) -> int:
@@ -359,7 +372,7 @@ class TrainRecipe(TrainLength):
 
     def _resolve(self, stage: StageRecipe, first: bool) -> ResolvedStage:
         # A micro-batch is what fits into memory at one sequence length; another length has to set its own.
-        micro = stage.micro_batch_tokens or (None if stage.seq_len else self.micro_batch_tokens)
+        micro = stage.micro_batch_tokens or (None if stage.seq_len else self._given_micro_batch_tokens)
         later = ScheduleRecipe(shape="constant", warmup=Duration(0, "steps"))
         return ResolvedStage(
             name=stage.name,

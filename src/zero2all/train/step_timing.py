@@ -59,8 +59,12 @@ def time_steps(
         raise Z2aError(f"one sample would take about {show_seconds(sample_seconds)} on this {device.type}")
     samples = max(1, min(len(tokens), int(MAX_PASS_SECONDS / sample_seconds)))
     _require_memory(recipe, samples * stage.seq_len, device)
-    mode = recipe.parallel.activation_checkpointing
-    single = ParallelRecipe(activation_checkpointing="none" if mode == "budget" else mode)
+    mode, parallel = recipe.parallel.activation_checkpointing, recipe.parallel
+    single = ParallelRecipe(
+        activation_checkpointing="none" if mode == "budget" else mode,
+        activation_checkpointing_every=parallel.activation_checkpointing_every,
+        activation_offload=parallel.activation_offload,
+    )
     model = ParallelModel(config, single, ParallelMesh(ParallelDims(), device), seed=recipe.seed, dtype=dtype)
     optimizers = build_optimizers(model.model, options.optimizer, model.param_groups, config.mup_width_mult)
     set_learning_rate(optimizers, options.optimizer, lr_multiplier=0.01)
@@ -95,6 +99,8 @@ def _require_memory(recipe: Recipe, tokens: int, device: torch.device) -> None:
     held, mode = training_memory(recipe, device), recipe.parallel.activation_checkpointing
     half, recompute = held.precision != "fp32", mode if mode != "budget" else "none"
     needed = held.weights + held.gradients + held.optimizer + held.half_weights
-    needed += activation_bytes(recipe.model, tokens, half, recompute) + loss_bytes(recipe.model, tokens, half, device)
+    every, offload = recipe.parallel.activation_checkpointing_every, recipe.parallel.activation_offload
+    needed += activation_bytes(recipe.model, tokens, half, recompute, every=every, offload=offload)
+    needed += loss_bytes(recipe.model, tokens, half, device)
     if free is not None and needed > free:
         raise Z2aError(f"one process needs about {show_bytes(needed)} of memory, and {show_bytes(free)} are free here")

@@ -27,10 +27,16 @@ class ThroughputMeter:
     """Throughput, utilisation and time left, averaged over recent steps; the slow first step is not in the average."""
 
     def __init__(
-        self, plan: Plan, config: ModelConfig, device: torch.device, peak_flops: float, recompute: Recompute = "none"
+        self,
+        plan: Plan,
+        config: ModelConfig,
+        device: torch.device,
+        peak_flops: float,
+        recompute: Recompute = "none",
+        recompute_every: int = 1,
     ) -> None:
         self.plan, self.config, self.device = plan, config, device
-        self.peak_flops, self.recompute = peak_flops, recompute
+        self.peak_flops, self.recompute, self.recompute_every = peak_flops, recompute, recompute_every
         self.tokens_per_second = self.data_wait = 0.0
         self._others = OtherCpuUse() if device.type == "cpu" else None
         self._updates = 0
@@ -55,10 +61,11 @@ class ThroughputMeter:
     def metrics(self, step: int) -> dict[str, float]:
         """For the record. MFU counts the FLOPs of the model, HFU also those of recomputation."""
         flops = flops_per_token(self.config, self.plan.stage_of(step).recipe.seq_len)
+        hardware_flops = flops.hardware(self.recompute, every=self.recompute_every)
         return {
             "tokens_per_second": round(self.tokens_per_second, 1),
             "mfu": round(self.tokens_per_second * flops.model / self.peak_flops, 4),
-            "hfu": round(self.tokens_per_second * flops.hardware(self.recompute) / self.peak_flops, 4),
+            "hfu": round(self.tokens_per_second * hardware_flops / self.peak_flops, 4),
             "memory": peak_memory_bytes(self.device),
             "data_wait": round(self.data_wait, 4),
         }

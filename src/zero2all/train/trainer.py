@@ -33,6 +33,7 @@ from zero2all.hardware import MPS, compute_dtype, peak_flops, pick_device, set_d
 from zero2all.model import document_starts
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
+from zero2all.model.z2all import derive_seed
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.float8 import check_float8
 from zero2all.recipe import ExtendMode, Recipe
@@ -51,6 +52,7 @@ from zero2all.train.device_batch import BatchCopier, HostCopy
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
 from zero2all.train.initial_weights import load_initial_weights
+from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
 from zero2all.train.optimizer_files import map_optimizer_state
 from zero2all.train.plan import Plan, StagePlan
@@ -222,6 +224,10 @@ class Trainer:
         )
         if options.objective.weighs_tokens:
             self.model.disable_auxiliary_losses()
+        if chosen := choose_micro_batch(self.recipe, self.model, compile, self.rank_group):
+            self.chosen += chosen
+            self.recipe = self.run.recipe = with_hyperparameters(self.recipe, chosen)
+            self.plan = Plan(self.recipe, self.plan.store)
         self.optimizers = build_optimizers(
             self.model.model,
             options.optimizer,
@@ -290,7 +296,12 @@ class Trainer:
         mode = recipe.parallel.activation_checkpointing
         recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
         self.throughput = ThroughputMeter(
-            self.plan, self.config, self.mesh.device, peak.flops * self.mesh.dims.world_size, recompute
+            self.plan,
+            self.config,
+            self.mesh.device,
+            peak.flops * self.mesh.dims.world_size,
+            recompute,
+            recipe.parallel.activation_checkpointing_every,
         )
         if restored is not None:
             self._restore_state(restored.state)
@@ -438,6 +449,7 @@ class Trainer:
             objective=step_loss.objective,
             soft=step_loss.soft,
             cu_seqlens_MN=tensors.cu_seqlens_MN,
+            dropout_seed=derive_seed(self.recipe.seed, batch.step),
         )
 
     def after_step(self, batch: Batch, result: StepResult) -> None:
