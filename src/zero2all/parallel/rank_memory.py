@@ -33,9 +33,9 @@ class RankMemory:
     """Bytes of one rank at the worst moment of a step."""
 
     parameters: int
-    """This rank's shards, in fp32."""
+    """This rank's shards, in fp32; with adamw-bf16 in bf16."""
     gradients: int
-    """Of these shards, in fp32."""
+    """Of these shards, in the same dtype."""
     optimizer: int
     """Its state for these shards."""
     gathered_weights: int
@@ -44,8 +44,8 @@ class RankMemory:
     """Before they are reduce-scattered: of two blocks, or of a block and embedding or head, with the fp32 buffer of the
     collective; with gradient_sync: last, also of the full unsharded part of the model."""
     gradients_between_micro_batches: int
-    """What the two before hold from one micro-batch to the next, in fp32: shards, or with gradient_sync: last all of
-    the unsharded part. 0 if a step has one micro-batch."""
+    """What the two before hold from one micro-batch to the next: shards, or with gradient_sync: last all of the
+    unsharded part, in fp32. 0 if a step has one micro-batch."""
     activations: int
     """Estimate: kept for the backward pass, of all micro-batches that a pipeline rank has in flight."""
     logits: int
@@ -69,8 +69,10 @@ def rank_memory(
 ) -> RankMemory:
     """``shards`` are the elements that a rank holds of each parameter. The sum is more than the peak: activations and
     gradients are not at their largest at the same time."""
-    optimizer, dims = recipe.train.optimizer, {name: p.dim() for name, p in _named_parameters(local_model).items()}
-    held = FP32_BYTES * sum(shards.values())
+    optimizer, parameters = recipe.train.optimizer, _named_parameters(local_model)
+    held = sum(parameters[name].dtype.itemsize * count for name, count in shards.items())
+    # The first rank, as which this process acts, holds the most of every parameter.
+    shapes = {name: to_local(parameter).shape for name, parameter in parameters.items()}
     gathered, unsharded, between = (
         _fsdp_buffer_bytes(local_model, recipe, parallel_dims, dtype)
         if local_model.uses_fsdp
@@ -80,7 +82,7 @@ def rank_memory(
     return RankMemory(
         parameters=held,
         gradients=held,
-        optimizer=sum(optimizer_state_bytes(optimizer, name, dims[name]) * count for name, count in shards.items()),
+        optimizer=sum(optimizer_state_bytes(optimizer, name, shape) for name, shape in shapes.items()),
         gathered_weights=gathered,
         unsharded_gradients=unsharded,
         gradients_between_micro_batches=(between or held) if uses_gradient_accumulation(recipe, parallel_dims) else 0,
@@ -94,8 +96,8 @@ def memory_lines(memory: RankMemory, dtype: str) -> list[str]:
     between = f"{show_bytes(memory.gradients_between_micro_batches)} of gradients between micro-batches"
     between = between if memory.gradients_between_micro_batches else ""
     parts = {
-        "weights (fp32)": (memory.parameters, ""),
-        "gradients (fp32)": (memory.gradients, ""),
+        "weights": (memory.parameters, ""),
+        "gradients": (memory.gradients, ""),
         "optimizer state": (memory.optimizer, ""),
         f"weights in {dtype}": (memory.gathered_weights, "gathered by FSDP, or copied by autocast"),
         "unsharded gradients": (memory.unsharded_gradients, between),
@@ -196,7 +198,7 @@ def _fsdp_buffer_bytes(
 
 
 def _autocast_copy_bytes(local_model: LocalModel, dtype: torch.dtype, recipe: Recipe) -> int:
-    if dtype.itemsize == FP32_BYTES:
+    if dtype.itemsize == FP32_BYTES or recipe.train.optimizer.has_bf16_weights:
         return 0
     return dtype.itemsize * sum(
         to_local(parameter).numel()

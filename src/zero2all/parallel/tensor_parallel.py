@@ -123,7 +123,7 @@ def reduce_norm_gradients(weights: Sequence[Tensor], earlier: Sequence[Tensor | 
     shards = [to_local(weight.grad) for weight in weights if weight.grad is not None]
     if not shards:
         return
-    total = torch.cat([shard.flatten() for shard in shards])
+    total = torch.cat([shard.flatten() for shard in shards]).float()
     dist.all_reduce(total, group=mesh.get_group())
     sums = torch.split(total, [shard.numel() for shard in shards])
     foreach_copy_(shards, [part.view_as(shard) for part, shard in zip(sums, shards, strict=True)])
