@@ -67,7 +67,7 @@ class ParallelModel:
     ) -> None:
         """Build on the meta device, parallelize, initialize with the weights that the full model would have.
 
-        ``dtype`` is that of computation, ``weight_dtype`` that of stored weights and their gradients: fp32 or ``dtype``.
+        ``dtype`` is that of computation, ``weight_dtype`` (fp32 or ``dtype``) that of stored weights and gradients.
         """
         if config.padded_vocab_size % mesh.dims.tp:  # a recipe need not know: the tokenizer does
             raise UsageError(

@@ -107,7 +107,8 @@ class _Part:
 
     def squares(self, dim: int) -> Tensor:
         """Sums over a dimension of this rank's squared gradients."""
-        return torch.linalg.vector_norm(self.gradient, dim=dim).square_()
+        norms: Tensor = torch.linalg.vector_norm(self.gradient, dim=dim)
+        return norms.square_()
 
     def groups(self, *dims: int) -> Groups:
         """The ranks that share these dimensions."""
@@ -168,5 +169,6 @@ def _sum_over_ranks(tensors: Iterable[tuple[Tensor, Groups]]) -> None:
     for group, members in by_group.items():
         total = torch.cat([tensor.flatten() for tensor in members])
         dist.all_reduce(total, group=group)
-        for tensor, part in zip(members, total.split([tensor.numel() for tensor in members]), strict=True):
+        sums = torch.split(total, [tensor.numel() for tensor in members])
+        for tensor, part in zip(members, sums, strict=True):
             tensor.copy_(part.view_as(tensor))

@@ -2,8 +2,8 @@
 
 An update is computed in fp32 and is mostly smaller than the last bit of a weight in bf16, so rounding to nearest would
 drop it. ``stochastic`` rounds up or down at random, with the right mean. ``kahan`` keeps the rounding error of each
-weight, in bf16, and adds it to the next update. The second moment is rounded at random by both: to nearest, it would
-never shrink where ``1 - beta2`` is below its last bit.
+weight, in bf16, and adds it to the next update. Moments are rounded at random by both: to nearest, they would stop
+short of a constant gradient, and a second moment with ``1 - beta2`` below its last bit would never shrink.
 
 The random bits are a hash of (seed, name of the parameter, step, index in the full parameter). So there is no generator
 to save, and a resumed run, or another parallel layout, rounds the same value the same way.
@@ -173,7 +173,8 @@ def update(
     gradient = gradient.float()
     mean = exp_avg.float().lerp(gradient, 1 - betas[0])
     square = exp_avg_sq.float().lerp(gradient * gradient, 1 - betas[1])
-    exp_avg.copy_(mean)
+    # Any two of the three sets of 16 bits have independent high bytes.
+    exp_avg.copy_(mean if bits is None else round_stochastic(mean, (bits ^ (bits >> 8)) & LOW_BITS))
     exp_avg_sq.copy_(square if bits is None else round_stochastic(square, bits & LOW_BITS))
     exact = weight.float() if compensation is None else weight.float() + compensation.float()
     exact = exact * sizes.decay - sizes.step_size * mean / (square.sqrt() / sizes.bias_root + eps)

@@ -19,8 +19,8 @@ def identity_changes(before: RunIdentity, now: RunIdentity) -> list[str]:
     changes += model_changes(before.model, now.model)
     if before.optimizer != now.optimizer:
         changes.append(
-            f"train.optimizer.name={before.optimizer}, not {now.optimizer} (another run with train.init begins with its "
-            "weights and the new optimizer)"
+            f"train.optimizer.name={before.optimizer}, not {now.optimizer} (another run can begin with the weights of "
+            "this one: train.init)"
         )
     if before.init != now.init:
         changes.append(f"train.init={before.init}, not {now.init}")

@@ -58,7 +58,7 @@ def build_optimizers(
         *build_groups(vectors, decays=False, rate=1.0),
     ]
     if recipe.name == "adamw-bf16":
-        noise_keys = {parameter: noise_key(seed, name) for name, parameter in named}
+        noise_keys: dict[Tensor, int] = {parameter: noise_key(seed, name) for name, parameter in named}
         optimizers: list[Optimizer] = [AdamWBF16(groups, noise_keys, recipe.rounding, compile=compile)]
     else:
         optimizers = [_build(recipe.name, groups)]

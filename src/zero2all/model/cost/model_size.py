@@ -121,9 +121,7 @@ def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
 
 def optimizer_bytes(config: ModelConfig, optimizer: OptimizerRecipe) -> int:
     """State of the optimizer for the full model."""
-    return sum(
-        optimizer_state_bytes(optimizer, name, parameter.shape) for name, parameter in _meta_parameters(config)
-    )
+    return sum(optimizer_state_bytes(optimizer, name, parameter.shape) for name, parameter in _meta_parameters(config))
 
 
 def weight_bytes(config: ModelConfig, optimizer: OptimizerRecipe) -> int:

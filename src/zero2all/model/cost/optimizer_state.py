@@ -1,4 +1,4 @@
-"""In which dtype an optimizer wants the weights, which parameters Muon updates, and the bytes that an optimizer keeps."""
+"""The dtype in which an optimizer wants the weights, the parameters that Muon updates, and the bytes of states."""
 
 from __future__ import annotations
 
