@@ -203,7 +203,12 @@ def test_the_compiled_update_is_the_same() -> None:
     """For a dozen shapes, with few compilations. The compiler may fuse products and sums, so to the last bit of fp32
     before rounding: a weight in a thousand is rounded to the other side."""
     torch.manual_seed(0)
-    shapes = [(rows, columns) for rows in (8, 24, 40) for columns in (16, 48, 80)] + [(3, 8, 16), (5, 8, 24), (7,), (9,)]
+    shapes = [(rows, columns) for rows in (8, 24, 40) for columns in (16, 48, 80)] + [
+        (3, 8, 16),
+        (5, 8, 24),
+        (7,),
+        (9,),
+    ]
     for rounding in ROUNDINGS:
         sets = []
         for compile in (False, True):
