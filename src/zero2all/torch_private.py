@@ -63,8 +63,8 @@ def foreach_copy_(to: list[Tensor], source: list[Tensor]) -> None:
 
 
 def foreach_norm(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """The 2-norm of each tensor. Tested with 2.13. Public get_total_norm gives only one norm of all."""
-    return torch._foreach_norm(tensors)
+    """The 2-norm of each tensor, in fp32. Tested with 2.13. Public get_total_norm gives only one norm of all."""
+    return torch._foreach_norm(tensors, dtype=torch.float32)
 
 
 def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:

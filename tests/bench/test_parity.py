@@ -83,13 +83,15 @@ def test_every_choice_of_a_recipe_is_in_the_table() -> None:
         wanted = more or get_args(ParallelRecipe.model_fields[field].annotation)
         assert len(wanted) > 1
         assert {getattr(case.parallel, field) for case in table if case.ranks > 1} >= set(wanted), field
-    # budget is the compiler's; Lion and 8-bit AdamW work on each element alone, as AdamW does.
+    # budget is the compiler's; Lion and 8-bit AdamW work on each element alone, as AdamW does. Weights in
+    # bf16 have bounds of their own: see tests/train/test_optimizers_on_ranks.py.
     assert {kind.checkpointing for kind in TRAINING_SETUPS} == {"none", "full", "selective"}
     assert {kind.optimizer for kind in TRAINING_SETUPS} == set(
         get_args(OptimizerRecipe.model_fields["name"].annotation)
     ) - {
         "lion",
         "adamw-8bit",
+        "adamw-bf16",
     }
     sharded = [case for case in table if case.micro_batch_size is not None and case.ranks > 1]
     assert {case.parallel.reduces_every_micro_batch for case in sharded} == {True, False}

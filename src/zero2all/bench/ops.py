@@ -100,7 +100,7 @@ def bench_ops(
 ) -> OpsReport:
     """Measure every variant ``rounds`` times, alternating. Returns the report; ``ops_markdown`` formats it."""
     device = pick_device(recipe.train.device)
-    dtype = compute_dtype(recipe.train.precision, device)
+    dtype = compute_dtype(recipe.train.compute_precision, device)
     variants = list(_variants(recipe, device, compiled))
     peak = peak_flops(device, dtype)
     for number in range(rounds):

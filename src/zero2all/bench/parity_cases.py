@@ -34,7 +34,7 @@ class TrainingSetup:
     """How to train: optimizer, model variant, masking, checkpointing."""
 
     name: str
-    optimizer: Literal["adamw", "sgd", "muon"]
+    optimizer: Literal["adamw", "adafactor", "sgd", "muon"]
     model_variant: Literal["plain", "tied", "muP"] = "plain"
     document_mask: bool = False
     checkpointing: Literal["none", "full", "selective"] = "none"
@@ -98,6 +98,7 @@ TRAINING_SETUPS = (
     TrainingSetup("SGD, selective checkpointing", "sgd", checkpointing="selective"),
     TrainingSetup("tied", "sgd", model_variant="tied"),
     TrainingSetup("muP", "adamw", model_variant="muP"),
+    TrainingSetup("Adafactor", "adafactor"),
     TrainingSetup("Muon", "muon"),
     TrainingSetup("Muon in fp32", "muon", muon_dtype="fp32"),
 )

@@ -45,7 +45,7 @@ def bench_shapes(recipe: Recipe, rounds: int = 9, step: int = 0) -> ShapesReport
     """Time every candidate in turn, ``rounds`` times over; the fastest counts, since a busy moment only adds time."""
     hidden, tokens = recipe.model.hidden_size, recipe.train.effective_micro_batch_tokens
     device = pick_device(recipe.train.device)
-    dtype = compute_dtype(recipe.train.precision, device)
+    dtype = compute_dtype(recipe.train.compute_precision, device)
     sizes = candidate_sizes(hidden, step)
     fastest = dict.fromkeys(sizes, math.inf)
     with progress("matrix products", rounds * len(sizes)) as advance:

@@ -20,6 +20,8 @@ from torch import Tensor
 from zero2all.errors import Z2aError
 from zero2all.hardware import compute_dtype, pick_device, synchronize, wants_compile
 from zero2all.model import Z2all
+from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.weights import set_weight_dtype
 from zero2all.processes import end_with_parent
 from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
 from zero2all.records import parse_record
@@ -33,6 +35,7 @@ class BenchStep:
         self.recipe, self.device = recipe, pick_device(recipe.train.device)
         with torch.device(self.device):
             self.model = Z2all(recipe.model).init_weights(recipe.seed)
+        set_weight_dtype(self.model, weight_dtype(recipe.train.optimizer))
         self.optimizers = build_optimizers(self.model, recipe.train.optimizer)
         if plain_adamw:
             _disable_fused_adamw(self.optimizers)
@@ -50,7 +53,7 @@ class BenchStep:
     def run(self) -> float:
         options = self.recipe.train
         total = torch.zeros((), device=self.device)
-        dtype = compute_dtype(options.precision, self.device)
+        dtype = compute_dtype(options.compute_precision, self.device)
         for micro in self.micro_batches:
             with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
                 losses = self.model(micro[:, :-1], targets_BS=micro[:, 1:])

@@ -64,8 +64,12 @@ class ParallelModel:
         dtype: torch.dtype = torch.float32,
         compile: bool = False,
         float8: Float8Scaling | None = None,
+        weight_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Build on the meta device, parallelize, initialize with the weights that the full model would have."""
+        """Build on the meta device, parallelize, initialize with the weights that the full model would have.
+
+        ``dtype`` is that of computation, ``weight_dtype`` (fp32 or ``dtype``) that of stored weights and gradients.
+        """
         if config.padded_vocab_size % mesh.dims.tp:  # a recipe need not know: the tokenizer does
             raise UsageError(
                 f"parallel.tp ({mesh.dims.tp}) must divide the {config.padded_vocab_size} rows of the vocabulary: "
@@ -77,8 +81,8 @@ class ParallelModel:
         if recipe.async_tp:
             enable_async_tp(mesh.get_mesh("tp"), mesh.device, compile)
         self._context_parallel = ContextParallel(mesh.get_mesh("cp"), recipe) if mesh.dims.cp > 1 else None
-        self.float8 = float8
-        local_model = parallelize(config, recipe, mesh, dtype, float8)
+        self.float8, self.weight_dtype = float8, weight_dtype
+        local_model = parallelize(config, recipe, mesh, dtype, float8, weight_dtype)
         self.local_model, self._model_parts = local_model, local_model.model_parts
         for part in local_model.model_parts:
             self._init_part(part, seed)
@@ -275,7 +279,8 @@ class ParallelModel:
         return losses.new_zeros(len(losses), length).index_copy(1, positions, losses)
 
     def _autocast(self) -> torch.autocast:
-        enabled = self.dtype != torch.float32 and not self._uses_fsdp  # sharded weights are gathered in it
+        # Weights are stored in it, or sharded ones are gathered in it.
+        enabled = self.dtype != self.weight_dtype and not self._uses_fsdp
         return torch.autocast(self.mesh.device.type, self.dtype, enabled=enabled)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zero2all.model import Z2all
+from zero2all.model.weights import set_weight_dtype
 from zero2all.parallel.activation_checkpoint import apply_ac
 from zero2all.parallel.expert_parallel import apply_ep
 from zero2all.parallel.float8 import apply_float8
@@ -45,6 +46,7 @@ def parallelize(
     mesh: ParallelMesh,
     dtype: torch.dtype,
     float8: Float8Scaling | None = None,
+    weight_dtype: torch.dtype = torch.float32,
 ) -> LocalModel:
     """Pipeline stages first, then tensor and expert parallelism, float8, activation checkpointing, then FSDP around
     all."""
@@ -59,6 +61,7 @@ def parallelize(
                 build_stage_module(config, split[index], index == 0, index == len(split) - 1) for index in stage_indices
             ]
         for part in model_parts:
+            set_weight_dtype(part, weight_dtype)
             if dims.tp > 1:
                 apply_tp(part, mesh.get_mesh("tp"), recipe)
             if dims.ep > 1:

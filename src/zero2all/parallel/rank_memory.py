@@ -33,9 +33,9 @@ class RankMemory:
     """Bytes of one rank at the worst moment of a step."""
 
     parameters: int
-    """This rank's shards, in fp32."""
+    """This rank's shards, in fp32; with adamw-bf16 in bf16."""
     gradients: int
-    """Of these shards, in fp32."""
+    """Of these shards, in the same dtype."""
     optimizer: int
     """Its state for these shards."""
     gathered_weights: int
@@ -45,8 +45,8 @@ class RankMemory:
     """Before they are reduce-scattered: of two blocks, or of a block and embedding or head, with the fp32 buffer of the
     collective; with zero 1 or gradient_sync: last, also of the full unsharded part of the model."""
     gradients_between_micro_batches: int
-    """What the two before hold from one micro-batch to the next, in fp32: shards, or with zero 1 or gradient_sync:
-    last all of the unsharded part. 0 if a step has one micro-batch."""
+    """What the two before hold from one micro-batch to the next: shards, or with zero 1 or gradient_sync: last all of
+    the unsharded part, in fp32. 0 if a step has one micro-batch."""
     activations: int
     """Estimate: kept for the backward pass, of all micro-batches that a pipeline rank has in flight."""
     logits: int
@@ -76,15 +76,17 @@ def rank_memory(
 ) -> RankMemory:
     """``shards`` are the elements that a rank holds of each parameter. The sum is more than the peak: activations and
     gradients are not at their largest at the same time."""
-    optimizer, dims = recipe.train.optimizer, {name: p.dim() for name, p in _named_parameters(local_model).items()}
-    held = FP32_BYTES * sum(shards.values())
+    optimizer, parameters = recipe.train.optimizer, _named_parameters(local_model)
+    held = sum(parameters[name].dtype.itemsize * count for name, count in shards.items())
+    # The first rank, as which this process acts, holds the most of every parameter.
+    shapes = {name: to_local(parameter).shape for name, parameter in parameters.items()}
     gathered, unsharded, between = (
         _fsdp_buffer_bytes(local_model, recipe, parallel_dims, dtype)
         if local_model.uses_fsdp
         else (_autocast_copy_bytes(local_model, dtype, recipe), 0, 0)
     )
     activations, logits = _micro_batch_bytes(local_model, recipe, parallel_dims, dtype, device, pp_rank)
-    state = sum(optimizer_state_bytes(optimizer, name, dims[name]) * count for name, count in shards.items())
+    state = sum(optimizer_state_bytes(optimizer, name, shape) for name, shape in shapes.items())
     files = state if recipe.parallel.offload_dir is not None else 0
     offloads = recipe.parallel.offload == "cpu" and device.type != "cpu"  # whose memory is the node's
     return RankMemory(
@@ -107,8 +109,8 @@ def memory_lines(memory: RankMemory, dtype: str) -> list[str]:
     between = between if memory.gradients_between_micro_batches else ""
     place = "in host memory" if memory.host else ""
     parts = {
-        "weights (fp32)": (memory.parameters, place),
-        "gradients (fp32)": (memory.gradients, place),
+        "weights": (memory.parameters, place),
+        "gradients": (memory.gradients, place),
         "optimizer state": (memory.optimizer, "in files" if memory.files else place),
         f"weights in {dtype}": (memory.gathered_weights, "gathered by FSDP, or copied by autocast"),
         "unsharded gradients": (memory.unsharded_gradients, between),
@@ -221,7 +223,7 @@ def _fsdp_buffer_bytes(
 
 
 def _autocast_copy_bytes(local_model: LocalModel, dtype: torch.dtype, recipe: Recipe) -> int:
-    if dtype.itemsize == FP32_BYTES:
+    if dtype.itemsize == FP32_BYTES or recipe.train.optimizer.has_bf16_weights:
         return 0
     return dtype.itemsize * sum(
         to_local(parameter).numel()

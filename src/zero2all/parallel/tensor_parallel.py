@@ -139,7 +139,8 @@ def reduce_norm_gradients(weights: Sequence[Tensor], earlier: Sequence[Tensor | 
     shards = [to_local(weight.grad) for weight in weights if weight.grad is not None]
     if not shards:
         return
-    total = torch.cat([shard.flatten() for shard in shards]).to(mesh.device_type)  # offloaded ones are on the CPU
+    total = torch.cat([shard.flatten() for shard in shards])
+    total = total.to(mesh.device_type, torch.float32)  # offloaded ones are on the CPU
     dist.all_reduce(total, group=mesh.get_group())
     sums = torch.split(total.to(shards[0].device), [shard.numel() for shard in shards])
     foreach_copy_(shards, [part.view_as(shard) for part, shard in zip(sums, shards, strict=True)])

@@ -27,9 +27,13 @@ def _require_chosen(value: Chosen | None, key: str) -> Chosen:
 class OptimizerRecipe(Section):
     """The optimizer and its hyperparameters."""
 
-    name: Literal["adamw", "adamw-8bit", "muon", "lion", "sgd"] = "adamw"
+    name: Literal["adamw", "adamw-8bit", "adamw-bf16", "adafactor", "muon", "lion", "sgd"] = "adamw"
     """The optimizer. muon updates the matrices inside the blocks with orthogonalized momentum and all other parameters
-    with AdamW. adamw-8bit needs torchao."""
+    with AdamW. adamw-8bit needs torchao. adamw-bf16 keeps weights, gradients and moments in bf16 (routers in fp32).
+    adafactor keeps the second moment of a matrix as one number for each row and column, and no first moment."""
+    rounding: Literal["stochastic", "kahan"] = "stochastic"
+    """How adamw-bf16 keeps what an update adds below the precision of a weight. stochastic rounds up or down at random,
+    so that the mean is right, with no more memory. kahan keeps the rounding error of each weight, in 2 bytes more."""
     lr: Positive | None = None
     """Peak learning rate. With muon, the rate of the parameters that AdamW updates. Default: chosen for the optimizer,
     the model size and the number of tokens; the log and the recipe of the run have the value."""
@@ -41,7 +45,7 @@ class OptimizerRecipe(Section):
     momentum: Fraction = 0.95
     """Momentum of Muon and SGD."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay rates of the moment estimates of AdamW and Lion."""
+    """Decay rates of the moment estimates of AdamW and Lion. Adafactor's rate is 1 - step^-0.8."""
     eps: Positive = 1e-8
     """Epsilon of AdamW's denominator."""
     weight_decay: float = Field(0.1, ge=0)
@@ -56,6 +60,16 @@ class OptimizerRecipe(Section):
     @property
     def peak_muon_lr(self) -> float:
         return _require_chosen(self.muon_lr, "train.optimizer.muon_lr")
+
+    @property
+    def has_bf16_weights(self) -> bool:
+        """Whether the weights of the model are stored in bf16, not in fp32."""
+        return self.name == "adamw-bf16"
+
+    @property
+    def identity(self) -> str:
+        """What decides which state there is in a checkpoint."""
+        return f"{self.name}, rounding={self.rounding}" if self.name == "adamw-bf16" else self.name
 
 
 class ScheduleRecipe(Section):
@@ -235,7 +249,8 @@ class TrainRecipe(TrainLength):
     process; auto does not select it, because no run has been made on one yet."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute dtype. bf16 and fp16 use autocast with fp32 weights; fp16 also scales the loss. auto selects bf16 if the
-    device supports it natively, otherwise fp16 on CUDA GPUs, and fp32 on CPUs and on mps."""
+    device supports it natively, otherwise fp16 on CUDA GPUs, and fp32 on CPUs and on mps. With the weights of
+    adamw-bf16, auto is bf16 on every device."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each block with torch.compile. auto compiles on CUDA; it tries one block first, and if that fails, it
     warns with the reason and trains without."""
@@ -275,6 +290,12 @@ class TrainRecipe(TrainLength):
         for extension in self.extensions:
             if extension.stage not in (names or [ONLY_STAGE]):
                 yield Mistake(f"extensions names {extension.stage}, which is not a stage", ("extensions", "stages"))
+        if self.optimizer.has_bf16_weights and self.precision in ("fp32", "fp16"):
+            yield Mistake(
+                f"the weights of {self.optimizer.name} are in bf16, so precision: {self.precision} cannot compute with "
+                "them: set precision: bf16, or optimizer.name: adamw",
+                ("precision", "optimizer.name"),
+            )
         if self.objective.needs_reference and self.init is None:
             yield Mistake(
                 f"objective {self.objective.name} compares the model to the one it began as: set init",
@@ -310,6 +331,11 @@ class TrainRecipe(TrainLength):
                     f"{where}batch_ramp.start ({stage.batch_ramp.start}) is more than batch_tokens ({batch_tokens})",
                     _stage_keys(number, "batch_ramp.start", "batch_tokens"),
                 )
+
+    @property
+    def compute_precision(self) -> str:
+        """``precision``, where weights in bf16 leave ``auto`` no choice."""
+        return "bf16" if self.optimizer.has_bf16_weights else self.precision
 
     @property
     def masks_documents(self) -> bool:

@@ -166,6 +166,8 @@ def _choose_lr(recipe: Recipe, tokens: float | None) -> ChosenValue:
     source = f"{STEP_LAW}, for {show_count(parameters)} non-embedding parameters and {show_count(tokens)} tokens"
     if config.mup_base is not None:
         source += f", at the base width {config.mup_base}"
+    if name == "adafactor":
+        source = f"as for AdamW, whose updates are as large; {source}"
     if name == "lion":
         lr *= LION_FACTOR
         source = f"a fifth of AdamW's, https://arxiv.org/abs/2302.06675; {source}"

@@ -17,6 +17,7 @@ from zero2all.model import document_starts
 from zero2all.model.cost.activations import activation_bytes, loss_bytes
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import training_memory
+from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.recipe import ParallelRecipe, Recipe, ResolvedStage
@@ -51,7 +52,7 @@ def time_steps(
     are not compiled, which could take minutes.
     """
     options, config = recipe.train, recipe.model
-    dtype = compute_dtype(options.precision, device)
+    dtype = compute_dtype(options.compute_precision, device)
     peak = peak_flops(device, dtype)
     sample_flops = stage.seq_len * flops_per_token(config, stage.seq_len).model
     sample_seconds = sample_flops / (EXPECTED_MFU * peak.flops)
@@ -65,7 +66,8 @@ def time_steps(
         activation_checkpointing_every=parallel.activation_checkpointing_every,
         activation_offload=parallel.activation_offload,
     )
-    model = ParallelModel(config, single, ParallelMesh(ParallelDims(), device), seed=recipe.seed, dtype=dtype)
+    mesh, stored = ParallelMesh(ParallelDims(), device), weight_dtype(options.optimizer)
+    model = ParallelModel(config, single, mesh, seed=recipe.seed, dtype=dtype, weight_dtype=stored)
     optimizers = build_optimizers(model.model, options.optimizer, model.param_groups, config.mup_width_mult)
     set_learning_rate(optimizers, options.optimizer, lr_multiplier=0.01)
     inputs, targets = tokens[:samples, :-1], tokens[:samples, 1:]

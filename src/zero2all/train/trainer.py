@@ -33,6 +33,7 @@ from zero2all.hardware import MPS, compute_dtype, peak_flops, pick_device, set_d
 from zero2all.model import document_starts
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
+from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.model.z2all import derive_seed
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.float8 import check_float8
@@ -209,7 +210,7 @@ class Trainer:
     def _init_model(self) -> None:
         options, device = self.recipe.train, self.mesh.device
         self.config = objective_config(resolve_model_config(self.recipe, self.tokenizer), options.objective)
-        dtype = compute_dtype(options.precision, device)
+        dtype = compute_dtype(options.compute_precision, device)
         compile = choose_compile(self.recipe, self.config, device, dtype, self.rank_group)
         if options.float8 is not None:
             check_float8(device, dtype, compile)
@@ -221,6 +222,7 @@ class Trainer:
             dtype=dtype,
             compile=compile,
             float8=options.float8,
+            weight_dtype=weight_dtype(options.optimizer),
         )
         if options.objective.weighs_tokens:
             self.model.disable_auxiliary_losses()
@@ -234,6 +236,8 @@ class Trainer:
             self.model.param_groups,
             self.config.mup_width_mult,
             self.model.ddp_group,
+            seed=self.recipe.seed,
+            compile=compile,
         )
         if (directory := self.recipe.parallel.offload_dir) is not None:
             self.rank_group.on_all_ranks(partial(map_optimizer_state, self.optimizers, directory))
@@ -255,7 +259,7 @@ class Trainer:
             stages=self.plan.identity(),
             tokenizer=self.tokenizer.fingerprint,
             model=model_identity(self.config),
-            optimizer=recipe.train.optimizer.name,
+            optimizer=recipe.train.optimizer.identity,
             init=init_path(recipe),
         )
         self.checkpoint_manager = CheckpointManager(
