@@ -230,6 +230,13 @@ def fsdp_param_groups(module: nn.Module) -> list[Any]:
     return [group for state in states for group in state._fsdp_param_groups]
 
 
+def fsdp_wait_methods(module: nn.Module) -> list[tuple[Any, str]]:
+    """The groups of FSDP2 and the methods in which their stream, or on a CPU the host, waits for collectives and copies
+    into and out of their buffers. Tested with 2.13. No public one."""
+    names = ("wait_for_unshard", "post_backward", "finalize_backward")
+    return [(group, name) for group in fsdp_param_groups(module) for name in names]
+
+
 def unsharded_numel(fsdp_param: Any) -> int:
     """Elements of a parameter of an FSDP2 group before sharding. Tested with 2.13. No public one."""
     numel: int = fsdp_param._orig_size.numel()
