@@ -287,13 +287,13 @@ class Trainer:
         if self.mesh.rank == 0:
             run.save_metadata(self.identity, self.tokenizer, self.mesh.device, self.initial_weights)
             history = read_lr_history(run.directory, self.first_step)
-        peak = peak_flops(self.mesh.device, self.model.dtype)
-        say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, peak.source, history)
+        self.peak_flops = peak_flops(self.mesh.device, self.model.dtype)
+        say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, self.peak_flops.source, history)
         self.heartbeat.record_phase(StartupPhase.LOADED, done=None if restored is None else restored.step)
         mode = recipe.parallel.activation_checkpointing
         recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
         self.throughput = ThroughputMeter(
-            self.plan, self.config, self.mesh.device, peak.flops * self.mesh.dims.world_size, recompute
+            self.plan, self.config, self.mesh.device, self.peak_flops.flops * self.mesh.dims.world_size, recompute
         )
         if restored is not None:
             self._restore_state(restored.state)
