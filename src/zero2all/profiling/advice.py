@@ -11,7 +11,14 @@ from zero2all.train.step_timer import PARTS, Part, StepTime
 
 MAX_SUGGESTIONS = 3
 SLOW_RANK = 1.15  # times the work of the median of the others
-DATA_SHARE, COMMUNICATION_SHARE, OPTIMIZER_SHARE, LOSS_SHARE, LOGGING_SHARE, OTHER_SHARE = 0.05, 0.2, 0.2, 0.3, 0.05, 0.15
+DATA_SHARE, COMMUNICATION_SHARE, OPTIMIZER_SHARE, LOSS_SHARE, LOGGING_SHARE, OTHER_SHARE = (
+    0.05,
+    0.2,
+    0.2,
+    0.3,
+    0.05,
+    0.15,
+)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,9 @@ class MemoryTracker(TorchDispatchMode):
     def __init__(self, model: ParallelModel, optimizers: list[Optimizer], timer: StepTimer) -> None:
         super().__init__()
         self._model, self._optimizers, self._timer, self._device = model, optimizers, timer, model.mesh.device
+        self._own = list(
+            model.model.parameters()
+        )  # shards: in a step a module of FSDP has gathered ones in their place
         self._live: dict[int, Allocation] = {}
         self._total = 0
         self._begin = time.perf_counter()
@@ -74,7 +77,7 @@ class MemoryTracker(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> MemoryTracker:
-        for tensors in (self._parameters(), self._gradients(), self._optimizer_state(), self._gathered()):
+        for tensors in (self._own, self._gradients(), self._optimizer_state(), self._gathered()):
             for tensor in tensors:
                 self._track(tensor, None)
         tracker, resize = self, self._resize
@@ -136,7 +139,7 @@ class MemoryTracker(TorchDispatchMode):
             keys = {id(to_local(tensor).untyped_storage()) for tensor in tensors}
             return sum(left.pop(key).size for key in keys if key in left)
 
-        parameters, gradients = take(self._parameters()), take(self._gradients())
+        parameters, gradients = take(self._own), take(self._gradients())
         optimizer, gathered = take(self._optimizer_state()), take(self._gathered())
         activations = sum(each.size for each in left.values() if each.part in ("forward", "loss"))
         known = parameters + gradients + optimizer + gathered + activations
@@ -145,11 +148,8 @@ class MemoryTracker(TorchDispatchMode):
             self._total, parameters, gathered, gradients, optimizer, activations, self._total - known, part
         )
 
-    def _parameters(self) -> Iterator[Tensor]:
-        yield from self._model.model.parameters()
-
     def _gradients(self) -> Iterator[Tensor]:
-        for parameter in self._model.model.parameters():
+        for parameter in (*self._own, *self._model.model.parameters()):
             if parameter.grad is not None:
                 yield parameter.grad
 

@@ -6,13 +6,17 @@ import gzip
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from zero2all.torch_private import flash_attention_cpu, flash_attention_cpu_backward
 
 
-LARGE_TRACE_BYTES = 32 * 2**20  # compressed: browsers open both
+TRACE_FILES = ("trace.json", "trace.json.gz")  # browsers open both
+LARGE_TRACE_BYTES = 32 * 2**20  # compressed
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,22 @@ class Operator:
     share: float
     """Of the time of all operators."""
     flops: float
-    """0: torch counts those of matrix products, convolutions and attention only."""
+    """0: torch counts those of matrix products and attention. A product inside of a fused operator is in both rows."""
     peak_share: float | None
     """FLOPs per second, of the peak of the device."""
+
+
+def flop_counter() -> FlopCounterMode:
+    """Torch's counter, with the attention of the CPU, which it has no formula for."""
+
+    def forward(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_flop_count(q, k, v))  # type: ignore[no-untyped-call]
+
+    def backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_backward_flop_count(grad, q, k, v))  # type: ignore[no-untyped-call]
+
+    formulas = {flash_attention_cpu: forward, flash_attention_cpu_backward: backward}
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 def start_profiler(device: torch.device) -> profile:
@@ -43,8 +60,8 @@ def list_operators(
 ) -> list[Operator]:
     """Those that took time, slowest first. ``peak_flops`` is of one device.
 
-    The profiler sees the matrix products inside of fused operators, the counter those of attention: of an operator that
-    both know, the larger count is the complete one.
+    The profiler sees the matrix products inside of fused operators, the counter has formulas for fused operators and
+    attention: of an operator that both know, the larger count is the complete one.
     """
     counted = {f"{op}".replace(".", "::", 1): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     on_gpu, rows = device.type == "cuda", []
@@ -63,11 +80,11 @@ def list_operators(
 
 def write_trace(profiler: profile, directory: Path) -> Path:
     """For chrome://tracing or https://ui.perfetto.dev."""
-    path = directory / "trace.json"
+    path, compressed = (directory / name for name in TRACE_FILES)
+    compressed.unlink(missing_ok=True)  # of an earlier profile
     profiler.export_chrome_trace(str(path))
     if path.stat().st_size <= LARGE_TRACE_BYTES:
         return path
-    compressed = path.with_suffix(".json.gz")
     with path.open("rb") as plain, gzip.open(compressed, "wb", compresslevel=6) as packed:
         shutil.copyfileobj(plain, packed)
     path.unlink()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.profiler import profile
-from torch.utils.flop_counter import FlopCounterMode
 
 from zero2all.errors import Interrupted, UsageError
 from zero2all.hardware import synchronize
 from zero2all.io import write_json, write_text
 from zero2all.profiling.advice import RankTimes, mean_time, suggest
 from zero2all.profiling.memory import MemoryTracker, cuda_memory_history
-from zero2all.profiling.operators import list_operators, start_profiler, write_trace
+from zero2all.profiling.operators import TRACE_FILES, flop_counter, list_operators, start_profiler, write_trace
 from zero2all.profiling.report import SHOWN_OPERATORS, Profile, format_profile
 from zero2all.recipe import Recipe
 from zero2all.records import to_json
@@ -23,11 +23,14 @@ from zero2all.train import Trainer, TrainerHooks
 from zero2all.train.data_loader import Batch
 from zero2all.train.step_timer import PARTS, StepTime
 from zero2all.units import Duration
-from zero2all.workspace import DEFAULT_RUN, IDENTITY_FILE
 
 WARMUP_STEPS = 2  # with the first update, which allocates the state of the optimizer
 MAX_TRACED_STEPS = 2  # a trace of many steps is slow to open
-PROFILE_FILE = "profile.json"
+PROFILE_FILE, SUMMARY_FILE, OPERATORS_FILE, MEMORY_FILE, CUDA_FILE = (
+    "profile.json", "summary.txt", "operators.json", "memory.json", "cuda-memory.pickle",
+)  # fmt: skip
+RUN = "profiled-run"  # removed at the end: no run of a user has this name
+OWN_NAMES = {PROFILE_FILE, SUMMARY_FILE, OPERATORS_FILE, MEMORY_FILE, CUDA_FILE, *TRACE_FILES, RUN}
 NEVER = Duration(10**12, "steps")
 
 
@@ -42,9 +45,7 @@ def profile_recipe(recipe: Recipe, steps: int, out: Path | None = None) -> Profi
     recipe and their checkpoints are neither read nor written. Every rank calls it.
     """
     directory = out or recipe.out / "profile"
-    if (directory / IDENTITY_FILE).exists() or (
-        directory.exists() and any(directory.iterdir()) and not (directory / PROFILE_FILE).exists()
-    ):
+    if directory.exists() and {path.name for path in directory.iterdir()} - OWN_NAMES:
         raise UsageError(f"{directory} holds something else than a profile: give an empty directory with --out")
     return ProfiledRun(recipe, steps, directory).measure()
 
@@ -54,7 +55,7 @@ def run_recipe(recipe: Recipe, directory: Path) -> Recipe:
     return recipe.model_copy(
         update={
             "out": directory,
-            "run": DEFAULT_RUN,
+            "run": RUN,
             "corpus": recipe.corpus.model_copy(update={"dir": recipe.documents_dir}),
             "tokenizer": recipe.tokenizer.model_copy(update={"dir": recipe.tokenizer_dir}),
             "tokens": recipe.tokens.model_copy(update={"dir": recipe.tokens_dir}),
@@ -82,13 +83,14 @@ class ProfiledRun:
         self.end = self.tracked_step + 1
         self.times: list[StepTime] = []
         self.profiler: profile | None = None
-        self.counter = FlopCounterMode(display=False)
+        self.counter = flop_counter()
         self.tracker: MemoryTracker | None = None
         self.ranks: list[StepTime] = []
         self._active = ExitStack()  # the tools of the current step
+        self._is_rank0 = False  # known when the process group is up
 
     def measure(self) -> Profile | None:
-        hooks = TrainerHooks(on_start=self._remove_leftovers, on_batch=self._on_batch, on_step=self._on_step)
+        hooks = TrainerHooks(on_start=self._on_start, on_batch=self._on_batch, on_step=self._on_step)
         try:
             with Trainer(self.recipe, hooks) as self.trainer, self._active:
                 if self.trainer.plan.total_steps <= self.end:
@@ -96,17 +98,22 @@ class ProfiledRun:
                         f"the recipe has {self.trainer.plan.total_steps} steps, and --steps {self.steps} needs "
                         f"{self.end + 1}: raise train.steps or lower --steps"
                     )
-                self.trainer.train()
-        except ProfileDone:
-            pass
-        if self.trainer.mesh.rank != 0:
-            return None
-        shutil.rmtree(self.recipe.run_dir)
-        return self._write()
+                with suppress(ProfileDone):
+                    self.trainer.train()
+                # When all ranks have closed their records, rank 0 removes them.
+                self.ranks = self.trainer.rank_group.on_all_ranks(lambda: mean_time(self.times))
+        finally:
+            self._remove_run()
+        return self._write() if self._is_rank0 else None
 
-    def _remove_leftovers(self) -> None:
-        """Of a profile that was killed; every rank waits for rank 0 before it writes there."""
-        shutil.rmtree(self.recipe.run_dir, ignore_errors=True)
+    def _on_start(self) -> None:
+        """Every rank waits for rank 0 before it writes to the run."""
+        self._is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+        self._remove_run()  # of a profile that was killed
+
+    def _remove_run(self) -> None:
+        if self._is_rank0:
+            shutil.rmtree(self.recipe.run_dir, ignore_errors=True)
 
     def _on_step(self, step: int, time: StepTime) -> None:
         if WARMUP_STEPS <= step < self.first_traced:
@@ -122,9 +129,8 @@ class ProfiledRun:
         if batch.step in (self.counted_step, self.tracked_step):  # neither sees inside of compiled blocks
             self._active.enter_context(trainer.model.eager_blocks())
         if batch.step == self.end:
-            self.ranks = trainer.rank_group.on_all_ranks(lambda: mean_time(self.times))
             raise ProfileDone("the profile is complete")
-        if trainer.mesh.rank == 0:
+        if self._is_rank0:
             self._start_tool(batch.step)
 
     def _start_tool(self, step: int) -> None:
@@ -136,7 +142,7 @@ class ProfiledRun:
             self._active.enter_context(self.counter)
         else:
             if trainer.mesh.device.type == "cuda":
-                self._active.enter_context(cuda_memory_history(str(self.directory / "cuda-memory.pickle")))
+                self._active.enter_context(cuda_memory_history(str(self.directory / CUDA_FILE)))
             self.tracker = MemoryTracker(trainer.model, trainer.optimizers, trainer.timer)
             self._active.enter_context(self.tracker)
 
@@ -146,7 +152,7 @@ class ProfiledRun:
         trainer, times, memory = self.trainer, RankTimes(self.ranks), self.tracker.timeline()
         device, peak = trainer.mesh.device, trainer.peak_flops
         operators = list_operators(self.profiler, self.counter, self.traced_steps, device, peak.flops)
-        flops = sum(operator.flops for operator in operators)
+        flops = float(self.counter.get_total_flops())
         stage = trainer.plan.stage_of(WARMUP_STEPS)
         start, stop = stage.sample_range(WARMUP_STEPS)
         profile = Profile(
@@ -164,8 +170,8 @@ class ProfiledRun:
             suggestions=suggest(times, self.recipe),
             trace=str(write_trace(self.profiler, self.directory)),
         )
-        write_json(self.directory / "operators.json", {"operators": [asdict(operator) for operator in operators]})
-        write_json(self.directory / "memory.json", to_json(memory))
-        write_text(self.directory / "summary.txt", format_profile(profile) + "\n")
+        write_json(self.directory / OPERATORS_FILE, {"operators": [asdict(operator) for operator in operators]})
+        write_json(self.directory / MEMORY_FILE, to_json(memory))
+        write_text(self.directory / SUMMARY_FILE, format_profile(profile) + "\n")
         write_json(self.directory / PROFILE_FILE, to_json(profile))
         return profile
