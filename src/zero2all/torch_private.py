@@ -316,7 +316,7 @@ def record_cuda_memory(enabled: bool) -> None:
 
 def dump_cuda_memory(path: str) -> None:
     """Write that history, for https://pytorch.org/memory_viz. Tested with 2.13. No public one."""
-    torch.cuda.memory._dump_snapshot(path)
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
 
 def worker_context(agent: LocalElasticAgent) -> SubprocessContext | None:

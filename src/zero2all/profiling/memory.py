@@ -55,7 +55,7 @@ class Allocation:
     part: Part | None
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the storages of tensors on one device while it is active. Blocks must not be compiled.
 
     >>> with MemoryTracker(model, optimizers, timer) as tracker:
@@ -64,7 +64,7 @@ class MemoryTracker(TorchDispatchMode):
     """
 
     def __init__(self, model: ParallelModel, optimizers: list[Optimizer], timer: StepTimer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._optimizers, self._timer, self._device = model, optimizers, timer, model.mesh.device
         self._own = list(
             model.model.parameters()
@@ -87,13 +87,13 @@ class MemoryTracker(TorchDispatchMode):
             tracker._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]  # how FSDP frees gathered weights
-        super().__enter__()
+        setattr(torch.UntypedStorage, "resize_", resized)  # noqa: B010 - how FSDP frees gathered weights
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from zero2all.torch_private import flash_attention_cpu, flash_attention_cpu_backward
 
-
 TRACE_FILES = ("trace.json", "trace.json.gz")  # browsers open both
 LARGE_TRACE_BYTES = 32 * 2**20  # compressed
 
