@@ -219,8 +219,11 @@ class StepTimer:
             # Threads that save a checkpoint wait for other ranks too.
             if not any_thread and threading.get_ident() != self._thread:
                 return original(*args, **kwargs)
-            with self.part("communication"):
+            self.begin("communication")
+            try:
                 return original(*args, **kwargs)
+            finally:
+                self.end()
 
         setattr(owner, name, timed)
         try:
