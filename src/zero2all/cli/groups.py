@@ -12,7 +12,7 @@ PANELS = {
     "Train": ("quickstart", "recipe", "model", "parallel", "train", "sweep", "ladder", "align"),
     "Runs": ("watch", "report", "compare", "blame", "goodput", "ckpt", "generate", "chat", "serve", "export"),
     "Cluster": ("launch", "rendezvous", "doctor"),
-    "Measure": ("eval", "bench", "chaos"),
+    "Measure": ("eval", "profile", "bench", "chaos"),
 }
 
 

@@ -23,6 +23,7 @@ from zero2all.cli import (
     launch,
     model,
     parallel,
+    profile,
     recipe,
     runs,
     serve,
@@ -59,6 +60,7 @@ app.command("launch")(launch.launch)
 app.command("rendezvous")(launch.rendezvous)
 app.add_typer(parallel.app, name="parallel")
 app.add_typer(ckpt.app, name="ckpt")
+app.command("profile")(profile.profile)
 app.command("goodput")(runs.goodput)
 app.command("doctor")(doctor.doctor)
 app.command("chaos")(chaos.chaos)

@@ -208,6 +208,11 @@ class ParallelModel:
         return has_last.index(True) * (self.mesh.dims.world_size // self.recipe.pp)
 
     @property
+    def model_parts(self) -> list[Z2all]:
+        """What a step calls: the model, or this rank's stages of a pipeline."""
+        return self._model_parts
+
+    @property
     def ddp_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same plain tensors; None without DDP."""
         return None if self._ddp is None else dist.group.WORLD

@@ -20,7 +20,8 @@ EMA_DECAY = 0.9  # averages over about ten steps
 SHOWN_METRICS = ("reward", "rewards/accuracies", "rewards/margins")
 """Metrics of objectives that say more than their loss."""
 PER_RANK_METRICS = ("memory", "data_wait")
-"""Metrics that differ from rank to rank; all others are global, and the record of rank 0 has them."""
+"""Metrics that differ from rank to rank, beside ``StepTime.metrics``; all others are global, and the record of rank 0
+has them."""
 
 
 class ThroughputMeter:
