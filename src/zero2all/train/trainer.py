@@ -287,7 +287,7 @@ class Trainer:
         mode = recipe.parallel.activation_checkpointing
         recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
         self.throughput = ThroughputMeter(
-            self.plan, self.config, self.mesh.device, peak.flops * self.mesh.dims.world_size, recompute
+            self.plan, self.config, self.mesh.device, peak.flops, self.mesh.dims.world_size, recompute
         )
         if restored is not None:
             self._restore_state(restored.state)
