@@ -9,7 +9,7 @@ import torch
 
 from zero2all.bench import bench_ops, bench_shapes, ops_markdown, shapes_markdown, write_report
 from zero2all.bench.ops import FailedOpsRow, OpsRow
-from zero2all.bench.shapes import Timing, best_size, candidate_sizes
+from zero2all.bench.shapes import Timing, best_size, candidate_sizes, shape_rules
 from zero2all.bench.step import BenchStep, StepMeasurement, StepOptions, measure_in_process
 from zero2all.bench.variants import SWEEPS, find_sweep, kernel_variants, sweep_variants
 from zero2all.errors import UsageError, Z2aError
@@ -48,27 +48,66 @@ def test_candidates_are_around_eight_thirds() -> None:
     assert 1365 in sizes
     assert all(size % 16 == 0 for size in sizes if size != 1365)
     assert 1365 * 0.94 <= min(sizes) <= max(sizes) <= 1365 * 1.06
-    assert candidate_sizes(4096, step=128) == [
-        10368,
-        10496,
-        10624,
-        10752,
-        10880,
-        10923,
-        11008,
-        11136,
-        11264,
-        11392,
-        11520,
-    ]
+    assert len(sizes) >= 10
+    large = [10752, 10784, 10816, 10848, 10880, 10912, 10923, 10944, 10976, 11008, 11040, 11072, 11104]
+    assert set(candidate_sizes(4096)) - set(large) == set()
+    assert len(candidate_sizes(4096)) == 13
+    assert [size for size in candidate_sizes(4096, tp=4) if size % 64] == [10923]
+    with_step = [10368, 10496, 10624, 10752, 10880, 10923, 11008, 11136, 11264, 11392, 11520]
+    assert candidate_sizes(4096, step=128) == with_step
+
+
+def timing(size: int, speed: float) -> Timing:
+    return Timing(size, 1.0, speed, 0)
 
 
 def test_the_nearest_of_those_as_good_as_the_fastest_is_best() -> None:
-    def timing(size: int, speed: float) -> Timing:
-        return Timing(size, 1.0, speed, 0)
-
-    assert best_size([timing(1300, 100.0), timing(1360, 99.0), timing(1400, 90.0)], 1365) == 1360
+    assert best_size([timing(1300, 100.0), timing(1360, 99.6), timing(1400, 90.0)], 1365) == 1360
     assert best_size([timing(1300, 100.0), timing(1360, 90.0), timing(1400, 90.0)], 1365) == 1300
+
+
+def test_10944_is_found_where_it_was_the_fastest() -> None:
+    """TFLOP/s published for an H100 with a hidden size of 4096."""
+    published = {10922: 272.73, 10944: 398.38, 10848: 395.62, 10880: 395.52, 10912: 395.16, 11008: 395.01}
+    assert {10944, 10848, 10880, 10912, 11008} <= set(candidate_sizes(4096))
+    assert best_size([timing(size, speed) for size, speed in published.items()], 8 * 4096 / 3) == 10944
+
+
+ALIGNED = ["model.hidden_size=256", "model.num_attention_heads=4", "model.num_key_value_heads=4"]
+BATCH = ["train.batch_tokens=256", "train.micro_batch_tokens=256"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "broken"),
+    [
+        ([], []),
+        (["train.micro_batch_tokens=128"], ["micro-batch"]),
+        (["model.num_attention_heads=8"], ["b*s"]),
+        (["parallel.tp=2"], ["t as small"]),
+        (["parallel.tp=4", "model.vocab_size=576"], ["vocabulary", "t as small"]),
+        (["parallel.tp=4", "model.hidden_size=384", "model.num_attention_heads=6", "model.num_key_value_heads=1"],
+         ["b*s", "t as small"]),
+    ],
+)  # fmt: skip
+def test_rules_for_shapes(overrides: list[str], broken: list[str]) -> None:
+    rules = shape_rules(tiny_unchecked([*ALIGNED, *BATCH, *overrides]))
+    assert [rule.rule for rule in rules if not rule.holds] == [
+        next(rule.rule for rule in rules if rule.rule.startswith(start)) for start in broken
+    ]
+
+
+def tiny_unchecked(overrides: list[str]) -> Recipe:
+    """With a layout that the recipe may refuse: the rules say why it is a bad one."""
+    tp = [item for item in overrides if item.startswith("parallel.tp=")]
+    recipe = tiny(*(item for item in overrides if item not in tp))
+    parallel = recipe.parallel.model_copy(update={"tp": int(tp[-1].partition("=")[2]) if tp else 1})
+    return recipe.model_copy(update={"parallel": parallel})
+
+
+def test_heads_that_tensor_parallelism_cannot_share_break_a_rule() -> None:
+    recipe = tiny_unchecked([*ALIGNED, "train.batch_tokens=32", "train.micro_batch_tokens=32", "parallel.tp=8"])
+    [rule] = [rule for rule in shape_rules(recipe) if rule.rule == "(b*a)/t whole"]
+    assert (rule.here, rule.holds) == ("1 * 4 / 8 = 0.5", False)
 
 
 def test_shapes_are_timed_and_the_best_is_named(tmp_path: Path) -> None:
@@ -79,6 +118,9 @@ def test_shapes_are_timed_and_the_best_is_named(tmp_path: Path) -> None:
         assert row.flops == pytest.approx(18 * 64 * 32 * row.intermediate_size / row.seconds)
     markdown = shapes_markdown(report)
     assert f"**model.intermediate_size={report.best}**" in markdown
+    assert len(report.rules) == 6
+    assert report.rules[-1].here.startswith("64, with ")
+    assert "| (b*a)/t whole | 2 * 2 / 1 = 4 | yes |" in markdown
     write_report(tmp_path, "bench-shapes", report, markdown)
     assert json.loads((tmp_path / "bench-shapes.json").read_text()) == asdict(report)
     assert (tmp_path / "bench-shapes.md").read_text() == markdown
