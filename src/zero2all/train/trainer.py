@@ -309,7 +309,8 @@ class Trainer:
             self.plan,
             self.config,
             self.mesh.device,
-            self.peak_flops.flops * self.mesh.dims.world_size,
+            self.peak_flops.flops,
+            self.mesh.dims.world_size,
             recompute,
             recipe.parallel.activation_checkpointing_every,
         )

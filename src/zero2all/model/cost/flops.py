@@ -107,6 +107,19 @@ def flops_per_token(config: ModelConfig, seq_len: int | None = None) -> Flops:
     )
 
 
+def palm_flops_per_token(config: ModelConfig, parameters: int, seq_len: int) -> int:
+    """The count of PaLM's paper (https://arxiv.org/abs/2204.02311, appendix B), which many trainers print: 6N + 12LHQT.
+
+    N is every parameter that is active for a token, also the embedding that is looked up; L layers, H heads of size Q
+    and T tokens see the whole sequence, whatever their window. ``Flops.model`` leaves out what is not computed.
+
+    >>> palm_flops_per_token(ModelConfig(preset="z2all-1.1b"), parameters=1_255_499_776, seq_len=2048)
+    8640294912
+    """
+    heads = config.num_attention_heads * config.head_size
+    return 6 * parameters + 12 * config.num_hidden_layers * heads * seq_len
+
+
 def _feed_forward(config: ModelConfig, layer: int) -> tuple[int, int]:
     """All of a layer's feed-forward part, and its last product alone."""
     moe = config.moe
