@@ -645,7 +645,18 @@ HOSTILE = [
     "\t",
     "(",
 ]
-HOSTILE += ["-----BEGIN PRIVATE KEY-----" + "\n" * 19_000, "'a=", "#", "的", "\u200d", "a" * 70 + "@", "-----BEGIN PRIVATE KEY-----", "import a ", "<a ", "http://"]
+HOSTILE += [
+    "-----BEGIN PRIVATE KEY-----" + "\n" * 19_000,
+    "'a=",
+    "#",
+    "的",
+    "\u200d",
+    "a" * 70 + "@",
+    "-----BEGIN PRIVATE KEY-----",
+    "import a ",
+    "<a ",
+    "http://",
+]
 
 
 @pytest.mark.slow
