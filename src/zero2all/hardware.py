@@ -17,7 +17,6 @@ from zero2all.cpu_use import OtherCpuUse, busy_note
 from zero2all.errors import UsageError
 from zero2all.gpu_specs import GPUS, Gpu, find_gpu, lookup_gpu
 
-
 MPS = "mps"
 """The device type of a Mac's GPU (Metal)."""
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"

@@ -163,9 +163,11 @@ class FsdpUnits:
     def total(self) -> int:
         return self.first + sum(self.blocks) + self.last + self.rest
 
-    def gathered(self, parallel: ParallelRecipe) -> int:
-        """At the worst moment of forward and backward: the current unit and the next one, which is prefetched."""
-        frees = reshard_after_forward(parallel)
+    def gathered_elements(self, frees: bool | int) -> int:
+        """At the worst moment of forward and backward: the current unit and the next one, which is prefetched.
+
+        ``frees`` is what FSDP does after forward (``reshard_after_forward``).
+        """
         if frees is False:
             return self.total
         # Head and last block stay gathered, but not longer than until backward prefetches the block before.
@@ -188,7 +190,7 @@ def _fsdp_buffer_bytes(
     unsharded."""
     roots: list[nn.Module] = list(local_model.stages or local_model.model_parts)
     units = [FsdpUnits.of(root, model) for root, model in zip(roots, local_model.model_parts, strict=True)]
-    gathered = dtype.itemsize * sum(unit.gathered(recipe.parallel) for unit in units)
+    gathered = dtype.itemsize * sum(unit.gathered_elements(reshard_after_forward(recipe.parallel)) for unit in units)
     in_flight = max(unit.gradient_buffers(dtype.itemsize) for unit in units)
     keeps = recipe.parallel.gradient_sync == "last" and uses_gradient_accumulation(recipe, parallel_dims)
     between = FP32_BYTES * sum(unit.total for unit in units) if keeps else 0

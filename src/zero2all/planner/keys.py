@@ -25,3 +25,13 @@ def offloads_optimizer(parallel: ParallelRecipe) -> bool:
 def weight_bytes(optimizer: OptimizerRecipe) -> int:
     """Of a stored weight and of its gradient: an optimizer of bf16 weights has no fp32 copy."""
     return 2 if getattr(optimizer, "has_bf16_weights", False) else 4
+
+
+ZERO_KEYS: tuple[dict[str, object], ...] = (
+    {"reshard_after_forward": "never", "gradient_sync": "last"},
+    {"reshard_after_forward": "never", "gradient_sync": "every"},
+    {"reshard_after_forward": "auto", "gradient_sync": "every"},
+)
+"""Keys of ``parallel`` for ZeRO 1, 2 and 3."""
+OFFLOADS: tuple[dict[str, object], ...] = ({},)
+"""Keys of ``parallel`` for each kind of offload, the fastest first."""

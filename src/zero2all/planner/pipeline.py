@@ -74,7 +74,9 @@ def simulate(parallel: ParallelRecipe, micro_batches: int) -> Timeline:
         for rank, order in enumerate(orders):
             if free[rank] > time:
                 continue
-            ready = (one for one in order if all(ends.get(need, time + 1) <= time for need in _needs(one, last_stage, back)))
+            ready = (
+                one for one in order if all(ends.get(need, time + 1) <= time for need in _needs(one, last_stage, back))
+            )
             if parallel.schedule != "zbv":  # whose ranks take what comes first from either end
                 ready = (one for one in ready if one is order[0])
             chosen = next(ready, None)

@@ -39,8 +39,9 @@ INFERENCE_BYTES = {"fp32 and bf16": 6, "fp32": 4, "bf16": 2, "int8": 1}
 
 
 def palm_flops_per_token(parameters: float, config: ModelConfig, seq_len: int) -> float:
-    """6N + 12LHQT with all parameters, embeddings too: nanoGPT's count, and that of many published MFUs. It is more than
-    zero2all's, which leaves out an embedding that is looked up."""
+    """6N + 12LHQT with all parameters, embeddings too: nanoGPT's count, and that of many published MFUs.
+
+    It is more than zero2all's, which leaves out an embedding that is looked up."""
     heads = config.num_attention_heads * config.head_size
     return 6 * parameters + 12 * config.num_hidden_layers * heads * seq_len
 

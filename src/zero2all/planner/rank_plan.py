@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,10 @@ from pydantic import computed_field
 
 from zero2all.model.cost.activations import ActivationShards, activation_bytes, loss_bytes
 from zero2all.model.cost.flops import Recompute
+from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
-from zero2all.parallel.rank_memory import FP32_BYTES, FsdpUnits
+from zero2all.parallel.rank_memory import FsdpUnits
+from zero2all.planner.keys import offloads_optimizer, weight_bytes
 from zero2all.planner.workload import Layout, Unit, Workload
 
 CUDA_CONTEXT = round(0.92e9)  # torch 2.1 on A100 with all kernels loaded
@@ -53,29 +56,39 @@ class MemoryPlan:
 
 
 def plan_memory(workload: Workload, layout: Layout) -> MemoryPlan:
-    """Of the pipeline rank that holds the most: the first has the most micro-batches, the last the head."""
-    ranks = range(layout.dims.pp) if layout.dims.pp <= 2 else (0, 1, layout.dims.pp - 1)
-    return max((_rank_memory(workload, layout, rank) for rank in ranks), key=lambda plan: plan.total)
+    """Of the pipeline rank that holds the most."""
+    return max((_rank_memory(workload, layout, rank) for rank in _fullest_ranks(layout)), key=lambda plan: plan.total)
+
+
+def fits_memory(workload: Workload, layout: Layout, limit: int) -> bool:
+    """Whether every rank fits, without the ranks after the first that does not."""
+    return all(_rank_memory(workload, layout, rank).total <= limit for rank in _fullest_ranks(layout))
+
+
+def _fullest_ranks(layout: Layout) -> list[int]:
+    """Pipeline ranks that may hold the most: the first has the most micro-batches, the last the head."""
+    return sorted({0, min(1, layout.dims.pp - 1), layout.dims.pp - 1})
 
 
 def _rank_memory(workload: Workload, layout: Layout, pp_rank: int) -> MemoryPlan:
-    stages = layout.stages_of(workload, pp_rank)
+    dims, stages = layout.dims, layout.stages_of(workload, pp_rank)
+    frees = reshard_after_forward(layout.parallel) if layout.uses_fsdp else None
+    states = _state_bytes(workload, stages, dims.tp, dims.ep, frees)
     layers = tuple(layer for stage in stages for layer in stage)
-    first, last = 0 in layers, workload.config.num_hidden_layers - 1 in layers
-    units = [workload.parts.blocks[layer] for layer in layers]
-    ends = [workload.parts.first] * first + [workload.parts.last] * last + [workload.parts.rest]
-    elements = sum(unit.elements.on_rank(layout.dims) for unit in (*units, *ends))
-    state = sum(unit.state.on_rank(layout.dims) for unit in (*units, *ends)) / layout.shards
-    compute, buffers, between = _gathered_bytes(workload, layout, stages, elements)
-    held = round(FP32_BYTES * elements / layout.shards)
+    held, keeps = round(states.weights / layout.shards), layout.accumulates and not layout.reduces_every_micro_batch
+    between = states.between_micro_batches if keeps and layout.uses_fsdp else 0
+    offloads = offloads_optimizer(layout.parallel)
+    on_host = [
+        MemoryPart("weights (stored)", held, "of this rank's shard"),
+        MemoryPart("gradients", held, "of this shard"),
+        MemoryPart(f"optimizer state ({workload.optimizer.name})", round(states.optimizer / layout.shards)),
+    ]
     parts = [
-        MemoryPart("weights (fp32)", held, "master weights of this rank's shard"),
-        MemoryPart("gradients (fp32)", held, "of this shard"),
-        MemoryPart(f"optimizer state ({workload.optimizer.name})", round(state)),
-        MemoryPart(f"weights in {workload.precision}", compute, "gathered by FSDP, or copied by autocast"),
-        MemoryPart("unsharded gradients", buffers + between, "on their way to a reduce-scatter"),
+        *([] if offloads else on_host),
+        MemoryPart(f"weights in {workload.precision}", states.compute_weights, "gathered by FSDP, or autocast copies"),
+        MemoryPart("unsharded gradients", states.gradient_buffers + between, "before their reduce-scatter"),
         *activation_parts(workload, layout, layers, pp_rank),
-        MemoryPart("logits and loss", _logits(workload, layout) if last else 0),
+        MemoryPart("logits and loss", _logits(workload, layout) if layers[-1] == workload.last_layer else 0),
         MemoryPart("communication buffers", _communication_buffers(workload, layout)),
     ]
     allocated = sum(part.bytes for part in parts)
@@ -84,30 +97,57 @@ def _rank_memory(workload: Workload, layout: Layout, pp_rank: int) -> MemoryPlan
         MemoryPart("communicators", _communicators(layout), "NCCL"),
         MemoryPart("fragmentation margin", round(FRAGMENTATION * allocated), f"{FRAGMENTATION:.0%} of the tensors"),
     ]
-    return MemoryPlan(pp_rank, [part for part in parts if part.bytes], host=0)
+    host = sum(part.bytes for part in on_host) if offloads else 0
+    return MemoryPlan(pp_rank, [part for part in parts if part.bytes], host)
 
 
-def _gathered_bytes(workload: Workload, layout: Layout, stages: list[range], elements: float) -> tuple[int, int, int]:
-    """Weights in the compute dtype, buffers of gradients, and unsharded gradients between micro-batches."""
-    if not layout.uses_fsdp:
-        looked_up = workload.parts.looked_up / layout.dims.tp if 0 in stages[0] else 0
-        return (round(workload.itemsize * (elements - looked_up)) if workload.half else 0), 0, 0
-    per_rank = [_fsdp_units(workload, layout, stage) for stage in stages]
-    gathered = workload.itemsize * sum(units.gathered(layout.parallel) for units in per_rank)
-    buffers = max(units.gradient_buffers(workload.itemsize) for units in per_rank)
-    keeps = layout.accumulates and not layout.reduces_every_micro_batch
-    return gathered, buffers, FP32_BYTES * sum(units.total for units in per_rank) if keeps else 0
+@dataclass(frozen=True)
+class _StateBytes:
+    """Of a pipeline rank, before data parallelism shards them."""
+
+    weights: float
+    optimizer: float
+    compute_weights: int
+    """Gathered by FSDP at one time, or copied by autocast."""
+    gradient_buffers: int
+    between_micro_batches: int
+    """Gradients, if they stay unsharded."""
 
 
-def _fsdp_units(workload: Workload, layout: Layout, stage: range) -> FsdpUnits:
+@functools.lru_cache(maxsize=4096)
+def _state_bytes(
+    workload: Workload, stages: tuple[range, ...], tp: int, ep: int, frees: bool | int | None
+) -> _StateBytes:
+    """``frees`` is what FSDP does after forward; None is without FSDP."""
+    parts, itemsize = workload.parts, workload.itemsize
+    first, last = any(0 in stage for stage in stages), any(workload.last_layer in stage for stage in stages)
+    blocks = (parts.blocks[layer] for stage in stages for layer in stage)
+    unit = Unit.sum((*blocks, *([parts.first] * first), *([parts.last] * last), parts.rest))
+    elements, state = unit.elements.on_rank(tp, ep), unit.state.on_rank(tp, ep)
+    stored = weight_bytes(workload.optimizer)
+    if frees is None:
+        copied = elements - (parts.looked_up / tp if first else 0)
+        compute = round(itemsize * copied) if itemsize < stored else 0
+        return _StateBytes(stored * elements, state, compute, 0, 0)
+    units = [_fsdp_units(workload, stage, tp, ep) for stage in stages]
+    return _StateBytes(
+        weights=stored * elements,
+        optimizer=state,
+        compute_weights=itemsize * sum(one.gathered_elements(frees) for one in units),
+        gradient_buffers=max(one.gradient_buffers(itemsize) for one in units),
+        between_micro_batches=stored * sum(one.total for one in units),
+    )
+
+
+def _fsdp_units(workload: Workload, stage: range, tp: int, ep: int) -> FsdpUnits:
     def count(unit: Unit) -> int:
-        return round(unit.elements.on_rank(layout.dims))
+        return round(unit.elements.on_rank(tp, ep))
 
-    parts, is_last = workload.parts, workload.config.num_hidden_layers - 1 in stage
+    parts = workload.parts
     return FsdpUnits(
         first=count(parts.first) if 0 in stage else 0,
         blocks=[count(parts.blocks[layer]) for layer in stage],
-        last=count(parts.last) if is_last else 0,
+        last=count(parts.last) if workload.last_layer in stage else 0,
         rest=count(parts.rest),
     )
 
@@ -144,9 +184,7 @@ def _activations_per_token(
         )
         found.append(((both - once) / _MANY, once / _MANY))
     rows = [*found, (0.0, 0.0)]
-    return [
-        (more[0] - less[0], more[1] - less[1]) for more, less in zip(rows[:-1], rows[1:], strict=True)
-    ]
+    return [(more[0] - less[0], more[1] - less[1]) for more, less in itertools.pairwise(rows)]
 
 
 def _logits(workload: Workload, layout: Layout) -> int:

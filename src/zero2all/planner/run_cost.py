@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zero2all.checkpoint.checkpoint_interval import DAY, FAILURE_RATES, FailureModel
 from zero2all.model.cost.model_size import kv_cache_bytes_per_token
 from zero2all.planner.cluster import Cluster
+from zero2all.planner.keys import weight_bytes
 from zero2all.planner.published import INFERENCE_BYTES, MIXED_PRECISION, failure_probability
 from zero2all.planner.workload import Workload
 from zero2all.recipe import ModelConfig
@@ -52,7 +53,6 @@ def run_cost(workload: Workload, cluster: Cluster, step_seconds: float, tokens: 
     model = FailureModel(mtbf=DAY / failures_a_day, stall=CHECKPOINT_STALL, recovery=RECOVERY)
     goodput = model.goodput(model.daly_interval)
     parts = workload.parts
-    state = sum(unit.state.total for unit in (parts.first, *parts.blocks, parts.last, parts.rest))
     return RunCost(
         tokens=tokens,
         steps=steps,
@@ -62,7 +62,7 @@ def run_cost(workload: Workload, cluster: Cluster, step_seconds: float, tokens: 
         money=None if price is None else price * hours * cluster.gpus / goodput,
         failures=failures_a_day * hours / goodput / 24,
         failure_a_day=failure_probability(FAILURES_PER_GPU_DAY, cluster.gpus),
-        checkpoint_bytes=round(4 * parts.total + state),
+        checkpoint_bytes=round(weight_bytes(workload.optimizer) * parts.total + parts.all.state.total),
         checkpoint_interval=model.daly_interval,
         goodput=goodput,
     )

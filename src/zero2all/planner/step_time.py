@@ -5,6 +5,7 @@ Computation and communication overlap in part, so a time is a range: from the lo
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from pydantic import computed_field
@@ -76,7 +77,9 @@ def plan_step(workload: Workload, layout: Layout, cluster: Cluster) -> StepTime:
     traffic = step_traffic(workload, layout, cluster)
     compute, communication = sum(part.seconds for part in parts), sum(one.seconds for one in traffic)
     hidden = sum(one.seconds for one in traffic if one.overlaps)
-    bubble = bubble_fraction(layout.parallel.schedule, layout.dims.pp, layout.batch.micro_batches, layout.stages_per_rank)
+    bubble = bubble_fraction(
+        layout.parallel.schedule, layout.dims.pp, layout.batch.micro_batches, layout.stages_per_rank
+    )
     # The collectives of the first and the last layer have nothing to hide behind.
     ends = hidden / (workload.config.num_hidden_layers + 1)
     busy, longest = compute + communication - hidden, (compute + communication) * (1 + bubble)
@@ -101,7 +104,7 @@ def compute_parts(workload: Workload, layout: Layout, cluster: Cluster) -> list[
     hidden, heads, keys, wide = (size / dims.tp for size in _widths(workload))
     gathered = hidden * dims.tp  # the stream, which every rank of tp reads and writes whole
     # Every pass of a micro-batch reads the weights; what goes in and out of a product is counted for each product.
-    blocks = sum(block.elements.on_rank(dims) for block in workload.parts.blocks)
+    blocks = workload.parts.all_blocks.elements.on_rank(dims.tp, dims.ep)
     mlp_share = flops.mlp / (flops.mlp + flops.projections)
     reads = FORWARD_AND_BACKWARD * layout.batch.micro_batches * element * blocks * share
     passes = FORWARD_AND_BACKWARD * element * config.num_hidden_layers * tokens
@@ -128,11 +131,17 @@ def compute_parts(workload: Workload, layout: Layout, cluster: Cluster) -> list[
 
 def pipeline_share(workload: Workload, layout: Layout) -> float:
     """The share of all layers that the pipeline rank with the most to compute has."""
-    if layout.dims.pp == 1:
+    is_v = layout.parallel.schedule == "zbv"
+    return _busiest_rank(workload, layout.dims.pp, layout.stages_per_rank, is_v)
+
+
+@functools.lru_cache(maxsize=256)
+def _busiest_rank(workload: Workload, pp: int, stages_per_rank: int, is_v: bool) -> float:
+    if pp == 1:
         return 1.0
-    costs, pp = workload.layer_costs, layout.dims.pp
-    stages = [sum(costs[layer] for layer in stage) for stage in workload.stages(pp * layout.stages_per_rank)]
-    if layout.parallel.schedule == "zbv":  # there and back
+    costs = workload.layer_costs
+    stages = [sum(costs[layer] for layer in stage) for stage in workload.stages(pp * stages_per_rank)]
+    if is_v:  # there and back
         stages = stages[:pp] + stages[pp:][::-1]
     return max(sum(stages[rank::pp]) for rank in range(pp)) / sum(costs)
 
@@ -156,11 +165,9 @@ def _part(name: str, precision: str, flops: float, moved: float, cluster: Cluste
 
 def _update(workload: Workload, layout: Layout, cluster: Cluster) -> ComputePart:
     """The optimizer reads and writes weights and state of this rank's shard, and reads its gradients."""
-    parts = workload.parts
-    units = (parts.first, *parts.blocks, parts.last, parts.rest)
-    per_rank = 1 / (layout.shards * layout.dims.pp)
-    weights = sum(unit.elements.on_rank(layout.dims) for unit in units) * per_rank
-    state = sum(unit.state.on_rank(layout.dims) for unit in units) * per_rank
+    dims, everything, ranks = layout.dims, workload.parts.all, layout.shards * layout.dims.pp
+    weights = everything.elements.on_rank(dims.tp, dims.ep) / ranks
+    state = everything.state.on_rank(dims.tp, dims.ep) / ranks
     moved = 12 * weights + 2 * state
     if offloads_optimizer(layout.parallel):  # gradients to the host, weights back
         return ComputePart("optimizer update on the host", 0.0, moved, 8 * weights / PCIE_BANDWIDTH, "memory")
@@ -189,8 +196,7 @@ def _traffic(
 
 def _data_parallel(workload: Workload, layout: Layout, cluster: Cluster) -> list[Traffic]:
     dims, parts = layout.dims, workload.parts
-    elements = sum(unit.elements.on_rank(dims) for unit in (parts.first, *parts.blocks, parts.last, parts.rest))
-    elements /= dims.pp
+    elements = parts.all.elements.on_rank(dims.tp, dims.ep) / dims.pp
     units = len(parts.blocks) / dims.pp  # collectives run block by block
     shards = cluster.group(layout.shards, dims.tp)
     replicas = cluster.group(dims.dp_replicate, dims.tp * layout.shards)
@@ -231,11 +237,15 @@ def _tensor_parallel(workload: Workload, layout: Layout, cluster: Cluster) -> li
 def _context_parallel(workload: Workload, layout: Layout, cluster: Cluster) -> list[Traffic]:
     config, dims = workload.config, layout.dims
     group = cluster.group(dims.cp, dims.tp)
-    heads, keys = (count * config.head_size / dims.tp for count in (config.num_attention_heads, config.num_key_value_heads))
+    heads, keys = (
+        count * config.head_size / dims.tp for count in (config.num_attention_heads, config.num_key_value_heads)
+    )
     token = layout.micro_tokens * workload.itemsize
     calls = _passes(layout) * _layers(workload, layout)
     if layout.parallel.cp_attention == "ulysses":
-        return [_traffic("cp", "all-to-all of heads", group, calls, "all-to-all", token * (2 * heads + 2 * keys), False)]
+        return [
+            _traffic("cp", "all-to-all of heads", group, calls, "all-to-all", token * (2 * heads + 2 * keys), False)
+        ]
     ring = layout.parallel.cp_attention == "ring"
     size = 2 * keys * token * dims.cp
     return [_traffic("cp", "keys and values", group, calls, "all-gather", size, ring)]

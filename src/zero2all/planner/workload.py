@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -35,9 +36,9 @@ class Split:
     def total(self) -> float:
         return self.by_tp + self.by_ep + self.whole
 
-    def on_rank(self, dims: ParallelDims) -> float:
+    def on_rank(self, tp: int, ep: int) -> float:
         """Before FSDP shards it further."""
-        return self.by_tp / dims.tp + self.by_ep / dims.ep + self.whole
+        return self.by_tp / tp + self.by_ep / ep + self.whole
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class Unit:
 
     def __add__(self, other: Unit) -> Unit:
         return Unit(self.elements + other.elements, self.state + other.state)
+
+    @staticmethod
+    def sum(units: Iterable[Unit]) -> Unit:
+        return functools.reduce(Unit.__add__, units, Unit())
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,17 @@ class ModelParts:
     looked_up: int
     """Elements of an embedding that no token is multiplied with."""
 
+    @functools.cached_property
+    def all_blocks(self) -> Unit:
+        return Unit.sum(self.blocks)
+
+    @functools.cached_property
+    def all(self) -> Unit:
+        return Unit.sum((self.first, self.all_blocks, self.last, self.rest))
+
     @property
     def total(self) -> int:
-        return round(sum((unit.elements.total for unit in (self.first, *self.blocks, self.last, self.rest)), 0.0))
+        return round(self.all.elements.total)
 
 
 def model_parts(config: ModelConfig, optimizer: OptimizerRecipe) -> ModelParts:
@@ -131,6 +144,10 @@ class Workload:
             precision=precision,
             float8=recipe.train.float8 is not None,
         )
+
+    @property
+    def last_layer(self) -> int:
+        return self.config.num_hidden_layers - 1
 
     @property
     def half(self) -> bool:
@@ -208,10 +225,11 @@ class Layout:
         """Whether FSDP gathers the weights for every forward and every backward, not once a step."""
         return reshard_after_forward(self.parallel) is not False
 
-    def stages_of(self, workload: Workload, pp_rank: int) -> list[range]:
+    def stages_of(self, workload: Workload, pp_rank: int) -> tuple[range, ...]:
         """The layers of each pipeline stage of a rank."""
         stages = workload.stages(self.dims.pp * self.stages_per_rank)
-        return [stages[index] for index in stage_indices_of_rank(self.parallel, pp_rank)] if self.dims.pp > 1 else stages
+        own = stage_indices_of_rank(self.parallel, pp_rank) if self.dims.pp > 1 else [0]
+        return tuple(stages[index] for index in own)
 
 
 @functools.lru_cache(maxsize=64)
