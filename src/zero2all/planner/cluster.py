@@ -26,8 +26,11 @@ class Cluster:
     """Bytes per second that one GPU sends to other nodes."""
 
     @classmethod
-    def of(cls, gpu: Gpu, gpus: int, network_bandwidth: float | None = None) -> Cluster:
-        return cls(gpu, gpus, min(gpus, gpu.gpus_per_node), network_bandwidth or gpu.network_bandwidth)
+    def of(
+        cls, gpu: Gpu, gpus: int, network_bandwidth: float | None = None, gpus_per_node: int | None = None
+    ) -> Cluster:
+        per_node = min(gpus, gpus_per_node or gpu.gpus_per_node)
+        return cls(gpu, gpus, per_node, network_bandwidth or gpu.network_bandwidth)
 
     @property
     def nodes(self) -> int:

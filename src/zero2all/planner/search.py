@@ -223,7 +223,7 @@ def layout_tips(workload: Workload, cluster: Cluster, layout: Layout, step: Step
         "collectives of dp_shard take longer than the computation: raise train.micro_batch_tokens": (
             gathered > step.compute
         ),
-        f"20 tokens a parameter are {days:,.0f} GPU-days at an MFU of 40 %: below 8,192 a thousand GPUs are not needed": (
+        f"20 tokens a parameter are {days:,.0f} GPU-days at 40 % MFU: a thousand GPUs pay from 8,192 on": (
             days < 8192 <= 8 * cluster.gpus
         ),
     }
