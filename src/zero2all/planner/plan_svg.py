@@ -52,8 +52,8 @@ def memory_svg(plan: Plan) -> str:
             yield _text(300, y + 12, part.name, anchor="end")
             yield _box(310, y, width, 16, COLOURS[row % len(COLOURS)], part.note)
             yield _text(316 + width, y + 12, show_bytes(part.bytes))
-        yield f'<line x1="{310 + limit * scale:.1f}" x2="{310 + limit * scale:.1f}" y1="38" y2="{44 + 22 * len(parts)}" '
-        yield 'stroke="#c00" stroke-dasharray="4"/>'
+        at, end = 310 + limit * scale, 44 + 22 * len(parts)
+        yield f'<path d="M{at:.1f} 38V{end}" stroke="#c00" stroke-dasharray="4"/>'
 
     title = f"Memory of a rank: {show_bytes(plan.memory.total)} of {show_bytes(limit)} ({plan.cluster.gpu.name})"
     return _svg(60 + 22 * len(parts), title, draw())
@@ -93,7 +93,8 @@ def roofline_svg(plan: Plan) -> str:
         yield f'<polyline points="{path}" fill="none" stroke="#333" stroke-width="2"/>'
         for row, part in enumerate(parts):
             colour = COLOURS[row % len(COLOURS)]
-            yield f'<circle cx="{x(part.intensity):.1f}" cy="{y(part.flops / part.seconds):.1f}" r="6" fill="{colour}"/>'
+            at_x, at_y = x(part.intensity), y(part.flops / part.seconds)
+            yield f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="6" fill="{colour}"/>'
             yield _box(WIDTH - 240, 60 + 20 * row, 12, 12, colour)
             yield _text(WIDTH - 222, 71 + 20 * row, f"{part.name}: {part.intensity:,.0f}")
         for power in range(int(high_x) + 1):

@@ -106,8 +106,8 @@ def _cost_lines(plan: Plan) -> list[str]:
     lines = [
         f"run: {show_count(run.tokens)} tokens in {run.steps:,} steps, {show_seconds(run.hours * 3600)}, "
         f"{run.gpu_hours:,.0f} GPU-hours{money}",
-        f"failures: {run.failures:.1f} expected, {run.failure_a_day:.1%} chance of one on a day; a checkpoint "
-        f"({show_bytes(run.checkpoint_bytes)}) every {show_seconds(run.checkpoint_interval)}; goodput {run.goodput:.1%}",
+        f"failures: {run.failures:.1f} expected, {run.failure_a_day:.1%} chance of one on a day; a checkpoint of "
+        f"{show_bytes(run.checkpoint_bytes)} every {show_seconds(run.checkpoint_interval)}; goodput {run.goodput:.1%}",
         f"inference: {weights}; KV cache {show_bytes(served.kv_cache)} for {served.batch} x {served.length:,} tokens; "
         f"{show_count(served.flops_per_token)} FLOPs a token; {served.gpus} GPU(s), at most "
         f"{served.tokens_per_second:,.0f} tok/s for one sequence",

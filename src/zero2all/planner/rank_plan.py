@@ -123,7 +123,8 @@ def _state_bytes(
     first, last = any(0 in stage for stage in stages), any(workload.last_layer in stage for stage in stages)
     blocks = (parts.blocks[layer] for stage in stages for layer in stage)
     unit = Unit.sum((*blocks, *([parts.first] * first), *([parts.last] * last), parts.rest))
-    elements, state = unit.elements.on_rank(tp, ep), unit.state.on_rank(tp, ep)
+    # Ranks of ep are ranks of dp_shard and cp too: all of these together hold one copy of the experts.
+    elements, state = unit.elements.on_rank(tp, ep=1), unit.state.on_rank(tp, ep=1)
     stored = weight_bytes(workload.optimizer)
     if frees is None:
         copied = elements - (parts.looked_up / tp if first else 0)

@@ -166,8 +166,8 @@ def _part(name: str, precision: str, flops: float, moved: float, cluster: Cluste
 def _update(workload: Workload, layout: Layout, cluster: Cluster) -> ComputePart:
     """The optimizer reads and writes weights and state of this rank's shard, and reads its gradients."""
     dims, everything, ranks = layout.dims, workload.parts.all, layout.shards * layout.dims.pp
-    weights = everything.elements.on_rank(dims.tp, dims.ep) / ranks
-    state = everything.state.on_rank(dims.tp, dims.ep) / ranks
+    weights = everything.elements.on_rank(dims.tp, ep=1) / ranks
+    state = everything.state.on_rank(dims.tp, ep=1) / ranks
     moved = 12 * weights + 2 * state
     if offloads_optimizer(layout.parallel):  # gradients to the host, weights back
         return ComputePart("optimizer update on the host", 0.0, moved, 8 * weights / PCIE_BANDWIDTH, "memory")
