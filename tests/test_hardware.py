@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from zero2all.errors import UsageError
+from zero2all.gpu_specs import lookup_gpu
 from zero2all.hardware import (
     compute_dtype,
     device_title,
     fp64_device,
-    lookup_gpu,
     measure_matmul_flops,
     peak_flops,
     pick_device,
@@ -32,7 +32,9 @@ CPU, MPS = torch.device("cpu"), torch.device("mps")
         ("NVIDIA H200", "H200"),
         ("Tesla V100-SXM2-32GB", "V100"),
         ("NVIDIA RTX A1000", None),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA GeForce RTX 3090", None),
     ],
 )
 def test_a_gpu_is_matched_by_the_words_of_its_name(device_name: str, sheet: str | None) -> None:
@@ -42,8 +44,8 @@ def test_a_gpu_is_matched_by_the_words_of_its_name(device_name: str, sheet: str 
 
 def test_a_gpu_can_be_requested_that_is_not_installed() -> None:
     assert pick_gpu("h100").sms == 132
-    with pytest.raises(UsageError, match="no data sheet of 'RTX 4090'; there are V100"):
-        pick_gpu("RTX 4090")
+    with pytest.raises(UsageError, match="no data sheet of 'RTX 3090'; there are V100"):
+        pick_gpu("RTX 3090")
 
 
 def test_on_cpu_the_peak_is_measured_once_and_labelled() -> None:

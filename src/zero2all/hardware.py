@@ -15,41 +15,7 @@ from torch import Tensor
 
 from zero2all.cpu_use import OtherCpuUse, busy_note
 from zero2all.errors import UsageError
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Dense bf16 numbers of a data sheet, without sparsity."""
-
-    name: str
-    """Its name in ``torch.cuda.get_device_name()``; if two match, the longer wins."""
-    flops: float
-    """Floating-point operations per second in bf16 with fp32 accumulation."""
-    sms: int
-    """Streaming multiprocessors: how many output tiles are computed at once."""
-    align: int
-    """Elements of 16 bits that a dimension should be a multiple of for full speed: 16 bytes on Volta and Turing,
-    128 bytes from A100 on (NVIDIA, Matrix Multiplication Background User's Guide)."""
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("V100", 125e12, 80, 8),  # fp16: it has no bf16
-        Gpu("T4", 65e12, 40, 8),  # fp16: it has no bf16
-        Gpu("A10", 125e12, 72, 64),
-        Gpu("A100", 312e12, 108, 64),
-        Gpu("A800", 312e12, 108, 64),
-        Gpu("L40S", 362e12, 142, 64),
-        Gpu("H20", 148e12, 78, 64),
-        Gpu("H100", 989e12, 132, 64),
-        Gpu("H100 PCIe", 756e12, 114, 64),
-        Gpu("H800", 989e12, 132, 64),
-        Gpu("H200", 989e12, 132, 64),
-        Gpu("B200", 2250e12, 148, 64),
-    )
-}
-
+from zero2all.gpu_specs import GPUS, Gpu, find_gpu, lookup_gpu
 
 MPS = "mps"
 """The device type of a Mac's GPU (Metal)."""
@@ -71,20 +37,10 @@ class PeakFlops:
     source: str
 
 
-def lookup_gpu(device_name: str) -> Gpu | None:
-    """``"NVIDIA A100-SXM4-80GB"`` -> the A100. A name is compared word by word: an A1000 is no A100."""
-    words = device_name.replace("-", " ").split()
-    matching = [gpu for gpu in GPUS.values() if all(word in words for word in gpu.name.split())]
-    return max(matching, key=lambda gpu: len(gpu.name), default=None)
-
-
 def pick_gpu(name: str = "") -> Gpu:
     """By name; without one the GPU of this machine, or A100 if that is unknown."""
     if name:
-        for gpu in GPUS.values():
-            if gpu.name.lower() == name.lower():
-                return gpu
-        raise UsageError(f"no data sheet of {name!r}; there are {', '.join(GPUS)}")
+        return find_gpu(name)
     here = lookup_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return here or GPUS["A100"]
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
 from zero2all.cli.main import app
-from zero2all.hardware import GPUS
+from zero2all.gpu_specs import GPUS
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
 from zero2all.records import to_json

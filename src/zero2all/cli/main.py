@@ -32,6 +32,7 @@ from zero2all.cli import (
     watch,
 )
 from zero2all.cli import eval as eval_command
+from zero2all.cli import plan as plan_command
 from zero2all.cli import quickstart as quickstart_command
 from zero2all.cli.conventions import ERROR_FILE, print_json
 from zero2all.cli.groups import PanelGroup
@@ -59,6 +60,7 @@ app.add_typer(align.app, name="align")
 app.command("launch")(launch.launch)
 app.command("rendezvous")(launch.rendezvous)
 app.add_typer(parallel.app, name="parallel")
+app.command("plan")(plan_command.plan)
 app.add_typer(ckpt.app, name="ckpt")
 app.command("profile")(profile.profile)
 app.command("goodput")(runs.goodput)

@@ -169,7 +169,7 @@ def split_stage(stage: ResolvedStage, parallel: ParallelRecipe, parallel_dims: P
 
 
 @dataclass(frozen=True)
-class _Units:
+class FsdpUnits:
     """Unsharded elements of what FSDP gathers together, in a model or a pipeline stage, in the order of forward."""
 
     first: int
@@ -181,7 +181,7 @@ class _Units:
     """What the root holds, gathered for all of forward and backward."""
 
     @classmethod
-    def of(cls, root: nn.Module, model: Z2all) -> _Units:
+    def of(cls, root: nn.Module, model: Z2all) -> FsdpUnits:
         first, last = (sum(map(_unsharded_elements, ends[:1])) for ends in separate_ends(model))
         blocks = [_unsharded_elements(block) for block in model.layers.children()]
         return cls(first, blocks, last, _unsharded_elements(root) - first - last - sum(blocks))
@@ -190,9 +190,11 @@ class _Units:
     def total(self) -> int:
         return self.first + sum(self.blocks) + self.last + self.rest
 
-    def gathered(self, parallel: ParallelRecipe) -> int:
-        """At the worst moment of forward and backward: the current unit and the next one, which is prefetched."""
-        frees = reshard_after_forward(parallel)
+    def gathered_elements(self, frees: bool | int) -> int:
+        """At the worst moment of forward and backward: the current unit and the next one, which is prefetched.
+
+        ``frees`` is what FSDP does after forward (``reshard_after_forward``).
+        """
         if frees is False:
             return self.total
         # Head and last block stay gathered, but not longer than until backward prefetches the block before.
@@ -214,8 +216,8 @@ def _fsdp_buffer_bytes(
     """Bytes of gathered weights, of gradients that are not reduced yet, and of those between micro-batches if they are
     unsharded."""
     roots: list[nn.Module] = list(local_model.stages or local_model.model_parts)
-    units = [_Units.of(root, model) for root, model in zip(roots, local_model.model_parts, strict=True)]
-    gathered = dtype.itemsize * sum(unit.gathered(recipe.parallel) for unit in units)
+    units = [FsdpUnits.of(root, model) for root, model in zip(roots, local_model.model_parts, strict=True)]
+    gathered = dtype.itemsize * sum(unit.gathered_elements(reshard_after_forward(recipe.parallel)) for unit in units)
     in_flight = max(unit.gradient_buffers(dtype.itemsize) for unit in units)
     keeps = not recipe.parallel.reduces_every_micro_batch and uses_gradient_accumulation(recipe, parallel_dims)
     between = FP32_BYTES * sum(unit.total for unit in units) if keeps else 0

@@ -11,7 +11,8 @@ import torch
 from zero2all.checkpoint import InitialWeights
 from zero2all.console import progress
 from zero2all.errors import Z2aError, is_out_of_memory
-from zero2all.hardware import Gpu, device_title, pick_device, wants_compile
+from zero2all.gpu_specs import Gpu
+from zero2all.hardware import device_title, pick_device, wants_compile
 from zero2all.io import MANIFEST
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import ParameterCounts, count_parameters

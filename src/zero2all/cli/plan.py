@@ -1,0 +1,108 @@
+"""z2a plan"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zero2all.cli.conventions import Json, Overrides, RecipeOrPreset, Result, command
+from zero2all.errors import UsageError
+from zero2all.units import parse_count
+
+if TYPE_CHECKING:
+    from zero2all.recipe import Recipe
+
+
+@command
+def plan(
+    recipe: RecipeOrPreset,
+    overrides: Overrides = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs.")] = 8,
+    gpu: Annotated[str, typer.Option("--gpu", help="Kind of GPU, such as h100 or a800-80g.")] = "h100",
+    net: Annotated[
+        str | None,
+        typer.Option("--net", help="Network of one GPU to other nodes, such as 200Gbps. Default: of a usual server."),
+    ] = None,
+    per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", min=1, help="GPUs in a node. Default: of a usual server.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", help="Tokens to train on, such as 300B. Default: as in the recipe.")
+    ] = None,
+    price: Annotated[float | None, typer.Option("--price", min=0.0, help="Price of one GPU-hour.")] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Rank all layouts that fit, instead of planning the recipe's own.")
+    ] = False,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", help="Directory for pictures of memory, pipeline and roofline.")
+    ] = None,
+    json: Json = False,
+) -> Result:
+    """Plan a run: memory, time, money and the best layout, without GPUs.
+
+    Everything is computed from the recipe and a table of data sheets. No corpus, tokenizer or GPU is needed.
+
+    Example: z2a plan recipes/70b-1024.yaml --gpus 1024 --gpu h100 --price 2.1
+    """
+    from zero2all.gpu_specs import find_gpu
+    from zero2all.planner.cluster import Cluster
+    from zero2all.planner.pipeline import simulate
+    from zero2all.planner.plan import plan_run
+    from zero2all.planner.plan_svg import plan_svgs
+    from zero2all.planner.plan_text import plan_text, search_text
+    from zero2all.planner.search import cheapest_changes, search_layouts
+    from zero2all.train.hyperparameters import fill_hyperparameters
+
+    loaded = fill_hyperparameters(_load(recipe, overrides))
+    bandwidth = None if net is None else parse_bandwidth(net)
+    cluster = Cluster.of(find_gpu(gpu), gpus, bandwidth, per_node)
+    if search:
+        if svg is not None:
+            raise UsageError("--svg draws one plan: leave out --search, and give the overrides that it found")
+        found = search_layouts(loaded, cluster)
+        if not found.best:
+            raise UsageError(f"no layout fits: use more GPUs or a shorter train.seq_len\n{search_text(found)}")
+        return Result(found, search_text(found))
+    planned = plan_run(loaded, cluster, None if tokens is None else _count(tokens), price)
+    timeline = simulate(loaded.parallel, _pictured(planned.layout["micro_batches"])) if loaded.parallel.pp > 1 else None
+    if svg is not None:
+        svg.mkdir(parents=True, exist_ok=True)
+        for name, picture in plan_svgs(planned, timeline).items():
+            (svg / name).write_text(picture, encoding="utf-8")
+    changes = [] if planned.fits else cheapest_changes(loaded, cluster)
+    if not planned.fits and not changes:
+        changes = ["more GPUs, or a smaller model: no single change is enough; --search tries all layouts"]
+    return Result({"plan": planned, "changes": changes}, plan_text(planned, timeline, changes))
+
+
+def _load(recipe: str, overrides: list[str] | None) -> Recipe:
+    """A recipe file, a preset of a model, or the name of a recipe that ships with zero2all."""
+    from zero2all.recipe import PRESETS, builtin_recipe_path, load_recipe_or_preset
+
+    if recipe not in PRESETS and not Path(recipe).exists():
+        shipped = builtin_recipe_path(f"{recipe}.yaml")
+        recipe = str(shipped) if shipped.exists() else recipe
+    return load_recipe_or_preset(recipe, overrides)
+
+
+def _pictured(micro_batches: int | str) -> int:
+    """A timeline of more would only be longer."""
+    return min(int(micro_batches), 64)
+
+
+def _count(tokens: str) -> int:
+    try:
+        return parse_count(tokens)
+    except ValueError as error:
+        raise UsageError(f"--tokens: {error}") from None
+
+
+def parse_bandwidth(text: str) -> float:
+    """``200Gbps`` or ``25GB/s`` -> bytes per second."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(Gbps|Gb/s|GB/s)\s*", text)
+    if match is None or match[1].count(".") > 1 or float(match[1]) <= 0:
+        raise UsageError(f"--net: {text!r} is not a bandwidth such as 200Gbps or 25GB/s")
+    return float(match[1]) * 1e9 / (1 if match[2] == "GB/s" else 8)

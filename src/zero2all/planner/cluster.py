@@ -1,0 +1,82 @@
+"""The GPUs of a run and the links between them: how long a collective takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from zero2all.gpu_specs import Gpu
+
+Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+
+LINK_EFFICIENCY = 0.8  # of the nominal bandwidth: what NCCL's tests report for large messages
+NODE_LATENCY, NETWORK_LATENCY = 3e-6, 1e-5  # seconds of one hop, inside a node and between nodes
+PCIE_BANDWIDTH = 25e9  # bytes per second between a GPU and the memory of its host, PCIe 4 x16
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``gpus`` GPUs of one kind, in nodes of ``gpus_per_node``."""
+
+    gpu: Gpu
+    gpus: int
+    gpus_per_node: int
+    network_bandwidth: float
+    """Bytes per second that one GPU sends to other nodes."""
+
+    @classmethod
+    def of(
+        cls, gpu: Gpu, gpus: int, network_bandwidth: float | None = None, gpus_per_node: int | None = None
+    ) -> Cluster:
+        per_node = min(gpus, gpus_per_node or gpu.gpus_per_node)
+        return cls(gpu, gpus, per_node, network_bandwidth or gpu.network_bandwidth)
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
+
+    def group(self, size: int, stride: int) -> RankGroup:
+        """``size`` ranks, each ``stride`` after the one before, as a dimension of the mesh has them."""
+        in_node = size if size * stride <= self.gpus_per_node else max(1, self.gpus_per_node // stride)
+        link = self.gpu.link_bandwidth
+        if in_node == size:
+            return RankGroup(size, self.gpu.link, link * LINK_EFFICIENCY, NODE_LATENCY)
+        # Every GPU of the group in a node has a network card of its own, and NCCL uses all of them.
+        network = min(link, in_node * self.network_bandwidth)
+        return RankGroup(size, "network", network * LINK_EFFICIENCY, NETWORK_LATENCY)
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that communicate, and the slowest link between them."""
+
+    size: int
+    link: str
+    bandwidth: float
+    """Bytes per second that a rank sends."""
+    latency: float
+
+    def seconds(self, collective: Collective, size: float) -> float:
+        """``size`` is the bytes of the full tensor: gathered, reduced, or sent by one rank. NCCL takes the faster of
+        ring and tree for an all-reduce."""
+        if self.size == 1 or not size:
+            return 0.0
+        if collective == "all-reduce":
+            return min(self.ring_seconds(size, 2), self.tree_seconds(size))
+        return self.latency + size / self.bandwidth if collective == "send" else self.ring_seconds(size, 1)
+
+    def ring_seconds(self, size: float, rounds: int) -> float:
+        """Every rank sends (p - 1) / p of the tensor in a round of p - 1 hops; an all-reduce has two rounds."""
+        return rounds * (self.size - 1) * (self.latency + size / self.size / self.bandwidth)
+
+    def tree_seconds(self, size: float) -> float:
+        """An all-reduce up and down two binary trees: log2 p hops instead of p, and the full tensor over each link."""
+        return 2 * (math.ceil(math.log2(self.size)) * self.latency + size / self.bandwidth)
+
+    def sent_bytes(self, collective: Collective, size: float) -> float:
+        """What one rank sends."""
+        if self.size == 1:
+            return 0.0
+        share = (self.size - 1) / self.size
+        return size * {"all-reduce": 2 * share, "send": 1.0}.get(collective, share)

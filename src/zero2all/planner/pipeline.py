@@ -1,0 +1,123 @@
+"""Pipeline schedules: the share of time that ranks wait, by formula, and the schedule itself, by simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from zero2all.parallel.pipeline_parallel import stage_indices_of_rank
+from zero2all.recipe import ParallelRecipe
+from zero2all.recipe.parallel import SPLIT_BACKWARD_SCHEDULES, PipelineSchedule
+
+Action = Literal["forward", "backward", "input gradient", "weight gradient"]
+LENGTH: dict[Action, int] = {"forward": 1, "backward": 2, "input gradient": 1, "weight gradient": 1}
+"""In units of a forward pass through one stage."""
+
+
+def bubble_fraction(schedule: PipelineSchedule, pp: int, micro_batches: int, stages_per_rank: int) -> float:
+    """Idle time of a rank as a share of its busy time: (pp - 1) / (stages per rank x micro-batches).
+
+    Schedules that split the backward fill two thirds of it with weight gradients (https://arxiv.org/abs/2401.10241).
+
+    >>> bubble_fraction("1f1b", pp=4, micro_batches=12, stages_per_rank=1)
+    0.25
+    """
+    left = 1 / 3 if schedule in SPLIT_BACKWARD_SCHEDULES else 1.0
+    return left * (pp - 1) / (stages_per_rank * micro_batches)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a rank runs at one time."""
+
+    action: Action
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class TimedPass:
+    rank: int
+    done: Pass
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + LENGTH[self.done.action]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of a pipeline."""
+
+    passes: list[TimedPass]
+    ranks: int
+    length: int
+
+    @property
+    def bubble(self) -> float:
+        """Idle time as a share of busy time."""
+        busy = sum(LENGTH[one.done.action] for one in self.passes)
+        return (self.ranks * self.length - busy) / busy
+
+
+def simulate(parallel: ParallelRecipe, micro_batches: int) -> Timeline:
+    """Every rank runs its forward and backward passes in the order of the schedule, each as soon as what it needs is
+    there. Weight gradients of a split backward fill the time in which it would wait."""
+    back: Action = "input gradient" if parallel.schedule in SPLIT_BACKWARD_SCHEDULES else "backward"
+    orders = [_pass_order(parallel, rank, micro_batches, back) for rank in range(parallel.pp)]
+    later: list[list[Pass]] = [[] for _ in orders]  # weight gradients that can be computed at any time
+    free, ends, timed = [0] * parallel.pp, {}, []
+    last_stage = parallel.pp * parallel.stages_per_rank - 1
+    time = 0
+    while any(orders) or any(later):
+        for rank, order in enumerate(orders):
+            if free[rank] > time:
+                continue
+            ready = (
+                one for one in order if all(ends.get(need, time + 1) <= time for need in _needs(one, last_stage, back))
+            )
+            if parallel.schedule != "zbv":  # whose ranks take what comes first from either end
+                ready = (one for one in ready if one is order[0])
+            chosen = next(ready, None)
+            if chosen is not None:
+                order.remove(chosen)
+                later[rank] += [replace(chosen, action="weight gradient")] if chosen.action == "input gradient" else []
+            elif later[rank]:
+                chosen = later[rank].pop(0)
+            else:
+                continue
+            timed.append(TimedPass(rank, chosen, time))
+            ends[chosen] = free[rank] = timed[-1].end
+        time = min((end for end in free if end > time), default=time + 1)
+    return Timeline(timed, parallel.pp, max(free))
+
+
+def _needs(one: Pass, last_stage: int, back: Action) -> list[Pass]:
+    if one.action == "forward":
+        return [Pass("forward", one.stage - 1, one.micro_batch)] if one.stage else []
+    after = [Pass(back, one.stage + 1, one.micro_batch)] if one.stage < last_stage else []
+    return [Pass("forward", one.stage, one.micro_batch), *after]
+
+
+def _pass_order(parallel: ParallelRecipe, rank: int, micro_batches: int, back: Action) -> list[Pass]:
+    """Forward passes until the rank holds as many micro-batches as it may, then one backward and one forward in turn.
+
+    Micro-batches go through the stages of a rank in groups of pp; backward begins with the last stage.
+    """
+    pp, stages = parallel.pp, stage_indices_of_rank(parallel, rank)
+    forward, backward = (
+        [
+            Pass(action, stage, micro_batch)
+            for group in range(0, micro_batches, pp)
+            for stage in order
+            for micro_batch in range(group, min(group + pp, micro_batches))
+        ]
+        for action, order in ((("forward"), stages), (back, stages[::-1]))
+    )
+    ahead = len(forward) if parallel.schedule == "gpipe" else pp - rank
+    if len(stages) > 1:
+        ahead = 2 * (pp - rank - 1) + (len(stages) - 1) * pp + 1
+    ahead = min(ahead, len(forward))
+    turns = [one for pair in zip(backward, forward[ahead:], strict=False) for one in pair]
+    return [*forward[:ahead], *turns, *backward[len(forward) - ahead :]]

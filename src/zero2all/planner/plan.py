@@ -1,0 +1,141 @@
+"""``z2a plan``: everything that is known about a run on some GPUs before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero2all.errors import UsageError
+from zero2all.planner.cluster import Cluster
+from zero2all.planner.keys import zero_stage
+from zero2all.planner.published import bloom_tflops, palm_flops_per_token
+from zero2all.planner.rank_plan import MemoryPlan, plan_memory
+from zero2all.planner.run_cost import (
+    TOKENS_PER_PARAMETER,
+    InferenceCost,
+    RunCost,
+    StageMemory,
+    inference_cost,
+    later_stages,
+    run_cost,
+)
+from zero2all.planner.step_time import StepTime, plan_step
+from zero2all.planner.workload import Layout, Workload, largest_stage
+from zero2all.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Speed:
+    """At the expected step time. Utilisations are against the bf16 peak of the data sheet."""
+
+    tokens_per_second: float
+    """Of all GPUs."""
+    tflops: float
+    """Of a GPU, by zero2all's count: matrix products, every pair of attention."""
+    mfu: float
+    hfu: float
+    palm_tflops: float
+    """By 6N + 12LHQT, with all parameters."""
+    palm_mfu: float
+    bloom_tflops: float
+    """By BLOOM's formula: 6 or, with activation checkpointing, 8 for each parameter."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    recipe: str
+    cluster: Cluster
+    parameters: int
+    layout: dict[str, int | str]
+    memory: MemoryPlan
+    fits: bool
+    flops_per_token: int
+    palm_flops_per_token: float
+    step: StepTime
+    speed: Speed
+    run: RunCost
+    inference: InferenceCost
+    later_stages: list[StageMemory]
+
+
+def plan_run(recipe: Recipe, cluster: Cluster, tokens: int | None = None, price: float | None = None) -> Plan:
+    """Plan the stage that trains the most; memory is that of the stage that takes the most."""
+    stage = largest_stage(recipe)
+    workload, layout = Workload.of(recipe, stage), Layout.of(recipe, stage, cluster.gpus)
+    check_precision(workload, cluster)
+    memory = max(
+        (
+            plan_memory(Workload.of(recipe, one), Layout.of(recipe, one, cluster.gpus))
+            for one in recipe.train.resolved_stages()
+        ),
+        key=lambda plan: plan.total,
+    )
+    step = plan_step(workload, layout, cluster)
+    return Plan(
+        recipe=recipe.name,
+        cluster=cluster,
+        parameters=workload.parts.total,
+        layout=describe_layout(layout, workload),
+        memory=memory,
+        fits=memory.total <= cluster.gpu.memory,
+        flops_per_token=workload.flops.model,
+        palm_flops_per_token=palm_flops_per_token(workload.parts.total, recipe.model, stage.seq_len),
+        step=step,
+        speed=speed_of(workload, layout, cluster, step),
+        run=run_cost(workload, cluster, step.expected, tokens or _planned_tokens(recipe, workload), price),
+        inference=inference_cost(workload, cluster),
+        later_stages=later_stages(workload, cluster),
+    )
+
+
+def check_precision(workload: Workload, cluster: Cluster) -> None:
+    if workload.float8 and cluster.gpu.fp8_flops is None:
+        raise UsageError(f"{cluster.gpu.name} has no fp8 products: remove train.float8, or plan with --gpu H100")
+
+
+def _planned_tokens(recipe: Recipe, workload: Workload) -> int:
+    """Of all stages; for a length in epochs, 20 tokens for each parameter."""
+    total = 0.0
+    for stage in recipe.train.resolved_stages():
+        if stage.duration.unit == "epochs":
+            return TOKENS_PER_PARAMETER * workload.parts.total
+        total += stage.duration.value * (stage.batch_tokens if stage.duration.unit == "steps" else 1)
+    return round(total)
+
+
+def speed_of(workload: Workload, layout: Layout, cluster: Cluster, step: StepTime) -> Speed:
+    rate = workload.batch_tokens / step.expected  # padding is no work done
+    each, peak = rate / cluster.gpus, cluster.gpu.flops
+    palm = palm_flops_per_token(workload.parts.total, workload.config, workload.seq_len)
+    return Speed(
+        tokens_per_second=rate,
+        tflops=each * workload.flops.model / 1e12,
+        mfu=each * workload.flops.model / peak,
+        hfu=each * workload.flops.hardware(layout.recompute) / peak,
+        palm_tflops=each * palm / 1e12,
+        palm_mfu=each * palm / peak,
+        bloom_tflops=bloom_tflops(
+            billions=workload.parts.total / 1e9,
+            seq_len=workload.seq_len,
+            batch_samples=workload.batch_tokens // workload.seq_len,
+            seconds=step.expected,
+            gpus=cluster.gpus,
+            recomputes=layout.recompute == "full",
+        ),
+    )
+
+
+def describe_layout(layout: Layout, workload: Workload) -> dict[str, int | str]:
+    dims, parallel = layout.dims, layout.parallel
+    shown: dict[str, int | str] = {
+        name: getattr(dims, name) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+    }
+    shown |= {"schedule": parallel.schedule} if dims.pp > 1 else {}
+    shown |= {"zero": zero_stage(parallel)} if layout.uses_fsdp else {}
+    return shown | {
+        "activation_checkpointing": parallel.activation_checkpointing,
+        "micro_batches": layout.batch.micro_batches,
+        "micro_batch_samples": layout.batch.samples,
+        "padding_samples": layout.batch.padding,
+        "seq_len": workload.seq_len,
+        "precision": "float8" if workload.float8 else workload.precision,
+    }

@@ -1,0 +1,132 @@
+"""A plan for a person: memory bars, the pipeline, the roofline and the costs, in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zero2all.planner.pipeline import Timeline
+from zero2all.planner.plan import Plan
+from zero2all.planner.search import SearchResult
+from zero2all.planner.step_time import ComputePart
+from zero2all.units import show_bytes, show_count, show_seconds
+
+BAR = 30  # characters of a bar
+MAX_TIMELINE = 110
+MARKS = {"forward": "0123456789", "backward": "▒", "input gradient": "▒", "weight gradient": "░"}
+
+
+def plan_text(plan: Plan, timeline: Timeline | None, changes: Sequence[str] = ()) -> str:
+    gpu, step, speed = plan.cluster.gpu, plan.step, plan.speed
+    mesh = ", ".join(f"{name} {value}" for name, value in plan.layout.items() if value not in (1, 0))
+    lines = [
+        f"{plan.recipe}: {show_count(plan.parameters)} parameters on {plan.cluster.gpus} x {gpu.name} ({mesh})",
+        "",
+        *_memory_lines(plan, changes),
+        "",
+        f"FLOPs: {show_count(plan.flops_per_token)} a token ({show_count(plan.palm_flops_per_token)} by 6N + 12LHQT)",
+        *_compute_lines(step.parts, plan),
+        *_traffic_lines(plan),
+        *([] if timeline is None else ["", *timeline_lines(timeline, step.bubble)]),
+        "",
+        f"step: {step.expected:.3g} s expected; {step.shortest:.3g} s if all communication were hidden, "
+        f"{step.longest:.3g} s if none",
+        f"speed: {show_count(speed.tokens_per_second)} tok/s, {speed.tflops:.0f} TFLOP/s a GPU, MFU {speed.mfu:.1%}, "
+        f"HFU {speed.hfu:.1%}; by 6N + 12LHQT {speed.palm_tflops:.0f} TFLOP/s, MFU {speed.palm_mfu:.1%}; "
+        f"by BLOOM's formula {speed.bloom_tflops:.0f} TFLOP/s",
+        *_cost_lines(plan),
+    ]
+    return "\n".join(lines)
+
+
+def _memory_lines(plan: Plan, changes: Sequence[str]) -> list[str]:
+    limit, memory = plan.cluster.gpu.memory, plan.memory
+    verdict = "fits" if plan.fits else "does not fit"
+    where = f" (pipeline rank {memory.pp_rank})" if plan.layout["pp"] != 1 else ""
+    lines = [f"memory of a rank{where}: {show_bytes(memory.total)} of {show_bytes(limit)}, {verdict}"]
+    for part in memory.parts:
+        share = part.bytes / max(limit, memory.total)
+        lines.append(f"  {part.name:<40}{show_bytes(part.bytes):>9} {_bar(share)} {part.note}".rstrip())
+    lines += [f"  on the host: {show_bytes(memory.host)}"] if memory.host else []
+    lines += [f"  it fits with {change}" for change in changes]
+    return lines
+
+
+def _bar(share: float) -> str:
+    eighths = round(min(share, 1.0) * BAR * 8)
+    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).ljust(BAR + 1)
+
+
+def _compute_lines(parts: Sequence[ComputePart], plan: Plan) -> list[str]:
+    ridge = ridge_intensity(plan)
+    lines = [
+        f"computation of a rank in a step: {plan.step.compute:.3g} s (the roofline bends at {ridge:.0f} FLOPs a byte)"
+    ]
+    for part in parts:
+        share = part.seconds / plan.step.compute
+        intensity = f"{part.intensity:,.0f}" if part.flops else "-"
+        lines.append(
+            f"  {part.name:<40}{part.seconds:>8.3g}s {_bar(share)}{intensity:>6} FLOPs a byte, {part.bound}-bound"
+        )
+    return lines
+
+
+def ridge_intensity(plan: Plan) -> float:
+    """FLOPs for each byte above which the GPU is limited by computation."""
+    return plan.cluster.gpu.flops / plan.cluster.gpu.memory_bandwidth
+
+
+def _traffic_lines(plan: Plan) -> list[str]:
+    if not plan.step.traffic:
+        return []
+    lines = [f"communication of a rank in a step: {plan.step.communication:.3g} s"]
+    for one in plan.step.traffic:
+        name = f"{one.dimension}: {one.what}"
+        how = "hidden" if one.overlaps else "exposed"
+        link = f"{show_bytes(one.bytes)} to {one.ranks - 1} ranks over {one.link}"
+        lines.append(f"  {name:<56}{one.seconds:>8.3g}s  {link}, {how}")
+    return lines
+
+
+def timeline_lines(timeline: Timeline, bubble: float) -> list[str]:
+    """A row for each pipeline rank: digits are forward passes, ▒ and ░ backward ones, dots idle time."""
+    shown = min(timeline.length, MAX_TIMELINE)
+    rows = [["·"] * timeline.length for _ in range(timeline.ranks)]
+    for one in timeline.passes:
+        mark = MARKS[one.done.action]
+        mark = mark[one.done.micro_batch % 10] if len(mark) > 1 else mark
+        rows[one.rank][one.start : one.end] = [mark] * (one.end - one.start)
+    lines = [f"pipeline: the bubble is {bubble:.1%} of the busy time (digits forward, ▒░ backward, · idle)"]
+    return lines + [f"  rank {rank:<3} {''.join(row[:shown])}" for rank, row in enumerate(rows)]
+
+
+def _cost_lines(plan: Plan) -> list[str]:
+    run, served = plan.run, plan.inference
+    money = f", {run.money:,.0f} at {run.price:g} a GPU-hour" if run.money is not None else ""
+    weights = ", ".join(f"{name} {show_bytes(size)}" for name, size in served.weights.items())
+    lines = [
+        f"run: {show_count(run.tokens)} tokens in {run.steps:,} steps, {show_seconds(run.hours * 3600)}, "
+        f"{run.gpu_hours:,.0f} GPU-hours{money}",
+        f"failures: {run.failures:.1f} expected, {run.failure_a_day:.1%} chance of one on a day; a checkpoint of "
+        f"{show_bytes(run.checkpoint_bytes)} every {show_seconds(run.checkpoint_interval)}; goodput {run.goodput:.1%}",
+        f"inference: {weights}; KV cache {show_bytes(served.kv_cache)} for {served.batch} x {served.length:,} tokens; "
+        f"{show_count(served.flops_per_token)} FLOPs a token; {served.gpus} GPU(s), at most "
+        f"{served.tokens_per_second:,.0f} tok/s for one sequence",
+        "later stages, weights and optimizer of all GPUs:",
+    ]
+    for stage in plan.later_stages:
+        lines.append(f"  {stage.name:<5}{show_bytes(stage.bytes):>9} on at least {stage.gpus} GPU(s): {stage.note}")
+    return lines
+
+
+def search_text(result: SearchResult) -> str:
+    lines = [f"{result.tried:,} layouts tried, {result.fitting:,} fit"]
+    for number, one in enumerate(result.best, 1):
+        lines += [
+            f"{number:>2}. {one.step:.3g} s a step, {show_count(one.tokens_per_second)} tok/s, MFU {one.mfu:.1%}, "
+            f"{show_bytes(one.memory)} a rank: {one.why}",
+            f"    {' '.join(one.overrides)}",
+        ]
+    lines += ["why the others fail:"] if result.rejected else []
+    lines += [f"  {count:>6,}  {reason}" for reason, count in result.rejected.items()]
+    lines += [f"tip: {tip}" for tip in result.tips]
+    return "\n".join(lines)

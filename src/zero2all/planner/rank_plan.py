@@ -1,0 +1,211 @@
+"""Bytes that a rank holds, from formulas alone: fast enough for a search over thousands of layouts.
+
+``parallel.rank_memory`` counts the same on the sharded model; tests compare the two.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+from pydantic import computed_field
+
+from zero2all.model.cost.activations import ActivationShards, activation_bytes, loss_bytes
+from zero2all.model.cost.flops import Recompute
+from zero2all.parallel.fsdp import reshard_after_forward
+from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
+from zero2all.parallel.rank_memory import FsdpUnits
+from zero2all.planner.keys import offloads_optimizer, weight_bytes
+from zero2all.planner.workload import Layout, Unit, Workload
+
+CUDA_CONTEXT = round(0.92e9)  # torch 2.1 on A100 with all kernels loaded
+COMMUNICATORS = round(1.5e9)  # of torch.distributed over NCCL, measured after its first collective
+GROUP = round(0.1e9)  # of each further dimension of the mesh
+FRAGMENTATION = 0.05  # of what the allocator holds; less with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+GPU = torch.device("cuda")
+_MANY = 2**20  # tokens for which coefficients are computed, so that rounding does not matter
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    name: str
+    bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of the rank that holds the most, at the worst moment of a step."""
+
+    pp_rank: int
+    parts: list[MemoryPart]
+    """Those that are not 0."""
+    host: int
+    """In the memory of the host, for this rank."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def total(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def bytes_of(self, name: str) -> int:
+        """Of the parts whose name begins so."""
+        return sum(part.bytes for part in self.parts if part.name.startswith(name))
+
+
+def plan_memory(workload: Workload, layout: Layout) -> MemoryPlan:
+    """Of the pipeline rank that holds the most."""
+    return max((_rank_memory(workload, layout, rank) for rank in _fullest_ranks(layout)), key=lambda plan: plan.total)
+
+
+def fits_memory(workload: Workload, layout: Layout, limit: int) -> bool:
+    """Whether every rank fits, without the ranks after the first that does not."""
+    return all(_rank_memory(workload, layout, rank).total <= limit for rank in _fullest_ranks(layout))
+
+
+def _fullest_ranks(layout: Layout) -> list[int]:
+    """Pipeline ranks that may hold the most: the first has the most micro-batches, the last the head."""
+    return sorted({0, min(1, layout.dims.pp - 1), layout.dims.pp - 1})
+
+
+def _rank_memory(workload: Workload, layout: Layout, pp_rank: int) -> MemoryPlan:
+    dims, stages = layout.dims, layout.stages_of(workload, pp_rank)
+    frees = reshard_after_forward(layout.parallel) if layout.uses_fsdp else None
+    states = _state_bytes(workload, stages, dims.tp, dims.ep, frees)
+    layers = tuple(layer for stage in stages for layer in stage)
+    held, keeps = round(states.weights / layout.shards), layout.accumulates and not layout.reduces_every_micro_batch
+    between = states.between_micro_batches if keeps and layout.uses_fsdp else 0
+    offloads = offloads_optimizer(layout.parallel)
+    on_host = [
+        MemoryPart("weights (stored)", held, "of this rank's shard"),
+        MemoryPart("gradients", held, "of this shard"),
+        MemoryPart(f"optimizer state ({workload.optimizer.name})", round(states.optimizer / layout.shards)),
+    ]
+    parts = [
+        *([] if offloads else on_host),
+        MemoryPart(f"weights in {workload.precision}", states.compute_weights, "gathered by FSDP, or autocast copies"),
+        MemoryPart("unsharded gradients", states.gradient_buffers + between, "before their reduce-scatter"),
+        *activation_parts(workload, layout, layers, pp_rank),
+        MemoryPart("logits and loss", _logits(workload, layout) if layers[-1] == workload.last_layer else 0),
+        MemoryPart("communication buffers", _communication_buffers(workload, layout)),
+    ]
+    allocated = sum(part.bytes for part in parts)
+    parts += [
+        MemoryPart("CUDA context", CUDA_CONTEXT, "kernels"),
+        MemoryPart("communicators", _communicators(layout), "NCCL"),
+        MemoryPart("fragmentation margin", round(FRAGMENTATION * allocated), f"{FRAGMENTATION:.0%} of the tensors"),
+    ]
+    host = sum(part.bytes for part in on_host) if offloads else 0
+    return MemoryPlan(pp_rank, [part for part in parts if part.bytes], host)
+
+
+@dataclass(frozen=True)
+class _StateBytes:
+    """Of a pipeline rank, before data parallelism shards them."""
+
+    weights: float
+    optimizer: float
+    compute_weights: int
+    """Gathered by FSDP at one time, or copied by autocast."""
+    gradient_buffers: int
+    between_micro_batches: int
+    """Gradients, if they stay unsharded."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _state_bytes(
+    workload: Workload, stages: tuple[range, ...], tp: int, ep: int, frees: bool | int | None
+) -> _StateBytes:
+    """``frees`` is what FSDP does after forward; None is without FSDP."""
+    parts, itemsize = workload.parts, workload.itemsize
+    first, last = any(0 in stage for stage in stages), any(workload.last_layer in stage for stage in stages)
+    blocks = (parts.blocks[layer] for stage in stages for layer in stage)
+    unit = Unit.sum((*blocks, *([parts.first] * first), *([parts.last] * last), parts.rest))
+    # Ranks of ep are ranks of dp_shard and cp too: all of these together hold one copy of the experts.
+    elements, state = unit.elements.on_rank(tp, ep=1), unit.state.on_rank(tp, ep=1)
+    stored = weight_bytes(workload.optimizer)
+    if frees is None:
+        copied = elements - (parts.looked_up / tp if first else 0)
+        compute = round(itemsize * copied) if itemsize < stored else 0
+        return _StateBytes(stored * elements, state, compute, 0, 0)
+    units = [_fsdp_units(workload, stage, tp, ep) for stage in stages]
+    return _StateBytes(
+        weights=stored * elements,
+        optimizer=state,
+        compute_weights=itemsize * sum(one.gathered_elements(frees) for one in units),
+        gradient_buffers=max(one.gradient_buffers(itemsize) for one in units),
+        between_micro_batches=stored * sum(one.total for one in units),
+    )
+
+
+def _fsdp_units(workload: Workload, stage: range, tp: int, ep: int) -> FsdpUnits:
+    def count(unit: Unit) -> int:
+        return round(unit.elements.on_rank(tp, ep))
+
+    parts = workload.parts
+    return FsdpUnits(
+        first=count(parts.first) if 0 in stage else 0,
+        blocks=[count(parts.blocks[layer]) for layer in stage],
+        last=count(parts.last) if workload.last_layer in stage else 0,
+        rest=count(parts.rest),
+    )
+
+
+def activation_parts(workload: Workload, layout: Layout, layers: tuple[int, ...], pp_rank: int) -> list[MemoryPart]:
+    """By part of the block: what is kept with it, less what is kept without it."""
+    in_flight = micro_batches_in_flight(layout.parallel, pp_rank, layout.batch.micro_batches)
+    gathered_keys = layout.dims.cp if layout.parallel.cp_attention == "allgather" else 1
+    shards = ActivationShards(layout.dims.tp, layout.parallel.sp, gathered_keys)
+    budget = layout.parallel.activation_checkpointing == "budget"
+    share = layout.micro_tokens * (layout.parallel.activation_budget if budget else 1.0)
+    kept = _activations_per_token(workload, layout.recompute, layers, shards)
+    names = ("activations: feed-forward", "activations: attention", "activations: norms and residual stream")
+    note = f"{in_flight:g} micro-batches of {layout.micro_tokens:,} tokens"
+    return [
+        MemoryPart(name, round(share * (in_flight * each + once)), note)
+        for name, (each, once) in zip(names, kept, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _activations_per_token(
+    workload: Workload, recompute: Recompute, layers: tuple[int, ...], shards: ActivationShards
+) -> list[tuple[float, float]]:
+    """Bytes of a token for every micro-batch in flight, and once, by part."""
+    full = workload.config
+    moe = full.moe and full.moe.model_copy(update={"moe_intermediate_size": 0})
+    without_mlp = full.model_copy(update={"intermediate_size": 0, "moe": moe})
+    no_heads = {"num_attention_heads": 0, "num_key_value_heads": 0, "head_dim": full.head_size}
+    found = []
+    for config in (full, without_mlp, without_mlp.model_copy(update=no_heads)):
+        once, both = (
+            activation_bytes(config, _MANY, workload.half, recompute, layers, count, shards) for count in (0.0, 1.0)
+        )
+        found.append(((both - once) / _MANY, once / _MANY))
+    rows = [*found, (0.0, 0.0)]
+    return [(more[0] - less[0], more[1] - less[1]) for more, less in itertools.pairwise(rows)]
+
+
+def _logits(workload: Workload, layout: Layout) -> int:
+    tp, loss_parallel = layout.dims.tp, layout.parallel.loss_parallel
+    return loss_bytes(workload.config, layout.micro_tokens, workload.half, GPU, tp, loss_parallel)
+
+
+def _communication_buffers(workload: Workload, layout: Layout) -> int:
+    """What collectives of activations write to: gathered tokens of tp, tokens of other ranks' experts, streams."""
+    dims, hidden = layout.dims, workload.config.hidden_size
+    stream = layout.micro_tokens * hidden * (4 if workload.config.residual_fp32 else workload.itemsize)
+    gathered = layout.micro_tokens * hidden * workload.itemsize
+    moe = workload.config.moe
+    routed = 2 * gathered * moe.num_experts_per_tok if moe is not None and dims.ep > 1 else 0
+    return round((2 * gathered if dims.tp > 1 else 0) + (2 * stream / dims.tp if dims.pp > 1 else 0) + routed)
+
+
+def _communicators(layout: Layout) -> int:
+    dims = layout.dims
+    if dims.world_size == 1:
+        return 0
+    used = sum(size > 1 for size in (dims.pp, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp, dims.ep))
+    return COMMUNICATORS + GROUP * (used - 1)

@@ -1,0 +1,147 @@
+"""What a run costs in time, money and failures, and what its model costs afterwards."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from zero2all.checkpoint.checkpoint_interval import DAY, FAILURE_RATES, FailureModel
+from zero2all.model.cost.model_size import kv_cache_bytes_per_token
+from zero2all.planner.cluster import Cluster
+from zero2all.planner.keys import weight_bytes
+from zero2all.planner.published import INFERENCE_BYTES, MIXED_PRECISION, failure_probability
+from zero2all.planner.workload import Workload
+from zero2all.recipe import ModelConfig
+from zero2all.recipe.model import LoraConfig
+
+FAILURES_PER_GPU_DAY = FAILURE_RATES["0.27 % a card and day"]
+CHECKPOINT_STALL = 5.0  # seconds: the copy to host memory; writing goes on beside training
+RECOVERY = 300.0  # seconds from a failure to the next step: detection, rendezvous, loading
+SERVED_BATCH = 8
+LORA_RANK = 16
+TOKENS_PER_PARAMETER = 20  # compute-optimal, https://arxiv.org/abs/2203.15556
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """From the first step to the last."""
+
+    tokens: int
+    steps: int
+    hours: float
+    gpu_hours: float
+    """Without failures."""
+    price: float | None
+    """Of one GPU and hour."""
+    money: float | None
+    """With the time that failures cost."""
+    failures: float
+    """Expected number, at 0.27 % for each GPU and day."""
+    failure_a_day: float
+    """Probability of at least one on a day."""
+    checkpoint_bytes: int
+    checkpoint_interval: float
+    """Seconds between checkpoints at which goodput is highest (Daly)."""
+    goodput: float
+    """Expected share of the time that advances training."""
+
+
+def run_cost(workload: Workload, cluster: Cluster, step_seconds: float, tokens: int, price: float | None) -> RunCost:
+    steps = math.ceil(tokens / workload.batch_tokens)
+    hours = steps * step_seconds / 3600
+    failures_a_day = FAILURES_PER_GPU_DAY * cluster.gpus
+    model = FailureModel(mtbf=DAY / failures_a_day, stall=CHECKPOINT_STALL, recovery=RECOVERY)
+    goodput = model.goodput(model.daly_interval)
+    parts = workload.parts
+    return RunCost(
+        tokens=tokens,
+        steps=steps,
+        hours=hours / goodput,
+        gpu_hours=hours * cluster.gpus,
+        price=price,
+        money=None if price is None else price * hours * cluster.gpus / goodput,
+        failures=failures_a_day * hours / goodput / 24,
+        failure_a_day=failure_probability(FAILURES_PER_GPU_DAY, cluster.gpus),
+        checkpoint_bytes=round(weight_bytes(workload.optimizer) * parts.total + parts.all.state.total),
+        checkpoint_interval=model.daly_interval,
+        goodput=goodput,
+    )
+
+
+@dataclass(frozen=True)
+class InferenceCost:
+    """Of the model when it is served."""
+
+    weights: dict[str, int]
+    """Bytes by precision."""
+    kv_cache: int
+    """Bytes in bf16 for ``batch`` sequences of ``length`` tokens."""
+    batch: int
+    length: int
+    intermediate: int
+    """Bytes of one layer's activations for the same."""
+    flops_per_token: int
+    gpus: int
+    """That hold bf16 weights and the cache."""
+    tokens_per_second: float
+    """Of one sequence on these GPUs, at most: every token reads all weights that it goes through."""
+
+
+def inference_cost(workload: Workload, cluster: Cluster, batch: int = SERVED_BATCH) -> InferenceCost:
+    config, length, parameters = workload.config, workload.config.max_position_embeddings, workload.parts.total
+    cache = full_kv_cache(config, batch, length)
+    gpus = math.ceil((2 * parameters + cache) / (0.9 * cluster.gpu.memory))
+    active = workload.flops.forward - workload.flops.scores  # two for each parameter that a token is multiplied with
+    return InferenceCost(
+        weights={name: each * parameters for name, each in INFERENCE_BYTES.items()},
+        kv_cache=cache,
+        batch=batch,
+        length=length,
+        intermediate=batch * length * config.hidden_size * 2,
+        flops_per_token=active,
+        gpus=gpus,
+        tokens_per_second=gpus * cluster.gpu.memory_bandwidth / active,
+    )
+
+
+def full_kv_cache(config: ModelConfig, batch: int, length: int) -> int:
+    return kv_cache_bytes_per_token(config) * batch * length
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of weights, gradients and optimizer state of a later stage, over all GPUs."""
+
+    name: str
+    bytes: int
+    gpus: int
+    """That hold them, with a fifth of the memory left to activations."""
+    note: str
+
+
+def later_stages(workload: Workload, cluster: Cluster) -> list[StageMemory]:
+    """Fine-tuning of the model: all weights, adapters, preferences, and reinforcement learning."""
+    parameters, config = workload.parts.total, workload.config
+    full, frozen = MIXED_PRECISION.total * parameters, 2 * parameters
+    adapters = MIXED_PRECISION.total * lora_parameters(config, LORA_RANK)
+    cache = full_kv_cache(config, SERVED_BATCH, config.max_position_embeddings)
+    rows = [
+        ("SFT", full, "as pretraining"),
+        ("LoRA", frozen + adapters, f"frozen bf16 weights, adapters of rank {LORA_RANK}"),
+        ("DPO", full + frozen, "also the frozen reference in bf16"),
+        ("GRPO", full + 2 * frozen + cache, f"also reference and sampler in bf16, KV cache of {SERVED_BATCH} answers"),
+    ]
+    room = 0.8 * cluster.gpu.memory
+    return [StageMemory(name, round(size), math.ceil(size / room), note) for name, size, note in rows]
+
+
+def lora_parameters(config: ModelConfig, rank: int) -> int:
+    """Of adapters beside all matrices that can have one."""
+    targets = LoraConfig().target_modules
+    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_size
+    keys, wide = config.num_key_value_heads * config.head_size, config.intermediate_size
+    sizes = {
+        "q_proj": hidden + heads, "k_proj": hidden + keys, "v_proj": hidden + keys, "o_proj": heads + hidden,
+        "gate_proj": hidden + wide, "up_proj": hidden + wide, "down_proj": wide + hidden,
+    }  # fmt: skip
+    return config.num_hidden_layers * rank * sum(sizes[name] for name in targets)

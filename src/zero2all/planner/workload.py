@@ -1,0 +1,251 @@
+"""What a step computes, and how it is laid out over ranks. Everything that a plan is computed from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from zero2all.errors import UsageError
+from zero2all.model import Z2all
+from zero2all.model.cost.flops import Flops, Recompute, flops_per_token
+from zero2all.model.cost.optimizer_state import optimizer_state_bytes
+from zero2all.parallel.batch_split import BatchSplit
+from zero2all.parallel.fsdp import reshard_after_forward
+from zero2all.parallel.mesh import ParallelDims
+from zero2all.parallel.pipeline_parallel import split_layers, stage_indices_of_rank
+from zero2all.parallel.rank_memory import split_stage
+from zero2all.planner.keys import reduces_every_micro_batch
+from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe, Recipe, ResolvedStage
+
+
+@dataclass(frozen=True)
+class Split:
+    """A sum over parameters, by how ranks divide them."""
+
+    by_tp: float = 0
+    by_ep: float = 0
+    whole: float = 0
+
+    def __add__(self, other: Split) -> Split:
+        return Split(self.by_tp + other.by_tp, self.by_ep + other.by_ep, self.whole + other.whole)
+
+    @property
+    def total(self) -> float:
+        return self.by_tp + self.by_ep + self.whole
+
+    def on_rank(self, tp: int, ep: int) -> float:
+        """Before FSDP shards it further."""
+        return self.by_tp / tp + self.by_ep / ep + self.whole
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What FSDP gathers together: the embedding, a block, or last norm and head."""
+
+    elements: Split = Split()
+    state: Split = Split()
+    """Bytes of optimizer state."""
+
+    def __add__(self, other: Unit) -> Unit:
+        return Unit(self.elements + other.elements, self.state + other.state)
+
+    @staticmethod
+    def sum(units: Iterable[Unit]) -> Unit:
+        return functools.reduce(Unit.__add__, units, Unit())
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The parameters of a model, by unit."""
+
+    first: Unit
+    blocks: tuple[Unit, ...]
+    last: Unit
+    rest: Unit
+    """What stays gathered for the whole step: an embedding that is also the head, and multi-token prediction."""
+    looked_up: int
+    """Elements of an embedding that no token is multiplied with."""
+
+    @functools.cached_property
+    def all_blocks(self) -> Unit:
+        return Unit.sum(self.blocks)
+
+    @functools.cached_property
+    def all(self) -> Unit:
+        return Unit.sum((self.first, self.all_blocks, self.last, self.rest))
+
+    @property
+    def total(self) -> int:
+        return round(self.all.elements.total)
+
+
+def model_parts(config: ModelConfig, optimizer: OptimizerRecipe) -> ModelParts:
+    """Counted on one layer of each kind on the meta device: a 70B model takes seconds to build even there."""
+    ends: dict[str, Unit] = {}
+    blocks: dict[bool, Unit] = {}
+    kinds = {config.is_moe_layer(layer) for layer in range(config.num_hidden_layers)}
+    for is_moe in kinds:
+        moe = config.moe.model_copy(update={"first_k_dense_replace": 0}) if config.moe and is_moe else None
+        with torch.device("meta"):
+            model = Z2all(config.model_copy(update={"num_hidden_layers": 1, "moe": moe}))
+        units: dict[str, Unit] = {}
+        for name, parameter in model.named_parameters():
+            where = name.partition(".")[0]
+            state = optimizer_state_bytes(optimizer, name, parameter.dim()) * parameter.numel()
+            unit = Unit(_split(name, parameter.numel()), _split(name, state))
+            units[where] = units.get(where, Unit()) + unit
+        blocks[is_moe] = units.pop("layers")
+        ends = units  # the same in both
+    embedding, head = ends["embed_tokens"], ends.get("norm", Unit()) + ends.get("lm_head", Unit())
+    together = config.tie_word_embeddings or config.mtp_weight > 0
+    return ModelParts(
+        first=Unit() if together else embedding,
+        blocks=tuple(blocks[config.is_moe_layer(layer)] for layer in range(config.num_hidden_layers)),
+        last=Unit() if together else head,
+        rest=(embedding + head if together else Unit()) + ends.get("mtp", Unit()),
+        looked_up=0 if config.tie_word_embeddings else round(embedding.elements.total),
+    )
+
+
+def _split(name: str, value: float) -> Split:
+    if ".experts." in name:
+        return Split(by_ep=value)
+    return Split(whole=value) if "norm" in name or ".gate." in name else Split(by_tp=value)
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A stage of training, independent of its layout."""
+
+    config: ModelConfig
+    optimizer: OptimizerRecipe
+    parts: ModelParts
+    flops: Flops
+    """Of one token."""
+    seq_len: int
+    batch_tokens: int
+    precision: str
+    """``fp32``, ``bf16`` or ``fp16``."""
+    float8: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe, stage: ResolvedStage) -> Workload:
+        precision = "bf16" if recipe.train.precision == "auto" else recipe.train.precision
+        return cls(
+            config=recipe.model,
+            optimizer=recipe.train.optimizer,
+            parts=model_parts(recipe.model, recipe.train.optimizer),
+            flops=flops_per_token(recipe.model, stage.seq_len),
+            seq_len=stage.seq_len,
+            batch_tokens=stage.batch_tokens,
+            precision=precision,
+            float8=recipe.train.float8 is not None,
+        )
+
+    @property
+    def last_layer(self) -> int:
+        return self.config.num_hidden_layers - 1
+
+    @property
+    def half(self) -> bool:
+        return self.precision != "fp32"
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.half else 4
+
+    @functools.cached_property
+    def layer_costs(self) -> tuple[int, ...]:
+        """As ``parallel.pipeline_parallel.layer_costs``, which builds the model."""
+        costs = [round(block.elements.total) for block in self.parts.blocks]
+        costs[0] += self.config.hidden_size
+        costs[-1] += self.config.hidden_size * self.config.padded_vocab_size
+        return tuple(costs)
+
+    def stages(self, count: int) -> list[range]:
+        """The layers of each of ``count`` pipeline stages."""
+        return _split_layers(self.layer_costs, count)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is laid out over ranks."""
+
+    dims: ParallelDims
+    parallel: ParallelRecipe
+    batch: BatchSplit
+    seq_len: int
+    stages_per_rank: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, stage: ResolvedStage, gpus: int) -> Layout:
+        dims = ParallelDims.from_recipe(recipe.parallel, gpus)
+        batch = split_stage(stage, recipe.parallel, dims)
+        return cls(dims, recipe.parallel, batch, stage.seq_len, recipe.parallel.stages_per_rank)
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of a rank in one forward pass."""
+        return self.batch.samples * self.seq_len // self.dims.cp
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that go through a rank in a step."""
+        return self.micro_tokens * self.batch.micro_batches
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which FSDP shards: those of cp too."""
+        return self.dims.dp_shard * self.dims.cp
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """As ``parallel.parallelize``: copies of a full model are left to DDP."""
+        return self.dims.dp * self.dims.cp > 1 and self.dims.dp_replicate != self.dims.world_size
+
+    @property
+    def recompute(self) -> Recompute:
+        mode = self.parallel.activation_checkpointing
+        return "none" if mode == "budget" else mode
+
+    @property
+    def accumulates(self) -> bool:
+        return self.batch.micro_batches > 1
+
+    @property
+    def reduces_every_micro_batch(self) -> bool:
+        """Whether gradients are sharded between the micro-batches of a step."""
+        return reduces_every_micro_batch(self.parallel)
+
+    @property
+    def frees_weights(self) -> bool:
+        """Whether FSDP gathers the weights for every forward and every backward, not once a step."""
+        return reshard_after_forward(self.parallel) is not False
+
+    def stages_of(self, workload: Workload, pp_rank: int) -> tuple[range, ...]:
+        """The layers of each pipeline stage of a rank."""
+        stages = workload.stages(self.dims.pp * self.stages_per_rank)
+        own = stage_indices_of_rank(self.parallel, pp_rank) if self.dims.pp > 1 else [0]
+        return tuple(stages[index] for index in own)
+
+
+@functools.lru_cache(maxsize=64)
+def _split_layers(costs: tuple[int, ...], count: int) -> list[range]:
+    return split_layers(costs, count)
+
+
+def largest_stage(recipe: Recipe) -> ResolvedStage:
+    """The stage that trains the most; of stages whose length is in epochs, the first."""
+    stages = recipe.train.resolved_stages()
+
+    def tokens(stage: ResolvedStage) -> float:
+        length = stage.duration
+        per_unit = {"tokens": 1.0, "steps": float(stage.batch_tokens), "epochs": 0.0}
+        return length.value * per_unit[length.unit]
+
+    if not stages:
+        raise UsageError("the recipe trains nothing: set train.tokens")
+    return max(stages, key=tokens)

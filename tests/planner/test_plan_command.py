@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from zero2all.cli.main import app
+
+PLAN = ["plan", "1.1b", "--gpus", "64", "--gpu", "a800-80g", "--net", "200Gbps", "--tokens", "300B", "--price", "2.1"]
+
+
+def test_a_recipe_is_planned_without_any_corpus(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, [*PLAN, "--svg", str(tmp_path), "parallel.pp=2"])
+    assert found.exit_code == 0, found.output
+    for words in ("memory of a rank", "fits", "CUDA context", "GPU-hours", "pipeline: the bubble", "by 6N + 12LHQT"):
+        assert words in found.output
+    for name in ("memory.svg", "roofline.svg", "pipeline.svg"):
+        assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
+
+
+def test_json_has_the_same_numbers() -> None:
+    found = CliRunner().invoke(app, [*PLAN, "--json"])
+    plan = json.loads(found.stdout)["plan"]
+    assert plan["fits"] is True
+    assert plan["cluster"]["network_bandwidth"] == 25e9
+    assert plan["memory"]["total"] == sum(part["bytes"] for part in plan["memory"]["parts"])
+    assert plan["run"]["tokens"] == 300_000_000_000
+    assert plan["run"]["money"] == pytest.approx(2.1 * plan["run"]["gpu_hours"] / plan["run"]["goodput"])
+
+
+def test_what_does_not_fit_says_what_to_change() -> None:
+    found = CliRunner().invoke(app, ["plan", "1.1b", "--gpus", "8", "--gpu", "4090", "train.micro_batch_tokens=128Ki"])
+    assert "does not fit" in found.output
+    assert found.output.count("it fits with") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "nothing-like-it"], "is no recipe and no preset"),
+        (["plan", "z2all-3m", "--gpu", "GTX"], "no data sheet of 'GTX'"),
+        (["plan", "z2all-3m", "--net", "fast"], "is not a bandwidth such as 200Gbps"),
+        (["plan", "z2all-3m", "--tokens", "many"], "--tokens: 'many' is not a count"),
+        (["plan", "z2all-1.1b", "--gpus", "6", "parallel.tp=4"], "but there are 6"),
+        (["plan", "z2all-3m", "--search", "--svg", "x"], "leave out --search"),
+    ],
+)
+def test_mistakes(words: list[str], message: str) -> None:
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 2
+    assert message in found.output

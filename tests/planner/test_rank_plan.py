@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+
+from zero2all.parallel.dry_run import dry_run
+from zero2all.planner.rank_plan import plan_memory
+from zero2all.planner.workload import Layout, Workload, largest_stage
+from zero2all.recipe import load_recipe_or_preset
+
+MOE = "model.moe={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 256, load_balancing: bias}"
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (1, []),
+        (4, ["parallel.dp_shard=1", "parallel.dp_replicate=auto"]),
+        (16, ["parallel.dp_replicate=2", "parallel.gradient_sync=last", "parallel.reshard_after_forward=never"]),
+        (8, ["parallel.tp=4", "parallel.activation_checkpointing=full", "train.optimizer.name=muon"]),
+        (8, ["parallel.pp=4", "parallel.schedule=interleaved", "parallel.activation_checkpointing=selective"]),
+        (8, ["parallel.pp=2", "parallel.tp=2", "parallel.cp=2"]),
+        (4, [MOE, "parallel.ep=2", "model.tie_word_embeddings=true"]),
+    ],
+    ids=["one rank", "ddp", "zero 1", "tp", "interleaved", "pp tp cp", "ep"],
+)
+def test_the_formula_counts_what_the_sharded_model_holds(world: int, overrides: list[str]) -> None:
+    """Each item within 1 % of the dry run, which shards the model on the meta device."""
+    sizes = ["train.batch_tokens=64Ki", "train.micro_batch_tokens=2Ki", "train.precision=bf16"]
+    sizes += ["model.num_hidden_layers=8", "train.seq_len=1024"]
+    recipe = load_recipe_or_preset("z2all-300m", [*sizes, *overrides])
+    stage = largest_stage(recipe)
+    memory = plan_memory(Workload.of(recipe, stage), Layout.of(recipe, stage, world))
+    exact = max(
+        (summary.memory for summary in dry_run(recipe, world).stages if summary.stage == memory.pp_rank),
+        key=lambda one: one.total,
+    )
+    for name, size in (
+        ("weights (stored)", exact.parameters),
+        ("gradients", exact.gradients),
+        ("optimizer state", exact.optimizer),
+        ("weights in bf16", exact.gathered_weights),
+        ("unsharded gradients", exact.unsharded_gradients),
+        ("activations", exact.activations),
+        ("logits", exact.logits),
+    ):
+        assert memory.bytes_of(name) == pytest.approx(size, rel=0.01, abs=2e6), name
+
+
+def test_nothing_is_left_out_of_the_sum() -> None:
+    recipe = load_recipe_or_preset("z2all-1.1b", ["train.precision=bf16"])
+    stage = largest_stage(recipe)
+    memory = plan_memory(Workload.of(recipe, stage), Layout.of(recipe, stage, 8))
+    assert memory.total == sum(part.bytes for part in memory.parts)
+    assert {"CUDA context", "communicators", "fragmentation margin"} <= {part.name for part in memory.parts}

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+from zero2all.errors import UsageError
+from zero2all.gpu_specs import GPUS, find_gpu
+from zero2all.planner.cluster import Cluster, RankGroup
+from zero2all.planner.pipeline import bubble_fraction, simulate
+from zero2all.planner.plan import plan_run
+from zero2all.recipe import ParallelRecipe, load_recipe_or_preset
+from zero2all.recipe.parallel import PipelineSchedule
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_data_sheets_are_complete_and_plausible(name: str) -> None:
+    gpu = GPUS[name]
+    assert find_gpu(name.upper()) is gpu
+    assert all(find_gpu(alias.lower()) is gpu for alias in gpu.aliases)
+    assert 0.35 < gpu.efficiency < 0.65
+    assert gpu.network_bandwidth <= gpu.link_bandwidth < gpu.memory_bandwidth < gpu.flops
+    assert gpu.fp8_flops is None or gpu.fp8_flops == pytest.approx(2 * gpu.flops, rel=0.05)
+    assert gpu.source
+    assert gpu.matmul_source
+
+
+def test_an_unknown_gpu_is_a_mistake() -> None:
+    with pytest.raises(UsageError, match="no data sheet of 'GTX'"):
+        find_gpu("GTX")
+
+
+def test_ring_and_tree() -> None:
+    """A ring sends (p - 1) / p of the tensor; its hops make a tree faster for a small tensor on many ranks."""
+    group = RankGroup(1024, "network", bandwidth=25e9, latency=1e-5)
+    assert group.sent_bytes("all-reduce", 1e9) == pytest.approx(2e9, rel=0.01)
+    assert group.tree_seconds(1e6) < group.ring_seconds(1e6, 2)
+    assert group.ring_seconds(1e11, 2) < group.tree_seconds(1e11) * 1.01
+    assert group.seconds("all-reduce", 1e6) == group.tree_seconds(1e6)
+    assert RankGroup(1, "", 1.0, 1.0).seconds("all-reduce", 1e9) == 0
+
+
+def test_a_group_inside_a_node_has_its_link() -> None:
+    cluster = Cluster.of(GPUS["A800"], 64, network_bandwidth=25e9)
+    assert cluster.group(8, 1).link == "NVLink 3"
+    assert cluster.group(8, 8).bandwidth == pytest.approx(0.8 * 25e9)
+    assert cluster.group(64, 1).bandwidth == pytest.approx(0.8 * 8 * 25e9)  # all network cards of a node
+    assert cluster.group(8, 4).link == "network"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"])
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 8), (4, 16)])
+def test_the_bubble_formula_is_what_the_simulated_schedule_shows(
+    schedule: PipelineSchedule, pp: int, micro_batches: int
+) -> None:
+    parallel = ParallelRecipe(pp=pp, schedule=schedule)
+    timeline = simulate(parallel, micro_batches)
+    expected = bubble_fraction(schedule, pp, micro_batches, parallel.stages_per_rank)
+    assert timeline.bubble == pytest.approx(expected, abs=0.025 if schedule == "zbv" else 1e-9)
+    ends = [0] * pp
+    for one in timeline.passes:  # no rank does two things at once
+        assert one.start >= ends[one.rank]
+        ends[one.rank] = one.end
+
+
+def test_time_is_a_range_and_parts_add_up() -> None:
+    overrides = ["parallel.tp=2", "parallel.pp=2", "train.batch_tokens=512Ki", "train.micro_batch_tokens=4Ki"]
+    recipe = load_recipe_or_preset("z2all-1.1b", [*overrides, "train.precision=bf16"])
+    step = plan_run(recipe, Cluster.of(GPUS["H100"], 16)).step
+    assert step.shortest <= step.expected <= step.longest
+    assert step.compute == pytest.approx(sum(part.seconds for part in step.parts))
+    assert step.longest == pytest.approx((step.compute + step.communication) * (1 + step.bubble))
+    assert {one.dimension for one in step.traffic} == {"dp_shard", "tp", "pp"}
+    products = {part.name: part for part in step.parts}
+    assert products["feed-forward"].bound == "compute"
+    assert products["optimizer update"].bound == "memory"
+
+
+def test_a_slower_network_and_recomputation_cost_time() -> None:
+    def expected(net: float, *more: str) -> float:
+        sizes = ["train.batch_tokens=1Mi", "train.micro_batch_tokens=4Ki", "train.precision=bf16"]
+        recipe = load_recipe_or_preset("z2all-1.1b", [*sizes, *more])
+        return plan_run(recipe, Cluster.of(GPUS["A100"], 64, net)).step.expected
+
+    base = expected(25e9)
+    assert expected(1e9) > 1.5 * base
+    full = expected(25e9, "parallel.activation_checkpointing=full")
+    assert 1.15 < full / base < 1.35  # a third more FLOPs in the blocks
+
+
+def test_float8_needs_a_gpu_that_has_it() -> None:
+    recipe = load_recipe_or_preset("z2all-1.1b", ["train.float8=rowwise", "train.precision=bf16"])
+    assert plan_run(recipe, Cluster.of(GPUS["H100"], 1)).step.compute > 0
+    with pytest.raises(UsageError, match=r"A100 has no fp8 products: remove train\.float8"):
+        plan_run(recipe, Cluster.of(GPUS["A100"], 1))
