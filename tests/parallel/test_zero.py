@@ -25,6 +25,10 @@ from zero2all.train.optimizer_files import MOMENTS, map_optimizer_state
 OPTIMIZER = OptimizerRecipe(lr=1e-2)
 STAGES = (1, 2, 3)
 CPU = {"offload": "cpu"}
+OFFLOADED: dict[int, dict[str, dict[str, Any]]] = {
+    2: {"ZeRO-2": {"zero": 2}},
+    4: {"ZeRO-1 x TP 2": {"zero": 1, "tp": 2}, "ZeRO-2 x CP 2": {"zero": 2, "cp": 2}, "ZeRO-3 x PP 2": {"pp": 2}},
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {"FSDP 2": {}},
@@ -174,12 +178,6 @@ def check_bytes(world: int, rank: int, found: dict[tuple[str, int, str], Held]) 
         assert held.losses == third if stage == 2 else held.losses == pytest.approx(third, abs=1e-5), where
 
 
-@pytest.mark.long
-def test_four_ranks_hold_what_their_stage_says() -> None:
-    for rank, found in enumerate(on_ranks(4, measure_all, 4)):
-        check_bytes(4, rank, found)
-
-
 def pass_on(directory: Path) -> tuple[list[float], list[bool]]:
     """A step with each stage, from the checkpoint of the one before; whether it was loaded as it was saved."""
     losses, same, saved = [], [], {}
@@ -196,26 +194,26 @@ def pass_on(directory: Path) -> tuple[list[float], list[bool]]:
     return [a - b for a, b in zip(losses, map(whole.step, range(3)), strict=True)], same
 
 
-def offload(directory: Path) -> dict[int, tuple[bool, bool, bool]]:
-    """For each stage, whether two steps give the same bits as without offload: in host memory, with files, and with
+def offload(directory: Path, world: int) -> dict[str, list[bool]]:
+    """For each layout, whether two steps give the same bits as without offload: in host memory, with files, and with
     files that were filled from a checkpoint."""
     found = {}
-    for stage in STAGES:
-        plain = Run({"zero": stage}, 2)
-        steps = [plain.step(number) for number in range(1)]
-        state_dict_saver.save(plain.state(), checkpoint_id=directory / str(stage))
-        last = plain.step(1)
+    for number, (name, layout) in enumerate(OFFLOADED[world].items()):
+        plain, checkpoint = Run(layout, world), directory / str(number)
+        expected_losses = [plain.step(0)]
+        state_dict_saver.save(plain.state(), checkpoint_id=checkpoint)
+        expected_losses.append(plain.step(1))
         same = []
         for sizes, first in ((CPU, 0), ({**CPU, "offload_dir": directory}, 0), ({**CPU, "offload_dir": directory}, 1)):
-            run = Run({"zero": stage, **sizes}, 2, seed=3 if first == 0 else 4)
+            run = Run({**layout, **sizes}, world, seed=3 if first == 0 else 4)
             if first:
-                run.load(directory / str(stage))
-            losses = [run.step(number) for number in range(first, 2)]
+                run.load(checkpoint)
+            losses = [run.step(step) for step in range(first, 2)]
             end, expected = run.local_tensors(), plain.local_tensors()
             equal = all(tensor.equal(end[name]) for name, tensor in expected.items())
-            same.append(equal and end.keys() == expected.keys() and losses == [*steps, last][first:])
+            same.append(equal and end.keys() == expected.keys() and losses == expected_losses[first:])
             assert all(is_in_file(tensor) == ("offload_dir" in sizes) for tensor in run.moments())
-        found[stage] = tuple(same)
+        found[name] = same
     return found
 
 
@@ -224,7 +222,7 @@ def is_in_file(tensor: Tensor) -> bool:
 
 
 def on_two_ranks(directory: Path) -> Any:
-    return measure_all(2), pass_on(directory / "stages"), offload(directory / "offload")
+    return measure_all(2), pass_on(directory / "stages"), offload(directory / "offload", 2)
 
 
 @pytest.mark.slow
@@ -234,5 +232,16 @@ def test_two_ranks(tmp_path: Path) -> None:
         check_bytes(2, rank, found)
         assert same == [True, True]
         assert differences == pytest.approx([0] * 3, abs=5e-6)
-        assert offloaded == dict.fromkeys(STAGES, (True, True, True))
+        assert offloaded == {"ZeRO-2": [True, True, True]}
         assert not list((tmp_path / "offload").glob("z2a-optimizer-*")), "files are deleted once they are mapped"
+
+
+def on_four_ranks(directory: Path) -> Any:
+    return measure_all(4), offload(directory, 4)
+
+
+@pytest.mark.long
+def test_four_ranks(tmp_path: Path) -> None:
+    for rank, (found, offloaded) in enumerate(on_ranks(4, on_four_ranks, tmp_path, seconds=1200)):
+        check_bytes(4, rank, found)
+        assert offloaded == {key: [True, True, True] for key in OFFLOADED[4]}
