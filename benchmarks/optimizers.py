@@ -1,5 +1,6 @@
-"""Bytes and time of every optimizer, for the weights of one model. All take turns in one process, on one thread, and are
-judged by CPU seconds, so that a busy machine spoils little.
+"""Bytes and time of every optimizer, for the weights of one model.
+
+All take turns in one process, on one thread, and are judged by CPU seconds, so that a busy machine spoils little.
 
     python benchmarks/optimizers.py                                   # the 25M shape
     python benchmarks/optimizers.py --preset z2all-3m --only adamw adamw-bf16
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 
 import torch
@@ -66,11 +68,11 @@ def main() -> None:
         for name, optimizers in ready.items():
             seconds[name].append(step(optimizers))
     count = sum(parameter.numel() for parameter in Z2all(config).parameters())
-    print(f"{count} parameters\n| optimizer | bytes a parameter | ns a parameter |\n|---|---|---|")
+    sys.stdout.write(f"{count} parameters\n| optimizer | bytes a parameter | ns a parameter |\n|---|---|---|\n")
     for name, measured in seconds.items():
         recipe = CONTENDERS[name]
         held = (2 * weight_bytes(config, recipe) + optimizer_bytes(config, recipe)) / count
-        print(f"| {name} | {held:.2f} | {1e9 * statistics.median(measured) / count:.2f} |")
+        sys.stdout.write(f"| {name} | {held:.2f} | {1e9 * statistics.median(measured) / count:.2f} |\n")
 
 
 if __name__ == "__main__":

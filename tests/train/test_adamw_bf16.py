@@ -151,20 +151,22 @@ def test_parts_are_updated_as_the_whole(rounding: Rounding, monkeypatch: pytest.
 MOE = MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, load_balancing="bias")
 
 
-def small_model(recipe: OptimizerRecipe, **changes: Any) -> ParallelModel:
+def small_model(recipe: OptimizerRecipe, float8: Literal["tensorwise"] | None = None, **changes: Any) -> ParallelModel:
     shape = {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32,
     }  # fmt: skip
     config = ModelConfig.model_validate({**shape, **changes})
     mesh = ParallelMesh(ParallelDims(), torch.device("cpu"))
-    stored = weight_dtype(recipe)
-    return ParallelModel(config, ParallelRecipe(), mesh, seed=0, dtype=torch.bfloat16, weight_dtype=stored)
+    dtypes = {"dtype": torch.bfloat16, "weight_dtype": weight_dtype(recipe)}
+    return ParallelModel(config, ParallelRecipe(), mesh, seed=0, float8=float8, **dtypes)
 
 
-def losses_of(recipe: OptimizerRecipe, steps: int) -> list[float]:
+def losses_of(
+    recipe: OptimizerRecipe, steps: int, float8: Literal["tensorwise"] | None = None, **changes: Any
+) -> list[float]:
     """Sequences that count up, other ones in each step."""
-    model = small_model(recipe, num_hidden_layers=1)
+    model = small_model(recipe, float8, num_hidden_layers=1, **changes)
     optimizers = build_optimizers(model.model, recipe, model.param_groups)
     losses = []
     for step in range(steps):
@@ -181,12 +183,25 @@ def losses_of(recipe: OptimizerRecipe, steps: int) -> list[float]:
 
 
 def test_the_loss_is_that_of_adamw_in_fp32() -> None:
-    """Both compute in bf16. Within 0.02 of a loss that falls from 4.2 below 1, in the mean of the last 10 of 40 steps."""
+    """Both compute in bf16. Within 0.02 of a loss that falls from 4.2 below 1, in the mean of 10 steps after 30."""
     wanted = losses_of(OptimizerRecipe(name="adamw", lr=1e-2), 40)
     assert sum(wanted[-10:]) / 10 < 1
     for rounding in ROUNDINGS:
         losses = losses_of(OptimizerRecipe(name="adamw-bf16", rounding=rounding, lr=1e-2), 40)
         assert sum(losses[-10:]) / 10 == pytest.approx(sum(wanted[-10:]) / 10, abs=0.02), rounding
+
+
+def test_adapters_are_trained_too() -> None:
+    lora = {"rank": 4, "alpha": 16}
+    losses = losses_of(OptimizerRecipe(name="adamw-bf16", lr=1e-2), 6, lora=lora)
+    assert losses[-1] < losses[0] - 0.05
+
+
+@pytest.mark.long
+def test_float8_products_of_weights_in_bf16() -> None:
+    pytest.importorskip("torchao", reason="needs pip install 'zero2all[quant]'")
+    recipe = OptimizerRecipe(name="adamw-bf16", lr=1e-2)
+    assert losses_of(recipe, 6, "tensorwise") == pytest.approx(losses_of(recipe, 6), abs=0.2)
 
 
 @pytest.mark.parametrize("changes", [{}, {"moe": MOE}, {"tie_word_embeddings": True}], ids=["dense", "moe", "tied"])
@@ -200,15 +215,10 @@ def test_weights_begin_as_those_in_fp32_rounded(changes: dict[str, Any]) -> None
 
 @pytest.mark.long
 def test_the_compiled_update_is_the_same() -> None:
-    """For a dozen shapes, with few compilations. The compiler may fuse products and sums, so to the last bit of fp32
+    """For several shapes, with two compilations. The compiler may fuse products and sums, so to the last bit of fp32
     before rounding: a weight in a thousand is rounded to the other side."""
     torch.manual_seed(0)
-    shapes = [(rows, columns) for rows in (8, 24, 40) for columns in (16, 48, 80)] + [
-        (3, 8, 16),
-        (5, 8, 24),
-        (7,),
-        (9,),
-    ]
+    shapes = [(8, 16), (24, 48), (40, 80), (56, 16)]
     for rounding in ROUNDINGS:
         sets = []
         for compile in (False, True):
