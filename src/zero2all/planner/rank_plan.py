@@ -162,7 +162,7 @@ def activation_parts(workload: Workload, layout: Layout, layers: tuple[int, ...]
     share = layout.micro_tokens * (layout.parallel.activation_budget if budget else 1.0)
     kept = _activations_per_token(workload, layout.recompute, layers, shards)
     names = ("activations: feed-forward", "activations: attention", "activations: norms and residual stream")
-    note = f"{in_flight:g} micro-batches of {layout.micro_tokens:,} tokens"
+    note = f"{in_flight:g} x {layout.micro_tokens:,} tokens in flight"
     return [
         MemoryPart(name, round(share * (in_flight * each + once)), note)
         for name, (each, once) in zip(names, kept, strict=True)
