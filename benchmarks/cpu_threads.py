@@ -51,7 +51,7 @@ def contend() -> None:
     from zero2all.recipe import load_recipe
 
     recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "quickstart.yaml", ["model.vocab_size=4096"])
-    step = BenchStep(recipe, False)
+    step = BenchStep(recipe)
     step.run()
     for line in sys.stdin:
         begin, steps = time.monotonic(), 0

@@ -1,7 +1,8 @@
-"""Our training step beside that of transformers' Llama of the same shape, and beside the machine's bare GEMM rate.
+"""Our training step beside those of transformers and litgpt with the same shape, and beside the machine's GEMM rate.
 
 All contenders take turns in one process, on one thread, and are judged by CPU seconds, so that a busy machine spoils
-little. bf16 autocast over fp32 weights, fused AdamW, clipping, the same tokens.
+little. fp32 weights, bf16 autocast where the machine computes in it, fused AdamW, clipping, the same tokens. litgpt
+takes part if this Python has it (see trainer_litgpt.py).
 
     python benchmarks/model_step.py                       # the 25M shape, 4 samples of 512
     python benchmarks/model_step.py --experts             # 8 experts, 2 a token, beside a dense model as wide
@@ -11,8 +12,8 @@ little. bf16 autocast over fp32 weights, fused AdamW, clipping, the same tokens.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -20,11 +21,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from zero2all.hardware import compute_dtype, dtype_name
 from zero2all.model import Z2all
 from zero2all.recipe import ModelConfig, OptimizerRecipe
 from zero2all.train.optimizer import build_optimizers
 
 Step = Callable[[], float]
+DTYPE = compute_dtype("auto", torch.device("cpu"))
 
 
 def step_of(
@@ -33,7 +36,7 @@ def step_of(
     optimizers = build_optimizers(model, OptimizerRecipe(lr=1e-3))
 
     def step() -> float:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=torch.bfloat16 == DTYPE):
             loss = loss_of(batch[:, :-1], batch[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -53,7 +56,7 @@ def ours(config: ModelConfig, batch: torch.Tensor, compiled: bool) -> Step:
     return step_of(model, lambda x, y: model(x, targets_BS=y).sum() / y.numel(), batch)
 
 
-def theirs(config: ModelConfig, batch: torch.Tensor, compiled: bool) -> Step:
+def transformers(config: ModelConfig, batch: torch.Tensor, compiled: bool) -> Step:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from zero2all.model.hf_config import hf_config
@@ -69,10 +72,43 @@ def theirs(config: ModelConfig, batch: torch.Tensor, compiled: bool) -> Step:
     return step_of(model, loss, batch)
 
 
-def gemm_rate(size: int = 2048, repeats: int = 8) -> float:
-    """FLOP/s of one square bf16 product."""
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty(size, size, dtype=torch.bfloat16)
+def litgpt(config: ModelConfig, batch: torch.Tensor, compiled: bool) -> Step:
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    shape = Config(
+        block_size=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        padded_vocab_size=config.padded_vocab_size,
+        n_layer=config.num_hidden_layers,
+        n_head=config.num_attention_heads,
+        n_query_groups=config.num_key_value_heads,
+        n_embd=config.hidden_size,
+        head_size=config.head_size,
+        intermediate_size=config.intermediate_size,
+        rotary_percentage=1.0,
+        parallel_residual=False,
+        bias=False,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+    )
+    model = GPT(shape).train()
+    model.max_seq_length = batch.shape[1] - 1
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.transformer.wte.weight
+    nn.init.normal_(model.lm_head.weight, std=0.02)
+    call = torch.compile(model) if compiled else model
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(call(x).flatten(0, 1).float(), y.flatten())
+
+    return step_of(model, loss, batch)
+
+
+def gemm_rate(size: int = 2048, repeats: int = 2) -> float:
+    """FLOP/s of one square product."""
+    a, b = (torch.randn(size, size, dtype=DTYPE) for _ in range(2))
+    out = torch.empty(size, size, dtype=DTYPE)
     begin = time.process_time()
     for _ in range(repeats):
         torch.mm(a, b, out=out)
@@ -120,7 +156,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--experts", action="store_true")
-    parser.add_argument("--only", default="", help="contenders whose name starts so")
+    parser.add_argument("--only", default="", help="contenders with this in their name, such as eager")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--threads", type=int, default=1, help="with more, threads that wait count as work")
     options = parser.parse_args()
@@ -139,20 +175,23 @@ def main() -> None:
     else:
         makers = {
             f"{name} {how}": lambda maker=maker, how=how: maker(config, batch, how == "compiled")
-            for name, maker in (("ours", ours), ("transformers", theirs))
+            for maker in (ours, transformers, litgpt)
+            if maker is not litgpt or importlib.util.find_spec("litgpt")
+            for name in [maker.__name__]
             for how in ("eager", "compiled")
         }
-    steps = {name: make() for name, make in makers.items() if name.startswith(options.only)}
+    steps = {name: make() for name, make in makers.items() if options.only in name}
     tokens = options.samples * options.length
     seconds, rates = take_turns(steps, options.rounds, tokens)
-    rate, work = statistics.median(rates), flops_per_token(config, options.length)
+    rate, work = max(rates), flops_per_token(config, options.length)
     result = {
         "threads": torch.get_num_threads(),
+        "dtype": dtype_name(DTYPE),
         "gemm_tflops": round(rate / 1e12, 3),
         "gflops_per_token": round(work / 1e9, 4),
     }
     for name, values in seconds.items():
-        speed = tokens / statistics.median(values)
+        speed = tokens / min(values)
         result[name] = {"tokens_per_cpu_second": round(speed), "of_gemm_rate": round(speed * work / rate, 3)}
     sys.stdout.write(json.dumps(result, indent=2) + "\n")
     if options.profile:

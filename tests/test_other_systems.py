@@ -152,8 +152,8 @@ def test_training_uses_nothing_that_the_gpu_of_a_mac_lacks(workspace: Path, tmp_
 @pytest.mark.long
 @pytest.mark.parametrize(
     "overrides",
-    [["train.optimizer.name=lion"], [MOE], ["model.sliding_window=8"], ["parallel.activation_checkpointing=full"]],
-    ids=["lion", "moe", "window", "recompute"],
+    [["train.optimizer.name=lion"], ["train.optimizer.name=adafactor"], [MOE], ["model.sliding_window=8"], ["parallel.activation_checkpointing=full"]],
+    ids=["lion", "adafactor", "moe", "window", "recompute"],
 )
 def test_training_with_other_options_too(workspace: Path, tmp_path: Path, overrides: list[str]) -> None:
     train_twice(workspace, tmp_path, *overrides)

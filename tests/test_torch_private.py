@@ -29,6 +29,7 @@ SIGNATURES: dict[str, list[str] | None] = {
     # The parameters that are passed; further ones need defaults. None: written in C++, and called by a test below.
     "torch._C._distributed_c10d.DebugLevel": None,
     "torch._C._distributed_c10d.FileStore": None,
+    "torch._C._distributed_c10d.HashStore": None,
     "torch._C._distributed_c10d.PrefixStore": None,
     "torch._C._distributed_c10d.ProcessGroupGloo": None,
     "torch._C._distributed_c10d.ProcessGroupNCCL": None,
@@ -75,6 +76,9 @@ SIGNATURES: dict[str, list[str] | None] = {
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": None,
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": None,
     "torch.testing._internal.distributed.fake_pg.FakeStore": None,
+    "torch.cuda.memory._dump_snapshot": ["filename"],
+    "torch.cuda.memory._record_memory_history": ["enabled"],
+    "torch.utils._python_dispatch.TorchDispatchMode": [],
     "torch.utils.checkpoint._CachedTorchDispatchMode": ["policy_fn", "storage"],
     "torch.utils.checkpoint._CachingTorchDispatchMode": ["policy_fn", "storage"],
     "torch.utils.checkpoint._is_compiling": ["func", "args", "kwargs"],

@@ -20,6 +20,7 @@ import torch.distributed as dist
 # so on, where type checkers do not see them.
 from torch._C._distributed_c10d import DebugLevel as DebugLevel
 from torch._C._distributed_c10d import FileStore as FileStore
+from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import ProcessGroupGloo as _ProcessGroupGloo
 from torch._C._distributed_c10d import Store as Store
@@ -27,6 +28,7 @@ from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._C._distributed_c10d import set_debug_level as set_debug_level
 from torch.distributed._functional_collectives import all_gather_single_autograd, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator; no public one
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, _is_compiling
 
 if TYPE_CHECKING:
@@ -62,8 +64,8 @@ def foreach_copy_(to: list[Tensor], source: list[Tensor]) -> None:
 
 
 def foreach_norm(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """The 2-norm of each tensor. Tested with 2.13. Public get_total_norm gives only one norm of all."""
-    return torch._foreach_norm(tensors)
+    """The 2-norm of each tensor, in fp32. Tested with 2.13. Public get_total_norm gives only one norm of all."""
+    return torch._foreach_norm(tensors, dtype=torch.float32)
 
 
 def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
@@ -230,6 +232,20 @@ def fsdp_param_groups(module: nn.Module) -> list[Any]:
     return [group for state in states for group in state._fsdp_param_groups]
 
 
+def fsdp_wait_methods(module: nn.Module) -> list[tuple[Any, str]]:
+    """The groups of FSDP2 and the methods in which their stream, or on a CPU the host, waits for collectives and copies
+    into and out of their buffers. Tested with 2.13. No public one."""
+    names = ("wait_for_unshard", "post_backward", "finalize_backward")
+    return [(group, name) for group in fsdp_param_groups(module) for name in names]
+
+
+def gathered_weights(module: nn.Module) -> list[Tensor]:
+    """The buffers into which FSDP2 gathers the weights of a module; empty ones while they are freed. Tested with 2.13.
+    No public one."""
+    groups = fsdp_param_groups(module)
+    return [buffer for group in groups for parameter in group.fsdp_params for buffer in parameter.all_gather_outputs]
+
+
 def unsharded_numel(fsdp_param: Any) -> int:
     """Elements of a parameter of an FSDP2 group before sharding. Tested with 2.13. No public one."""
     numel: int = fsdp_param._orig_size.numel()
@@ -292,6 +308,16 @@ def dump_flight_recorders() -> list[bytes]:
 
         dumps.insert(0, _dump_nccl_trace_json())
     return [dump if isinstance(dump, bytes) else dump.encode() for dump in dumps]
+
+
+def record_cuda_memory(enabled: bool) -> None:
+    """Record the history of CUDA's allocator, or stop. Tested with 2.13. No public one."""
+    torch.cuda.memory._record_memory_history("all" if enabled else None)
+
+
+def dump_cuda_memory(path: str) -> None:
+    """Write that history, for https://pytorch.org/memory_viz. Tested with 2.13. No public one."""
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
 
 def worker_context(agent: LocalElasticAgent) -> SubprocessContext | None:

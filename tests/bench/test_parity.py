@@ -74,7 +74,8 @@ def test_every_choice_of_a_recipe_is_in_the_table() -> None:
     for field, more in {
         "schedule": (),
         "cp_attention": (),
-        "gradient_sync": (),
+        "reduces_every_micro_batch": (True, False),
+        "zero": (),
         "sp": (True, False),
         "loss_parallel": (True, False),
         "reshard_after_forward": ("auto", "always", "never", 2),
@@ -82,16 +83,19 @@ def test_every_choice_of_a_recipe_is_in_the_table() -> None:
         wanted = more or get_args(ParallelRecipe.model_fields[field].annotation)
         assert len(wanted) > 1
         assert {getattr(case.parallel, field) for case in table if case.ranks > 1} >= set(wanted), field
-    # budget is the compiler's; Lion and 8-bit AdamW work on each element alone, as AdamW does.
+    # budget is the compiler's; Lion and 8-bit AdamW work on each element alone, as AdamW does. Weights in
+    # bf16 have bounds of their own: see tests/train/test_optimizers_on_ranks.py.
     assert {kind.checkpointing for kind in TRAINING_SETUPS} == {"none", "full", "selective"}
     assert {kind.optimizer for kind in TRAINING_SETUPS} == set(
         get_args(OptimizerRecipe.model_fields["name"].annotation)
     ) - {
         "lion",
         "adamw-8bit",
+        "adamw-bf16",
     }
     sharded = [case for case in table if case.micro_batch_size is not None and case.ranks > 1]
-    assert {case.parallel.gradient_sync for case in sharded} == {"every", "last"}
+    assert {case.parallel.reduces_every_micro_batch for case in sharded} == {True, False}
+    assert {case.parallel.zero for case in sharded} == {1, 2, 3}
     assert any(case.moe for case in table if case.parallel.ep == 1)
 
 

@@ -9,8 +9,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from zero2all.hardware import GPUS
 from zero2all.model import Z2all
-from zero2all.model.cost.flops import flops_per_token
+from zero2all.model.cost.flops import flops_per_token, palm_flops_per_token
+from zero2all.model.cost.model_size import count_parameters
 from zero2all.recipe import ModelConfig
 
 SHAPE = {
@@ -103,3 +105,41 @@ def test_a_long_sequence_costs_more_than_six_n() -> None:
     short, long = flops_per_token(config, 128), flops_per_token(config, 2048)
     assert short.model - 3 * short.scores == long.model - 3 * long.scores
     assert long.scores == 16 * short.scores
+
+
+A800_ROWS = [
+    # Seconds per step and MFU in percent as published for z2all-1.1b on A800: 65,536 tokens a step on one device
+    # (16 micro-batches of 2 x 2048), then 1,048,576 on four.
+    (1, 9.85, 18.41), (1, 3.23, 56.06), (1, 8.69, 20.87), (1, 3.51, 51.70), (1, 3.37, 53.70), (1, 3.78, 47.94),
+    (1, 3.60, 50.39), (1, 9.72, 18.66), (1, 3.49, 51.95), (1, 3.85, 47.09), (1, 8.75, 20.72), (1, 3.68, 49.18),
+    (1, 3.55, 51.02), (1, 4.00, 45.27), (1, 3.52, 51.55), (1, 5.47, 33.14), (1, 3.95, 45.91), (1, 5.60, 32.37),
+    (1, 3.64, 49.74), (1, 3.45, 52.46), (1, 3.57, 50.69), (1, 3.44, 52.73), (1, 3.28, 55.21),
+    (4, 14.71, 49.33), (4, 14.30, 50.73), (4, 13.77, 52.69),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("devices", "seconds", "published"), A800_ROWS)
+def test_palm_count_gives_the_published_utilization(devices: int, seconds: float, published: float) -> None:
+    config = ModelConfig(preset="z2all-1.1b")
+    rate = {1: 16 * 2 * 2048, 4: 16 * 8 * 2048}[devices] / seconds  # of a device
+    palm = palm_flops_per_token(config, count_parameters(config).active, 2048)
+    assert 100 * rate * palm / GPUS["A800"].flops == pytest.approx(published, abs=0.25)
+
+
+def test_the_same_step_has_a_lower_utilization_without_the_embedding() -> None:
+    config = ModelConfig(preset="z2all-1.1b")
+    rate = 65_536 / 3.23  # published as 56.06 %
+    assert rate * flops_per_token(config, 2048).model / GPUS["A800"].flops == pytest.approx(0.510, abs=0.001)
+
+
+def test_palm_counts_active_parameters_and_no_window() -> None:
+    dense = ModelConfig.model_validate({**SHAPE, "vocab_size": 320})
+    windowed = dense.model_copy(update={"sliding_window": 8})
+    moe = ModelConfig.model_validate({**SHAPE, "moe": MOE})
+    counts = count_parameters(moe)
+    assert palm_flops_per_token(windowed, 1000, 64) == palm_flops_per_token(dense, 1000, 64) == 6000 + 12 * 3 * 64 * 64
+    assert counts.active < counts.total
+    # By both counts a token is the same work where nothing is looked up and no norm is multiplied.
+    tied = ModelConfig.model_validate({**SHAPE, "tie_word_embeddings": True})
+    in_products = count_parameters(tied).in_products - count_parameters(tied).parts["norms"]
+    assert palm_flops_per_token(tied, in_products, 64) == flops_per_token(tied, 64).model

@@ -24,6 +24,7 @@ from zero2all.model.ops.attention import attention_mask
 from zero2all.model.ops.cross_entropy import HeadConfig
 from zero2all.model.ops.document_attention import segments
 from zero2all.recipe import ModelConfig, OpsRecipe
+from zero2all.torch_private import flash_attention_cpu_backward
 
 CPU = torch.device("cpu")
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -225,6 +226,34 @@ def test_attention(kernel: str) -> None:
         assert_close(*found, DTYPES[dtype])
 
     check()
+
+
+@pytest.mark.parametrize("limit", [39, 40])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_backward_in_bf16_is_computed_in_fp32_up_to_a_length(
+    limit: int, has_documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the length alone, so that a resumed run computes the same; both sides are equal to the reference."""
+    monkeypatch.setattr("zero2all.model.ops.attention.MAX_FP32_BACKWARD", limit)
+    monkeypatch.setattr("zero2all.model.ops.document_attention.MAX_FP32_BACKWARD", limit)
+    tokens = torch.zeros(2, 48, dtype=torch.int64)
+    tokens[:, 8] = 1  # documents of 8 and 40
+    length, starts = (48, document_starts(tokens, 1)) if has_documents else (40, None)
+    inputs = [random(n, 2, heads, length, 16, dtype=torch.bfloat16) for n, heads in enumerate((4, 2, 2))]
+    found, seen = [], set()
+
+    def watched(grad: Tensor, *rest: Any, **more: Any) -> Any:
+        seen.add(grad.dtype)
+        return flash_attention_cpu_backward(grad, *rest, **more)
+
+    monkeypatch.setattr("zero2all.model.ops.document_attention.flash_attention_cpu_backward", watched)
+    for name in ("sdpa", "reference"):
+        chosen = OPS["attention"][name].load()
+        mask = chosen.mask_for(starts, length, None, CPU)
+        found.append(with_gradients(lambda q, k, v, f=chosen, p=mask: f.attend(q, k, v, p), inputs))
+    assert_close(*found, DTYPES[torch.bfloat16])
+    in_bf16 = {torch.bfloat16} if has_documents else set()  # plain rows are torch's own operation
+    assert seen == ({torch.float32} if limit == 40 else in_bf16)
 
 
 def test_flex_attention_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +19,7 @@ from zero2all.model import document_starts
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.moe import MoE
 from zero2all.parallel import ParallelMesh, ParallelModel
+from zero2all.parallel.activation_checkpoint import apply_ac
 from zero2all.recipe import ModelConfig, ParallelRecipe
 
 SHAPE: dict[str, Any] = {
@@ -110,6 +111,38 @@ def test_checkpointing_changes_no_loss_no_gradient_and_no_load(moe: dict[str, An
         assert all(load.sum() == 128 * 2 for load in found["none"][-3:]), "two experts for each token, counted once"
 
 
+DROPOUT = {"attention_dropout": 0.2, "residual_dropout": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "moe"), [({}, None), (DROPOUT, None), (DROPOUT, MOE)], ids=["plain", "dropout", "experts"]
+)
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_every_nth_block_gives_the_same_bits(
+    mode: str, every: int, changes: dict[str, Any], moe: dict[str, Any] | None
+) -> None:
+    found = []
+    for sizes in ({"activation_checkpointing_every": every}, {"activation_checkpointing": "none"}):
+        parallel_model = build_model(mode, moe, sizes, **changes)
+        found.append({"loss": step(parallel_model, masked=not changes), **gradients(parallel_model)})
+    for name, value in found[1].items():
+        assert torch.equal(found[0][name], value), name
+
+
+def test_every_counts_layers_of_the_full_model() -> None:
+    """So that stages of a pipeline checkpoint the blocks that one process would."""
+    parallel_model = build_model("full", None, {"activation_checkpointing_every": 2}, num_hidden_layers=5)
+    names = [name for name, block in parallel_model.model.layers.named_children() if "forward" in vars(block)]
+    assert names == ["0", "2", "4"]
+    blocks = nn.ModuleDict({"3": nn.Identity(), "4": nn.Identity()})  # of a stage
+    recipe = ParallelRecipe(activation_checkpointing="full", activation_checkpointing_every=2)
+    apply_ac(blocks, recipe, parallel_model.config, torch.device("cpu"))
+    assert [name for name, block in blocks.items() if "forward" in vars(block)] == ["4"]
+    with pytest.raises(ValueError, match="set activation_checkpointing=full or selective"):
+        ParallelRecipe(activation_checkpointing_every=2)
+
+
 def test_the_balance_loss_is_in_the_gradient_with_checkpointing_too() -> None:
     """Or equal gradients would only mean that every mode had lost it."""
     routers = []
@@ -179,12 +212,13 @@ def test_operations_of_packages_are_known_by_name() -> None:
 
 @pytest.mark.parametrize("moe", [None, MOE], ids=["dense", "experts"])
 def test_hardware_flops_are_those_that_torch_counts(moe: dict[str, Any] | None) -> None:
-    for mode in MODES:
-        parallel_model = build_model(mode, moe, ops={"cross_entropy": "reference"})
+    for mode, every in (*((mode, 1) for mode in MODES), ("full", 2), ("full", 3), ("selective", 2)):
+        sizes = {"activation_checkpointing_every": every}
+        parallel_model = build_model(mode, moe, sizes, ops={"cross_entropy": "reference"})
         with FlopCounterMode(display=False) as counter:
             step(parallel_model)
-        flops = flops_per_token(parallel_model.config, 32).hardware(mode)
-        assert flops * 128 == pytest.approx(counter.get_total_flops(), rel=0.01), mode
+        flops = flops_per_token(parallel_model.config, 32).hardware(mode, every=every)
+        assert flops * 128 == pytest.approx(counter.get_total_flops(), rel=0.01), (mode, every)
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {

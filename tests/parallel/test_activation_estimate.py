@@ -45,7 +45,7 @@ def fake_ranks(count: int) -> Iterator[None]:
 
 def kept_bytes(mode: str, moe: dict[str, Any] | None, layers: int, sizes: dict[str, Any]) -> int:
     """Bytes that are allocated between forward and backward."""
-    with fake_ranks(2) if sizes else nullcontext():
+    with fake_ranks(2) if sizes.get("tp", 1) > 1 else nullcontext():
         parallel_model = build_model(mode, moe, sizes, **SHAPE, num_hidden_layers=layers)
         batch = torch.randint(0, 512, (TOKENS // 64, 65), generator=torch.Generator().manual_seed(0))
         with Storages() as storages:
@@ -77,6 +77,41 @@ def test_the_estimate_is_close_to_what_is_kept(
         )
     )  # fmt: skip
     assert estimates[0] - estimates[1] == pytest.approx(kept[0] - kept[1], rel=0.1)
+
+
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_the_estimate_of_every_nth_block(mode: Recompute, every: int) -> None:
+    """Of two depths that differ by one block that is stored and one that is not, or two of three."""
+    depths = (2 * every, every)
+    sizes = {"activation_checkpointing_every": every}
+    kept = [kept_bytes(mode, None, layers, sizes) for layers in depths]
+    estimates = [
+        activation_bytes(
+            ModelConfig.model_validate({**SHAPE, "num_hidden_layers": layers}), TOKENS, False, mode, every=every
+        )
+        for layers in depths
+    ]
+    assert estimates[0] - estimates[1] == pytest.approx(kept[0] - kept[1], rel=0.05)
+
+
+def test_the_estimate_of_residual_dropout() -> None:
+    """What the masks add, of two depths."""
+    changed = {**SHAPE, "residual_dropout": 0.1}
+    kept, estimates = [], []
+    for shape in (changed, SHAPE):
+        depths = []
+        for layers in (5, 3):
+            model = build_model("none", None, {}, **shape, num_hidden_layers=layers)
+            batch = torch.zeros(TOKENS // 64, 64, dtype=torch.int64)
+            with Storages() as storages:
+                losses = model.model(batch, targets_BS=batch)
+            depths.append(storages.alive(but=[*model.model.parameters(), *model.model.buffers()]))
+            del losses
+        kept.append(depths[0] - depths[1])
+        config = [ModelConfig.model_validate({**shape, "num_hidden_layers": layers}) for layers in (5, 3)]
+        estimates.append(activation_bytes(config[0], TOKENS, False) - activation_bytes(config[1], TOKENS, False))
+    assert estimates[0] - estimates[1] == pytest.approx(kept[0] - kept[1], rel=0.05)
 
 
 def memory(*overrides: str, world: int = 1) -> RankMemory:

@@ -42,6 +42,16 @@ BROKEN_RULES: dict[str, dict[str, Any]] = {
     "train.mixture names b": {"train": {"mixture": {"b": 1}}, "corpus": {"sources": [{"name": "a", "paths": ["x"]}]}},
     "model.vocab_size (320) is smaller": {"model": {"vocab_size": 320}},
     "only one of dp_replicate": {"parallel": {"dp_replicate": "auto"}},
+    "zero=2 keeps the gathered weights": {"parallel": {"zero": 2, "reshard_after_forward": "always"}},
+    "gradients that are reduce-scattered with every": {"parallel": {"zero": 1, "gradient_sync": "every"}},
+    "gradients that are reduce-scattered with the last": {"parallel": {"zero": 2, "gradient_sync": "last"}},
+    "offload=cpu is for shards": {"parallel": {"offload": "cpu", "dp_replicate": 2}},
+    "offload_dir holds what": {"parallel": {"offload_dir": "/nvme"}},
+    "Muon multiplies whole": {"parallel": {"offload": "cpu"}, "train": {"optimizer": {"name": "muon"}}},
+    "parallel.offload_dir holds the moments": {
+        "parallel": {"offload": "cpu", "offload_dir": "/nvme"},
+        "train": {"optimizer": {"name": "lion"}},
+    },
     "parallel.tp (2) must divide model.num_key_value_heads (1)": {
         "parallel": {"tp": 2},
         "model": {"num_attention_heads": 4},

@@ -94,6 +94,27 @@ def test_it_follows_a_run_within_two_seconds_and_text_stays_text(page: Any, tmp_
             no_complaints(page)
 
 
+def test_the_parts_of_a_step_are_stacked_and_the_legend_has_their_own_values(page: Any, tmp_path: Path) -> None:
+    parts = {"time/other": 0.5, "time/data": 1.0, "time/backward": 2.5, "time/communication": 1.0}
+    with RunRecord(tmp_path / "run" / "record.jsonl", system_every=None) as record:
+        record.event("start", step=0, steps=100)
+        for step in range(50):
+            record.step(step, loss=1.0, **parts)
+        record.flush()
+        with watching(tmp_path / "run") as (url, _):
+            page.get(url + "#lang=en")
+            chart = "document.querySelector('[data-chart=\"time/*\"]')"
+            until(page, f"{chart}?.scrollIntoView(); return Boolean({chart})")
+            until(page, INK, "time/*")
+            expected = "step 49data 1 (20 %)backward 2.5 (50 %)exposed communication 1 (20 %)other 0.5 (10 %)"
+            assert page.execute_script(f"return {chart}.querySelector('.legend').textContent") == expected
+            filled = until(page, INK, "time/*")
+            record.step(50, loss=1.0, **{**parts, "time/data": 6.0})
+            until(page, f"return {chart}.querySelector('.legend').textContent.includes('data 6 (60 %)')")
+            assert filled > 20000, "areas, not lines"
+            no_complaints(page)
+
+
 def test_it_shows_probes_and_those_that_are_evaluated_while_it_is_open(page: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fields: dict[str, Any] = {"kind": "probes", "suite": "own", "metric": "probability", "better": "higher"}

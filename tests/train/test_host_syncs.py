@@ -55,6 +55,17 @@ def test_experts_on_one_rank_have_none_of_their_own(
     assert syncs_of_a_step(workspace, tmp_path, monkeypatch, moe) == ONE_READ
 
 
+@pytest.mark.parametrize("name", ["adamw-bf16", "adafactor"])
+def test_an_optimizer_reads_nothing_but_its_step_counters_which_are_on_the_cpu(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    options = [f"train.optimizer.name={name}", "train.precision=auto"]
+    found = syncs_of_a_step(workspace, tmp_path, monkeypatch, *options)
+    counters = [place for place in found if place.startswith("__int__ in ada")]
+    assert len(counters) == 1
+    assert {place: count for place, count in found.items() if place not in counters} == ONE_READ
+
+
 def syncs_of_ep() -> list[str]:
     recipe = ParallelRecipe(ep=2)
     mesh = ParallelMesh(ParallelDims.from_recipe(recipe, 2), torch.device("cpu"))

@@ -50,7 +50,8 @@ def test_a_larger_model_has_a_lower_rate() -> None:
 def test_every_optimizer_has_its_rate() -> None:
     adamw = chosen()[LR]
     assert adamw == float(f"{step_law_lr(lr_parameters(recipe_of().model), 2e9):.2e}")
-    assert chosen("train.optimizer.name=adamw-8bit")[LR] == adamw
+    for same in ("adamw-8bit", "adamw-bf16", "adafactor"):
+        assert chosen(f"train.optimizer.name={same}")[LR] == adamw
     assert chosen("train.optimizer.name=lion")[LR] == pytest.approx(adamw / 5, rel=0.01)
     assert chosen("train.optimizer.name=sgd")[LR] == 0.1
     assert chosen("train.optimizer.name=muon") == {**chosen(), MUON: 0.02}

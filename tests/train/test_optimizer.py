@@ -22,7 +22,7 @@ from zero2all.train.muon import Muon, newton_schulz
 from zero2all.train.optimizer import MUON_DTYPES, Lion, build_optimizers, set_learning_rate
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adamw-bf16", "adafactor", "muon", "lion", "sgd"])
 def test_only_matrices_decay_and_every_parameter_is_in_one_group(name: str) -> None:
     model = Z2all(ModelConfig(vocab_size=64, qkv_bias=True, qk_norm=True))
     optimizers = build_optimizers(model, OptimizerRecipe(name=name, weight_decay=0.3))
@@ -37,7 +37,7 @@ def test_only_matrices_decay_and_every_parameter_is_in_one_group(name: str) -> N
         assert all(n.startswith("layers.") and n.endswith("proj.weight") for n in by_muon)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adamw-bf16", "adafactor", "muon", "lion", "sgd"])
 def test_the_recipe_reaches_every_group(name: str) -> None:
     model = Z2all(ModelConfig(vocab_size=64))
     recipe = OptimizerRecipe(name=name, lr=0.5, muon_lr=0.25, momentum=0.7, betas=(0.6, 0.8), eps=1e-5)

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from zero2all.model.cost.flops import flops_per_token, palm_flops_per_token
+from zero2all.model.cost.model_size import count_parameters
 from zero2all.recipe import ModelConfig
 from zero2all.train.throughput import ThroughputMeter
 
@@ -29,3 +31,19 @@ def test_the_log_line_says_that_the_machine_was_busy(
     [part] = [part for part in on_cpu.step_line(0, 1.0, 1e-3, 1.0, {}).split("  ") if part.startswith("MFU")]
     assert part.endswith(f"%{note}")
     assert "other programs" not in on_gpu.step_line(0, 1.0, 1e-3, 1.0, {})
+
+
+def test_tflops_are_of_one_device_and_both_utilizations_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero2all.cpu_use.OtherCpuUse.share", lambda self: None)
+    one, four = meter("cpu"), meter("cpu")
+    four.world_size = 4
+    one.tokens_per_second, four.tokens_per_second = 1e4, 4e4
+    config, measured = one.config, one.metrics(0)
+    assert measured["tflops"] == pytest.approx(1e4 * flops_per_token(config, 32).model / 1e12, abs=1e-4)
+    palm = palm_flops_per_token(config, count_parameters(config).active, 32)
+    assert measured["mfu_palm"] == pytest.approx(1e4 * palm / 1e12, abs=1e-4)
+    assert measured["mfu_palm"] > measured["mfu"] > 0
+    names = ("tflops", "mfu", "mfu_palm", "hfu")
+    assert [four.metrics(0)[name] for name in names] == [measured[name] for name in names]
+    line = one.step_line(0, 1.0, 1e-3, 1.0, {})
+    assert f"{measured['tflops']:.3g} TFLOP/s  MFU {100 * measured['mfu']:.1f}% (PaLM" in line

@@ -1,6 +1,6 @@
 import uPlot from "uplot";
 import { getSeries } from "./api.js";
-import { append, positionOf, plotted, stepAt, xOf } from "./columns.js";
+import { append, positionOf, plotted, stacked, stepAt, xOf } from "./columns.js";
 import { element } from "./element.js";
 import { compact, duration, number } from "./format.js";
 import { isProbe } from "./probes.js";
@@ -94,10 +94,21 @@ export class Chart {
       Object.keys(block.mean).map((name) => ({
         run, name, block,
         begun: run.begun,
-        label: [shown.length > 1 ? run.status.name : null, byRun ? null : shortened(name)].filter(Boolean).join(" · "),
+        label: [shown.length > 1 ? run.status.name : null, byRun ? null : this.labelOf(name)].filter(Boolean).join(" · "),
         colour: COLOURS[(byRun ? run.id : this.group.names.indexOf(name)) % COLOURS.length],
         dash: byRun ? undefined : DASHES[run.id % DASHES.length],
       }))));
+  }
+
+  labelOf(name) {
+    return this.group.stacked ? say({ communication: "exposed communication" }[shortened(name)] ?? shortened(name)) : shortened(name);
+  }
+
+  // Several runs are lines: their stacks would hide each other.
+  table() {
+    const lines = this.lines(), stacks = this.stacks = this.group.stacked && lines.length > 0 && lines.every((line) => line.block === lines[0].block);
+    if (stacks) lines.sort((a, b) => this.group.names.indexOf(a.name) - this.group.names.indexOf(b.name));
+    return (stacks ? stacked : plotted)(lines, this.options());
   }
 
   options() {
@@ -106,15 +117,16 @@ export class Chart {
 
   update() {
     if (!this.plot) return this.draw();
-    const { data, series } = plotted(this.lines(), this.options());
+    const { data, series } = this.table();
     if (series.length !== this.plot.series.length) return this.draw();
+    series.forEach(({ own }, column) => { this.plot.series[column].own = own; });
     this.plot.setData(data);
     this.readOut(this.plot);
   }
 
   draw() {
     this.plot?.destroy();
-    const lines = this.lines(), { data, series, bands } = plotted(lines, this.options());
+    const { data, series, bands } = this.table();
     this.root.classList.toggle("empty", data[0].length === 0);
     const style = getComputedStyle(document.documentElement);
     const ink = style.getPropertyValue("--ink-soft").trim(), grid = style.getPropertyValue("--grid").trim();
@@ -125,7 +137,7 @@ export class Chart {
       height: HEIGHT,
       series, bands,
       padding: [10, 10, 0, 0],
-      scales: { x: { time: false, distr: state.logx ? 3 : 1 }, y: { distr: state.logy ? 3 : 1 } },
+      scales: { x: { time: false, distr: state.logx ? 3 : 1 }, y: this.stacks ? { range: (_, low, high) => [0, 1.05 * high] } : { distr: state.logy ? 3 : 1 } },
       axes: [
         { ...axis, size: 28, values: (_, splits) => splits.map((value) => (value == null ? "" : shown(value))) },
         { ...axis, size: 52, values: (_, splits) => splits.map((value) => (value == null ? "" : compact(value))) },
@@ -190,9 +202,11 @@ export class Chart {
 
   readOut(plot) {
     const over = plot.cursor.idx != null, idx = plot.cursor.idx ?? plot.data[0].length - 1;
-    const items = plot.series.map((series, column) => [series.line, plot.data[column]]).filter(([line]) => line)
-      .map(([line, values]) => element("span", {},
-        element("i", { style: `background:${line.colour}` }), line.label, " ", element("b", {}, number(near(values, idx, over ? 200 : Infinity)))));
+    const reach = over ? 200 : Infinity, total = near(plot.data.at(-1), idx, reach);
+    const shareOf = (value) => (this.stacks && total ? ` (${Math.round((100 * value) / total)} %)` : "");
+    const items = plot.series.map((series, column) => [series.line, near(series.own ?? plot.data[column], idx, reach)])
+      .filter(([line]) => line).map(([line, value]) => element("span", {},
+        element("i", { style: `background:${line.colour}` }), line.label, " ", element("b", {}, number(value)), shareOf(value)));
     const where = { step: (x) => say("step {}").replace("{}", Math.round(x)), tokens: compact, time: duration }[state.x];
     const x = plot.data[0][idx];
     const event = !over ? null : this.eventNear(plot, plot.cursor.left);

@@ -62,6 +62,23 @@ export function plotted(lines, options) {
   return { data: tables.length ? uPlot.join(tables) : [[]], series, bands };
 }
 
+// As plotted, for lines of one block that add up: each column is the sum of its line and those below it. Series keep
+// the values of their own lines.
+export function stacked(lines, options) {
+  const [{ block, begun }] = lines, own = lines.map((line) => smoothed(block.mean[line.name], options.smooth));
+  const sums = [];
+  for (const values of own)
+    sums.push(values.map((value, row) => (value == null ? null : value + (sums.at(-1)?.[row] ?? 0))));
+  const table = [xOf(block, options.axis, begun), ...sums, ...own];
+  const data = options.logx ? dropNonPositive(table) : table;
+  const series = lines.map((line, at) => ({
+    line, own: data[1 + lines.length + at], stroke: line.colour, width: 1, spanGaps: true, points: { show: false },
+    fill: at === 0 ? line.colour + "b0" : undefined,
+  }));
+  const bands = lines.slice(1).map((line, at) => ({ series: [at + 2, at + 1], fill: line.colour + "b0" }));
+  return { data: data.slice(0, 1 + lines.length), series: [{}, ...series], bands };
+}
+
 // A log axis has no zero.
 function dropNonPositive(table) {
   const keep = table[0].map((x, row) => (x > 0 ? row : -1)).filter((row) => row >= 0);

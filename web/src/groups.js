@@ -6,12 +6,15 @@ const TITLES = {
   "validation/*": "validation bits per byte", "stories/*": "quality of generated stories", lr: "learning rate",
   grad_norm: "gradient norm",
   tokens_per_second: "tokens per second", mfu: "MFU", hfu: "HFU", goodput: "goodput", memory: "memory (bytes)",
-  data_wait: "waiting for data", "time/*": "time of a step by part (s)", "system/cpu_cores": "CPU cores in use",
+  data_wait: "waiting for data", "time/*": "where the time of a step goes (s)", step_time: "time of a step (s)",
+  "time/@": "exposed communication by rank (s)", "system/cpu_cores": "CPU cores in use",
   "system/memory_gib": "memory of the process (GiB)", "system/machine_memory_gib": "memory of the machine (GiB)",
   "system/load": "load", "system/other_cpu": "CPU share of other programs",
 };
 const FIRST = ["loss", "loss/*", "validation/*", "stories/*", "bpb", "bpb/*", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu",
-  "goodput", "time/*", "data_wait", "memory"];
+  "goodput", "time/*", "step_time", "time/@", "data_wait", "memory"];
+// Parts of a step, from the bottom of their stack to its top.
+const PARTS = ["data", "forward", "loss", "backward", "communication", "optimizer", "logging", "other"].map((part) => `time/${part}`);
 const LAST = /^(system|gpu)/;
 const AXES = new Set(["tokens"]);
 
@@ -22,17 +25,22 @@ export function drawnNames(run) {
   return single ? run.names.filter((name) => !isSourceLoss(name)) : run.names;
 }
 
-// [{ id, title, names }], each name in one chart.
+// [{ id, title, names, stacked }]; what is stacked adds up.
 export function groupNames(names) {
   const groups = new Map();
   for (const name of names) {
     const base = name.replace(/@\d+$/, "");
     if (AXES.has(base)) continue;
-    const id = chartOf(base);
+    const id = name !== base && PARTS.includes(base) ? "time/@" : chartOf(base);
     if (!groups.has(id)) groups.set(id, []);
     groups.get(id).push(name);
   }
-  return [...groups].map(([id, members]) => ({ id, title: TITLES[id] ?? (isProbe(id) ? id.slice(id.indexOf("/") + 1) : id), names: members }))
+  groups.get("time/@")?.unshift("time/communication");  // that of rank 0, which is also in the stack
+  groups.get("time/*")?.sort((a, b) => PARTS.indexOf(a) - PARTS.indexOf(b));
+  return [...groups].map(([id, members]) => ({
+    id, names: members, stacked: id === "time/*",
+    title: TITLES[id] ?? (isProbe(id) ? id.slice(id.indexOf("/") + 1) : id),
+  }))
     .sort((a, b) => rank(a.id) - rank(b.id) || a.id.localeCompare(b.id));
 }
 

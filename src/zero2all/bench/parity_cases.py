@@ -34,7 +34,7 @@ class TrainingSetup:
     """How to train: optimizer, model variant, masking, checkpointing."""
 
     name: str
-    optimizer: Literal["adamw", "sgd", "muon"]
+    optimizer: Literal["adamw", "adafactor", "sgd", "muon"]
     model_variant: Literal["plain", "tied", "muP"] = "plain"
     document_mask: bool = False
     checkpointing: Literal["none", "full", "selective"] = "none"
@@ -98,6 +98,7 @@ TRAINING_SETUPS = (
     TrainingSetup("SGD, selective checkpointing", "sgd", checkpointing="selective"),
     TrainingSetup("tied", "sgd", model_variant="tied"),
     TrainingSetup("muP", "adamw", model_variant="muP"),
+    TrainingSetup("Adafactor", "adafactor"),
     TrainingSetup("Muon", "muon"),
     TrainingSetup("Muon in fp32", "muon", muon_dtype="fp32"),
 )
@@ -128,6 +129,7 @@ def cases() -> list[ParityCase]:
         *(_case(f"FSDP {n}, experts", n, moe=True) for n in (2, 4)),
         _case("HSDP 2x2", 4, dp_replicate=2),
         *_accumulation_cases(),
+        *_zero_cases(),
         *(_case(f"TP {n}", n, tp=n, sp=False, loss_parallel=False) for n in (2, 4)),
         *(_case(f"TP {n} + SP", n, tp=n, loss_parallel=False) for n in (2, 4)),
         *(_case(f"TP {n} + SP, parallel loss", n, tp=n) for n in (2, 4)),
@@ -150,6 +152,18 @@ def cases() -> list[ParityCase]:
         _case("EP 2 x PP 2", 4, moe=True, ep=2, pp=2),
         _case("FSDP 2 x TP 2 x PP 2", 8, tp=2, pp=2),
         _case("FSDP 2 x TP 2 x PP 2 interleaved", 8, tp=2, pp=2, schedule="interleaved"),
+        _case("ZeRO-1 x TP 2 x PP 2 interleaved", 8, zero=1, tp=2, pp=2, schedule="interleaved"),
+    ]
+
+
+def _zero_cases() -> list[ParityCase]:
+    """Weights that stay gathered over several micro-batches; a pipeline keeps them with every stage."""
+    return [
+        *(_case(f"ZeRO-{stage} on 2", 2, micro_batch_size=2, zero=stage) for stage in (1, 2)),
+        _case("ZeRO-1, HSDP 2x2", 4, micro_batch_size=1, zero=1, dp_replicate=2),
+        _case("ZeRO-1 x TP 2", 4, micro_batch_size=2, zero=1, tp=2),
+        _case("ZeRO-2 x CP 2", 4, micro_batch_size=2, zero=2, cp=2),
+        _case("ZeRO-2 x EP 2", 4, micro_batch_size=1, zero=2, moe=True, ep=2),
     ]
 
 

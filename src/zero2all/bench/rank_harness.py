@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from zero2all.console import warn
 from zero2all.errors import Z2aError
 from zero2all.processes import watch_parent
 
+Backend = Literal["gloo", "nccl"]
 GRACE_SECONDS = 2.0  # for the last messages of ranks after one has failed
 
 
@@ -27,19 +28,29 @@ class RankCrashError(Z2aError):
 
 
 def run_ranks(
-    ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 120, detail: bool = False
+    ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float = 120,
+    detail: bool = False,
+    backend: Backend = "gloo",
 ) -> list[Any]:
-    """``function(*args)`` in ``ranks`` processes that share a gloo group; their results in the order of ranks.
+    """``function(*args)`` in ``ranks`` processes that share a process group; their results in the order of ranks.
 
     The first rank to fail ends all of them, and its traceback is in the error; so does the time limit. With ``detail``
     torch checks that all ranks call the same collective with the same shapes: gloo silently reduces mismatched ones.
     """
-    [results] = stream_ranks(ranks, _yield_result, function, *args, seconds=seconds, detail=detail)
+    [results] = stream_ranks(ranks, _yield_result, function, *args, seconds=seconds, detail=detail, backend=backend)
     return results
 
 
 def stream_ranks(
-    ranks: int, function: Callable[..., Iterator[Any]], *args: Any, seconds: float = 120, detail: bool = False
+    ranks: int,
+    function: Callable[..., Iterator[Any]],
+    *args: Any,
+    seconds: float = 120,
+    detail: bool = False,
+    backend: Backend = "gloo",
 ) -> Iterator[list[Any]]:
     """As :func:`run_ranks` for a function that yields: the first value of every rank once all have it, and so on."""
     context = multiprocessing.get_context("spawn")
@@ -47,7 +58,7 @@ def stream_ranks(
         processes, pipes = [], []
         for rank in range(ranks):
             receive, send = context.Pipe(duplex=False)
-            job = (rank, ranks, directory, seconds, detail, send, function, args)
+            job = (rank, ranks, directory, seconds, detail, backend, send, function, args)
             processes.append(context.Process(target=_rank_main, args=job, daemon=True))
             processes[-1].start()
             send.close()
@@ -137,6 +148,7 @@ def _rank_main(
     directory: str,
     seconds: float,
     detail: bool,
+    backend: Backend,
     send: Connection,
     function: Callable[..., Iterator[Any]],
     args: Any,
@@ -158,7 +170,9 @@ def _rank_main(
 
     try:
         store = FileStore(str(Path(directory) / "store"), ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds))
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds))
         for value in function(*args):
             send_message("value", value)
     except BaseException:

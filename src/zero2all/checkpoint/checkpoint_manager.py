@@ -200,8 +200,8 @@ class CheckpointManager:
         lineage = self.lineage
         for name, value in rng_state().items():
             self._live_tensors[f"rng.{name}"].copy_(value)
-        if any(type(local_shard(tensor)) is not Tensor for tensor in self._live_tensors.values()):
-            # Quantized optimizer state is not plain bytes: it is written while training waits, never kept in memory.
+        if any(map(_is_not_staged, self._live_tensors.values())):
+            # Written while training waits, never kept in memory.
             if durable:
                 live_state = self._live_state
                 self._pending_write = run_in_background(lambda: self._write(step, live_state, state, lineage))
@@ -335,3 +335,9 @@ def _no_space_message(place: Path, size: int, error: str) -> str:
         f"The ranks of this machine need {show_bytes(node_bytes)} there: in Docker --shm-size={needed} or --ipc=host, "
         f"in Kubernetes an emptyDir with 'medium: Memory' and a sizeLimit of at least that mounted at {place}"
     )
+
+
+def _is_not_staged(tensor: Tensor) -> bool:
+    """Quantized optimizer state is not plain bytes; state in files (parallel.offload_dir) need not fit into memory."""
+    shard = local_shard(tensor)
+    return type(shard) is not Tensor or shard.untyped_storage().filename is not None

@@ -55,7 +55,7 @@ class InitialWeights:
     step: int | None
     """Of the checkpoint."""
     dtype: str
-    """As they are stored; a run has its weights in fp32."""
+    """As they are stored; a run has its weights in fp32, with adamw-bf16 in bf16."""
     new_tokens: int
     """Rows that were added to the vocabulary."""
     seeded: list[str]

@@ -1,17 +1,15 @@
-"""z2a bench ops | shapes | parity"""
+"""z2a bench ops | shapes | parity | loader | comm | checkpoint | tokenize"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from zero2all.cli.bench_system import Out, checkpoint, comm, loader, tokenize
 from zero2all.cli.conventions import Json, Overrides, RecipeOrPreset, Result, command
 
-app = typer.Typer(help="Benchmark kernels, matrix shapes and parallelism.", no_args_is_help=True)
-
-Out = Annotated[Path | None, typer.Option("--out", help="Write the tables to this directory, as Markdown and JSON.")]
+app = typer.Typer(help="Benchmark kernels, shapes, parallelism, data and storage.", no_args_is_help=True)
 
 
 @app.command()
@@ -21,26 +19,42 @@ def ops(
     overrides: Overrides = None,
     rounds: Annotated[
         int, typer.Option("--rounds", min=1, help="Number of measurements of each row; the fastest one is used.")
-    ] = 3,
+    ] = 2,
     steps: Annotated[
         int, typer.Option("--steps", min=1, help="Number of timed steps in each round; the median is used.")
     ] = 5,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also measure with torch.compile.")] = True,
+    compiled: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Also measure with torch.compile. Default: only on a GPU."),
+    ] = None,
+    subset: Annotated[
+        list[str] | None,
+        typer.Option("--subset", help="One more row with only these kernels fused, such as norm,rope. Repeatable."),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            help="Instead of kernels, sweep a size: vocabulary, hidden, heads, micro-batch or layout. Repeatable.",
+        ),
+    ] = None,
     out: Out = None,
     json: Json = False,
 ) -> Result:
-    """Time a training step with and without each fused kernel.
+    """Time a training step by kernel: all fused, all but one, one replaced, only a few; or by size.
 
     The default auto is a small preset on a CPU and the reference shape on a GPU.
 
-    Example: z2a bench ops z2all-10m train.batch_tokens=4096 --out bench
+    Example: z2a bench ops z2all-10m train.batch_tokens=4096 --sweep vocabulary --sweep layout --out bench
     """
     from zero2all.bench import bench_ops, default_preset, ops_markdown, write_report
+    from zero2all.bench.variants import find_sweep
     from zero2all.recipe import load_recipe_or_preset
     from zero2all.train.hyperparameters import fill_hyperparameters
 
     recipe = fill_hyperparameters(load_recipe_or_preset(default_preset() if target == "auto" else target, overrides))
-    report = bench_ops(recipe, rounds, steps, compiled)
+    subsets = [names.split(",") for names in subset or ()]
+    report = bench_ops(recipe, rounds, steps, compiled, subsets, [find_sweep(name) for name in sweep or ()])
     markdown = ops_markdown(report)
     if out is not None:
         write_report(out, "bench-ops", report, markdown)
@@ -110,3 +124,7 @@ def parity(
     if not all(outcome.equal for outcome in outcomes):
         raise Z2aError(f"not every layout is equal to one process\n{markdown}")
     return Result(report, markdown)
+
+
+for system_command in (loader, comm, checkpoint, tokenize):
+    app.command()(system_command)

@@ -9,10 +9,10 @@ from typer.core import TyperGroup
 
 PANELS = {
     "Data": ("corpus", "tokenizer", "tokens"),
-    "Train": ("quickstart", "recipe", "model", "parallel", "plan", "train", "sweep", "align"),
+    "Train": ("quickstart", "recipe", "model", "parallel", "plan", "train", "sweep", "ladder", "align"),
     "Runs": ("watch", "report", "compare", "blame", "goodput", "ckpt", "generate", "chat", "serve", "export"),
     "Cluster": ("launch", "rendezvous", "doctor"),
-    "Measure": ("eval", "bench", "chaos"),
+    "Measure": ("eval", "profile", "bench", "chaos"),
 }
 
 

@@ -23,6 +23,7 @@ from zero2all.cli import (
     launch,
     model,
     parallel,
+    profile,
     recipe,
     runs,
     serve,
@@ -54,12 +55,14 @@ app.add_typer(tokens.app, name="tokens")
 app.add_typer(model.app, name="model")
 app.command("train")(runs.train)
 app.command("sweep")(experiments.sweep)
+app.command("ladder")(experiments.ladder)
 app.add_typer(align.app, name="align")
 app.command("launch")(launch.launch)
 app.command("rendezvous")(launch.rendezvous)
 app.add_typer(parallel.app, name="parallel")
 app.command("plan")(plan_command.plan)
 app.add_typer(ckpt.app, name="ckpt")
+app.command("profile")(profile.profile)
 app.command("goodput")(runs.goodput)
 app.command("doctor")(doctor.doctor)
 app.command("chaos")(chaos.chaos)

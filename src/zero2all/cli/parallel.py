@@ -17,6 +17,9 @@ def show(
     recipe: RecipePath,
     overrides: Overrides = None,
     world: Annotated[int, typer.Option("--world-size", "--world", min=1, help="Number of ranks (world size).")] = 1,
+    memory: Annotated[
+        str, typer.Option(help="Free memory of a device, such as 80GiB, for train.micro_batch_tokens=auto.")
+    ] = "",
     json: Json = False,
 ) -> Result:
     """Dry run: mesh, layers and memory per rank for N ranks.
@@ -25,7 +28,10 @@ def show(
     """
     from zero2all.parallel.dry_run import dry_run, dry_run_text
     from zero2all.recipe import load_recipe
-    from zero2all.train.hyperparameters import fill_hyperparameters
+    from zero2all.train.hyperparameters import fill_hyperparameters, with_hyperparameters
+    from zero2all.train.micro_batch import estimate_micro_batch, planned_gpu_memory
 
-    shown = dry_run(fill_hyperparameters(load_recipe(recipe, overrides)), world)
-    return Result(shown, dry_run_text(shown))
+    filled = fill_hyperparameters(load_recipe(recipe, overrides))
+    chosen = estimate_micro_batch(filled, world, planned_gpu_memory(filled, memory))
+    shown = dry_run(with_hyperparameters(filled, chosen), world)
+    return Result(shown, "\n".join([*(f"chosen: {value}" for value in chosen), dry_run_text(shown)]))

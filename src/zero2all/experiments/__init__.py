@@ -9,6 +9,7 @@ one runner for all plans.
 """
 
 from zero2all.experiments.comparison import Comparison, compare_targets, open_experiment
+from zero2all.experiments.ladder import ladder_report, ladder_text, plan_ladder, size_recipe
 from zero2all.experiments.mixtures import plan_mixtures, write_suggestion
 from zero2all.experiments.report import Report, build_report, report_text
 from zero2all.experiments.runner import run_experiment
@@ -29,12 +30,16 @@ __all__ = [
     "VariantGroup",
     "build_report",
     "compare_targets",
+    "ladder_report",
+    "ladder_text",
     "make_plan",
     "open_experiment",
     "plan_comparison",
+    "plan_ladder",
     "plan_mixtures",
     "plan_sweep",
     "report_text",
     "run_experiment",
+    "size_recipe",
     "write_suggestion",
 ]

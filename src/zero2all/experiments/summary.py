@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import fmean
 
+from zero2all.experiments.ladder import ladder_plot
 from zero2all.experiments.mixtures import analyze_mixtures
 from zero2all.experiments.plots import sweep_plot
 from zero2all.experiments.statistics import compare_groups, standard_deviation
-from zero2all.track.experiment_record import MIXTURE_SEARCH, ExperimentRecord, GroupSummary, Verdict
+from zero2all.track.experiment_record import LADDER, MIXTURE_SEARCH, ExperimentRecord, GroupSummary, Verdict
 
 
 def summarize(record: ExperimentRecord) -> ExperimentRecord:
@@ -17,6 +18,8 @@ def summarize(record: ExperimentRecord) -> ExperimentRecord:
     if record.is_sweep:
         groups.sort(key=lambda one: (one.bits_per_byte is None, one.bits_per_byte or 0.0))
     plot = sweep_plot(record) if record.kind == "sweep" else None
+    if record.kind == LADDER:
+        plot = ladder_plot(record)
     fit = None
     if record.kind == MIXTURE_SEARCH and (analysis := analyze_mixtures(record)) is not None:
         fit, plot = analysis
@@ -57,6 +60,8 @@ def _verdicts(record: ExperimentRecord, groups: list[GroupSummary]) -> list[Verd
 
     Groups that were measured on other validation text are left out.
     """
+    if record.kind == LADDER:  # sizes are not compared
+        return []
     values = record.values_by_group()
     sets = {variant.group: variant.result.validation_set for variant in record.variants if variant.result is not None}
     known = [one.group for one in groups if one.group in values]

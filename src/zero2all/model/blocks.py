@@ -45,7 +45,7 @@ class RMSNorm(OpsModule):
 class Attention(OpsModule):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_size = layer, config.head_size
+        self.layer, self.head_size, self.dropout = layer, config.head_size, config.attention_dropout
         queries, keys = config.num_attention_heads * config.head_size, config.num_key_value_heads * config.head_size
         self.q_proj = projection(config.lora, "q_proj", config.hidden_size, queries, config.qkv_bias)
         self.k_proj = projection(config.lora, "k_proj", config.hidden_size, keys, config.qkv_bias)
@@ -63,10 +63,13 @@ class Attention(OpsModule):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
         q, k = self.ops.rope(q, k, rotary)
-        if cache is None:
-            out_BHSE = self.ops.attention.attend(q, k, v, mask)
-        else:
+        if cache is not None:
             out_BHSE = attend_cached(q, *cache.extend(self.layer, k, v), mask)
+        elif self.dropout and self.training:
+            assert self.ops.attention.attend_with_dropout is not None, "the kernel was chosen without its config"
+            out_BHSE = self.ops.attention.attend_with_dropout(q, k, v, mask, self.dropout)
+        else:
+            out_BHSE = self.ops.attention.attend(q, k, v, mask)
         out: Tensor = self.o_proj(out_BHSE.transpose(1, 2).reshape(batch, length, -1))
         return out
 

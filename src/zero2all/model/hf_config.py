@@ -70,6 +70,7 @@ class HFConfig:
     rope_scaling: HFRope | None = None
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
+    attention_dropout: float | None = 0.0
     tie_word_embeddings: bool = False
     use_sliding_window: bool | None = None
     sliding_window: int | None = None
@@ -176,7 +177,7 @@ def hf_config(config: ModelConfig, end_of_text: int | None = None, dtype: str = 
         "rope_parameters": _rope_parameters(config),  # read by transformers 5
         "rms_norm_eps": config.rms_norm_eps,
         "attention_bias": config.qkv_bias,
-        "attention_dropout": 0.0,
+        "attention_dropout": config.attention_dropout,
         "hidden_act": "silu",
         "initializer_range": config.initializer_range,
         "tie_word_embeddings": config.tie_word_embeddings,
@@ -279,6 +280,7 @@ def from_hf_config(values: object, source: object = "config.json") -> ModelConfi
         tie_word_embeddings=config.tie_word_embeddings,
         sliding_window=window,
         full_attention_interval=full_attention_interval,
+        attention_dropout=config.attention_dropout or 0.0,
         moe=_moe(kind, values, source),
         initializer_range=config.initializer_range,
     )

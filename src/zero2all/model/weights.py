@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zero2all.errors import Z2aError
+from zero2all.model.cost.optimizer_state import ROUTER
 from zero2all.model.lora import ADAPTER_MARK
 from zero2all.model.z2all import Z2all
 from zero2all.recipe import ModelConfig
@@ -175,6 +176,13 @@ def load_weights(
             raise Z2aError(f"{name} has values that are not finite")
         part.copy_(values)
         del values  # before the next one is read
+
+
+def set_weight_dtype(model: Z2all, dtype: torch.dtype) -> None:
+    """Store the weights in another dtype. Routers stay in fp32: see ``Router``."""
+    for name, parameter in model.named_parameters():
+        if ROUTER not in name:
+            parameter.data = parameter.data.to(dtype)  # in place, so that a tied weight stays one
 
 
 def load_model(reader: WeightReader, device: str | torch.device = "cpu") -> Z2all:

@@ -27,7 +27,7 @@ from zero2all.recipe import ModelConfig, OpsRecipe, RopeScaling
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.window = config.layer_window(layer)
+        self.window, self.dropout = config.layer_window(layer), config.residual_dropout
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -41,13 +41,26 @@ class Block(nn.Module):
         self, x_BSD: Tensor, rotary: Tensor, mask: Any = None, cache: KVCache | Branches | None = None
     ) -> tuple[Tensor, RoutingStats | None]:
         """The residual stream, and with experts in training the routing statistics."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary, mask, cache).to(x_BSD.dtype)
+        keep_attended = keep_added = None
+        if self.dropout and self.training and cache is None:
+            # Drawn before attention: selective checkpointing keeps its output, so that a recomputed forward draws no
+            # numbers for attention dropout.
+            keep_attended, keep_added = self._draw_keep(x_BSD), self._draw_keep(x_BSD)
+        attended = self.self_attn(self.input_layernorm(x_BSD), rotary, mask, cache)
+        x_BSD = x_BSD + self._drop(attended, keep_attended).to(x_BSD.dtype)
         normed, routed = self.post_attention_layernorm(x_BSD), None
         if isinstance(self.mlp, MoE):
             added, routed = self.mlp(normed)
         else:
             added = self.mlp(normed)
-        return x_BSD + added.to(x_BSD.dtype), routed
+        return x_BSD + self._drop(added, keep_added).to(x_BSD.dtype), routed
+
+    def _draw_keep(self, x_BSD: Tensor) -> Tensor:
+        """Which elements of the residual stream's shape dropout keeps: one byte each until the backward pass."""
+        return torch.empty_like(x_BSD, dtype=torch.bool).bernoulli_(1 - self.dropout)
+
+    def _drop(self, x_BSD: Tensor, keep_BSD: Tensor | None) -> Tensor:
+        return x_BSD if keep_BSD is None else torch.where(keep_BSD, x_BSD / (1 - self.dropout), 0.0)
 
 
 class MTPModule(nn.Module):
@@ -105,11 +118,12 @@ class Z2all(OpsModule):
             if isinstance(module, OpsModule):
                 module.ops = ops
 
-    def init_buffers(self) -> Z2all:
-        """Set what is not a weight, on the device where the weights are. For a model built on the meta device."""
+    def init_buffers(self, device: torch.device | None = None) -> Z2all:
+        """Set what is not a weight, on the device that computes: by default where the weights are. For a model built on
+        the meta device."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight  # to_empty() after a meta build makes two of it
-        device = self.embed_tokens.weight.device
+        device = device or self.embed_tokens.weight.device
         self.set_ops(choose_kernels(self.config, device))
         self.rotary_2SE = rotary_table(self.config, self.config.max_position_embeddings, device)
         for layer in self._moe_layers():
@@ -118,12 +132,12 @@ class Z2all(OpsModule):
         return self
 
     @torch.no_grad()
-    def init_weights(self, seed: int) -> Z2all:
+    def init_weights(self, seed: int, device: torch.device | None = None) -> Z2all:
         """Fill every parameter, each from (seed, its name), so that a part gets the weights of the full model.
 
-        Works on a model that was built on the meta device too.
+        Works on a model that was built on the meta device too. ``device`` as in ``init_buffers``.
         """
-        self.init_buffers()
+        self.init_buffers(device)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
@@ -163,6 +177,7 @@ class Z2all(OpsModule):
         soft_ids_BSK: Tensor | None = None,
         soft_logps_BSK: Tensor | None = None,
         soft_weight: float = 0.0,
+        dropout_seed_1: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, S, V], or with targets the loss of each token [B, S] in fp32, zero where it is IGNORE_INDEX.
 
@@ -176,6 +191,8 @@ class Z2all(OpsModule):
 
         With ``scored`` only its targets are scored: the losses, and 1 where a target is the likeliest token, [2, N].
         With ``soft_ids_BSK`` the gradient is also that of the distance to a teacher: see ``SoftTargets``.
+
+        With ``dropout_seed_1``, one number in main memory, dropout masks are a function of it and of the layer.
         """
         length = tokens_BS.shape[1]
         end = length if cache is None else cache.longest + length
@@ -194,6 +211,7 @@ class Z2all(OpsModule):
         balance_losses: list[Tensor] = []
         for layer in self.layers:
             assert isinstance(layer, Block)
+            _seed_dropout(dropout_seed_1, layer.self_attn.layer)
             x_BSD, routed = layer(x_BSD, rotary, masks.get(layer.window), cache)
             balance_losses += _record_expert_load(layer, routed)
         if targets_BS is None:
@@ -209,6 +227,7 @@ class Z2all(OpsModule):
             return losses
         extra = torch.zeros(targets_BS.shape, device=x_BSD.device)
         if self.mtp is not None:
+            _seed_dropout(dropout_seed_1, self.config.num_hidden_layers)
             mtp_losses, routed = self._mtp_losses(self.mtp, x_BSD, targets_BS, rotary, masks, doc_starts_BS)
             extra = extra + self.config.mtp_weight * mtp_losses
             balance_losses += _record_expert_load(self.mtp.block, routed)
@@ -288,6 +307,17 @@ class Z2all(OpsModule):
         if self.config.residual_fp32:
             return x.float()
         return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
+
+
+def _seed_dropout(seed_1: Tensor | None, layer: int) -> None:
+    """Before each layer, so that a pipeline stage draws what the full model would."""
+    if seed_1 is not None:
+        torch.manual_seed(derive_seed(int(seed_1), layer))
+
+
+def derive_seed(*parts: int) -> int:
+    """A seed of its own for each combination of numbers."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest())
 
 
 def _record_expert_load(block: Block, routed: RoutingStats | None) -> list[Tensor]:

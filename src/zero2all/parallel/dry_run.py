@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from zero2all.errors import UsageError, Z2aError
 from zero2all.hardware import compute_dtype, dtype_name
 from zero2all.model import Z2all
+from zero2all.model.cost.model_size import weight_bytes
+from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel.mesh import ParallelDims, ParallelMesh
 from zero2all.parallel.parallelize import LocalModel, parallelize
 from zero2all.parallel.rank_memory import RankMemory, memory_lines, rank_memory
@@ -24,7 +26,6 @@ from zero2all.torch_private import init_fake_process_group, local_shape_and_offs
 from zero2all.units import show_count
 
 GPU = torch.device("cuda")
-FP32_BYTES = 4  # parameters are kept in fp32
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def dry_run(recipe: Recipe, world_size: int, device: torch.device = GPU) -> DryR
         world=world_size,
         mesh={name: getattr(parallel_dims, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
         parameters=total,
-        bytes=total * FP32_BYTES,
+        bytes=weight_bytes(config, recipe.train.optimizer),
         compute_dtype=dtype_name(planned_dtype(recipe, device)),
         memory_per_rank=max((stage.memory for stage in stages), key=lambda memory: memory.total),
         stages=stages,
@@ -88,7 +89,7 @@ def dry_run(recipe: Recipe, world_size: int, device: torch.device = GPU) -> DryR
 
 def planned_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """A GPU is not asked: auto is taken to be bf16 on it."""
-    precision = recipe.train.precision
+    precision = recipe.train.compute_precision
     return compute_dtype("bf16" if precision == "auto" and device.type == "cuda" else precision, device)
 
 
@@ -106,13 +107,17 @@ def _fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 def _stage_summary(recipe: Recipe, parallel_dims: ParallelDims, stage: int, device: torch.device) -> StageSummary:
     """Parallelize as the first rank of a stage, then count for all ranks of it."""
+    has_group = parallel_dims.world_size > 1 or recipe.parallel.offload != "none"
     with (
         nullcontext()
-        if parallel_dims.world_size == 1
+        if not has_group
         else _fake_process_group(stage * (parallel_dims.world_size // parallel_dims.pp), parallel_dims.world_size)
     ):
-        mesh = ParallelMesh(parallel_dims, torch.device("cpu"))  # nothing is computed on it
-        local_model = parallelize(recipe.model, recipe.parallel, mesh, planned_dtype(recipe, device))
+        mesh = ParallelMesh(parallel_dims, torch.device("cpu"), has_group)  # nothing is computed on it
+        stored = weight_dtype(recipe.train.optimizer)
+        local_model = parallelize(
+            recipe.model, recipe.parallel, mesh, planned_dtype(recipe, device), weight_dtype=stored
+        )
         return _summarize_stage(local_model, recipe, parallel_dims, stage, device)
 
 

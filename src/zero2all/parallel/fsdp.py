@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from zero2all.errors import UsageError
@@ -43,6 +43,9 @@ def apply_fsdp(
             reduce_dtype=torch.float32 if dtype.itemsize == 2 else None,
             cast_forward_inputs=False,
         ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if recipe.offload == "cpu"
+        else OffloadPolicy(),
     }
     blocks = list(model.layers.children())
     for block in blocks:
@@ -112,7 +115,9 @@ def reshard_after_forward(recipe: ParallelRecipe) -> bool | int:
     """What FSDP2 gets: free gathered weights after forward, keep them, or reshard to this many ranks."""
     if isinstance(recipe.reshard_after_forward, int):
         return recipe.reshard_after_forward
-    return recipe.pp == 1 if recipe.reshard_after_forward == "auto" else recipe.reshard_after_forward == "always"
+    if recipe.reshard_after_forward == "auto":
+        return recipe.zero == 3 and recipe.pp == 1
+    return recipe.reshard_after_forward == "always"
 
 
 def _shard_experts(block: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ def set_gradient_sync(module: FSDPModule, recipe: ParallelRecipe, is_last: bool)
 
     Reduce-scattered gradients are accumulated in fp32 shards. Replicas (HSDP) are all-reduced once, with the last.
     """
-    every = recipe.gradient_sync == "every"
+    every = recipe.reduces_every_micro_batch
     module.set_requires_gradient_sync(every or is_last)
     module.set_requires_all_reduce(is_last or not every)
 
@@ -25,7 +25,7 @@ def pipeline_stage_class(recipe: ParallelRecipe) -> Any:
     """Torch's pipeline stage, reducing gradients as the recipe asks: torch's own reduces after the last micro-batch."""
     from torch.distributed.pipelining import PipelineStage  # imports the compiler: only a pipeline waits for it
 
-    if recipe.gradient_sync == "last":
+    if not recipe.reduces_every_micro_batch:
         return PipelineStage
 
     class ReducingStage(PipelineStage):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zero2all.errors import UsageError
 from zero2all.parallel.tcp_store import tcp_store_from_env
 from zero2all.recipe import ParallelRecipe
-from zero2all.torch_private import concatenate_meshes, flatten_mesh
+from zero2all.torch_private import HashStore, concatenate_meshes, flatten_mesh
 
 # Longer than the launcher's hang detection, which explains what it sees.
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
@@ -91,13 +91,14 @@ class ParallelMesh:
     >>> first, last = mesh.sample_range(batch_samples=16)
     """
 
-    def __init__(self, dims: ParallelDims, device: torch.device) -> None:
-        """Every rank of a process group builds the same mesh; one process needs no group."""
+    def __init__(self, dims: ParallelDims, device: torch.device, has_group: bool = False) -> None:
+        """Every rank of a process group builds the same mesh; one process needs no group, except for FSDP: then it
+        says that it has one."""
         self.dims, self.device = dims, device
         self._owns_group = False
         self._dense_mesh: DeviceMesh | None = None
         self._expert_mesh: DeviceMesh | None = None
-        if dims.world_size > 1:
+        if dims.world_size > 1 or has_group:
             dimensions = {name: getattr(dims, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
             self._dense_mesh = _init_mesh(device, dimensions, keep="dp_shard")
         if dims.ep > 1:
@@ -117,10 +118,15 @@ class ParallelMesh:
         """Join the process group that the launcher describes in the environment, unless joined already or alone."""
         world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         dims, owns_group = ParallelDims.from_recipe(recipe, world_size), False
-        if world_size > 1 and not dist.is_initialized():
+        if recipe.offload == "cpu" and device.type not in ("cuda", "cpu"):
+            raise UsageError(
+                f"parallel.offload=cpu is for GPUs with CUDA, not {device.type}: set parallel.offload=none"
+            )
+        needs_group = world_size > 1 or recipe.offload != "none"
+        if needs_group and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            store = tcp_store_from_env(COLLECTIVE_TIMEOUT)
-            rank = -1 if store is None else int(os.environ["RANK"])
+            store = tcp_store_from_env(COLLECTIVE_TIMEOUT) if world_size > 1 else HashStore()
+            rank = -1 if store is None else int(os.environ.get("RANK", "0"))
             dist.init_process_group(
                 backend,
                 timeout=COLLECTIVE_TIMEOUT,
@@ -131,7 +137,7 @@ class ParallelMesh:
                 device_id=device if device.type == "cuda" else None,
             )
             owns_group = True
-        mesh = cls(dims, device)
+        mesh = cls(dims, device, needs_group)
         mesh._owns_group = owns_group
         return mesh
 

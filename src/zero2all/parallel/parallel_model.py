@@ -24,6 +24,7 @@ from zero2all.model.moe import MoE
 from zero2all.model.ops.soft_loss import SoftTargets
 from zero2all.model.ops.varlen import document_cu_seqlens
 from zero2all.model.weights import WeightReader, load_weights
+from zero2all.model.z2all import derive_seed
 from zero2all.parallel.batch_split import even_micro_batch_size
 from zero2all.parallel.context_parallel import ContextParallel
 from zero2all.parallel.gradient_accumulation import set_gradient_sync
@@ -63,21 +64,26 @@ class ParallelModel:
         dtype: torch.dtype = torch.float32,
         compile: bool = False,
         float8: Float8Scaling | None = None,
+        weight_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Build on the meta device, parallelize, initialize with the weights that the full model would have."""
+        """Build on the meta device, parallelize, initialize with the weights that the full model would have.
+
+        ``dtype`` is that of computation, ``weight_dtype`` (fp32 or ``dtype``) that of stored weights and gradients.
+        """
         if config.padded_vocab_size % mesh.dims.tp:  # a recipe need not know: the tokenizer does
             raise UsageError(
                 f"parallel.tp ({mesh.dims.tp}) must divide the {config.padded_vocab_size} rows of the vocabulary: "
                 "choose another parallel.tp"
             )
         self.config, self.recipe, self.mesh, self.dtype = config, recipe, mesh, dtype
+        self._shard_device = torch.device("cpu") if recipe.offload == "cpu" else mesh.device
         self.loss_scaler = DynamicLossScaler() if dtype == torch.float16 else None
         if recipe.async_tp:
             enable_async_tp(mesh.get_mesh("tp"), mesh.device, compile)
         self._context_parallel = ContextParallel(mesh.get_mesh("cp"), recipe) if mesh.dims.cp > 1 else None
-        self.float8 = float8
-        local_model = parallelize(config, recipe, mesh, dtype, float8)
-        self._model_parts = local_model.model_parts
+        self.float8, self.weight_dtype = float8, weight_dtype
+        local_model = parallelize(config, recipe, mesh, dtype, float8, weight_dtype)
+        self.local_model, self._model_parts = local_model, local_model.model_parts
         for part in local_model.model_parts:
             self._init_part(part, seed)
         with torch.device("meta"):
@@ -115,6 +121,7 @@ class ParallelModel:
         objective: SequenceObjective | None = None,
         soft: SoftTargets | None = None,
         cu_seqlens_MN: Tensor | None = None,
+        dropout_seed: int = 0,
     ) -> Tensor:
         """Add the gradient of ``losses.sum() / divisor``, summed over all ranks, from this rank's samples.
 
@@ -123,7 +130,8 @@ class ParallelModel:
         sync where documents are given on a GPU. ``micro_batch_size`` is the samples of one forward pass: all of this
         rank's by default, in a pipeline as many as give two micro-batches a stage. With ``objective`` the gradient is
         that of what it makes of the losses of each micro-batch, in place of the losses; with ``soft`` also that of the
-        distance to a teacher.
+        distance to a teacher. Dropout masks are a function of ``dropout_seed``, the micro-batch and the rank: there is
+        no state of a random number generator to save.
 
         Returns this rank's losses [B, S], zero where another rank has them (a later pipeline stage, another part of
         the sequence): see ``all_reduce_sum``.
@@ -132,7 +140,15 @@ class ParallelModel:
         self._free_gathered_weights()
         with self._gradients_like_parameters():
             return self._run_batch(
-                tokens_BS, targets_BS, doc_starts_BS, divisor, micro_batch_size, objective, soft, cu_seqlens_MN
+                tokens_BS,
+                targets_BS,
+                doc_starts_BS,
+                divisor,
+                micro_batch_size,
+                objective,
+                soft,
+                cu_seqlens_MN,
+                dropout_seed,
             )
 
     @torch.no_grad()
@@ -192,6 +208,11 @@ class ParallelModel:
         return has_last.index(True) * (self.mesh.dims.world_size // self.recipe.pp)
 
     @property
+    def model_parts(self) -> list[Z2all]:
+        """What a step calls: the model, or this rank's stages of a pipeline."""
+        return self._model_parts
+
+    @property
     def ddp_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same plain tensors; None without DDP."""
         return None if self._ddp is None else dist.group.WORLD
@@ -199,7 +220,7 @@ class ParallelModel:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank holds the full model: one process, or DDP."""
-        return self.mesh.dims.world_size == self.mesh.dims.dp_replicate
+        return self.mesh.dims.world_size == self.mesh.dims.dp_replicate and not self._uses_fsdp
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -231,6 +252,7 @@ class ParallelModel:
         objective: SequenceObjective | None = None,
         soft: SoftTargets | None = None,
         cu_seqlens_MN: Tensor | None = None,
+        dropout_seed: int = 0,
     ) -> Tensor:
         """Forward, and with a divisor backward, of this rank's positions of its samples."""
         inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
@@ -249,6 +271,8 @@ class ParallelModel:
         if self._context_parallel is not None:
             positions = self._context_parallel.local_positions(length, self.mesh.device)
             inputs |= {name: inputs[name][:, positions] for name in ("tokens_BS", "targets_BS")}
+        if self.config.has_dropout and divisor is not None:
+            inputs["dropout_seed_1"] = self._dropout_seeds(dropout_seed, len(tokens_BS), micro_batch_size)
         with self._autocast():
             if self._pipeline is not None:
                 losses = self._run_pipeline(self._pipeline, inputs, divisor, micro_batch_size, objective)
@@ -260,7 +284,8 @@ class ParallelModel:
         return losses.new_zeros(len(losses), length).index_copy(1, positions, losses)
 
     def _autocast(self) -> torch.autocast:
-        enabled = self.dtype != torch.float32 and not self._uses_fsdp  # sharded weights are gathered in it
+        # Weights are stored in it, or sharded ones are gathered in it.
+        enabled = self.dtype != self.weight_dtype and not self._uses_fsdp
         return torch.autocast(self.mesh.device.type, self.dtype, enabled=enabled)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -274,7 +299,7 @@ class ParallelModel:
         norm = square.sqrt().float() / self._loss_scale_factor
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self._loss_scale_factor
         gradients = [to_local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
-        foreach_mul_(gradients, factor.to(self.mesh.device))
+        foreach_mul_(gradients, factor.to(self._shard_device))
         return norm
 
     def layer_grad_norms(self) -> list[float]:
@@ -359,9 +384,12 @@ class ParallelModel:
                 module.load.zero_()
 
     def _init_part(self, part: Z2all, seed: int) -> None:
-        part.to_empty(device=self.mesh.device)
+        part.to_empty(device=self._shard_device)
+        for module in part.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.mesh.device))
         with ShardedInitMode():
-            part.init_weights(seed)
+            part.init_weights(seed, self.mesh.device)
         if self.mesh.dims.tp > 1:
             apply_tp_ops(part, self.mesh.get_mesh("tp"), self.recipe)
         if self._context_parallel is not None:
@@ -372,6 +400,13 @@ class ParallelModel:
         if micro_batch_size is not None or self._pipeline is None:
             return micro_batch_size or samples
         return even_micro_batch_size(samples, 2 * self._pipeline.num_stages)
+
+    def _dropout_seeds(self, seed: int, samples: int, micro_batch_size: int | None) -> Tensor:
+        """One for each micro-batch, in main memory: ranks that hold other tokens draw other masks, and tp ranks that
+        all hold the residual stream draw the same."""
+        mesh, size = self.mesh, self.micro_batch_rows(samples, micro_batch_size)
+        place = (mesh.dp_rank, mesh.coordinate("cp"), mesh.coordinate("tp") if self.recipe.sp else 0)
+        return torch.tensor([derive_seed(seed, number, *place) for number in range(-(-samples // size))])
 
     def _run_micro_batches(
         self,
@@ -390,8 +425,8 @@ class ParallelModel:
         all_losses: list[Tensor] = []
         for first in range(0, samples, size):
             micro_batch = {name: tensor[first : first + size] for name, tensor in inputs.items()}
-            if "cu_seqlens_1N" in inputs:  # one row for each micro-batch
-                micro_batch["cu_seqlens_1N"] = inputs["cu_seqlens_1N"][first // size, None]
+            for name in {"cu_seqlens_1N", "dropout_seed_1"} & inputs.keys():  # one row for each micro-batch
+                micro_batch[name] = inputs[name][first // size, None]
             with self._gradient_sync(first + size >= samples):
                 losses = run(**micro_batch, **({"soft_weight": soft_weight} if soft_weight else {}))
                 if divisor is not None:
@@ -425,11 +460,13 @@ class ParallelModel:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
-        """Which micro-batches reduce their gradient: under DDP the last one."""
+        """Which micro-batches reduce their gradient (under DDP the last one) and free their gathered weights."""
         if self._ddp is not None and not last:
             return self._ddp.no_sync()
         if isinstance(self.model, FSDPModule):
             set_gradient_sync(self.model, self.recipe, last)
+            # Before the update in any case: what is gathered would keep its old values.
+            self.model.set_reshard_after_backward(last or self.recipe.zero == 3)
         return nullcontext()
 
     def _free_gathered_weights(self) -> None:
@@ -443,8 +480,7 @@ class ParallelModel:
 
     @contextmanager
     def _gradients_like_parameters(self) -> Iterator[None]:
-        """Around the backward passes of a batch: tensor parallelism leaves partial sums in the gradients of norms, and
-        without FSDP a gradient of the full embedding."""
+        """Around the backward passes of a batch: tensor parallelism leaves partial sums in the gradients of norms."""
         if self.mesh.dims.tp == 1:
             yield
             return
@@ -455,10 +491,6 @@ class ParallelModel:
             weight.grad = None
         yield
         reduce_norm_gradients(norms_in_parts(self.model, self.recipe), earlier, self.mesh.get_mesh("tp"))
-        for parameter in self.model.parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
-                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
     @property
     def _is_loss_rank(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zero2all.model import Z2all
+from zero2all.model.weights import set_weight_dtype
 from zero2all.parallel.activation_checkpoint import apply_ac
 from zero2all.parallel.expert_parallel import apply_ep
 from zero2all.parallel.float8 import apply_float8
@@ -45,6 +46,7 @@ def parallelize(
     mesh: ParallelMesh,
     dtype: torch.dtype,
     float8: Float8Scaling | None = None,
+    weight_dtype: torch.dtype = torch.float32,
 ) -> LocalModel:
     """Pipeline stages first, then tensor and expert parallelism, float8, activation checkpointing, then FSDP around
     all."""
@@ -59,16 +61,17 @@ def parallelize(
                 build_stage_module(config, split[index], index == 0, index == len(split) - 1) for index in stage_indices
             ]
         for part in model_parts:
+            set_weight_dtype(part, weight_dtype)
             if dims.tp > 1:
                 apply_tp(part, mesh.get_mesh("tp"), recipe)
             if dims.ep > 1:
                 apply_ep(part, mesh.ep_mesh())
             if float8 is not None:
                 apply_float8(part.layers, float8, mesh.device)
-            apply_ac(part.layers, recipe)
+            apply_ac(part.layers, recipe, config, mesh.device)
     stages = [StageWrapper(part) for part in model_parts] if dims.pp > 1 else []
-    # Replicas of a full model are left to DDP; wherever else gradients are reduced, FSDP2 does it.
-    uses_fsdp = dims.dp * dims.cp > 1 and dims.dp_replicate != dims.world_size
+    # Replicas of a full model are left to DDP; wherever else gradients are reduced or offloaded, FSDP2 does it.
+    uses_fsdp = (dims.dp * dims.cp > 1 and dims.dp_replicate != dims.world_size) or recipe.offload != "none"
     if uses_fsdp:
         expert_fsdp_mesh = mesh.expert_fsdp_mesh() if dims.ep > 1 else None
         roots: list[nn.Module] = list(stages or model_parts)

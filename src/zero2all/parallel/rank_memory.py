@@ -33,29 +33,36 @@ class RankMemory:
     """Bytes of one rank at the worst moment of a step."""
 
     parameters: int
-    """This rank's shards, in fp32."""
+    """This rank's shards, in fp32; with adamw-bf16 in bf16."""
     gradients: int
-    """Of these shards, in fp32."""
+    """Of these shards, in the same dtype."""
     optimizer: int
     """Its state for these shards."""
     gathered_weights: int
-    """In the compute dtype: the blocks that FSDP has gathered at one time, or the copies that autocast makes."""
+    """In the compute dtype: the blocks that FSDP has gathered at one time (all with zero 1 and 2 and in a pipeline), or
+    the copies that autocast makes."""
     unsharded_gradients: int
     """Before they are reduce-scattered: of two blocks, or of a block and embedding or head, with the fp32 buffer of the
-    collective; with gradient_sync: last, also of the full unsharded part of the model."""
+    collective; with zero 1 or gradient_sync: last, also of the full unsharded part of the model."""
     gradients_between_micro_batches: int
-    """What the two before hold from one micro-batch to the next, in fp32: shards, or with gradient_sync: last all of
-    the unsharded part. 0 if a step has one micro-batch."""
+    """What the two before hold from one micro-batch to the next: shards, or with zero 1 or gradient_sync: last all of
+    the unsharded part, in fp32. 0 if a step has one micro-batch."""
     activations: int
     """Estimate: kept for the backward pass, of all micro-batches that a pipeline rank has in flight."""
     logits: int
     """Estimate: of the loss."""
+    host: int = 0
+    """Of the first three: what offload=cpu keeps in the memory of the node instead of the GPU's."""
+    files: int = 0
+    """Of the first three: what is in files of offload_dir."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def total(self) -> int:
-        """Without the gradients between micro-batches, which are in the other fields."""
-        return sum(getattr(self, f.name) for f in fields(self) if f.name != "gradients_between_micro_batches")
+        """Of the device. Without the gradients between micro-batches, which are in the other fields."""
+        others = ("gradients_between_micro_batches", "host", "files")
+        parts: list[int] = [getattr(self, f.name) for f in fields(self) if f.name not in others]
+        return sum(parts) - self.host - self.files
 
 
 def rank_memory(
@@ -69,18 +76,25 @@ def rank_memory(
 ) -> RankMemory:
     """``shards`` are the elements that a rank holds of each parameter. The sum is more than the peak: activations and
     gradients are not at their largest at the same time."""
-    optimizer, dims = recipe.train.optimizer, {name: p.dim() for name, p in _named_parameters(local_model).items()}
-    held = FP32_BYTES * sum(shards.values())
+    optimizer, parameters = recipe.train.optimizer, _named_parameters(local_model)
+    held = sum(parameters[name].dtype.itemsize * count for name, count in shards.items())
+    # The first rank, as which this process acts, holds the most of every parameter.
+    shapes = {name: to_local(parameter).shape for name, parameter in parameters.items()}
     gathered, unsharded, between = (
         _fsdp_buffer_bytes(local_model, recipe, parallel_dims, dtype)
         if local_model.uses_fsdp
         else (_autocast_copy_bytes(local_model, dtype, recipe), 0, 0)
     )
     activations, logits = _micro_batch_bytes(local_model, recipe, parallel_dims, dtype, device, pp_rank)
+    state = sum(optimizer_state_bytes(optimizer, name, shape) for name, shape in shapes.items())
+    files = state if recipe.parallel.offload_dir is not None else 0
+    offloads = recipe.parallel.offload == "cpu" and device.type != "cpu"  # whose memory is the node's
     return RankMemory(
         parameters=held,
         gradients=held,
-        optimizer=sum(optimizer_state_bytes(optimizer, name, dims[name]) * count for name, count in shards.items()),
+        optimizer=state,
+        host=2 * held + state - files if offloads else 0,
+        files=files,
         gathered_weights=gathered,
         unsharded_gradients=unsharded,
         gradients_between_micro_batches=(between or held) if uses_gradient_accumulation(recipe, parallel_dims) else 0,
@@ -93,17 +107,20 @@ def memory_lines(memory: RankMemory, dtype: str) -> list[str]:
     """A table of the parts, and their sum."""
     between = f"{show_bytes(memory.gradients_between_micro_batches)} of gradients between micro-batches"
     between = between if memory.gradients_between_micro_batches else ""
+    place = "in host memory" if memory.host else ""
     parts = {
-        "weights (fp32)": (memory.parameters, ""),
-        "gradients (fp32)": (memory.gradients, ""),
-        "optimizer state": (memory.optimizer, ""),
+        "weights": (memory.parameters, place),
+        "gradients": (memory.gradients, place),
+        "optimizer state": (memory.optimizer, "in files" if memory.files else place),
         f"weights in {dtype}": (memory.gathered_weights, "gathered by FSDP, or copied by autocast"),
         "unsharded gradients": (memory.unsharded_gradients, between),
         "activations": (memory.activations, "estimate, without torch.compile"),
         "logits": (memory.logits, "estimate"),
     }
     shown = [f"  {name:<22}{show_bytes(size):>8}  {note}".rstrip() for name, (size, note) in parts.items() if size]
-    return [f"memory of a rank: at most {show_bytes(memory.total)}", *shown]
+    elsewhere = {"host memory of a rank": memory.host, "files of a rank": memory.files}
+    more = [f"{name}: {show_bytes(size)}" for name, size in elsewhere.items() if size]
+    return [f"memory of a rank: at most {show_bytes(memory.total)}", *shown, *more]
 
 
 def _micro_batch_bytes(
@@ -128,7 +145,17 @@ def _micro_batch_bytes(
         tokens = split.samples * stage.seq_len // parallel_dims.cp
         in_flight = micro_batches_in_flight(parallel, pp_rank, split.micro_batches)
         recompute: Recompute = "none" if mode == "budget" else mode
-        activations = kept * activation_bytes(recipe.model, tokens, half, recompute, layers, in_flight, shards)
+        activations = kept * activation_bytes(
+            recipe.model,
+            tokens,
+            half,
+            recompute,
+            layers,
+            in_flight,
+            shards,
+            parallel.activation_checkpointing_every,
+            parallel.activation_offload,
+        )
         logits = loss_bytes(recipe.model, tokens, half, device, parallel_dims.tp, parallel.loss_parallel)
         found.append((round(activations), logits if has_head else 0))
     return max(found, key=sum)
@@ -192,13 +219,13 @@ def _fsdp_buffer_bytes(
     units = [FsdpUnits.of(root, model) for root, model in zip(roots, local_model.model_parts, strict=True)]
     gathered = dtype.itemsize * sum(unit.gathered_elements(reshard_after_forward(recipe.parallel)) for unit in units)
     in_flight = max(unit.gradient_buffers(dtype.itemsize) for unit in units)
-    keeps = recipe.parallel.gradient_sync == "last" and uses_gradient_accumulation(recipe, parallel_dims)
+    keeps = not recipe.parallel.reduces_every_micro_batch and uses_gradient_accumulation(recipe, parallel_dims)
     between = FP32_BYTES * sum(unit.total for unit in units) if keeps else 0
     return gathered, in_flight + between, between
 
 
 def _autocast_copy_bytes(local_model: LocalModel, dtype: torch.dtype, recipe: Recipe) -> int:
-    if dtype.itemsize == FP32_BYTES:
+    if dtype.itemsize == FP32_BYTES or recipe.train.optimizer.has_bf16_weights:
         return 0
     return dtype.itemsize * sum(
         to_local(parameter).numel()

@@ -15,7 +15,8 @@ from zero2all.torch_private import local_shape_and_offset
 
 
 class ShardedInitMode(TorchFunctionMode):
-    """Inside it, filling a DTensor fills the full tensor and keeps this rank's shard.
+    """Inside it, filling a DTensor fills the full tensor and keeps this rank's shard. Both in fp32: weights that are
+    stored in bf16 begin as those in fp32, rounded.
 
     A model's ``init_weights`` draws each parameter from (seed, its name). Under this mode it runs unchanged on a
     sharded model: one full parameter in memory at a time, no communication, the same weights in every layout.
@@ -37,6 +38,8 @@ class ShardedInitMode(TorchFunctionMode):
                 return args[0]
             if function is Tensor.unbind:  # initialized slice by slice, as experts are
                 return self._full_tensor(args[0]).unbind(*args[1:], **(kwargs or {}))
+        elif function is Tensor.normal_ and args[0].dtype != torch.float32:
+            return args[0].copy_(function(torch.empty_like(args[0], dtype=torch.float32), *args[1:], **(kwargs or {})))
         return function(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
@@ -47,7 +50,7 @@ class ShardedInitMode(TorchFunctionMode):
         """A full tensor to fill; this rank's shard is copied when the next one is requested."""
         self._copy_local_shard()
         device = parameter.to_local().device
-        self._pending = (parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+        self._pending = (parameter, torch.empty(parameter.shape, dtype=torch.float32, device=device))
         return self._pending[1]
 
     @torch.no_grad()

@@ -47,8 +47,8 @@ def apply_tp(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None:
             for name in ("self_attn", "mlp"):
                 block.get_submodule(name).register_forward_pre_hook(_gather_input_hook(mesh, stream))
     if isinstance(model.embed_tokens, nn.Embedding):
-        lookup = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
-        parallelize_module(model, mesh, {"embed_tokens": lookup})
+        _distribute_parameters(model.embed_tokens, mesh, Shard(0))
+        model.embed_tokens.forward = _vocab_parallel_lookup(model.embed_tokens, mesh, stream)  # type: ignore[assignment]
         # The sum above may still be under way, and a compiled block would take its gradient for zero.
         model.embed_tokens.register_forward_hook(lambda module, inputs, output: torch.mul(output, 1))
     if isinstance(model.lm_head, LMHead):
@@ -92,6 +92,22 @@ def _gather_input_hook(
     return gather
 
 
+def _vocab_parallel_lookup(embedding: nn.Embedding, mesh: DeviceMesh, stream: Placement) -> Callable[[Tensor], Tensor]:
+    """Every rank looks up the tokens of its rows. torch's RowwiseParallel does the same, but its gradient has all rows
+    on every rank, which zero 1 would keep over the micro-batches."""
+
+    def lookup(tokens_BS: Tensor) -> Tensor:
+        assert isinstance(embedding.weight, DTensor)
+        own = embedding.weight.to_local()
+        first = mesh.get_local_rank() * own.shape[0]
+        mine = (tokens_BS >= first) & (tokens_BS < first + own.shape[0])
+        rows = F.embedding(torch.where(mine, tokens_BS - first, 0), own)
+        part = torch.where(mine[..., None], rows, 0.0)
+        return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[stream]).to_local()
+
+    return lookup
+
+
 def _local_norm(norm: Norm) -> Norm:
     """The gradient of a rank's part of the input: see ``reduce_norm_gradients``."""
 
@@ -124,8 +140,9 @@ def reduce_norm_gradients(weights: Sequence[Tensor], earlier: Sequence[Tensor | 
     if not shards:
         return
     total = torch.cat([shard.flatten() for shard in shards])
+    total = total.to(mesh.device_type, torch.float32)  # offloaded ones are on the CPU
     dist.all_reduce(total, group=mesh.get_group())
-    sums = torch.split(total, [shard.numel() for shard in shards])
+    sums = torch.split(total.to(shards[0].device), [shard.numel() for shard in shards])
     foreach_copy_(shards, [part.view_as(shard) for part, shard in zip(sums, shards, strict=True)])
     for weight, before in zip(weights, earlier, strict=True):
         if before is not None:

@@ -162,6 +162,10 @@ class ModelConfig(Section):
     gradient, not the reported loss. A common value is 1e-4."""
     mtp_weight: float = Field(0.0, ge=0)
     """Weight of the multi-token prediction (MTP) loss; 0 disables MTP. The MTP block is not exported."""
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout of attention weights in training. It needs the attention kernel sdpa or reference, which auto selects."""
+    residual_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout in training of what attention and the feed-forward layer add to the residual stream."""
     moe: MoeConfig | None = None
     """Mixture of experts in place of the feed-forward layers."""
     lora: LoraConfig | None = None
@@ -210,6 +214,12 @@ class ModelConfig(Section):
                 f"experts have no adapters: set lora.target_modules to some of {', '.join(ATTENTION_TARGETS)}",
                 ("lora.target_modules", "moe"),
             )
+        if self.attention_dropout and self.ops.attention in ("flash", "flex"):
+            yield Mistake(
+                f"the attention kernel {self.ops.attention} has no dropout: set ops.attention=auto or sdpa, or "
+                "attention_dropout=0",
+                ("attention_dropout", "ops.attention"),
+            )
         if self.mup_base is not None and self.tie_word_embeddings:
             yield Mistake(
                 "mup_base scales the head and not the embedding: set tie_word_embeddings=false",
@@ -238,6 +248,10 @@ class ModelConfig(Section):
     def mup_width_mult(self) -> float:
         """How much narrower the model was on which the learning rate was tuned; 1 without width transfer."""
         return 1.0 if self.mup_base is None else self.mup_base / self.hidden_size
+
+    @property
+    def has_dropout(self) -> bool:
+        return max(self.attention_dropout, self.residual_dropout) > 0
 
     @property
     def head_size(self) -> int:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.training import TrainRecipe
-from zero2all.recipe.types import Mistake, Section
+from zero2all.recipe.types import LocalDir, Mistake, Section
 
 Degree = Annotated[int, Field(ge=1)]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
@@ -47,24 +47,93 @@ class ParallelRecipe(Section):
     rank holds those of a few ranks at a time. ulysses: each rank has all positions of some heads."""
     ep: Degree = 1
     """Expert parallelism: number of ranks over which the experts of each MoE layer are distributed."""
+    zero: Literal[1, 2, 3] = 3
+    """ZeRO stage: what the ranks of dp_shard and cp shard. 1: optimizer state and fp32 master weights. 2: also
+    gradients. 3: also the weights that compute. With 1 and 2 weights are gathered once a step, as with pp in any
+    case."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where the shards live: fp32 weights, their gradients and the optimizer state. cpu: in host memory, and the
+    optimizer runs on the CPU; the GPU holds what it gathers. With zero=2 this is ZeRO-Offload. Works on one GPU too."""
+    offload_dir: LocalDir | None = None
+    """With offload=cpu, a directory on each node, such as one of an NVMe disk: the optimizer state is in memory-mapped
+    files there, which are gone when the process ends. Needs AdamW."""
     reshard_after_forward: Literal["auto", "always", "never"] | Degree = "auto"
     """Whether FSDP frees a block's gathered weights after its forward pass, or reshards them to groups of N ranks. auto
-    frees them unless pp is used."""
-    gradient_sync: Literal["every", "last"] = "every"
+    frees them with zero=3, unless pp is used."""
+    gradient_sync: Literal["auto", "every", "last"] = "auto"
     """When FSDP reduce-scatters the gradient: after every micro-batch, or only after the last one. last communicates
     less, but every rank then holds the unsharded gradient in fp32: 4 bytes for each parameter of its tp, pp and ep
-    part. Replicas (DDP, HSDP) are always all-reduced after the last micro-batch."""
+    part. Replicas (DDP, HSDP) are always all-reduced after the last micro-batch. auto is last with zero=1, else
+    every."""
     activation_checkpointing: Literal["none", "full", "selective", "budget"] = "none"
     """What the backward pass recomputes: nothing, each block, everything except matmuls and attention (selective), or
     as much as a budget requires."""
+    activation_checkpointing_every: Degree = 1
+    """With ``full`` or ``selective``: checkpoint every n-th block, counted from the first block of the model. 1
+    checkpoints all blocks; with 2 the backward pass recomputes half as much and the other half is stored."""
     activation_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of activations that are kept with ``budget``."""
+    activation_offload: bool = False
+    """Keep activations in pinned main memory instead of GPU memory between forward and backward pass: all that blocks
+    save, or with activation_checkpointing=full their inputs. A side stream copies them while other blocks are computed.
+    Blocks are not compiled."""
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.dp_replicate == "auto" and self.dp_shard == "auto":
             yield Mistake(
                 "only one of dp_replicate and dp_shard can be auto: set dp_shard=1 for plain copies (DDP)",
                 ("dp_replicate", "dp_shard"),
+            )
+        yield from self._zero_mistakes()
+        if self.offload == "cpu" and self.dp_replicate != 1:
+            yield Mistake(
+                "offload=cpu is for shards, and replicas would fill host memory with copies: set dp_replicate=1",
+                ("offload", "dp_replicate"),
+            )
+        if self.offload == "none" and self.offload_dir is not None:
+            yield Mistake(
+                "offload_dir holds what offload=cpu takes from the GPU: set offload=cpu, or remove offload_dir",
+                ("offload", "offload_dir"),
+            )
+        yield from self._activation_mistakes()
+
+    def _zero_mistakes(self) -> Iterator[Mistake]:
+        if self.zero < 3 and self.reshard_after_forward not in ("auto", "never"):
+            yield Mistake(
+                f"zero={self.zero} keeps the gathered weights for the whole step: set reshard_after_forward=auto, or "
+                "zero=3",
+                ("zero", "reshard_after_forward"),
+            )
+        if self.zero == 1 and self.gradient_sync == "every":
+            yield Mistake(
+                "gradients that are reduce-scattered with every micro-batch are sharded: set zero=2, or "
+                "gradient_sync=auto",
+                ("zero", "gradient_sync"),
+            )
+        if self.zero == 2 and self.gradient_sync == "last":
+            yield Mistake(
+                "gradients that are reduce-scattered with the last micro-batch are unsharded until then: set zero=1, "
+                "or gradient_sync=auto",
+                ("zero", "gradient_sync"),
+            )
+
+    @property
+    def reduces_every_micro_batch(self) -> bool:
+        """Whether gradients are sharded between the micro-batches of a step."""
+        return self.zero > 1 if self.gradient_sync == "auto" else self.gradient_sync == "every"
+
+    def _activation_mistakes(self) -> Iterator[Mistake]:
+        if self.activation_checkpointing_every > 1 and self.activation_checkpointing in ("none", "budget"):
+            yield Mistake(
+                "activation_checkpointing_every counts blocks that are checkpointed: set "
+                "activation_checkpointing=full or selective",
+                ("activation_checkpointing_every", "activation_checkpointing"),
+            )
+        if self.activation_offload and self.activation_checkpointing == "selective":
+            yield Mistake(
+                "what selective checkpointing keeps is not offloaded: set activation_checkpointing=none or full, or "
+                "activation_offload=false",
+                ("activation_offload", "activation_checkpointing"),
             )
 
     @property
@@ -82,6 +151,13 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
             "parallel.activation_checkpointing=selective",
             ("parallel.activation_checkpointing", "train.compile"),
         )
+    yield from _dropout_mistakes(model, parallel)
+    if parallel.activation_offload and (parallel.activation_checkpointing == "budget" or train.compile is True):
+        yield Mistake(
+            "activation_offload sees what eager operations save, not compiled ones: set train.compile=auto and "
+            "parallel.activation_checkpointing=none or full, or parallel.activation_offload=false",
+            ("parallel.activation_offload", "train.compile", "parallel.activation_checkpointing"),
+        )
     if model.mtp_weight > 0 and max(parallel.tp, parallel.pp, parallel.cp) > 1:
         yield Mistake(
             "the multi-token prediction block is not sharded: set model.mtp_weight=0 or use dp_shard instead of tp, "
@@ -98,6 +174,7 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
         )
     if train.float8 is not None:
         yield from _float8_mistakes(model, train, parallel)
+    yield from _offload_mistakes(train, parallel)
     if train.objective.name == "distill" and max(parallel.tp, parallel.cp, parallel.pp) > 1:
         yield Mistake(
             "train.objective.name=distill needs all logits of a position on one rank: use dp_shard or dp_replicate",
@@ -105,6 +182,20 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
         )
     if train.objective.weighs_tokens:
         yield from _answer_mistakes(model, train, parallel)
+
+
+def _dropout_mistakes(model: ModelConfig, parallel: ParallelRecipe) -> Iterator[Mistake]:
+    if model.attention_dropout and parallel.cp > 1:
+        yield Mistake(
+            "attention over cp ranks has no dropout: set model.attention_dropout=0 or parallel.cp=1",
+            ("model.attention_dropout", "parallel.cp"),
+        )
+    if model.attention_dropout and parallel.tp > 1 and not parallel.sp:
+        yield Mistake(
+            "without sp all tp ranks draw the same numbers, so that their heads would share one dropout mask: set "
+            "parallel.sp=true or model.attention_dropout=0",
+            ("model.attention_dropout", "parallel.sp", "parallel.tp"),
+        )
 
 
 def _answer_mistakes(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
@@ -211,6 +302,20 @@ def _split_backward_mistakes(train: TrainRecipe, parallel: ParallelRecipe) -> It
             f"schedule {parallel.schedule} recomputes a block twice, but what selective checkpointing keeps serves "
             "once: set parallel.activation_checkpointing=full, or parallel.schedule=interleaved",
             ("parallel.schedule", "parallel.pp", "parallel.activation_checkpointing"),
+        )
+
+
+def _offload_mistakes(train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
+    if parallel.offload == "cpu" and train.optimizer.name == "muon":
+        yield Mistake(
+            "Muon multiplies whole matrices, which offload=cpu would do on the CPU: set parallel.offload=none, or "
+            "train.optimizer.name=adamw",
+            ("parallel.offload", "train.optimizer.name"),
+        )
+    if parallel.offload_dir is not None and train.optimizer.name != "adamw":
+        yield Mistake(
+            "parallel.offload_dir holds the moments of AdamW: remove it, or set train.optimizer.name=adamw",
+            ("parallel.offload_dir", "train.optimizer.name"),
         )
 
 

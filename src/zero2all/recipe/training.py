@@ -27,9 +27,13 @@ def _require_chosen(value: Chosen | None, key: str) -> Chosen:
 class OptimizerRecipe(Section):
     """The optimizer and its hyperparameters."""
 
-    name: Literal["adamw", "adamw-8bit", "muon", "lion", "sgd"] = "adamw"
+    name: Literal["adamw", "adamw-8bit", "adamw-bf16", "adafactor", "muon", "lion", "sgd"] = "adamw"
     """The optimizer. muon updates the matrices inside the blocks with orthogonalized momentum and all other parameters
-    with AdamW. adamw-8bit needs torchao."""
+    with AdamW. adamw-8bit needs torchao. adamw-bf16 keeps weights, gradients and moments in bf16 (routers in fp32).
+    adafactor keeps the second moment of a matrix as one number for each row and column, and no first moment."""
+    rounding: Literal["stochastic", "kahan"] = "stochastic"
+    """How adamw-bf16 keeps what an update adds below the precision of a weight. stochastic rounds up or down at random,
+    so that the mean is right, with no more memory. kahan keeps the rounding error of each weight, in 2 bytes more."""
     lr: Positive | None = None
     """Peak learning rate. With muon, the rate of the parameters that AdamW updates. Default: chosen for the optimizer,
     the model size and the number of tokens; the log and the recipe of the run have the value."""
@@ -41,7 +45,7 @@ class OptimizerRecipe(Section):
     momentum: Fraction = 0.95
     """Momentum of Muon and SGD."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay rates of the moment estimates of AdamW and Lion."""
+    """Decay rates of the moment estimates of AdamW and Lion. Adafactor's rate is 1 - step^-0.8."""
     eps: Positive = 1e-8
     """Epsilon of AdamW's denominator."""
     weight_decay: float = Field(0.1, ge=0)
@@ -56,6 +60,16 @@ class OptimizerRecipe(Section):
     @property
     def peak_muon_lr(self) -> float:
         return _require_chosen(self.muon_lr, "train.optimizer.muon_lr")
+
+    @property
+    def has_bf16_weights(self) -> bool:
+        """Whether the weights of the model are stored in bf16, not in fp32."""
+        return self.name == "adamw-bf16"
+
+    @property
+    def identity(self) -> str:
+        """What decides which state there is in a checkpoint."""
+        return f"{self.name}, rounding={self.rounding}" if self.name == "adamw-bf16" else self.name
 
 
 class ScheduleRecipe(Section):
@@ -220,9 +234,10 @@ class TrainRecipe(TrainLength):
     batch_tokens: Count | None = None
     """Tokens in one step, over all devices. Default: chosen for the number of tokens; the log and the recipe of the run
     have the value."""
-    micro_batch_tokens: Count | None = None
+    micro_batch_tokens: Count | Literal["auto"] | None = None
     """Tokens in one forward pass of one device (micro-batch). The gradient is accumulated over the micro-batches of a
-    step. Default: one micro-batch, or with pp at most two per pipeline stage."""
+    step. auto chooses the largest that fits into memory, by the memory estimate and on GPUs by trial; the log and the
+    recipe of the run have the value. Default: one micro-batch, or with pp at most two per pipeline stage."""
     batch_ramp: BatchRampRecipe | None = None
     """Ramp the batch size up from a smaller one."""
     mixture: dict[SourceReference, Positive] = {}
@@ -234,7 +249,8 @@ class TrainRecipe(TrainLength):
     process; auto does not select it, because no run has been made on one yet."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute dtype. bf16 and fp16 use autocast with fp32 weights; fp16 also scales the loss. auto selects bf16 if the
-    device supports it natively, otherwise fp16 on CUDA GPUs, and fp32 on CPUs and on mps."""
+    device supports it natively, otherwise fp16 on CUDA GPUs, and fp32 on CPUs and on mps. With the weights of
+    adamw-bf16, auto is bf16 on every device."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each block with torch.compile. auto compiles on CUDA; it tries one block first, and if that fails, it
     warns with the reason and trains without."""
@@ -274,6 +290,12 @@ class TrainRecipe(TrainLength):
         for extension in self.extensions:
             if extension.stage not in (names or [ONLY_STAGE]):
                 yield Mistake(f"extensions names {extension.stage}, which is not a stage", ("extensions", "stages"))
+        if self.optimizer.has_bf16_weights and self.precision in ("fp32", "fp16"):
+            yield Mistake(
+                f"the weights of {self.optimizer.name} are in bf16, so precision: {self.precision} cannot compute with "
+                "them: set precision: bf16, or optimizer.name: adamw",
+                ("precision", "optimizer.name"),
+            )
         if self.objective.needs_reference and self.init is None:
             yield Mistake(
                 f"objective {self.objective.name} compares the model to the one it began as: set init",
@@ -282,6 +304,13 @@ class TrainRecipe(TrainLength):
         yield from self._batch_mistakes()
 
     def _batch_mistakes(self) -> Iterator[Mistake]:
+        for number, own in enumerate(self.stages):
+            if self.micro_batch_tokens == "auto" and own.seq_len and not own.micro_batch_tokens:
+                yield Mistake(
+                    f"stage {own.name}: micro_batch_tokens=auto is chosen for train.seq_len: set micro_batch_tokens of "
+                    "the stage too",
+                    (f"stages.{number}.micro_batch_tokens", f"stages.{number}.seq_len", "micro_batch_tokens"),
+                )
         seen = set()  # what several stages inherit is one mistake
         for number, stage in enumerate(self.resolved_stages()):
             where = f"stage {stage.name}: " if self.stages else ""
@@ -302,6 +331,11 @@ class TrainRecipe(TrainLength):
                     f"{where}batch_ramp.start ({stage.batch_ramp.start}) is more than batch_tokens ({batch_tokens})",
                     _stage_keys(number, "batch_ramp.start", "batch_tokens"),
                 )
+
+    @property
+    def compute_precision(self) -> str:
+        """``precision``, where weights in bf16 leave ``auto`` no choice."""
+        return "bf16" if self.optimizer.has_bf16_weights else self.precision
 
     @property
     def masks_documents(self) -> bool:
@@ -330,7 +364,12 @@ class TrainRecipe(TrainLength):
 
     @property
     def effective_micro_batch_tokens(self) -> int:
-        return self.micro_batch_tokens or self.tokens_per_step
+        return self._given_micro_batch_tokens or self.tokens_per_step
+
+    @property
+    def _given_micro_batch_tokens(self) -> int | None:
+        """None also until auto is chosen."""
+        return None if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
     @property
     def batch_samples(self) -> int:
@@ -359,7 +398,7 @@ class TrainRecipe(TrainLength):
 
     def _resolve(self, stage: StageRecipe, first: bool) -> ResolvedStage:
         # A micro-batch is what fits into memory at one sequence length; another length has to set its own.
-        micro = stage.micro_batch_tokens or (None if stage.seq_len else self.micro_batch_tokens)
+        micro = stage.micro_batch_tokens or (None if stage.seq_len else self._given_micro_batch_tokens)
         later = ScheduleRecipe(shape="constant", warmup=Duration(0, "steps"))
         return ResolvedStage(
             name=stage.name,

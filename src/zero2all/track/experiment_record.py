@@ -28,6 +28,9 @@ MAX_VARIANTS = 5000
 MAX_CURVES = 200
 BITS_PER_BYTE = "bits_per_byte"  # the metric by which variants are compared: lower is better
 MIXTURE_SEARCH = "mixture-search"
+LADDER = "ladder"
+LADDER_PARAMETERS, LADDER_COMPUTE, LADDER_TARGET = "parameters", "training_flops", "is_predicted"
+"""Values of each variant of a ladder, beside its width."""
 MAX_BITS_PER_BYTE = 1e6  # more is damage
 VariantState = Literal["planned", "running", "stopped", "done", "failed"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -189,7 +192,7 @@ class ExperimentRecord:
     format: Literal[1]
     name: DirectoryName
     kind: str
-    """compare, sweep, mixture-search, or runs (that existed)."""
+    """compare, sweep, mixture-search, ladder, or runs (that existed)."""
     keys: list[str]
     """Recipe keys that are varied; empty if the variants are recipes of their own."""
     budget: str | None
@@ -204,7 +207,7 @@ class ExperimentRecord:
     verdicts: list[Verdict] = field(default_factory=list)
     """Between groups with results."""
     plot: Plot | None = None
-    """Of a sweep: bits per byte over the values."""
+    """Of a sweep: bits per byte over the values; of a ladder: over compute."""
     fit: MixtureFit | None = None
     """Of a mixture search whose runs have ended."""
 

@@ -86,7 +86,9 @@ GLOBAL_METRICS = {
     "lr": MetricFamily("zero2all_learning_rate", "Learning rate."),
     "grad_norm": MetricFamily("zero2all_gradient_norm", "Global gradient norm before clipping."),
     "tokens_per_second": MetricFamily("zero2all_tokens_per_second", "Throughput of all ranks."),
+    "tflops": MetricFamily("zero2all_tflops", "Model TFLOP/s of a device."),
     "mfu": MetricFamily("zero2all_mfu_ratio", "Model FLOPs utilization."),
+    "mfu_palm": MetricFamily("zero2all_mfu_palm_ratio", "Model FLOPs utilization by PaLM's count, 6N + 12LHQT."),
     "hfu": MetricFamily("zero2all_hfu_ratio", "Hardware FLOPs utilization, which also counts recomputation."),
 }
 RANK_METRICS = {

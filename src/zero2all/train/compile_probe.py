@@ -33,6 +33,9 @@ def choose_compile(
         return True
     if not wants_compile(recipe.train.compile, device):
         return False
+    if parallel.activation_offload:
+        say("blocks are not compiled: parallel.activation_offload sees what eager operations save, not compiled ones")
+        return False
     if parallel.pp > 1 and parallel.schedule in SPLIT_BACKWARD_SCHEDULES:
         say(f"blocks are not compiled: schedule {parallel.schedule} cannot split a compiled backward")
         return False
@@ -87,7 +90,7 @@ def _run_compiled_block(
         model = Z2all(config.model_copy(update=small)).init_weights(0)
     if float8 is not None:
         apply_float8(model.layers, float8, device)
-    apply_ac(model.layers, parallel)
+    apply_ac(model.layers, parallel, config, device)
     model.layers[0].compile()
     length = min(PROBE_TOKENS, config.max_position_embeddings)
     tokens = torch.arange(length, device=device)[None] % PROBE_VOCABULARY

@@ -27,6 +27,7 @@ from zero2all.tokens import EstimatedStore, PackedDataset, TokenStore, estimate_
 from zero2all.train.extension import PlannedRun, continue_schedule
 from zero2all.train.hyperparameters import ChosenValue, choose_hyperparameters, with_hyperparameters
 from zero2all.train.initial_weights import find_weights, initial_weights_line, plan_initial_weights
+from zero2all.train.micro_batch import estimate_micro_batch, free_device_memory
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.run import Run, resolve_model_config
 from zero2all.train.show_plan import (
@@ -140,6 +141,10 @@ def estimate_run(
     recipe = _with_vocabulary(with_hyperparameters(recipe, chosen))
     world_size = world_size or ParallelDims.min_world_size(recipe.parallel)
     device, unavailable = _target_device(recipe, gpu)
+    is_here = gpu is None and not unavailable
+    free = free_device_memory(device, world_size) if is_here else None
+    micro_batch = estimate_micro_batch(recipe, world_size, free, device)
+    recipe, chosen = with_hyperparameters(recipe, micro_batch), [*chosen, *micro_batch]
     plan = None if state == "unknown" and _needs_token_counts(recipe) else Plan(recipe, store)
     trained_steps = max(run.checkpoints.steps(), default=0) if run.exists else 0
     plan, resume_warnings = _resumed_plan(recipe, plan, run, trained_steps, extend)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zero2all.checkpoint.callbacks import CheckpointPhase, ignore
 from zero2all.parallel import ParallelModel
 from zero2all.train.data_loader import Batch
+from zero2all.train.step_timer import StepTime
 
 
 @dataclass(frozen=True)
@@ -23,5 +24,7 @@ class TrainerHooks:
     """Called with every batch before it is used."""
     on_gradients: Callable[[ParallelModel], None] = ignore
     """Called after the backward pass, before the gradients are clipped."""
+    on_step: Callable[[int, StepTime], None] = ignore
+    """Called with the number of a step and the time of its parts when its metrics are read."""
     on_checkpoint: Callable[[CheckpointPhase], None] = ignore
     """Called at each phase of saving, also from background threads."""

@@ -23,6 +23,7 @@ SGD_LR = 0.1
 MUON_LR = 0.02  # per-shape scaling in ``Muon`` makes one rate suit every width
 
 BATCH_TOKENS, LR, MUON = "train.batch_tokens", "train.optimizer.lr", "train.optimizer.muon_lr"
+MICRO_BATCH_TOKENS = "train.micro_batch_tokens"  # auto depends on memory: see ``micro_batch``
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def choose_hyperparameters(
         chosen[LR] = _choose_lr(recipe, planned_tokens(recipe.train, batch, source_tokens))
     if MUON in unset and MUON not in chosen:
         chosen[MUON] = ChosenValue(MUON, MUON_LR, "for every width, https://kellerjordan.github.io/posts/muon/")
-    return [chosen[key] for key in unset]
+    return [chosen[key] for key in unset if key in chosen]
 
 
 def with_hyperparameters(recipe: Recipe, chosen: list[ChosenValue]) -> Recipe:
@@ -77,8 +78,9 @@ def with_hyperparameters(recipe: Recipe, chosen: list[ChosenValue]) -> Recipe:
     values = {one.key: one.value for one in chosen}
     optimizer = {key.rpartition(".")[2]: values[key] for key in (LR, MUON) if key in values}
     update: dict[str, object] = {"optimizer": recipe.train.optimizer.model_copy(update=optimizer)}
-    if BATCH_TOKENS in values:
-        update["batch_tokens"] = int(values[BATCH_TOKENS])
+    for key in (BATCH_TOKENS, MICRO_BATCH_TOKENS):
+        if key in values:
+            update[key.rpartition(".")[2]] = int(values[key])
     train = recipe.train.model_copy(update=update)
     if mistakes := list(train.mistakes()):  # a chosen batch may be smaller than where its ramp starts
         raise UsageError(f"{BATCH_TOKENS} was chosen: {mistakes[0].message}; set {BATCH_TOKENS}")
@@ -122,7 +124,8 @@ def _unset_keys(recipe: Recipe) -> list[str]:
     values = {BATCH_TOKENS: recipe.train.batch_tokens, LR: optimizer.lr}
     if optimizer.name == "muon":
         values[MUON] = optimizer.muon_lr
-    return [key for key, value in values.items() if value is None]
+    unset = [key for key, value in values.items() if value is None]
+    return [*unset, *([MICRO_BATCH_TOKENS] if recipe.train.micro_batch_tokens == "auto" else [])]
 
 
 def _stored_values(recipe: Recipe, stored: Recipe | None) -> dict[str, float]:
@@ -134,6 +137,9 @@ def _stored_values(recipe: Recipe, stored: Recipe | None) -> dict[str, float]:
         return {}
     optimizer = stored.train.optimizer
     values = {BATCH_TOKENS: stored.train.batch_tokens, LR: optimizer.lr, MUON: optimizer.muon_lr}
+    micro_batch_tokens = stored.train.micro_batch_tokens
+    if isinstance(micro_batch_tokens, int) and stored.parallel == recipe.parallel:  # else other memory is free
+        values[MICRO_BATCH_TOKENS] = micro_batch_tokens
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -160,6 +166,8 @@ def _choose_lr(recipe: Recipe, tokens: float | None) -> ChosenValue:
     source = f"{STEP_LAW}, for {show_count(parameters)} non-embedding parameters and {show_count(tokens)} tokens"
     if config.mup_base is not None:
         source += f", at the base width {config.mup_base}"
+    if name == "adafactor":
+        source = f"as for AdamW, whose updates are as large; {source}"
     if name == "lion":
         lr *= LION_FACTOR
         source = f"a fifth of AdamW's, https://arxiv.org/abs/2302.06675; {source}"

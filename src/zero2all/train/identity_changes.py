@@ -18,7 +18,10 @@ def identity_changes(before: RunIdentity, now: RunIdentity) -> list[str]:
         changes.append("another tokenizer")
     changes += model_changes(before.model, now.model)
     if before.optimizer != now.optimizer:
-        changes.append(f"train.optimizer.name={before.optimizer}, not {now.optimizer}")
+        changes.append(
+            f"train.optimizer.name={before.optimizer}, not {now.optimizer} (another run can begin with the weights of "
+            "this one: train.init)"
+        )
     if before.init != now.init:
         changes.append(f"train.init={before.init}, not {now.init}")
     return changes

@@ -32,7 +32,7 @@ from zero2all.workspace import find_runs_below
 
 # What does not change the logits of a model, so that it may differ from the model whose weights these are.
 FREE_KEYS = {"preset", "ops", "vocab_size", "max_position_embeddings", "residual_fp32", "initializer_range",
-             "z_loss", "mtp_weight", "mup_base", "lora"}  # fmt: skip
+             "z_loss", "mtp_weight", "mup_base", "lora", "attention_dropout", "residual_dropout"}  # fmt: skip
 FREE_MOE_KEYS = {"load_balancing", "router_aux_loss_coef", "bias_update_rate"}
 
 

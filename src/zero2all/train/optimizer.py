@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from zero2all.errors import need
 from zero2all.model.cost.optimizer_state import updated_by_muon
 from zero2all.recipe import OptimizerRecipe
+from zero2all.train.adafactor import Adafactor
+from zero2all.train.adamw_bf16 import AdamWBF16, noise_key
 from zero2all.train.muon import Muon
 
 GroupBuilder = Callable[..., list[dict[str, Any]]]
@@ -31,13 +33,17 @@ def build_optimizers(
     build_groups: GroupBuilder = one_group,
     mup_width_mult: float = 1.0,
     replicas: dist.ProcessGroup | None = None,
+    *,
+    seed: int = 0,
+    compile: bool = False,
 ) -> list[Optimizer]:
     """One optimizer for all, or Muon for the matrices inside the blocks and AdamW for the rest (``updated_by_muon``).
 
     Weight decay applies to matrices only; on a norm's scale or a bias it would hurt. ``build_groups`` makes groups of
     parameters with the same settings: a parallel layout may need several. ``mup_width_mult`` (see ``ModelConfig``)
     scales the learning rate of every matrix but the embedding, for muP; Muon's updates fit any width as they are.
-    ``replicas`` are the ranks of DDP, over which Muon divides its work.
+    ``replicas`` are the ranks of DDP, over which Muon divides its work. ``seed`` and ``compile`` are those of
+    ``AdamWBF16``.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     in_blocks = [parameter for name, parameter in named if updated_by_muon(name, parameter.dim())]
@@ -51,7 +57,11 @@ def build_optimizers(
         *build_groups(matrices, decays=True, rate=mup_width_mult),
         *build_groups(vectors, decays=False, rate=1.0),
     ]
-    optimizers = [_build(recipe.name, groups)]
+    if recipe.name == "adamw-bf16":
+        noise_keys: dict[Tensor, int] = {parameter: noise_key(seed, name) for name, parameter in named}
+        optimizers: list[Optimizer] = [AdamWBF16(groups, noise_keys, recipe.rounding, compile=compile)]
+    else:
+        optimizers = [_build(recipe.name, groups)]
     if by_muon:
         muon_groups = build_groups(in_blocks, decays=True, rate=1.0)
         optimizers.append(Muon(muon_groups, dtype=MUON_DTYPES[recipe.muon_dtype], replicas=replicas))
@@ -64,6 +74,8 @@ def _build(name: str, groups: list[dict[str, Any]]) -> Optimizer:
         return torch.optim.SGD(groups, lr=1.0)
     if name == "lion":
         return Lion(groups)
+    if name == "adafactor":
+        return Adafactor(groups)
     if name == "adamw-8bit":
         low_bit: Optimizer = need("torchao.optim", "quant").AdamW8bit(groups)
         return low_bit

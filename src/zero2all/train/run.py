@@ -253,7 +253,7 @@ def resolve_model_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
 
 def model_identity(config: ModelConfig) -> dict[str, Any]:
     """What a checkpoint of the model depends on. Keys that came later are left out where they change nothing."""
-    later = {"lora"} if config.lora is None else set()
+    later = {key for key in ("lora", "attention_dropout", "residual_dropout") if not getattr(config, key)}
     values: dict[str, Any] = config.model_dump(mode="json", exclude={"preset", "ops", *later})
     return values
 

@@ -17,6 +17,7 @@ from zero2all.model import document_starts
 from zero2all.model.cost.activations import activation_bytes, loss_bytes
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import training_memory
+from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.recipe import ParallelRecipe, Recipe, ResolvedStage
@@ -51,7 +52,7 @@ def time_steps(
     are not compiled, which could take minutes.
     """
     options, config = recipe.train, recipe.model
-    dtype = compute_dtype(options.precision, device)
+    dtype = compute_dtype(options.compute_precision, device)
     peak = peak_flops(device, dtype)
     sample_flops = stage.seq_len * flops_per_token(config, stage.seq_len).model
     sample_seconds = sample_flops / (EXPECTED_MFU * peak.flops)
@@ -59,9 +60,14 @@ def time_steps(
         raise Z2aError(f"one sample would take about {show_seconds(sample_seconds)} on this {device.type}")
     samples = max(1, min(len(tokens), int(MAX_PASS_SECONDS / sample_seconds)))
     _require_memory(recipe, samples * stage.seq_len, device)
-    mode = recipe.parallel.activation_checkpointing
-    single = ParallelRecipe(activation_checkpointing="none" if mode == "budget" else mode)
-    model = ParallelModel(config, single, ParallelMesh(ParallelDims(), device), seed=recipe.seed, dtype=dtype)
+    mode, parallel = recipe.parallel.activation_checkpointing, recipe.parallel
+    single = ParallelRecipe(
+        activation_checkpointing="none" if mode == "budget" else mode,
+        activation_checkpointing_every=parallel.activation_checkpointing_every,
+        activation_offload=parallel.activation_offload,
+    )
+    mesh, stored = ParallelMesh(ParallelDims(), device), weight_dtype(options.optimizer)
+    model = ParallelModel(config, single, mesh, seed=recipe.seed, dtype=dtype, weight_dtype=stored)
     optimizers = build_optimizers(model.model, options.optimizer, model.param_groups, config.mup_width_mult)
     set_learning_rate(optimizers, options.optimizer, lr_multiplier=0.01)
     inputs, targets = tokens[:samples, :-1], tokens[:samples, 1:]
@@ -95,6 +101,8 @@ def _require_memory(recipe: Recipe, tokens: int, device: torch.device) -> None:
     held, mode = training_memory(recipe, device), recipe.parallel.activation_checkpointing
     half, recompute = held.precision != "fp32", mode if mode != "budget" else "none"
     needed = held.weights + held.gradients + held.optimizer + held.half_weights
-    needed += activation_bytes(recipe.model, tokens, half, recompute) + loss_bytes(recipe.model, tokens, half, device)
+    every, offload = recipe.parallel.activation_checkpointing_every, recipe.parallel.activation_offload
+    needed += activation_bytes(recipe.model, tokens, half, recompute, every=every, offload=offload)
+    needed += loss_bytes(recipe.model, tokens, half, device)
     if free is not None and needed > free:
         raise Z2aError(f"one process needs about {show_bytes(needed)} of memory, and {show_bytes(free)} are free here")

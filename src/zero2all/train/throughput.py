@@ -10,7 +10,8 @@ import torch
 
 from zero2all.cpu_use import OtherCpuUse, busy_note
 from zero2all.hardware import MPS
-from zero2all.model.cost.flops import Recompute, flops_per_token
+from zero2all.model.cost.flops import Recompute, flops_per_token, palm_flops_per_token
+from zero2all.model.cost.model_size import count_parameters
 from zero2all.recipe import ModelConfig
 from zero2all.train.plan import Plan
 from zero2all.units import show_bytes, show_count, show_seconds
@@ -20,17 +21,28 @@ EMA_DECAY = 0.9  # averages over about ten steps
 SHOWN_METRICS = ("reward", "rewards/accuracies", "rewards/margins")
 """Metrics of objectives that say more than their loss."""
 PER_RANK_METRICS = ("memory", "data_wait")
-"""Metrics that differ from rank to rank; all others are global, and the record of rank 0 has them."""
+"""Metrics that differ from rank to rank, beside ``StepTime.metrics``; all others are global, and the record of rank 0
+has them."""
 
 
 class ThroughputMeter:
     """Throughput, utilisation and time left, averaged over recent steps; the slow first step is not in the average."""
 
     def __init__(
-        self, plan: Plan, config: ModelConfig, device: torch.device, peak_flops: float, recompute: Recompute = "none"
+        self,
+        plan: Plan,
+        config: ModelConfig,
+        device: torch.device,
+        peak_flops: float,
+        world_size: int = 1,
+        recompute: Recompute = "none",
+        recompute_every: int = 1,
     ) -> None:
+        """``peak_flops`` is that of one of the ``world_size`` devices."""
         self.plan, self.config, self.device = plan, config, device
-        self.peak_flops, self.recompute = peak_flops, recompute
+        self.peak_flops, self.world_size = peak_flops, world_size
+        self.recompute, self.recompute_every = recompute, recompute_every
+        self.parameters = count_parameters(config).active
         self.tokens_per_second = self.data_wait = 0.0
         self._others = OtherCpuUse() if device.type == "cpu" else None
         self._updates = 0
@@ -53,12 +65,18 @@ class ThroughputMeter:
         self._last_update = time.perf_counter()
 
     def metrics(self, step: int) -> dict[str, float]:
-        """For the record. MFU counts the FLOPs of the model, HFU also those of recomputation."""
-        flops = flops_per_token(self.config, self.plan.stage_of(step).recipe.seq_len)
+        """For the record. MFU counts the FLOPs of the model, HFU also those of recomputation; TFLOP/s of a device."""
+        seq_len = self.plan.stage_of(step).recipe.seq_len
+        flops = flops_per_token(self.config, seq_len)
+        palm_flops = palm_flops_per_token(self.config, self.parameters, seq_len)
+        hardware_flops = flops.hardware(self.recompute, every=self.recompute_every)
+        device_rate = self.tokens_per_second / self.world_size
         return {
             "tokens_per_second": round(self.tokens_per_second, 1),
-            "mfu": round(self.tokens_per_second * flops.model / self.peak_flops, 4),
-            "hfu": round(self.tokens_per_second * flops.hardware(self.recompute) / self.peak_flops, 4),
+            "tflops": round(device_rate * flops.model / 1e12, 4),
+            "mfu": round(device_rate * flops.model / self.peak_flops, 4),
+            "mfu_palm": round(device_rate * palm_flops / self.peak_flops, 4),
+            "hfu": round(device_rate * hardware_flops / self.peak_flops, 4),
             "memory": peak_memory_bytes(self.device),
             "data_wait": round(self.data_wait, 4),
         }
@@ -80,7 +98,9 @@ class ThroughputMeter:
                 f"lr {lr:.2e}",
                 f"grad {grad_norm:.3f}",
                 f"{show_count(self.tokens_per_second)} tok/s",
-                f"MFU {100 * metrics['mfu']:.1f}% HFU {100 * metrics['hfu']:.1f}%" + (f" ({busy})" if busy else ""),
+                f"{metrics['tflops']:.3g} TFLOP/s",
+                f"MFU {100 * metrics['mfu']:.1f}% (PaLM {100 * metrics['mfu_palm']:.1f}%) "
+                f"HFU {100 * metrics['hfu']:.1f}%" + (f" ({busy})" if busy else ""),
                 show_bytes(metrics["memory"]),
                 f"wait {100 * self.data_wait:.1f}%",
                 f"left {show_seconds(left)}",

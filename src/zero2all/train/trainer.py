@@ -33,6 +33,8 @@ from zero2all.hardware import MPS, compute_dtype, peak_flops, pick_device, set_d
 from zero2all.model import document_starts
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
+from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.z2all import derive_seed
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.float8 import check_float8
 from zero2all.recipe import ExtendMode, Recipe
@@ -51,7 +53,9 @@ from zero2all.train.device_batch import BatchCopier, HostCopy
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
 from zero2all.train.initial_weights import load_initial_weights
+from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
+from zero2all.train.optimizer_files import map_optimizer_state
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.resume import load_newest, restore_state
 from zero2all.train.run import TEST_SETS, Run, init_path, model_identity, require_data, resolve_model_config
@@ -61,6 +65,7 @@ from zero2all.train.signals import stop_requested
 from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
 from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spike
 from zero2all.train.step_objective import StepLoss, TokenObjective
+from zero2all.train.step_timer import StepMarks, StepTime, StepTimer
 from zero2all.train.throughput import PER_RANK_METRICS, ThroughputMeter
 from zero2all.units import sparkline
 
@@ -107,7 +112,7 @@ class TrainSummary:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step computed; the same on every rank."""
+    """What a step computed; the same on every rank but for its time."""
 
     loss: float
     grad_norm: float
@@ -117,6 +122,8 @@ class StepResult:
     action: SpikeAction
     stop_requested: bool
     """On any rank."""
+    time: StepTime
+    """Of this rank."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,8 @@ class LaunchedStep:
     batch: Batch
     metrics: HostCopy
     """Sums of the objective, stop flags, norm of the gradient."""
+    marks: StepMarks
+    """Complete when the metrics are."""
 
 
 class Trainer:
@@ -206,7 +215,7 @@ class Trainer:
     def _init_model(self) -> None:
         options, device = self.recipe.train, self.mesh.device
         self.config = objective_config(resolve_model_config(self.recipe, self.tokenizer), options.objective)
-        dtype = compute_dtype(options.precision, device)
+        dtype = compute_dtype(options.compute_precision, device)
         compile = choose_compile(self.recipe, self.config, device, dtype, self.rank_group)
         if options.float8 is not None:
             check_float8(device, dtype, compile)
@@ -218,19 +227,29 @@ class Trainer:
             dtype=dtype,
             compile=compile,
             float8=options.float8,
+            weight_dtype=weight_dtype(options.optimizer),
         )
         if options.objective.weighs_tokens:
             self.model.disable_auxiliary_losses()
+        if chosen := choose_micro_batch(self.recipe, self.model, compile, self.rank_group):
+            self.chosen += chosen
+            self.recipe = self.run.recipe = with_hyperparameters(self.recipe, chosen)
+            self.plan = Plan(self.recipe, self.plan.store)
         self.optimizers = build_optimizers(
             self.model.model,
             options.optimizer,
             self.model.param_groups,
             self.config.mup_width_mult,
             self.model.ddp_group,
+            seed=self.recipe.seed,
+            compile=compile,
         )
+        if (directory := self.recipe.parallel.offload_dir) is not None:
+            self.rank_group.on_all_ranks(partial(map_optimizer_state, self.optimizers, directory))
         if self.evaluate is not None and self.recipe.evals.every is not None and not self.model.is_replicated:
             say("validation generates no samples: the weights are sharded; use 'z2a generate' with a checkpoint")
         self.copier = BatchCopier(device, self._document_starts, self.model.micro_batch_rows)
+        self.timer = StepTimer.for_device(device)
         self.guard = SpikeDetector(options.guard)
         self._late_step: LaunchedStep | None = None  # whose metrics are not read yet
         self._stop_seen = False
@@ -246,7 +265,7 @@ class Trainer:
             stages=self.plan.identity(),
             tokenizer=self.tokenizer.fingerprint,
             model=model_identity(self.config),
-            optimizer=recipe.train.optimizer.name,
+            optimizer=recipe.train.optimizer.identity,
             init=init_path(recipe),
         )
         self.checkpoint_manager = CheckpointManager(
@@ -281,13 +300,19 @@ class Trainer:
         if self.mesh.rank == 0:
             run.save_metadata(self.identity, self.tokenizer, self.mesh.device, self.initial_weights)
             history = read_lr_history(run.directory, self.first_step)
-        peak = peak_flops(self.mesh.device, self.model.dtype)
-        say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, peak.source, history)
+        self.peak_flops = peak_flops(self.mesh.device, self.model.dtype)
+        say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, self.peak_flops.source, history)
         self.heartbeat.record_phase(StartupPhase.LOADED, done=None if restored is None else restored.step)
         mode = recipe.parallel.activation_checkpointing
         recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
         self.throughput = ThroughputMeter(
-            self.plan, self.config, self.mesh.device, peak.flops * self.mesh.dims.world_size, recompute
+            self.plan,
+            self.config,
+            self.mesh.device,
+            self.peak_flops.flops,
+            self.mesh.dims.world_size,
+            recompute,
+            recipe.parallel.activation_checkpointing_every,
         )
         if restored is not None:
             self._restore_state(restored.state)
@@ -318,13 +343,15 @@ class Trainer:
             self._open_record() as self.record,
             DataLoader(plan, self.first_step, mesh.dp_rank, mesh.dims.dp, copier, self.skipped_steps) as self.loader,
             automatic_gc_disabled(),
+            self.timer.watching(self.model),
         ):
             startup = round(time.time() - self.start_time, 3)
             kind = "resume" if self.first_step else "start"
             self.record.event(kind, step=self.first_step, steps=plan.total_steps, startup=startup)
             if (init := self.initial_weights) is not None:
                 self.record.event("initial weights", step=0, path=init.path, fingerprint=init.fingerprint)
-            for batch in self.loader:
+            self.timer.restart()
+            for batch in self.timer.waits(self.loader):
                 self.hooks.on_batch(batch)
                 is_late = self._can_judge_late(batch)
                 if not is_late or batch.stage is not self._stage:
@@ -338,6 +365,7 @@ class Trainer:
                 if result.action == "rollback":
                     self.loader.seek(self.resume_step, self.skipped_steps)
                     self._stage = None  # the step to resume from may be in an earlier one
+                    self.timer.restart()
                 else:
                     self.after_step(batch, result)
             self._finish_late_step()
@@ -370,30 +398,37 @@ class Trainer:
         losses = self._forward_backward(batch, step_loss)
         self.hooks.on_gradients(model)
         self._record_layer_norms(batch.step)
-        grad_norm = model.clip_grad_norm_(self.recipe.train.optimizer.max_grad_norm)  # by the norm over all ranks
-        # One all-reduce for all metrics and the stop flag.
-        sums = self.objective.sums(model, losses, batch)
-        sums = model.all_reduce_sum(sums, stop_requested=self.stop_event.is_set())
-        return LaunchedStep(batch, HostCopy(torch.cat([sums, grad_norm.to(sums).expand(1, sums.shape[1])])))
+        with self.timer.part("optimizer"):
+            grad_norm = model.clip_grad_norm_(self.recipe.train.optimizer.max_grad_norm)  # by the norm over all ranks
+        with self.timer.part("logging"):
+            # One all-reduce for all metrics and the stop flag.
+            sums = self.objective.sums(model, losses, batch)
+            sums = model.all_reduce_sum(sums, stop_requested=self.stop_event.is_set())
+            norms = grad_norm.to(sums).expand(1, sums.shape[1])
+            marks = self.timer.finish_step()  # before the copy, so that they are complete when it is
+            return LaunchedStep(batch, HostCopy(torch.cat([sums, norms])), marks)
 
     def _judge_step(self, launched: LaunchedStep) -> StepResult:
         """Read the metrics, the one place where the host waits for the device, and check for a spike."""
         batch = launched.batch
-        *rows, stop_flags, (norm, *_) = launched.metrics.tolist()
+        with self.timer.part("logging"):
+            *rows, stop_flags, (norm, *_) = launched.metrics.tolist()
+            step_time = launched.marks.read()
         loss = self.objective.loss(rows, batch)
         # The loss of reinforcement learning is near 0 by construction: its changes mean nothing.
         is_around_zero = self.recipe.train.objective.name == "grpo" and math.isfinite(loss)
         action = self.check_spike(batch, 0.0 if is_around_zero else loss, norm)
         lr = self.recipe.train.optimizer.peak_lr * batch.stage.lr_multiplier(batch.step)
-        return StepResult(loss, norm, lr, self.objective.metrics(rows), action, any(stop_flags))
+        return StepResult(loss, norm, lr, self.objective.metrics(rows), action, any(stop_flags), step_time)
 
     def _update_weights(self, batch: Batch, skip: bool = False) -> None:
-        set_learning_rate(self.optimizers, self.recipe.train.optimizer, batch.stage.lr_multiplier(batch.step))
-        for optimizer in self.optimizers:
-            if not skip:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self.model.update_expert_bias()
+        with self.timer.part("optimizer"):
+            set_learning_rate(self.optimizers, self.recipe.train.optimizer, batch.stage.lr_multiplier(batch.step))
+            for optimizer in self.optimizers:
+                if not skip:
+                    optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            self.model.update_expert_bias()
 
     def _can_judge_late(self, batch: Batch) -> bool:
         """Whether the metrics of a step may be read while the device computes the next one.
@@ -424,36 +459,42 @@ class Trainer:
             self.after_step(launched.batch, replace(result, stop_requested=False))
 
     def _forward_backward(self, batch: Batch, step_loss: StepLoss) -> Tensor:
-        tensors = batch.on_device or self.copier.copy(batch.inputs, batch.targets, batch.micro_batch_size)
-        tensors.wait()
-        return self.model.forward_backward(
-            tensors.inputs,
-            tensors.targets,
-            divisor=step_loss.divisor,
-            doc_starts_BS=tensors.doc_starts,
-            micro_batch_size=batch.micro_batch_size,
-            objective=step_loss.objective,
-            soft=step_loss.soft,
-            cu_seqlens_MN=tensors.cu_seqlens_MN,
-        )
+        with self.timer.part("data"):
+            tensors = batch.on_device or self.copier.copy(batch.inputs, batch.targets, batch.micro_batch_size)
+            tensors.wait()
+        with self.timer.part("backward"):  # forward passes and losses are found by hooks of the model
+            return self.model.forward_backward(
+                tensors.inputs,
+                tensors.targets,
+                divisor=step_loss.divisor,
+                doc_starts_BS=tensors.doc_starts,
+                micro_batch_size=batch.micro_batch_size,
+                objective=step_loss.objective,
+                soft=step_loss.soft,
+                cu_seqlens_MN=tensors.cu_seqlens_MN,
+                dropout_seed=derive_seed(self.recipe.seed, batch.step),
+            )
 
     def after_step(self, batch: Batch, result: StepResult) -> None:
         """Record the step; at intervals log it, validate, save a checkpoint. Stop here if it was requested."""
         step, done, last = batch.step, batch.step + 1, batch.step + 1 == self.plan.total_steps
         self.throughput.update(step, self.loader.data_wait_seconds)
-        self._record_step(step, result)
-        if done % self.recipe.track.log_every == 0 or last or step == self.resume_step:
-            say(self.throughput.step_line(step, result.loss, result.lr, result.grad_norm, result.metrics))
+        self.hooks.on_step(step, result.time)
+        with self.timer.part("logging"):
+            self._record_step(step, result)
+            if done % self.recipe.track.log_every == 0 or last or step == self.resume_step:
+                say(self.throughput.step_line(step, result.loss, result.lr, result.grad_norm, result.metrics))
         if done % GC_INTERVAL_STEPS == 0:
             gc.collect()
-        if self.evaluate is not None and self.plan.is_due(self.recipe.evals.every, done):
-            self._validate(step, self.evaluate)
         stop_now = result.stop_requested and not last
-        if stop_now or last:
-            # The last checkpoint is waited for, which may take longer than a step.
-            self.heartbeat.record_phase(StartupPhase.ENDING)
-        if not last and (stall := self.save(done, wait=stop_now)) is not None:
-            self.record.step(step, checkpoint_stall=round(stall, 6))
+        with self.timer.paused():
+            if self.evaluate is not None and self.plan.is_due(self.recipe.evals.every, done):
+                self._validate(step, self.evaluate)
+            if stop_now or last:
+                # The last checkpoint is waited for, which may take longer than a step.
+                self.heartbeat.record_phase(StartupPhase.ENDING)
+            if not last and (stall := self.save(done, wait=stop_now)) is not None:
+                self.record.step(step, checkpoint_stall=round(stall, 6))
         if stop_now:
             self.record.event("stopped", step=done)
             raise Interrupted(
@@ -496,7 +537,7 @@ class Trainer:
         }
         if self.mesh.rank > 0:
             metrics = {name: metrics[name] for name in PER_RANK_METRICS}
-        self.record.step(step, **metrics)
+        self.record.step(step, **metrics, **result.time.metrics(self.mesh.rank))
 
     def _validate(self, step: int, evaluate: Evaluator) -> None:
         validation = evaluate(self.model, self.tokenizer, self.recipe, self.test_sets)
@@ -517,9 +558,10 @@ class Trainer:
     def _record_layer_norms(self, step: int) -> None:
         every = self.recipe.track.layer_norms_every
         if every is not None and (step + 1) % every == 0:
-            norms = self.model.layer_grad_norms()
-            if self.mesh.rank == 0:
-                self.record.histogram(step, "gradient norm by layer", norms, range(len(norms) + 1))
+            with self.timer.part("logging"):
+                norms = self.model.layer_grad_norms()
+                if self.mesh.rank == 0:
+                    self.record.histogram(step, "gradient norm by layer", norms, range(len(norms) + 1))
 
     def _record_checkpoint(self, step: int, seconds: float) -> None:
         self.record.event("checkpoint", step=step, seconds=round(seconds, 3))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero2all.model.cost.flops import Recompute
+from zero2all.model.cost.flops import Recompute, is_checkpointed
 from zero2all.model.ops.chunked_loss import chunk_rows
 from zero2all.recipe import ModelConfig
 
@@ -42,23 +42,37 @@ def activation_bytes(
     layers: Sequence[int] | None = None,
     micro_batches: float = 1.0,
     shards: ActivationShards = ONE_RANK,
+    every: int = 1,
+    offload: bool = False,
 ) -> int:
     """What the blocks ``layers`` (default: all) keep of micro-batches of ``tokens`` tokens until the backward pass.
 
     ``micro_batches`` are those that a pipeline rank has run forward and not backward; only one is recomputed at a time.
+    ``every`` n-th block is recomputed. With ``offload``, of blocks that are offloaded one is computed while another is
+    copied.
     """
     element = 2 if half else 4
     layers = list(range(config.num_hidden_layers) if layers is None else layers)
     end = _norm_bytes(config.hidden_size, element, shards) if config.num_hidden_layers - 1 in layers else 0
-    if config.mtp_weight:
-        layers.append(config.num_hidden_layers - 1)  # its further block is made like the last one
-    blocks = [_block_bytes(config, layer, element, shards) for layer in layers]
-    if recompute == "none":
-        return round(tokens * (micro_batches * sum(blocks) + end))
     stream = (4 if config.residual_fp32 else element) * config.hidden_size // shards.stream
-    saved = [_product_bytes(config, layer, element, shards) if recompute == "selective" else 0 for layer in layers]
-    again = max(block - product for block, product in zip(blocks, saved, strict=True))
-    return round(tokens * (micro_batches * (stream * len(layers) + sum(saved)) + again + end))
+    kept, again, moved = 0, 0, 0
+    for layer in layers:
+        saved, recomputed = _block_bytes(config, layer, element, shards), 0
+        if recompute != "none" and is_checkpointed(layer, every):
+            products = _product_bytes(config, layer, element, shards) if recompute == "selective" else 0
+            saved, recomputed = stream + products, saved - products
+        if offload and is_offloaded(layer, config):
+            saved, moved = 0, max(moved, saved)
+        kept += saved
+        again = max(recomputed, again - saved)  # backward has freed the layers after
+    if config.mtp_weight:  # its block, made like the last one, is not checkpointed
+        kept += _block_bytes(config, config.num_hidden_layers - 1, element, shards)
+    return round(tokens * (micro_batches * kept + 2 * moved + again + end))
+
+
+def is_offloaded(layer: int, config: ModelConfig) -> bool:
+    """All layers but the last, which the backward pass needs at once."""
+    return layer < config.num_hidden_layers - 1
 
 
 def loss_bytes(
@@ -96,7 +110,8 @@ def _block_bytes(config: ModelConfig, layer: int, element: int, shards: Activati
         routed = 4 * hidden  # the router reads fp32
         routed += 2 * element * moe.num_experts_per_tok * hidden  # tokens brought to their experts, and back
     sharded += 4 * element * wide  # gate, up, silu(gate) and their product
-    return 2 * _norm_bytes(hidden, element, shards) + sharded // shards.tp + routed
+    dropped = 2 * hidden // shards.stream if config.residual_dropout else 0  # masks of a byte
+    return 2 * _norm_bytes(hidden, element, shards) + sharded // shards.tp + routed + dropped
 
 
 def _product_bytes(config: ModelConfig, layer: int, element: int, shards: ActivationShards) -> int:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from zero2all.errors import UsageError
 from zero2all.gpu_specs import Gpu
-from zero2all.model.cost.flops import Flops, flops_per_token
+from zero2all.model.cost.flops import Flops, flops_per_token, palm_flops_per_token
 from zero2all.model.cost.model_size import (
     ParameterCounts,
     TrainingMemory,
@@ -38,6 +38,7 @@ class FlopsSummary:
     forward: int
     backward: int
     model: int
+    palm: int
     causal: int
     hardware: int
     hardware_recomputing: int
@@ -80,7 +81,7 @@ def describe_model(
     return ModelDescription(
         model=config,
         parameters=parameters,
-        flops_per_token=_summarize_flops(flops_per_token(config, options.seq_len), options.seq_len, parameters),
+        flops_per_token=_summarize_flops(config, options.seq_len, parameters),
         cache=KVCacheSize(context, per_token, per_token * context),
         training_memory=training_memory(recipe, device),
         ops=_chosen_ops(config, device, options.deterministic),
@@ -91,7 +92,8 @@ def describe_model(
     )
 
 
-def _summarize_flops(flops: Flops, seq_len: int, parameters: ParameterCounts) -> FlopsSummary:
+def _summarize_flops(config: ModelConfig, seq_len: int, parameters: ParameterCounts) -> FlopsSummary:
+    flops = flops_per_token(config, seq_len)
     return FlopsSummary(
         seq_len=seq_len,
         projections=flops.projections,
@@ -101,6 +103,7 @@ def _summarize_flops(flops: Flops, seq_len: int, parameters: ParameterCounts) ->
         forward=flops.forward,
         backward=flops.model - flops.forward,
         model=flops.model,
+        palm=palm_flops_per_token(config, parameters.active, seq_len),
         causal=flops.causal,
         hardware=flops.hardware(),
         hardware_recomputing=flops.hardware("full"),
@@ -155,6 +158,7 @@ def _flops(shown: ModelDescription) -> list[str]:
         f"  forward     {show_count(flops.forward):>9}",
         f"  training    {show_count(flops.model):>9}  forward and backward; what MFU counts",
         f"  6N          {show_count(flops.six_n):>9}  6 x active parameters in matrix products; no scores",
+        f"  PaLM        {show_count(flops.palm):>9}  6 x all active parameters + scores; what mfu_palm counts",
         f"  causal      {show_count(flops.causal):>9}  training without the pairs that the causal mask excludes",
         f"  hardware    {show_count(flops.hardware):>9}  fused attention recomputes the scores; what HFU counts",
         f"  recomputing {show_count(flops.hardware_recomputing):>9}  the same with full activation checkpointing",

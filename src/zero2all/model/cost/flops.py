@@ -19,6 +19,15 @@ Recompute = Literal["none", "selective", "full"]
 """What activation checkpointing computes a second time: selective keeps every product, so none that is counted."""
 
 
+def is_checkpointed(layer: int, every: int) -> bool:
+    """Whether activation checkpointing of every n-th block applies to a layer, counted over the full model.
+
+    From the first layer on: with an even number of layers the last one, whose activations the backward pass needs at
+    once, is not recomputed by every second.
+    """
+    return layer % every == 0
+
+
 @dataclass(frozen=True)
 class Flops:
     """Of the forward pass of one token in a sequence, on average.
@@ -37,8 +46,9 @@ class Flops:
     head: int
     causal_scores: int
     """``scores`` of the pairs that the causal mask lets through."""
-    last_products: int
-    """The part of ``mlp`` that ends a block: recomputation stops before it, for no gradient needs what it gives."""
+    recomputed: tuple[int, ...]
+    """Of each layer, what recomputation runs again: all but the product that ends the block, which no gradient needs.
+    The block of multi-token prediction is not checkpointed."""
 
     @property
     def forward(self) -> int:
@@ -54,16 +64,16 @@ class Flops:
         """``model`` without the pairs that the causal mask leaves out: S * (S + 1) / 2 of S * S remain."""
         return self.model - 3 * (self.scores - self.causal_scores)
 
-    def hardware(self, recompute: Recompute = "none", fused_attention: bool = True) -> int:
+    def hardware(self, recompute: Recompute = "none", fused_attention: bool = True, every: int = 1) -> int:
         """What the device really computes. HFU counts these.
 
         Fused attention keeps no scores, so its backward computes them once more: five products for two. With
-        ``recompute="full"`` (activation checkpointing) each block runs forward once more; ``selective`` repeats
-        norms, rotary positions and activations, but no product.
+        ``recompute="full"`` (activation checkpointing) each block, or every n-th, runs forward once more;
+        ``selective`` repeats norms, rotary positions and activations, but no product.
         """
         again = self.scores // 2 if fused_attention else 0
         if recompute == "full":
-            again += self.forward - self.head - self.last_products
+            again += sum(flops for layer, flops in enumerate(self.recomputed) if is_checkpointed(layer, every))
         return self.model + again
 
 
@@ -82,15 +92,32 @@ def flops_per_token(config: ModelConfig, seq_len: int | None = None) -> Flops:
     # A window of w sees 1, 2, ... w keys at the first w positions, and w at each one after.
     seen = sum(window * (window + 1) / 2 + window * (length - window) for window in windows) / length
     mlp, last = zip(*(_feed_forward(config, layer) for layer in layers), strict=True)
+    projections = 2 * hidden * (heads + keys + heads)  # of a layer
     joining = 4 * hidden**2 if config.mtp_weight else 0
     return Flops(
-        projections=2 * len(layers) * hidden * (heads + keys + heads) + joining,
+        projections=len(layers) * projections + joining,
         scores=4 * heads * sum(windows),
         mlp=sum(mlp),
         head=2 * hidden * config.padded_vocab_size * (2 if config.mtp_weight else 1),
         causal_scores=round(4 * heads * seen),
-        last_products=sum(last),
+        recomputed=tuple(
+            projections + 4 * heads * windows[layer] + mlp[layer] - last[layer]
+            for layer in range(config.num_hidden_layers)
+        ),
     )
+
+
+def palm_flops_per_token(config: ModelConfig, parameters: int, seq_len: int) -> int:
+    """The count of PaLM's paper (https://arxiv.org/abs/2204.02311, appendix B), which many trainers print: 6N + 12LHQT.
+
+    N is every parameter that is active for a token, also the embedding that is looked up; L layers, H heads of size Q
+    and T tokens see the whole sequence, whatever their window. ``Flops.model`` leaves out what is not computed.
+
+    >>> palm_flops_per_token(ModelConfig(preset="z2all-1.1b"), parameters=1_255_499_776, seq_len=2048)
+    8640294912
+    """
+    heads = config.num_attention_heads * config.head_size
+    return 6 * parameters + 12 * config.num_hidden_layers * heads * seq_len
 
 
 def _feed_forward(config: ModelConfig, layer: int) -> tuple[int, int]:

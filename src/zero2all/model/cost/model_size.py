@@ -9,7 +9,7 @@ from torch import nn
 
 from zero2all.hardware import compute_dtype, dtype_name
 from zero2all.model.cost.activations import activation_bytes, all_logits_bytes
-from zero2all.model.cost.optimizer_state import optimizer_state_bytes
+from zero2all.model.cost.optimizer_state import optimizer_state_bytes, weight_dtype
 from zero2all.model.z2all import Z2all
 from zero2all.recipe import ModelConfig, OptimizerRecipe, Recipe
 
@@ -99,8 +99,8 @@ class TrainingMemory:
 def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
     config, tokens = recipe.model, recipe.train.effective_micro_batch_tokens
     parameters = count_parameters(config)
-    dtype = compute_dtype(recipe.train.precision, device)
-    half = dtype.itemsize == 2
+    dtype = compute_dtype(recipe.train.compute_precision, device)
+    half, stored = dtype.itemsize == 2, weight_bytes(config, recipe.train.optimizer)
     matrices = (
         parameters.total
         - parameters.parts["norms"]
@@ -109,10 +109,10 @@ def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
     return TrainingMemory(
         micro_batch_tokens=tokens,
         precision=dtype_name(dtype),
-        weights=4 * parameters.total,
-        gradients=4 * parameters.total,
+        weights=stored,
+        gradients=stored,
         optimizer=optimizer_bytes(config, recipe.train.optimizer),
-        half_weights=2 * matrices if half else 0,
+        half_weights=2 * matrices if half and not recipe.train.optimizer.has_bf16_weights else 0,
         activations=activation_bytes(config, tokens, half),
         activations_recomputing=activation_bytes(config, tokens, half, "full"),
         logits=all_logits_bytes(config, tokens),
@@ -121,7 +121,9 @@ def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
 
 def optimizer_bytes(config: ModelConfig, optimizer: OptimizerRecipe) -> int:
     """State of the optimizer for the full model."""
-    return sum(
-        optimizer_state_bytes(optimizer, name, parameter.dim()) * parameter.numel()
-        for name, parameter in _meta_parameters(config)
-    )
+    return sum(optimizer_state_bytes(optimizer, name, parameter.shape) for name, parameter in _meta_parameters(config))
+
+
+def weight_bytes(config: ModelConfig, optimizer: OptimizerRecipe) -> int:
+    """Weights of the full model as the optimizer wants them."""
+    return sum(weight_dtype(optimizer, name).itemsize * p.numel() for name, p in _meta_parameters(config))

@@ -32,6 +32,8 @@ from zero2all.model.ops.varlen import (
 from zero2all.recipe import ModelConfig
 from zero2all.torch_private import compiled_region_options
 
+NO_DROPOUT = "has no dropout, and model.attention_dropout is above 0"
+
 
 class MaskFor(Protocol):
     def __call__(
@@ -50,6 +52,8 @@ class AttentionBackend:
     mask_for: MaskFor
     attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
     """(q [B, H, S, E], k and v [B, K, S, E], mask) to [B, H, S, E]."""
+    attend_with_dropout: Callable[[Tensor, Tensor, Tensor, Any, float], Tensor] | None = None
+    """The same with attention weights dropped with the probability given last; None if the kernel cannot."""
 
 
 def document_starts(tokens_BS: Tensor, end_of_text: int, end_of_text_first: bool = True) -> Tensor:
@@ -92,12 +96,12 @@ def _reference_mask(
     return attention_mask(doc_starts_BS, length, window, device)
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q.float() @ k.float().transpose(-1, -2)) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-    out: Tensor = weights @ v.float()
+    out: Tensor = F.dropout(weights, dropout) @ v.float()
     return out.to(q.dtype)
 
 
@@ -163,7 +167,18 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: SdpaMask) -> Tensor:
     )
 
 
-SDPA = AttentionBackend(sdpa_mask, attend_sdpa)
+def _sdpa_with_dropout(q: Tensor, k: Tensor, v: Tensor, mask: SdpaMask, dropout: float) -> Tensor:
+    """No varlen or CPU kernel has dropout, so documents and windows take a dense mask."""
+    dense = mask.dense
+    is_plain = not mask.first and mask.window is None and mask.doc_starts_BS is None and dense is None
+    if not is_plain and dense is None:
+        dense = attention_mask(mask.doc_starts_BS, q.shape[2], mask.window, q.device, mask.first)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=dense, dropout_p=dropout, is_causal=is_plain, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+SDPA = AttentionBackend(sdpa_mask, attend_sdpa, _sdpa_with_dropout)
 
 
 def cached_mask(positions_BS: Tensor, seen: int, window: int | None) -> Tensor:
@@ -227,6 +242,8 @@ def _flex() -> AttentionBackend:
 
 
 def _flex_unavailable_reason(device: torch.device, config: ModelConfig) -> str | None:
+    if config.attention_dropout:
+        return NO_DROPOUT
     return None if device.type == "cuda" else f"computes no gradient on {device.type}"
 
 
@@ -250,6 +267,10 @@ def _flash_mask(
     return FlashMask(reach, own_chunk_sequences(cu_seqlens, length, 0, length))
 
 
+def _flash_unavailable_reason(device: torch.device, config: ModelConfig) -> str | None:
+    return needs_cuda("flash_attn")(device, config) or (NO_DROPOUT if config.attention_dropout else None)
+
+
 def _flash() -> AttentionBackend:
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
@@ -268,7 +289,7 @@ def _flash() -> AttentionBackend:
 
 KERNELS = {
     "sdpa": builtin_kernel(SDPA),
-    "flash": Kernel(_flash, needs_cuda("flash_attn")),
+    "flash": Kernel(_flash, _flash_unavailable_reason),
     "flex": Kernel(_flex, _flex_unavailable_reason, "torch does not promise the same bits from its backward"),
-    "reference": builtin_kernel(AttentionBackend(_reference_mask, _reference)),
+    "reference": builtin_kernel(AttentionBackend(_reference_mask, _reference, _reference)),
 }

@@ -1,0 +1,90 @@
+"""What activation checkpointing, offload and dropout cost: memory by the formula, and time measured.
+
+    OMP_NUM_THREADS=1 python benchmarks/activation_memory.py [--rounds 5]
+
+The time is CPU time of forward and backward pass relative to no checkpointing, median of rounds in which all modes
+take turns. On a CPU offload only copies: its time says nothing about a GPU, where a side stream copies.
+tests/parallel/test_activation_estimate.py compares the formula with the bytes that are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero2all.model.cost.activations import activation_bytes
+from zero2all.model.cost.flops import flops_per_token
+from zero2all.parallel import ParallelMesh, ParallelModel
+from zero2all.parallel.mesh import ParallelDims
+from zero2all.recipe import ModelConfig, ParallelRecipe
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "vocab_size": 4096,
+}  # fmt: skip
+ROWS, LENGTH = 2, 256
+MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "none": ({}, {}),
+    "selective": ({"activation_checkpointing": "selective"}, {}),
+    "selective, every 2": ({"activation_checkpointing": "selective", "activation_checkpointing_every": 2}, {}),
+    "full": ({"activation_checkpointing": "full"}, {}),
+    "full, every 2": ({"activation_checkpointing": "full", "activation_checkpointing_every": 2}, {}),
+    "full, every 4": ({"activation_checkpointing": "full", "activation_checkpointing_every": 4}, {}),
+    "offload": ({"activation_offload": True}, {}),
+    "offload, full": ({"activation_checkpointing": "full", "activation_offload": True}, {}),
+    "residual dropout": ({}, {"residual_dropout": 0.1}),
+    "attention dropout": ({}, {"attention_dropout": 0.1}),
+}
+
+
+def build(parallel: dict[str, Any], changes: dict[str, Any]) -> ParallelModel:
+    config = ModelConfig.model_validate({**SHAPE, **changes})
+    return ParallelModel(config, ParallelRecipe(**parallel), ParallelMesh(ParallelDims(), CPU), seed=0)
+
+
+def seconds(model: ParallelModel, tokens: Tensor) -> float:
+    begin = time.process_time()
+    model.forward_backward(tokens[:, :-1], tokens[:, 1:], tokens.numel())
+    return time.process_time() - begin
+
+
+def estimated(model: ParallelModel) -> int:
+    recipe, mode = model.recipe, model.recipe.activation_checkpointing
+    assert mode != "budget"
+    return activation_bytes(
+        model.config, ROWS * LENGTH, False, mode, every=recipe.activation_checkpointing_every,
+        offload=recipe.activation_offload,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    tokens = torch.randint(0, 4096, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    models = {name: build(*options) for name, options in MODES.items()}
+    times: dict[str, list[float]] = {name: [] for name in MODES}
+    for number in range(rounds + 1):
+        for name, model in models.items():
+            taken = seconds(model, tokens)
+            if number:  # after one to warm up
+                times[name].append(taken)
+    plain = statistics.median(times["none"])
+    flops = flops_per_token(models["none"].config, LENGTH)
+    print("| mode | formula | time | HFU / MFU |\n|---|---|---|---|")
+    for name, model in models.items():
+        mode = model.recipe.activation_checkpointing
+        assert mode != "budget"
+        hardware = flops.hardware(mode, every=model.recipe.activation_checkpointing_every)
+        ratio = statistics.median(times[name]) / plain
+        print(f"| {name} | {estimated(model) / 2**20:.1f} MiB | {ratio:.2f} | {hardware / flops.hardware():.2f} |")
+
+
+if __name__ == "__main__":
+    main()

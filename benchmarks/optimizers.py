@@ -1,0 +1,77 @@
+"""Bytes and time of every optimizer, for the weights of one model. All take turns in one process, on one thread, and are
+judged by CPU seconds, so that a busy machine spoils little.
+
+    python benchmarks/optimizers.py                                   # the 25M shape
+    python benchmarks/optimizers.py --preset z2all-3m --only adamw adamw-bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from torch.optim import Optimizer
+
+from zero2all.model import Z2all
+from zero2all.model.cost.model_size import optimizer_bytes, weight_bytes
+from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.weights import set_weight_dtype
+from zero2all.recipe import ModelConfig, OptimizerRecipe
+from zero2all.train.optimizer import build_optimizers, set_learning_rate
+
+CONTENDERS = {
+    "adamw": OptimizerRecipe(name="adamw", lr=1e-3),
+    "adamw-bf16": OptimizerRecipe(name="adamw-bf16", lr=1e-3),
+    "adamw-bf16, kahan": OptimizerRecipe(name="adamw-bf16", rounding="kahan", lr=1e-3),
+    "adamw-8bit": OptimizerRecipe(name="adamw-8bit", lr=1e-3),
+    "adafactor": OptimizerRecipe(name="adafactor", lr=1e-3),
+    "lion": OptimizerRecipe(name="lion", lr=1e-4),
+    "sgd": OptimizerRecipe(name="sgd", lr=0.1),
+    "muon": OptimizerRecipe(name="muon", lr=1e-3, muon_lr=0.02),
+}
+
+
+def prepared(config: ModelConfig, recipe: OptimizerRecipe) -> list[Optimizer]:
+    """With a gradient for every parameter, and after a step, which makes the state and compiles."""
+    model = Z2all(config).init_weights(0)
+    set_weight_dtype(model, weight_dtype(recipe))
+    optimizers = build_optimizers(model, recipe)
+    set_learning_rate(optimizers, recipe, lr_multiplier=1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    step(optimizers)
+    return optimizers
+
+
+def step(optimizers: list[Optimizer]) -> float:
+    begin = time.process_time()
+    for optimizer in optimizers:
+        optimizer.step()
+    return time.process_time() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="z2all-25m")
+    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--turns", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    config = ModelConfig(preset=options.preset, vocab_size=8192)
+    ready = {name: prepared(config, CONTENDERS[name]) for name in options.only}
+    seconds: dict[str, list[float]] = {name: [] for name in ready}
+    for _ in range(options.turns):
+        for name, optimizers in ready.items():
+            seconds[name].append(step(optimizers))
+    count = sum(parameter.numel() for parameter in Z2all(config).parameters())
+    print(f"{count} parameters\n| optimizer | bytes a parameter | ns a parameter |\n|---|---|---|")
+    for name, measured in seconds.items():
+        recipe = CONTENDERS[name]
+        held = (2 * weight_bytes(config, recipe) + optimizer_bytes(config, recipe)) / count
+        print(f"| {name} | {held:.2f} | {1e9 * statistics.median(measured) / count:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

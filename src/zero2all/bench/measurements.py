@@ -1,0 +1,110 @@
+"""Measurements with a name and a unit, as a table, and compared with those of an earlier report."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from zero2all import __version__
+from zero2all.errors import UsageError, Z2aError
+from zero2all.records import parse_record
+
+Unit = Literal["tokens/s", "MB/s", "GB/s", "ms"]
+LOWER_IS_BETTER: tuple[Unit, ...] = ("ms",)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    name: str
+    value: float
+    unit: Unit
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    cores: int
+    load: float
+    """Load average of the last minute when the benchmark ended."""
+    devices: list[str]
+    """Names of its GPUs."""
+    torch: str
+    zero2all: str
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """The JSON file of ``z2a bench loader | comm | checkpoint | tokenize``."""
+
+    benchmark: str
+    title: str
+    """What was measured, in one line."""
+    machine: Machine
+    measurements: list[Measurement]
+
+
+def this_machine() -> Machine:
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Machine(os.cpu_count() or 1, round(os.getloadavg()[0], 2), gpus, torch.__version__, __version__)
+
+
+def read_report(path: Path, benchmark: str) -> BenchReport:
+    """An earlier report of the same benchmark."""
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist: give the .json file of an earlier 'z2a bench {benchmark}'") from None
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path} is not a report of 'z2a bench {benchmark}': {error}") from None
+    try:
+        report = parse_record(BenchReport, found, str(path))
+    except Z2aError as error:
+        raise UsageError(f"{path} is not a report of 'z2a bench {benchmark}': {error}") from None
+    if report.benchmark != benchmark:
+        raise UsageError(f"{path} is a report of 'z2a bench {report.benchmark}', not of 'z2a bench {benchmark}'")
+    return report
+
+
+def speedups(report: BenchReport, earlier: BenchReport) -> dict[str, float]:
+    """How many times as fast each measurement is as in the earlier report; what only one has is left out."""
+    before = {row.name: row for row in earlier.measurements}
+    found = {}
+    for row in report.measurements:
+        old = before.get(row.name)
+        if old is not None and old.unit == row.unit and old.value > 0 and row.value > 0:
+            found[row.name] = old.value / row.value if row.unit in LOWER_IS_BETTER else row.value / old.value
+    return found
+
+
+def regressions(report: BenchReport, earlier: BenchReport, tolerance: float) -> list[str]:
+    """A line for each measurement that is slower by more than ``tolerance``."""
+    rows = {row.name: row for row in report.measurements}
+    before = {row.name: row for row in earlier.measurements}
+    return [
+        f"{name}: {rows[name].value:,.4g} {rows[name].unit}, was {before[name].value:,.4g} ({ratio:.2f}x)"
+        for name, ratio in speedups(report, earlier).items()
+        if ratio < 1 - tolerance
+    ]
+
+
+def report_markdown(report: BenchReport, earlier: BenchReport | None = None) -> str:
+    """A table; with an earlier report also its values and the speedup since."""
+    machine = report.machine
+    devices = f", {len(machine.devices)} x {machine.devices[0]}" if machine.devices else ""
+    lines = [f"{report.title}; {machine.cores} cores{devices}, load {machine.load:.1f}, torch {machine.torch}.", ""]
+    before = {} if earlier is None else {row.name: row for row in earlier.measurements}
+    ratios = {} if earlier is None else speedups(report, earlier)
+    head = ["", "", *(["before", "speedup"] if earlier else []), ""]
+    lines += [f"| {' | '.join(head)} |", "|" + "---|" + "---:|" * (len(head) - 2) + "---|"]
+    for row in report.measurements:
+        cells = [row.name, f"{row.value:,.4g} {row.unit}"]
+        if earlier is not None:
+            old = before.get(row.name)
+            cells += [f"{old.value:,.4g}" if old else "", f"{ratios[row.name]:.2f}x" if row.name in ratios else ""]
+        lines.append(f"| {' | '.join([*cells, row.note])} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,6 @@
+"""``z2a profile``: a few steps of a recipe under torch's profiler, and what the result suggests."""
+
+from zero2all.profiling.profile_run import profile_recipe
+from zero2all.profiling.report import Profile, format_profile
+
+__all__ = ["Profile", "format_profile", "profile_recipe"]

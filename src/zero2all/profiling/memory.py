@@ -1,0 +1,181 @@
+"""Memory of one step over time, and what it consists of at its peak."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero2all.parallel import ParallelModel
+from zero2all.parallel.sharded_init import to_local
+from zero2all.torch_private import TorchDispatchMode, dump_cuda_memory, gathered_weights, record_cuda_memory
+from zero2all.train.step_timer import Part, StepTimer
+
+SNAPSHOT_GROWTH = 1.01  # the peak is known to 1 %
+MAX_POINTS = 2000  # of a timeline
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """Bytes of tensors at the peak of a step, of one rank."""
+
+    total: int
+    parameters: int
+    """This rank's shards."""
+    gathered: int
+    """Weights that FSDP has gathered."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """All else that was allocated in a forward pass or loss."""
+    other: int
+    """Temporary tensors of the backward pass, communication buffers, batches, buffers of the model."""
+    part: Part
+    """Of the step, in which the peak was."""
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    peak: MemoryPeak
+    points: list[tuple[float, int]]
+    """Seconds since the step began, and bytes of tensors."""
+
+
+@dataclass
+class Allocation:
+    storage: weakref.ref[torch.UntypedStorage]
+    size: int
+    part: Part | None
+
+
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the storages of tensors on one device while it is active. Blocks must not be compiled.
+
+    >>> with MemoryTracker(model, optimizers, timer) as tracker:
+    ...     step()
+    >>> tracker.timeline().peak.activations
+    """
+
+    def __init__(self, model: ParallelModel, optimizers: list[Optimizer], timer: StepTimer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model, self._optimizers, self._timer, self._device = model, optimizers, timer, model.mesh.device
+        self._own = list(
+            model.model.parameters()
+        )  # shards: in a step a module of FSDP has gathered ones in their place
+        self._live: dict[int, Allocation] = {}
+        self._total = 0
+        self._begin = time.perf_counter()
+        self._points: list[tuple[float, int]] = []
+        self._peak: MemoryPeak | None = None
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> MemoryTracker:
+        for tensors in (self._own, self._gradients(), self._optimizer_state(), self._gathered()):
+            for tensor in tensors:
+                self._track(tensor, None)
+        tracker, resize = self, self._resize
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            tracker._resized(storage)
+            return result
+
+        setattr(torch.UntypedStorage, "resize_", resized)  # noqa: B010 - how FSDP frees gathered weights
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor):
+                self._track(value, self._timer.current)
+        return result
+
+    def timeline(self) -> MemoryTimeline:
+        assert self._peak is not None, "the tracker was active while nothing was allocated"
+        return MemoryTimeline(self._peak, thin_out(self._points, MAX_POINTS))
+
+    def _track(self, tensor: Tensor, part: Part | None) -> None:
+        tensor = to_local(tensor)
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device != self._device:
+            return  # what a subclass wraps is an output of its own
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key not in self._live:
+            reference = weakref.ref(storage, lambda _: self._freed(key))
+            self._live[key] = Allocation(reference, storage.nbytes(), part)
+            self._grown_by(storage.nbytes())
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        allocation = self._live.get(id(storage))
+        if allocation is not None:
+            before, allocation.size = allocation.size, storage.nbytes()
+            self._grown_by(allocation.size - before)
+
+    def _freed(self, key: int) -> None:
+        self._grown_by(-self._live.pop(key).size)
+
+    def _grown_by(self, size: int) -> None:
+        self._total += size
+        self._points.append((time.perf_counter() - self._begin, self._total))
+        if self._peak is None or self._total > SNAPSHOT_GROWTH * self._peak.total:
+            self._peak = self._attribute()
+
+    def _attribute(self) -> MemoryPeak:
+        left = dict(self._live)
+
+        def take(tensors: Iterable[Tensor]) -> int:
+            keys = {id(to_local(tensor).untyped_storage()) for tensor in tensors}
+            return sum(left.pop(key).size for key in keys if key in left)
+
+        parameters, gradients = take(self._own), take(self._gradients())
+        optimizer, gathered = take(self._optimizer_state()), take(self._gathered())
+        activations = sum(each.size for each in left.values() if each.part in ("forward", "loss"))
+        known = parameters + gradients + optimizer + gathered + activations
+        part = self._timer.current or "other"
+        return MemoryPeak(
+            self._total, parameters, gathered, gradients, optimizer, activations, self._total - known, part
+        )
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for parameter in (*self._own, *self._model.model.parameters()):
+            if parameter.grad is not None:
+                yield parameter.grad
+
+    def _optimizer_state(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _gathered(self) -> Iterator[Tensor]:
+        yield from gathered_weights(self._model.model)
+
+
+def thin_out(points: list[tuple[float, int]], count: int) -> list[tuple[float, int]]:
+    """At most ``count`` points; of each stretch that becomes one, the highest."""
+    if len(points) <= count:
+        return points
+    stretch = -(-len(points) // count)
+    return [max(points[at : at + stretch], key=lambda point: point[1]) for at in range(0, len(points), stretch)]
+
+
+@contextmanager
+def cuda_memory_history(path: str) -> Iterator[None]:
+    """Write the allocator's own history to a file for https://pytorch.org/memory_viz."""
+    record_cuda_memory(True)
+    try:
+        yield
+        dump_cuda_memory(path)
+    finally:
+        record_cuda_memory(False)

@@ -1,0 +1,177 @@
+"""Runs a few steps of a recipe in a directory of its own and measures them."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.profiler import profile
+
+from zero2all.errors import Interrupted, UsageError
+from zero2all.hardware import synchronize
+from zero2all.io import write_json, write_text
+from zero2all.profiling.advice import RankTimes, mean_time, suggest
+from zero2all.profiling.memory import MemoryTracker, cuda_memory_history
+from zero2all.profiling.operators import TRACE_FILES, flop_counter, list_operators, start_profiler, write_trace
+from zero2all.profiling.report import SHOWN_OPERATORS, Profile, format_profile
+from zero2all.recipe import Recipe
+from zero2all.records import to_json
+from zero2all.train import Trainer, TrainerHooks
+from zero2all.train.data_loader import Batch
+from zero2all.train.step_timer import PARTS, StepTime
+from zero2all.units import Duration
+
+WARMUP_STEPS = 2  # with the first update, which allocates the state of the optimizer
+MAX_TRACED_STEPS = 2  # a trace of many steps is slow to open
+PROFILE_FILE, SUMMARY_FILE, OPERATORS_FILE, MEMORY_FILE, CUDA_FILE = (
+    "profile.json", "summary.txt", "operators.json", "memory.json", "cuda-memory.pickle",
+)  # fmt: skip
+RUN = "profiled-run"  # removed at the end: no run of a user has this name
+OWN_NAMES = {PROFILE_FILE, SUMMARY_FILE, OPERATORS_FILE, MEMORY_FILE, CUDA_FILE, *TRACE_FILES, RUN}
+NEVER = Duration(10**12, "steps")
+
+
+class ProfileDone(Interrupted):
+    """Ends a training run after the steps that are measured."""
+
+
+def profile_recipe(recipe: Recipe, steps: int, out: Path | None = None) -> Profile | None:
+    """Train ``steps`` timed steps of a new run, and a few more under the profiler; None on ranks other than 0.
+
+    The run is in ``out``, by default ``<out>/profile`` of the recipe, and is removed at the end. Existing runs of the
+    recipe and their checkpoints are neither read nor written. Every rank calls it.
+    """
+    directory = out or recipe.out / "profile"
+    if directory.exists() and {path.name for path in directory.iterdir()} - OWN_NAMES:
+        raise UsageError(f"{directory} holds something else than a profile: give an empty directory with --out")
+    return ProfiledRun(recipe, steps, directory).measure()
+
+
+def run_recipe(recipe: Recipe, directory: Path) -> Recipe:
+    """The recipe of the run that is measured: the same data, model and parallel layout; nothing is saved."""
+    return recipe.model_copy(
+        update={
+            "out": directory,
+            "run": RUN,
+            "corpus": recipe.corpus.model_copy(update={"dir": recipe.documents_dir}),
+            "tokenizer": recipe.tokenizer.model_copy(update={"dir": recipe.tokenizer_dir}),
+            "tokens": recipe.tokens.model_copy(update={"dir": recipe.tokens_dir}),
+            "checkpoint": recipe.checkpoint.model_copy(
+                update={"every": NEVER, "flash_every": None, "keep_every": None, "dir": None}
+            ),
+            "evals": recipe.evals.model_copy(update={"every": None}),
+            "track": recipe.track.model_copy(update={"sinks": []}),
+        }
+    )
+
+
+class ProfiledRun:
+    """Steps in this order: warm-up, timed, traced, one with FLOPs counted, one with memory tracked.
+
+    They are apart because each tool slows a step down. Ranks other than 0 only take part.
+    """
+
+    def __init__(self, recipe: Recipe, steps: int, directory: Path) -> None:
+        self.recipe, self.steps, self.directory = run_recipe(recipe, directory), steps, directory
+        self.traced_steps = min(steps, MAX_TRACED_STEPS)
+        self.first_traced = WARMUP_STEPS + steps
+        self.counted_step = self.first_traced + self.traced_steps
+        self.tracked_step = self.counted_step + 1
+        self.end = self.tracked_step + 1
+        self.times: list[StepTime] = []
+        self.profiler: profile | None = None
+        self.counter = flop_counter()
+        self.tracker: MemoryTracker | None = None
+        self.ranks: list[StepTime] = []
+        self._active = ExitStack()  # the tools of the current step
+        self._is_rank0 = False  # known when the process group is up
+
+    def measure(self) -> Profile | None:
+        hooks = TrainerHooks(on_start=self._on_start, on_batch=self._on_batch, on_step=self._on_step)
+        try:
+            with Trainer(self.recipe, hooks) as self.trainer, self._active:
+                if self.trainer.plan.total_steps <= self.end:
+                    raise UsageError(
+                        f"the recipe has {self.trainer.plan.total_steps} steps, and --steps {self.steps} needs "
+                        f"{self.end + 1}: raise train.steps or lower --steps"
+                    )
+                with suppress(ProfileDone):
+                    self.trainer.train()
+                # When all ranks have closed their records, rank 0 removes them.
+                self.ranks = self.trainer.rank_group.on_all_ranks(lambda: mean_time(self.times))
+        finally:
+            self._remove_run()
+        return self._write() if self._is_rank0 else None
+
+    def _on_start(self) -> None:
+        """Every rank waits for rank 0 before it writes to the run."""
+        self._is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+        self._remove_run()  # of a profile that was killed
+
+    def _remove_run(self) -> None:
+        if self._is_rank0:
+            shutil.rmtree(self.recipe.run_dir, ignore_errors=True)
+
+    def _on_step(self, step: int, time: StepTime) -> None:
+        if WARMUP_STEPS <= step < self.first_traced:
+            self.times.append(time)
+
+    def _on_batch(self, batch: Batch) -> None:
+        """Before each step: stop the tool of the step before, start that of this one."""
+        trainer = self.trainer
+        if batch.step not in (self.first_traced, self.counted_step, self.tracked_step, self.end):
+            return
+        synchronize(trainer.mesh.device)
+        self._active.close()
+        if batch.step in (self.counted_step, self.tracked_step):  # neither sees inside of compiled blocks
+            self._active.enter_context(trainer.model.eager_blocks())
+        if batch.step == self.end:
+            raise ProfileDone("the profile is complete")
+        if self._is_rank0:
+            self._start_tool(batch.step)
+
+    def _start_tool(self, step: int) -> None:
+        trainer = self.trainer
+        if step == self.first_traced:
+            self.profiler = start_profiler(trainer.mesh.device)
+            self._active.callback(self.profiler.stop)
+        elif step == self.counted_step:
+            self._active.enter_context(self.counter)
+        else:
+            if trainer.mesh.device.type == "cuda":
+                self._active.enter_context(cuda_memory_history(str(self.directory / CUDA_FILE)))
+            self.tracker = MemoryTracker(trainer.model, trainer.optimizers, trainer.timer)
+            self._active.enter_context(self.tracker)
+
+    def _write(self) -> Profile:
+        assert self.profiler is not None
+        assert self.tracker is not None
+        trainer, times, memory = self.trainer, RankTimes(self.ranks), self.tracker.timeline()
+        device, peak = trainer.mesh.device, trainer.peak_flops
+        operators = list_operators(self.profiler, self.counter, self.traced_steps, device, peak.flops)
+        flops = float(self.counter.get_total_flops())
+        stage = trainer.plan.stage_of(WARMUP_STEPS)
+        start, stop = stage.sample_range(WARMUP_STEPS)
+        profile = Profile(
+            directory=str(self.directory),
+            steps=self.steps,
+            step_seconds=times.seconds,
+            shares={part: times.share(part) for part in PARTS},
+            ranks=times.ranks,
+            tokens_per_second=(stop - start) * stage.recipe.seq_len / times.seconds,
+            flops=flops,
+            flops_share=flops / times.seconds / peak.flops,
+            peak=peak.source,
+            operators=operators[:SHOWN_OPERATORS],
+            memory=memory.peak,
+            suggestions=suggest(times, self.recipe),
+            trace=str(write_trace(self.profiler, self.directory)),
+        )
+        write_json(self.directory / OPERATORS_FILE, {"operators": [asdict(operator) for operator in operators]})
+        write_json(self.directory / MEMORY_FILE, to_json(memory))
+        write_text(self.directory / SUMMARY_FILE, format_profile(profile) + "\n")
+        write_json(self.directory / PROFILE_FILE, to_json(profile))
+        return profile

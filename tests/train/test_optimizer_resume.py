@@ -1,0 +1,144 @@
+"""Runs with weights in bf16, Adafactor and 8-bit AdamW: resumed bit by bit, refused, exported, started from."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import tiny_recipe
+from zero2all.bench.rank_harness import run_ranks
+from zero2all.checkpoint import CheckpointWeights
+from zero2all.errors import Interrupted, RecipeError, UsageError
+from zero2all.evals import evaluate_bpb
+from zero2all.export import export_run
+from zero2all.generation import SamplingParams, generate_batch
+from zero2all.model import load_hf
+from zero2all.recipe import Recipe
+from zero2all.track import read_steps
+from zero2all.track.record_lines import SampleLine
+from zero2all.track.run_record import read_record_lines
+from zero2all.train import Run, TrainerHooks, train
+
+BF16 = ["train.optimizer.name=adamw-bf16", "train.precision=bf16"]
+KAHAN = [*BF16, "train.optimizer.rounding=kahan"]
+MOE = "model.moe={num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16}"
+OPTIMIZERS = {
+    "stochastic": [*BF16, MOE],
+    "kahan": KAHAN,
+    "adafactor": ["train.optimizer.name=adafactor", MOE],
+    "adamw-8bit": ["train.optimizer.name=adamw-8bit", "model.hidden_size=64"],
+}
+
+
+def interrupt_at(step: int) -> TrainerHooks:
+    return TrainerHooks(on_batch=lambda batch: signal.raise_signal(signal.SIGINT) if batch.step == step else None)
+
+
+def losses(out: Path) -> list[float]:
+    return [values["loss"] for values in read_steps(out / "run" / "record.jsonl").values()]
+
+
+@pytest.mark.parametrize(
+    ("name", "flash"),
+    [
+        ("stochastic", True),
+        ("kahan", False),
+        ("adafactor", False),
+        pytest.param("adamw-8bit", False, marks=pytest.mark.long),
+        pytest.param("adafactor", True, marks=pytest.mark.long),
+        pytest.param("kahan", True, marks=pytest.mark.long),
+    ],
+)
+def test_a_resumed_run_has_the_same_bits(
+    name: str, flash: bool, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "adamw-8bit":
+        pytest.importorskip("torchao", reason="needs pip install 'zero2all[quant]'")
+        monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # which would take a minute
+    options = ["train.steps=8", *(["checkpoint.flash_every=1 steps"] if flash else []), *OPTIMIZERS[name]]
+    train(tiny_recipe(workspace, f"out={tmp_path}/a", *options))
+    recipe = tiny_recipe(workspace, f"out={tmp_path}/b", *options)
+    with pytest.raises(Interrupted):
+        train(recipe, hooks=interrupt_at(4))
+    assert train(recipe).resumed_at == 5
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    weights = Run.open(tmp_path / "a").load_model().state_dict()
+    for key, tensor in Run.open(tmp_path / "b").load_model().state_dict().items():
+        assert torch.equal(tensor, weights[key]), key
+
+
+@pytest.fixture(scope="module")
+def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps with weights in bf16, and a validation with samples."""
+    out = tmp_path_factory.mktemp("bf16")
+    options = ["train.steps=4", "evals.every=4 steps", *BF16, f"out={out}"]
+    train(tiny_recipe(workspace, *options), evaluate=evaluate_bpb)
+    return out
+
+
+def test_another_optimizer_or_rounding_is_refused(trained: Path, workspace: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "out")
+    longer = [f"out={tmp_path}/out", "train.steps=6"]
+    with pytest.raises(UsageError, match=r"name=adamw-bf16, rounding=stochastic, not adamw \(.*train.init\)"):
+        train(tiny_recipe(workspace, *longer))
+    with pytest.raises(UsageError, match="rounding=stochastic, not adamw-bf16, rounding=kahan"):
+        train(tiny_recipe(workspace, *longer, *KAHAN))
+    train(tiny_recipe(workspace, f"out={tmp_path}/fp32", "train.steps=2"))
+    with pytest.raises(UsageError, match=r"optimizer.name=adamw, not adamw-bf16, rounding=stochastic"):
+        train(tiny_recipe(workspace, f"out={tmp_path}/fp32", "train.steps=4", *BF16))
+
+
+def test_a_checkpoint_in_bf16_is_read_everywhere(trained: Path, workspace: Path, tmp_path: Path) -> None:
+    run = Run.open(trained)
+    samples = [line for line in read_record_lines(run.record_path) if isinstance(line, SampleLine)]
+    assert samples, "generated while it was trained"
+    stored = CheckpointWeights(run.checkpoints.path(4))
+    assert stored.dtype == "bfloat16"
+    model = run.load_model()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    export_run(run, tmp_path / "f32", check=False)
+    for name, weight in load_hf(tmp_path / "f32").state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name]), name
+    export_run(run, tmp_path / "bf16", dtype="bf16", check=False)  # as they are, so nothing is lost
+    exported = {name: t for path in (tmp_path / "bf16").glob("*.safetensors") for name, t in load_file(path).items()}
+    assert torch.equal(exported["lm_head.weight"].float(), model.lm_head.weight)
+    [completion] = generate_batch(model, run.tokenizer(), ["the model"], SamplingParams(max_tokens=4))
+    assert completion.text
+    # Weights travel through train.init, in both directions.
+    for name, options in (("fp32", []), ("again", BF16)):
+        recipe = tiny_recipe(
+            workspace, f"out={tmp_path}/{name}", "train.steps=1", "train.optimizer.lr=1e-30", f"train.init={trained}",
+            "train.optimizer.weight_decay=0", *options,
+        )  # fmt: skip
+        train(recipe)
+        for key, tensor in Run.open(tmp_path / name).load_model().state_dict().items():
+            assert torch.equal(tensor, model.state_dict()[key]), (name, key)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_precision_that_weights_in_bf16_cannot_have_is_a_mistake(precision: str, workspace: Path) -> None:
+    with pytest.raises(RecipeError, match=f"precision: {precision} cannot compute with them"):
+        tiny_recipe(workspace, BF16[0], f"train.precision={precision}")
+    assert tiny_recipe(workspace, BF16[0], "train.precision=auto").train.compute_precision == "bf16"
+
+
+def trained_on_ranks(recipe: Recipe) -> None:
+    train(recipe)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "tolerance"), [("adafactor", 5e-6), ("stochastic", 0.02)])
+def test_a_run_is_resumed_on_two_ranks(name: str, tolerance: float, workspace: Path, tmp_path: Path) -> None:
+    """Factors of Adafactor are cut and replicated as the new layout needs them."""
+    options = ["train.steps=8", *OPTIMIZERS[name]]
+    train(tiny_recipe(workspace, f"out={tmp_path}/a", *options))
+    recipe = tiny_recipe(workspace, f"out={tmp_path}/b", *options)
+    with pytest.raises(Interrupted):
+        train(recipe, hooks=interrupt_at(4))
+    run_ranks(2, trained_on_ranks, recipe, seconds=240)
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=0, abs=tolerance)
