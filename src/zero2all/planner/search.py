@@ -147,7 +147,7 @@ def _lightest(
             is_valid = next(mistakes, None) is None
             if is_valid and (one is tried[-1] or fits_memory(workload, one, cluster.gpu.memory)):
                 return one
-    rejected["does not fit into memory, even with full recomputation"] += 1
+    rejected["does not fit into memory, even with full recomputation and offload"] += 1
     return None
 
 
