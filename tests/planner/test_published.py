@@ -8,7 +8,7 @@ import pytest
 
 from zero2all.checkpoint.checkpoint_interval import FAILURE_RATES
 from zero2all.gpu_specs import GPUS
-from zero2all.model.cost.flops import flops_per_token
+from zero2all.model.cost.flops import flops_per_token, palm_flops_per_token
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import Speed, speed_of
 from zero2all.planner.published import (
@@ -18,7 +18,6 @@ from zero2all.planner.published import (
     bloom_tflops,
     failure_probability,
     gpt_layer_flops,
-    palm_flops_per_token,
 )
 from zero2all.planner.run_cost import full_kv_cache, run_cost
 from zero2all.planner.step_time import StepTime, plan_step
@@ -106,7 +105,7 @@ def test_closed_form_of_a_gpt_layer() -> None:
 def test_published_mfu_of_the_reference_model_is_by_6n_with_embeddings(
     tokens: int, seconds: float, gpus: int, mfu: float
 ) -> None:
-    flops = palm_flops_per_token(REFERENCE_PARAMETERS, REFERENCE, 2048)
+    flops = palm_flops_per_token(REFERENCE, REFERENCE_PARAMETERS, 2048)
     assert 100 * tokens / seconds / gpus * flops / GPUS["A800"].flops == pytest.approx(mfu, abs=0.5)
 
 

@@ -41,7 +41,7 @@ def plan(
     ] = None,
     json: Json = False,
 ) -> Result:
-    """Plan a run: memory, time, money and the best layout, without GPUs.
+    """Plan a run: memory, time, money and layout, without GPUs.
 
     Everything is computed from the recipe and a table of data sheets. No corpus, tokenizer or GPU is needed.
 

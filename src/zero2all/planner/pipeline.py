@@ -67,7 +67,9 @@ def simulate(parallel: ParallelRecipe, micro_batches: int) -> Timeline:
     back: Action = "input gradient" if parallel.schedule in SPLIT_BACKWARD_SCHEDULES else "backward"
     orders = [_pass_order(parallel, rank, micro_batches, back) for rank in range(parallel.pp)]
     later: list[list[Pass]] = [[] for _ in orders]  # weight gradients that can be computed at any time
-    free, ends, timed = [0] * parallel.pp, {}, []
+    ends: dict[Pass, int] = {}
+    timed: list[TimedPass] = []
+    free = [0] * parallel.pp
     last_stage = parallel.pp * parallel.stages_per_rank - 1
     time = 0
     while any(orders) or any(later):
@@ -106,15 +108,16 @@ def _pass_order(parallel: ParallelRecipe, rank: int, micro_batches: int, back: A
     Micro-batches go through the stages of a rank in groups of pp; backward begins with the last stage.
     """
     pp, stages = parallel.pp, stage_indices_of_rank(parallel, rank)
-    forward, backward = (
-        [
+
+    def in_groups(action: Action, order: list[int]) -> list[Pass]:
+        return [
             Pass(action, stage, micro_batch)
             for group in range(0, micro_batches, pp)
             for stage in order
             for micro_batch in range(group, min(group + pp, micro_batches))
         ]
-        for action, order in ((("forward"), stages), (back, stages[::-1]))
-    )
+
+    forward, backward = in_groups("forward", stages), in_groups(back, stages[::-1])
     ahead = len(forward) if parallel.schedule == "gpipe" else pp - rank
     if len(stages) > 1:
         ahead = 2 * (pp - rank - 1) + (len(stages) - 1) * pp + 1

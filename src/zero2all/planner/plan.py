@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from zero2all.errors import UsageError
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.keys import zero_stage
-from zero2all.planner.published import bloom_tflops, palm_flops_per_token
+from zero2all.planner.published import bloom_tflops
 from zero2all.planner.rank_plan import MemoryPlan, plan_memory
 from zero2all.planner.run_cost import (
     TOKENS_PER_PARAMETER,
@@ -49,7 +49,7 @@ class Plan:
     memory: MemoryPlan
     fits: bool
     flops_per_token: int
-    palm_flops_per_token: float
+    palm_flops_per_token: int
     step: StepTime
     speed: Speed
     run: RunCost
@@ -78,7 +78,7 @@ def plan_run(recipe: Recipe, cluster: Cluster, tokens: int | None = None, price:
         memory=memory,
         fits=memory.total <= cluster.gpu.memory,
         flops_per_token=workload.flops.model,
-        palm_flops_per_token=palm_flops_per_token(workload.parts.total, recipe.model, stage.seq_len),
+        palm_flops_per_token=workload.palm_flops,
         step=step,
         speed=speed_of(workload, layout, cluster, step),
         run=run_cost(workload, cluster, step.expected, tokens or _planned_tokens(recipe, workload), price),
@@ -105,16 +105,18 @@ def _planned_tokens(recipe: Recipe, workload: Workload) -> int:
 def speed_of(workload: Workload, layout: Layout, cluster: Cluster, step: StepTime) -> Speed:
     rate = workload.batch_tokens / step.expected  # padding is no work done
     each, peak = rate / cluster.gpus, cluster.gpu.flops
-    palm = palm_flops_per_token(workload.parts.total, workload.config, workload.seq_len)
+    palm = workload.palm_flops
     return Speed(
         tokens_per_second=rate,
         tflops=each * workload.flops.model / 1e12,
         mfu=each * workload.flops.model / peak,
-        hfu=each * workload.flops.hardware(layout.recompute) / peak,
+        hfu=each
+        * workload.flops.hardware(layout.recompute, every=layout.parallel.activation_checkpointing_every)
+        / peak,
         palm_tflops=each * palm / 1e12,
         palm_mfu=each * palm / peak,
         bloom_tflops=bloom_tflops(
-            billions=workload.parts.total / 1e9,
+            billions=workload.active_parameters / 1e9,
             seq_len=workload.seq_len,
             batch_samples=workload.batch_tokens // workload.seq_len,
             seconds=step.expected,
@@ -131,6 +133,7 @@ def describe_layout(layout: Layout, workload: Workload) -> dict[str, int | str]:
     }
     shown |= {"schedule": parallel.schedule} if dims.pp > 1 else {}
     shown |= {"zero": zero_stage(parallel)} if layout.uses_fsdp else {}
+    shown |= {"offload": parallel.offload} if parallel.offload != "none" else {}
     return shown | {
         "activation_checkpointing": parallel.activation_checkpointing,
         "micro_batches": layout.batch.micro_batches,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero2all.recipe import ModelConfig
-
 
 @dataclass(frozen=True)
 class StateBytes:
@@ -36,14 +34,6 @@ MIXED_PRECISION = StateBytes(weights=6, gradients=4, optimizer=8)
 """fp32 and bf16 weights, fp32 gradients, two moments of AdamW: 18 bytes, what zero2all keeps without shards."""
 INFERENCE_BYTES = {"fp32 and bf16": 6, "fp32": 4, "bf16": 2, "int8": 1}
 """For each parameter, by precision of the weights."""
-
-
-def palm_flops_per_token(parameters: float, config: ModelConfig, seq_len: int) -> float:
-    """6N + 12LHQT with all parameters, embeddings too: nanoGPT's count, and that of many published MFUs.
-
-    It is more than zero2all's, which leaves out an embedding that is looked up."""
-    heads = config.num_attention_heads * config.head_size
-    return 6 * parameters + 12 * config.num_hidden_layers * heads * seq_len
 
 
 def bloom_tflops(

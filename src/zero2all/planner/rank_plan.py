@@ -14,10 +14,10 @@ from pydantic import computed_field
 
 from zero2all.model.cost.activations import ActivationShards, activation_bytes, loss_bytes
 from zero2all.model.cost.flops import Recompute
+from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
 from zero2all.parallel.rank_memory import FsdpUnits
-from zero2all.planner.keys import offloads_optimizer, weight_bytes
 from zero2all.planner.workload import Layout, Unit, Workload
 
 CUDA_CONTEXT = round(0.92e9)  # torch 2.1 on A100 with all kernels loaded
@@ -77,7 +77,7 @@ def _rank_memory(workload: Workload, layout: Layout, pp_rank: int) -> MemoryPlan
     layers = tuple(layer for stage in stages for layer in stage)
     held, keeps = round(states.weights / layout.shards), layout.accumulates and not layout.reduces_every_micro_batch
     between = states.between_micro_batches if keeps and layout.uses_fsdp else 0
-    offloads = offloads_optimizer(layout.parallel)
+    offloads = layout.parallel.offload == "cpu"
     on_host = [
         MemoryPart("weights (stored)", held, "of this rank's shard"),
         MemoryPart("gradients", held, "of this shard"),
@@ -125,7 +125,7 @@ def _state_bytes(
     unit = Unit.sum((*blocks, *([parts.first] * first), *([parts.last] * last), parts.rest))
     # Ranks of ep are ranks of dp_shard and cp too: all of these together hold one copy of the experts.
     elements, state = unit.elements.on_rank(tp, ep=1), unit.state.on_rank(tp, ep=1)
-    stored = weight_bytes(workload.optimizer)
+    stored = weight_dtype(workload.optimizer).itemsize
     if frees is None:
         copied = elements - (parts.looked_up / tp if first else 0)
         compute = round(itemsize * copied) if itemsize < stored else 0
@@ -160,9 +160,10 @@ def activation_parts(workload: Workload, layout: Layout, layers: tuple[int, ...]
     shards = ActivationShards(layout.dims.tp, layout.parallel.sp, gathered_keys)
     budget = layout.parallel.activation_checkpointing == "budget"
     share = layout.micro_tokens * (layout.parallel.activation_budget if budget else 1.0)
-    kept = _activations_per_token(workload, layout.recompute, layers, shards)
+    every, offloads = layout.parallel.activation_checkpointing_every, layout.parallel.activation_offload
+    kept = _activations_per_token(workload, layout.recompute, layers, shards, every, offloads)
     names = ("activations: feed-forward", "activations: attention", "activations: norms and residual stream")
-    note = f"{in_flight:g} micro-batches of {layout.micro_tokens:,} tokens"
+    note = f"{in_flight:g} x {layout.micro_tokens:,} tokens in flight"
     return [
         MemoryPart(name, round(share * (in_flight * each + once)), note)
         for name, (each, once) in zip(names, kept, strict=True)
@@ -171,7 +172,12 @@ def activation_parts(workload: Workload, layout: Layout, layers: tuple[int, ...]
 
 @functools.lru_cache(maxsize=4096)
 def _activations_per_token(
-    workload: Workload, recompute: Recompute, layers: tuple[int, ...], shards: ActivationShards
+    workload: Workload,
+    recompute: Recompute,
+    layers: tuple[int, ...],
+    shards: ActivationShards,
+    every: int,
+    offloads: bool,
 ) -> list[tuple[float, float]]:
     """Bytes of a token for every micro-batch in flight, and once, by part."""
     full = workload.config
@@ -181,7 +187,8 @@ def _activations_per_token(
     found = []
     for config in (full, without_mlp, without_mlp.model_copy(update=no_heads)):
         once, both = (
-            activation_bytes(config, _MANY, workload.half, recompute, layers, count, shards) for count in (0.0, 1.0)
+            activation_bytes(config, _MANY, workload.half, recompute, layers, count, shards, every, offloads)
+            for count in (0.0, 1.0)
         )
         found.append(((both - once) / _MANY, once / _MANY))
     rows = [*found, (0.0, 0.0)]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from zero2all.checkpoint.checkpoint_interval import DAY, FAILURE_RATES, FailureModel
 from zero2all.model.cost.model_size import kv_cache_bytes_per_token
+from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.planner.cluster import Cluster
-from zero2all.planner.keys import weight_bytes
 from zero2all.planner.published import INFERENCE_BYTES, MIXED_PRECISION, failure_probability
 from zero2all.planner.workload import Workload
 from zero2all.recipe import ModelConfig
@@ -62,7 +62,7 @@ def run_cost(workload: Workload, cluster: Cluster, step_seconds: float, tokens: 
         money=None if price is None else price * hours * cluster.gpus / goodput,
         failures=failures_a_day * hours / goodput / 24,
         failure_a_day=failure_probability(FAILURES_PER_GPU_DAY, cluster.gpus),
-        checkpoint_bytes=round(weight_bytes(workload.optimizer) * parts.total + parts.all.state.total),
+        checkpoint_bytes=round(weight_dtype(workload.optimizer).itemsize * parts.total + parts.all.state.total),
         checkpoint_interval=model.daly_interval,
         goodput=goodput,
     )

@@ -120,7 +120,7 @@ def _meshes(recipe: Recipe, cluster: Cluster, rejected: Counter[str]) -> Iterato
                 continue
             update = {"dp_replicate": dp // dp_shard, "dp_shard": dp_shard, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
             parallel = recipe.parallel.model_copy(
-                update={**update, "schedule": schedule, "activation_checkpointing": "none"}
+                update={**update, "schedule": schedule, "activation_checkpointing": "none", **OFFLOADS[0]}
             )
             mistake = next(parallel_mistakes(model, train, parallel), None)
             if mistake is not None:
@@ -141,10 +141,13 @@ def _lightest(
         if not fits_memory(workload, tried[-1], cluster.gpu.memory):
             continue
         for one in tried:
-            is_valid = next(parallel_mistakes(recipe.model, recipe.train, one.parallel), None) is None
+            mistakes = itertools.chain(
+                one.parallel.mistakes(), parallel_mistakes(recipe.model, recipe.train, one.parallel)
+            )
+            is_valid = next(mistakes, None) is None
             if is_valid and (one is tried[-1] or fits_memory(workload, one, cluster.gpu.memory)):
                 return one
-    rejected["does not fit into memory, even with full recomputation"] += 1
+    rejected["does not fit into memory, even with full recomputation and offload"] += 1
     return None
 
 
@@ -191,7 +194,8 @@ def _overrides(layout: Layout) -> list[str]:
     given = {name: size for name, size in given.items() if size != 1 or name == "dp_shard"}
     given |= {"schedule": parallel.schedule} if dims.pp > 1 else {}
     if layout.uses_fsdp:
-        given |= {name: getattr(parallel, name) for name in ZERO_KEYS[zero_stage(parallel) - 1]}
+        given["zero"] = parallel.zero
+    given |= {"offload": parallel.offload} if parallel.offload != "none" else {}
     given["activation_checkpointing"] = parallel.activation_checkpointing
     keys = [f"parallel.{name}={value}" for name, value in given.items()]
     return [*keys, f"train.micro_batch_tokens={layout.batch.samples * layout.seq_len}"]

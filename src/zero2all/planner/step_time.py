@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from pydantic import computed_field
 
+from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.planner.cluster import PCIE_BANDWIDTH, Cluster, Collective, RankGroup
-from zero2all.planner.keys import offloads_optimizer
 from zero2all.planner.pipeline import bubble_fraction
 from zero2all.planner.workload import Layout, Workload
 
@@ -108,7 +108,9 @@ def compute_parts(workload: Workload, layout: Layout, cluster: Cluster) -> list[
     mlp_share = flops.mlp / (flops.mlp + flops.projections)
     reads = FORWARD_AND_BACKWARD * layout.batch.micro_batches * element * blocks * share
     passes = FORWARD_AND_BACKWARD * element * config.num_hidden_layers * tokens
-    repeated = flops.hardware(layout.recompute) - flops.hardware("none")
+    repeated = flops.hardware(layout.recompute, every=layout.parallel.activation_checkpointing_every) - flops.hardware(
+        "none"
+    )
     stream = 4 if config.residual_fp32 else element
     again = config.num_hidden_layers * tokens * (FORWARD_AND_BACKWARD + (layout.recompute != "none"))
     rows = [
@@ -168,9 +170,12 @@ def _update(workload: Workload, layout: Layout, cluster: Cluster) -> ComputePart
     dims, everything, ranks = layout.dims, workload.parts.all, layout.shards * layout.dims.pp
     weights = everything.elements.on_rank(dims.tp, ep=1) / ranks
     state = everything.state.on_rank(dims.tp, ep=1) / ranks
-    moved = 12 * weights + 2 * state
-    if offloads_optimizer(layout.parallel):  # gradients to the host, weights back
-        return ComputePart("optimizer update on the host", 0.0, moved, 8 * weights / PCIE_BANDWIDTH, "memory")
+    itemsize = weight_dtype(workload.optimizer).itemsize
+    moved = 3 * itemsize * weights + 2 * state
+    if layout.parallel.offload == "cpu":  # gradients to the host, weights back
+        return ComputePart(
+            "optimizer update on the host", 0.0, moved, 2 * itemsize * weights / PCIE_BANDWIDTH, "memory"
+        )
     return _part("optimizer update", "", 0.0, moved, cluster)
 
 

@@ -10,14 +10,13 @@ import torch
 
 from zero2all.errors import UsageError
 from zero2all.model import Z2all
-from zero2all.model.cost.flops import Flops, Recompute, flops_per_token
+from zero2all.model.cost.flops import Flops, Recompute, flops_per_token, palm_flops_per_token
 from zero2all.model.cost.optimizer_state import optimizer_state_bytes
 from zero2all.parallel.batch_split import BatchSplit
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.parallel.pipeline_parallel import split_layers, stage_indices_of_rank
 from zero2all.parallel.rank_memory import split_stage
-from zero2all.planner.keys import reduces_every_micro_batch
 from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe, Recipe, ResolvedStage
 
 
@@ -94,7 +93,7 @@ def model_parts(config: ModelConfig, optimizer: OptimizerRecipe) -> ModelParts:
         units: dict[str, Unit] = {}
         for name, parameter in model.named_parameters():
             where = name.partition(".")[0]
-            state = optimizer_state_bytes(optimizer, name, parameter.dim()) * parameter.numel()
+            state = optimizer_state_bytes(optimizer, name, parameter.shape)
             unit = Unit(_split(name, parameter.numel()), _split(name, state))
             units[where] = units.get(where, Unit()) + unit
         blocks[is_moe] = units.pop("layers")
@@ -133,7 +132,7 @@ class Workload:
 
     @classmethod
     def of(cls, recipe: Recipe, stage: ResolvedStage) -> Workload:
-        precision = "bf16" if recipe.train.precision == "auto" else recipe.train.precision
+        precision = "bf16" if recipe.train.compute_precision == "auto" else recipe.train.compute_precision
         return cls(
             config=recipe.model,
             optimizer=recipe.train.optimizer,
@@ -144,6 +143,18 @@ class Workload:
             precision=precision,
             float8=recipe.train.float8 is not None,
         )
+
+    @functools.cached_property
+    def active_parameters(self) -> int:
+        """Those that a token goes through: of the experts, only its own."""
+        moe, experts = self.config.moe, self.parts.all.elements.by_ep
+        idle = 0.0 if moe is None else experts * (1 - moe.num_experts_per_tok / moe.num_experts)
+        return round(self.parts.total - idle)
+
+    @functools.cached_property
+    def palm_flops(self) -> int:
+        """Of one token, by 6N + 12LHQT."""
+        return palm_flops_per_token(self.config, self.active_parameters, self.seq_len)
 
     @property
     def last_layer(self) -> int:
@@ -203,8 +214,9 @@ class Layout:
 
     @property
     def uses_fsdp(self) -> bool:
-        """As ``parallel.parallelize``: copies of a full model are left to DDP."""
-        return self.dims.dp * self.dims.cp > 1 and self.dims.dp_replicate != self.dims.world_size
+        """As ``parallel.parallelize``: copies of a full model are left to DDP, unless they are offloaded."""
+        reduces = self.dims.dp * self.dims.cp > 1 and self.dims.dp_replicate != self.dims.world_size
+        return reduces or self.parallel.offload != "none"
 
     @property
     def recompute(self) -> Recompute:
@@ -218,7 +230,7 @@ class Layout:
     @property
     def reduces_every_micro_batch(self) -> bool:
         """Whether gradients are sharded between the micro-batches of a step."""
-        return reduces_every_micro_batch(self.parallel)
+        return self.parallel.reduces_every_micro_batch
 
     @property
     def frees_weights(self) -> bool:
