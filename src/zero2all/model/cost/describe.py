@@ -11,7 +11,7 @@ from pydantic import Field
 
 from zero2all.errors import UsageError
 from zero2all.gpu_specs import Gpu
-from zero2all.model.cost.flops import Flops, flops_per_token, palm_flops_per_token
+from zero2all.model.cost.flops import flops_per_token, palm_flops_per_token
 from zero2all.model.cost.model_size import (
     ParameterCounts,
     TrainingMemory,
