@@ -45,6 +45,8 @@ class Gpu:
     """Bytes per second that a GPU sends to other nodes, in a usual server."""
     source: str
     """Of the numbers above."""
+    fp32_flops: float | None = None
+    """Default: half of ``flops``, as TF32."""
     fp8_flops: float | None = None
     fp4_flops: float | None = None
     matmul_share: float = 0.803
@@ -60,7 +62,7 @@ class Gpu:
 
     def peak_flops(self, precision: str) -> float | None:
         """Of ``fp32`` (as TF32), ``bf16``, ``fp16``, ``fp8`` or ``fp4``; None if the GPU has no such products."""
-        peaks = {"fp32": self.flops / 2, "fp8": self.fp8_flops, "fp4": self.fp4_flops}
+        peaks = {"fp32": self.fp32_flops or self.flops / 2, "fp8": self.fp8_flops, "fp4": self.fp4_flops}
         return peaks.get(precision, self.flops)
 
 

@@ -15,6 +15,10 @@ from zero2all.cli.conventions import Json, Result, command
 @command
 def doctor(
     directory: Annotated[Path, typer.Option("--dir", help="Directory for runs; its disk is checked.")] = Path("runs"),
+    calibrate: Annotated[
+        Path | None,
+        typer.Option("--calibrate", help="Measure this machine instead, and write a file for 'z2a plan --gpu FILE'."),
+    ] = None,
     json: Json = False,
 ) -> Result:
     """Check this machine, or all nodes and their network.
@@ -27,6 +31,8 @@ def doctor(
     from zero2all.elastic.rendezvous_client import RendezvousStore
     from zero2all.environment import STORE_VARIABLE
 
+    if calibrate is not None:
+        return _calibrate(calibrate, directory)
     store = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # The agents' store: every node reaches it, even if the connection to the first node is broken.
@@ -40,3 +46,41 @@ def doctor(
         result.show(json)
         raise typer.Exit(1)
     return result
+
+
+def _calibrate(path: Path, directory: Path) -> Result:
+    """Matrix products, a training step, memory, link and disk, as an entry of the hardware table."""
+    import torch
+
+    from zero2all.bench.calibrate import measure_machine
+    from zero2all.io import write_record
+    from zero2all.planner.calibrated import calibrated_entry
+    from zero2all.recipe import load_recipe_or_preset
+    from zero2all.train.hyperparameters import fill_hyperparameters
+
+    preset = "z2all-1.1b" if torch.cuda.is_available() else "z2all-10m"
+    reference = fill_hyperparameters(load_recipe_or_preset(preset))
+    found = measure_machine(reference, directory)
+    entry = calibrated_entry(
+        name=path.stem,
+        source=f"measured on {found.device_name}",
+        reference=reference,
+        step_seconds=found.step_seconds,
+        flops=max(found.product_flops.values()),
+        precision=found.dtype,
+        memory=found.memory,
+        memory_bandwidth=found.memory_bandwidth,
+        link_bandwidth=found.link_bandwidth,
+        multiprocessors=found.multiprocessors,
+        ranks_per_node=found.ranks_per_node,
+    )
+    write_record(path, entry)
+    products = ", ".join(f"{size}: {flops / 1e9:,.0f}" for size, flops in found.product_flops.items())
+    lines = [
+        f"{found.device_name}: products in {found.dtype}, GFLOP/s by size: {products}",
+        f"step of {preset}: {found.step_seconds:.3g} s; its products reach {entry.efficiency:.2f} of the best",
+        f"memory {found.memory_bandwidth / 1e9:.1f} GB/s, link between ranks {found.link_bandwidth / 1e9:.2f} GB/s",
+        f"disk of {directory}: written {found.disk_write / 1e6:,.0f} MB/s, read {found.disk_read / 1e6:,.0f} MB/s",
+        f"written to {path}; plan with it: z2a plan RECIPE --gpus 1 --gpu {path}",
+    ]
+    return Result({"measured": found, "entry": entry}, "\n".join(lines))

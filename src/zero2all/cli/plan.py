@@ -21,7 +21,10 @@ def plan(
     recipe: RecipeOrPreset,
     overrides: Overrides = None,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs.")] = 8,
-    gpu: Annotated[str, typer.Option("--gpu", help="Kind of GPU, such as h100 or a800-80g.")] = "h100",
+    gpu: Annotated[
+        str,
+        typer.Option("--gpu", help="Kind of GPU, such as h100 or a800-80g, or a file of 'z2a doctor --calibrate'."),
+    ] = "h100",
     net: Annotated[
         str | None,
         typer.Option("--net", help="Network of one GPU to other nodes, such as 200Gbps. Default: of a usual server."),
@@ -39,6 +42,9 @@ def plan(
     svg: Annotated[
         Path | None, typer.Option("--svg", help="Directory for pictures of memory, pipeline and roofline.")
     ] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", help="A run of this recipe: print planned beside measured values.")
+    ] = None,
     json: Json = False,
 ) -> Result:
     """Plan a run: memory, time, money and layout, without GPUs.
@@ -47,7 +53,8 @@ def plan(
 
     Example: z2a plan recipes/70b-1024.yaml --gpus 1024 --gpu h100 --price 2.1
     """
-    from zero2all.gpu_specs import find_gpu
+    from zero2all.planner.against import check_plan, check_text, read_run
+    from zero2all.planner.calibrated import find_entry
     from zero2all.planner.cluster import Cluster
     from zero2all.planner.pipeline import simulate
     from zero2all.planner.plan import plan_run
@@ -58,7 +65,7 @@ def plan(
 
     loaded = fill_hyperparameters(_load(recipe, overrides))
     bandwidth = None if net is None else parse_bandwidth(net)
-    cluster = Cluster.of(find_gpu(gpu), gpus, bandwidth, per_node)
+    cluster = Cluster.of(find_entry(gpu), gpus, bandwidth, per_node)
     if search:
         if svg is not None:
             raise UsageError("--svg draws one plan: leave out --search, and give the overrides that it found")
@@ -75,7 +82,9 @@ def plan(
     changes = [] if planned.fits else cheapest_changes(loaded, cluster)
     if not planned.fits and not changes:
         changes = ["more GPUs, or a smaller model: no single change is enough; --search tries all layouts"]
-    return Result({"plan": planned, "changes": changes}, plan_text(planned, timeline, changes))
+    checks = [] if against is None else check_plan(planned, read_run(against))
+    text = plan_text(planned, timeline, changes) + (f"\n\n{check_text(checks)}" if checks else "")
+    return Result({"plan": planned, "changes": changes, "checks": checks}, text)
 
 
 def _load(recipe: str, overrides: list[str] | None) -> Recipe:

@@ -1,0 +1,131 @@
+"""Measure what a plan needs to know of this machine: products, a training step, memory, link and disk."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zero2all.bench.comm import COLLECTIVES, measure_collectives
+from zero2all.bench.rank_harness import Backend, run_ranks
+from zero2all.bench.step import BenchStep
+from zero2all.console import progress
+from zero2all.hardware import compute_dtype, device_name, dtype_name, measure_matmul_flops, pick_device, synchronize
+from zero2all.recipe import Recipe
+
+PRODUCT_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+MESSAGE_BYTES: dict[Backend, int] = {"nccl": 1 << 28, "gloo": 1 << 24}
+DISK_BYTES = 1 << 28
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class MachineMeasurements:
+    device: str
+    """Type: cpu or cuda."""
+    device_name: str
+    dtype: str
+    """In which products and the step were computed."""
+    product_flops: dict[int, float]
+    """FLOPs per second of square matrix products, by size."""
+    step_seconds: float
+    """Of a training step of the reference recipe, the fastest of a few."""
+    memory: int
+    memory_bandwidth: float
+    """Bytes per second, read and written."""
+    link_bandwidth: float
+    """Bus bandwidth of a large all-reduce between two ranks."""
+    disk_write: float
+    disk_read: float
+    multiprocessors: int
+    ranks_per_node: int
+
+
+def measure_machine(reference: Recipe, directory: Path) -> MachineMeasurements:
+    """Takes about a minute. ``directory`` is on the disk to measure."""
+    device = pick_device(reference.train.device)
+    dtype = compute_dtype(reference.train.compute_precision, device)
+    with progress("calibrate", 5) as advance:
+        products = {size: measure_matmul_flops(device, dtype, size) for size in PRODUCT_SIZES[device.type]}
+        advance(1)
+        step = BenchStep(reference)
+        step.run()  # warms up
+        step_seconds = min(step.time_run() for _ in range(STEPS))
+        del step
+        advance(1)
+        copied = _copy_bandwidth(device)
+        advance(1)
+        link = _link_bandwidth()
+        advance(1)
+        written, read = _disk_bandwidth(directory)
+        advance(1)
+    gpus = torch.cuda.device_count()
+    return MachineMeasurements(
+        device=device.type,
+        device_name=device_name(device),
+        dtype=dtype_name(dtype),
+        product_flops=products,
+        step_seconds=step_seconds,
+        memory=_memory(device),
+        memory_bandwidth=copied,
+        link_bandwidth=link,
+        disk_write=written,
+        disk_read=read,
+        multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if gpus else 1,
+        ranks_per_node=gpus or os.cpu_count() or 1,
+    )
+
+
+def _copy_bandwidth(device: torch.device) -> float:
+    source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    return 2 * len(source) / min(_seconds(lambda: target.copy_(source), device) for _ in range(5))
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    begin = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _link_bandwidth() -> float:
+    backend: Backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
+    times, _ = run_ranks(2, measure_collectives, [MESSAGE_BYTES[backend]], backend, backend=backend)
+    reduce = COLLECTIVES[0]
+    found = next(one for one in times if one.collective == reduce.name)
+    return float(reduce.link_share(2) * found.size / found.seconds)
+
+
+def _disk_bandwidth(directory: Path) -> tuple[float, float]:
+    """Bytes per second written to and read from the disk, not the page cache: fsync, and pages dropped in between."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data = os.urandom(1 << 20)
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="calibrate-") as stream:
+        begin = time.perf_counter()
+        for _ in range(DISK_BYTES // len(data)):
+            stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+        written = time.perf_counter() - begin
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        begin = time.perf_counter()
+        with open(stream.name, "rb", buffering=0) as again:
+            while again.read(1 << 22):
+                pass
+        read = time.perf_counter() - begin
+    return DISK_BYTES / written, DISK_BYTES / read
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,71 @@
+"""Entries of the hardware table that were measured: written by ``z2a doctor --calibrate``, read by ``z2a plan``."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from zero2all.errors import UsageError, Z2aError
+from zero2all.gpu_specs import Gpu, find_gpu
+from zero2all.planner.cluster import Cluster
+from zero2all.planner.plan import plan_run
+from zero2all.recipe import Recipe
+from zero2all.records import parse_record
+
+MAX_ENTRY_BYTES = 1 << 16
+LARGEST_SHARE = 4.0  # of the best product: a step cannot be faster, but a measured peak can be too low
+
+
+def calibrated_entry(
+    name: str,
+    source: str,
+    reference: Recipe,
+    step_seconds: float,
+    flops: float,
+    precision: str,
+    memory: int,
+    memory_bandwidth: float,
+    link_bandwidth: float,
+    multiprocessors: int,
+    ranks_per_node: int,
+) -> Gpu:
+    """The one free number, the efficiency of products in a step, is that with which the plan of the reference recipe
+    takes as long as was measured. It is then used for every other recipe."""
+    entry = Gpu(
+        name,
+        flops,
+        multiprocessors,
+        16,
+        memory,
+        memory_bandwidth,
+        "measured",
+        link_bandwidth,
+        link_bandwidth,
+        source,
+        matmul_source=f"a training step of {reference.name} took {step_seconds:.3g} s",
+        gpus_per_node=ranks_per_node,
+        fp32_flops=flops if precision == "fp32" else None,
+    )
+    low, high = math.log(1e-4), math.log(LARGEST_SHARE)
+    for _ in range(60):  # halving
+        middle = (low + high) / 2
+        planned = plan_run(reference, Cluster.of(replace(entry, matmul_share=math.exp(middle)), 1)).step.expected
+        low, high = (middle, high) if planned > step_seconds else (low, middle)
+    return replace(entry, matmul_share=math.exp(high))
+
+
+def find_entry(name: str) -> Gpu:
+    """A GPU of the table by its name, or the entry in a JSON file that ``z2a doctor --calibrate`` wrote."""
+    path = Path(name)
+    if path.suffix != ".json":
+        return find_gpu(name)
+    try:
+        with open(path, "rb") as stream:
+            value = json.loads(stream.read(MAX_ENTRY_BYTES))
+        return parse_record(Gpu, value, name)
+    except FileNotFoundError:
+        raise UsageError(f"--gpu: {name} does not exist; 'z2a doctor --calibrate {name}' writes it") from None
+    except (ValueError, Z2aError, OSError) as error:
+        raise UsageError(f"--gpu: {name} is not an entry of 'z2a doctor --calibrate': {error}") from None
