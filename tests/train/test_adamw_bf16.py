@@ -14,7 +14,7 @@ from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe
 from zero2all.train import adamw_bf16
-from zero2all.train.adamw_bf16 import AdamWBF16, _signed, mix, noise_key, random_bits, round_stochastic
+from zero2all.train.adamw_bf16 import AdamWBF16, _signed, mix, noise_key, random_bits, round_nearest, round_stochastic
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
 
 Rounding = Literal["stochastic", "kahan"]
@@ -39,6 +39,14 @@ def test_what_bf16_represents_is_not_rounded() -> None:
     for bits in (0, 1, 0xFFFF):
         rounded = round_stochastic(special, torch.full((7,), bits, dtype=torch.int32)).float()
         torch.testing.assert_close(rounded, special, equal_nan=True, rtol=0, atol=0)
+
+
+def test_nearest_is_what_a_cast_gives() -> None:
+    ties = (torch.arange(2**16, dtype=torch.int32) * 2**16 + 2**15).view(torch.float32)
+    values = torch.cat([torch.randn(2**16), ties, torch.tensor([0.0, math.inf, -math.inf, 3.4e38])])
+    values = values[~values.isnan()]
+    assert torch.equal(round_nearest(values), values.bfloat16().float())
+    assert round_nearest(torch.tensor([math.nan])).isnan().all()
 
 
 def bits_of(shape: tuple[int, ...], key: int) -> Tensor:
@@ -226,10 +234,13 @@ def test_the_compiled_update_is_the_same() -> None:
             weights = [nn.Parameter(torch.randn(*shape).bfloat16()) for shape in shapes]
             keys = {weight: number for number, weight in enumerate(weights)}
             optimizer = AdamWBF16(weights, keys, rounding, lr=0.01, compile=compile)
-            for _ in range(3):
-                for weight in weights:
-                    weight.grad = torch.randn(weight.shape).bfloat16()
+            gradients = [[torch.randn(shape).bfloat16() for shape in shapes] for _ in range(3)]
+            for step in gradients:
+                for weight, gradient in zip(weights, step, strict=True):
+                    weight.grad = gradient
                 optimizer.step()
+            if rounding == "kahan":
+                assert all(optimizer.state[weight]["compensation"].count_nonzero() for weight in weights)
             sets.append(torch.cat([weight.detach().flatten() for weight in weights]).float())
         assert (sets[0] != sets[1]).float().mean() < 0.005
         torch.testing.assert_close(*sets, rtol=2**-7, atol=1e-3)

@@ -151,8 +151,18 @@ def round_stochastic(values: Tensor, bits: Tensor) -> Tensor:
 
     What bf16 can represent stays as it is, and so do infinity and NaN, which would become another number.
     """
-    rounded = ((values.view(torch.int32) + bits) & ~LOW_BITS).view(torch.float32)
-    return torch.where(values.isfinite(), rounded, values).bfloat16()
+    return _add_and_cut(values, bits).bfloat16()
+
+
+def round_nearest(values: Tensor) -> Tensor:
+    """What a cast to bf16 gives, ties to even, still in fp32. The compiler leaves out a cast to bf16 and back, and so
+    would find no rounding error."""
+    return _add_and_cut(values, ((values.view(torch.int32) >> 16) & 1) + (LOW_BITS >> 1))
+
+
+def _add_and_cut(values: Tensor, bits: Tensor) -> Tensor:
+    cut = ((values.view(torch.int32) + bits) & ~LOW_BITS).view(torch.float32)
+    return torch.where(values.isfinite(), cut, values)
 
 
 def update(
@@ -183,8 +193,9 @@ def update(
     elif compensation is None:
         weight.copy_(round_stochastic(exact, (bits >> 16) & LOW_BITS))
     else:
-        weight.copy_(exact)
-        compensation.copy_(exact - weight.float())
+        rounded = round_nearest(exact)
+        weight.copy_(rounded)
+        compensation.copy_(exact - rounded)
 
 
 def _update_in_parts(
