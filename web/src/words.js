@@ -9,6 +9,7 @@ const ZH = {
   "learning rate": "学习率", "gradient norm": "梯度范数", "tokens per second": "每秒 token 数",
   "validation bits per byte": "验证集每字节比特数", "quality of generated stories": "生成故事的质量",
   "MFU": "MFU（模型算力利用率）", "HFU": "HFU（硬件算力利用率）",
+  "MFU, counted as PaLM does": "MFU（按 PaLM 口径）", "TFLOP/s of a device": "单卡 TFLOP/s",
   "memory (bytes)": "显存/内存峰值（字节）", "waiting for data": "数据等待时间占比", "evaluation": "验证",
   "goodput": "有效训练时间占比", "where the time of a step goes (s)": "单步时间花在哪里（秒）",
   "time of a step (s)": "单步耗时（秒）", "exposed communication by rank (s)": "各 rank 未重叠的通信时间（秒）",
