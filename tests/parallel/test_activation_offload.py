@@ -30,6 +30,7 @@ class CountedCopies(BlockingCopies):
         self.hosts: list[Tensor] = []
         self.devices: list[StorageWeakRef] = []
         self.log: list[tuple[str, int]] = []
+        self.marks = 0
 
     def to_host(self, data: Tensor) -> Tensor:
         self.devices.append(StorageWeakRef(data.untyped_storage()))
@@ -37,14 +38,18 @@ class CountedCopies(BlockingCopies):
         self.hosts.append(host)
         return host
 
-    def to_device(self, host: Iterable[Tensor]) -> tuple[list[Tensor], None]:
+    def to_device(self, host: Iterable[Tensor]) -> tuple[list[Tensor], Any]:
         hosts = list(host)
         first = next((number for number, one in enumerate(self.hosts) if one is hosts[0]), -1)
         self.log.append(("fetch", first))
-        return super().to_device(hosts)
+        return super().to_device(hosts)[0], "fetched"
 
-    def wait(self, data: list[Tensor], event: None) -> None:
-        self.log.append(("wait", len(data)))
+    def mark(self) -> Any:
+        self.marks += 1
+        return self.marks - 1
+
+    def wait(self, mark: Any) -> None:
+        self.log.append(("wait", 0) if mark == "fetched" else ("copied", mark))
 
     @property
     def bytes(self) -> int:
@@ -122,14 +127,20 @@ def test_blocks_are_fetched_one_ahead_and_once(copies: CountedCopies) -> None:
                 inputs[0].register_hook(lambda gradient: copies.log.append(("backward done", layer))) and None
             )
         )
+        block.register_forward_hook(
+            lambda block, inputs, output, layer=layer: copies.log.append(("forward done", layer))
+        )
     step(model, masked=False)
     assert len(copies.hosts) == 4, "the input of each block but the last"
+    # A block is copied while the next one is computed, and then freed: the device waits before it computes another.
     assert copies.log == [
+        ("forward done", 0), ("copied", 0), ("forward done", 1), ("copied", 1), ("forward done", 2),
+        ("copied", 2), ("forward done", 3), ("copied", 3), ("forward done", 4),
         ("backward done", 4),
-        ("fetch", 3), ("wait", 1), ("fetch", 2), ("backward done", 3),
-        ("wait", 1), ("fetch", 1), ("backward done", 2),
-        ("wait", 1), ("fetch", 0), ("backward done", 1),
-        ("wait", 1), ("backward done", 0),
+        ("fetch", 3), ("wait", 0), ("fetch", 2), ("backward done", 3),
+        ("wait", 0), ("fetch", 1), ("backward done", 2),
+        ("wait", 0), ("fetch", 0), ("backward done", 1),
+        ("wait", 0), ("backward done", 0),
     ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,18 @@ from zero2all.errors import RecipeError, UsageError, Z2aError
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.dry_run import dry_run
 from zero2all.parallel.mesh import ParallelDims
+from zero2all.parallel.rank_memory import RankMemory
 from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
 from zero2all.train import Run, micro_batch, train
 from zero2all.train.estimate import estimate_run
 from zero2all.train.hyperparameters import with_hyperparameters
-from zero2all.train.micro_batch import back_off, estimate_micro_batch, micro_batch_sizes, planned_gpu_memory
+from zero2all.train.micro_batch import (
+    _held_weights,
+    back_off,
+    estimate_micro_batch,
+    micro_batch_sizes,
+    planned_gpu_memory,
+)
 
 AUTO = "train.micro_batch_tokens=auto"
 SMALL = """
@@ -130,10 +138,13 @@ def test_the_stand_in_keeps_the_activations_of_the_model(mode: Any, changes: dic
     assert weights[1] < 0.7 * weights[0]
 
 
+TRY = micro_batch.try_micro_batch
+
+
 def limited(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
     """A device with room for ``limit`` samples: a stand-in for a GPU."""
     tried: list[int] = []
-    real = micro_batch.try_micro_batch
+    real = TRY
 
     def run(recipe: Any, model: Any, compile: bool, samples: int, rest: int) -> None:
         fails_above(limit, tried)(samples)
@@ -160,11 +171,27 @@ def test_the_choice_is_remembered_in_the_run(
     train(given)
     assert_same_run(Run.open(recipe.run_dir), Run.open(given.run_dir))
 
-    monkeypatch.setattr(micro_batch, "free_device_memory", lambda device, ranks: pytest.fail("chosen again"))
+    monkeypatch.setattr(micro_batch, "try_micro_batch", lambda *args: pytest.fail("chosen again"))
     train(tiny_recipe(workspace, f"out={tmp_path}/auto", AUTO, *options, "train.steps=6"), extend="constant")
     stored = Run.open(recipe.run_dir).stored_recipe()
     assert stored is not None
     assert stored.train.micro_batch_tokens == 64
+
+    monkeypatch.setattr(micro_batch, "free_device_memory", lambda device, ranks: 1)  # a smaller device
+    limited(monkeypatch, 1)
+    train(tiny_recipe(workspace, f"out={tmp_path}/auto", AUTO, *options, "train.steps=8"), extend="constant")
+    assert "the run had a micro-batch of 2 samples, which does not fit" in capsys.readouterr().err
+    stored = Run.open(recipe.run_dir).stored_recipe()
+    assert stored is not None
+    assert stored.train.micro_batch_tokens == 32
+
+
+def test_offloaded_weights_are_not_on_the_device_already() -> None:
+    parts = {"parameters": 40, "gradients": 40, "optimizer": 80, "gathered_weights": 10, "unsharded_gradients": 0}
+    memory = RankMemory(**parts, gradients_between_micro_batches=0, activations=20, logits=5)
+    offloaded = replace(memory, host=160)
+    assert memory.total - _held_weights(memory) == 155
+    assert offloaded.total - _held_weights(offloaded) == 35  # all of it is still to come
 
 
 def test_on_a_cpu_the_estimate_chooses(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

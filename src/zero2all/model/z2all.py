@@ -18,6 +18,7 @@ from zero2all.model.kv_cache import Branches, KVCache
 from zero2all.model.lora import ADAPTER_MARK, freeze_all_but_adapters, initial_adapter_std
 from zero2all.model.moe import MoE, RoutingStats
 from zero2all.model.ops import Ops, choose_kernels
+from zero2all.model.ops.attention import with_dense_mask
 from zero2all.model.ops.kernels import IGNORE_INDEX
 from zero2all.model.ops.soft_loss import SoftTargets
 from zero2all.model.rope_table import depends_on_length, rotary_table
@@ -177,7 +178,7 @@ class Z2all(OpsModule):
         soft_ids_BSK: Tensor | None = None,
         soft_logps_BSK: Tensor | None = None,
         soft_weight: float = 0.0,
-        dropout_seed_1: Tensor | None = None,
+        dropout_seed_1: Tensor | int | None = None,
     ) -> Tensor:
         """Logits [B, S, V], or with targets the loss of each token [B, S] in fp32, zero where it is IGNORE_INDEX.
 
@@ -241,7 +242,10 @@ class Z2all(OpsModule):
     ) -> dict[int | None, Any]:
         """Attention masks by window: layers with the same window share one."""
         mask_for, device = self.ops.attention.mask_for, self.rotary_2SE.device
-        return {window: mask_for(doc_starts_BS, length, window, device, cu_seqlens_1N) for window in self._windows()}
+        masks = {window: mask_for(doc_starts_BS, length, window, device, cu_seqlens_1N) for window in self._windows()}
+        if self.training and self.config.attention_dropout:
+            masks = {window: with_dense_mask(mask, length, device) for window, mask in masks.items()}
+        return masks
 
     def _windows(self) -> set[int | None]:
         return {self.config.layer_window(layer) for layer in range(self.config.num_hidden_layers)}
@@ -309,7 +313,7 @@ class Z2all(OpsModule):
         return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
 
 
-def _seed_dropout(seed_1: Tensor | None, layer: int) -> None:
+def _seed_dropout(seed_1: Tensor | int | None, layer: int) -> None:
     """Before each layer, so that a pipeline stage draws what the full model would."""
     if seed_1 is not None:
         torch.manual_seed(derive_seed(int(seed_1), layer))

@@ -37,3 +37,5 @@ def apply_ac(blocks: nn.Module, recipe: ParallelRecipe, config: ModelConfig, dev
         for number, (name, block) in enumerate(blocks.named_children()):
             if is_offloaded(int(name), config):
                 offload.wrap(block, is_first=number == 0)
+            else:
+                offload.wrap_last(block)

@@ -64,6 +64,8 @@ def apply_fsdp(
         fully_shard(last, mesh=mesh, **options, reshard_after_forward=recipe.reshard_after_forward == "always")
     # What is left: nothing, or an embedding that is also the head.
     fully_shard(root, mesh=mesh, **options, reshard_after_forward=False)
+    if model.config.has_dropout:
+        root.register_forward_pre_hook(read_dropout_seed, with_kwargs=True, prepend=True)
     for part in root.modules():
         if isinstance(part, FSDPModule):
             # Summed, not averaged: losses are already divided by the tokens of the global batch.
@@ -73,6 +75,15 @@ def apply_fsdp(
         _as_fsdp(first[0]).set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
     if expert_modules(model):
         _set_prefetch(root, first, blocks, last)
+
+
+def read_dropout_seed(
+    root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before FSDP's own hook, which moves every tensor to the GPU: reading it there, in each layer, would be a host
+    sync."""
+    seed = kwargs.get("dropout_seed_1")
+    return args, kwargs if seed is None else {**kwargs, "dropout_seed_1": int(seed)}
 
 
 def separate_ends(model: Z2all) -> tuple[list[nn.Module], list[nn.Module]]:

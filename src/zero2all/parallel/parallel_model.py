@@ -388,7 +388,7 @@ class ParallelModel:
         for module in part.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.mesh.device))
-        with ShardedInitMode():
+        with ShardedInitMode(self.mesh.device):
             part.init_weights(seed, self.mesh.device)
         if self.mesh.dims.tp > 1:
             apply_tp_ops(part, self.mesh.get_mesh("tp"), self.recipe)

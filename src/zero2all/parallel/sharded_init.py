@@ -24,8 +24,10 @@ class ShardedInitMode(TorchFunctionMode):
 
     INIT_FUNCTIONS = (Tensor.normal_, Tensor.fill_, Tensor.zero_)
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """``device`` draws the numbers, where shards are elsewhere (offload): another device would draw others."""
         super().__init__()
+        self._device = device
         self._pending: tuple[DTensor, Tensor] | None = None
 
     def __torch_function__(
@@ -49,7 +51,7 @@ class ShardedInitMode(TorchFunctionMode):
     def _full_tensor(self, parameter: DTensor) -> Tensor:
         """A full tensor to fill; this rank's shard is copied when the next one is requested."""
         self._copy_local_shard()
-        device = parameter.to_local().device
+        device = self._device or parameter.to_local().device
         self._pending = (parameter, torch.empty(parameter.shape, dtype=torch.float32, device=device))
         return self._pending[1]
 

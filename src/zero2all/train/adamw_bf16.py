@@ -76,7 +76,7 @@ class AdamWBF16(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.rounding, self._noise_keys = rounding, noise_keys
         self._coordinates: dict[Tensor, tuple[Tensor, ...]] = {}
-        self._update: Any = torch.compile(update) if compile else _update_in_parts
+        self._update: Any = torch.compile(update, dynamic=True) if compile else _update_in_parts
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -48,6 +48,9 @@ def step_law_batch_tokens(tokens: float) -> float:
     return 0.58 * math.pow(tokens, 0.571)
 
 
+AS_IN_RUN = "as in the recipe of the run"
+
+
 def choose_hyperparameters(
     recipe: Recipe,
     source_tokens: Mapping[str, int] | None = None,
@@ -62,7 +65,7 @@ def choose_hyperparameters(
     if not unset:
         return []
     kept = _stored_values(recipe, read_stored())
-    chosen = {key: ChosenValue(key, kept[key], "as in the recipe of the run") for key in unset if key in kept}
+    chosen = {key: ChosenValue(key, kept[key], AS_IN_RUN) for key in unset if key in kept}
     if BATCH_TOKENS in unset and BATCH_TOKENS not in chosen:
         chosen[BATCH_TOKENS] = _choose_batch_tokens(recipe, source_tokens)
     if LR in unset and LR not in chosen:
@@ -71,6 +74,12 @@ def choose_hyperparameters(
     if MUON in unset and MUON not in chosen:
         chosen[MUON] = ChosenValue(MUON, MUON_LR, "for every width, https://kellerjordan.github.io/posts/muon/")
     return [chosen[key] for key in unset if key in chosen]
+
+
+def stored_micro_batch(stored: Recipe | None) -> int | None:
+    """What the recipe that a run has stored says, in tokens."""
+    tokens = None if stored is None else stored.train.micro_batch_tokens
+    return tokens if isinstance(tokens, int) else None
 
 
 def with_hyperparameters(recipe: Recipe, chosen: list[ChosenValue]) -> Recipe:
@@ -137,9 +146,6 @@ def _stored_values(recipe: Recipe, stored: Recipe | None) -> dict[str, float]:
         return {}
     optimizer = stored.train.optimizer
     values = {BATCH_TOKENS: stored.train.batch_tokens, LR: optimizer.lr, MUON: optimizer.muon_lr}
-    micro_batch_tokens = stored.train.micro_batch_tokens
-    if isinstance(micro_batch_tokens, int) and stored.parallel == recipe.parallel:  # else other memory is free
-        values[MICRO_BATCH_TOKENS] = micro_batch_tokens
     return {key: value for key, value in values.items() if value is not None}
 
 

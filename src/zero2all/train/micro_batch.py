@@ -31,7 +31,7 @@ from zero2all.parallel.mesh import ParallelDims
 from zero2all.parallel.rank_memory import RankMemory, rank_memory
 from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import Recipe
-from zero2all.train.hyperparameters import MICRO_BATCH_TOKENS, ChosenValue, with_hyperparameters
+from zero2all.train.hyperparameters import AS_IN_RUN, MICRO_BATCH_TOKENS, ChosenValue, with_hyperparameters
 from zero2all.units import parse_bytes, show_bytes
 
 USED_FRACTION = 0.9  # of the free memory, by the estimate: allocators leave gaps
@@ -85,8 +85,11 @@ def estimate_micro_batch(
     return [_chosen(recipe, _largest_fitting(sizes, needed, free), _estimate_source(free))]
 
 
-def choose_micro_batch(recipe: Recipe, model: ParallelModel, compile: bool, ranks: RankGroup) -> list[ChosenValue]:
-    """The choice of a run whose model is built; the same on every rank."""
+def choose_micro_batch(
+    recipe: Recipe, model: ParallelModel, compile: bool, ranks: RankGroup, stored: int | None = None
+) -> list[ChosenValue]:
+    """The choice of a run whose model is built; the same on every rank. ``stored`` is the earlier choice of a run that
+    is resumed: kept if it fits here, since other ranks and devices leave other memory free."""
     if not is_open(recipe):
         return []
     sizes, device = micro_batch_sizes(recipe, model.mesh.dims), model.mesh.device
@@ -96,14 +99,18 @@ def choose_micro_batch(recipe: Recipe, model: ParallelModel, compile: bool, rank
 
     def needed(samples: int) -> int:
         memory = _memory(with_micro_batch(recipe, samples), model)
-        return memory.total - memory.parameters  # these are there already
+        return memory.total - _held_weights(memory)
 
+    if stored is not None and (samples := stored // recipe.train.seq_len) in sizes:
+        if all(ranks.on_all_ranks(lambda: needed(samples) <= free)):  # all of it, so that a resume keeps the value
+            return [_chosen(recipe, samples, AS_IN_RUN)]
+        say(f"the run had a micro-batch of {samples} samples, which does not fit into memory here")
     found = ranks.on_all_ranks(lambda: (_largest_fitting(sizes, needed, free), free))
     samples, least = (min(values) for values in zip(*found, strict=True))
     if device.type not in TRIAL_DEVICES or not _can_try(model.mesh.dims):
         return [_chosen(recipe, samples, _estimate_source(least))]
     memory = _memory(recipe, model)
-    rest = memory.total - memory.activations - memory.logits - memory.parameters
+    rest = memory.total - memory.activations - memory.logits - _held_weights(memory)
     samples, trials = back_off(sizes, samples, lambda size: try_micro_batch(recipe, model, compile, size, rest), ranks)
     return [_chosen(recipe, samples, f"tried on {device.type}, trials: {trials}")]
 
@@ -137,9 +144,13 @@ def try_micro_batch(recipe: Recipe, model: ParallelModel, compile: bool, samples
     reserved = torch.empty(max(0, rest - own), dtype=torch.uint8, device=device)
     tokens = torch.zeros(samples, length, dtype=torch.int64, device=device)
     starts = torch.zeros_like(tokens, dtype=torch.int32) if recipe.train.masks_documents else None
-    with torch.autocast(device.type, model.dtype, enabled=model.dtype != torch.float32):
-        losses = stand_in(tokens, targets_BS=tokens, doc_starts_BS=starts)
-    losses.sum().backward()
+    try:
+        with torch.autocast(device.type, model.dtype, enabled=model.dtype != torch.float32):
+            losses = stand_in(tokens, targets_BS=tokens, doc_starts_BS=starts)
+        losses.sum().backward()
+    finally:
+        if compile:
+            torch.compiler.reset()  # it would take the first training batch for a change of shape
     del reserved
 
 
@@ -206,6 +217,11 @@ def _memory(recipe: Recipe, model: ParallelModel) -> RankMemory:
     mesh = model.mesh
     recipe = recipe.model_copy(update={"model": model.config})
     return rank_memory(model.local_model, shards, recipe, mesh.dims, model.dtype, mesh.device, mesh.coordinate("pp"))
+
+
+def _held_weights(memory: RankMemory) -> int:
+    """Bytes of the weights that are on the device already; none if they are offloaded."""
+    return 0 if memory.host else memory.parameters
 
 
 def _share_tensors(template: nn.Module, block: nn.Module) -> None:

@@ -51,7 +51,7 @@ from zero2all.train.compile_probe import choose_compile
 from zero2all.train.data_loader import Batch, DataLoader
 from zero2all.train.device_batch import BatchCopier, HostCopy
 from zero2all.train.hooks import TrainerHooks
-from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
+from zero2all.train.hyperparameters import choose_hyperparameters, stored_micro_batch, with_hyperparameters
 from zero2all.train.initial_weights import load_initial_weights
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
@@ -231,7 +231,8 @@ class Trainer:
         )
         if options.objective.weighs_tokens:
             self.model.disable_auxiliary_losses()
-        if chosen := choose_micro_batch(self.recipe, self.model, compile, self.rank_group):
+        stored = self.rank_group.on_rank0(lambda: stored_micro_batch(self.run.stored_recipe()))
+        if chosen := choose_micro_batch(self.recipe, self.model, compile, self.rank_group, stored):
             self.chosen += chosen
             self.recipe = self.run.recipe = with_hyperparameters(self.recipe, chosen)
             self.plan = Plan(self.recipe, self.plan.store)
@@ -242,7 +243,7 @@ class Trainer:
             self.config.mup_width_mult,
             self.model.ddp_group,
             seed=self.recipe.seed,
-            compile=compile,
+            compile=compile and self.recipe.parallel.offload == "none",  # probed for the GPU, not for the host
         )
         if (directory := self.recipe.parallel.offload_dir) is not None:
             self.rank_group.on_all_ranks(partial(map_optimizer_state, self.optimizers, directory))

@@ -168,14 +168,21 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: SdpaMask) -> Tensor:
 
 
 def _sdpa_with_dropout(q: Tensor, k: Tensor, v: Tensor, mask: SdpaMask, dropout: float) -> Tensor:
-    """No varlen or CPU kernel has dropout, so documents and windows take a dense mask."""
-    dense = mask.dense
-    is_plain = not mask.first and mask.window is None and mask.doc_starts_BS is None and dense is None
-    if not is_plain and dense is None:
-        dense = attention_mask(mask.doc_starts_BS, q.shape[2], mask.window, q.device, mask.first)
+    """No varlen or CPU kernel has dropout, so documents and windows take the mask of ``with_dense_mask``."""
+    dense = with_dense_mask(mask, q.shape[2], q.device).dense
+    if dense is not None and q.shape[1] != k.shape[1]:  # kernels that take a mask have no groups of queries
+        k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for one in (k, v))
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=dense, dropout_p=dropout, is_causal=is_plain, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=dense, dropout_p=dropout, is_causal=dense is None, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def with_dense_mask(mask: SdpaMask, length: int, device: torch.device) -> SdpaMask:
+    """With a bool [B, 1, S, S] mask, unless it is plain causal: for attention with dropout, once for all layers."""
+    is_plain = not mask.first and mask.window is None and mask.doc_starts_BS is None
+    if is_plain or mask.dense is not None:
+        return mask
+    return mask._replace(dense=attention_mask(mask.doc_starts_BS, length, mask.window, device, mask.first))
 
 
 SDPA = AttentionBackend(sdpa_mask, attend_sdpa, _sdpa_with_dropout)
