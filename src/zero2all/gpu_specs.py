@@ -5,6 +5,7 @@ Peaks are dense, without sparsity. Bandwidths are those of one direction: data s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from zero2all.errors import UsageError
@@ -54,6 +55,15 @@ class Gpu:
     matmul_source: str = _LIKE_HOPPER
     gpus_per_node: int = 8
     aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """An entry may come from a file."""
+        numbers = ("flops", "sms", "align", "memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
+        optional = ("fp32_flops", "fp8_flops", "fp4_flops")
+        for name in (*numbers, *optional, "matmul_share", "gpus_per_node"):
+            value = getattr(self, name)
+            if not (value is None and name in optional) and not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{name} of {self.name} is {value}, not a positive number")
 
     @property
     def efficiency(self) -> float:

@@ -4,11 +4,12 @@ import time
 
 import pytest
 
-from zero2all.gpu_specs import GPUS
+from zero2all.gpu_specs import GPUS, find_gpu
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import plan_run
 from zero2all.planner.search import cheapest_changes, search_layouts
-from zero2all.recipe import load_recipe_or_preset
+from zero2all.recipe import Recipe, load_recipe_or_preset, parse_recipe, recipe_yaml
+from zero2all.train.hyperparameters import fill_hyperparameters
 
 SIZES = ["train.precision=bf16", "train.batch_tokens=256Ki", "train.micro_batch_tokens=4Ki"]
 
@@ -71,3 +72,43 @@ def test_the_search_for_70b_on_1024_gpus_takes_less_than_ten_seconds() -> None:
     assert time.process_time() - start < 10
     assert found.best[0].mfu > 0.38  # Llama 3 reports 38 to 43 % for 405B, https://arxiv.org/abs/2407.21783
     assert all("parallel.tp=16" not in one.overrides for one in found.best)
+
+
+def test_every_stage_must_fit() -> None:
+    """A short stage of long sequences decides: what is best for the largest stage does not fit it."""
+    stages = (
+        "[{name: main, tokens: 10000000000}, {name: long, tokens: 100000000, seq_len: 131072, batch_tokens: 1048576}]"
+    )
+    recipe = fill_hyperparameters(
+        load_recipe_or_preset(
+            "z2all-1.1b",
+            [
+                "train.epochs=null",
+                "model.max_position_embeddings=131072",
+                f"train.stages={stages}",
+                "train.batch_tokens=1048576",
+            ],
+        )
+    )
+    cluster = Cluster.of(find_gpu("4090"), 8)
+    assert not plan_run(recipe, cluster).fits
+    for change in cheapest_changes(recipe, cluster):
+        keys = change.partition(" (")[0].split()
+        assert keys
+        assert plan_run(_with_keys(recipe, keys), cluster).fits, change
+    for one in search_layouts(recipe, cluster).best:
+        planned = plan_run(_with_keys(recipe, one.overrides), cluster)
+        assert planned.fits
+        assert planned.memory.total == one.memory
+
+
+def _with_keys(recipe: Recipe, keys: list[str]) -> Recipe:
+    return parse_recipe(recipe_yaml(recipe), keys)
+
+
+def test_no_layout_is_proposed_that_its_schedule_cannot_run() -> None:
+    recipe = fill_hyperparameters(load_recipe_or_preset("z2all-1.1b", ["train.batch_tokens=90112"]))  # 44 samples
+    result = search_layouts(recipe, Cluster.of(find_gpu("h100"), 8), keep=10_000)
+    assert result.rejected["the schedule cannot run that number of micro-batches"] > 0
+    for one in result.best:
+        plan_run(_with_keys(recipe, one.overrides), Cluster.of(find_gpu("h100"), 8))

@@ -30,12 +30,12 @@ def test_an_unknown_gpu_is_a_mistake() -> None:
 
 def test_ring_and_tree() -> None:
     """A ring sends (p - 1) / p of the tensor; its hops make a tree faster for a small tensor on many ranks."""
-    group = RankGroup(1024, "network", bandwidth=25e9, latency=1e-5)
+    group = RankGroup(1024, "network", bandwidth=25e9, latency=1e-5, in_node=1, card=25e9)
     assert group.sent_bytes("all-reduce", 1e9) == pytest.approx(2e9, rel=0.01)
     assert group.tree_seconds(1e6) < group.ring_seconds(1e6, 2)
     assert group.ring_seconds(1e11, 2) < group.tree_seconds(1e11) * 1.01
     assert group.seconds("all-reduce", 1e6) == group.tree_seconds(1e6)
-    assert RankGroup(1, "", 1.0, 1.0).seconds("all-reduce", 1e9) == 0
+    assert RankGroup(1, "", 1.0, 1.0, 1, 1.0).seconds("all-reduce", 1e9) == 0
 
 
 def test_a_group_inside_a_node_has_its_link() -> None:
@@ -44,6 +44,10 @@ def test_a_group_inside_a_node_has_its_link() -> None:
     assert cluster.group(8, 8).bandwidth == pytest.approx(0.8 * 25e9)
     assert cluster.group(64, 1).bandwidth == pytest.approx(0.8 * 8 * 25e9)  # all network cards of a node
     assert cluster.group(8, 4).link == "network"
+    # Rings leave a node through all its cards; an all-to-all and a send have one card for each GPU.
+    assert cluster.group(64, 1).seconds("all-to-all", 1e9) == pytest.approx(1e9 * 56 / 64 / (0.8 * 25e9), rel=0.05)
+    assert cluster.group(4, 2).seconds("send", 1e9) == pytest.approx(1e9 / (0.8 * 200e9), rel=0.01)
+    assert cluster.group(4, 8).seconds("send", 1e9) == pytest.approx(1e9 / (0.8 * 25e9), rel=0.01)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"])

@@ -245,9 +245,9 @@ def test_a_non_finite_loss_stops_the_run_before_the_update(workspace: Path, tmp_
     torch_modules: list[torch.nn.Linear] = []
     original = Z2all.init_weights
 
-    def remember(self: Z2all, seed: int) -> Z2all:
+    def remember(self: Z2all, seed: int, device: torch.device | None = None) -> Z2all:
         torch_modules.append(self.lm_head)
-        return original(self, seed)
+        return original(self, seed, device)
 
     recipe = tiny_recipe(workspace, f"out={tmp_path}")
     with pytest.MonkeyPatch.context() as patch:

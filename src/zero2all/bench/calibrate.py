@@ -39,8 +39,8 @@ class MachineMeasurements:
     memory: int
     memory_bandwidth: float
     """Bytes per second, read and written."""
-    link_bandwidth: float
-    """Bus bandwidth of a large all-reduce between two ranks."""
+    link_bandwidth: float | None
+    """Bus bandwidth of a large all-reduce between two ranks; None with a single GPU."""
     disk_write: float
     disk_read: float
     multiprocessors: int
@@ -61,7 +61,7 @@ def measure_machine(reference: Recipe, directory: Path) -> MachineMeasurements:
         advance(1)
         copied = _copy_bandwidth(device)
         advance(1)
-        link = _link_bandwidth()
+        link = None if torch.cuda.device_count() == 1 else _link_bandwidth()
         advance(1)
         written, read = _disk_bandwidth(directory)
         advance(1)
@@ -78,7 +78,7 @@ def measure_machine(reference: Recipe, directory: Path) -> MachineMeasurements:
         disk_write=written,
         disk_read=read,
         multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if gpus else 1,
-        ranks_per_node=gpus or os.cpu_count() or 1,
+        ranks_per_node=gpus or 1,  # a CPU was measured with all its cores
     )
 
 

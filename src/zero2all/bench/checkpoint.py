@@ -54,13 +54,16 @@ def bench_checkpoint(recipe: Recipe, directory: Path, rounds: int = 5) -> BenchR
         store = CheckpointStore(place)
         manager = CheckpointManager(store, Path(memory) / "flash", place, model, optimizers, ranks, callbacks=callbacks)
         from_disk = CheckpointManager(store, None, place, model, optimizers, ranks)
-        for step in range(1, rounds + 2):  # the first creates the slots in memory
-            stalls.append(manager.save(step, _training_state(), durable=True))
-            manager.wait_until_saved()
-            loads["memory"].append(_time_load(manager))
-            loads["disk"].append(_time_load(from_disk))
-            advance(1)
-        manager.close("finished")
+        try:
+            for step in range(1, rounds + 2):  # the first creates the slots in memory
+                stalls.append(manager.save(step, _training_state(), durable=True))
+                manager.wait_until_saved()
+                loads["memory"].append(_time_load(manager))
+                loads["disk"].append(_time_load(from_disk))
+                advance(1)
+        finally:
+            manager.close("finished")
+            from_disk.close("finished")
     mb = size / 1e6
     rows = [
         Measurement("stall of training", 1e3 * statistics.median(stalls[1:]), "ms", "copy to memory"),

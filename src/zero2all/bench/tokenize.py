@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import wait
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import cast
 
 from zero2all.bench.measurements import BenchReport, Measurement, this_machine
 from zero2all.console import progress
@@ -83,8 +85,14 @@ def _time_processes(tokenizer_dir: Path, texts: Sequence[str], processes: int) -
     ]
     for worker in workers:
         worker.start()
-    for worker in workers:
-        worker.join()
-    if any(worker.exitcode for worker in workers):
-        raise Z2aError("a process of the benchmark failed; its message is above")
+    try:
+        running = {worker.sentinel: worker for worker in workers}
+        while running:
+            for sentinel in wait(list(running)):
+                if running.pop(cast(int, sentinel)).exitcode:
+                    raise Z2aError("a process of the benchmark failed; its message is above")
+    finally:
+        for worker in workers:
+            worker.kill()  # the others would wait at the barrier
+            worker.join()
     return max(times.get() for _ in workers)

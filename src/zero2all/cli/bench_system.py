@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,12 +25,14 @@ Tolerance = Annotated[
 Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Number of measurements of each row.")]
 
 
-def _show(report: BenchReport, out: Path | None, against: Path | None, tolerance: float) -> Result:
+def _run(name: str, run: Callable[[], BenchReport], out: Path | None, against: Path | None, tolerance: float) -> Result:
+    """The earlier report is read first: what is wrong with it should not be found after minutes."""
     from zero2all.bench import write_report
     from zero2all.bench.measurements import read_report, regressions, report_markdown
     from zero2all.errors import Z2aError
 
-    earlier = None if against is None else read_report(against, report.benchmark)
+    earlier = None if against is None else read_report(against, name)
+    report = run()
     markdown = report_markdown(report, earlier)
     if out is not None:
         write_report(out, f"bench-{report.benchmark}", report, markdown)
@@ -59,8 +63,8 @@ def loader(
     from zero2all.recipe import load_recipe
     from zero2all.train.hyperparameters import fill_hyperparameters
 
-    report = bench_loader(fill_hyperparameters(load_recipe(recipe, overrides)), batches, rounds)
-    return _show(report, out, against, tolerance)
+    loaded = fill_hyperparameters(load_recipe(recipe, overrides))
+    return _run("loader", lambda: bench_loader(loaded, batches, rounds), out, against, tolerance)
 
 
 @command
@@ -85,7 +89,7 @@ def comm(
     from zero2all.bench.comm import DEFAULT_SIZES, bench_comm
 
     sizes = [parsed for text in size or [] if (parsed := parse_size("--size", text)) is not None]
-    return _show(bench_comm(ranks, sizes or DEFAULT_SIZES), out, against, tolerance)
+    return _run("comm", lambda: bench_comm(ranks, sizes or DEFAULT_SIZES), out, against, tolerance)
 
 
 @command
@@ -110,7 +114,7 @@ def checkpoint(
     from zero2all.train.hyperparameters import fill_hyperparameters
 
     recipe = fill_hyperparameters(load_recipe_or_preset(target, overrides))
-    return _show(bench_checkpoint(recipe, directory, rounds), out, against, tolerance)
+    return _run("checkpoint", lambda: bench_checkpoint(recipe, directory, rounds), out, against, tolerance)
 
 
 @command
@@ -130,4 +134,5 @@ def tokenize(
     """
     from zero2all.bench.tokenize import bench_tokenize
 
-    return _show(bench_tokenize(tokenizer, files, megabytes, rounds), out, against, tolerance)
+    run = partial(bench_tokenize, tokenizer, files, megabytes, rounds)
+    return _run("tokenize", run, out, against, tolerance)

@@ -79,7 +79,8 @@ def _calibrate(path: Path, directory: Path) -> Result:
     lines = [
         f"{found.device_name}: products in {found.dtype}, GFLOP/s by size: {products}",
         f"step of {preset}: {found.step_seconds:.3g} s; its products reach {entry.efficiency:.2f} of the best",
-        f"memory {found.memory_bandwidth / 1e9:.1f} GB/s, link between ranks {found.link_bandwidth / 1e9:.2f} GB/s",
+        f"memory {found.memory_bandwidth / 1e9:.1f} GB/s"
+        + (f", link between ranks {found.link_bandwidth / 1e9:.2f} GB/s" if found.link_bandwidth else ""),
         f"disk of {directory}: written {found.disk_write / 1e6:,.0f} MB/s, read {found.disk_read / 1e6:,.0f} MB/s",
         f"written to {path}; plan with it: z2a plan RECIPE --gpus 1 --gpu {path}",
     ]

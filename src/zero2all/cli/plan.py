@@ -54,18 +54,23 @@ def plan(
     Example: z2a plan recipes/70b-1024.yaml --gpus 1024 --gpu h100 --price 2.1
     """
     from zero2all.planner.against import check_plan, check_text, read_run
-    from zero2all.planner.calibrated import find_entry
+    from zero2all.planner.calibrated import check_links, find_entry
     from zero2all.planner.cluster import Cluster
     from zero2all.planner.pipeline import simulate
     from zero2all.planner.plan import plan_run
     from zero2all.planner.plan_svg import plan_svgs
     from zero2all.planner.plan_text import plan_text, search_text
     from zero2all.planner.search import cheapest_changes, search_layouts
-    from zero2all.train.hyperparameters import fill_hyperparameters
+    from zero2all.train.hyperparameters import fill_hyperparameters, with_hyperparameters
+    from zero2all.train.micro_batch import estimate_micro_batch
 
     loaded = fill_hyperparameters(_load(recipe, overrides))
     bandwidth = None if net is None else parse_bandwidth(net)
-    cluster = Cluster.of(find_entry(gpu), gpus, bandwidth, per_node)
+    entry = find_entry(gpu)
+    cluster = Cluster.of(entry, gpus, bandwidth, per_node)
+    check_links(entry, cluster, bandwidth is not None)
+    if not search:
+        loaded = with_hyperparameters(loaded, estimate_micro_batch(loaded, gpus, entry.memory))
     if search:
         if svg is not None:
             raise UsageError("--svg draws one plan: leave out --search, and give the overrides that it found")
@@ -111,7 +116,7 @@ def _count(tokens: str) -> int:
 
 def parse_bandwidth(text: str) -> float:
     """``200Gbps`` or ``25GB/s`` -> bytes per second."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*(Gbps|Gb/s|GB/s)\s*", text)
-    if match is None or match[1].count(".") > 1 or float(match[1]) <= 0:
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(Gbps|Gb/s|GB/s)\s*", text)
+    if match is None or float(match[1]) <= 0:
         raise UsageError(f"--net: {text!r} is not a bandwidth such as 200Gbps or 25GB/s")
     return float(match[1]) * 1e9 / (1 if match[2] == "GB/s" else 8)

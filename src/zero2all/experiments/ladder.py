@@ -10,7 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from zero2all.errors import UsageError
-from zero2all.experiments.scaling_law import MAX_EXTRAPOLATION, Point, Prediction, ScalingFit, fit_power_law
+from zero2all.experiments.scaling_law import (
+    MAX_EXTRAPOLATION,
+    MIN_POINTS,
+    MIN_SIZES,
+    Point,
+    Prediction,
+    ScalingFit,
+    fit_power_law,
+)
 from zero2all.experiments.tables import UNKNOWN, show_table
 from zero2all.experiments.variants import ExperimentPlan, VariantGroup, make_plan
 from zero2all.model.cost.flops import flops_per_token
@@ -80,6 +88,8 @@ def plan_ladder(
         raise UsageError("a ladder is for dense models: the width of experts does not follow that of the model")
     if base.train.stages:
         raise UsageError("the recipe has stages: a ladder sets the length of each size, so remove train.stages")
+    if len(widths) < MIN_SIZES or len(widths) * seeds < MIN_POINTS:
+        raise UsageError(f"a scaling law needs at least {MIN_SIZES} sizes and {MIN_POINTS} runs: add widths or seeds")
     if len(set(widths)) < len(widths) or target in widths:
         raise UsageError("a width is given twice")
     groups = []

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from zero2all.errors import UsageError, Z2aError
 from zero2all.gpu_specs import Gpu, find_gpu
-from zero2all.planner.cluster import Cluster
+from zero2all.planner.cluster import LINK_EFFICIENCY, Cluster
 from zero2all.planner.plan import plan_run
+from zero2all.planner.step_time import MEMORY_EFFICIENCY
 from zero2all.recipe import Recipe
 from zero2all.records import parse_record
 
 MAX_ENTRY_BYTES = 1 << 16
+MEASURED_LINK, UNKNOWN_LINK = "measured", "not measured"
 LARGEST_SHARE = 4.0  # of the best product: a step cannot be faster, but a measured peak can be too low
 
 
@@ -27,7 +29,7 @@ def calibrated_entry(
     precision: str,
     memory: int,
     memory_bandwidth: float,
-    link_bandwidth: float,
+    link_bandwidth: float | None,
     multiprocessors: int,
     ranks_per_node: int,
 ) -> Gpu:
@@ -39,10 +41,10 @@ def calibrated_entry(
         multiprocessors,
         16,
         memory,
-        memory_bandwidth,
-        "measured",
-        link_bandwidth,
-        link_bandwidth,
+        memory_bandwidth / MEMORY_EFFICIENCY,  # what was measured is what is reached
+        UNKNOWN_LINK if link_bandwidth is None else MEASURED_LINK,
+        (link_bandwidth or 1.0) / LINK_EFFICIENCY,
+        (link_bandwidth or 1.0) / LINK_EFFICIENCY,
         source,
         matmul_source=f"a training step of {reference.name} took {step_seconds:.3g} s",
         gpus_per_node=ranks_per_node,
@@ -53,7 +55,20 @@ def calibrated_entry(
         middle = (low + high) / 2
         planned = plan_run(reference, Cluster.of(replace(entry, matmul_share=math.exp(middle)), 1)).step.expected
         low, high = (middle, high) if planned > step_seconds else (low, middle)
+    if math.exp(high) > 0.99 * LARGEST_SHARE:
+        raise Z2aError(
+            f"a training step of {reference.name} took {step_seconds:.3g} s, less than the measured matrix products "
+            "and memory allow: other programs used the machine, so measure again"
+        )
     return replace(entry, matmul_share=math.exp(high))
+
+
+def check_links(entry: Gpu, cluster: Cluster, has_network: bool) -> None:
+    """A calibrated entry knows no network, and of a single GPU no link."""
+    if entry.link == UNKNOWN_LINK and cluster.gpus > 1:
+        raise UsageError(f"{entry.name} was measured with a single GPU, so the link to others is unknown: use --gpus 1")
+    if entry.link == MEASURED_LINK and cluster.nodes > 1 and not has_network:
+        raise UsageError(f"{entry.name} was measured on one node: give the bandwidth between nodes with --net")
 
 
 def find_entry(name: str) -> Gpu:

@@ -41,10 +41,12 @@ class Cluster:
         in_node = size if size * stride <= self.gpus_per_node else max(1, self.gpus_per_node // stride)
         link = self.gpu.link_bandwidth
         if in_node == size:
-            return RankGroup(size, self.gpu.link, link * LINK_EFFICIENCY, NODE_LATENCY)
+            bandwidth = link * LINK_EFFICIENCY
+            return RankGroup(size, self.gpu.link, bandwidth, NODE_LATENCY, size, bandwidth)
         # Every GPU of the group in a node has a network card of its own, and NCCL uses all of them.
         network = min(link, in_node * self.network_bandwidth)
-        return RankGroup(size, "network", network * LINK_EFFICIENCY, NETWORK_LATENCY)
+        card = min(link, self.network_bandwidth)
+        return RankGroup(size, "network", network * LINK_EFFICIENCY, NETWORK_LATENCY, in_node, card * LINK_EFFICIENCY)
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,12 @@ class RankGroup:
     size: int
     link: str
     bandwidth: float
-    """Bytes per second that a rank sends."""
+    """Bytes per second that a rank sends in a ring or a tree, whose share of a node uses all its network cards."""
     latency: float
+    in_node: int
+    """Ranks of the group in one node."""
+    card: float
+    """Bytes per second that a rank sends by itself: between nodes through its own network card."""
 
     def seconds(self, collective: Collective, size: float) -> float:
         """``size`` is the bytes of the full tensor: gathered, reduced, or sent by one rank. NCCL takes the faster of
@@ -64,7 +70,13 @@ class RankGroup:
             return 0.0
         if collective == "all-reduce":
             return min(self.ring_seconds(size, 2), self.tree_seconds(size))
-        return self.latency + size / self.bandwidth if collective == "send" else self.ring_seconds(size, 1)
+        if collective == "send":
+            return self.latency + size / self.card
+        if collective == "all-to-all":  # every rank has data of its own for each other rank
+            outside = size * (self.size - self.in_node) / self.size / self.card
+            inside = size * (self.in_node - 1) / self.size / self.bandwidth
+            return (self.size - 1) * self.latency + max(outside, inside)
+        return self.ring_seconds(size, 1)
 
     def ring_seconds(self, size: float, rounds: int) -> float:
         """Every rank sends (p - 1) / p of the tensor in a round of p - 1 hops; an all-reduce has two rounds."""

@@ -26,6 +26,16 @@ def bubble_fraction(schedule: PipelineSchedule, pp: int, micro_batches: int, sta
     return left * (pp - 1) / (stages_per_rank * micro_batches)
 
 
+def schedule_runs(schedule: PipelineSchedule, pp: int, micro_batches: int) -> bool:
+    """Whether torch accepts this number of micro-batches: interleaved schedules have rounds of equal length.
+
+    >>> schedule_runs("interleaved", pp=2, micro_batches=11), schedule_runs("interleaved", pp=2, micro_batches=12)
+    (False, True)
+    """
+    rounds = max(1, micro_batches // pp)
+    return pp == 1 or schedule not in ("interleaved", "zero-bubble") or micro_batches % rounds == 0
+
+
 @dataclass(frozen=True)
 class Pass:
     """What a rank runs at one time."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from zero2all.errors import UsageError
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.keys import zero_stage
+from zero2all.planner.pipeline import schedule_runs
 from zero2all.planner.published import bloom_tflops
 from zero2all.planner.rank_plan import MemoryPlan, plan_memory
 from zero2all.planner.run_cost import (
@@ -62,6 +63,11 @@ def plan_run(recipe: Recipe, cluster: Cluster, tokens: int | None = None, price:
     stage = largest_stage(recipe)
     workload, layout = Workload.of(recipe, stage), Layout.of(recipe, stage, cluster.gpus)
     check_precision(workload, cluster)
+    if not schedule_runs(recipe.parallel.schedule, layout.dims.pp, layout.batch.micro_batches):
+        raise UsageError(
+            f"parallel.schedule={recipe.parallel.schedule} cannot run {layout.batch.micro_batches} micro-batches over "
+            f"{layout.dims.pp} pipeline ranks: change train.micro_batch_tokens so that their number is a multiple"
+        )
     memory = max(
         (
             plan_memory(Workload.of(recipe, one), Layout.of(recipe, one, cluster.gpus))

@@ -105,7 +105,7 @@ def _cost_lines(plan: Plan) -> list[str]:
     weights = ", ".join(f"{name} {show_bytes(size)}" for name, size in served.weights.items())
     lines = [
         f"run: {show_count(run.tokens)} tokens in {run.steps:,} steps, {show_seconds(run.hours * 3600)}, "
-        f"{run.gpu_hours:,.0f} GPU-hours{money}",
+        f"{run.gpu_hours:,.0f} GPU-hours without failures, {run.gpu_hours / run.goodput:,.0f} with them{money}",
         f"failures: {run.failures:.1f} expected, {run.failure_a_day:.1%} chance of one on a day; a checkpoint of "
         f"{show_bytes(run.checkpoint_bytes)} every {show_seconds(run.checkpoint_interval)}; goodput {run.goodput:.1%}",
         f"inference: {weights}; KV cache {show_bytes(served.kv_cache)} for {served.batch} x {served.length:,} tokens; "

@@ -13,6 +13,7 @@ from zero2all.parallel.batch_split import split_batch
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.keys import OFFLOADS, ZERO_KEYS, zero_stage
+from zero2all.planner.pipeline import schedule_runs
 from zero2all.planner.plan import check_precision
 from zero2all.planner.rank_plan import fits_memory, plan_memory
 from zero2all.planner.run_cost import TOKENS_PER_PARAMETER
@@ -69,7 +70,7 @@ def search_layouts(recipe: Recipe, cluster: Cluster, keep: int = 10) -> SearchRe
                 found.append((fitting, plan_step(workload, fitting, cluster)))
     best = sorted(found, key=lambda one: one[1].expected)[:keep]
     return SearchResult(
-        best=[_candidate(workload, cluster, *one) for one in best],
+        best=[_candidate(recipe, workload, cluster, *one) for one in best],
         fitting=len(found),
         tried=len(found) + sum(rejected.values()),
         rejected=dict(rejected.most_common()),
@@ -95,6 +96,9 @@ def _layouts(
         batch = split_batch(batch_samples, dims.dp, samples)
         if batch.micro_batches < dims.pp:
             rejected["fewer micro-batches than pipeline ranks: most of them would wait"] += len(zero_keys)
+            continue
+        if not schedule_runs(parallel.schedule, dims.pp, batch.micro_batches):
+            rejected["the schedule cannot run that number of micro-batches"] += len(zero_keys)
             continue
         for one in zero_keys:
             yield Layout(dims, one, batch, stage.seq_len, parallel.stages_per_rank)
@@ -138,17 +142,38 @@ def _lightest(
             replace(layout, parallel=layout.parallel.model_copy(update={"activation_checkpointing": mode, **offload}))
             for mode in RECOMPUTE
         ]
-        if not fits_memory(workload, tried[-1], cluster.gpu.memory):
+        if not _fits(recipe, workload, tried[-1], cluster):
             continue
         for one in tried:
             mistakes = itertools.chain(
                 one.parallel.mistakes(), parallel_mistakes(recipe.model, recipe.train, one.parallel)
             )
             is_valid = next(mistakes, None) is None
-            if is_valid and (one is tried[-1] or fits_memory(workload, one, cluster.gpu.memory)):
+            if is_valid and (one is tried[-1] or _fits(recipe, workload, one, cluster)):
                 return one
     rejected["does not fit into memory, even with full recomputation and offload"] += 1
     return None
+
+
+def _fits(recipe: Recipe, workload: Workload, layout: Layout, cluster: Cluster) -> bool:
+    """Whether every training stage fits. ``workload`` and ``layout`` are those of the largest one."""
+    limit = cluster.gpu.memory
+    if not fits_memory(workload, layout, limit):
+        return False
+    return len(recipe.train.stages) < 2 or all(fits_memory(*one, limit) for one in _all_stages(recipe, layout))
+
+
+def _all_stages(recipe: Recipe, layout: Layout) -> Iterator[tuple[Workload, Layout]]:
+    """Each stage as it would be with the layout in the recipe."""
+    tokens = layout.batch.samples * layout.seq_len
+    changed = recipe.model_copy(
+        update={
+            "parallel": layout.parallel,
+            "train": recipe.train.model_copy(update={"micro_batch_tokens": tokens}),
+        }
+    )
+    for stage in changed.train.resolved_stages():
+        yield Workload.of(recipe, stage), Layout.of(changed, stage, layout.dims.world_size)
 
 
 def _divisors(number: int) -> list[int]:
@@ -160,14 +185,14 @@ def _short(message: str) -> str:
     return message.partition(":")[0].partition(";")[0]
 
 
-def _candidate(workload: Workload, cluster: Cluster, layout: Layout, step: StepTime) -> Candidate:
+def _candidate(recipe: Recipe, workload: Workload, cluster: Cluster, layout: Layout, step: StepTime) -> Candidate:
     rate = workload.batch_tokens / step.expected
     return Candidate(
         overrides=_overrides(layout),
         step=step.expected,
         tokens_per_second=rate,
         mfu=rate / cluster.gpus * workload.flops.model / cluster.gpu.flops,
-        memory=plan_memory(workload, layout).total,
+        memory=max(plan_memory(*one).total for one in _all_stages(recipe, layout)),
         why=time_shares(step),
     )
 
@@ -251,7 +276,7 @@ def cheapest_changes(recipe: Recipe, cluster: Cluster, count: int = 3) -> list[s
     for changes in [*({**one} for one in updates), {}, *({**a, **b} for a, b in itertools.combinations(updates, 2))]:
         for size in dict.fromkeys(sizes):
             tried = _try_change(recipe, workload, stage.batch_tokens // stage.seq_len, changes, size, cluster)
-            if tried is not None:
+            if tried is not None and (changes or size != samples):
                 keys = [f"parallel.{name}={value}" for name, value in changes.items()]
                 keys += [f"train.micro_batch_tokens={size * stage.seq_len}"] if size != samples else []
                 found.setdefault(" ".join(keys), tried)
@@ -272,6 +297,6 @@ def _try_change(
         return None
     batch = split_batch(batch_samples, dims.dp, samples)
     layout = Layout(dims, parallel, batch, workload.seq_len, parallel.stages_per_rank)
-    if batch.micro_batches < dims.pp or not fits_memory(workload, layout, cluster.gpu.memory):
+    if batch.micro_batches < dims.pp or not schedule_runs(parallel.schedule, dims.pp, batch.micro_batches):
         return None
-    return plan_step(workload, layout, cluster).expected
+    return None if not _fits(recipe, workload, layout, cluster) else plan_step(workload, layout, cluster).expected

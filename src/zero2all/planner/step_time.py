@@ -82,6 +82,7 @@ def plan_step(workload: Workload, layout: Layout, cluster: Cluster) -> StepTime:
     )
     # The collectives of the first and the last layer have nothing to hide behind.
     ends = hidden / (workload.config.num_hidden_layers + 1)
+    shortest = max(compute, communication) * (1 + bubble)
     busy, longest = compute + communication - hidden, (compute + communication) * (1 + bubble)
     return StepTime(
         parts=parts,
@@ -89,8 +90,8 @@ def plan_step(workload: Workload, layout: Layout, cluster: Cluster) -> StepTime:
         compute=compute,
         communication=communication,
         bubble=bubble,
-        shortest=max(compute, communication) * (1 + bubble),
-        expected=min(busy * (1 + bubble) + max(ends, HIDDEN_COST * hidden, hidden - compute), longest),
+        shortest=shortest,
+        expected=max(shortest, min(busy * (1 + bubble) + max(ends, HIDDEN_COST * hidden, hidden - compute), longest)),
         longest=longest,
     )
 
