@@ -1,0 +1,107 @@
+"""The search of ``z2a tune``: coordinate descent over a grid, and rounds in turns among the best.
+
+It knows nothing of recipes: a point is a choice on each axis, and ``measure`` gives its seconds, or None if it failed.
+The calls depend only on what earlier ones returned, so a search is resumed by answering them from a record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+Point = tuple[int, ...]
+Measure = Callable[[Point, bool], float | None]
+"""Seconds of a step at a point. The flag says whether the trial is one of the final rounds."""
+FINALISTS = 3  # and the recipe as it is
+GRID_SHARE = 3  # the search takes at most one trial for this many points, unless one pass and the rounds need more
+
+
+@dataclass(frozen=True)
+class Finalist:
+    point: Point
+    seconds: float
+    """Median over the rounds."""
+    relative: float
+    """Median over the rounds of its seconds to the mean of the round: a machine that gets slower changes it little."""
+
+
+@dataclass
+class _Search:
+    points: Mapping[Point, object]
+    measure: Measure
+    trials: int = 0
+    seconds: dict[Point, float] = field(default_factory=dict)
+    """Of the last trial of each point."""
+    scores: dict[Point, float] = field(default_factory=dict)
+    """Relative to the first point; infinite if it failed. A point is compared with one measured just before."""
+
+    def try_point(self, point: Point, is_final: bool = False) -> float | None:
+        self.trials += 1
+        seconds = self.measure(point, is_final)
+        if seconds is not None:
+            self.seconds[point] = seconds
+        return seconds
+
+    def start(self, point: Point) -> bool:
+        """Try a first point. Returns whether it ran."""
+        ran = self.try_point(point) is not None
+        self.scores[point] = 1.0 if ran else math.inf
+        return ran
+
+    def line(self, point: Point, axis: int) -> list[Point]:
+        """Points that differ from this one on one axis, and were not tried."""
+        size = 1 + max(other[axis] for other in self.points)
+        others = [(*point[:axis], choice, *point[axis + 1 :]) for choice in range(size)]
+        return [other for other in others if other in self.points and other not in self.scores]
+
+    def scan(self, best: Point, line: Sequence[Point]) -> Point:
+        """Try a line of points, with the best one again for comparison. Returns the best one then."""
+        self.try_point(best)
+        unit = self.seconds[best] / self.scores[best]
+        for point in line:
+            seconds = self.try_point(point)
+            self.scores[point] = math.inf if seconds is None else seconds / unit
+        return min(self.scores, key=self.scores.__getitem__)
+
+
+def find_fastest(
+    points: Mapping[Point, object], starts: Sequence[Point], measure: Measure, rounds: int
+) -> list[Finalist]:
+    """Finalists, fastest first; none if no start can be measured.
+
+    ``starts`` are tried in turn until one can be measured; the last one is the recipe as it is. Then every axis is
+    scanned from the best point so far, and again where another axis has changed since, as long as trials are left.
+    """
+    search = _Search(points, measure)
+    best = next((start for start in dict.fromkeys(starts) if search.start(start)), None)
+    if best is None:
+        return []
+    limit = len(points) // GRID_SHARE - rounds * (FINALISTS + 1)
+    axes = range(len(best))
+    for is_first_pass, axis in [*((True, axis) for axis in axes), *((False, axis) for axis in (*axes, *axes))]:
+        line = search.line(best, axis)
+        if line and (is_first_pass or search.trials + 1 + len(line) <= limit):
+            best = search.scan(best, line)
+    ranked = sorted(search.scores, key=search.scores.__getitem__)[:FINALISTS]
+    finalists = [point for point in dict.fromkeys([*ranked, starts[-1]]) if search.scores.get(point) != math.inf]
+    return _final_rounds(search, finalists, rounds)
+
+
+def _final_rounds(search: _Search, finalists: list[Point], rounds: int) -> list[Finalist]:
+    """Every finalist once in each round, every other round backwards; one that fails is out."""
+    measured: dict[Point, list[float]] = {point: [] for point in finalists}
+    for number in range(rounds):
+        for point in list(measured)[:: -1 if number % 2 else 1]:
+            seconds = search.try_point(point, is_final=True)
+            if seconds is None:
+                del measured[point]
+            else:
+                measured[point].append(seconds)
+    means = [fmean(times) for times in zip(*measured.values(), strict=True)]
+    found = [
+        Finalist(point, median(times), median(time / mean for time, mean in zip(times, means, strict=True)))
+        for point, times in measured.items()
+    ]
+    return sorted(found, key=lambda one: one.relative)
