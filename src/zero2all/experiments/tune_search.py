@@ -1,4 +1,4 @@
-"""The search of ``z2a tune``: coordinate descent over a grid, and rounds in turns among the best.
+"""The search of ``z2a tune``: each axis alone, then what a model of the choices predicts, then rounds among the best.
 
 It knows nothing of recipes: a point is a choice on each axis, and ``measure`` gives its seconds, or None if it failed.
 The calls depend only on what earlier ones returned, so a search is resumed by answering them from a record.
@@ -11,11 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
 Point = tuple[int, ...]
 Measure = Callable[[Point, bool], float | None]
 """Seconds of a step at a point. The flag says whether the trial is one of the final rounds."""
-FINALISTS = 3  # and the recipe as it is
-GRID_SHARE = 3  # the search takes at most one trial for this many points, unless one pass and the rounds need more
+FINALISTS = 4  # and the recipe as it is
+GRID_SHARE = 3  # fewer than one of this many points is tried, unless the axes have more choices than that
+MOST_POINTS = 40  # that are tried in a large grid, likewise
+BATCH = 3  # predicted points that are tried before the prediction is made again
+PROMISING = 1.2  # times the best: a slower prediction is not tried. Interactions and noise are a part of this
+RIDGE = 0.1  # of the fit: a single trial says a little less than many
 
 
 @dataclass(frozen=True)
@@ -31,14 +39,12 @@ class Finalist:
 class _Search:
     points: Mapping[Point, object]
     measure: Measure
-    trials: int = 0
     seconds: dict[Point, float] = field(default_factory=dict)
     """Of the last trial of each point."""
     scores: dict[Point, float] = field(default_factory=dict)
     """Relative to the first point; infinite if it failed. A point is compared with one measured just before."""
 
     def try_point(self, point: Point, is_final: bool = False) -> float | None:
-        self.trials += 1
         seconds = self.measure(point, is_final)
         if seconds is not None:
             self.seconds[point] = seconds
@@ -56,6 +62,20 @@ class _Search:
         others = [(*point[:axis], choice, *point[axis + 1 :]) for choice in range(size)]
         return [other for other in others if other in self.points and other not in self.scores]
 
+    def promising(self, best: Point) -> list[Point]:
+        """Points that were not tried and are fast by a model without interactions: every choice has a factor."""
+        tried = [point for point, score in self.scores.items() if score < math.inf]
+        others = [point for point in self.points if point not in self.scores]
+        if not others:
+            return []
+        rows = _one_hot([*tried, *others])
+        known, unknown = rows[: len(tried)], rows[len(tried) :]
+        logs = np.log([self.scores[point] for point in tried])
+        factors = np.linalg.solve(known.T @ known + RIDGE * np.eye(rows.shape[1]), known.T @ logs)
+        predicted = unknown @ factors
+        limit = math.log(self.scores[best] * PROMISING)
+        return [others[index] for index in np.argsort(predicted, kind="stable")[:BATCH] if predicted[index] < limit]
+
     def scan(self, best: Point, line: Sequence[Point]) -> Point:
         """Try a line of points, with the best one again for comparison. Returns the best one then."""
         self.try_point(best)
@@ -66,24 +86,32 @@ class _Search:
         return min(self.scores, key=self.scores.__getitem__)
 
 
+def _one_hot(points: Sequence[Point]) -> FloatArray:
+    """A row for each point: 1, and then a column for each choice of each axis."""
+    columns = [np.ones((len(points), 1))]
+    for choices in np.array(points).T:
+        columns.append(np.eye(1 + int(choices.max()))[choices])
+    return np.hstack(columns)
+
+
 def find_fastest(
     points: Mapping[Point, object], starts: Sequence[Point], measure: Measure, rounds: int
 ) -> list[Finalist]:
     """Finalists, fastest first; none if no start can be measured.
 
     ``starts`` are tried in turn until one can be measured; the last one is the recipe as it is. Then every axis is
-    scanned from the best point so far, and again where another axis has changed since, as long as trials are left.
+    scanned from the best point so far, then points are tried that should be fast by what is known of their choices.
     """
     search = _Search(points, measure)
     best = next((start for start in dict.fromkeys(starts) if search.start(start)), None)
     if best is None:
         return []
-    limit = len(points) // GRID_SHARE - rounds * (FINALISTS + 1)
-    axes = range(len(best))
-    for is_first_pass, axis in [*((True, axis) for axis in axes), *((False, axis) for axis in (*axes, *axes))]:
-        line = search.line(best, axis)
-        if line and (is_first_pass or search.trials + 1 + len(line) <= limit):
+    for axis in range(len(best)):
+        if line := search.line(best, axis):
             best = search.scan(best, line)
+    limit = min((len(points) - 1) // GRID_SHARE, MOST_POINTS)
+    while batch := search.promising(best)[: max(0, limit - len(search.scores))]:
+        best = search.scan(best, batch)
     ranked = sorted(search.scores, key=search.scores.__getitem__)[:FINALISTS]
     finalists = [point for point in dict.fromkeys([*ranked, starts[-1]]) if search.scores.get(point) != math.inf]
     return _final_rounds(search, finalists, rounds)
