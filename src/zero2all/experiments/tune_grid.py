@@ -163,8 +163,8 @@ def _axes(recipe: Recipe, cluster: Cluster, device: torch.device) -> Iterator[Ax
     sizes = [samples * stage.seq_len for samples in MICRO_BATCHES if samples * stage.seq_len <= stage.batch_tokens]
     yield Axis("micro-batch", [{}, *({MICRO_BATCH_KEY: size} for size in sizes if size != own)])
     own_mode = (parallel.activation_checkpointing, parallel.activation_checkpointing_every)
-    modes = [one for one in CHECKPOINTING if one != own_mode]
-    yield Axis("activation checkpointing", [{}, *({MODE_KEY: mode, EVERY_KEY: every} for mode, every in modes)])
+    modes: list[Choice] = [{MODE_KEY: one[0], EVERY_KEY: one[1]} for one in CHECKPOINTING if one != own_mode]
+    yield Axis("activation checkpointing", [{}, *modes])
     chosen = choose_kernels(recipe.model, device, train.deterministic)
     for op, kernels in OPS.items():
         if op == "experts" and recipe.model.moe is None:
