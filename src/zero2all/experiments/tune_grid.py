@@ -5,6 +5,7 @@ The first choice on every axis is that of the recipe, so the point (0, 0, ...) i
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -102,7 +103,7 @@ def build_grid(recipe: Recipe, cluster: Cluster, device: torch.device, fixed: Co
     for point in itertools.product(*(range(len(axis.choices)) for axis in axes)):
         values: dict[str, Value] = {}
         for axis, choice in zip(axes, point, strict=True):
-            values |= axis.choices[choice]
+            values |= {key: value for key, value in axis.choices[choice].items() if _value(recipe, key) != value}
         changed = with_values(recipe, values)
         kernels = changed.model.ops.model_dump_json()
         own = by_kernels.setdefault(kernels, replace(workload, config=changed.model))
@@ -134,6 +135,10 @@ def with_values(section: AnySection, values: Choice) -> AnySection:
         inner: Any = with_values(getattr(section, name), {rest: value}) if rest else value
         section = section.model_copy(update={name: inner})
     return section
+
+
+def _value(section: Section, key: str) -> object:
+    return functools.reduce(getattr, key.split("."), section)
 
 
 def _plan(recipe: Recipe, values: Choice, workload: Workload, cluster: Cluster) -> Candidate | None:
