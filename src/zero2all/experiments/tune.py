@@ -300,7 +300,9 @@ def tune_text(report: TuneReport) -> str:
     lines = [show_table(rows), ""]
     lines.append(f"{report.trials} trials for {report.candidates} candidates; {report.too_large} more do not fit")
     lines += [f"{name} stays as in the recipe: {why}" for name, why in report.held.items()]
-    if report.speedup is not None:
+    if not report.rows[0].overrides:
+        lines.append("the recipe as it is is the fastest")
+    elif report.speedup is not None:
         lines.append(f"{report.rows[0].candidate}: {report.speedup:.2f} times as fast as the recipe")
     lines.append(f"recipe written to {report.out}")
     return "\n".join(lines)
