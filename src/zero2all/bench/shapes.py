@@ -50,7 +50,7 @@ class ShapesReport:
     dtype: str
     hidden_size: int
     tp: int
-    """The layer is sharded over so many devices; one device's products are timed."""
+    """The layer is sharded over this many devices; one device's products are timed."""
     tokens: int
     rounds: int
     centre: int

@@ -29,6 +29,7 @@ from zero2all.cli import (
     serve,
     tokenizer,
     tokens,
+    tune,
     watch,
 )
 from zero2all.cli import eval as eval_command
@@ -61,6 +62,7 @@ app.command("launch")(launch.launch)
 app.command("rendezvous")(launch.rendezvous)
 app.add_typer(parallel.app, name="parallel")
 app.command("plan")(plan_command.plan)
+app.command("tune")(tune.tune)
 app.add_typer(ckpt.app, name="ckpt")
 app.command("profile")(profile.profile)
 app.command("goodput")(runs.goodput)

@@ -135,7 +135,7 @@ class _Runner:
         view = RunView(LocalRunLocation(recipe.run_dir))
         follow = _Follower(view, title, task)
         try:
-            reason = self._run_process(recipe, name, follow)
+            reason = run_process(self.plan.directory, recipe, name, self.ranks, follow)
         except KeyboardInterrupt:
             self._update(name, state="stopped")
             raise
@@ -154,37 +154,6 @@ class _Runner:
             say(f"{title}: {shown} bits per byte, {show_seconds(result.seconds)}")
         follow.finish()
 
-    def _run_process(self, recipe: Recipe, name: str, on_poll: Callable[[], bool]) -> str:
-        """Run a variant until it has ended, or until ``on_poll`` returns True. Returns why it failed, or nothing."""
-        recipe_path = self.plan.directory / "recipes" / f"{name}.yaml"
-        log_path = self.plan.directory / "logs" / f"{name}.log"
-        write_text(recipe_path, recipe_yaml(recipe))
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(log_path, "ab") as log:
-            begin = log.tell()
-            process: subprocess.Popen[bytes] | None = None
-            try:
-                with hold_back_interrupts():
-                    process = start_variant(recipe_path, self.ranks, log)
-                while process.poll() is None:
-                    try:
-                        process.wait(POLL_SECONDS)
-                    except subprocess.TimeoutExpired:
-                        if on_poll():
-                            return ""
-            except KeyboardInterrupt:
-                if process is not None:
-                    say(f"stopping {name}; its state will be saved")
-                    process.send_signal(signal.SIGTERM)
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(STOP_SECONDS)
-                raise
-            finally:
-                if process is not None and process.poll() is None:
-                    process.kill()
-                    process.wait()
-        return "" if process.returncode == 0 else _failure(process.returncode, log_path, begin)
-
     def _measure_speeds(self, todo: list[Variant], budget: Budget) -> None:
         """Time the steps of each kind of variant in a short run, once: the number of steps is then fixed."""
         for variant in todo:
@@ -197,7 +166,7 @@ class _Runner:
             view = RunView(LocalRunLocation(recipe.run_dir))
             shutil.rmtree(recipe.run_dir, ignore_errors=True)  # of a killed runner
             try:
-                reason = self._run_process(recipe, TRIAL_RUN, partial(_is_measured, view))
+                reason = run_process(self.plan.directory, recipe, TRIAL_RUN, self.ranks, partial(_is_measured, view))
                 seconds = _step_seconds(view)
             finally:
                 shutil.rmtree(recipe.run_dir, ignore_errors=True)
@@ -228,6 +197,39 @@ class _Runner:
 
     def _save(self) -> None:
         write_record(self.path, self.record)
+
+
+def run_process(directory: Path, recipe: Recipe, name: str, ranks: int, on_poll: Callable[[], bool]) -> str:
+    """Run a variant of the experiment in a directory until it has ended, or until ``on_poll`` returns True. Returns why
+    it failed, or nothing."""
+    recipe_path = directory / "recipes" / f"{name}.yaml"
+    log_path = directory / "logs" / f"{name}.log"
+    write_text(recipe_path, recipe_yaml(recipe))
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with open(log_path, "ab") as log:
+        begin = log.tell()
+        process: subprocess.Popen[bytes] | None = None
+        try:
+            with hold_back_interrupts():
+                process = start_variant(recipe_path, ranks, log)
+            while process.poll() is None:
+                try:
+                    process.wait(POLL_SECONDS)
+                except subprocess.TimeoutExpired:
+                    if on_poll():
+                        return ""
+        except KeyboardInterrupt:
+            if process is not None:
+                say(f"stopping {name}; its state will be saved")
+                process.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_SECONDS)
+            raise
+        finally:
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+    return "" if process.returncode == 0 else _failure(process.returncode, log_path, begin)
 
 
 class _Follower:

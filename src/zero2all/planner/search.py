@@ -188,7 +188,7 @@ def _short(message: str) -> str:
 def _candidate(recipe: Recipe, workload: Workload, cluster: Cluster, layout: Layout, step: StepTime) -> Candidate:
     rate = workload.batch_tokens / step.expected
     return Candidate(
-        overrides=_overrides(layout),
+        overrides=_overrides(layout, recipe.parallel),
         step=step.expected,
         tokens_per_second=rate,
         mfu=rate / cluster.gpus * workload.flops.model / cluster.gpu.flops,
@@ -211,16 +211,18 @@ def time_shares(step: StepTime) -> str:
     )
 
 
-def _overrides(layout: Layout) -> list[str]:
+def _overrides(layout: Layout, own: ParallelRecipe) -> list[str]:
+    """Of a recipe whose own layout is ``own``: what that sets and the layout does not is reset."""
     dims, parallel = layout.dims, layout.parallel
     given: dict[str, object] = {
         name: getattr(dims, name) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
     }
-    given = {name: size for name, size in given.items() if size != 1 or name == "dp_shard"}
+    given = {name: size for name, size in given.items() if size != 1 or name == "dp_shard" or getattr(own, name) != 1}
     given |= {"schedule": parallel.schedule} if dims.pp > 1 else {}
     if layout.uses_fsdp:
         given["zero"] = parallel.zero
-    given |= {"offload": parallel.offload} if parallel.offload != "none" else {}
+    reset = ("zero", "reshard_after_forward", "gradient_sync", "offload")
+    given |= {name: getattr(parallel, name) for name in reset if getattr(parallel, name) != getattr(own, name)}
     given["activation_checkpointing"] = parallel.activation_checkpointing
     keys = [f"parallel.{name}={value}" for name, value in given.items()]
     return [*keys, f"train.micro_batch_tokens={layout.batch.samples * layout.seq_len}"]
