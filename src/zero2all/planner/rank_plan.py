@@ -55,22 +55,23 @@ class MemoryPlan:
         return sum(part.bytes for part in self.parts if part.name.startswith(name))
 
 
-def plan_memory(workload: Workload, layout: Layout) -> MemoryPlan:
+def plan_memory(workload: Workload, layout: Layout, device: torch.device = GPU) -> MemoryPlan:
     """Of the pipeline rank that holds the most."""
-    return max((_rank_memory(workload, layout, rank) for rank in _fullest_ranks(layout)), key=lambda plan: plan.total)
+    plans = (plan_rank_memory(workload, layout, rank, device) for rank in fullest_ranks(layout))
+    return max(plans, key=lambda plan: plan.total)
 
 
 def fits_memory(workload: Workload, layout: Layout, limit: int) -> bool:
     """Whether every rank fits, without the ranks after the first that does not."""
-    return all(_rank_memory(workload, layout, rank).total <= limit for rank in _fullest_ranks(layout))
+    return all(plan_rank_memory(workload, layout, rank).total <= limit for rank in fullest_ranks(layout))
 
 
-def _fullest_ranks(layout: Layout) -> list[int]:
+def fullest_ranks(layout: Layout) -> list[int]:
     """Pipeline ranks that may hold the most: the first has the most micro-batches, the last the head."""
     return sorted({0, min(1, layout.dims.pp - 1), layout.dims.pp - 1})
 
 
-def _rank_memory(workload: Workload, layout: Layout, pp_rank: int) -> MemoryPlan:
+def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: torch.device = GPU) -> MemoryPlan:
     dims, stages = layout.dims, layout.stages_of(workload, pp_rank)
     frees = reshard_after_forward(layout.parallel) if layout.uses_fsdp else None
     states = _state_bytes(workload, stages, dims.tp, dims.ep, frees)
@@ -88,7 +89,7 @@ def _rank_memory(workload: Workload, layout: Layout, pp_rank: int) -> MemoryPlan
         MemoryPart(f"weights in {workload.precision}", states.compute_weights, "gathered by FSDP, or autocast copies"),
         MemoryPart("unsharded gradients", states.gradient_buffers + between, "before their reduce-scatter"),
         *activation_parts(workload, layout, layers, pp_rank),
-        MemoryPart("logits and loss", _logits(workload, layout) if layers[-1] == workload.last_layer else 0),
+        MemoryPart("logits and loss", _logits(workload, layout, device) if layers[-1] == workload.last_layer else 0),
         MemoryPart("communication buffers", _communication_buffers(workload, layout)),
     ]
     allocated = sum(part.bytes for part in parts)
@@ -195,9 +196,9 @@ def _activations_per_token(
     return [(more[0] - less[0], more[1] - less[1]) for more, less in itertools.pairwise(rows)]
 
 
-def _logits(workload: Workload, layout: Layout) -> int:
+def _logits(workload: Workload, layout: Layout, device: torch.device) -> int:
     tp, loss_parallel = layout.dims.tp, layout.parallel.loss_parallel
-    return loss_bytes(workload.config, layout.micro_tokens, workload.half, GPU, tp, loss_parallel)
+    return loss_bytes(workload.config, layout.micro_tokens, workload.half, device, tp, loss_parallel)
 
 
 def _communication_buffers(workload: Workload, layout: Layout) -> int:
