@@ -36,6 +36,9 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="Rank all layouts that fit, instead of planning the recipe's own.")
     ] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Also trace the memory of a rank, one layer of each kind, in some seconds.")
+    ] = False,
     svg: Annotated[
         Path | None, typer.Option("--svg", help="Directory for pictures of memory, pipeline and roofline.")
     ] = None,
@@ -54,12 +57,16 @@ def plan(
     from zero2all.planner.plan_svg import plan_svgs
     from zero2all.planner.plan_text import plan_text, search_text
     from zero2all.planner.search import cheapest_changes, search_layouts
+    from zero2all.planner.trace import trace_lines, trace_memory
+    from zero2all.planner.workload import largest_stage
     from zero2all.train.hyperparameters import fill_hyperparameters
 
     loaded = fill_hyperparameters(_load(recipe, overrides))
     bandwidth = None if net is None else parse_bandwidth(net)
     cluster = Cluster.of(find_gpu(gpu), gpus, bandwidth, per_node)
     if search:
+        if trace:
+            raise UsageError("--trace follows one plan: leave out --search, and give the overrides that it found")
         if svg is not None:
             raise UsageError("--svg draws one plan: leave out --search, and give the overrides that it found")
         found = search_layouts(loaded, cluster)
@@ -75,7 +82,9 @@ def plan(
     changes = [] if planned.fits else cheapest_changes(loaded, cluster)
     if not planned.fits and not changes:
         changes = ["more GPUs, or a smaller model: no single change is enough; --search tries all layouts"]
-    return Result({"plan": planned, "changes": changes}, plan_text(planned, timeline, changes))
+    traces = trace_memory(loaded, largest_stage(loaded), gpus) if trace else []
+    text = "\n".join([plan_text(planned, timeline, changes), *trace_lines(traces)])
+    return Result({"plan": planned, "changes": changes, "traces": traces}, text)
 
 
 def _load(recipe: str, overrides: list[str] | None) -> Recipe:

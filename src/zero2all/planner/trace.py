@@ -7,7 +7,7 @@ process group whose collectives do nothing. Kernels are those of a CPU, as in th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +35,7 @@ from zero2all.planner.workload import Layout, Workload
 from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe, ResolvedStage
 from zero2all.torch_private import TorchDispatchMode, fake_tensor_mode, fake_tensor_type, gathered_weights
 from zero2all.train.optimizer import build_optimizers
+from zero2all.units import show_bytes
 
 CPU = torch.device("cpu")
 OF_A_KIND = 2  # layers of each kind: one that is checkpointed and one that is not
@@ -79,6 +80,18 @@ def trace_memory(recipe: Recipe, stage: ResolvedStage, gpus: int) -> list[Memory
         MemoryTrace(rank, _compare(plan_rank_memory(workload, layout, rank, CPU), traced, workload, layout))
         for rank in fullest_ranks(layout)
     ]
+
+
+def trace_lines(traces: Sequence[MemoryTrace]) -> list[str]:
+    """A table for each pipeline rank."""
+    lines = []
+    for trace in traces:
+        where = f" of pipeline rank {trace.pp_rank}" if len(traces) > 1 else ""
+        lines += ["", f"memory{where} {'formula':>{34 - len(where)}}{'traced':>10}, kernels as on a CPU"]
+        for part in trace.parts:
+            sizes = f"{show_bytes(part.formula):>10}{show_bytes(part.traced):>10}"
+            lines.append(f"  {part.name:<30}{sizes}{part.difference:>+8.1%}")
+    return lines
 
 
 @dataclass(frozen=True)
