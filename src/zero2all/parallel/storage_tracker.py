@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from zero2all.model.ops.chunked_loss import chunked_forward_backward
 from zero2all.parallel.sharded_init import to_local
 from zero2all.torch_private import TorchDispatchMode
 
@@ -63,11 +64,23 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.zero2all.chunked_loss.default:
+            return self._chunked_loss(*args)
         result = op(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, Tensor):
                 self.track(value, self.label())
         return result
+
+    def _chunked_loss(self, x: Tensor, *options: Any) -> Any:
+        """The operation, with what it allocates inside."""
+        *others, with_gradient = options
+        TorchDispatchMode.__enter__(self)  # type: ignore[no-untyped-call]
+        try:
+            scale = torch.ones(len(x), device=x.device) if with_gradient else None
+            return chunked_forward_backward(x, *others, scale)
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
 
     def track(self, tensor: Tensor, label: str | None) -> None:
         tensor = to_local(tensor)

@@ -24,6 +24,7 @@ CUDA_CONTEXT = round(0.92e9)  # torch 2.1 on A100 with all kernels loaded
 COMMUNICATORS = round(1.5e9)  # of torch.distributed over NCCL, measured after its first collective
 GROUP = round(0.1e9)  # of each further dimension of the mesh
 FRAGMENTATION = 0.05  # of what the allocator holds; less with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+CONTEXT, GROUPS, MARGIN = "CUDA context", "communicators", "fragmentation margin"
 GPU = torch.device("cuda")
 _MANY = 2**20  # tokens for which coefficients are computed, so that rounding does not matter
 
@@ -49,6 +50,11 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         return sum(part.bytes for part in self.parts)
+
+    @property
+    def peak(self) -> int:
+        """Of tensors alone."""
+        return sum(part.bytes for part in self.parts if part.name not in (CONTEXT, GROUPS, MARGIN))
 
     def bytes_of(self, name: str) -> int:
         """Of the parts whose name begins so."""
@@ -84,19 +90,22 @@ def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: t
         MemoryPart("gradients", held, "of this shard"),
         MemoryPart(f"optimizer state ({workload.optimizer.name})", round(states.optimizer / layout.shards)),
     ]
+    logits = _logits(workload, layout, device) if layers[-1] == workload.last_layer else 0
+    after_loss = states.gradient_buffers + _recomputed_bytes(workload, layout, layers)
     parts = [
         *([] if offloads else on_host),
         MemoryPart(f"weights in {workload.precision}", states.compute_weights, "gathered by FSDP, or autocast copies"),
         MemoryPart("unsharded gradients", states.gradient_buffers + between, "before their reduce-scatter"),
         *activation_parts(workload, layout, layers, pp_rank),
-        MemoryPart("logits and loss", _logits(workload, layout, device) if layers[-1] == workload.last_layer else 0),
+        MemoryPart("logits and loss", logits),
+        MemoryPart("not at the same time", -min(logits, after_loss), "backward recomputes and reduces after the loss"),
         MemoryPart("communication buffers", _communication_buffers(workload, layout)),
     ]
     allocated = sum(part.bytes for part in parts)
     parts += [
-        MemoryPart("CUDA context", CUDA_CONTEXT, "kernels"),
-        MemoryPart("communicators", _communicators(layout), "NCCL"),
-        MemoryPart("fragmentation margin", round(FRAGMENTATION * allocated), f"{FRAGMENTATION:.0%} of the tensors"),
+        MemoryPart(CONTEXT, CUDA_CONTEXT, "kernels"),
+        MemoryPart(GROUPS, _communicators(layout), "NCCL"),
+        MemoryPart(MARGIN, round(FRAGMENTATION * allocated), f"{FRAGMENTATION:.0%} of the tensors"),
     ]
     host = sum(part.bytes for part in on_host) if offloads else 0
     return MemoryPlan(pp_rank, [part for part in parts if part.bytes], host)
@@ -169,6 +178,17 @@ def activation_parts(workload: Workload, layout: Layout, layers: tuple[int, ...]
         MemoryPart(name, round(share * (in_flight * each + once)), note)
         for name, (each, once) in zip(names, kept, strict=True)
     ]
+
+
+def _recomputed_bytes(workload: Workload, layout: Layout, layers: tuple[int, ...]) -> int:
+    """Activations that are there only while backward recomputes a block."""
+    shards = ActivationShards(layout.dims.tp, layout.parallel.sp)
+    every, offloads = layout.parallel.activation_checkpointing_every, layout.parallel.activation_offload
+    once, kept = (
+        sum(part for _, part in _activations_per_token(workload, recompute, layers, shards, every, offloads))
+        for recompute in (layout.recompute, "none")
+    )
+    return max(0, round(layout.micro_tokens * (once - kept)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,7 +20,6 @@ from zero2all.model import Z2all
 from zero2all.model.cost.activations import BlockActivations, held_bytes, is_offloaded
 from zero2all.model.cost.flops import is_checkpointed
 from zero2all.model.cost.optimizer_state import weight_dtype
-from zero2all.model.ops.chunked_loss import chunked_forward_backward
 from zero2all.parallel.context_parallel import ContextParallel
 from zero2all.parallel.dry_run import fake_process_group
 from zero2all.parallel.fsdp import reshard_after_forward
@@ -33,7 +32,7 @@ from zero2all.parallel.tensor_parallel import apply_tp_ops
 from zero2all.planner.rank_plan import MemoryPlan, fullest_ranks, plan_rank_memory
 from zero2all.planner.workload import Layout, Workload
 from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe, ResolvedStage
-from zero2all.torch_private import TorchDispatchMode, fake_tensor_mode, fake_tensor_type, gathered_weights
+from zero2all.torch_private import fake_tensor_mode, fake_tensor_type, gathered_weights
 from zero2all.train.optimizer import build_optimizers
 from zero2all.units import show_bytes
 
@@ -135,7 +134,9 @@ def _compare(formula: MemoryPlan, traced: TracedBytes, workload: Workload, layou
     blocks += [BlockActivations(traced.kept.get(MTP, 0))]
     in_flight = micro_batches_in_flight(layout.parallel, formula.pp_rank, layout.batch.micro_batches)
     budget = layout.parallel.activation_budget if layout.parallel.activation_checkpointing == "budget" else 1.0
-    kept = budget * (held_bytes(blocks, in_flight) + (traced.kept[NORM] if has_last else 0))
+    # A block is counted with its output, so the input of the first one is left over.
+    end = traced.kept[EMBEDDING] + traced.kept[NORM] if has_last else 0
+    kept = budget * (held_bytes(blocks, in_flight) + end)
     parts = [
         TracedPart("weights (stored)", formula.bytes_of("weights (stored)"), total(traced.weights)),
         TracedPart("gradients", formula.bytes_of("gradients"), total(traced.gradients)),
@@ -257,14 +258,6 @@ class TraceTracker(StorageTracker):
         self._events.append((allocation, growth))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op is torch.ops.zero2all.chunked_loss.default:  # its logits are inside
-            x, *options, with_gradient = args
-            scale = torch.ones(len(x)) if with_gradient else None
-            TorchDispatchMode.__enter__(self)  # type: ignore[no-untyped-call]
-            try:
-                return chunked_forward_backward(x, *options, scale)
-            finally:
-                TorchDispatchMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
         if self._in_head_backward:
             op = IN_PLACE.get(op, op)
         result = super().__torch_dispatch__(op, types, args, kwargs)

@@ -60,7 +60,8 @@ def activation_bytes(
         saved, recomputed = _block_bytes(config, layer, element, shards), 0
         if recompute != "none" and is_checkpointed(layer, every):
             products = _product_bytes(config, layer, element, shards) if recompute == "selective" else 0
-            saved, recomputed = stream + products, saved - products
+            kept = stream + products
+            saved, recomputed = kept, max(0, saved - kept)  # what is kept is not computed again
         blocks.append(BlockActivations(saved, recomputed, offload and is_offloaded(layer, config)))
     if config.mtp_weight:  # its block, made like the last one, is not checkpointed
         blocks.append(BlockActivations(_block_bytes(config, config.num_hidden_layers - 1, element, shards)))
