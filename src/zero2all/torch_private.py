@@ -297,6 +297,21 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
+def fake_tensor_mode() -> Any:
+    """Inside it tensors have shape, type and device, and no memory. Tested with 2.13. Public on the meta device, on
+    which FSDP does not run."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+
+
+def fake_tensor_type() -> type[Tensor]:
+    """The tensors of that mode. Tested with 2.13. No public one."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
 def dump_flight_recorders() -> list[bytes]:
     """The collectives of this rank as JSON: those of NCCL in builds with CUDA, and those of gloo, which other recorders
     keep. Tested with 2.13. No public one."""

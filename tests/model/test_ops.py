@@ -128,13 +128,13 @@ def test_cross_entropy() -> None:
 
 def test_even_losses_need_no_second_pass_and_none_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[bool] = []
-    original = chunked_loss_module._chunked_forward_backward
+    original = chunked_loss_module.chunked_forward_backward
 
     def watched(*args: Any) -> Any:
         passes.append(args[-1] is not None)
         return original(*args)
 
-    monkeypatch.setattr(chunked_loss_module, "_chunked_forward_backward", watched)
+    monkeypatch.setattr(chunked_loss_module, "chunked_forward_backward", watched)
     x, weight, targets = random(1, 24, 8).requires_grad_(), random(2, 64, 8), torch.arange(24)
     loss = OPS["cross_entropy"]["chunked"].load()
     (loss(x, weight, targets, HeadConfig(64)).view(3, 8).sum() / 24).backward()

@@ -39,6 +39,9 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="Rank all layouts that fit, instead of planning the recipe's own.")
     ] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Also trace the memory of a rank, one layer of each kind, in some seconds.")
+    ] = False,
     svg: Annotated[
         Path | None, typer.Option("--svg", help="Directory for pictures of memory, pipeline and roofline.")
     ] = None,
@@ -61,6 +64,8 @@ def plan(
     from zero2all.planner.plan_svg import plan_svgs
     from zero2all.planner.plan_text import plan_text, search_text
     from zero2all.planner.search import cheapest_changes, search_layouts
+    from zero2all.planner.trace import trace_lines, trace_memory
+    from zero2all.planner.workload import largest_stage
     from zero2all.train.hyperparameters import fill_hyperparameters, with_hyperparameters
     from zero2all.train.micro_batch import estimate_micro_batch
 
@@ -72,6 +77,8 @@ def plan(
     if not search:
         loaded = with_hyperparameters(loaded, estimate_micro_batch(loaded, gpus, entry.memory))
     if search:
+        if trace:
+            raise UsageError("--trace follows one plan: leave out --search, and give the overrides that it found")
         if svg is not None:
             raise UsageError("--svg draws one plan: leave out --search, and give the overrides that it found")
         found = search_layouts(loaded, cluster)
@@ -88,8 +95,9 @@ def plan(
     if not planned.fits and not changes:
         changes = ["more GPUs, or a smaller model: no single change is enough; --search tries all layouts"]
     checks = [] if against is None else check_plan(planned, read_run(against))
-    text = plan_text(planned, timeline, changes) + (f"\n\n{check_text(checks)}" if checks else "")
-    return Result({"plan": planned, "changes": changes, "checks": checks}, text)
+    traces = trace_memory(loaded, largest_stage(loaded), gpus) if trace else []
+    lines = [plan_text(planned, timeline, changes), *trace_lines(traces), *(["", check_text(checks)] if checks else [])]
+    return Result({"plan": planned, "changes": changes, "checks": checks, "traces": traces}, "\n".join(lines))
 
 
 def _load(recipe: str, overrides: list[str] | None) -> Recipe:

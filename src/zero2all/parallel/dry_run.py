@@ -94,10 +94,10 @@ def planned_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
 
 
 @contextmanager
-def _fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Act as one rank of a process group whose collectives do nothing."""
     if dist.is_initialized():
-        raise UsageError("this process is a rank of a group already; run 'z2a parallel show' on its own")
+        raise UsageError("this process is a rank of a group already; run this command on its own")
     init_fake_process_group(rank, world_size)
     try:
         yield
@@ -111,7 +111,7 @@ def _stage_summary(recipe: Recipe, parallel_dims: ParallelDims, stage: int, devi
     with (
         nullcontext()
         if not has_group
-        else _fake_process_group(stage * (parallel_dims.world_size // parallel_dims.pp), parallel_dims.world_size)
+        else fake_process_group(stage * (parallel_dims.world_size // parallel_dims.pp), parallel_dims.world_size)
     ):
         mesh = ParallelMesh(parallel_dims, torch.device("cpu"), has_group)  # nothing is computed on it
         stored = weight_dtype(recipe.train.optimizer)

@@ -191,15 +191,18 @@ class FsdpUnits:
         return self.first + sum(self.blocks) + self.last + self.rest
 
     def gathered_elements(self, frees: bool | int) -> int:
-        """At the worst moment of forward and backward: the current unit and the next one, which is prefetched.
+        """At the worst moment of forward and backward, with the buffers of all-gathers.
 
         ``frees`` is what FSDP does after forward (``reshard_after_forward``).
         """
         if frees is False:
             return self.total
-        # Head and last block stay gathered, but not longer than until backward prefetches the block before.
-        peak = max(sum(pair) for pair in pairwise([self.first, *self.blocks, self.last]))
-        freed = self.total - self.rest - peak
+        # A unit is copied out of the buffer of its all-gather while that of the unit before is still there. The last
+        # block stays gathered for its backward pass.
+        units = [unit for unit in (self.first, *self.blocks, self.last) if unit]
+        peak = max((before + 2 * unit for before, unit in pairwise([0, *units])), default=0)
+        peak = max(peak, 2 * (self.blocks[-1] + self.last)) if self.last and self.blocks else peak
+        freed = max(0, self.total - self.rest - peak)
         return self.rest + peak + (0 if frees is True else freed // frees)
 
     def gradient_buffers(self, itemsize: int) -> int:

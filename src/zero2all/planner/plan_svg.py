@@ -43,7 +43,7 @@ def _box(x: float, y: float, width: float, height: float, colour: str, title: st
 
 
 def memory_svg(plan: Plan) -> str:
-    limit, parts = plan.cluster.gpu.memory, plan.memory.parts
+    limit, parts = plan.cluster.gpu.memory, [part for part in plan.memory.parts if part.bytes > 0]
     scale = 420 / max(limit, *(part.bytes for part in parts))
 
     def draw() -> Iterator[str]:

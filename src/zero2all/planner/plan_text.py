@@ -52,7 +52,7 @@ def _memory_lines(plan: Plan, changes: Sequence[str]) -> list[str]:
 
 
 def _bar(share: float) -> str:
-    eighths = round(min(share, 1.0) * BAR * 8)
+    eighths = round(min(max(share, 0.0), 1.0) * BAR * 8)
     return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).ljust(BAR + 1)
 
 

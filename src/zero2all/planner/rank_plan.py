@@ -24,6 +24,7 @@ CUDA_CONTEXT = round(0.92e9)  # torch 2.1 on A100 with all kernels loaded
 COMMUNICATORS = round(1.5e9)  # of torch.distributed over NCCL, measured after its first collective
 GROUP = round(0.1e9)  # of each further dimension of the mesh
 FRAGMENTATION = 0.05  # of what the allocator holds; less with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+CONTEXT, GROUPS, MARGIN = "CUDA context", "communicators", "fragmentation margin"
 GPU = torch.device("cuda")
 _MANY = 2**20  # tokens for which coefficients are computed, so that rounding does not matter
 
@@ -50,27 +51,33 @@ class MemoryPlan:
     def total(self) -> int:
         return sum(part.bytes for part in self.parts)
 
+    @property
+    def peak(self) -> int:
+        """Of tensors alone."""
+        return sum(part.bytes for part in self.parts if part.name not in (CONTEXT, GROUPS, MARGIN))
+
     def bytes_of(self, name: str) -> int:
         """Of the parts whose name begins so."""
         return sum(part.bytes for part in self.parts if part.name.startswith(name))
 
 
-def plan_memory(workload: Workload, layout: Layout) -> MemoryPlan:
+def plan_memory(workload: Workload, layout: Layout, device: torch.device = GPU) -> MemoryPlan:
     """Of the pipeline rank that holds the most."""
-    return max((_rank_memory(workload, layout, rank) for rank in _fullest_ranks(layout)), key=lambda plan: plan.total)
+    plans = (plan_rank_memory(workload, layout, rank, device) for rank in fullest_ranks(layout))
+    return max(plans, key=lambda plan: plan.total)
 
 
 def fits_memory(workload: Workload, layout: Layout, limit: int) -> bool:
     """Whether every rank fits, without the ranks after the first that does not."""
-    return all(_rank_memory(workload, layout, rank).total <= limit for rank in _fullest_ranks(layout))
+    return all(plan_rank_memory(workload, layout, rank).total <= limit for rank in fullest_ranks(layout))
 
 
-def _fullest_ranks(layout: Layout) -> list[int]:
+def fullest_ranks(layout: Layout) -> list[int]:
     """Pipeline ranks that may hold the most: the first has the most micro-batches, the last the head."""
     return sorted({0, min(1, layout.dims.pp - 1), layout.dims.pp - 1})
 
 
-def _rank_memory(workload: Workload, layout: Layout, pp_rank: int) -> MemoryPlan:
+def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: torch.device = GPU) -> MemoryPlan:
     dims, stages = layout.dims, layout.stages_of(workload, pp_rank)
     frees = reshard_after_forward(layout.parallel) if layout.uses_fsdp else None
     states = _state_bytes(workload, stages, dims.tp, dims.ep, frees)
@@ -83,19 +90,22 @@ def _rank_memory(workload: Workload, layout: Layout, pp_rank: int) -> MemoryPlan
         MemoryPart("gradients", held, "of this shard"),
         MemoryPart(f"optimizer state ({workload.optimizer.name})", round(states.optimizer / layout.shards)),
     ]
+    logits = _logits(workload, layout, device) if layers[-1] == workload.last_layer else 0
+    after_loss = states.gradient_buffers + _recomputed_bytes(workload, layout, layers)
     parts = [
         *([] if offloads else on_host),
         MemoryPart(f"weights in {workload.precision}", states.compute_weights, "gathered by FSDP, or autocast copies"),
         MemoryPart("unsharded gradients", states.gradient_buffers + between, "before their reduce-scatter"),
         *activation_parts(workload, layout, layers, pp_rank),
-        MemoryPart("logits and loss", _logits(workload, layout) if layers[-1] == workload.last_layer else 0),
+        MemoryPart("logits and loss", logits),
+        MemoryPart("not at the same time", -min(logits, after_loss), "backward recomputes and reduces after the loss"),
         MemoryPart("communication buffers", _communication_buffers(workload, layout)),
     ]
     allocated = sum(part.bytes for part in parts)
     parts += [
-        MemoryPart("CUDA context", CUDA_CONTEXT, "kernels"),
-        MemoryPart("communicators", _communicators(layout), "NCCL"),
-        MemoryPart("fragmentation margin", round(FRAGMENTATION * allocated), f"{FRAGMENTATION:.0%} of the tensors"),
+        MemoryPart(CONTEXT, CUDA_CONTEXT, "kernels"),
+        MemoryPart(GROUPS, _communicators(layout), "NCCL"),
+        MemoryPart(MARGIN, round(FRAGMENTATION * allocated), f"{FRAGMENTATION:.0%} of the tensors"),
     ]
     host = sum(part.bytes for part in on_host) if offloads else 0
     return MemoryPlan(pp_rank, [part for part in parts if part.bytes], host)
@@ -170,6 +180,17 @@ def activation_parts(workload: Workload, layout: Layout, layers: tuple[int, ...]
     ]
 
 
+def _recomputed_bytes(workload: Workload, layout: Layout, layers: tuple[int, ...]) -> int:
+    """Activations that are there only while backward recomputes a block."""
+    shards = ActivationShards(layout.dims.tp, layout.parallel.sp)
+    every, offloads = layout.parallel.activation_checkpointing_every, layout.parallel.activation_offload
+    once, kept = (
+        sum(part for _, part in _activations_per_token(workload, recompute, layers, shards, every, offloads))
+        for recompute in (layout.recompute, "none")
+    )
+    return max(0, round(layout.micro_tokens * (once - kept)))
+
+
 @functools.lru_cache(maxsize=4096)
 def _activations_per_token(
     workload: Workload,
@@ -195,9 +216,9 @@ def _activations_per_token(
     return [(more[0] - less[0], more[1] - less[1]) for more, less in itertools.pairwise(rows)]
 
 
-def _logits(workload: Workload, layout: Layout) -> int:
+def _logits(workload: Workload, layout: Layout, device: torch.device) -> int:
     tp, loss_parallel = layout.dims.tp, layout.parallel.loss_parallel
-    return loss_bytes(workload.config, layout.micro_tokens, workload.half, GPU, tp, loss_parallel)
+    return loss_bytes(workload.config, layout.micro_tokens, workload.half, device, tp, loss_parallel)
 
 
 def _communication_buffers(workload: Workload, layout: Layout) -> int:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero2all.parallel import ParallelModel
-from zero2all.parallel.sharded_init import to_local
-from zero2all.torch_private import TorchDispatchMode, dump_cuda_memory, gathered_weights, record_cuda_memory
+from zero2all.parallel.storage_tracker import Allocation, StorageTracker
+from zero2all.torch_private import dump_cuda_memory, gathered_weights, record_cuda_memory
 from zero2all.train.step_timer import Part, StepTimer
 
 SNAPSHOT_GROWTH = 1.01  # the peak is known to 1 %
@@ -48,14 +45,7 @@ class MemoryTimeline:
     """Seconds since the step began, and bytes of tensors."""
 
 
-@dataclass
-class Allocation:
-    storage: weakref.ref[torch.UntypedStorage]
-    size: int
-    part: Part | None
-
-
-class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryTracker(StorageTracker):
     """Follows the storages of tensors on one device while it is active. Blocks must not be compiled.
 
     >>> with MemoryTracker(model, optimizers, timer) as tracker:
@@ -64,84 +54,47 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, model: ParallelModel, optimizers: list[Optimizer], timer: StepTimer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._model, self._optimizers, self._timer, self._device = model, optimizers, timer, model.mesh.device
-        self._own = list(
-            model.model.parameters()
-        )  # shards: in a step a module of FSDP has gathered ones in their place
-        self._live: dict[int, Allocation] = {}
+        super().__init__(model.mesh.device)
+        self._model, self._optimizers, self._timer = model, optimizers, timer
+        # Shards: in a step a module of FSDP has gathered ones in their place.
+        self._own = list(model.model.parameters())
         self._total = 0
         self._begin = time.perf_counter()
         self._points: list[tuple[float, int]] = []
         self._peak: MemoryPeak | None = None
-        self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> MemoryTracker:
         for tensors in (self._own, self._gradients(), self._optimizer_state(), self._gathered()):
             for tensor in tensors:
-                self._track(tensor, None)
-        tracker, resize = self, self._resize
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            tracker._resized(storage)
-            return result
-
-        setattr(torch.UntypedStorage, "resize_", resized)  # noqa: B010 - how FSDP frees gathered weights
-        super().__enter__()  # type: ignore[no-untyped-call]
+                self.track(tensor, None)
+        super().__enter__()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
+    def label(self) -> Part | None:
+        return self._timer.current
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = op(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor):
-                self._track(value, self._timer.current)
-        return result
+    def changed(self, allocation: Allocation, growth: int) -> None:
+        self._total += growth
+        self._points.append((time.perf_counter() - self._begin, self._total))
+        if self._peak is None or self._total > SNAPSHOT_GROWTH * self._peak.total:
+            self._peak = self._attribute()
 
     def timeline(self) -> MemoryTimeline:
         assert self._peak is not None, "the tracker was active while nothing was allocated"
         return MemoryTimeline(self._peak, thin_out(self._points, MAX_POINTS))
 
-    def _track(self, tensor: Tensor, part: Part | None) -> None:
-        tensor = to_local(tensor)
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device != self._device:
-            return  # what a subclass wraps is an output of its own
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        if key not in self._live:
-            reference = weakref.ref(storage, lambda _: self._freed(key))
-            self._live[key] = Allocation(reference, storage.nbytes(), part)
-            self._grown_by(storage.nbytes())
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        allocation = self._live.get(id(storage))
-        if allocation is not None:
-            before, allocation.size = allocation.size, storage.nbytes()
-            self._grown_by(allocation.size - before)
-
-    def _freed(self, key: int) -> None:
-        self._grown_by(-self._live.pop(key).size)
-
-    def _grown_by(self, size: int) -> None:
-        self._total += size
-        self._points.append((time.perf_counter() - self._begin, self._total))
-        if self._peak is None or self._total > SNAPSHOT_GROWTH * self._peak.total:
-            self._peak = self._attribute()
-
     def _attribute(self) -> MemoryPeak:
-        left = dict(self._live)
+        left = dict.fromkeys(self._live.values())
 
         def take(tensors: Iterable[Tensor]) -> int:
-            keys = {id(to_local(tensor).untyped_storage()) for tensor in tensors}
-            return sum(left.pop(key).size for key in keys if key in left)
+            taken = [allocation for allocation in self.allocations(tensors) if allocation in left]
+            for allocation in taken:
+                del left[allocation]
+            return sum(allocation.size for allocation in taken)
 
         parameters, gradients = take(self._own), take(self._gradients())
         optimizer, gathered = take(self._optimizer_state()), take(self._gathered())
-        activations = sum(each.size for each in left.values() if each.part in ("forward", "loss"))
+        activations = sum(each.size for each in left if each.label in ("forward", "loss"))
         known = parameters + gradients + optimizer + gathered + activations
         part = self._timer.current or "other"
         return MemoryPeak(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from zero2all.model.cost.flops import Recompute, is_checkpointed
-from zero2all.model.ops.chunked_loss import chunk_rows
+from zero2all.model.ops.chunked_loss import chunk_rows, subchunk_rows
 from zero2all.recipe import ModelConfig
 
 
@@ -55,19 +55,40 @@ def activation_bytes(
     layers = list(range(config.num_hidden_layers) if layers is None else layers)
     end = _norm_bytes(config.hidden_size, element, shards) if config.num_hidden_layers - 1 in layers else 0
     stream = (4 if config.residual_fp32 else element) * config.hidden_size // shards.stream
-    kept, again, moved = 0, 0, 0
+    blocks = []
     for layer in layers:
         saved, recomputed = _block_bytes(config, layer, element, shards), 0
         if recompute != "none" and is_checkpointed(layer, every):
             products = _product_bytes(config, layer, element, shards) if recompute == "selective" else 0
-            saved, recomputed = stream + products, saved - products
-        if offload and is_offloaded(layer, config):
-            saved, moved = 0, max(moved, saved)
-        kept += saved
-        again = max(recomputed, again - saved)  # backward has freed the layers after
+            kept = stream + products
+            saved, recomputed = kept, max(0, saved - kept)  # what is kept is not computed again
+        blocks.append(BlockActivations(saved, recomputed, offload and is_offloaded(layer, config)))
     if config.mtp_weight:  # its block, made like the last one, is not checkpointed
-        kept += _block_bytes(config, config.num_hidden_layers - 1, element, shards)
-    return round(tokens * (micro_batches * kept + 2 * moved + again + end))
+        blocks.append(BlockActivations(_block_bytes(config, config.num_hidden_layers - 1, element, shards)))
+    return round(tokens * (held_bytes(blocks, micro_batches) + end))
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """Bytes of one block."""
+
+    saved: int
+    """From its forward to its backward pass."""
+    recomputed: int = 0
+    """Only during its backward pass."""
+    offloaded: bool = False
+
+
+def held_bytes(blocks: Sequence[BlockActivations], micro_batches: float) -> float:
+    """What blocks, in the order of forward, hold at the worst moment."""
+    kept, again, moved = 0, 0, 0
+    for block in blocks:
+        if block.offloaded:
+            moved = max(moved, block.saved)
+        saved = 0 if block.offloaded else block.saved
+        kept += saved
+        again = max(block.recomputed, again - saved)  # backward has freed the layers after
+    return micro_batches * kept + 2 * moved + again
 
 
 def is_offloaded(layer: int, config: ModelConfig) -> bool:
@@ -78,13 +99,17 @@ def is_offloaded(layer: int, config: ModelConfig) -> bool:
 def loss_bytes(
     config: ModelConfig, tokens: int, half: bool, device: torch.device, tp: int = 1, loss_parallel: bool = True
 ) -> int:
-    """Logits that the loss has at one time: all of them in its reference and over tp ranks, else those of a chunk."""
+    """Logits that the loss has at one time: all of them in its reference and over tp ranks, else those of a chunk, with
+    the gradients of the head (in fp32) and of its input, which such a loss computes along with itself."""
     rows = config.padded_vocab_size
     if tp > 1 and loss_parallel:
         return all_logits_bytes(config, tokens) // tp
     if config.ops.cross_entropy == "reference":
         return all_logits_bytes(config, tokens)
-    return (2 if half else 4) * rows * min(tokens, chunk_rows(rows, device))
+    element, hidden = 2 if half else 4, config.hidden_size
+    chunk, in_fp32 = (min(tokens, count(rows, device)) for count in (chunk_rows, subchunk_rows))
+    product = 2 * hidden if half and device.type == "cpu" else 0  # a GPU adds it to the gradient as it computes it
+    return rows * (element * chunk + 4 * in_fp32 + 4 * hidden + product) + element * tokens * hidden
 
 
 def all_logits_bytes(config: ModelConfig, tokens: int) -> int:
@@ -107,7 +132,8 @@ def _block_bytes(config: ModelConfig, layer: int, element: int, shards: Activati
     wide, routed = config.intermediate_size, 0
     if moe is not None and config.is_moe_layer(layer):
         wide = (moe.num_experts_per_tok + moe.n_shared_experts) * moe.moe_intermediate_size
-        routed = 4 * hidden  # the router reads fp32
+        # The router reads fp32, and only shared experts the norm's output as it is.
+        routed = 4 * hidden - (0 if element == 2 and moe.n_shared_experts else element * hidden)
         routed += 2 * element * moe.num_experts_per_tok * hidden  # tokens brought to their experts, and back
     sharded += 4 * element * wide  # gate, up, silu(gate) and their product
     dropped = 2 * hidden // shards.stream if config.residual_dropout else 0  # masks of a byte

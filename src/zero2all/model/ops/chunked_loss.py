@@ -30,11 +30,16 @@ def chunk_rows(vocab_rows: int, device: torch.device) -> int:
     return min(most, max(least, GPU_CHUNK_BYTES // (4 * vocab_rows)))
 
 
+def subchunk_rows(vocab_rows: int, device: torch.device) -> int:
+    """Rows of logits that are in fp32 at one time."""
+    return _rows(vocab_rows, CPU_SUBCHUNK_BYTES) if device.type == "cpu" else chunk_rows(vocab_rows, device)
+
+
 def _rows(vocab_rows: int, size: int) -> int:
     return max(16, size // (4 * vocab_rows))
 
 
-def _chunked_forward_backward(
+def chunked_forward_backward(
     x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, and with a scale for each row the gradients of x and weight, else empty ones.
@@ -46,14 +51,14 @@ def _chunked_forward_backward(
     grad_weight = weight.new_zeros(weight.shape if scale is not None else (0,), dtype=torch.float32)
     narrow = weight.to(x.dtype)
     rows = min(chunk_rows(len(weight), x.device), len(x))
-    subchunk_rows = _rows(len(weight), CPU_SUBCHUNK_BYTES) if x.device.type == "cpu" else rows
+    step = subchunk_rows(len(weight), x.device)
     logits_buffer = x.new_empty(rows, len(weight))
     for begin in range(0, len(x), rows):
         chunk = slice(begin, min(begin + rows, len(x)))
         logits = logits_buffer[: chunk.stop - begin]
         torch.mm(x[chunk], narrow.T, out=logits)
-        for first in range(begin, chunk.stop, subchunk_rows):
-            subchunk = slice(first, min(first + subchunk_rows, chunk.stop))
+        for first in range(begin, chunk.stop, step):
+            subchunk = slice(first, min(first + step, chunk.stop))
             weigh = None if scale is None else scale[subchunk]
             losses[subchunk] = _row_losses(
                 logits[first - begin : subchunk.stop - begin], targets[subchunk], vocab, softcap, z_loss, weigh
@@ -61,7 +66,11 @@ def _chunked_forward_backward(
         if scale is not None:
             grad_x[chunk] = logits @ narrow
             if rows == len(x) >= CPU_HALF_ROWS and x.device.type == "cpu":
-                grad_weight.copy_(logits.T @ x)  # one product, so rounded once, as the gradient of any other weight
+                # One product, so rounded once, as the gradient of any other weight.
+                if x.dtype == grad_weight.dtype:
+                    torch.mm(logits.T, x, out=grad_weight)
+                else:
+                    grad_weight.copy_(logits.T @ x)
             else:
                 _add_product(grad_weight, logits, x[chunk])
     return losses, grad_x, grad_weight
@@ -106,7 +115,7 @@ def _forward(
     x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     ones = torch.ones(len(x), device=x.device) if with_gradient else None
-    return _chunked_forward_backward(x, weight, targets, vocab, softcap, z_loss, ones)
+    return chunked_forward_backward(x, weight, targets, vocab, softcap, z_loss, ones)
 
 
 @_forward.register_fake
@@ -126,7 +135,7 @@ def _(
 def _backward(
     grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    return _chunked_forward_backward(x, weight, targets, vocab, softcap, z_loss, grad)[1:]
+    return chunked_forward_backward(x, weight, targets, vocab, softcap, z_loss, grad)[1:]
 
 
 @_backward.register_fake
