@@ -238,6 +238,7 @@ def on_every_layout() -> dict[tuple[str, str], tuple[float, dict[str, Tensor], l
     return found
 
 
+@pytest.mark.long
 def test_checkpointing_changes_nothing_on_ranks_either() -> None:
     ranks = on_ranks(2, on_every_layout)
     for found in ranks:

@@ -251,6 +251,7 @@ def times_by_layout() -> dict[str, StepTime]:
     return times
 
 
+@pytest.mark.long
 def test_who_waits_for_a_slow_rank_shows_it_as_exposed_communication() -> None:
     fast, slow = run_ranks(2, times_by_layout)
     for name in LAYOUTS:  # two micro-batches each; another program may delay either rank
