@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
+from benchmarks import plan_memory
 from typer.testing import CliRunner
 
-from benchmarks import plan_memory
 from zero2all.cli.main import app
 from zero2all.planner import trace as trace_module
 from zero2all.planner.trace import trace_memory

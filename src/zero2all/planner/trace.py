@@ -236,7 +236,7 @@ class TraceTracker(StorageTracker):
         for tensor in (*self._model.parameters(), *self._model.buffers(), tokens):
             self.track(tensor, None)
         losses = self._model(tokens, targets_BS=tokens)
-        known = {*self._copies, *self.allocations(gathered_weights(self._model))}
+        known = {*self._copies, *self._buffers, *self.allocations(gathered_weights(self._model))}
         kept: dict[str, int] = {}
         for one in self._live.values():
             if one.label is not None and one not in known:
@@ -290,7 +290,7 @@ class TraceTracker(StorageTracker):
             self._model.lm_head.weight.register_hook(mark)
 
     def _leave(self, name: str, output: Any) -> None:
-        self._place = None
+        self._place = name if name == EMBEDDING else None  # the residual stream is its output in another dtype
         first = output[0] if isinstance(output, tuple) else output
         if first.requires_grad and name != HEAD:
 
