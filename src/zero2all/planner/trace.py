@@ -205,7 +205,7 @@ def _trace_layers(workload: Workload, layout: Layout, recipe: Recipe) -> TracedB
     )
 
 
-class TraceTracker(StorageTracker):
+class TraceTracker(StorageTracker):  # type: ignore[no-untyped-call]
     """Which module allocated what in one forward and backward pass of a model whose tensors have no memory."""
 
     def __init__(self, model: Z2all) -> None:
@@ -287,7 +287,7 @@ class TraceTracker(StorageTracker):
         self._place = name
         if name == HEAD and torch.is_grad_enabled():
             mark = lambda gradient: self._head_gradient.update(self.allocations([gradient]))  # noqa: E731
-            self._model.lm_head.weight.register_hook(mark)
+            self._model.lm_head.weight.register_hook(mark)  # type: ignore[no-untyped-call]
 
     def _leave(self, name: str, output: Any) -> None:
         self._place = name if name == EMBEDDING else None  # the residual stream is its output in another dtype
