@@ -27,6 +27,8 @@ from zero2all.parallel.selective_checkpoint import SAVED_OPS
 SOURCE = Path(torch_private.__file__).parent
 SIGNATURES: dict[str, list[str] | None] = {
     # The parameters that are passed; further ones need defaults. None: written in C++, and called by a test below.
+    "torch._subclasses.fake_tensor.FakeTensor": None,
+    "torch._subclasses.fake_tensor.FakeTensorMode": ["allow_non_fake_inputs"],
     "torch._C._distributed_c10d.DebugLevel": None,
     "torch._C._distributed_c10d.FileStore": None,
     "torch._C._distributed_c10d.HashStore": None,

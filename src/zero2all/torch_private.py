@@ -302,7 +302,7 @@ def fake_tensor_mode() -> Any:
     which FSDP does not run."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_tensor_type() -> type[Tensor]:

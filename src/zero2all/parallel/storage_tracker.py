@@ -74,11 +74,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _chunked_loss(self, x: Tensor, *options: Any) -> Any:
         """The operation, with what it allocates inside."""
-        *others, with_gradient = options
+        weight, targets, vocab, softcap, z_loss, with_gradient = options
         TorchDispatchMode.__enter__(self)  # type: ignore[no-untyped-call]
         try:
             scale = torch.ones(len(x), device=x.device) if with_gradient else None
-            return chunked_forward_backward(x, *others, scale)
+            return chunked_forward_backward(x, weight, targets, vocab, softcap, z_loss, scale)
         finally:
             TorchDispatchMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
 

@@ -205,7 +205,7 @@ def _trace_layers(workload: Workload, layout: Layout, recipe: Recipe) -> TracedB
     )
 
 
-class TraceTracker(StorageTracker):
+class TraceTracker(StorageTracker):  # type: ignore[no-untyped-call]
     """Which module allocated what in one forward and backward pass of a model whose tensors have no memory."""
 
     def __init__(self, model: Z2all) -> None:
@@ -236,7 +236,7 @@ class TraceTracker(StorageTracker):
         for tensor in (*self._model.parameters(), *self._model.buffers(), tokens):
             self.track(tensor, None)
         losses = self._model(tokens, targets_BS=tokens)
-        known = {*self._copies, *self.allocations(gathered_weights(self._model))}
+        known = {*self._copies, *self._buffers, *self.allocations(gathered_weights(self._model))}
         kept: dict[str, int] = {}
         for one in self._live.values():
             if one.label is not None and one not in known:
@@ -287,10 +287,10 @@ class TraceTracker(StorageTracker):
         self._place = name
         if name == HEAD and torch.is_grad_enabled():
             mark = lambda gradient: self._head_gradient.update(self.allocations([gradient]))  # noqa: E731
-            self._model.lm_head.weight.register_hook(mark)
+            self._model.lm_head.weight.register_hook(mark)  # type: ignore[no-untyped-call]
 
     def _leave(self, name: str, output: Any) -> None:
-        self._place = None
+        self._place = name if name == EMBEDDING else None  # the residual stream is its output in another dtype
         first = output[0] if isinstance(output, tuple) else output
         if first.requires_grad and name != HEAD:
 

@@ -45,7 +45,7 @@ class MemoryTimeline:
     """Seconds since the step began, and bytes of tensors."""
 
 
-class MemoryTracker(StorageTracker):
+class MemoryTracker(StorageTracker):  # type: ignore[no-untyped-call]
     """Follows the storages of tensors on one device while it is active. Blocks must not be compiled.
 
     >>> with MemoryTracker(model, optimizers, timer) as tracker:
