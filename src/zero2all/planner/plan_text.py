@@ -17,7 +17,7 @@ MARKS = {"forward": "0123456789", "backward": "▒", "input gradient": "▒", "w
 
 def plan_text(plan: Plan, timeline: Timeline | None, changes: Sequence[str] = ()) -> str:
     gpu, step, speed = plan.cluster.gpu, plan.step, plan.speed
-    mesh = ", ".join(f"{name} {value}" for name, value in plan.layout.items() if value not in (1, 0))
+    mesh = ", ".join(f"{name} {value}" for name, value in plan.layout.items() if name == "zero" or value not in (1, 0))
     lines = [
         f"{plan.recipe}: {show_count(plan.parameters)} parameters on {plan.cluster.gpus} x {gpu.name} ({mesh})",
         "",
