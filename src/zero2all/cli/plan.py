@@ -13,6 +13,7 @@ from zero2all.errors import UsageError
 from zero2all.units import parse_count
 
 if TYPE_CHECKING:
+    from zero2all.planner.cluster import Cluster
     from zero2all.recipe import Recipe
 
 
@@ -56,46 +57,65 @@ def plan(
 
     Example: z2a plan recipes/70b-1024.yaml --gpus 1024 --gpu h100 --price 2.1
     """
-    from zero2all.planner.against import check_plan, check_text, read_run
     from zero2all.planner.calibrated import check_links, find_entry
     from zero2all.planner.cluster import Cluster
-    from zero2all.planner.pipeline import simulate
-    from zero2all.planner.plan import plan_run
-    from zero2all.planner.plan_svg import plan_svgs
-    from zero2all.planner.plan_text import plan_text, search_text
-    from zero2all.planner.search import cheapest_changes, search_layouts
-    from zero2all.planner.trace import trace_lines, trace_memory
-    from zero2all.planner.workload import largest_stage
-    from zero2all.train.hyperparameters import fill_hyperparameters, with_hyperparameters
-    from zero2all.train.micro_batch import estimate_micro_batch
+    from zero2all.train.hyperparameters import fill_hyperparameters
 
     loaded = fill_hyperparameters(_load(recipe, overrides))
-    bandwidth = None if net is None else parse_bandwidth(net)
-    entry = find_entry(gpu)
+    entry, bandwidth = find_entry(gpu), None if net is None else parse_bandwidth(net)
     cluster = Cluster.of(entry, gpus, bandwidth, per_node)
     check_links(entry, cluster, bandwidth is not None)
     if not search:
-        loaded = with_hyperparameters(loaded, estimate_micro_batch(loaded, gpus, entry.memory))
-    if search:
-        if trace:
-            raise UsageError("--trace follows one plan: leave out --search, and give the overrides that it found")
-        if svg is not None:
-            raise UsageError("--svg draws one plan: leave out --search, and give the overrides that it found")
-        found = search_layouts(loaded, cluster)
-        if not found.best:
-            raise UsageError(f"no layout fits: use more GPUs or a shorter train.seq_len\n{search_text(found)}")
-        return Result(found, search_text(found))
-    planned = plan_run(loaded, cluster, None if tokens is None else _count(tokens), price)
-    timeline = simulate(loaded.parallel, _pictured(planned.layout["micro_batches"])) if loaded.parallel.pp > 1 else None
+        count = None if tokens is None else _count(tokens)
+        return _plan(loaded, cluster, count, price, trace, svg, against)
+    for option, value in (("--trace", trace), ("--svg", svg), ("--against", against)):
+        if value:
+            raise UsageError(f"{option} is for one plan: leave out --search, and give the overrides that it found")
+    return _search(loaded, cluster)
+
+
+def _search(recipe: Recipe, cluster: Cluster) -> Result:
+    from zero2all.planner.plan_text import search_text
+    from zero2all.planner.search import search_layouts
+
+    found = search_layouts(recipe, cluster)
+    if not found.best:
+        raise UsageError(f"no layout fits: use more GPUs or a shorter train.seq_len\n{search_text(found)}")
+    return Result(found, search_text(found))
+
+
+def _plan(
+    recipe: Recipe,
+    cluster: Cluster,
+    tokens: int | None,
+    price: float | None,
+    trace: bool,
+    svg: Path | None,
+    against: Path | None,
+) -> Result:
+    from zero2all.planner.against import check_plan, check_text, read_run
+    from zero2all.planner.pipeline import simulate
+    from zero2all.planner.plan import plan_run
+    from zero2all.planner.plan_svg import plan_svgs
+    from zero2all.planner.plan_text import plan_text
+    from zero2all.planner.search import cheapest_changes
+    from zero2all.planner.trace import trace_lines, trace_memory
+    from zero2all.planner.workload import largest_stage
+    from zero2all.train.hyperparameters import with_hyperparameters
+    from zero2all.train.micro_batch import estimate_micro_batch
+
+    recipe = with_hyperparameters(recipe, estimate_micro_batch(recipe, cluster.gpus, cluster.gpu.memory))
+    planned = plan_run(recipe, cluster, tokens, price)
+    timeline = simulate(recipe.parallel, _pictured(planned.layout["micro_batches"])) if recipe.parallel.pp > 1 else None
     if svg is not None:
         svg.mkdir(parents=True, exist_ok=True)
         for name, picture in plan_svgs(planned, timeline).items():
             (svg / name).write_text(picture, encoding="utf-8")
-    changes = [] if planned.fits else cheapest_changes(loaded, cluster)
+    changes = [] if planned.fits else cheapest_changes(recipe, cluster)
     if not planned.fits and not changes:
         changes = ["more GPUs, or a smaller model: no single change is enough; --search tries all layouts"]
     checks = [] if against is None else check_plan(planned, read_run(against))
-    traces = trace_memory(loaded, largest_stage(loaded), gpus) if trace else []
+    traces = trace_memory(recipe, largest_stage(recipe), cluster.gpus) if trace else []
     lines = [plan_text(planned, timeline, changes), *trace_lines(traces), *(["", check_text(checks)] if checks else [])]
     return Result({"plan": planned, "changes": changes, "checks": checks, "traces": traces}, "\n".join(lines))
 
