@@ -28,7 +28,8 @@ SOURCE = Path(torch_private.__file__).parent
 SIGNATURES: dict[str, list[str] | None] = {
     # The parameters that are passed; further ones need defaults. None: written in C++, and called by a test below.
     "torch._subclasses.fake_tensor.FakeTensor": None,
-    "torch._subclasses.fake_tensor.FakeTensorMode": ["allow_non_fake_inputs"],
+    "torch.ops.aten._to_copy": None,
+    "torch._subclasses.fake_tensor.FakeTensorMode": ["allow_fallback_kernels", "allow_non_fake_inputs"],
     "torch._C._distributed_c10d.DebugLevel": None,
     "torch._C._distributed_c10d.FileStore": None,
     "torch._C._distributed_c10d.HashStore": None,

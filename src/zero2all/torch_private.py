@@ -46,6 +46,9 @@ RecomputeMode = _CachedTorchDispatchMode
 flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+# A copy in another type, as dispatch modes see it. Tested with 2.13. Public as Tensor.to.
+to_copy = torch.ops.aten._to_copy.default
+
 # Hooks of torch's elastic agent that a subclass overrides. Tested with 2.13. In torch's documentation of
 # SimpleElasticAgent, where they are the way to extend it.
 AGENT_HOOKS = (

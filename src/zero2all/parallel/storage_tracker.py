@@ -37,7 +37,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self._live: dict[int, Allocation] = {}
+        self.live: dict[int, Allocation] = {}
         self._resize = torch.UntypedStorage.resize_
 
     def label(self) -> str | None:
@@ -88,22 +88,22 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key not in self._live:
+        if key not in self.live:
             reference = weakref.ref(storage, lambda _: self._freed(key))
-            self._live[key] = Allocation(reference, storage.nbytes(), label)
-            self.changed(self._live[key], storage.nbytes())
+            self.live[key] = Allocation(reference, storage.nbytes(), label)
+            self.changed(self.live[key], storage.nbytes())
 
     def allocations(self, tensors: Iterable[Tensor]) -> list[Allocation]:
         """The tracked storages of some tensors, each once."""
         keys = dict.fromkeys(id(to_local(tensor).untyped_storage()) for tensor in tensors)
-        return [self._live[key] for key in keys if key in self._live]
+        return [self.live[key] for key in keys if key in self.live]
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        allocation = self._live.get(id(storage))
+        allocation = self.live.get(id(storage))
         if allocation is not None:
             before, allocation.size = allocation.size, storage.nbytes()
             self.changed(allocation, allocation.size - before)
 
     def _freed(self, key: int) -> None:
-        allocation = self._live.pop(key)
+        allocation = self.live.pop(key)
         self.changed(allocation, -allocation.size)

@@ -32,7 +32,7 @@ from zero2all.parallel.tensor_parallel import apply_tp_ops
 from zero2all.planner.rank_plan import MemoryPlan, fullest_ranks, plan_rank_memory
 from zero2all.planner.workload import Layout, Workload
 from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe, ResolvedStage
-from zero2all.torch_private import fake_tensor_mode, fake_tensor_type, gathered_weights
+from zero2all.torch_private import fake_tensor_mode, fake_tensor_type, gathered_weights, to_copy
 from zero2all.train.optimizer import build_optimizers
 from zero2all.units import show_bytes
 
@@ -238,7 +238,7 @@ class TraceTracker(StorageTracker):  # type: ignore[no-untyped-call]
         losses = self._model(tokens, targets_BS=tokens)
         known = {*self._copies, *self._buffers, *self.allocations(gathered_weights(self._model))}
         kept: dict[str, int] = {}
-        for one in self._live.values():
+        for one in self.live.values():
             if one.label is not None and one not in known:
                 kept[one.label] = kept.get(one.label, 0) + one.size
         self._place, self._in_head_backward = HEAD, True
@@ -263,7 +263,7 @@ class TraceTracker(StorageTracker):  # type: ignore[no-untyped-call]
         result = super().__torch_dispatch__(op, types, args, kwargs)
         if op is torch.ops.fsdp.all_gather_copy_in.default:
             self._buffers.update(self.allocations([result[1]]))
-        if op is torch.ops.aten._to_copy.default and id(to_local(args[0]).untyped_storage()) in self._own:
+        if op is to_copy and id(to_local(args[0]).untyped_storage()) in self._own:
             self._copies.update(self.allocations([result]))
         return result
 

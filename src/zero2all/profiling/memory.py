@@ -84,7 +84,7 @@ class MemoryTracker(StorageTracker):  # type: ignore[no-untyped-call]
         return MemoryTimeline(self._peak, thin_out(self._points, MAX_POINTS))
 
     def _attribute(self) -> MemoryPeak:
-        left = dict.fromkeys(self._live.values())
+        left = dict.fromkeys(self.live.values())
 
         def take(tensors: Iterable[Tensor]) -> int:
             taken = [allocation for allocation in self.allocations(tensors) if allocation in left]
