@@ -61,7 +61,7 @@ class SequenceFirstAttention(nn.Module):
 
     def __init__(self, attention: Attention, rotary: Tensor, mask: Any) -> None:
         super().__init__()
-        self.attention, self.rotary, self.mask = attention, rotary, mask
+        self.attention, self.rotary, self.mask, self.layer = attention, rotary, mask, attention.layer
 
     def forward(self, x_SBD: Tensor, *batch_first: Any) -> Tensor:
         inner, (length, batch, _) = self.attention, x_SBD.shape
