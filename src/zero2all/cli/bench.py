@@ -41,7 +41,9 @@ def ops(
     out: Out = None,
     json: Json = False,
 ) -> Result:
-    """Time a training step by kernel: all fused, all but one, one replaced, only a few; or by size.
+    """Time a training step by kernel, or by size.
+
+    With all kernels fused, all but one, one replaced by another, only a few.
 
     The default auto is a small preset on a CPU and the reference shape on a GPU.
 

@@ -105,7 +105,7 @@ def checkpoint(
     out: Out = None,
     json: Json = False,
 ) -> Result:
-    """Time saving and loading checkpoints of a model with its optimizer.
+    """Time saving and loading checkpoints.
 
     Example: z2a bench checkpoint z2all-25m --dir /data/checkpoints --out bench
     """
@@ -128,7 +128,7 @@ def tokenize(
     out: Out = None,
     json: Json = False,
 ) -> Result:
-    """Time a tokenizer on your text, by backend and number of processes.
+    """Time a tokenizer on your text.
 
     Example: z2a bench tokenize runs/first/tokenizer raw/*.txt --out bench
     """

@@ -34,7 +34,7 @@ def tune(
     name: Name = None,
     json: Json = False,
 ) -> Result:
-    """Find the fastest settings for this machine by short trial runs.
+    """Find the fastest settings by short trial runs.
 
     Tunes only what does not change the result: layout, micro-batch, activation checkpointing, kernels, compilation. A
     key on the command line is not tuned. Writes a recipe with the winner. The same command resumes.
