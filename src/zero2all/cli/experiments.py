@@ -172,8 +172,9 @@ def ladder(
 ) -> Result:
     """Predict the loss of a model from a family of small ones.
 
-    Trains each width, fits bits-per-byte against compute, and predicts the next size. Each width keeps the recipe's head size and its ratios of depth, feed-forward size and KV heads. The prediction has
-    a 95 % interval and reaches at most ten times the largest trained compute. The same command resumes.
+    Trains each width, fits bits-per-byte against compute, and predicts the next size. Each width keeps the recipe's
+    head size and its ratios of depth, feed-forward size and KV heads. The prediction has a 95 % interval and reaches at
+    most ten times the largest trained compute. The same command resumes.
 
     Example: z2a ladder my.yaml --widths 96,128,192,256 --predict 384 --verify
     """
