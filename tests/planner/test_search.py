@@ -74,6 +74,7 @@ def test_the_search_for_70b_on_1024_gpus_takes_less_than_ten_seconds() -> None:
     assert all("parallel.tp=16" not in one.overrides for one in found.best)
 
 
+@pytest.mark.long
 def test_every_stage_must_fit() -> None:
     """A short stage of long sequences decides: what is best for the largest stage does not fit it."""
     stages = (
@@ -106,6 +107,7 @@ def _with_keys(recipe: Recipe, keys: list[str]) -> Recipe:
     return parse_recipe(recipe_yaml(recipe), keys)
 
 
+@pytest.mark.long
 def test_no_layout_is_proposed_that_its_schedule_cannot_run() -> None:
     recipe = fill_hyperparameters(load_recipe_or_preset("z2all-1.1b", ["train.batch_tokens=90112"]))  # 44 samples
     result = search_layouts(recipe, Cluster.of(find_gpu("h100"), 8), keep=10_000)

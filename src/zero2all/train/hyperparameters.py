@@ -76,8 +76,9 @@ def choose_hyperparameters(
     return [chosen[key] for key in unset if key in chosen]
 
 
-def stored_micro_batch(stored: Recipe | None) -> int | None:
-    """What the recipe that a run has stored says, in tokens."""
+def stored_micro_batch(recipe: Recipe, read_stored: Callable[[], Recipe | None]) -> int | None:
+    """What the recipe that a run has stored says, in tokens; None if this one leaves nothing open."""
+    stored = read_stored() if recipe.train.micro_batch_tokens == "auto" else None
     tokens = None if stored is None else stored.train.micro_batch_tokens
     return tokens if isinstance(tokens, int) else None
 

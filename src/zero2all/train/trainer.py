@@ -231,7 +231,7 @@ class Trainer:
         )
         if options.objective.weighs_tokens:
             self.model.disable_auxiliary_losses()
-        stored = self.rank_group.on_rank0(lambda: stored_micro_batch(self.run.stored_recipe()))
+        stored = self.rank_group.on_rank0(lambda: stored_micro_batch(self.recipe, self.run.stored_recipe))
         if chosen := choose_micro_batch(self.recipe, self.model, compile, self.rank_group, stored):
             self.chosen += chosen
             self.recipe = self.run.recipe = with_hyperparameters(self.recipe, chosen)
