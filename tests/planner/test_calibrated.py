@@ -16,7 +16,7 @@ from zero2all.planner.against import check_plan, check_text, read_run
 from zero2all.planner.calibrated import calibrated_entry, find_entry
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import plan_run
-from zero2all.recipe import Recipe, load_recipe_or_preset
+from zero2all.recipe import Recipe, load_recipe_or_preset, recipe_yaml
 from zero2all.track import RunRecord
 from zero2all.train.hyperparameters import fill_hyperparameters
 
@@ -83,10 +83,14 @@ def test_planned_values_stand_beside_those_of_a_run(tmp_path: Path) -> None:
         for step in range(1, 11):
             record.step(step, **usual)
     planned = plan_run(_recipe(), Cluster.of(_entry(), 1))
-    checks = {check.name: check for check in check_plan(planned, read_run(tmp_path))}
+    checks = {check.name: check for check in check_plan(planned, read_run(tmp_path, _recipe()))}
     assert checks["step time"].ratio == pytest.approx(1.1, rel=0.01)
     assert checks["peak memory"].measured == pytest.approx(0.5)
     assert "exposed communication" not in checks  # the run did not measure it
     assert "1.10x" in check_text(list(checks.values()))
     with pytest.raises(UsageError, match="has no steps to compare with"):
-        read_run(tmp_path / "nothing")
+        read_run(tmp_path / "nothing", _recipe())
+    (tmp_path / "recipe.yaml").write_text(recipe_yaml(_recipe()))
+    read_run(tmp_path, _recipe())
+    with pytest.raises(UsageError, match="trained another model or batch than the plan is for: plan the run itself"):
+        read_run(tmp_path, _recipe("train.batch_tokens=4096"))

@@ -114,7 +114,7 @@ def _plan(
     changes = [] if planned.fits else cheapest_changes(recipe, cluster)
     if not planned.fits and not changes:
         changes = ["more GPUs, or a smaller model: no single change is enough; --search tries all layouts"]
-    checks = [] if against is None else check_plan(planned, read_run(against))
+    checks = [] if against is None else check_plan(planned, read_run(against, recipe))
     traces = trace_memory(recipe, largest_stage(recipe), cluster.gpus) if trace else []
     lines = [plan_text(planned, timeline, changes), *trace_lines(traces), *(["", check_text(checks)] if checks else [])]
     return Result({"plan": planned, "changes": changes, "checks": checks, "traces": traces}, "\n".join(lines))

@@ -10,6 +10,8 @@ from pydantic import computed_field
 
 from zero2all.errors import UsageError
 from zero2all.planner.plan import Plan
+from zero2all.planner.workload import largest_stage
+from zero2all.recipe import Recipe, load_recipe
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 
@@ -35,12 +37,25 @@ class PlanCheck:
         return self.measured / self.planned if self.planned else float("nan")
 
 
-def read_run(directory: Path) -> RunView:
+def read_run(directory: Path, recipe: Recipe) -> RunView:
+    """The measurements of a run of ``recipe``; refused if the run is of another model or batch."""
+    stored = directory / "recipe.yaml"
+    if stored.is_file() and _shape(load_recipe(stored, stored=True)) != _shape(recipe):
+        raise UsageError(
+            f"{directory} trained another model or batch than the plan is for: plan the run itself, with "
+            f"'z2a plan {directory} --against {directory}'"
+        )
     view = RunView(LocalRunLocation(directory))
     view.read_to_end()
     if view.last_step is None:
         raise UsageError(f"{directory} has no steps to compare with: give the directory of a run that has trained")
     return view
+
+
+def _shape(recipe: Recipe) -> tuple[object, ...]:
+    """What decides the time of a step."""
+    stage = largest_stage(recipe)
+    return recipe.model.model_dump(exclude={"preset", "ops", "vocab_size"}), stage.seq_len, stage.batch_tokens
 
 
 def check_plan(plan: Plan, view: RunView) -> list[PlanCheck]:
