@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from zero2all.console import say
 from zero2all.elastic.addresses import DEFAULT_PORT, interface_for_address, wait_for_name
-from zero2all.elastic.worker_command import is_script, worker_command
+from zero2all.elastic.worker_command import CLI_MODULE, worker_command
 from zero2all.engine import available_cores
 from zero2all.environment import JOB_SECRET_VARIABLE, own_allocator_settings
 from zero2all.errors import UsageError, Z2aError
@@ -71,7 +71,7 @@ class LaunchConfig:
     """Seconds for the ranks to save after SIGTERM. Slurm gives two minutes (``slurm``)."""
     patience: float = 60
     """Seconds to wait for the rendezvous to have an address, and to answer."""
-    module: str = "zero2all.cli"
+    module: str = CLI_MODULE
     """The Python module that runs the command."""
     report_directory: Path = REPORT_DIRECTORY
     """Where the failure reports of a script are written; those of a z2a command are in its run directory."""
@@ -87,7 +87,7 @@ class LaunchConfig:
     @property
     def is_script(self) -> bool:
         """Whether the command is no z2a command."""
-        return is_script(self.command)
+        return worker_command(self.command, self.module).is_script
 
     def run(self) -> int:
         """Start the ranks of this node and monitor them until the job has ended; the exit status for the CLI."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+CLI_MODULE = "zero2all.cli"
 SCRIPT_MODULE = "zero2all.elastic.script"
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _FLAGS = re.compile(r"-[bBdOqsSuvx]+")  # options of the interpreter that have no value
@@ -35,8 +36,8 @@ def is_script(command: Sequence[str]) -> bool:
 
 
 def worker_command(command: Sequence[str], module: str) -> WorkerCommand:
-    """``module`` runs z2a commands."""
-    if not is_script(command):
+    """``module`` runs z2a commands; another than the usual one takes any words."""
+    if module != CLI_MODULE or not is_script(command):
         return WorkerCommand(("-m", module, *command), is_script=False)
     options, program = _split_interpreter_options(command[1:])
     if _is_own_interpreter(command[0]) and program:
