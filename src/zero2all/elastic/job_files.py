@@ -37,7 +37,7 @@ _SLURM = """\
 #SBATCH --mem=0                    # all memory of a node, for the same reason
 {gpus}
 ##SBATCH --time=24:00:00           # take one # away to set a limit: the job saves, is requeued and resumes
-#SBATCH --signal=B:USR1@{signal}       # seconds before the limit, for the run to save
+#SBATCH --signal=B:USR1@{signal}         # seconds before the limit, for the run to save
 #SBATCH --requeue                  # Slurm starts the job again if a node fails
 #SBATCH --open-mode=append         # and keeps the log of the first start
 #SBATCH --output={name}-%j.log
@@ -61,11 +61,11 @@ srun --export=ALL --cpu-bind=none --kill-on-bad-exit=0{srun} bash -c "$agent" &
 step=$!
 
 at_limit=
-trap 'at_limit=yes; kill -TERM $step' USR1
-trap : TERM  # scancel: Slurm signals the agents itself
-wait $step
-status=$?
-while kill -0 $step 2>/dev/null; do  # a signal has interrupted wait
+signalled=yes
+trap 'signalled=yes; at_limit=yes; kill -TERM $step' USR1
+trap 'signalled=yes' TERM  # scancel: Slurm signals the agents itself
+while [[ $signalled ]]; do  # a signal ends wait, but not srun
+  signalled=
   wait $step
   status=$?
 done
@@ -126,7 +126,7 @@ def slurm_script(config: LaunchConfig, resources: JobResources) -> str:
         if resources.gpus
         else "##SBATCH --gpus-per-node=8         # take one # away to ask for GPUs",
         signal=f"{config.grace + SIGNAL_MARGIN:g}",
-        no_kill="#SBATCH --no-kill" if elastic else "##SBATCH --no-kill               # only for --nnodes MIN:MAX",
+        no_kill="#SBATCH --no-kill" if elastic else "##SBATCH --no-kill                # only for --nnodes MIN:MAX",
         head=head,
         srun=" --no-kill" if elastic else "",
         agent=f"z2a launch {' '.join(words)} -- {shlex.join(config.command)}",
