@@ -206,9 +206,9 @@ def test_the_command_of_the_pods_runs_on_two_nodes(tmp_path: Path) -> None:
             pod = pods[index]
             pod.run("mount", "-t", "tmpfs", "tmpfs", "/run")  # the secret volume
             pod.run("install", "-D", "-m", "440", str(tmp_path / "secret"), "/run/z2a/secret")
-            line = pod.command("env", f"JOB_COMPLETION_INDEX={index}", *command)
+            line = pod.command("env", f"--chdir={tmp_path}", f"JOB_COMPLETION_INDEX={index}", *command)
             running.append(
-                subprocess.Popen(line, cwd=tmp_path, env=environment, stdout=subprocess.PIPE,
+                subprocess.Popen(line, env=environment, stdout=subprocess.PIPE,
                                  stderr=subprocess.STDOUT, text=True)
             )  # fmt: skip
         waiting = running[0].stdout
