@@ -62,7 +62,8 @@ step=$!
 
 at_limit=
 signalled=yes
-trap 'signalled=yes; at_limit=yes; kill -TERM $step' USR1
+# By scancel: srun would kill the agents as soon as it gets a signal itself.
+trap 'signalled=yes; at_limit=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 trap 'signalled=yes' TERM  # scancel: Slurm signals the agents itself
 while [[ $signalled ]]; do  # a signal ends wait, but not srun
   signalled=
