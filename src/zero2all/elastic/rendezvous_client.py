@@ -34,6 +34,7 @@ from zero2all.elastic.rendezvous_messages import (
     WaitForKeys,
 )
 from zero2all.elastic.rendezvous_protocol import (
+    HEARTBEAT_INTERVAL,
     LENGTH_BYTES,
     MAC_BYTES,
     MAGIC,
@@ -52,7 +53,6 @@ from zero2all.errors import UsageError, Z2aError
 from zero2all.records import parse_record
 from zero2all.torch_private import Store
 
-HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats
 SUSPENDED_AFTER = 5 * HEARTBEAT_INTERVAL  # seconds without running after which silence proves nothing
 RETRY_INTERVAL = 0.5
 STORE_TIMEOUT = timedelta(seconds=300)

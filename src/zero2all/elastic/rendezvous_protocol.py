@@ -17,6 +17,7 @@ LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 4 << 20  # bytes in a frame
 REFUSED, WELCOME = b"\0", b"\1"
 MAX_NAME_BYTES = 255
+HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats of a node
 
 
 class TamperedError(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
-import resource
 import secrets
 import socket
 import threading
@@ -53,6 +52,7 @@ from zero2all.elastic.rendezvous_protocol import (
 )
 from zero2all.elastic.rendezvous_state import Node, RankAssignment, RendezvousState, RendezvousStatus
 from zero2all.errors import Z2aError
+from zero2all.processes import raise_descriptor_limit
 from zero2all.records import parse_record
 
 HANDSHAKE_TIMEOUT = 10.0  # seconds for a client to authenticate
@@ -389,9 +389,7 @@ def _format_node_counts(counts: tuple[int, ...]) -> str:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one descriptor for each node
+    raise_descriptor_limit()  # one connection for each node
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
