@@ -162,7 +162,7 @@ class ScaleModel:
     def __init__(self, settings: RendezvousSettings) -> None:
         self._settings = settings
         self._context = multiprocessing.get_context("spawn")
-        self._server: BaseProcess | None = None
+        self._server: BaseProcess | None = None  # the server
         self._fleets: list[tuple[BaseProcess, Connection]] = []
         self._events: dict[Connection, list[Event]] = {}
 

@@ -4,11 +4,13 @@ protocol, but starts no ranks. An agent that is told of a lost peer, or to retur
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 
@@ -19,6 +21,7 @@ from zero2all.elastic.rendezvous_protocol import (
     MAC_BYTES,
     MAGIC,
     NONCE_BYTES,
+    RETRY_INTERVAL,
     WELCOME,
     SignedSession,
     client_proof,
@@ -130,7 +133,13 @@ class SimulatedAgent(asyncio.Protocol):
             pass
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.is_live:
+        if not self.is_live:
+            return
+        if self._session is None:  # it takes so many connections at a time; the real client tries again, too
+            self._received.clear()
+            self._step = self._read_greeting
+            self._fleet.connect(self, RETRY_INTERVAL)
+        else:
             self._fleet.fail(f"the rendezvous has disconnected agent {self.number} ({error})")
 
     def stop(self, close: bool) -> None:
@@ -232,7 +241,7 @@ class Fleet:
         def read() -> None:
             try:
                 self._obey(self._pipe.recv())
-            except EOFError:
+            except (EOFError, OSError):
                 loop.remove_reader(self._pipe.fileno())
                 closed.set()
 
@@ -242,7 +251,8 @@ class Fleet:
             agent.stop(close=True)
 
     def fail(self, why: str) -> None:
-        self._pipe.send(Failed(why))
+        with suppress(BrokenPipeError):  # the scale model has ended
+            self._pipe.send(Failed(why))
 
     def met(self, agent: SimulatedAgent, assignment: RankAssignment) -> None:
         self._met[assignment.round] += 1
@@ -270,16 +280,22 @@ class Fleet:
         for number in command.numbers:
             self.agents[number] = SimulatedAgent(number, self)
             self._live += 1
-            task = asyncio.create_task(self._connect(self.agents[number], random.uniform(0, command.over)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self.connect(self.agents[number], random.uniform(0, command.over))
+
+    def connect(self, agent: SimulatedAgent, delay: float) -> None:
+        task = asyncio.create_task(self._connect(agent, delay))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _connect(self, agent: SimulatedAgent, delay: float) -> None:
         await asyncio.sleep(delay)
         try:
             await asyncio.get_running_loop().create_connection(lambda: agent, *self._address)
         except OSError as error:
-            self.fail(f"agent {agent.number} cannot connect: {error}")
+            if error.errno in (errno.EMFILE, errno.EADDRNOTAVAIL):
+                self.fail(f"agent {agent.number} cannot connect: {error}")
+            else:
+                self.connect(agent, RETRY_INTERVAL)
 
 
 def run_fleet(endpoint: str, secret: str, settings: RendezvousSettings, pipe: Connection) -> None:

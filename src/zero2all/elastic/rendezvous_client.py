@@ -40,6 +40,7 @@ from zero2all.elastic.rendezvous_protocol import (
     MAGIC,
     MAX_NAME_BYTES,
     NONCE_BYTES,
+    RETRY_INTERVAL,
     WELCOME,
     SignedSession,
     TamperedError,
@@ -54,7 +55,6 @@ from zero2all.records import parse_record
 from zero2all.torch_private import Store
 
 SUSPENDED_AFTER = 5 * HEARTBEAT_INTERVAL  # seconds without running after which silence proves nothing
-RETRY_INTERVAL = 0.5
 STORE_TIMEOUT = timedelta(seconds=300)
 
 
