@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from contextlib import suppress
 from datetime import timedelta
@@ -14,15 +15,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import FileSystemReader, state_dict_saver
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.checkpoint import RankGroup, rank_group
-from zero2all.checkpoint.dcp_writer import ShardWriter
 from zero2all.checkpoint.rank_tree import RankTree, pack, unpack
-from zero2all.errors import Z2aError
 from zero2all.torch_private import HashStore
 
 
@@ -33,7 +29,7 @@ def test_packed_parts_are_unpacked_unchanged(parts: dict[int, bytes]) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "fan_out"), [(2, 1), (2, 32), (7, 2), (13, 3), (9, 8)])
-def test_every_shape_of_tree_gathers_broadcasts_and_scatters(world_size: int, fan_out: int) -> None:
+def test_every_shape_of_tree_gathers_and_broadcasts(world_size: int, fan_out: int) -> None:
     """As threads of one process. Sizes that fill no level, payloads of every length and none."""
     store, found = HashStore(), dict[int, tuple[Any, ...]]()
 
@@ -41,8 +37,7 @@ def test_every_shape_of_tree_gathers_broadcasts_and_scatters(world_size: int, fa
         tree = RankTree(store, rank, world_size, timedelta(seconds=60), fan_out)
         gathered = tree.gather(bytes([rank]) * rank)
         shared = tree.broadcast(b"from the first" if rank == 0 else b"")
-        own = tree.scatter({other: bytes([other]) * (2 * other) for other in range(world_size)} if rank == 0 else {})
-        found[rank] = (gathered, shared, own, tree.broadcast(b""))
+        found[rank] = (gathered, shared, tree.broadcast(b""))
 
     threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
@@ -51,7 +46,7 @@ def test_every_shape_of_tree_gathers_broadcasts_and_scatters(world_size: int, fa
         thread.join(60)
     assert dict(sorted(found[0][0].items())) == {rank: bytes([rank]) * rank for rank in range(world_size)}
     for rank in range(world_size):
-        assert found[rank][1:] == (b"from the first", bytes([rank]) * (2 * rank), b"")
+        assert found[rank][1:] == (b"from the first", b"")
 
 
 def sockets() -> int:
@@ -74,7 +69,7 @@ def use_rank_group() -> dict[str, Any]:
         return rank
 
     def failure(call: Any) -> str:
-        with pytest.raises((ValueError, Z2aError)) as failed:
+        with pytest.raises(Exception) as failed:  # noqa: PT011 - the type is in what is returned
             call()
         return f"{type(failed.value).__name__}: {failed.value}"
 
@@ -94,9 +89,6 @@ def use_rank_group() -> dict[str, Any]:
         "first": group.on_rank0(lambda: f"of {rank}"),
         "failure": failure(lambda: group.on_all_ranks(lambda: fail_on(3))),
         "unpicklable": failure(lambda: group.on_all_ranks(lambda: (lambda: None) if rank == 1 else None))[:40],
-        "reduced": group.reduce_scatter(lambda: rank, lambda ranks: [10 * one + len(ranks) for one in ranks]),
-        "reduce failed": failure(lambda: group.reduce_scatter(lambda: fail_on(2), lambda ranks: ranks)),
-        "on the first": failure(lambda: group.reduce_scatter(lambda: rank, lambda ranks: [fail_on(0)] * 5)),
         "after": group.on_all_ranks(lambda: rank),
     }
 
@@ -108,54 +100,6 @@ def test_a_rank_group_has_the_results_of_one_group_and_few_sockets() -> None:
         assert found["in_thread"] == found["after"] == [0, 1, 2, 3, 4]
         assert found["first"] == "of 0"
         assert found["failure"] == ("ValueError: no 3" if rank == 3 else "Z2aError: no 3 (on rank 3)")
-        assert found["reduced"] == 10 * rank + 5
-        assert found["reduce failed"] == ("ValueError: no 2" if rank == 2 else "Z2aError: no 2 (on rank 2)")
-        assert found["on the first"] == ("ValueError: no 0" if rank == 0 else "Z2aError: no 0")
-
-
-def save_both_ways(directory: str) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    torch.manual_seed(0)
-    whole = torch.randn(7, 3)
-
-    def state(scale: float) -> dict[str, Any]:
-        return {
-            "sharded": distribute_tensor(scale * whole, mesh, [Shard(0)]),
-            "copied": distribute_tensor(scale * whole, mesh, [Replicate()]),
-            "same": torch.full((2,), scale),
-        }
-
-    group, writer, root = RankGroup(), ShardWriter(), Path(directory)
-    calls: list[str] = []
-    reduce_scatter = group.reduce_scatter
-
-    def count(function: Any, reduce: Any) -> Any:
-        calls.append("reduce_scatter")
-        return reduce_scatter(function, reduce)
-
-    group.reduce_scatter = count  # type: ignore[method-assign]
-    names = writer.write(state(1.0), root / "first", group)
-    first, _ = len(calls), calls.clear()
-    writer.write(state(2.0), root / "second", group)  # by the plans of the first
-    second, _ = len(calls), calls.clear()
-    writer.write({**state(2.0), "more": torch.ones(3)}, root / "third", group)
-    state_dict_saver.save(state(2.0), checkpoint_id=root / "by DCP")
-    return {"names": names, "calls": (first, second, len(calls))}
-
-
-def test_what_is_written_is_what_dcp_writes_and_plans_are_gathered_once(tmp_path: Path) -> None:
-    found = run_ranks(3, save_both_ways, str(tmp_path))
-    assert [one["calls"] for one in found] == [(2, 1, 2)] * 3, "plans and results, then results alone"
-    assert [one["names"] for one in found] == [["__0_0.distcp"], ["__1_0.distcp"], ["__2_0.distcp"]]
-    ours, theirs = (FileSystemReader(tmp_path / name).read_metadata() for name in ("second", "by DCP"))
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert {index: data.relative_path for index, data in ours.storage_data.items()} == {
-        index: data.relative_path for index, data in theirs.storage_data.items()
-    }
-    torch.manual_seed(0)
-    whole = torch.randn(7, 3)
-    for name, scale in (("first", 1.0), ("second", 2.0), ("third", 2.0)):
-        loaded: dict[str, Any] = {key: torch.zeros(7, 3) for key in ("sharded", "copied")}
-        torch.distributed.checkpoint.load(loaded, checkpoint_id=tmp_path / name, no_dist=True)
-        assert all(torch.equal(value, scale * whole) for value in loaded.values())
-    assert "more" in FileSystemReader(tmp_path / "third").read_metadata().state_dict_metadata
+        reason = "PicklingError|AttributeError" if rank == 1 else "Z2aError"
+        assert re.match(f"({reason}): Can't (get|pickle) ", found["unpicklable"])
+        assert found["opened"] < 2 * (2 * 3 + 2), "a parent, a sibling and two children, and a listening socket each"

@@ -156,13 +156,34 @@ def _measure(model: ScaleModel, agents: int, steady: float, over: float) -> Scal
     )
 
 
+def render_report(report: ScaleReport) -> str:
+    """As a table."""
+    rows = [
+        (f"{report.agents:,} nodes meet ({report.ranks:,} ranks)", f"{report.meet:.1f} s"),
+        ("rounds until all have met", f"{report.meet_rounds}"),
+        ("messages for each node until then", f"{report.meet_messages_per_agent:.1f}"),
+        ("heartbeats: the server's share of a core", f"{100 * report.steady_server_cores:.1f} %"),
+        ("heartbeats: messages a second", f"{report.steady_messages_per_second:,.0f}"),
+        ("heartbeats: bytes a second", f"{report.steady_bytes_per_second:,.0f}"),
+        ("a node's connection closes: all others know", f"{report.lost_noticed:.2f} s"),
+        ("and have met again", f"{report.lost_recovered:.1f} s"),
+        ("messages for each node until then", f"{report.recover_messages_per_agent:.1f}"),
+        ("a node is silent: all others know", f"{report.silent_noticed:.1f} s"),
+        ("and have met again", f"{report.silent_recovered:.1f} s"),
+        ("two nodes replace them: all have met again", f"{report.replaced:.1f} s"),
+        ("memory of the server, at most", f"{report.server_memory / 1e6:.0f} MB"),
+        ("open files of the server", f"{report.server_descriptors:,}"),
+    ]
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
 class ScaleModel:
     """The server's process and those of the agents, and what they report."""
 
     def __init__(self, settings: RendezvousSettings) -> None:
         self._settings = settings
         self._context = multiprocessing.get_context("spawn")
-        self._server: BaseProcess | None = None  # the server
+        self._server: BaseProcess | None = None
         self._fleets: list[tuple[BaseProcess, Connection]] = []
         self._events: dict[Connection, list[Event]] = {}
 
@@ -171,8 +192,8 @@ class ScaleModel:
         """``fleets`` processes of agents."""
         secret = secrets.token_hex(32)
         receive, send = self._context.Pipe(duplex=False)
-        self._server = self._context.Process(target=_serve, args=(secret, send), daemon=True)
-        self._server.start()
+        self._server = server = self._context.Process(target=_serve, args=(secret, send), daemon=True)
+        server.start()
         send.close()
         try:
             endpoint = receive.recv()
@@ -192,8 +213,8 @@ class ScaleModel:
                 pipe.close()
                 process.join(10)
                 process.kill()
-            self._server.kill()
-            self._server.join()
+            server.kill()
+            server.join()
 
     def start(self, numbers: range, over: float) -> None:
         for index, (_, pipe) in enumerate(self._fleets):

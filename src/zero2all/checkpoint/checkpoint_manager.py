@@ -147,22 +147,19 @@ class CheckpointManager:
     def load(self, restore_point: RestorePoint) -> None:
         """Load a state and begin a history from it, on every rank before any continues."""
         self._live_state = None
-        self.rank_group.on_all_ranks(lambda: self._load_tensors(restore_point))
-        self.begin_history(restore_point)
-        for slot in self._slots.slots if self._slots is not None else []:
-            slot.step = -1 if slot.step > restore_point.step else slot.step
-
-    def _load_tensors(self, restore_point: RestorePoint) -> None:
         if restore_point.slots:
             state = training_state_dict(self.model, self.optimizers)
             reader = SlotReader(list(restore_point.slots))
             saved = reader.read_metadata().state_dict_metadata
             state["rng"] = {name: value for name, value in state["rng"].items() if f"rng.{name}" in saved}
             tensors = dict(flatten_tensors(state))
-            state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)  # a rank plans alone
+            state_dict_loader.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
             load_training_state_dict(state, self.model, self.optimizers)
         else:
             self.checkpoints.load(restore_point.step, self.model, self.optimizers)
+        self.begin_history(restore_point)
+        for slot in self._slots.slots if self._slots is not None else []:
+            slot.step = -1 if slot.step > restore_point.step else slot.step
 
     def roll_back(self, max_step: int) -> RestorePoint | None:
         """Load the newest state of at most ``max_step`` steps, and drop all later ones."""

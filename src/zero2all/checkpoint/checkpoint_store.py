@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
 from zero2all.checkpoint.callbacks import CheckpointCallbacks
-from zero2all.checkpoint.dcp_reader import CheckpointReader
-from zero2all.checkpoint.dcp_writer import ShardWriter
+from zero2all.checkpoint.dcp_reader import CheckpointReader, failure_reasons
 from zero2all.checkpoint.integrity import (
     MANIFEST_KIND,
     VALID,
@@ -82,7 +84,6 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, keep: int = 2, keep_best: int = 0) -> None:
         self.directory, self.keep, self.keep_best = directory, keep, keep_best
-        self._shard_writer = ShardWriter()
         self._verified: set[int] = set()  # by this process: their checksums were valid
 
     def steps(self) -> list[int]:
@@ -177,10 +178,16 @@ class CheckpointStore:
             on_phase("persist")
             shards = dict(flatten_tensors(tensors))  # DCP would pickle everything else
             try:
-                names = self._shard_writer.write(shards, place, rank_group)
-            except (OSError, RuntimeError, Z2aError) as error:
+                state_dict_saver.save(
+                    shards,
+                    storage_writer=FileSystemWriter(place),
+                    process_group=rank_group.group,
+                    no_dist=rank_group.group is None,
+                )
+            except CheckpointException as error:
                 raise self._write_error(step, place, shards, error) from error
-            own = [place / name for name in ([".metadata", *names] if rank_group.rank == 0 else names)]
+            own = [place / ".metadata"] if rank_group.rank == 0 else []
+            own += sorted(place.glob(f"__{rank_group.rank}_*"))
 
             def publish() -> dict[str, tuple[str, int]]:
                 if isinstance(partial, RemotePath):
@@ -207,13 +214,14 @@ class CheckpointStore:
         except (OSError, Z2aError) as error:  # the new checkpoint is written all the same
             warn(f"old checkpoints in {self.directory} are not removed: {error}")
 
-    def _write_error(self, step: int, place: Path, shards: dict[str, Tensor], error: Exception) -> Z2aError:
+    def _write_error(self, step: int, place: Path, shards: dict[str, Tensor], error: CheckpointException) -> Z2aError:
         """Why DCP could not write. Of a full disk it says nothing, and of other ranks only what it says arrives."""
         needed = sum(shard.numel() * shard.element_size() for shard in map(local_shard, shards.values()))
         written = sum(path.stat().st_size for path in place.iterdir())
-        if is_disk_full(error) or shutil.disk_usage(place).free < needed - written:
+        is_full = any(is_disk_full(reason) for reason, _ in error.failures.values())
+        if is_full or shutil.disk_usage(place).free < needed - written:
             return disk_full_error(place if isinstance(self.path(step), RemotePath) else self.path(step), error, needed)
-        return Z2aError((str(error) or type(error).__name__).splitlines()[0])
+        return Z2aError(failure_reasons(error))
 
     def _begin(self, step: int) -> AbstractContextManager[Path]:
         path = self.path(step)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -206,10 +207,10 @@ class CheckpointReader(FileSystemReader):
         return super().read_data(plan, planner)
 
     def load(self, tensors: dict[str, Any]) -> None:
-        """Fill tensors in place. No collective: each rank plans what it reads by itself."""
+        """Fill tensors in place; a collective if there are several ranks."""
         self.read_metadata()  # DCP would log a traceback of what is wrong with it
         try:
-            state_dict_loader.load(tensors, storage_reader=self, no_dist=True)
+            state_dict_loader.load(tensors, storage_reader=self, no_dist=not dist.is_initialized())
         except CheckpointException as error:
             raise Z2aError(
                 f"{self._metadata_file.parent} cannot be loaded: {failure_reasons(error)} "

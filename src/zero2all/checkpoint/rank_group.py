@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from zero2all.errors import Z2aError
 from zero2all.torch_private import PrefixStore, default_store
 
 T = TypeVar("T")
-R = TypeVar("R")
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # writing a checkpoint to slow storage takes long
 _numbers = itertools.count()  # of the groups of this process: all ranks make the same ones in the same order
 
@@ -52,30 +52,11 @@ class RankGroup:
         value: T = results[0]
         return value
 
-    def reduce_scatter(self, function: Callable[[], T], reduce: Callable[[list[T]], Sequence[R]]) -> R:
-        """``reduce`` gets the results of all ranks, on rank 0, and returns what each gets, in order of ranks. Unlike
-        with ``on_all_ranks``, no other rank holds the results of all."""
-        if self.world_size == 1:
-            return reduce([function()])[0]
-        assert self._tree is not None
-        mine, own_error = _attempt(function)
-        gathered = self._tree.gather(mine)
-        replies: dict[int, bytes] = {}
-        if self.rank == 0:
-            try:
-                results: list[T] = _values([gathered[rank] for rank in range(self.world_size)], own_error)
-                replies = {rank: pickle.dumps((value, None)) for rank, value in enumerate(reduce(results))}
-            except Exception as error:
-                own_error = error
-                replies = dict.fromkeys(range(self.world_size), pickle.dumps((None, _reason(error))))
-        reply = self._tree.scatter(replies)
-        if own_error is not None:
-            raise own_error
-        value: R
-        value, reason = pickle.loads(reply)
-        if reason is not None:
-            raise Z2aError(reason)
-        return value
+    @cached_property
+    def group(self) -> dist.ProcessGroup | None:
+        """A process group of all ranks, for torch's own collectives on objects; None without ranks. It is made by its
+        first use, which is a collective, and connects every rank with every other."""
+        return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if dist.is_initialized() else None
 
 
 def _attempt(function: Callable[[], object]) -> tuple[bytes, Exception | None]:

@@ -61,23 +61,6 @@ class RankTree:
             _send(self._below, place, payload)
         return payload
 
-    def scatter(self, parts: dict[int, bytes]) -> bytes:
-        """The part of this rank, of those that rank 0 gave."""
-        if self._above is not None:
-            parts = unpack(_receive(self._above, 0))
-        subtrees: dict[int, dict[int, bytes]] = {child: {} for child in self.children}
-        for rank, part in parts.items():
-            if rank != self.rank:
-                subtrees[self._child_towards(rank)][rank] = part
-        for place, child in enumerate(self.children, 1):
-            _send(self._below, place, pack(subtrees[child]))
-        return parts[self.rank]
-
-    def _child_towards(self, rank: int) -> int:
-        while (parent := (rank - 1) // self._fan_out) != self.rank:
-            rank = parent
-        return rank
-
     def _group(self, store: Store, parent: int, place: int, timeout: timedelta) -> Any:
         first = self._fan_out * parent + 1
         size = 1 + min(self._fan_out, self.world_size - first)
