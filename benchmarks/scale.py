@@ -1,5 +1,5 @@
-"""What each part costs at 1,024, 4,096 and 10,000 ranks, and at 1, 10 and 100 trillion tokens: measured on this machine,
-in the shape of the tables in docs/benchmarks.md.
+"""What each part costs at 1,024, 4,096 and 10,000 ranks, and at 1, 10 and 100 trillion tokens, measured on this
+machine, in the shape of the tables in docs/benchmarks.md.
 
     python benchmarks/scale.py --work /tmp/scale                  # all parts
     python benchmarks/scale.py --work /tmp/scale --only store     # rendezvous, ranks, restore, store, order or records
