@@ -82,7 +82,8 @@ def _measure_group(kind: str, size: int) -> tuple[float, float, int]:
     found = [pipe.recv() for pipe in pipes]
     for process in processes:
         process.join()
-    return tuple(max(one[number] for one in found) for number in range(3))  # type: ignore[return-value]
+    connected, call, sockets = (max(one[number] for one in found) for number in range(3))
+    return connected, call, sockets
 
 
 def _rank_process(kind: str, first: int, threads: int, size: int, port: int, send: Connection) -> None:

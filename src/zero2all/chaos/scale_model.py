@@ -209,10 +209,10 @@ class ScaleModel:
             self.traffic()  # they have started
             yield self
         finally:
-            for process, pipe in self._fleets:
+            for fleet, pipe in self._fleets:
                 pipe.close()
-                process.join(10)
-                process.kill()
+                fleet.join(10)
+                fleet.kill()
             server.kill()
             server.join()
 
