@@ -89,7 +89,8 @@ def _measure_group(kind: str, size: int) -> tuple[float, float, int]:
 def _rank_process(kind: str, first: int, threads: int, size: int, port: int, send: Connection) -> None:
     watch_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    before, found = _sockets(), [(0.0, 0.0)] * threads
+    before = _sockets()
+    found: list[tuple[float, float, object]] = [(0.0, 0.0, None)] * threads
 
     def run(number: int) -> None:
         store = TCPStore("127.0.0.1", port, size + 1, False, TIMEOUT, wait_for_workers=False)
@@ -106,8 +107,8 @@ def _rank_process(kind: str, first: int, threads: int, size: int, port: int, sen
     os._exit(0)
 
 
-def _use_group(kind: str, store: Any, rank: int, size: int, calls: int = 5) -> tuple[float, float]:
-    """Seconds to connect, and for a call."""
+def _use_group(kind: str, store: Any, rank: int, size: int, calls: int = 5) -> tuple[float, float, object]:
+    """Seconds to connect, and for a call; and what keeps the connections."""
     import torch
 
     payload, began = bytes(200), time.perf_counter()
@@ -129,7 +130,7 @@ def _use_group(kind: str, store: Any, rank: int, size: int, calls: int = 5) -> t
     connected, began = time.perf_counter() - began, time.perf_counter()
     for _ in range(calls):
         exchange()
-    return connected, (time.perf_counter() - began) / calls
+    return connected, (time.perf_counter() - began) / calls, exchange
 
 
 def _sockets() -> int:

@@ -58,7 +58,7 @@ def sockets() -> int:
 
 
 def use_rank_group() -> dict[str, Any]:
-    rank_group.RankTree.__init__.__defaults__ = (2,)  # type: ignore[attr-defined]
+    rank_group.RankTree.__init__.__defaults__ = (1,)  # type: ignore[attr-defined]
     before, rank = sockets(), dist.get_rank()
     group, second = RankGroup(), RankGroup()
     opened = sockets() - before
@@ -87,19 +87,19 @@ def use_rank_group() -> dict[str, Any]:
         "opened": opened,
         "in_thread": in_thread,
         "first": group.on_rank0(lambda: f"of {rank}"),
-        "failure": failure(lambda: group.on_all_ranks(lambda: fail_on(3))),
+        "failure": failure(lambda: group.on_all_ranks(lambda: fail_on(2))),
         "unpicklable": failure(lambda: group.on_all_ranks(lambda: (lambda: None) if rank == 1 else None))[:40],
         "after": group.on_all_ranks(lambda: rank),
     }
 
 
 def test_a_rank_group_has_the_results_of_one_group_and_few_sockets() -> None:
-    """Five ranks in a tree of two children each, of which one fails: all of them know why."""
-    for rank, found in enumerate(run_ranks(5, use_rank_group)):
+    """Three ranks in a tree of one child each, of which one fails: all of them know why."""
+    for rank, found in enumerate(run_ranks(3, use_rank_group)):
         assert found["equal"]
-        assert found["in_thread"] == found["after"] == [0, 1, 2, 3, 4]
+        assert found["in_thread"] == found["after"] == [0, 1, 2]
         assert found["first"] == "of 0"
-        assert found["failure"] == ("ValueError: no 3" if rank == 3 else "Z2aError: no 3 (on rank 3)")
+        assert found["failure"] == ("ValueError: no 2" if rank == 2 else "Z2aError: no 2 (on rank 2)")
         reason = "PicklingError|AttributeError" if rank == 1 else "Z2aError"
         assert re.match(f"({reason}): Can't (get|pickle) ", found["unpicklable"])
-        assert found["opened"] < 2 * (2 * 3 + 2), "a parent, a sibling and two children, and a listening socket each"
+        assert found["opened"] <= 2 * 2 * 3, "for each of two groups a parent and a child, and what listens"
