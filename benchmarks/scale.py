@@ -58,7 +58,7 @@ def rendezvous(work: Path) -> Iterator[Row]:
 
 def ranks(work: Path) -> Iterator[Row]:
     """A call of ``RankGroup.on_all_ranks`` with 200 bytes from each rank."""
-    for kind, sizes in (("full mesh", (32, 128)), ("tree", (32, 128, 1024))):
+    for kind, sizes in (("full mesh", (32, 128)), ("tree", (32, 128, 512))):
         for size in sizes:
             connected, call, sockets = _measure_group(kind, size)
             yield (

@@ -96,7 +96,7 @@ def simulate(agents: int, steady: float = 20.0, over: float = 0.0) -> ScaleRepor
             f"{agents} agents need {agents + SPARE_DESCRIPTORS} open files in the server, and this user may have "
             f"{limit}: raise the hard limit (ulimit -Hn), or simulate fewer"
         )
-    settings = RendezvousSettings(tuple(range(max(1, agents // 2), agents + 1)))
+    settings = RendezvousSettings(tuple(range(min(agents - 2, agents * 15 // 16), agents + 1)))
     with ScaleModel(settings).running(-(-agents // AGENTS_PER_PROCESS)) as model:
         return _measure(model, agents, steady, over)
 

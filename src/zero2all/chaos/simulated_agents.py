@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 from zero2all.elastic.rendezvous_messages import Enter, JoinNextRound, OwnNode, Ping, Request, ServerMessage
 from zero2all.elastic.rendezvous_protocol import (
@@ -176,7 +177,9 @@ class SimulatedAgent(asyncio.Protocol):
         self._session = SignedSession(self._fleet.secret, *self._nonces, is_server=False)
         high, low = divmod(self.number, 250)
         own = OwnNode(f"10.{high // 250}.{high % 250}.{low + 1}", pid=1, procs=RANKS_PER_NODE)
-        self._entering = self._send(Enter(JOB, self._fleet.settings, own))
+        self._entering = self._send_fields(
+            Enter.operation, {"job": JOB, "rules": self._fleet.rules, "node": asdict(own)}
+        )
         self._step = self._read_message
         asyncio.get_running_loop().call_later(random.uniform(0, HEARTBEAT_INTERVAL), self._beat)
         return True
@@ -187,10 +190,13 @@ class SimulatedAgent(asyncio.Protocol):
             asyncio.get_running_loop().call_later(HEARTBEAT_INTERVAL, self._beat)
 
     def _send(self, request: Request) -> int:
+        return self._send_fields(request.operation, asdict(request))
+
+    def _send_fields(self, operation: str, fields: dict[str, Any]) -> int:
         assert self._session is not None
         self._requests += 1
         self._fleet.messages += 1
-        self._write(self._session.seal({"id": self._requests, "op": request.operation, **asdict(request)}))
+        self._write(self._session.seal({"id": self._requests, "op": operation, **fields}))
         return self._requests
 
     def _read_message(self) -> bool:
@@ -226,7 +232,7 @@ class Fleet:
     """The agents of one process, and the pipe through which the scale model commands them."""
 
     def __init__(self, endpoint: str, secret: str, settings: RendezvousSettings, pipe: Connection) -> None:
-        self.secret, self.settings = secret.encode(), settings
+        self.secret, self.rules = secret.encode(), asdict(settings)
         host, _, port = endpoint.rpartition(":")
         self._address, self._pipe = (host, int(port)), pipe
         self.agents: dict[int, SimulatedAgent] = {}
