@@ -526,7 +526,8 @@ class Trainer:
         """Every rank writes its own record; the sinks of the recipe get that of rank 0."""
         options, rank = self.recipe.track, self.mesh.rank
         sinks = open_sinks(options.sinks, self.run.directory) if rank == 0 else []
-        return RunRecord(self.run.record_path, rank=rank, sinks=sinks, system_every=options.system_every)
+        ranks = self.rank_group.world_size
+        return RunRecord(self.run.record_path, rank, sinks, options.system_every, ranks)
 
     def _record_step(self, step: int, result: StepResult) -> None:
         metrics = {
