@@ -8,10 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from zero2all.chaos.scenario import Scenario
-from zero2all.chaos.simulated_nodes import SimulatedNetwork, simulated_network
+from zero2all.chaos.simulated_nodes import SimulatedNetwork, simulated_network, simulation_unavailable_reason
 from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.elastic.job_secret import new_secret
 from zero2all.environment import JOB_SECRET_VARIABLE
@@ -20,6 +21,7 @@ from zero2all.errors import Z2aError
 PORT = 29500
 RANKS_PER_NODE = 2
 SAVING_MESSAGE = "telling the ranks to save"
+NODES_CHANGE_MESSAGE = "the nodes of the job change"
 NodeProcess = subprocess.Popen[bytes]
 
 
@@ -100,9 +102,7 @@ def lose_node(number: int, back: bool = False) -> Callable[[Scenario], None]:
                 return
             scenario.wait_until_triggered(1)  # the survivor is training again
             returned = cluster.start(number, hang_after=hang_after)
-            scenario.wait_until(
-                lambda: "the nodes of the job change" in scenario.log_text(), "the returned node is noticed"
-            )
+            scenario.wait_for_message(NODES_CHANGE_MESSAGE)
             scenario.release(1)
             cluster.expect_success(survivor, returned)
 
@@ -120,6 +120,95 @@ def disconnect_node(scenario: Scenario) -> None:
         scenario.release()
         cluster.expect_success(processes[0])
         cluster.nodes[1].kill_all()
+
+
+def replace_node(scenario: Scenario) -> None:
+    """A node loses power; another machine, with another name and address and empty memory, takes its place."""
+    with simulated_cluster(scenario, nodes=3) as cluster:
+        cluster.start_rendezvous()
+        processes = [cluster.start(number, nodes=(2, 2)) for number in range(2)]
+        scenario.wait_until_triggered()
+        scenario.mark_trigger()
+        cluster.power_cycle(1)
+        scenario.release()
+        processes[1].wait()
+        cluster.expect_success(processes[0], cluster.start(2, nodes=(2, 2)))
+
+
+def isolate_node(scenario: Scenario) -> None:
+    """A node is cut off, the other continues alone; then the node returns, with its memory as it was."""
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        hang_after = 8 * scenario.hang_after  # ranks are held while a node starts
+        processes = [cluster.start(number, hang_after=hang_after) for number in range(2)]
+        scenario.wait_until_triggered(0)
+        cluster.wait_until_staged(1, 8)
+        scenario.mark_trigger()
+        node = cluster.nodes[1]
+        node.disconnect()
+        node.kill_all()
+        processes[1].wait()
+        node.connect()
+        scenario.release(0)
+        scenario.wait_until_triggered(1)  # the survivor is training again
+        returned = cluster.start(1, hang_after=hang_after)
+        scenario.wait_for_message(NODES_CHANGE_MESSAGE)
+        scenario.release(1)
+        cluster.expect_success(processes[0], returned)
+
+
+def suspend_node(scenario: Scenario) -> None:
+    """Every process of a node is stopped for longer than a heartbeat may be late, and continues after its replacement.
+
+    Its ranks then are of a round that is over: they must write nothing.
+    """
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        hang_after = 8 * scenario.hang_after
+        processes = [cluster.start(number, hang_after=hang_after) for number in range(2)]
+        scenario.wait_until_triggered(0)
+        scenario.mark_trigger()
+        cluster.nodes[1].suspend()
+        scenario.release(0)
+        scenario.wait_until_triggered(1)  # the other node is training alone
+        cluster.nodes[1].resume()
+        scenario.wait_for_message(NODES_CHANGE_MESSAGE)
+        scenario.release(1)
+        cluster.expect_success(*processes)
+
+
+def shift_clock(scenario: Scenario) -> None:
+    """The clock of a node jumps an hour ahead, then two hours back, and a rank of the other node is killed."""
+    clock = scenario.directory / "clock"
+    clock.write_text("+0\n")
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        processes = [cluster.start(0)]
+        scenario.environment.update(fake_clock(clock))
+        processes.append(cluster.start(1))
+        for number, offset in enumerate(("+3600", "-3600")):
+            scenario.wait_until_triggered(number)
+            clock.write_text(f"{offset}\n")
+            scenario.release(number)
+        cluster.expect_success(*processes)
+
+
+def fake_clock(path: Path) -> dict[str, str]:
+    """Variables of a process whose wall clock is off by what a file says; its monotonic clock is not."""
+    return {
+        "LD_PRELOAD": str(next(_faketime_libraries())), "FAKETIME_TIMESTAMP_FILE": str(path),
+        "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1", "DONT_FAKE_MONOTONIC": "1",
+    }  # fmt: skip
+
+
+def _faketime_libraries() -> Iterator[Path]:
+    return Path("/usr/lib").glob("**/faketime/libfaketimeMT.so.1")  # MT: for processes with threads
+
+
+def clock_unavailable_reason() -> str | None:
+    if not any(_faketime_libraries()):
+        return "needs libfaketime: apt-get install faketime"
+    return simulation_unavailable_reason()
 
 
 def restart_rendezvous(scenario: Scenario) -> None:
