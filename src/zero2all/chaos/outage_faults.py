@@ -1,4 +1,4 @@
-"""Faults that pass: storage that fails, hangs or is slow for a while, memory and disks that others fill, a taken run."""
+"""Faults that pass: storage that fails or is slow for a while, memory and disks that others fill, a second launch."""
 
 from __future__ import annotations
 

@@ -51,10 +51,11 @@ def draw_history(seed: int) -> list[Event]:
     """Held steps increase: the state that is restored is never beyond the next of them."""
     rng = random.Random(seed)
     steps = sorted(rng.sample(range(5, LAST_STEP), NUM_EVENTS))
-    nodes = (0, 1)
+    nodes: tuple[int, ...] = (0, 1)
     events = []
     for step in steps:
-        kind = rng.choice(EVENTS)
+        # Not last of all: a job whose final checkpoint cannot be written fails.
+        kind = rng.choice(EVENTS if step != steps[-1] else ("kill a rank", *ENDING_EVENTS))
         next_nodes = _draw_nodes(rng) if kind in ENDING_EVENTS else nodes
         chosen = rng.randrange(len(nodes) * (RANKS_PER_NODE if kind == "kill a rank" else 1))
         events.append(Event(kind, step, nodes, next_nodes, chosen))

@@ -1,4 +1,4 @@
-"""Which start wrote the state that each rank restored: a mixture of two histories is found even if its losses are right.
+"""Which start wrote the state that each rank restored: finds a mixture of two histories even if its losses are right.
 
 Every start of the suite's job is deterministic, so states of two histories hold the same weights, and a restart that
 mixes them would not show in the losses. The suite therefore marks them: each time a state is loaded, a rank seeds

@@ -17,6 +17,10 @@ def chaos(
     out: Annotated[Path, typer.Option("--out", help="Directory for the jobs and the result table.")],
     only: Annotated[list[str] | None, typer.Option("--only", help="Inject only this fault. Can be repeated.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed for the ranks and steps at which faults are injected.")] = 0,
+    jobs: Annotated[
+        int,
+        typer.Option("--jobs", "-j", min=1, help="Faults at a time. Times in the table are then of a busy machine."),
+    ] = 1,
     json: Json = False,
 ) -> Result:
     """Inject faults into small jobs and check exact recovery.
@@ -26,7 +30,7 @@ def chaos(
     require_linux("z2a chaos")
     from zero2all.chaos.suite import render_table, run_suite
 
-    rows = run_suite(out, only or [], seed)
+    rows = run_suite(out, only or [], seed, jobs)
     failed = [row.fault for row in rows if row.problems]
     result = Result({"failed": failed, "rows": [asdict(row) for row in rows]}, render_table(rows))
     if failed:
