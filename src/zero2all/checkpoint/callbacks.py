@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 CheckpointPhase = Literal["restore", "staging", "marker", "persist", "manifest"]
-"""A state is about to be loaded. In memory: a slot is being overwritten; it is complete but for its marker. On durable storage: the shards of this
-rank are about to be written; all are written but the manifest."""
+"""A state is about to be loaded. In memory: a slot is being overwritten; it is complete but for its marker. On durable
+storage: the shards of this rank are about to be written; all are written but the manifest."""
 
 
 def ignore(*details: object) -> None:
