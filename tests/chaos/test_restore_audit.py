@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def test_a_random_history_is_reproducible_and_can_be_driven(seed: int) -> None:
     assert events == draw_history(seed)
     assert len(events) == NUM_EVENTS
     assert [event.step for event in events] == sorted({event.step for event in events})
-    for event, following in zip(events, events[1:], strict=False):
+    for event, following in pairwise(events):
         assert following.nodes == event.next_nodes
         assert event.kind in ENDING_EVENTS or event.nodes == event.next_nodes
     assert events[-1].kind != "storage fails"

@@ -98,7 +98,8 @@ def test_a_suspended_node_stands_still_until_it_is_resumed(tmp_path: Path) -> No
             wait_for(lambda: ticks.exists() and ticks.stat().st_size > 20)
             node.suspend()
             size = ticks.stat().st_size
-            time.sleep(0.2)
+            states = [Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in node.processes()]
+            assert set(states) == {"T"}
             assert ticks.stat().st_size == size
             node.resume()
             wait_for(lambda: ticks.stat().st_size > size)
