@@ -78,8 +78,7 @@ class Scenario:
     def start(
         self, num_ranks: int = NUM_RANKS, node: SimulatedNode | None = None, **options: Any
     ) -> subprocess.Popen[bytes]:
-        if self._is_terminated:
-            raise Z2aError("the suite ends")
+        self._require_open()
         launch_options = {
             "command": [str(self.recipe_path), str(self.directory)], "procs": num_ranks, "nodes": (1, 1),
             "hang_after": self.hang_after, "grace": 2 * self.hang_after, "patience": 2 * self.hang_after, **options,
@@ -149,9 +148,14 @@ class Scenario:
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.timeout / 2
         while not condition():
+            self._require_open()
             if time.monotonic() > deadline:
                 raise Z2aError(f"timed out after {self.timeout / 2:.0f} s waiting until {what}")
             time.sleep(0.02)
+
+    def _require_open(self) -> None:
+        if self._is_terminated:
+            raise Z2aError("the suite was ended")
 
     def terminate(self) -> None:
         """Leave no process of this scenario behind, whatever happened, and start no other."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -67,14 +67,16 @@ def run_suite(out: Path, only: Sequence[str] = (), seed: int = 0, jobs: int = 1)
     def run(fault: Fault, live: LiveScenarios) -> FaultResult:
         return run_fault(out, fault, baselines[_loss_overrides(fault)], seed, live)
 
-    for row in _run_rows(chosen, run, jobs):
-        rows.append(row)
-        left = (time.monotonic() - begin) / len(rows) * (len(chosen) - len(rows))
-        ending = f"; about {show_seconds(left)} left" if left else f" in {show_seconds(time.monotonic() - begin)}"
-        say(f"{len(rows)}/{len(chosen)} {_summary_line(row)}{ending}")
-        rows.sort(key=lambda row: order.index(row.fault))
-        write_json(out / "chaos.json", {"seed": seed, "jobs": jobs, "rows": [asdict(row) for row in rows]})
-        write_text(out / "chaos.md", render_table(rows) + "\n")
+    with closing(_run_rows(chosen, run, jobs)) as finished:
+        for row in finished:
+            rows.append(row)
+            taken = time.monotonic() - begin
+            left = taken / len(rows) * (len(chosen) - len(rows))
+            ending = f"about {show_seconds(left)} left" if left else f"all in {show_seconds(taken)}"
+            say(f"{len(rows)}/{len(chosen)} {_summary_line(row)}; {ending}")
+            rows.sort(key=lambda row: order.index(row.fault))
+            write_json(out / "chaos.json", {"seed": seed, "jobs": jobs, "rows": [asdict(row) for row in rows]})
+            write_text(out / "chaos.md", render_table(rows) + "\n")
     return rows
 
 
@@ -109,7 +111,7 @@ class LiveScenarios:
 
 def _run_rows(
     faults: list[Fault], run: Callable[[Fault, LiveScenarios], FaultResult], jobs: int
-) -> Iterator[FaultResult]:
+) -> Generator[FaultResult]:
     """The rows, as they are done. A row is one thread, which mostly waits for its processes."""
     live = LiveScenarios()
     with ThreadPoolExecutor(jobs) as pool:
