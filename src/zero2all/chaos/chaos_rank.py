@@ -9,12 +9,14 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from zero2all.chaos.shifted_clock import shift_clock
 from zero2all.processes import AGENT_PID, end_with_agent
 
+shift_clock()
 if AGENT_PID in os.environ:
     end_with_agent()  # before the next import, which takes seconds
 
-from zero2all.elastic.worker import record_exception, run_worker, setup_worker
+from zero2all.elastic.worker import record_exception, run_worker, setup_worker  # noqa: E402
 
 setup_worker()
 

@@ -20,15 +20,14 @@ from zero2all.chaos.fault import (
 from zero2all.chaos.injections import Injection
 from zero2all.chaos.node_faults import (
     abandon_histories,
-    clock_unavailable_reason,
     disconnect_node,
     isolate_node,
+    jump_clock,
     lose_node,
     lose_rendezvous_node,
     preempt_node,
     replace_node,
     restart_rendezvous,
-    shift_clock,
     shrink_and_grow_nodes,
     suspend_node,
 )
@@ -364,10 +363,10 @@ MULTI_NODE_FAULTS = (
     Fault(
         "the clock of a node jumps",
         lambda rng: [Injection("hold", 0, 6), Injection("hold", 0, 14), Injection("kill", 0, 20)],
-        shift_clock,
+        jump_clock,
         accepted_kinds=("cut off",),
         expected_messages=("first to fail: rank 0",),
-        unavailable_reason=clock_unavailable_reason,
+        unavailable_reason=simulation_unavailable_reason,
     ),
 )
 FAULTS: tuple[Fault, ...] = (*SINGLE_NODE_FAULTS, *OUTAGE_FAULTS, *MULTI_NODE_FAULTS, *RANDOM_HISTORIES)

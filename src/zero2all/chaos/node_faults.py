@@ -8,11 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from zero2all.chaos.scenario import Scenario
-from zero2all.chaos.simulated_nodes import SimulatedNetwork, simulated_network, simulation_unavailable_reason
+from zero2all.chaos.shifted_clock import CLOCK_VARIABLE, set_clock
+from zero2all.chaos.simulated_nodes import SimulatedNetwork, simulated_network
 from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.elastic.job_secret import new_secret
 from zero2all.environment import JOB_SECRET_VARIABLE
@@ -177,38 +177,20 @@ def suspend_node(scenario: Scenario) -> None:
         cluster.expect_success(*processes)
 
 
-def shift_clock(scenario: Scenario) -> None:
+def jump_clock(scenario: Scenario) -> None:
     """The clock of a node jumps an hour ahead, then two hours back, and a rank of the other node is killed."""
     clock = scenario.directory / "clock"
-    clock.write_text("+0\n")
+    set_clock(clock, 0)
     with simulated_cluster(scenario) as cluster:
         cluster.start_rendezvous()
         processes = [cluster.start(0)]
-        scenario.environment.update(fake_clock(clock))
+        scenario.environment[CLOCK_VARIABLE] = str(clock)
         processes.append(cluster.start(1))
-        for number, offset in enumerate(("+3600", "-3600")):
+        for number, ahead in enumerate((3600, -3600)):
             scenario.wait_until_triggered(number)
-            clock.write_text(f"{offset}\n")
+            set_clock(clock, ahead)
             scenario.release(number)
         cluster.expect_success(*processes)
-
-
-def fake_clock(path: Path) -> dict[str, str]:
-    """Variables of a process whose wall clock is off by what a file says; its monotonic clock is not."""
-    return {
-        "LD_PRELOAD": str(next(_faketime_libraries())), "FAKETIME_TIMESTAMP_FILE": str(path),
-        "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1", "DONT_FAKE_MONOTONIC": "1",
-    }  # fmt: skip
-
-
-def _faketime_libraries() -> Iterator[Path]:
-    return Path("/usr/lib").glob("**/faketime/libfaketimeMT.so.1")  # MT: for processes with threads
-
-
-def clock_unavailable_reason() -> str | None:
-    if not any(_faketime_libraries()):
-        return "needs libfaketime: apt-get install faketime"
-    return simulation_unavailable_reason()
 
 
 def restart_rendezvous(scenario: Scenario) -> None:
