@@ -113,7 +113,7 @@ def _bring_to_host(node: SimulatedNode, source: Path, target: Path) -> None:
 
 def launch_twice(scenario: Scenario) -> None:
     """While the job runs, the same command is started once more: it is refused, and the job does not notice."""
-    first = scenario.start()
+    first = scenario.start(hang_after=8 * scenario.hang_after)  # its ranks are held while the second starts
     scenario.wait_until_triggered(0)
     scenario.mark_trigger()
     scenario.environment[LOCK_PATIENCE_VARIABLE] = "1"
