@@ -27,6 +27,10 @@ def chaos(
     steady: Annotated[
         float, typer.Option("--steady", min=1, help="With --simulate: seconds for which heartbeats are measured.")
     ] = 20.0,
+    jobs: Annotated[
+        int,
+        typer.Option("--jobs", "-j", min=1, help="Faults at a time. Times in the table are then of a busy machine."),
+    ] = 1,
     json: Json = False,
 ) -> Result:
     """Inject faults into small jobs and check exact recovery.
@@ -38,7 +42,7 @@ def chaos(
         return _simulate(out, simulate, steady, over)
     from zero2all.chaos.suite import render_table, run_suite
 
-    rows = run_suite(out, only or [], seed)
+    rows = run_suite(out, only or [], seed, jobs)
     failed = [row.fault for row in rows if row.problems]
     result = Result({"failed": failed, "rows": [asdict(row) for row in rows]}, render_table(rows))
     if failed:

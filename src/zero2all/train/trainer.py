@@ -177,6 +177,8 @@ class Trainer:
         with ExitStack() as stack:
             self.rank_group.on_rank0(self.run.check_directory)
             self.rank_group.on_rank0(lambda: stack.enter_context(run_lock(self.run.directory)))
+            if self.rank_group.on_rank0(lambda: self.run.exists):  # a first start fails at once
+                self.rank_group.on_rank0(self.run.checkpoints.wait_until_readable)
             self._init_data()
             self._init_model()
             self._init_checkpoints(extend)
