@@ -32,7 +32,7 @@ def doctor(
     from zero2all.environment import STORE_VARIABLE
 
     if calibrate is not None:
-        return _calibrate(calibrate, directory)
+        return write_calibration(calibrate, directory)
     store = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # The agents' store: every node reaches it, even if the connection to the first node is broken.
@@ -48,7 +48,7 @@ def doctor(
     return result
 
 
-def _calibrate(path: Path, directory: Path) -> Result:
+def write_calibration(path: Path, directory: Path) -> Result:
     """Matrix products, a training step, memory, link and disk, as an entry of the hardware table."""
     import torch
 
