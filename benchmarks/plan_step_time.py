@@ -1,4 +1,4 @@
-"""Step time that `z2a plan` predicts with a calibrated entry of this machine against what was measured, on one CPU rank.
+"""Step time that `z2a plan` predicts with a calibrated entry of this machine against a measured one, on one CPU rank.
 
     OMP_NUM_THREADS=1 python benchmarks/plan_step_time.py --work /somewhere
 

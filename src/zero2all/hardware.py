@@ -90,6 +90,15 @@ def on_current_device(target: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
+def gpu_pci_addresses() -> list[str]:
+    """Of the GPUs that this process sees, in CUDA's order, as the kernel writes them: 0000:17:00.0."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        found.append(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    return found
+
+
 def use_rank_device() -> None:
     """For a thread that was started before the rank chose its device; does nothing if it never used CUDA."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

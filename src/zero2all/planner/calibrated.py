@@ -50,6 +50,9 @@ def calibrated_entry(
         gpus_per_node=ranks_per_node,
         fp32_flops=flops if precision == "fp32" else None,
     )
+    # A plan takes ``auto`` for bf16, which a CPU may not have: the step is planned in what it was measured in.
+    train = reference.train.model_copy(update={"precision": precision})
+    reference = reference.model_copy(update={"train": train})
     low, high = math.log(1e-4), math.log(LARGEST_SHARE)
     for _ in range(60):  # halving
         middle = (low + high) / 2

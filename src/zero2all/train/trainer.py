@@ -35,6 +35,7 @@ from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.model.z2all import derive_seed
+from zero2all.numa import rank_binding
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.float8 import check_float8
 from zero2all.recipe import ExtendMode, Recipe
@@ -349,6 +350,8 @@ class Trainer:
             startup = round(time.time() - self.start_time, 3)
             kind = "resume" if self.first_step else "start"
             self.record.event(kind, step=self.first_step, steps=plan.total_steps, startup=startup)
+            if (bound := rank_binding()).problem:
+                self.record.event("CPU binding", step=self.first_step, problem=bound.problem)
             if (init := self.initial_weights) is not None:
                 self.record.event("initial weights", step=0, path=init.path, fingerprint=init.fingerprint)
             self.timer.restart()
