@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -50,6 +51,18 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return torch.backends.mps.get_name() if device.type == MPS else platform.processor() or "cpu"
+
+
+def hardware_key(device: torch.device) -> str:
+    """What a calibrated entry is kept under: the same for all machines that run as fast."""
+    if device.type != "cpu":
+        return device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = device_name(device)
+    return f"{model}, {torch.get_num_threads()} threads"
 
 
 def device_title(device: torch.device) -> str:
