@@ -11,6 +11,7 @@ import typer
 
 from zero2all.cli.conventions import Json, Result, command
 from zero2all.errors import UsageError
+from zero2all.numa import BindingMode
 from zero2all.processes import require_linux
 
 if TYPE_CHECKING:
@@ -69,6 +70,14 @@ HangAfter = Annotated[
 Grace = Annotated[
     float, typer.Option("--grace", min=1, help="Seconds that ranks have to save a checkpoint when the job is stopped.")
 ]
+NumaBinding = Annotated[
+    BindingMode,
+    typer.Option(
+        "--numa-binding",
+        help="CPUs of a rank: those of the NUMA node of its GPU, of one core complex (L3 cache) there, or off for "
+        "all. Default: node, where there are several NUMA nodes; ranks without GPUs are spread over them.",
+    ),
+]
 Check = Annotated[bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")]
 JobFile = Literal["slurm", "k8s", "pytorchjob"]
 Emit = Annotated[
@@ -91,6 +100,7 @@ def launch(
     max_restarts: MaxRestarts = None,
     hang_after: HangAfter = 600,
     grace: Grace = 110,
+    numa_binding: NumaBinding = "auto",
     check: Check = False,
     emit: Emit = None,
     to: To = None,
@@ -110,6 +120,7 @@ def launch(
     launch_config = LaunchConfig(
         rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
         UNLIMITED_RESTARTS if max_restarts is None else max_restarts, hang_after, grace,
+        numa_binding=numa_binding,
     )  # fmt: skip
     if emit is None:
         require_linux("z2a launch")
