@@ -29,9 +29,19 @@ def cuda_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return settings
 
 
+_own_settings: set[str] = set()
+
+
 def set_cuda_environment() -> None:
     """For this process and its children; call it before torch is imported, or at least before CUDA is used."""
-    os.environ.update(cuda_settings(os.environ))
+    settings = cuda_settings(os.environ)
+    _own_settings.update(settings)
+    os.environ.update(settings)
+
+
+def own_allocator_settings() -> set[str]:
+    """Variables for torch's allocator that the user has not set: a script may need another one."""
+    return _own_settings.intersection(ALLOCATOR_VARIABLES)
 
 
 def set_dump_file(prefix: str) -> None:

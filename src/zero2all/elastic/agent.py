@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zero2all.console import say
+from zero2all.elastic.activity import ActivityWatch
 from zero2all.elastic.exit_reason import ExitReason, FailureKind, classify_exit, gpu_faults, oom_kills
 from zero2all.elastic.failure_report import (
     LOG_LINES,
@@ -35,7 +37,7 @@ from zero2all.elastic.heartbeat import Heartbeat, HeartbeatStatus, StartupPhase,
 from zero2all.elastic.rendezvous import Rendezvous
 from zero2all.elastic.restart_policy import RestartPolicy, should_exclude_node
 from zero2all.elastic.stragglers import CHECK_INTERVAL, find_straggler, read_arrival_times
-from zero2all.elastic.worker import collectives_path
+from zero2all.elastic.worker import collectives_path, dump_thread_path, stacks_path
 from zero2all.elastic.worker_logs import last_lines, trim_log
 from zero2all.torch_private import Store, forbid_restarts, remaining_restarts, worker_context
 
@@ -44,17 +46,30 @@ LOG_TRIM_INTERVAL = 10.0  # seconds between two checks of the log size
 PEER_LOSS_TIMEOUT = 5.0  # seconds for ranks to notice that a peer on another node is lost
 
 
+@dataclass(frozen=True)
+class ScriptSettings:
+    """For ranks that run any script: it opens no run directory, and may send no heartbeat."""
+
+    report_directory: Path
+    watch_activity: bool
+    """Whether a rank without heartbeats that is idle for ``hang_after`` seconds is hung."""
+
+
 class Agent(LocalElasticAgent):
     """One for each node. ``run()`` returns when the job has ended, with success or failure."""
 
-    def __init__(self, spec: WorkerSpec, directory: Path, hang_after: float, grace: float) -> None:
+    def __init__(
+        self, spec: WorkerSpec, directory: Path, hang_after: float, grace: float, script: ScriptSettings | None = None
+    ) -> None:
         """``grace`` is how long ranks may take to save after SIGTERM."""
         logs = DefaultLogsSpecs(log_dir=str(directory / "logs"), tee=Std.ERR)
         super().__init__(spec, logs, log_line_prefix_template="[${rank}] ", shutdown_timeout=int(grace))
         assert isinstance(spec.rdzv_handler, Rendezvous)
         self.rendezvous = spec.rdzv_handler
         self.directory, self.hang_after, self.grace = directory, hang_after, grace
-        self.restart_policy = RestartPolicy()
+        self.restart_policy = RestartPolicy(sees_progress=script is None)
+        self.script = script
+        self._activity = ActivityWatch(directory, hang_after) if script is not None and script.watch_activity else None
         self.last_failure: NodeReport | None = None
         """The failure that ended the job, or the latest one."""
         self.leaves_job = False
@@ -69,9 +84,11 @@ class Agent(LocalElasticAgent):
 
     @property
     def run_directory(self) -> Path | None:
-        """Known once a rank has set it."""
+        """Known once a rank has set it; the reports of a script have a directory of their own."""
         file = run_directory_file(self.directory)
-        return Path(file.read_text(encoding="utf-8")) if file.exists() else None
+        if file.exists():
+            return Path(file.read_text(encoding="utf-8"))
+        return None if self.script is None else self.script.report_directory
 
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
@@ -89,7 +106,10 @@ class Agent(LocalElasticAgent):
             self._recovery.rendezvous_done(report)
         for worker in worker_group.workers:
             self._heartbeats[worker.local_rank] = create_heartbeat(self.directory, worker.local_rank)
-            collectives_path(self.directory, worker.local_rank).unlink(missing_ok=True)
+            for path in (collectives_path, stacks_path, dump_thread_path):  # of the rank before
+                path(self.directory, worker.local_rank).unlink(missing_ok=True)
+        if self._activity is not None:
+            self._activity.restart()
         self._ended_by_agent.clear()
         self._oom_kills = oom_kills()
         started: dict[int, Any] = super()._start_workers(worker_group)
@@ -109,12 +129,13 @@ class Agent(LocalElasticAgent):
         if result.state != WorkerState.HEALTHY:
             return result
         running = self._running()
-        if any(is_hung(statuses[local], self.hang_after) for local in running):
+        signs = statuses if self.script is None else self._signs_of_progress(statuses, running)
+        if any(is_hung(signs[local], self.hang_after) for local in running):
             detected = time.monotonic()
             ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
             hung = collect_stacks(self.directory, running, ranks, statuses)
             self._end_ranks(0)
-            self._handle_failure(worker_group, statuses, detected, hung=hung)
+            self._handle_failure(worker_group, signs, detected, hung=hung)
             return RunResult(state=WorkerState.UNHEALTHY)
         if self._peers_lost(statuses):
             detected = time.monotonic()
@@ -128,6 +149,19 @@ class Agent(LocalElasticAgent):
         self._check_stragglers(worker_group)
         self._trim_logs()
         return result
+
+    def _signs_of_progress(
+        self, statuses: dict[int, HeartbeatStatus], running: dict[int, int]
+    ) -> dict[int, HeartbeatStatus]:
+        """A script without heartbeats has instead the time when it was last active, if that is watched."""
+        now = time.monotonic()
+        idle_since = dict.fromkeys(running, now) if self._activity is None else self._activity.idle_since(running)
+        silent = {local: since for local, since in idle_since.items() if not statuses[local].has_stepped}
+        # As if it made steps: an idle rank is hung after the same time whether it starts or works.
+        working = tuple(float(phase == StartupPhase.STEPPED) for phase in StartupPhase)
+        return statuses | {
+            local: replace(statuses[local], time=since, phase_times=working) for local, since in silent.items()
+        }
 
     def _peers_lost(self, statuses: dict[int, HeartbeatStatus]) -> bool:
         """A node is lost, and the ranks here had time to notice: they block in a collective that never ends. Ranks that
@@ -252,7 +286,7 @@ class Agent(LocalElasticAgent):
             kind=kind,
             step=step,
             since=detected - max(status.time for status in statuses.values()),
-            decision=reason or f"restarting{after} from the newest checkpoint",
+            decision=reason or f"restarting{after}" + ("" if self.script else " from the newest checkpoint"),
             command=list(worker_group.spec.args),
             deaths=rank_failures,
             stuck=hung or [],

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from zero2all.elastic.exit_reason import FailureKind
 from zero2all.elastic.hang_detection import HungRank, find_hang_culprits
+from zero2all.elastic.worker_command import SCRIPT_MODULE
 from zero2all.errors import Z2aError
 from zero2all.io import HISTORY_FILE, read_json, read_record, write_record, write_text
 from zero2all.records import RestoreSummary, parse_record
@@ -185,8 +186,10 @@ def combine_node_reports(node_reports: list[NodeReport]) -> FailureReport:
 def render_text(report: FailureReport) -> str:
     """The report for a person."""
     when = datetime.fromtimestamp(report.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    where = f"after step {report.step}" if report.step >= 0 else "before the first step"
-    lines = [f"{report.kind} {where}, {when}"]
+    where = f" after step {report.step}" if report.step >= 0 else " before the first step"
+    if report.step < 0 and SCRIPT_MODULE in report.command:
+        where = ""  # a script need not tell its steps
+    lines = [f"{report.kind}{where}, {when}"]
     missing = report.nodes - len(report.nodes_heard)
     if missing > 0:
         lines.append(f"  {missing} of {report.nodes} nodes sent no report: their agents are gone")

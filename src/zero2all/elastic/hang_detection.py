@@ -62,7 +62,8 @@ def collect_stacks(
     for local, pid in pids.items():
         collectives_path(directory, local).unlink(missing_ok=True)  # a dump of an earlier request is stale
         request_dump(directory, local)
-        os.kill(pid, signal.SIGUSR1)
+        if stacks_path(directory, local).exists():  # else nothing handles the signal, which would end the process
+            os.kill(pid, signal.SIGUSR1)
     stopped = {local for local, state in states.items() if state == "T"}
     for local in stopped:
         # The signal above is pending: it shows the line at which the process was stopped.

@@ -34,7 +34,10 @@ def should_exclude_node(rendezvous: NodeFailureRegistry, kind: FailureKind, step
 class RestartPolicy:
     """Counts failures by step, and decides on restarts."""
 
-    def __init__(self) -> None:
+    def __init__(self, sees_progress: bool = True) -> None:
+        """``sees_progress`` is False for a script: as long as it sends no heartbeat, only the number of restarts
+        limits them."""
+        self._sees_progress = sees_progress
         self._failures_by_step: Counter[int] = Counter()
         self._failures_without_progress = 0
         self._furthest = -1
@@ -56,6 +59,8 @@ class RestartPolicy:
             self._failures_by_step[step] += 1
         self._failures_without_progress += 1
         where = f"after step {step}" if step >= 0 else "before the first step"
+        if not self._sees_progress and self._furthest < 0:
+            return None if restarts_left else "given up: no restarts are left (--max-restarts)"
         if self._failures_by_step[step] >= MAX_FAILURES_PER_STEP:
             return f"given up: it failed {MAX_FAILURES_PER_STEP} times {where}, so a restart would too"
         if self._failures_without_progress >= MAX_FAILURES_WITHOUT_PROGRESS:
