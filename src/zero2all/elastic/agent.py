@@ -40,6 +40,7 @@ from zero2all.elastic.worker_logs import last_lines, trim_log
 from zero2all.torch_private import Store, forbid_restarts, remaining_restarts, worker_context
 
 EXIT_GRACE = 1.0  # seconds for ranks that lost a peer to exit and report it
+CLASSIFIED_LINES = 1000  # of a log: an abort writes the stacks of all threads, in C++ and in Python, after its reason
 LOG_TRIM_INTERVAL = 10.0  # seconds between two checks of the log size
 PEER_LOSS_TIMEOUT = 5.0  # seconds for ranks to notice that a peer on another node is lost
 
@@ -276,7 +277,7 @@ class Agent(LocalElasticAgent):
         for rank, failure in failures.items():
             local = failure.local_rank
             message, trace, when = _read_error_file(Path(failure.error_file))
-            lines = last_lines(Path(failure.error_file).with_name("stderr.log"), LOG_LINES)
+            lines = last_lines(Path(failure.error_file).with_name("stderr.log"), CLASSIFIED_LINES)
             how = classify_exit(failure.exitcode, message, oom_killed, lines)
             if local in self._ended_by_agent:
                 lost = ", ".join(self.rendezvous.client.status.lost)
@@ -286,7 +287,7 @@ class Agent(LocalElasticAgent):
             found.append(
                 RankFailure(
                     rank, socket.gethostname(), failure.pid, failure.exitcode, how.kind, how.description,
-                    when or failure.timestamp, statuses[local].step, message, trace, lines,
+                    when or how.time or failure.timestamp, statuses[local].step, message, trace, lines[-LOG_LINES:],
                 )
             )  # fmt: skip
         return found
@@ -345,7 +346,7 @@ class RecoveryTimer:
 
 def _failure_kind(rank_failures: list[RankFailure]) -> FailureKind:
     """The most severe kind; those that follow from another failure come last."""
-    order: tuple[FailureKind, ...] = ("wrong usage", "out of memory", "crash", "stopped", "cut off")
+    order: tuple[FailureKind, ...] = ("wrong usage", "out of memory", "crash", "hang", "stopped", "cut off")
     kinds = {failure.kind for failure in rank_failures}
     return next((kind for kind in order if kind in kinds), "crash")
 
