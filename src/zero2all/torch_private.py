@@ -328,6 +328,14 @@ def dump_flight_recorders() -> list[bytes]:
     return [dump if isinstance(dump, bytes) else dump.encode() for dump in dumps]
 
 
+def process_group_ranks() -> dict[str, list[int]]:
+    """The ranks of every process group of this rank, by the group's name in the flight recorder; any thread may ask.
+    Tested with 2.13. Public get_process_group_ranks, for a group that one has."""
+    from torch.distributed.distributed_c10d import _world
+
+    return {name: sorted(_world.pg_group_ranks.get(group, ())) for group, name in list(_world.pg_names.items())}
+
+
 def record_cuda_memory(enabled: bool) -> None:
     """Record the history of CUDA's allocator, or stop. Tested with 2.13. No public one."""
     torch.cuda.memory._record_memory_history("all" if enabled else None)

@@ -51,7 +51,7 @@ def train_step(tmp_path: Path) -> Path:
 def test_entries_of_both_backends_are_in_the_order_of_time() -> None:
     nccl = dump(entry("nccl:all_gather", 1, time=10), entry("nccl:all_reduce", 2, time=30)).encode()
     gloo = dump(entry("gloo:all_reduce", 1, "scheduled", time=20)).encode()
-    merged = read_collectives(merge_dumps([nccl, gloo, b""]).decode())
+    merged = read_collectives(merge_dumps([nccl, gloo, b""], {}, 0).decode())
     assert [one.profiling_name for one in merged] == ["nccl:all_gather", "gloo:all_reduce", "nccl:all_reduce"]
     assert read_collectives("") == read_collectives("{}") == read_collectives("no JSON") == []
     assert read_collectives(json.dumps({"entries": [{"name": "of another version"}]})) == []
@@ -101,10 +101,10 @@ def test_on_gpus_the_rank_that_reads_no_batch_is_named(train_step: Path) -> None
         return HungRank(rank, 7, "S", "", waits, str(current_collective(collectives) or ""), "")
 
     others = [hung(rank, 2, entry("nccl:a", 1), entry("nccl:b", 2, "started")) for rank in (0, 1, 3)]
-    ((culprit, why),) = find_hang_culprits([*others, hung(2, 3, entry("nccl:a", 1))])
-    assert (culprit.rank, why) == (2, "is not in the collective that the others wait in")
-    ((culprit, why),) = find_hang_culprits([*others, hung(2, 2, entry("nccl:a", 1), entry("nccl:c", 2, "started"))])
-    assert (culprit.rank, why) == (2, "is in another collective than the others")
+    (culprit,) = find_hang_culprits([*others, hung(2, 3, entry("nccl:a", 1))])
+    assert (culprit.rank, culprit.why) == (2, "is not in the collective that the others wait in")
+    (culprit,) = find_hang_culprits([*others, hung(2, 2, entry("nccl:a", 1), entry("nccl:c", 2, "started"))])
+    assert (culprit.rank, culprit.why) == (2, "is in another collective than the others")
     assert find_hang_culprits(others) == []
 
 

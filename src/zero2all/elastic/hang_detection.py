@@ -11,17 +11,19 @@ import subprocess
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero2all.elastic.flight_recorder import (
-    NCCL_PREFIX,
+    GroupTrace,
     RecordedCollective,
     current_collective,
     pending_on_device,
     read_collectives,
+    read_group_traces,
 )
 from zero2all.elastic.heartbeat import HeartbeatStatus
+from zero2all.elastic.wait_graph import find_causes
 from zero2all.elastic.worker import collectives_path, dump_request_path, stacks_path
 
 STARTUP_FACTOR = 5  # multiple of the limit for a step: imports, compilation and loading a checkpoint
@@ -48,6 +50,17 @@ class HungRank:
     collective: str
     """The collective that it is in, or the last one that it began, from torch's flight recorder."""
     stack: str
+    groups: list[GroupTrace] = field(default_factory=list)
+    """Where it is in each of its process groups."""
+
+
+@dataclass(frozen=True)
+class HangCulprit:
+    """A rank that the others wait for."""
+
+    rank: int
+    why: str
+    line: str
 
 
 def is_hung(status: HeartbeatStatus, after: float) -> bool:
@@ -81,10 +94,12 @@ def collect_stacks(
     for local, pid in pids.items():
         stack = _read(stacks_path(directory, local)) or _py_spy(pid)
         main = _main_thread(stack)
-        collectives = read_collectives(_read(collectives_path(directory, local)))
+        dump = _read(collectives_path(directory, local))
+        collectives = read_collectives(dump)
         begun = str(current_collective(collectives) or "")
         line, waits = _own_line(main), waits_in_collective(main, collectives)
-        found.append(HungRank(ranks[local], statuses[local].step, states[local], line, waits, begun, stack))
+        step, groups = statuses[local].step, read_group_traces(dump)
+        found.append(HungRank(ranks[local], step, states[local], line, waits, begun, stack, groups))
     return found
 
 
@@ -97,7 +112,7 @@ def waits_in_collective(main_thread: str, collectives: list[RecordedCollective])
     """
     if _COLLECTIVE.search(_innermost(main_thread)) or pending_on_device(collectives):
         return True
-    on_device = any(one.profiling_name.startswith(NCCL_PREFIX) for one in collectives)
+    on_device = any(one.is_on_device for one in collectives)
     return not on_device and _waits_for_device(main_thread)
 
 
@@ -109,18 +124,34 @@ def _waits_for_device(thread: str) -> bool:
     return bool(_HOST_SYNC.search(f"{innermost['file']}\n{source}"))
 
 
-def find_hang_culprits(hung: list[HungRank]) -> list[tuple[HungRank, str]]:
-    """The ranks that the others wait for, and why; none if all are in the same state."""
+def find_hang_culprits(hung: list[HungRank], heard_all: bool = True) -> list[HangCulprit]:
+    """The ranks that the others wait for, and why; none if all are in the same state.
+
+    ``heard_all``: whether every node has reported, so that a rank without a trace has none.
+    """
+    lines = {one.rank: one.line for one in hung}
+    stopped = [one for one in hung if one.state == "T"]
+    asleep = [one for one in hung if one.state == "D"]
+    if stopped or 0 < len(asleep) < len(hung):
+        why = "waits for a device (state D): a disk or a card does not answer"
+        why = "is stopped (state T): something sent it SIGSTOP" if stopped else why
+        return [HangCulprit(one.rank, why, one.line) for one in stopped or asleep]
+    if any(trace.pending is not None for one in hung for trace in one.groups):
+        causes = find_causes({one.rank: one.groups for one in hung}, heard_all)
+        return [HangCulprit(cause.rank, cause.why, lines.get(cause.rank, "")) for cause in causes]
+    return _culprits_without_traces(hung)
+
+
+def _culprits_without_traces(hung: list[HungRank]) -> list[HangCulprit]:
+    """By the stacks of the ranks and the last collectives that they began."""
     rules = (
-        ("is stopped (state T): something sent it SIGSTOP", [one for one in hung if one.state == "T"]),
-        ("waits for a device (state D): a disk or a card does not answer", [one for one in hung if one.state == "D"]),
         ("is not in the collective that the others wait in", [one for one in hung if not one.waits]),
         ("is in another collective than the others", _minority(hung, [one.collective for one in hung])),
         ("is at another step than the others", _minority(hung, [str(one.step) for one in hung])),
     )
     for why, found in rules:
-        if 0 < len(found) < len(hung) or (found and found[0].state == "T"):
-            return [(one, why) for one in found]
+        if 0 < len(found) < len(hung):
+            return [HangCulprit(one.rank, why, one.line) for one in found]
     return []
 
 

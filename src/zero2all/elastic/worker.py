@@ -100,7 +100,7 @@ def _serve_dump_requests(dump_request: Path, to: Path, torch_imported: threading
 def _flight_recorder() -> bytes:
     from zero2all.elastic.flight_recorder import merge_dumps
     from zero2all.hardware import use_rank_device
-    from zero2all.torch_private import dump_flight_recorders
+    from zero2all.torch_private import dump_flight_recorders, process_group_ranks
 
     use_rank_device()  # NCCL's recorder asks its events how far the device is
-    return merge_dumps(dump_flight_recorders())
+    return merge_dumps(dump_flight_recorders(), process_group_ranks(), threading.main_thread().ident or 0)
