@@ -41,6 +41,7 @@ SIGNATURES: dict[str, list[str] | None] = {
     "torch._C._distributed_c10d._dump_fr_trace_json": None,
     "torch._C._distributed_c10d._dump_nccl_trace_json": None,
     "torch._C._distributed_c10d.set_debug_level": None,
+    "torch.distributed.distributed_c10d._abort_process_group": [],
     "torch.distributed.distributed_c10d._resolve_process_group": None,
     "torch.distributed.distributed_c10d._world": None,
     "torch.nn.attention.varlen._varlen_attn": None,

@@ -30,7 +30,7 @@ from zero2all.elastic.failure_report import (
     write_failure_report,
     write_node_report,
 )
-from zero2all.elastic.hang_detection import HungRank, collect_stacks, is_hung, request_dump
+from zero2all.elastic.hang_detection import HungRank, collect_stacks, is_hung, request_abort, request_dump
 from zero2all.elastic.heartbeat import Heartbeat, HeartbeatStatus, StartupPhase, create_heartbeat, run_directory_file
 from zero2all.elastic.rendezvous import Rendezvous
 from zero2all.elastic.restart_policy import RestartPolicy, should_exclude_node
@@ -62,6 +62,7 @@ class Agent(LocalElasticAgent):
         """Only this node fails repeatedly: it is excluded, and the job continues without it."""
         self._heartbeats: dict[int, Heartbeat] = {}
         self._ended_by_agent: set[int] = set()
+        self._abort_requested = False
         self._oom_kills = 0
         self._recovery: RecoveryTimer | None = None
         self._next_trim = time.monotonic() + LOG_TRIM_INTERVAL
@@ -92,6 +93,7 @@ class Agent(LocalElasticAgent):
             self._heartbeats[worker.local_rank] = create_heartbeat(self.directory, worker.local_rank)
             collectives_path(self.directory, worker.local_rank).unlink(missing_ok=True)
         self._ended_by_agent.clear()
+        self._abort_requested = False
         self._oom_kills = oom_kills()
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
@@ -135,6 +137,10 @@ class Agent(LocalElasticAgent):
         are saving get the grace period."""
         lost_for = self.rendezvous.seconds_since_peer_loss()
         saving = any(status.phase_times[StartupPhase.ENDING] for status in statuses.values())
+        if lost_for is not None and not saving and not self._abort_requested:
+            self._abort_requested = True  # once: ranks that wait for NCCL exit now, those of gloo notice it themselves
+            for local in self._running():
+                request_abort(self.directory, local)
         return lost_for is not None and lost_for > (self.grace if saving else PEER_LOSS_TIMEOUT)
 
     def _trim_logs(self) -> None:

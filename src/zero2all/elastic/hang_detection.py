@@ -24,7 +24,7 @@ from zero2all.elastic.flight_recorder import (
 )
 from zero2all.elastic.heartbeat import HeartbeatStatus
 from zero2all.elastic.wait_graph import find_causes
-from zero2all.elastic.worker import collectives_path, dump_request_path, stacks_path
+from zero2all.elastic.worker import ABORT_REQUEST, collectives_path, dump_request_path, stacks_path
 
 STARTUP_FACTOR = 5  # multiple of the limit for a step: imports, compilation and loading a checkpoint
 DUMP_TIMEOUT = 2.0  # seconds for ranks to dump their stacks
@@ -170,8 +170,21 @@ def _state(pid: int) -> str:
 
 def request_dump(directory: Path, local: int) -> None:
     """Ask a rank to dump its collectives."""
+    _send_request(directory, local, b"")
+
+
+def request_abort(directory: Path, local: int) -> None:
+    """Tell a rank that a peer is lost: if it waits for NCCL, it exits."""
+    _send_request(directory, local, ABORT_REQUEST)
+
+
+def _send_request(directory: Path, local: int, request: bytes) -> None:
     with suppress(OSError):  # nobody listens yet: the rank is still starting
-        os.close(os.open(dump_request_path(directory, local), os.O_WRONLY | os.O_NONBLOCK))
+        fifo = os.open(dump_request_path(directory, local), os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(fifo, request)
+        finally:
+            os.close(fifo)
 
 
 def _has_stacks(directory: Path, local: int) -> bool:

@@ -16,9 +16,16 @@ from typing import IO, NoReturn
 
 from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
 from zero2all.environment import AGENT_DIR_VARIABLE, has_agent
+from zero2all.errors import Z2aError
 from zero2all.processes import end_with_agent
 
+ABORT_REQUEST = b"abort"
+ABORT_TIMEOUT = 2.0  # seconds for NCCL to end its collectives
 _kept_open: list[IO[str]] = []  # files that faulthandler writes to later
+
+
+class PeerLostError(Z2aError):
+    """Another rank is gone, and this one cannot go on."""
 
 
 def setup_worker() -> None:
@@ -36,7 +43,7 @@ def setup_worker() -> None:
     os.mkfifo(dump_request)
     torch_imported = threading.Event()
     answer = (dump_request, collectives_path(directory, local_rank), torch_imported)
-    threading.Thread(target=_serve_dump_requests, args=answer, name="z2a-bell", daemon=True).start()
+    threading.Thread(target=_serve_requests, args=answer, name="z2a-bell", daemon=True).start()
     import zero2all.torch_private  # noqa: F401 - every rank needs torch, and its seconds count as imports
 
     torch_imported.set()
@@ -85,16 +92,34 @@ def collectives_path(directory: Path, local_rank: int) -> Path:
     return directory / f"collectives-{local_rank}.json"
 
 
-def _serve_dump_requests(dump_request: Path, to: Path, torch_imported: threading.Event) -> None:
-    """Each time the agent opens the FIFO, dump torch's flight recorder. The main thread may be stuck meanwhile."""
+def _serve_requests(requests: Path, to: Path, torch_imported: threading.Event) -> None:
+    """Each time the agent opens the FIFO, do what it writes, or dump torch's flight recorder. The main thread may be
+    stuck meanwhile."""
     while True:
         try:
-            open(dump_request, "rb").close()
+            request = requests.read_bytes()
+            if request == ABORT_REQUEST and torch_imported.is_set():
+                exit_if_cut_off()
             partial = to.with_suffix(".new")
             partial.write_bytes(_flight_recorder() if torch_imported.is_set() else b"{}")
             partial.replace(to)
         except OSError:
             return  # the agent's directory is gone, and the agent with it
+
+
+def exit_if_cut_off() -> None:
+    """A peer is lost. Gloo raises an error in every rank that waits for it; one that waits for NCCL sleeps on, and
+    cannot even handle SIGTERM. So end NCCL's collectives and the process: what they would have computed is lost."""
+    from zero2all.torch_private import abort_nccl_groups, has_nccl_groups
+
+    if not has_nccl_groups():
+        return
+    record_exception(PeerLostError("connection closed: a peer was lost while this rank waited for NCCL"))
+    # NCCL may hang while it aborts; the process ends all the same.
+    aborting = threading.Thread(target=abort_nccl_groups, name="z2a-abort", daemon=True)
+    aborting.start()
+    aborting.join(ABORT_TIMEOUT)
+    os._exit(1)
 
 
 def _flight_recorder() -> bytes:
