@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from zero2all.errors import Z2aError
 
 T = TypeVar("T")
+CALL_INTERVAL = 5.0  # seconds between two calls while a rank waits
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # writing a checkpoint to slow storage takes long
 
 
@@ -26,8 +29,11 @@ class RankGroup:
         self.rank = dist.get_rank() if self.group is not None else 0
         self.world_size = dist.get_world_size() if self.group is not None else 1
 
-    def on_all_ranks(self, function: Callable[[], T]) -> list[T]:
-        """The results of ``function`` on every rank; if it fails on one, it fails on all with that rank's reason."""
+    def on_all_ranks(self, function: Callable[[], T], while_waiting: Callable[[], None] | None = None) -> list[T]:
+        """The results of ``function`` on every rank; if it fails on one, it fails on all with that rank's reason.
+
+        ``while_waiting`` is called from a thread every few seconds while this rank, done, waits for the others.
+        """
         if self.group is None:
             return [function()]
         mine: tuple[Any, str | None]
@@ -39,7 +45,8 @@ class RankGroup:
         else:
             own_error = None
         results: list[tuple[Any, str | None]] = [(None, None)] * self.world_size
-        dist.all_gather_object(results, mine, group=self.group)
+        with _calling_regularly(while_waiting):
+            dist.all_gather_object(results, mine, group=self.group)
         if own_error is not None:
             raise own_error
         for rank, (_, reason) in enumerate(results):
@@ -47,8 +54,28 @@ class RankGroup:
                 raise Z2aError(f"{reason} (on rank {rank})")
         return [value for value, _ in results]
 
-    def on_rank0(self, function: Callable[[], T]) -> T:
+    def on_rank0(self, function: Callable[[], T], while_waiting: Callable[[], None] | None = None) -> T:
         """The result of ``function``, called on rank 0 only."""
-        results: list[Any] = self.on_all_ranks(lambda: function() if self.rank == 0 else None)
+        results: list[Any] = self.on_all_ranks(lambda: function() if self.rank == 0 else None, while_waiting)
         value: T = results[0]
         return value
+
+
+@contextmanager
+def _calling_regularly(function: Callable[[], None] | None) -> Iterator[None]:
+    if function is None:
+        yield
+        return
+    done = threading.Event()
+
+    def call() -> None:
+        while not done.wait(CALL_INTERVAL):
+            function()
+
+    thread = threading.Thread(target=call, name="z2a-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

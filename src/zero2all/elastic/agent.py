@@ -37,6 +37,7 @@ from zero2all.elastic.restart_policy import RestartPolicy, should_exclude_node
 from zero2all.elastic.stragglers import CHECK_INTERVAL, find_straggler, read_arrival_times
 from zero2all.elastic.worker import collectives_path
 from zero2all.elastic.worker_logs import last_lines, trim_log
+from zero2all.environment import record_collective_starts
 from zero2all.torch_private import Store, forbid_restarts, remaining_restarts, worker_context
 
 EXIT_GRACE = 1.0  # seconds for ranks that lost a peer to exit and report it
@@ -268,7 +269,10 @@ class Agent(LocalElasticAgent):
         if kind in ("stopped", "wrong usage"):  # the ranks have logged why, and nothing is broken
             say(self.last_failure.decision)
         else:
-            say(render_text(combine_node_reports([self.last_failure])))
+            report = combine_node_reports([self.last_failure])
+            say(render_text(report))
+            if hung and not report.odd:
+                record_collective_starts()  # so that the same hang names its rank next time
             if (run := self.run_directory) is not None:
                 with suppress(OSError):  # a failing disk must not end the agent
                     write_node_report(run, self.last_failure)

@@ -202,7 +202,8 @@ def _hang_lines(report: FailureReport) -> list[str]:
     odd = {culprit.rank for culprit in report.odd}
     for one in report.stuck:
         last = f"; last collective {one.collective}" if one.collective else ""
-        lines.append(f"  {'>' if one.rank in odd else ' '} rank {one.rank}: {one.line}{last}")
+        device = f"; its GPU is in {one.device}" if one.device is not None else ""
+        lines.append(f"  {'>' if one.rank in odd else ' '} rank {one.rank}: {one.line}{last}{device}")
     lines += [f"  rank {culprit.rank} {culprit.why}" for culprit in report.odd]
     if not odd:
         lines.append("  all ranks wait in the same place: check the network between the nodes, or ranks of other nodes")

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero2all.device_watch import DevicePosition
 from zero2all.errors import Z2aError
-from zero2all.records import parse_record
+from zero2all.records import parse_record, to_json
 
 NCCL_PREFIX = "nccl:"
 RECENT = 4  # collectives of a group in a failure report, around the one in which the rank waits
@@ -82,7 +83,19 @@ class GroupTrace:
         return next((one for one in self.recent if one.number == number), None)
 
 
-def merge_dumps(dumps: Iterable[bytes], groups: Mapping[str, list[int]], main_thread: int) -> bytes:
+@dataclass(frozen=True)
+class DeviceState:
+    """How far the device of a rank is."""
+
+    position: DevicePosition | None = None
+    """None: it has finished what was launched, or there is no GPU."""
+    host_waits: bool = False
+    """Whether the host waits for it."""
+
+
+def merge_dumps(
+    dumps: Iterable[bytes], groups: Mapping[str, list[int]], main_thread: int, device: DeviceState | None = None
+) -> bytes:
     """The entries of several recorders of a rank, in the order of their times, with the ranks of its groups."""
     parsed = [json.loads(dump or b"{}") for dump in dumps]
     entries = [entry for dump in parsed for entry in dump.get("entries", [])]
@@ -90,6 +103,7 @@ def merge_dumps(dumps: Iterable[bytes], groups: Mapping[str, list[int]], main_th
         "entries": sorted(entries, key=lambda entry: entry["time_created_ns"]),
         "groups": {**dict(_configured_groups(parsed)), **groups},
         "main_thread": str(main_thread),
+        "device": to_json(device or DeviceState()),
     }
     return json.dumps(merged).encode()
 
@@ -108,6 +122,13 @@ def read_collectives(dump: str) -> list[RecordedCollective]:
         return parse_record(list[RecordedCollective], json.loads(dump or "{}").get("entries", []), "flight recorder")
     except (ValueError, Z2aError):
         return []
+
+
+def read_device_state(dump: str) -> DeviceState:
+    try:
+        return parse_record(DeviceState, json.loads(dump or "{}").get("device", {}), "flight recorder")
+    except (ValueError, Z2aError):
+        return DeviceState()
 
 
 def read_group_traces(dump: str) -> list[GroupTrace]:

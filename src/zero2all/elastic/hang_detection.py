@@ -14,12 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zero2all.device_watch import DevicePosition
 from zero2all.elastic.flight_recorder import (
     GroupTrace,
     RecordedCollective,
     current_collective,
     pending_on_device,
     read_collectives,
+    read_device_state,
     read_group_traces,
 )
 from zero2all.elastic.heartbeat import HeartbeatStatus
@@ -52,6 +54,8 @@ class HungRank:
     stack: str
     groups: list[GroupTrace] = field(default_factory=list)
     """Where it is in each of its process groups."""
+    device: DevicePosition | None = None
+    """What its GPU has begun and not finished."""
 
 
 @dataclass(frozen=True)
@@ -97,23 +101,25 @@ def collect_stacks(
         dump = _read(collectives_path(directory, local))
         collectives = read_collectives(dump)
         begun = str(current_collective(collectives) or "")
-        line, waits = _own_line(main), waits_in_collective(main, collectives)
+        device = read_device_state(dump)
+        line, waits = _own_line(main), waits_in_collective(main, collectives, device.host_waits)
         step, groups = statuses[local].step, read_group_traces(dump)
-        found.append(HungRank(ranks[local], step, states[local], line, waits, begun, stack, groups))
+        found.append(HungRank(ranks[local], step, states[local], line, waits, begun, stack, groups, device.position))
     return found
 
 
-def waits_in_collective(main_thread: str, collectives: list[RecordedCollective]) -> bool:
+def waits_in_collective(main_thread: str, collectives: list[RecordedCollective], host_waits: bool = False) -> bool:
     """Whether a rank waits for others, by the stack of its main thread and its flight recorder.
 
     A host waits inside a collective of gloo. Those of NCCL run on the device, and the host is wherever it next
     needs a result: waiting is then what the device does. If it has completed all of them, the host or a kernel of
-    this rank is stuck. Without a record of NCCL's collectives, a host that waits for its device counts as waiting.
+    this rank is stuck. Without a record of NCCL's collectives, a host that waits for its device counts as waiting:
+    by ``host_waits``, which the rank has set around the places at which it does, or by its stack.
     """
     if _COLLECTIVE.search(_innermost(main_thread)) or pending_on_device(collectives):
         return True
     on_device = any(one.is_on_device for one in collectives)
-    return not on_device and _waits_for_device(main_thread)
+    return not on_device and (host_waits or _waits_for_device(main_thread))
 
 
 def _waits_for_device(thread: str) -> bool:
@@ -138,8 +144,18 @@ def find_hang_culprits(hung: list[HungRank], heard_all: bool = True) -> list[Han
         return [HangCulprit(one.rank, why, one.line) for one in stopped or asleep]
     if any(trace.pending is not None for one in hung for trace in one.groups):
         causes = find_causes({one.rank: one.groups for one in hung}, heard_all)
-        return [HangCulprit(cause.rank, cause.why, lines.get(cause.rank, "")) for cause in causes]
+        named = [HangCulprit(cause.rank, cause.why, lines.get(cause.rank, "")) for cause in causes]
+        return named or _culprits_by_device(hung)
     return _culprits_without_traces(hung)
+
+
+def _culprits_by_device(hung: list[HungRank]) -> list[HangCulprit]:
+    """All hosts have launched the same. GPUs that compute hold up those that wait in communication."""
+    known = [(one, one.device) for one in hung if one.device is not None]
+    computing = [(one, device) for one, device in known if device.part != "communication"]
+    if len(computing) == len(known):
+        return []
+    return [HangCulprit(one.rank, f"has a GPU that does not finish {device}", one.line) for one, device in computing]
 
 
 def _culprits_without_traces(hung: list[HungRank]) -> list[HangCulprit]:

@@ -12,12 +12,16 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 
+from zero2all.device_watch import DEVICE_WATCH
 from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
 from zero2all.environment import AGENT_DIR_VARIABLE, has_agent
 from zero2all.errors import Z2aError
 from zero2all.processes import end_with_agent
+
+if TYPE_CHECKING:  # imported when it is needed: pydantic takes time
+    from zero2all.elastic.flight_recorder import DeviceState
 
 ABORT_REQUEST = b"abort"
 ABORT_TIMEOUT = 2.0  # seconds for NCCL to end its collectives
@@ -128,4 +132,15 @@ def _flight_recorder() -> bytes:
     from zero2all.torch_private import dump_flight_recorders, process_group_ranks
 
     use_rank_device()  # NCCL's recorder asks its events how far the device is
-    return merge_dumps(dump_flight_recorders(), process_group_ranks(), threading.main_thread().ident or 0)
+    main_thread = threading.main_thread().ident or 0
+    return merge_dumps(dump_flight_recorders(), process_group_ranks(), main_thread, _device_state())
+
+
+def _device_state() -> DeviceState:
+    from zero2all.elastic.flight_recorder import DeviceState
+
+    try:
+        position = DEVICE_WATCH.position()
+    except RuntimeError:  # a kernel has failed, which every call of CUDA reports from then on
+        position = None
+    return DeviceState(position, DEVICE_WATCH.is_host_waiting())
