@@ -17,7 +17,7 @@ def reward_slowly(directory: Path) -> list[float]:
     """Rank 0 computes rewards until the other rank has sent heartbeats while it waits."""
     rank_group.CALL_INTERVAL = 0.05
     ranks, pings = RankGroup(), directory / "pings"
-    answer = Completion("yes", [1], "stop", [0.0])
+    answer = Completion("yes", [1], [0.0], "stop", [1])
 
     def slow(prompt: str, answer: str, reference: str) -> float:
         deadline = time.monotonic() + SECONDS
@@ -42,6 +42,6 @@ def test_a_rank_that_waits_for_slow_rewards_sends_heartbeats(tmp_path: Path) -> 
 def test_every_reward_is_a_heartbeat() -> None:
     pings: list[int] = []
     prompts = [Prompt([1], "?", "yes")] * 3
-    answers = [[Completion("yes", [1], "stop", [0.0])] * 4] * 3
+    answers = [[Completion("yes", [1], [0.0], "stop", [1])] * 4] * 3
     score_rollouts(prompts, answers, [lambda *_: 1.0], RankGroup(), lambda: pings.append(1))
     assert len(pings) == 12
