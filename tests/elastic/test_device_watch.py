@@ -45,11 +45,10 @@ def test_the_device_is_in_the_part_whose_end_it_has_not_reached() -> None:
     assert watch.position() is None
     watch.add("forward", device.now())  # before the first step: nothing is watched
     watch.begin_step(7)
-    for micro_batch in range(2):
+    for _ in range(2):
         for part in ("backward", "forward", "communication", "forward", "loss", "forward", "backward"):
             watch.add(part, device.now())
             clock[0] += 1.0
-        assert micro_batch >= 0
     clock[0] = 150.0
     places = []
     for device.completed in range(1, 16):

@@ -114,6 +114,23 @@ def test_arrival_times_include_those_of_nccl(tmp_path: Path) -> None:
     assert read_arrival_times(tmp_path, 1) == {}
 
 
+def test_arrivals_in_groups_of_one_name_are_not_compared(tmp_path: Path) -> None:
+    """Groups of one mesh dimension that were split have one name."""
+    for local, ranks in enumerate(([0, 1], [0, 1], [2, 3])):
+        one = entry("nccl:all_reduce", 5, time=2_000_000_000)
+        collectives_path(tmp_path, local).write_bytes(merge_dumps([dump(one).encode()], {"0": ranks}, 0))
+    arrivals = [set(read_arrival_times(tmp_path, local)) for local in range(3)]
+    assert arrivals[0] == arrivals[1] != arrivals[2]
+
+
+def test_a_dump_that_fails_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bytes:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(worker, "_flight_recorder", fail)
+    assert worker._try_dump() == b"{}"
+
+
 def test_a_dump_is_made_on_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that dumps was started before the rank chose its device."""
     chosen: list[torch.device] = []

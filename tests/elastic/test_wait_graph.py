@@ -18,6 +18,7 @@ import pytest
 from zero2all.elastic.flight_recorder import GroupTrace, merge_dumps, read_group_traces
 from zero2all.elastic.hang_detection import HungRank, find_hang_culprits
 from zero2all.elastic.wait_graph import find_causes, show_ranks
+from zero2all.records import parse_record, to_json
 
 SHAPES = {"_all_gather_base": ([1024], [4096]), "_reduce_scatter_base": ([4096], [1024])}
 # Two ranks of tensor parallelism, four of FSDP. The groups of one mesh dimension have one name: they were split.
@@ -210,6 +211,7 @@ def test_the_report_names_the_cause_and_its_line() -> None:
         return HungRank(rank, 7, state, f"x.py:{rank} in f", True, "", "", groups)
 
     ranks = [hung(rank, step(5, dp=(11, "completed")) if rank == 5 else WAITING[rank]) for rank in range(8)]
+    ranks = [parse_record(HungRank, to_json(one), "a node report") for one in ranks]  # it travels as JSON
     (culprit,) = find_hang_culprits(ranks)
     assert (culprit.rank, culprit.line) == (5, "x.py:5 in f")
     (stopped,) = find_hang_culprits([*ranks[1:], hung(0, WAITING[0], "T")])

@@ -71,6 +71,7 @@ class GroupTrace:
 
     name: str
     ranks: list[int]
+    """In the order of the group, which sends and receives count in."""
     is_p2p: bool
     begun: int
     """The number of the last one that it has begun."""
@@ -124,6 +125,14 @@ def read_collectives(dump: str) -> list[RecordedCollective]:
         return []
 
 
+def read_groups(dump: str) -> dict[str, list[int]]:
+    """The ranks of each group."""
+    try:
+        return parse_record(dict[str, list[int]], json.loads(dump or "{}").get("groups", {}), "flight recorder")
+    except (ValueError, Z2aError):
+        return {}
+
+
 def read_device_state(dump: str) -> DeviceState:
     try:
         return parse_record(DeviceState, json.loads(dump or "{}").get("device", {}), "flight recorder")
@@ -136,13 +145,12 @@ def read_group_traces(dump: str) -> list[GroupTrace]:
     collectives = read_collectives(dump)
     if not collectives:
         return []
-    parsed = json.loads(dump)
-    groups, main_thread = parsed.get("groups", {}), parsed.get("main_thread", "")
+    groups, main_thread = read_groups(dump), json.loads(dump).get("main_thread", "")
     rows: defaultdict[tuple[str, bool], list[RecordedCollective]] = defaultdict(list)
     for one in collectives:
         rows[one.process_group[0], one.is_p2p].append(one)
     return [
-        _group_trace(name, sorted(groups[name]), is_p2p, row, main_thread)
+        _group_trace(name, groups[name], is_p2p, row, main_thread)
         for (name, is_p2p), row in rows.items()
         if groups.get(name)
     ]

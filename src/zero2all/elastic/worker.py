@@ -105,7 +105,7 @@ def _serve_requests(requests: Path, to: Path, torch_imported: threading.Event) -
             if request == ABORT_REQUEST and torch_imported.is_set():
                 exit_if_cut_off()
             partial = to.with_suffix(".new")
-            partial.write_bytes(_flight_recorder() if torch_imported.is_set() else b"{}")
+            partial.write_bytes(_try_dump() if torch_imported.is_set() else b"{}")
             partial.replace(to)
         except OSError:
             return  # the agent's directory is gone, and the agent with it
@@ -124,6 +124,14 @@ def exit_if_cut_off() -> None:
     aborting.start()
     aborting.join(ABORT_TIMEOUT)
     os._exit(1)
+
+
+def _try_dump() -> bytes:
+    try:
+        return _flight_recorder()
+    except Exception:  # CUDA has failed, or this torch writes another format: the next request is served all the same
+        traceback.print_exc()
+        return b"{}"
 
 
 def _flight_recorder() -> bytes:
