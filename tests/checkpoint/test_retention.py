@@ -131,7 +131,7 @@ class Rank(RankGroup):
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks, self.rank, self.world_size, self.group = ranks, rank, len(ranks.found), None
 
-    def on_all_ranks(self, function: Callable[[], Any]) -> list[Any]:
+    def on_all_ranks(self, function: Callable[[], Any], while_waiting: Callable[[], None] | None = None) -> list[Any]:
         return self.ranks.gather(self.rank, function)
 
 

@@ -32,16 +32,18 @@ from zero2all.elastic.failure_report import (
     write_failure_report,
     write_node_report,
 )
-from zero2all.elastic.hang_detection import HungRank, collect_stacks, is_hung, request_dump
+from zero2all.elastic.hang_detection import HungRank, collect_stacks, is_hung, request_abort, request_dump
 from zero2all.elastic.heartbeat import Heartbeat, HeartbeatStatus, StartupPhase, create_heartbeat, run_directory_file
 from zero2all.elastic.rendezvous import Rendezvous
 from zero2all.elastic.restart_policy import RestartPolicy, should_exclude_node
 from zero2all.elastic.stragglers import CHECK_INTERVAL, find_straggler, read_arrival_times
 from zero2all.elastic.worker import collectives_path, dump_thread_path, stacks_path
 from zero2all.elastic.worker_logs import last_lines, trim_log
+from zero2all.environment import record_collective_starts
 from zero2all.torch_private import Store, forbid_restarts, remaining_restarts, worker_context
 
 EXIT_GRACE = 1.0  # seconds for ranks that lost a peer to exit and report it
+CLASSIFIED_LINES = 1000  # of a log: an abort writes the stacks of all threads, in C++ and in Python, after its reason
 LOG_TRIM_INTERVAL = 10.0  # seconds between two checks of the log size
 PEER_LOSS_TIMEOUT = 5.0  # seconds for ranks to notice that a peer on another node is lost
 
@@ -76,6 +78,7 @@ class Agent(LocalElasticAgent):
         """Only this node fails repeatedly: it is excluded, and the job continues without it."""
         self._heartbeats: dict[int, Heartbeat] = {}
         self._ended_by_agent: set[int] = set()
+        self._abort_requested = False
         self._oom_kills = 0
         self._recovery: RecoveryTimer | None = None
         self._next_trim = time.monotonic() + LOG_TRIM_INTERVAL
@@ -111,6 +114,7 @@ class Agent(LocalElasticAgent):
         if self._activity is not None:
             self._activity.restart()
         self._ended_by_agent.clear()
+        self._abort_requested = False
         self._oom_kills = oom_kills()
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
@@ -168,6 +172,10 @@ class Agent(LocalElasticAgent):
         are saving get the grace period."""
         lost_for = self.rendezvous.seconds_since_peer_loss()
         saving = any(status.phase_times[StartupPhase.ENDING] for status in statuses.values())
+        if lost_for is not None and not saving and not self._abort_requested:
+            self._abort_requested = True  # once: ranks that wait for NCCL exit now, those of gloo notice it themselves
+            for local in self._running():
+                request_abort(self.directory, local)
         return lost_for is not None and lost_for > (self.grace if saving else PEER_LOSS_TIMEOUT)
 
     def _trim_logs(self) -> None:
@@ -295,7 +303,10 @@ class Agent(LocalElasticAgent):
         if kind in ("stopped", "wrong usage"):  # the ranks have logged why, and nothing is broken
             say(self.last_failure.decision)
         else:
-            say(render_text(combine_node_reports([self.last_failure])))
+            report = combine_node_reports([self.last_failure])
+            say(render_text(report))
+            if hung and not report.odd:
+                record_collective_starts()  # so that the same hang names its rank next time
             if (run := self.run_directory) is not None:
                 with suppress(OSError):  # a failing disk must not end the agent
                     write_node_report(run, self.last_failure)
@@ -310,7 +321,7 @@ class Agent(LocalElasticAgent):
         for rank, failure in failures.items():
             local = failure.local_rank
             message, trace, when = _read_error_file(Path(failure.error_file))
-            lines = last_lines(Path(failure.error_file).with_name("stderr.log"), LOG_LINES)
+            lines = last_lines(Path(failure.error_file).with_name("stderr.log"), CLASSIFIED_LINES)
             how = classify_exit(failure.exitcode, message, oom_killed, lines)
             if local in self._ended_by_agent:
                 lost = ", ".join(self.rendezvous.client.status.lost)
@@ -320,7 +331,7 @@ class Agent(LocalElasticAgent):
             found.append(
                 RankFailure(
                     rank, socket.gethostname(), failure.pid, failure.exitcode, how.kind, how.description,
-                    when or failure.timestamp, statuses[local].step, message, trace, lines,
+                    when or how.time or failure.timestamp, statuses[local].step, message, trace, lines[-LOG_LINES:],
                 )
             )  # fmt: skip
         return found
@@ -379,7 +390,7 @@ class RecoveryTimer:
 
 def _failure_kind(rank_failures: list[RankFailure]) -> FailureKind:
     """The most severe kind; those that follow from another failure come last."""
-    order: tuple[FailureKind, ...] = ("wrong usage", "out of memory", "crash", "stopped", "cut off")
+    order: tuple[FailureKind, ...] = ("wrong usage", "out of memory", "crash", "hang", "stopped", "cut off")
     kinds = {failure.kind for failure in rank_failures}
     return next((kind for kind in order if kind in kinds), "crash")
 

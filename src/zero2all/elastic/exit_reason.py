@@ -10,18 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from zero2all.elastic.nccl_messages import CONNECTION_LOST, explain_abort
+
 FailureKind = Literal["crash", "out of memory", "hang", "stopped", "wrong usage", "cut off", "ended by the agent"]
 """``cut off``: the rank lost its connection to another one, which is the cause."""
 
 USAGE_ERROR_STATUS = 2
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|Cannot allocate memory", re.IGNORECASE)
-_CONNECTION_LOST = re.compile(
-    r"connection (was )?(closed|reset)|closed by peer|broken pipe|connectFullMesh|connection refused|"
-    r"remote process exited|NCCL communicator was aborted|ncclRemoteError",
-    re.IGNORECASE,
-)
 _TIME_OUT = re.compile(r"timed out waiting|collective operation timeout|wait timeout|DistStoreError", re.IGNORECASE)
-_WATCHDOG = re.compile(r"watchdog caught collective operation timeout|watchdog thread terminated.*time", re.IGNORECASE)
 _STATUSES = {
     126: "the command cannot be executed: check its permissions, and the interpreter in its first line",
     127: "the command was not found: check PATH, and that the environment is the same on every node",
@@ -58,6 +54,8 @@ _XID_MEANINGS = {
 class ExitReason:
     kind: FailureKind
     description: str
+    time: float = 0.0
+    """When, in seconds since the epoch, if the log tells."""
 
 
 def classify_exit(status: int, message: str, oom_killed: bool = False, log: Sequence[str] = ()) -> ExitReason:
@@ -66,8 +64,8 @@ def classify_exit(status: int, message: str, oom_killed: bool = False, log: Sequ
     ``log`` has its last lines.
     """
     number = -status if status < 0 else status - 128 if 128 < status <= 128 + signal.NSIG else None
-    if number == signal.SIGABRT and any(map(_WATCHDOG.search, log)):
-        return ExitReason("cut off", "waited too long for another rank: ended by NCCL's watchdog (exit status 134)")
+    if number == signal.SIGABRT and (found := explain_abort(log)) is not None:
+        return ExitReason(found.kind, f"{found.description} (exit status 134)", found.time)
     if number == signal.SIGKILL and oom_killed:
         return ExitReason("out of memory", "killed by the kernel: the memory limit was reached (exit status 137)")
     if number is not None:
@@ -80,7 +78,7 @@ def classify_exit(status: int, message: str, oom_killed: bool = False, log: Sequ
         return ExitReason("wrong usage", "the command or the recipe is invalid (exit status 2)")
     if _NO_MEMORY.search(message):
         return ExitReason("out of memory", "requested more memory than available")
-    if _CONNECTION_LOST.search(message):
+    if CONNECTION_LOST.search(message):
         return ExitReason("cut off", "lost its connection to another rank")
     if _TIME_OUT.search(message):
         return ExitReason("cut off", "waited too long for another rank (time-out of a collective)")

@@ -26,6 +26,7 @@ from zero2all.checkpoint import (
 )
 from zero2all.checkpoint.training_state import LossScaleState, RopeState
 from zero2all.console import console, say, warn
+from zero2all.device_watch import DEVICE_WATCH
 from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
 from zero2all.environment import set_cuda_environment, set_dump_file
 from zero2all.errors import Interrupted, Z2aError
@@ -400,6 +401,7 @@ class Trainer:
     def _launch_step(self, batch: Batch) -> LaunchedStep:
         """Everything up to the update; the host does not wait for it."""
         model = self.model
+        DEVICE_WATCH.begin_step(batch.step)
         step_loss = self.objective.begin(model, batch)
         batch = step_loss.batch or batch
         losses = self._forward_backward(batch, step_loss)
