@@ -6,6 +6,7 @@ shard with a flipped bit silently. Checksums do not say who wrote it, so ``dcp_r
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -47,14 +48,15 @@ from zero2all.io import (
     MANIFEST,
     atomic_dir,
     disk_full_error,
+    json_text,
     read_json,
     remove_stale_staging,
     sha256_file,
     staging_dir,
-    write_json,
     write_manifest,
+    write_text,
 )
-from zero2all.paths import RemotePath
+from zero2all.paths import RemotePath, remove_objects
 from zero2all.records import parse_record
 
 STATE_FILE = "state.json"
@@ -92,7 +94,7 @@ class CheckpointStore:
     def _entry_names(self) -> set[str]:
         """Names in the directory. A directory that cannot be listed is an error, not empty."""
         if isinstance(self.directory, RemotePath):
-            return {path.relative_to(self.directory).parts[0] for path in self.directory.objects()}
+            return set(self.directory.children())
         try:
             with os.scandir(self.directory) as entries:
                 return {entry.name for entry in entries}
@@ -189,9 +191,10 @@ class CheckpointStore:
 
             def finish() -> None:
                 fields = {"step": step, "time": round(time.time(), 3), **asdict(state), "lineage": lineage}
-                write_json(partial / STATE_FILE, fields)
+                text = json_text(fields)
+                write_text(partial / STATE_FILE, text)
                 digests = {name: digest for name, (digest, _) in files.items()}
-                digests[STATE_FILE] = sha256_file(partial / STATE_FILE)
+                digests[STATE_FILE] = hashlib.sha256(text.encode()).hexdigest()
                 sizes = {name: size for name, (_, size) in files.items()}
                 on_phase("manifest")
                 write_manifest(partial, MANIFEST_KIND, {"key": str(step), "files": digests, "sizes": sizes})
@@ -208,8 +211,7 @@ class CheckpointStore:
         path = self.path(step)
         if isinstance(path, RemotePath) and is_unfinished(path):
             # Its removal was interrupted after the manifest, which marks it as ours.
-            for inner in path.objects():
-                inner.unlink(missing_ok=True)
+            remove_objects(path.objects())
         return atomic_dir(path, MANIFEST_KIND)
 
     def remove(self, step: int) -> None:
@@ -217,8 +219,7 @@ class CheckpointStore:
         self._verified.discard(step)
         if isinstance(path, RemotePath):
             (path / MANIFEST).unlink(missing_ok=True)  # a half-removed checkpoint is not valid
-            for inner in path.objects():
-                inner.unlink(missing_ok=True)
+            remove_objects(path.objects())
         else:
             # Renamed first, while its files are removed one by one; the next start removes what a killed process left.
             removed = path.with_name(f".{path.name}.removed-{os.getpid()}")
