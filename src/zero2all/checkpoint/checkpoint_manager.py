@@ -40,7 +40,6 @@ from zero2all.checkpoint.lineage import (
 )
 from zero2all.checkpoint.rank_group import COLLECTIVE_TIMEOUT, RankGroup
 from zero2all.checkpoint.replica_check import check_replicas
-from zero2all.checkpoint.replica_sender import SentReplica
 from zero2all.checkpoint.replicas import ReplicaOptions, Replicas
 from zero2all.checkpoint.restore import RestoreDecision, decision_summary
 from zero2all.checkpoint.restore_point import RestorePoint, RestorePointFinder
@@ -106,8 +105,6 @@ class CheckpointManager:
         self.replicas: Replicas | None = None
         if flash_directory is not None and replicas is not None and replicas.copies > 0:
             self.replicas = Replicas.connect(replicas, flash_directory, rank_group)
-        self.last_replica: SentReplica | None = None
-        """The newest state of this rank that is on other nodes too."""
         self.decision: RestoreDecision | None = None
         """The last decision of ``find_restore_point``."""
         self._slots: Slots | None = None
@@ -338,15 +335,12 @@ class CheckpointManager:
                 self.replicas = None
             return Slots(tensors, None, self.callbacks)
         if self.replicas is not None:
-            self.replicas.open(slot_bytes(slots[0].shard_specs), self._replica_sent)
+            self.replicas.open(slot_bytes(slots[0].shard_specs), self.callbacks.on_replica)
         return slots[0]
 
     def _send_replica(self, slot: Slot) -> None:
         if self.replicas is not None:
             self.replicas.send(slot)
-
-    def _replica_sent(self, sent: SentReplica) -> None:
-        self.last_replica = sent
 
 
 def _reason(error: Exception) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, SlotHeader, run_in_background
 from zero2all.checkpoint.replica_channel import Address, RateLimit, connect
 from zero2all.checkpoint.replica_server import Reply, Request
@@ -16,18 +17,6 @@ from zero2all.console import say, warn
 from zero2all.errors import Z2aError
 from zero2all.network import TamperedError
 from zero2all.units import show_bytes
-
-
-@dataclass(frozen=True)
-class SentReplica:
-    """One state that all holders have."""
-
-    step: int
-    bytes: int
-    """Sent over the network, to all holders together."""
-    seconds: float
-    lag: int
-    """Steps by which it was behind the newest state in memory when it arrived."""
 
 
 class _OverwrittenError(Exception):

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, padded_bytes, rank_directory, register_rank_directory
 from zero2all.checkpoint.rank_group import RankGroup
 from zero2all.checkpoint.replica_channel import Address, RateLimit
 from zero2all.checkpoint.replica_placement import memory_id, plan_replicas
-from zero2all.checkpoint.replica_sender import ReplicaSender, SentReplica
+from zero2all.checkpoint.replica_sender import ReplicaSender
 from zero2all.checkpoint.replica_server import ReplicaServer, Request, fetch_state
 from zero2all.checkpoint.replica_slots import ReplicaSlots
 from zero2all.console import warn
@@ -30,7 +31,7 @@ class ReplicaOptions:
     copies: int
     """On as many other nodes."""
     bytes_per_second: int | None = None
-    """That a rank sends at most."""
+    """That a node sends at most; its ranks share it."""
 
 
 class Replicas:
@@ -123,7 +124,8 @@ class Replicas:
             return
         self._server.hold(held)
         holders = [self._addresses[holder] for holder in self._holders[rank]]
-        limit = RateLimit(self._options.bytes_per_second)
+        ranks_here, rate = self.nodes.count(self.nodes[rank]), self._options.bytes_per_second
+        limit = RateLimit(None if rate is None else rate / ranks_here)
         self._sender = ReplicaSender(rank, world_size, holders, self._secret, limit, on_sent)
         self._rank_group.on_all_ranks(lambda: None)  # every holder is ready
 

@@ -59,6 +59,7 @@ class RestorePoint:
         return "in memory" if self.slots else "on durable storage"
 
 
+MAX_ROUNDS = 8  # of copying between nodes, before each reads only what it holds
 SlotPart = tuple[int, int, int, str | None]
 
 
@@ -82,16 +83,15 @@ class RestorePointFinder:
 
     def find(self, max_step: float = math.inf) -> tuple[RestoreDecision, RestorePoint | None]:
         layout = layout_fingerprint(slot_layout(dict(flatten_tensors({"model": get_model_state_dict(self.model)}))))
-        mine, copied = self._scan_flash(), list[Fetch]()
+        mine, copied, rounds = self._scan_flash(), list[Fetch](), 0
         durable = self.rank_group.on_rank0(self._scan_durable)
         run_lineage = self.rank_group.on_rank0(self._read_run_lineage)
         while True:
-            ranks = self.rank_group.on_all_ranks(
-                lambda: RankReport(tuple(mine), layout, self._node, self._free_bytes())
-            )
+            report = RankReport(tuple(mine), layout, self._node if rounds < MAX_ROUNDS else None, self._free_bytes())
+            ranks = self.rank_group.on_all_ranks(lambda: report)  # noqa: B023 - called at once
             decision = decide_restore(ranks, durable, run_lineage, max_step)
             if decision.chosen is not None and decision.chosen.fetches:
-                copied += self._fetch(decision.chosen, mine)
+                copied, rounds = copied + self._fetch(decision.chosen, mine), rounds + 1
                 continue  # what was copied is now held here
             # Checksums only of the state that would be restored: a state is as large as the memory.
             if decision.chosen is None or self._is_valid(decision.chosen, mine, durable):
@@ -104,13 +104,10 @@ class RestorePointFinder:
             # A failed read fails on all ranks.
             state = self.rank_group.on_rank0(lambda: self.checkpoints.read_state(chosen.step))
             return decision, RestorePoint(chosen.step, state, chosen.lineage)
-        if used := [
-            fetch for fetch in copied if (fetch.slot.step, fetch.slot.history) == (chosen.step, chosen.history)
-        ]:
+        if used := [fetch for fetch in copied if _part(fetch.slot)[2:] == (chosen.step, chosen.history)]:
             size = show_bytes(sum(fetch.slot.bytes for fetch in used))
-            decision = replace(
-                decision, reason=f"{decision.reason}; {len(used)} of them copied from other nodes ({size})"
-            )
+            reason = f"{decision.reason}, {len(used)} parts copied from other nodes ({size})"
+            decision = replace(decision, reason=reason)
         slots = tuple(mine[report] for report in chosen.sources[self.rank_group.rank])
         held = slots[0].header.state
         assert held is not None  # slots that are not finished are not chosen
@@ -162,16 +159,24 @@ class RestorePointFinder:
                 failed.append((fetch, str(error) or type(error).__name__))
         failures = [failure for part in self.rank_group.on_all_ranks(lambda: failed) for failure in part]
         for fetch, why in failures:
-            slot = fetch.slot
-            warn(
-                f"rank {fetch.to} cannot copy the part of rank {slot.rank} from the node of rank {fetch.holder}: {why}"
-            )
-        self._rescan(mine, {(replicas.nodes[fetch.holder], _part(fetch.slot)) for fetch, _ in failures})
-        return [fetch for fetch in chosen.fetches if fetch not in {failure for failure, _ in failures}]
+            source = f"the part of rank {fetch.slot.rank} from the node of rank {fetch.holder}"
+            warn(f"rank {fetch.to} cannot copy {source}: {why}")
+        copied = [fetch for fetch in chosen.fetches if fetch not in {failure for failure, _ in failures}]
+        self._rescan(
+            mine,
+            arrived={_part(fetch.slot) for fetch in copied if replicas.nodes[fetch.to] == self._node},
+            unfetchable={(replicas.nodes[fetch.holder], _part(fetch.slot)) for fetch, _ in failures},
+        )
+        return copied
 
-    def _rescan(self, mine: dict[SlotReport, StagedSlot], unfetchable: set[tuple[int, SlotPart]]) -> None:
+    def _rescan(
+        self,
+        mine: dict[SlotReport, StagedSlot],
+        arrived: set[SlotPart],
+        unfetchable: set[tuple[int, SlotPart]],
+    ) -> None:
         """Add what was copied here, and keep what is known about the rest."""
-        known = {(slot.data, _part(report)): report for report, slot in mine.items()}
+        known = {(slot.data, _part(report)): report for report, slot in mine.items() if _part(report) not in arrived}
         found = self._scan_flash()
         mine.clear()
         for report, slot in found.items():
