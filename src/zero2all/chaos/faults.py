@@ -16,6 +16,7 @@ from zero2all.chaos.node_faults import (
     lose_node,
     lose_rendezvous_node,
     preempt_node,
+    replace_node,
     restart_rendezvous,
     shrink_and_grow_nodes,
 )
@@ -43,6 +44,8 @@ from zero2all.elastic.launcher import RENDEZVOUS_ADVICE
 
 Rng = random.Random
 DURABLE_ONLY = ("checkpoint.flash_every=null",)
+NO_DURABLE = ("checkpoint.every=100 steps",)
+NO_REPLICAS = ("checkpoint.replicas=0",)  # a replica would restore the corrupted state, on the right history
 ELASTIC_LOSS_TOLERANCE = 1e-5  # where the number of ranks changes
 
 
@@ -333,6 +336,15 @@ MULTI_NODE_FAULTS = (
         unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
+        "a node is replaced",
+        hold_rank(rank=1),
+        replace_node,
+        NO_DURABLE,
+        expected_kind="cut off",
+        expected_messages=("2 parts copied from other nodes",),
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+    Fault(
         "a node is cut off",
         hold_rank(rank=1),
         disconnect_node,
@@ -371,6 +383,7 @@ MULTI_NODE_FAULTS = (
         "nodes A and B, then A and C, then A and B",
         poisoned_history(13, 14),
         abandon_histories,
+        NO_REPLICAS,
         expected_kind=None,
         unavailable_reason=simulation_unavailable_reason,
     ),
@@ -378,6 +391,7 @@ MULTI_NODE_FAULTS = (
         "2 nodes, then 1, then 2",
         poisoned_history(13, 14),
         shrink_and_grow_nodes,
+        NO_REPLICAS,
         expected_kind=None,
         loss_tolerance=ELASTIC_LOSS_TOLERANCE,
         unavailable_reason=simulation_unavailable_reason,

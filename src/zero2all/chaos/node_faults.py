@@ -54,15 +54,18 @@ class SimulatedCluster:
         """Kills everything that runs on the node, and clears its memory."""
         self._network.power_cycle(self.nodes[number])
 
-    def wait_until_staged(self, number: int, step: int) -> None:
-        """Until every rank of the node has a flash checkpoint of this step, or a later one, in the node's memory."""
+    def wait_until_staged(self, number: int, step: int, replicas: bool = False) -> None:
+        """Until every rank of the node has a flash checkpoint of this step, or a later one, in the node's memory; with
+        ``replicas``, until the node has as many of other nodes."""
         memory = self.nodes[number].path(self.scenario.flash_dir)
 
         def staged() -> bool:
             finished = [slot for slot in find_staged_slots(memory) if slot.header.hash is not None]
-            return len({slot.rank for slot in finished if slot.header.step >= step}) >= RANKS_PER_NODE
+            found = {slot.rank for slot in finished if slot.header.step >= step and slot.replica == replicas}
+            return len(found) >= RANKS_PER_NODE
 
-        self.scenario.wait_until(staged, f"node {number} has a flash checkpoint of step {step}")
+        kind = "replicas" if replicas else "a flash checkpoint"
+        self.scenario.wait_until(staged, f"node {number} has {kind} of step {step}")
 
     def close(self) -> None:
         if self._rendezvous_process is not None:
@@ -107,6 +110,23 @@ def lose_node(number: int, back: bool = False) -> Callable[[Scenario], None]:
             cluster.expect_success(survivor, returned)
 
     return drive
+
+
+def replace_node(scenario: Scenario) -> None:
+    """A node loses power, and a fresh one with empty memory takes its place: it gets its states from the other one."""
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        options = {"nodes": (2, 2), "hang_after": 8 * scenario.hang_after}  # ranks are held while a node starts
+        processes = [cluster.start(number, **options) for number in range(2)]
+        scenario.wait_until_triggered()
+        for number in range(2):
+            cluster.wait_until_staged(number, 12)
+            cluster.wait_until_staged(number, 12, replicas=True)
+        scenario.mark_trigger()
+        cluster.power_cycle(1)
+        scenario.release()
+        processes[1].wait()
+        cluster.expect_success(processes[0], cluster.start(1, **options))
 
 
 def disconnect_node(scenario: Scenario) -> None:
