@@ -326,7 +326,8 @@ class CheckpointManager:
                 lambda: slots.append(Slots(tensors, own_directory, self.callbacks, self._send_replica))
             )
         except (Z2aError, OSError) as error:
-            warn(_no_space_message(directory.parent, 2 * slot_bytes(slot_layout(tensors)), str(error)))
+            copies = 0 if self.replicas is None else self.replicas.copies
+            warn(_no_space_message(directory.parent, 2 * slot_bytes(slot_layout(tensors)), copies, str(error)))
             if privacy_problem(directory) is None:
                 shutil.rmtree(directory, ignore_errors=True)
             self.flash_directory = None
@@ -348,14 +349,15 @@ def _reason(error: Exception) -> str:
     return error.reason if isinstance(error, DiskFullError) else str(error)
 
 
-def _no_space_message(place: Path, size: int, error: str) -> str:
-    """``size`` is the bytes of two states of one rank."""
-    node_bytes = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def _no_space_message(place: Path, size: int, copies: int, error: str) -> str:
+    """``size`` is the bytes of two states of one rank; a node also keeps as many ``copies`` times, of other nodes."""
+    node_bytes = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (1 + copies)
+    with_replicas = ", with replicas of other nodes," if copies else ""
     needed = f"{math.ceil(node_bytes / 2**30)}g"
     return (
         f"not enough space for two states of this rank ({show_bytes(size)}) in {place}: {error}; nothing is "
         "kept in memory, and a restart resumes from the last durable checkpoint. "
-        f"The ranks of this machine need {show_bytes(node_bytes)} there: in Docker --shm-size={needed} or --ipc=host, "
+        f"The ranks of this machine{with_replicas} need {show_bytes(node_bytes)} there: in Docker --shm-size={needed} or --ipc=host, "
         f"in Kubernetes an emptyDir with 'medium: Memory' and a sizeLimit of at least that mounted at {place}"
     )
 

@@ -93,6 +93,11 @@ class Replicas:
         nodes = [numbers[name] for name, _ in identities]
         return cls(options, flash_directory, rank_group, nodes, servers[0], addresses, secret)
 
+    @property
+    def copies(self) -> int:
+        """Of each state, on other nodes."""
+        return len(self._holders[self._rank_group.rank])
+
     def register(self, history: str) -> None:
         """Keep the replicas that this rank holds; others are stale."""
         for rank in self._held_ranks():
