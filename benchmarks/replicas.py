@@ -24,7 +24,8 @@ from zero2all.chaos.scenario import Scenario
 from zero2all.chaos.suite import FaultResult, run_baseline, run_fault
 from zero2all.chaos.workspace import build_workspace
 from zero2all.console import say
-from zero2all.track import EventLine, StepLine, read_record_lines
+from zero2all.track.record_lines import EventLine, StepLine
+from zero2all.track.run_record import read_record_lines
 
 MODEL = (
     "model.hidden_size=256", "model.intermediate_size=1024", "model.num_hidden_layers=2",

@@ -358,7 +358,8 @@ def _no_space_message(place: Path, size: int, copies: int, error: str) -> str:
         f"not enough space for two states of this rank ({show_bytes(size)}) in {place}: {error}; nothing is "
         "kept in memory, and a restart resumes from the last durable checkpoint. "
         f"The ranks of this machine{with_replicas} need {show_bytes(node_bytes)} there: in Docker "
-        f"--shm-size={needed} or --ipc=host, in Kubernetes an emptyDir with 'medium: Memory' and a sizeLimit of at least that mounted at {place}"
+        f"--shm-size={needed} or --ipc=host, in Kubernetes an emptyDir with 'medium: Memory' and a sizeLimit of at "
+        f"least that mounted at {place}"
     )
 
 
