@@ -116,7 +116,10 @@ def replace_node(scenario: Scenario, replicas: bool = True) -> None:
     """A node loses power, and a fresh one with empty memory takes its place: it gets its states from the other one."""
     with simulated_cluster(scenario) as cluster:
         cluster.start_rendezvous()
-        options = {"nodes": (2, 2), "hang_after": 8 * scenario.hang_after}  # ranks are held while a node starts
+        options: dict[str, Any] = {
+            "nodes": (2, 2),
+            "hang_after": 8 * scenario.hang_after,
+        }  # ranks are held while a node starts
         processes = [cluster.start(number, **options) for number in range(2)]
         scenario.wait_until_triggered()
         for number in range(2):

@@ -254,6 +254,9 @@ class CheckpointManager:
         else:
             self.wait_until_saved()
         if self.replicas is not None:
+            self.replicas.stop_sending()
+            if outcome != "failed":  # after a failure other ranks may be gone
+                self.rank_group.on_all_ranks(lambda: None)
             self.replicas.close()
         if outcome == "finished" and self.flash_directory is not None:
             self.rank_group.on_all_ranks(lambda: None)

@@ -297,9 +297,9 @@ def run_in_background(function: Callable[[], None]) -> Future[None]:
 
     def run() -> None:
         if sys.platform == "linux":  # per-thread priority: training goes first
-            thread_id = threading.get_native_id()
-            niceness = os.getpriority(os.PRIO_PROCESS, thread_id) + BACKGROUND_NICENESS
-            os.setpriority(os.PRIO_PROCESS, thread_id, min(19, niceness))
+            # That of the main thread: one that a background thread starts has inherited a lower one.
+            niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + BACKGROUND_NICENESS
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, niceness))
         try:
             function()
         except BaseException as error:

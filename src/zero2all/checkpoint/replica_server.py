@@ -11,6 +11,7 @@ import socket
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -89,7 +90,7 @@ class ReplicaServer:
             if not self._unauthenticated.acquire(blocking=False):
                 connection.close()
                 continue
-            run_in_background(lambda connection=connection, host=host: self._serve(connection, host))  # type: ignore[misc]
+            run_in_background(partial(self._serve, connection, host))
 
     def _serve(self, connection: socket.socket, host: str) -> None:
         with connection:

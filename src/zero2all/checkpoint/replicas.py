@@ -62,6 +62,8 @@ class Replicas:
 
         ``memory`` identifies the memory of this rank's node, if its directory does not.
         """
+        if rank_group.world_size == 1:
+            return None
         secret = os.environ.get(JOB_SECRET_VARIABLE, "").encode()
 
         def identify() -> tuple[str, bool]:
@@ -148,9 +150,13 @@ class Replicas:
         """Whether every replica of this rank has arrived, or was given up."""
         return self._sender is None or self._sender.wait(timeout)
 
-    def close(self) -> None:
+    def stop_sending(self) -> None:
+        """Once every rank has called it, all may ``close``: then no peer misses this one."""
         if self._sender is not None:
             self._sender.close()
+
+    def close(self) -> None:
+        self.stop_sending()
         self._server.close()
 
     def _bytes_of_largest_node(self, sizes: list[int]) -> int:

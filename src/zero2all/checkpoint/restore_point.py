@@ -140,7 +140,9 @@ class RestorePointFinder:
         return None if self.replicas is None else self.replicas.nodes[self.rank_group.rank]
 
     def _free_bytes(self) -> float:
-        return 0.0 if self.flash_directory is None else shutil.disk_usage(self.flash_directory.parent).free
+        if self.replicas is None or self.flash_directory is None:
+            return 0.0  # nothing is copied
+        return shutil.disk_usage(self.flash_directory.parent).free
 
     def _fetch(self, chosen: RestoreChoice, mine: dict[SlotReport, StagedSlot]) -> list[Fetch]:
         """Copy what this rank is to copy, and update ``mine``; returns what all ranks have copied."""
