@@ -23,11 +23,12 @@ from zero2all.elastic.job_secret import find_secret, new_secret
 from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
 from zero2all.elastic.rendezvous_client import JobEndedError, RendezvousClient, RendezvousStore, WrongSecretError
 from zero2all.elastic.rendezvous_messages import Enter, JoinNextRound, OwnNode, Ping, Request, SetValues
-from zero2all.elastic.rendezvous_protocol import MAGIC, NONCE_BYTES, SignedSession, TamperedError
+from zero2all.elastic.rendezvous_protocol import MAGIC
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.elastic.rendezvous_state import RendezvousSettings
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
+from zero2all.network import NONCE_BYTES, SignedSession, TamperedError
 from zero2all.parallel.tcp_store import tcp_store_from_env
 from zero2all.torch_private import TCPStore
 

@@ -58,11 +58,21 @@ def list_checkpoints(checkpoints: CheckpointStore, flash_directory: Path | None)
                 where="memory",
                 time=max(slot.header.time or 0.0 for slot in slots),
                 bytes=sum(slot.data.stat().st_size for slot in slots),
-                whole=all(slot.header.hash is not None for slot in slots) and len(slots) == slots[0].world_size,
-                notes=[f"{len(slots)} of {slots[0].world_size} ranks"],
+                whole=all(slot.header.hash is not None for slot in slots) and _num_ranks(slots) == slots[0].world_size,
+                notes=_slot_notes(slots),
             )
         )
     return rows
+
+
+def _num_ranks(slots: list[StagedSlot]) -> int:
+    return len({slot.rank for slot in slots})
+
+
+def _slot_notes(slots: list[StagedSlot]) -> list[str]:
+    replicas = sorted(slot.rank for slot in slots if slot.replica)
+    notes = [f"{_num_ranks(slots)} of {slots[0].world_size} ranks"]
+    return [*notes, f"replicas of ranks {', '.join(map(str, replicas))}"] if replicas else notes
 
 
 def _is_finished(path: Path) -> bool:

@@ -37,10 +37,12 @@ from zero2all.elastic.rendezvous_messages import (
     StatusChange,
     WaitForKeys,
 )
-from zero2all.elastic.rendezvous_protocol import (
+from zero2all.elastic.rendezvous_protocol import MAGIC, printable_name
+from zero2all.elastic.rendezvous_state import Node, RankAssignment, RendezvousState, RendezvousStatus
+from zero2all.errors import Z2aError
+from zero2all.network import (
     LENGTH_BYTES,
     MAC_BYTES,
-    MAGIC,
     NONCE_BYTES,
     REFUSED,
     WELCOME,
@@ -48,11 +50,8 @@ from zero2all.elastic.rendezvous_protocol import (
     TamperedError,
     client_proof,
     frame_length,
-    printable_name,
     server_proof,
 )
-from zero2all.elastic.rendezvous_state import Node, RankAssignment, RendezvousState, RendezvousStatus
-from zero2all.errors import Z2aError
 from zero2all.processes import raise_descriptor_limit
 from zero2all.records import parse_record
 

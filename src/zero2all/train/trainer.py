@@ -20,7 +20,9 @@ from zero2all.checkpoint import (
     CheckpointCallbacks,
     CheckpointManager,
     RankGroup,
+    ReplicaOptions,
     RunIdentity,
+    SentReplica,
     TrainingState,
     run_lock,
 )
@@ -287,7 +289,9 @@ class Trainer:
                 before_commit=lambda: not self.record.has_unwritten_lines(),
                 on_saved=self._record_checkpoint,
                 on_phase=self.hooks.on_checkpoint,
+                on_replica=self._record_replica,
             ),
+            ReplicaOptions(recipe.checkpoint.replicas, recipe.checkpoint.replica_rate),
         )
         # The reference is computed while the model has its initial weights.
         objective, self.initial_weights = build_objective(
@@ -572,6 +576,9 @@ class Trainer:
                 norms = self.model.layer_grad_norms()
                 if self.mesh.rank == 0:
                     self.record.histogram(step, "gradient norm by layer", norms, range(len(norms) + 1))
+
+    def _record_replica(self, sent: SentReplica) -> None:
+        self.record.event("replica", **asdict(replace(sent, seconds=round(sent.seconds, 3))))
 
     def _record_checkpoint(self, step: int, seconds: float) -> None:
         self.record.event("checkpoint", step=step, seconds=round(seconds, 3))
