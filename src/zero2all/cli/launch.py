@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zero2all.cli.conventions import Json, Result, command
+from zero2all.elastic.node_policy import NodePolicy
+from zero2all.environment import NOTIFY_VARIABLE
 from zero2all.errors import UsageError
 from zero2all.processes import require_linux
 
@@ -69,6 +71,18 @@ HangAfter = Annotated[
 Grace = Annotated[
     float, typer.Option("--grace", min=1, help="Seconds that ranks have to save a checkpoint when the job is stopped.")
 ]
+Readmit = Annotated[
+    bool, typer.Option("--readmit", help="Come back to a job that has excluded this node, after it was repaired.")
+]
+Notify = Annotated[
+    str | None,
+    typer.Option(
+        "--notify",
+        envvar=NOTIFY_VARIABLE,
+        help="Command that gets each event of the job (node lost or excluded, restart, end) as JSON on stdin, "
+        "or a URL to which it is posted.",
+    ),
+]
 Check = Annotated[bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")]
 JobFile = Literal["slurm", "k8s", "pytorchjob"]
 Emit = Annotated[
@@ -91,6 +105,8 @@ def launch(
     max_restarts: MaxRestarts = None,
     hang_after: HangAfter = 600,
     grace: Grace = 110,
+    readmit: Readmit = False,
+    notify: Notify = None,
     check: Check = False,
     emit: Emit = None,
     to: To = None,
@@ -110,6 +126,7 @@ def launch(
     launch_config = LaunchConfig(
         rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
         UNLIMITED_RESTARTS if max_restarts is None else max_restarts, hang_after, grace,
+        node_policy=NodePolicy(readmit, notify),
     )  # fmt: skip
     if emit is None:
         require_linux("z2a launch")

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,10 @@ import yaml
 
 from zero2all.console import say
 from zero2all.elastic.addresses import DEFAULT_PORT, interface_for_address
+from zero2all.elastic.heartbeat import find_run_directory
+from zero2all.elastic.job_events import JobEvent
+from zero2all.elastic.node_policy import NodePolicy
+from zero2all.elastic.notify import Notifier
 from zero2all.engine import available_cores
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError, Z2aError
@@ -30,6 +34,7 @@ from zero2all.processes import AGENT_PID
 if TYPE_CHECKING:
     from torch.numa.binding import NumaOptions
 
+    from zero2all.elastic.node_exclusion import ExcludedNode
     from zero2all.elastic.rendezvous import Rendezvous
 
 UNLIMITED_RESTARTS = 1_000_000
@@ -72,6 +77,7 @@ class LaunchConfig:
     """Seconds to wait for the rendezvous to answer."""
     module: str = "zero2all.cli"
     """The Python module that runs the command."""
+    node_policy: NodePolicy = field(default_factory=NodePolicy)
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -88,29 +94,42 @@ class LaunchConfig:
                 f"{self.nodes[1]} nodes need a rendezvous: --rdzv-endpoint HOST:{DEFAULT_PORT}, the same on every node"
             )
         before = {name: signal.signal(name, _raise_signal) for name in (signal.SIGINT, signal.SIGTERM)}
+        notifier = Notifier(self.node_policy.notify, self.command)
         try:
             with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory:
-                return self._run_until_done(Path(directory))
+                notifier.find_run = lambda: find_run_directory(Path(directory))
+                return self._run_until_done(Path(directory), notifier)
         finally:
+            notifier.close()
             for name, handler in before.items():
                 signal.signal(name, handler)
 
-    def _run_until_done(self, directory: Path) -> int:
+    def _run_until_done(self, directory: Path, notifier: Notifier) -> int:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-        from zero2all.elastic.rendezvous_client import JobEndedError
+        from zero2all.elastic.rendezvous_client import JobEndedError, NodeExcludedError
 
         losses = 0  # in a row
+        excluded: tuple[ExcludedNode, ...] = ()
         while losses < MAX_RENDEZVOUS_LOSSES:
             connected: float | None = None
             try:
-                rendezvous = self._join_rendezvous()
+                rendezvous = self._join_rendezvous(excluded)
                 connected = time.monotonic()
+                rendezvous.on_event = notifier.send
                 try:
                     with _in_environment(self.worker_environment(directory, rendezvous)):
                         return self._run_agent(directory, rendezvous)
+                except RendezvousTimeoutError as error:
+                    if rendezvous.claim("gave up"):
+                        notifier.send(JobEvent("job gave up", str(error)))
+                    raise
+                except NodeExcludedError:
+                    rendezvous.serve_until_others_end()
+                    raise
                 finally:
+                    excluded = rendezvous.client.status.excluded
                     rendezvous.shutdown()
             except SignalException as stop:
                 say(_stop_message(stop.sigval))
@@ -118,6 +137,9 @@ class LaunchConfig:
             except JobEndedError as end:
                 say("the job is done" if end.done else "another node has ended the job")
                 return 0 if end.done else 1
+            except NodeExcludedError as error:
+                say(str(error))
+                return 1
             except RendezvousTimeoutError as error:
                 say(f"given up: {error} (--nnodes)")
                 return 1
@@ -129,14 +151,17 @@ class LaunchConfig:
         say(f"given up: {RENDEZVOUS_ADVICE}")
         return 1
 
-    def _join_rendezvous(self) -> Rendezvous:
+    def _join_rendezvous(self, excluded: tuple[ExcludedNode, ...]) -> Rendezvous:
         from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
         from zero2all.elastic.rendezvous_state import RendezvousSettings
 
         for name in logging.root.manager.loggerDict:
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # the failure reports are clearer
-        config = RendezvousConfig(self.rdzv_endpoint, self.listen, self.advertise, self.secret_file, self.patience)
+        config = RendezvousConfig(
+            self.rdzv_endpoint, self.listen, self.advertise, self.secret_file, self.patience, self.node_policy.readmit,
+            excluded,
+        )  # fmt: skip
         settings = RendezvousSettings(node_counts(self.command, self.procs, self.nodes))
         return Rendezvous(config, settings, fingerprint([*self.command]), self.procs)
 
@@ -167,12 +192,14 @@ class LaunchConfig:
                 rendezvous.leave()
             raise
         failed = result is None or result.is_failed()
-        if not agent.leaves_job:  # for the others a node that leaves with a failure is lost, and they continue
-            rendezvous.close("failed" if failed else "done")
+        if not agent.leaves_job and rendezvous.close("failed" if failed else "done"):
+            rendezvous.on_event(agent.end_event() if failed else JobEvent("job finished", "the job is done"))
         if not failed:
             return 0
         if (report := agent.write_final_report()) is not None:
             say(f"the report is in {report.with_suffix('.txt')}")
+        if agent.leaves_job:
+            rendezvous.serve_until_others_end()
         return 2 if agent.last_failure is not None and agent.last_failure.kind == "wrong usage" else 1
 
     def worker_environment(self, directory: Path, rendezvous: Rendezvous) -> dict[str, str]:
@@ -212,6 +239,7 @@ class LaunchConfig:
         bad_exit = "--no-kill --kill-on-bad-exit=0" if elastic else "--kill-on-bad-exit=1"
         options = {**self._non_default_options(), "--grace": self.grace}
         inner += "".join(f" {option} {value:g}" for option, value in options.items())
+        inner += "".join(f" {argument}" for argument in self.node_policy.arguments())
         return f"""#!/bin/bash
 #SBATCH --job-name=z2a
 #SBATCH --nodes={self.nodes[1]}
@@ -241,7 +269,11 @@ exec srun --export=ALL {bad_exit} {inner} -- {shlex.join(self.command)}
             "--rdzv-endpoint": self.rdzv_endpoint, "--rdzv-listen": self.listen, "--advertise": self.advertise,
             "--secret-file": self.secret_file,
         }  # fmt: skip
-        given = [*self._non_default_options(), *(option for option, value in places.items() if value is not None)]
+        given = [
+            *self._non_default_options(),
+            *self.node_policy.arguments(),
+            *(option for option, value in places.items() if value is not None),
+        ]
         if given:
             raise UsageError(
                 f"leave out {', '.join(given)}: in Kubernetes torchrun starts the ranks, and the job starts them again"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from zero2all.elastic.node_exclusion import ExcludedNode, FailureFacts
 from zero2all.elastic.rendezvous_state import Outcome, RendezvousSettings, RendezvousStatus
 
 
@@ -29,6 +30,10 @@ class Enter(Request):
     job: str
     rules: RendezvousSettings
     node: OwnNode
+    readmit: bool = False
+    """Whether the node may come back although it is excluded."""
+    excluded: tuple[ExcludedNode, ...] = ()
+    """As far as the node knows, if the rendezvous was started again."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +71,10 @@ class Close(Request):
 
 @dataclass(frozen=True)
 class ReportFailure(Request):
+    """The answer is a ``FailureAnswer``."""
+
     operation = "fail"
-    step: int
-
-
-@dataclass(frozen=True)
-class FailureAnswer:
-    left: int
-    """Nodes on which the job could run without this one."""
-    elsewhere: bool
-    """Whether other nodes have failed at this step too."""
+    facts: FailureFacts
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zero2all.console import say
+from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, NodeKey
 from zero2all.elastic.rendezvous_messages import (
     AddToValue,
     Attach,
@@ -24,7 +25,6 @@ from zero2all.elastic.rendezvous_messages import (
     DeleteKey,
     Enter,
     ErrorReply,
-    FailureAnswer,
     GetValues,
     JoinNextRound,
     Leave,
@@ -51,7 +51,13 @@ from zero2all.elastic.rendezvous_protocol import (
     printable_name,
     server_proof,
 )
-from zero2all.elastic.rendezvous_state import Node, RankAssignment, RendezvousState, RendezvousStatus
+from zero2all.elastic.rendezvous_state import (
+    FailureAnswer,
+    Node,
+    RankAssignment,
+    RendezvousState,
+    RendezvousStatus,
+)
 from zero2all.errors import Z2aError
 from zero2all.records import parse_record
 
@@ -130,6 +136,8 @@ class RendezvousServer:
         self.port: int = self._socket.getsockname()[1]
         self.endpoint = f"[{address}]:{self.port}" if ":" in address else f"{address}:{self.port}"
         self._jobs: dict[str, RendezvousJob] = {}
+        self._excluded: dict[str, dict[NodeKey, ExcludedNode]] = {}
+        """By job: a job that ends and starts again keeps them."""
         self._peers: set[Peer] = set()
         self._unauthenticated = 0
         self._warned_at: dict[str, float] = {}
@@ -151,6 +159,9 @@ class RendezvousServer:
                 self._loop.call_soon_threadsafe(self._stopping.set)
         if self._thread is not None:
             self._thread.join(5)
+
+    def has_nodes(self) -> bool:
+        return any(job.peers for job in list(self._jobs.values()))
 
     def serve(self) -> None:
         """Until ``stop`` is called."""
@@ -263,6 +274,9 @@ class RendezvousServer:
         assignments = job.state.advance(time.monotonic())
         if assignments:
             job.values.clear()  # of the previous round
+        for id in [id for id in job.pending_assignments if job.state.exclusion(id) is not None]:
+            if not (waiting := job.pending_assignments.pop(id)).done():
+                waiting.set_exception(_exclusion_error(job.state, id))
         for id, assignment in assignments.items():
             if not (waiting := job.pending_assignments.pop(id)).done():
                 waiting.set_result(assignment)
@@ -284,13 +298,19 @@ class RendezvousServer:
         node = Node(secrets.token_hex(8), peer.name, own.address, own.pid, own.procs)
         job = self._jobs.get(request.job)
         if job is None or job.state.closed is not None:  # the job has ended and starts again
-            job = self._jobs[request.job] = RendezvousJob(RendezvousState(settings))
+            excluded = self._excluded.setdefault(request.job, {})
+            job = self._jobs[request.job] = RendezvousJob(RendezvousState(settings, excluded=excluded))
         elif job.state.settings != settings:
             raise RequestError(
                 "usage",
                 f"the job runs on {_format_node_counts(job.state.settings.counts)} nodes, and node {peer.name} "
                 f"asks for {_format_node_counts(settings.counts)}: give the same --nnodes on every node",
             )
+        if request.readmit and (entry := job.state.readmit(node.key)) is not None:
+            say(f"rendezvous: node {node} is readmitted; it was excluded: {entry.reason}")
+        job.state.learn_exclusions(request.excluded)
+        if (entry := job.state.excluded.get(node.key)) is not None:
+            raise RequestError("excluded", _describe_exclusion(entry))
         peer.job, peer.node = job, node.id
         job.state.register(node, time.monotonic())
         job.peers[peer.node] = peer
@@ -308,6 +328,8 @@ class RendezvousServer:
             raise RequestError("lost", "this node was silent for too long, and is no longer known")
         if job.state.closed is not None:
             raise RequestError("closed", job.state.closed)
+        if job.state.exclusion(peer.node) is not None:
+            raise _exclusion_error(job.state, peer.node)
         job.state.join_next_round(peer.node, request.port, time.monotonic(), request.failed)
         assignment = job.pending_assignments[peer.node] = asyncio.get_running_loop().create_future()
         self._advance(job)
@@ -323,15 +345,22 @@ class RendezvousServer:
     async def _leave(self, peer: Peer, request: Leave) -> None:
         self._disconnect(peer, gracefully=True)
 
-    async def _close(self, peer: Peer, request: Close) -> None:
+    async def _close(self, peer: Peer, request: Close) -> bool:
+        """Whether it was this node that closed it."""
         job = _job_of(peer)
+        first = job.state.closed is None
         job.state.close(request.outcome)
         self._advance(job)
+        return first
 
     async def _report_failure(self, peer: Peer, request: ReportFailure) -> FailureAnswer:
-        if peer.node is None:
-            raise RequestError("usage", "only nodes report failures")
-        return FailureAnswer(*_job_of(peer).state.report_failure(peer.node, request.step))
+        job = _job_of(peer)
+        if peer.node is None or peer.node not in job.state.nodes:
+            raise RequestError("lost", "this node is no longer known")
+        answer = job.state.report_failure(peer.node, request.facts)
+        if answer.excluded is not None:
+            say(f"rendezvous: node {job.state.nodes[peer.node]} is excluded: {answer.excluded}")
+        return answer
 
     async def _set(self, peer: Peer, request: SetValues) -> None:
         for key, value in request.values.items():
@@ -374,6 +403,18 @@ _HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], Awaitable
     DeleteKey: RendezvousServer._delete,
 }
 _REQUESTS = {request.operation: request for request in _HANDLERS}
+
+
+def _describe_exclusion(entry: ExcludedNode) -> str:
+    return f"node {entry.name} ({entry.address}) is excluded from the job: {entry.reason}; {READMIT_ADVICE}"
+
+
+def _exclusion_error(state: RendezvousState, id: str) -> RequestError:
+    """For a node that was excluded while it ran or waited: it leaves."""
+    entry = state.exclusion(id)
+    assert entry is not None
+    state.leave(id, gracefully=True)
+    return RequestError("excluded", _describe_exclusion(entry))
 
 
 def _job_of(peer: Peer) -> RendezvousJob:

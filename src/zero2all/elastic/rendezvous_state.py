@@ -7,10 +7,19 @@ the next round. Times are of the rendezvous's own monotonic clock: those of the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any, Literal
 
+from zero2all.elastic.job_events import JobEvent
+from zero2all.elastic.node_exclusion import (
+    ExcludedNode,
+    ExclusionRule,
+    FailureFacts,
+    FailureHistory,
+    NodeKey,
+)
 from zero2all.errors import UsageError
 
 Outcome = Literal["done", "failed"]
@@ -68,8 +77,23 @@ class Node:
         except ValueError:
             return (0, 0, f"{self.address} {self.name}", self.pid, self.id)
 
+    @property
+    def key(self) -> NodeKey:
+        """The same after the agent of a node was started again."""
+        return (self.name, self.address)
+
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
+
+
+@dataclass(frozen=True)
+class FailureAnswer:
+    """What the rendezvous decides about a node that has reported a failure."""
+
+    excluded: str | None = None
+    """Why it must leave the job, if so."""
+    kept: str | None = None
+    """Why it stays although a rule says that it is bad, if so."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +109,8 @@ class RankAssignment:
     """In all."""
     master: str
     port: int
+    events: tuple[JobEvent, ...] = ()
+    """Since the previous round; only for the first node, which reports them."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +124,9 @@ class RendezvousStatus:
     lost: tuple[str, ...] = ()
     """Members that are gone or have failed: their peers must not wait for them."""
     closed: Outcome | None = None
+    spares: int = 0
+    """Nodes that wait while the job is running: it cannot use them, or not yet."""
+    excluded: tuple[ExcludedNode, ...] = ()
 
 
 @dataclass
@@ -115,6 +144,17 @@ class RendezvousState:
     nodes: dict[str, Node] = field(default_factory=dict)
     round_number: int = 0
     closed: Outcome | None = None
+    excluded: dict[NodeKey, ExcludedNode] = field(default_factory=dict)
+    """Nodes that may not come back by themselves."""
+    history: FailureHistory = field(default_factory=FailureHistory)
+    _excluded_ids: dict[str, ExcludedNode] = field(default_factory=dict)
+    """Of those that are still connected."""
+    _excluded_in: int = 0
+    """The latest round in which a node was excluded: one failure costs one node at most."""
+    _readmitted: set[NodeKey] = field(default_factory=set)
+    _events: list[JobEvent] = field(default_factory=list)
+    """Since the round formed."""
+    _spares: int = 0
     _members: list[str] = field(default_factory=list)
     """Of the current round, or of the previous one while none runs."""
     _active: set[str] = field(default_factory=set)
@@ -126,7 +166,6 @@ class RendezvousState:
     """When a node last began to wait."""
     _enough_since: float | None = None
     _last_advance: float | None = None
-    _failed_at: dict[int, set[str]] = field(default_factory=dict)
 
     def register(self, node: Node, now: float) -> None:
         node.last_heard = now
@@ -138,6 +177,9 @@ class RendezvousState:
 
     def join_next_round(self, id: str, port: int, now: float, failed: bool = False) -> None:
         """A node joins the next round. ``failed``: its ranks failed in the current one."""
+        if id in self._excluded_ids:
+            self.leave(id, gracefully=not failed)
+            return
         node = self.nodes[id]
         node.waiting_since, node.port, node.last_heard, self._last_arrival = now, port, now, now
         if id in self._active:
@@ -149,22 +191,74 @@ class RendezvousState:
     def leave(self, id: str, gracefully: bool) -> None:
         """``gracefully``: its ranks have saved and exited. Otherwise it is lost."""
         node = self.nodes.pop(id, None)
+        self._excluded_ids.pop(id, None)
         if node is None or id not in self._active:
             return
         self._active.discard(id)
         self._membership_changing = True
         if not gracefully:
             self._lost.append(str(node))
+            self.history.of_round(self.round_number).node_lost = True
+            self._events.append(JobEvent("node lost", f"{node} is lost", str(node)))
 
     def close(self, outcome: Outcome) -> None:
         self.closed = self.closed or outcome
 
-    def report_failure(self, id: str, step: int) -> tuple[int, bool]:
-        """A node fails at a step repeatedly: on how many nodes the job could run without it, and whether others
-        have failed there as well."""
-        others = self._failed_at.setdefault(step, set()) - {id}
-        self._failed_at[step].add(id)
-        return self.settings.usable_nodes(len(self.nodes.keys() - {id} - others)), bool(others)
+    def exclusion(self, id: str) -> ExcludedNode | None:
+        return self._excluded_ids.get(id)
+
+    def exclude(self, id: str, rule: ExclusionRule, reason: str, failed: bool, step: int | None = None) -> str | None:
+        """The node leaves the job: at once if it has ``failed``, else once its ranks have saved. Returns why it must
+        not, if so: the job could not run without it, or the same round has cost a node already."""
+        node = self.nodes[id]
+        others = [other for other in self.nodes if other not in self._excluded_ids and other != id]
+        if self._excluded_in == self.round_number:
+            return "another node was excluded for the same failure"
+        if not self.settings.usable_nodes(len(others)):
+            return f"the job needs {self.settings.counts[0]} nodes, and {len(others)} would be left: start a spare node"
+        entry = self.excluded[node.key] = ExcludedNode(node.name, node.address, rule, reason, step)
+        self._excluded_in = self.round_number
+        self._events.append(JobEvent("node excluded", f"{node} is excluded: {reason}", str(node)))
+        self._mark_excluded(node, entry)
+        if failed and id in self._active:
+            self._active.discard(id)
+            self._lost.append(str(node))
+        return None
+
+    def _mark_excluded(self, node: Node, entry: ExcludedNode) -> None:
+        self._excluded_ids[node.id], node.waiting_since = entry, None
+        self._membership_changing = self._membership_changing or node.id in self._active
+
+    def learn_exclusions(self, entries: Iterable[ExcludedNode]) -> None:
+        """From a node that was in the job before this rendezvous was started again, and has forgotten them."""
+        for entry in entries:
+            if entry.key not in self._readmitted and entry.key not in self.excluded:
+                self.excluded[entry.key] = entry
+                for node in self.nodes.values():
+                    if node.key == entry.key:
+                        self._mark_excluded(node, entry)
+
+    def readmit(self, key: NodeKey) -> ExcludedNode | None:
+        """Because a person says so."""
+        self._readmitted.add(key)
+        self.history.forget(key)
+        return self.excluded.pop(key, None)
+
+    def report_failure(self, id: str, facts: FailureFacts) -> FailureAnswer:
+        """The ranks of a node have failed, or were cut off by a failure elsewhere."""
+        node = self.nodes[id]
+        self.history.record(self.round_number, node.key, facts)
+        others = self.history.others_failed_at(facts.step, node.key)
+        if facts.is_own and facts.gives_up:  # then the step is bad, not the nodes that left because of it
+            for key in others:
+                if (entry := self.excluded.get(key)) is not None and entry.step == facts.step:
+                    del self.excluded[key]
+        found = self.history.reason_to_exclude(node.key, len(self._members), facts)
+        if found is None:
+            return FailureAnswer()
+        rule, reason = found
+        kept = self.exclude(id, rule, reason, failed=True, step=facts.step if rule == "failures" else None)
+        return FailureAnswer(excluded=reason) if kept is None else FailureAnswer(kept=f"{reason}; not excluded: {kept}")
 
     def advance(self, now: float) -> dict[str, RankAssignment]:
         """Mark silent nodes as lost, and form a round if possible; returns the assignments of its members."""
@@ -175,6 +269,8 @@ class RendezvousState:
         for id in [id for id, node in self.nodes.items() if now - node.last_heard > self.settings.dead_after]:
             self.leave(id, gracefully=False)
         self._membership_changing = self._membership_changing or self._can_grow(now)
+        if now - self._last_arrival >= self.settings.settle:  # not at every arrival: all nodes get the status
+            self._spares = len(self._waiting())
         return {} if self.closed is not None or self._active else self._form_round(now)
 
     def status(self) -> RendezvousStatus:
@@ -182,7 +278,14 @@ class RendezvousState:
             *self._lost[:MAX_LOST_SHOWN],
             *([f"{len(self._lost) - MAX_LOST_SHOWN} more"] if len(self._lost) > MAX_LOST_SHOWN else []),
         )
-        return RendezvousStatus(len(self._active), bool(self._active) and self._membership_changing, lost, self.closed)
+        return RendezvousStatus(
+            running=len(self._active),
+            change=bool(self._active) and self._membership_changing,
+            lost=lost,
+            closed=self.closed,
+            spares=self._spares if self._active else 0,
+            excluded=tuple(self.excluded.values()),
+        )
 
     def _waiting(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.waiting_since is not None]
@@ -217,19 +320,44 @@ class RendezvousState:
             and not self._settled(now, self._enough_since, quiet_period)
         ):
             return {}
-        before = set(self._members)
-        chosen = sorted(waiting, key=lambda node: (node.id not in before, node.sort_key))[:size]
-        chosen.sort(key=lambda node: node.sort_key)
+        chosen = self._assign_places(waiting, size)
+        events = self._round_events(chosen)
         self.round_number += 1
         self._members = [node.id for node in chosen]
         self._active, self._lost, self._membership_changing, self._enough_since = set(self._members), [], False, None
         for node in chosen:
             node.waiting_since = None
+        self._events, self._spares = [], len(self._waiting())
         master, ranks = chosen[0], sum(node.procs for node in chosen)
         assignments, first_rank = {}, 0
         for rank, node in enumerate(chosen):
             assignments[node.id] = RankAssignment(
-                self.round_number, rank, size, first_rank, ranks, master.address, master.port
+                self.round_number, rank, size, first_rank, ranks, master.address, master.port, () if rank else events
             )
             first_rank += node.procs
         return assignments
+
+    def _assign_places(self, waiting: list[Node], size: int) -> list[Node]:
+        """Members of the previous round first, then spares; by address. If as many nodes run as before, members keep
+        their ranks, and with them their checkpoints in memory: a spare gets the place of the node that is gone."""
+        before = set(self._members)
+        chosen = sorted(waiting, key=lambda node: (node.id not in before, node.sort_key))[:size]
+        if size != len(self._members):
+            return sorted(chosen, key=lambda node: node.sort_key)
+        stayed = {node.id: node for node in chosen if node.id in before}
+        spares = (node for node in chosen if node.id not in before)
+        return [stayed[id] if id in stayed else next(spares) for id in self._members]
+
+    def _round_events(self, chosen: list[Node]) -> tuple[JobEvent, ...]:
+        """What the first node of the new round reports, before the state of the previous one is dropped."""
+        if self.round_number == 0:
+            return ()
+        events, before = list(self._events), set(self._members)
+        if before - {node.id for node in chosen}:
+            new = [node for node in chosen if node.id not in before]
+            events += [JobEvent("spare taken in", f"spare {node} is taken in", str(node)) for node in new]
+        if self._lost:
+            after = ", ".join(self.status().lost)
+            text = f"the job restarts on {len(chosen)} nodes after a failure of {after}"
+            events.append(JobEvent("job restarted", text.replace(" 1 nodes", " 1 node")))
+        return tuple(events)

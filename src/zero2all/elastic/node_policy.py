@@ -1,0 +1,24 @@
+"""Options of ``z2a launch`` about bad nodes, and about whom to tell."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+
+from zero2all.environment import NOTIFY_VARIABLE
+
+
+@dataclass(frozen=True)
+class NodePolicy:
+    readmit: bool = False
+    """This node comes back although it was excluded."""
+    notify: str | None = None
+    """A command that gets every event of the job as JSON on its stdin, or a URL to which it is posted."""
+
+    def arguments(self) -> list[str]:
+        """Those that differ from their defaults, as on the command line; each is quoted for a shell."""
+        found = ["--readmit"] if self.readmit else []
+        if self.notify is not None and self.notify != os.environ.get(NOTIFY_VARIABLE):
+            found.append(f"--notify {shlex.quote(self.notify)}")
+        return found
