@@ -497,3 +497,17 @@ def test_one_of_many_claims_a_message(cluster: Cluster) -> None:
     nodes = [cluster.node(number) for number in (1, 2, 3)]
     cluster.meet(*nodes)
     assert [node.claim("x") for node in nodes] == [True, False, False]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_two_nodes_test_each_other_after_a_hang(cluster: Cluster) -> None:
+    """Real processes and exchanges; the chaos suite has a node that is really slow."""
+    nodes = [cluster.node(1), cluster.node(2)]
+    cluster.meet(*nodes)
+    for node in nodes:
+        node.report_failure(FailureFacts(7, "hang"))
+        node.failed = True
+    assert sorted(cluster.meet(*nodes)) == [0, 1]
+    assert [node.assignment.node_test for node in nodes if node.assignment is not None] == [True, True]
+    assert nodes[0].client.status.excluded == ()

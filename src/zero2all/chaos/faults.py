@@ -10,6 +10,15 @@ from pathlib import Path
 
 from zero2all.chaos.cgroup import cgroup_unavailable_reason
 from zero2all.chaos.injections import Injection, InjectionPoint
+from zero2all.chaos.membership_faults import (
+    EXCLUDED_MESSAGE,
+    REFUSED_MESSAGE,
+    SLOW_NODE_MESSAGE,
+    SPARE_MESSAGE,
+    exclude_bad_node,
+    find_slow_node,
+    take_in_spare,
+)
 from zero2all.chaos.node_faults import (
     abandon_histories,
     disconnect_node,
@@ -383,4 +392,30 @@ MULTI_NODE_FAULTS = (
         unavailable_reason=simulation_unavailable_reason,
     ),
 )
-FAULTS: tuple[Fault, ...] = (*SINGLE_NODE_FAULTS, *MULTI_NODE_FAULTS)
+MEMBERSHIP_FAULTS = (
+    Fault(
+        "a bad node is excluded",
+        inject("leave", rank=2, times=3),
+        exclude_bad_node,
+        expected_messages=(EXCLUDED_MESSAGE, REFUSED_MESSAGE),
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+    Fault(
+        "a spare is taken in",
+        hold_rank(rank=1),
+        take_in_spare,
+        expected_kind="cut off",
+        expected_messages=(SPARE_MESSAGE, "is taken in"),
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+    Fault(
+        "a slow node is found and excluded",
+        hold_rank(rank=1),
+        find_slow_node,
+        expected_messages=(SLOW_NODE_MESSAGE, REFUSED_MESSAGE),
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+)
+FAULTS: tuple[Fault, ...] = (*SINGLE_NODE_FAULTS, *MULTI_NODE_FAULTS, *MEMBERSHIP_FAULTS)

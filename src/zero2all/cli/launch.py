@@ -74,6 +74,13 @@ Grace = Annotated[
 Readmit = Annotated[
     bool, typer.Option("--readmit", help="Come back to a job that has excluded this node, after it was repaired.")
 ]
+NodeTest = Annotated[
+    bool,
+    typer.Option(
+        "--node-test/--no-node-test",
+        help="After a hang or a crash by signal, test the nodes in pairs before the restart, and exclude a bad one.",
+    ),
+]
 Notify = Annotated[
     str | None,
     typer.Option(
@@ -106,6 +113,7 @@ def launch(
     hang_after: HangAfter = 600,
     grace: Grace = 110,
     readmit: Readmit = False,
+    node_test: NodeTest = True,
     notify: Notify = None,
     check: Check = False,
     emit: Emit = None,
@@ -126,7 +134,7 @@ def launch(
     launch_config = LaunchConfig(
         rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
         UNLIMITED_RESTARTS if max_restarts is None else max_restarts, hang_after, grace,
-        node_policy=NodePolicy(readmit, notify),
+        node_policy=NodePolicy(readmit, node_test, notify),
     )  # fmt: skip
     if emit is None:
         require_linux("z2a launch")

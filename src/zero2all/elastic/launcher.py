@@ -162,7 +162,8 @@ class LaunchConfig:
             self.rdzv_endpoint, self.listen, self.advertise, self.secret_file, self.patience, self.node_policy.readmit,
             excluded,
         )  # fmt: skip
-        settings = RendezvousSettings(node_counts(self.command, self.procs, self.nodes))
+        counts = node_counts(self.command, self.procs, self.nodes)
+        settings = RendezvousSettings(counts, node_test=self.node_policy.node_test)
         return Rendezvous(config, settings, fingerprint([*self.command]), self.procs)
 
     def _run_agent(self, directory: Path, rendezvous: Rendezvous) -> int:

@@ -63,7 +63,8 @@ class FailureFacts:
 class FailedRound:
     number: int
     facts: dict[NodeKey, FailureFacts] = field(default_factory=dict)
-    node_lost: bool = False
+    node_left: bool = False
+    """Lost or told to leave: that explains what the others report."""
 
     def culprit(self) -> NodeKey | None:
         """The only node with a failure of its own; None if there are several."""
@@ -72,10 +73,12 @@ class FailedRound:
 
     def suspects_nodes(self) -> bool:
         """Whether a node may be the cause without anybody knowing which: neither an exception explains the failure,
-        nor a node that is gone."""
-        explained = any(facts.is_own and not facts.by_signal for facts in self.facts.values())
+        nor a node that has left."""
+        explained = any(
+            facts.kind == "stopped" or (facts.is_own and not facts.by_signal) for facts in self.facts.values()
+        )
         suspicious = any(facts.by_signal or facts.kind in SUSPICIOUS_KINDS for facts in self.facts.values())
-        return suspicious and not explained and not self.node_lost
+        return suspicious and not explained and not self.node_left
 
 
 def failures_to_exclude(nodes: int) -> int:

@@ -13,12 +13,14 @@ from zero2all.environment import NOTIFY_VARIABLE
 class NodePolicy:
     readmit: bool = False
     """This node comes back although it was excluded."""
+    node_test: bool = True
+    """Nodes are tested before the ranks restart after a failure that a node may have caused."""
     notify: str | None = None
     """A command that gets every event of the job as JSON on its stdin, or a URL to which it is posted."""
 
     def arguments(self) -> list[str]:
         """Those that differ from their defaults, as on the command line; each is quoted for a shell."""
-        found = ["--readmit"] if self.readmit else []
+        found = [*(["--readmit"] if self.readmit else []), *([] if self.node_test else ["--no-node-test"])]
         if self.notify is not None and self.notify != os.environ.get(NOTIFY_VARIABLE):
             found.append(f"--notify {shlex.quote(self.notify)}")
         return found

@@ -34,6 +34,8 @@ from zero2all.elastic.addresses import (
 from zero2all.elastic.job_events import JobEvent
 from zero2all.elastic.job_secret import find_secret, new_secret
 from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, FailureFacts
+from zero2all.elastic.pair_test import DEVICE_TIMEOUT, REPORT_MARGIN, NextTurn, TurnReport
+from zero2all.elastic.pair_test_process import run_pair_test
 from zero2all.elastic.rendezvous_client import JobEndedError, RendezvousClient, RendezvousStore
 from zero2all.elastic.rendezvous_messages import (
     AddToValue,
@@ -43,6 +45,7 @@ from zero2all.elastic.rendezvous_messages import (
     Leave,
     OwnNode,
     ReportFailure,
+    ReportTestTurn,
 )
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.elastic.rendezvous_state import FailureAnswer, Outcome, RankAssignment, RendezvousSettings
@@ -50,6 +53,7 @@ from zero2all.errors import UsageError, Z2aError
 from zero2all.records import parse_record
 
 JOIN_TIMEOUT = 600.0  # seconds to wait for enough nodes
+MAX_TURN_SECONDS = DEVICE_TIMEOUT + 2 * REPORT_MARGIN  # for the slowest node to report a turn of the node test
 _POLL_INTERVAL = 0.5
 
 
@@ -151,10 +155,14 @@ class Rendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         failed, self.failed = self.failed, False
-        self.assignment = self._wait_for_assignment(failed)
-        for event in self.assignment.events:
-            say(event.text)
-            self.on_event(event)
+        while True:
+            self.assignment = self._wait_for_assignment(failed)
+            for event in self.assignment.events:
+                say(event.text)
+                self.on_event(event)
+            if not self.assignment.node_test or not self._test_nodes(self.assignment):
+                break
+            failed = False  # a bad node was found, or one was lost: another round
         store = RendezvousStoreInfo(self.assignment.master, self.assignment.port)
         return RendezvousInfo(RendezvousStore(self.client), self.assignment.rank, self.assignment.nodes, store)
 
@@ -177,6 +185,14 @@ class Rendezvous(RendezvousHandler):
                 self._report_waiting()
                 logged = True
         return parse_record(RankAssignment, self.client.result(pending), self.endpoint)
+
+    def _test_nodes(self, assignment: RankAssignment) -> bool:
+        """Whether another round must form."""
+
+        def submit(report: TurnReport) -> NextTurn:
+            return parse_record(NextTurn, self.client.request(ReportTestTurn(report), MAX_TURN_SECONDS), self.endpoint)
+
+        return run_pair_test(self.client.endpoint, self.job_id, assignment.rank, submit).again
 
     def _report_waiting(self) -> None:
         left_out = "".join(f"; excluded is {node}, {READMIT_ADVICE}" for node in self.client.status.excluded[:3])

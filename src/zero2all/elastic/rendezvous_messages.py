@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from zero2all.elastic.node_exclusion import ExcludedNode, FailureFacts
+from zero2all.elastic.pair_test import TurnReport
 from zero2all.elastic.rendezvous_state import Outcome, RendezvousSettings, RendezvousStatus
 
 
@@ -75,6 +76,14 @@ class ReportFailure(Request):
 
     operation = "fail"
     facts: FailureFacts
+
+
+@dataclass(frozen=True)
+class ReportTestTurn(Request):
+    """The answer is a ``NextTurn``, once all nodes have reported theirs."""
+
+    operation = "test"
+    report: TurnReport
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from zero2all.console import say
 from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, NodeKey
+from zero2all.elastic.pair_test import NextTurn
 from zero2all.elastic.rendezvous_messages import (
     AddToValue,
     Attach,
@@ -31,6 +32,7 @@ from zero2all.elastic.rendezvous_messages import (
     Ping,
     Reply,
     ReportFailure,
+    ReportTestTurn,
     Request,
     RequestHead,
     SetValues,
@@ -362,6 +364,16 @@ class RendezvousServer:
             say(f"rendezvous: node {job.state.nodes[peer.node]} is excluded: {answer.excluded}")
         return answer
 
+    async def _report_test_turn(self, peer: Peer, request: ReportTestTurn) -> NextTurn:
+        job, turn = _job_of(peer), request.report.turn
+        if peer.node is None:
+            raise RequestError("usage", "only nodes are tested")
+        job.state.report_test_turn(peer.node, request.report)
+        self._advance(job)
+        while (answer := job.state.next_test_turn(peer.node, turn)) is None:
+            await asyncio.sleep(TICK_INTERVAL)
+        return answer
+
     async def _set(self, peer: Peer, request: SetValues) -> None:
         for key, value in request.values.items():
             _job_of(peer).set_value(key, base64.b64decode(value))
@@ -395,6 +407,7 @@ _HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], Awaitable
     Leave: RendezvousServer._leave,
     Close: RendezvousServer._close,
     ReportFailure: RendezvousServer._report_failure,
+    ReportTestTurn: RendezvousServer._report_test_turn,
     SetValues: RendezvousServer._set,
     GetValues: RendezvousServer._get,
     AddToValue: RendezvousServer._add,

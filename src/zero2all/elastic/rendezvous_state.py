@@ -20,6 +20,7 @@ from zero2all.elastic.node_exclusion import (
     FailureHistory,
     NodeKey,
 )
+from zero2all.elastic.pair_test import NextTurn, PairTest, TurnReport
 from zero2all.errors import UsageError
 
 Outcome = Literal["done", "failed"]
@@ -40,6 +41,8 @@ class RendezvousSettings:
     """and the longest time that new nodes can delay a round."""
     dead_after: float = 10.0
     """Seconds without a heartbeat after which a node is lost."""
+    node_test: bool = True
+    """Whether nodes are tested before they restart after a failure that one of them may have caused."""
 
     def __post_init__(self) -> None:
         if not self.counts or list(self.counts) != sorted(set(self.counts)) or self.counts[0] < 1:
@@ -111,6 +114,8 @@ class RankAssignment:
     port: int
     events: tuple[JobEvent, ...] = ()
     """Since the previous round; only for the first node, which reports them."""
+    node_test: bool = False
+    """Whether the nodes are tested before their ranks start."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,8 @@ class RendezvousState:
     _excluded_in: int = 0
     """The latest round in which a node was excluded: one failure costs one node at most."""
     _readmitted: set[NodeKey] = field(default_factory=set)
+    _test: PairTest | None = None
+    """Of the current round."""
     _events: list[JobEvent] = field(default_factory=list)
     """Since the round formed."""
     _spares: int = 0
@@ -196,9 +203,9 @@ class RendezvousState:
             return
         self._active.discard(id)
         self._membership_changing = True
+        self.history.of_round(self.round_number).node_left = True
         if not gracefully:
             self._lost.append(str(node))
-            self.history.of_round(self.round_number).node_lost = True
             self._events.append(JobEvent("node lost", f"{node} is lost", str(node)))
 
     def close(self, outcome: Outcome) -> None:
@@ -260,6 +267,45 @@ class RendezvousState:
         kept = self.exclude(id, rule, reason, failed=True, step=facts.step if rule == "failures" else None)
         return FailureAnswer(excluded=reason) if kept is None else FailureAnswer(kept=f"{reason}; not excluded: {kept}")
 
+    def report_test_turn(self, id: str, report: TurnReport) -> None:
+        if self._test is not None and id in self._test.members:
+            self._test.report(id, report)
+
+    def next_test_turn(self, id: str, after: int) -> NextTurn | None:
+        """None while other nodes have not reported this turn."""
+        if self._test is None or id not in self._test.members:
+            return NextTurn(after + 1, done=True, again=True)  # the round is over
+        return self._test.next_turn(id, after)
+
+    def _advance_test(self, now: float) -> None:
+        test = self._test
+        if test is None or test.done:
+            return
+        if self._lost or self._membership_changing or self.closed is not None:
+            test.abort()
+        elif test.advance(now) and test.done:
+            self._judge_test(test)
+
+    def _judge_test(self, test: PairTest) -> None:
+        """One bad node at most is excluded: if there are more, the next failure tests again."""
+        for id, reason in test.bad_members().items():
+            node = self.nodes[id]
+            kept = self.exclude(id, "pair test", f"it fails the node test: {reason}", failed=False)
+            test.finding = f"{node} fails the node test: {reason}" + ("" if kept is None else f"; not excluded: {kept}")
+            test.again = kept is None
+            return
+
+    def _should_test(self, size: int) -> bool:
+        """After the round that has just ended: whether one of the nodes may be bad, and none is known to be."""
+        failed = self.history.rounds[-1] if self.history.rounds else None
+        return (
+            self.settings.node_test
+            and size > 1
+            and failed is not None
+            and failed.number == self.round_number != self._excluded_in
+            and failed.suspects_nodes()
+        )
+
     def advance(self, now: float) -> dict[str, RankAssignment]:
         """Mark silent nodes as lost, and form a round if possible; returns the assignments of its members."""
         if self._last_advance is not None and now - self._last_advance > self.settings.dead_after / 2:
@@ -271,6 +317,7 @@ class RendezvousState:
         self._membership_changing = self._membership_changing or self._can_grow(now)
         if now - self._last_arrival >= self.settings.settle:  # not at every arrival: all nodes get the status
             self._spares = len(self._waiting())
+        self._advance_test(now)
         return {} if self.closed is not None or self._active else self._form_round(now)
 
     def status(self) -> RendezvousStatus:
@@ -321,19 +368,21 @@ class RendezvousState:
         ):
             return {}
         chosen = self._assign_places(waiting, size)
-        events = self._round_events(chosen)
+        events, tested = self._round_events(chosen), self._should_test(size)
         self.round_number += 1
         self._members = [node.id for node in chosen]
         self._active, self._lost, self._membership_changing, self._enough_since = set(self._members), [], False, None
         for node in chosen:
             node.waiting_since = None
         self._events, self._spares = [], len(self._waiting())
+        self._test = PairTest(self._members, now) if tested else None
         master, ranks = chosen[0], sum(node.procs for node in chosen)
         assignments, first_rank = {}, 0
         for rank, node in enumerate(chosen):
             assignments[node.id] = RankAssignment(
-                self.round_number, rank, size, first_rank, ranks, master.address, master.port, () if rank else events
-            )
+                self.round_number, rank, size, first_rank, ranks, master.address, master.port,
+                () if rank else events, tested,
+            )  # fmt: skip
             first_rank += node.procs
         return assignments
 
