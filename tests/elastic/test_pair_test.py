@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -174,10 +175,10 @@ def test_a_loss_during_the_test_ends_it() -> None:
 def test_a_test_process_that_crashes_hangs_or_lies_is_a_failed_turn(
     program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    popen = pair_test_process.subprocess.Popen
+    popen = subprocess.Popen
     monkeypatch.setattr(pair_test_process, "DEVICE_TIMEOUT", 0.5)
     monkeypatch.setattr(
-        pair_test_process.subprocess,
+        subprocess,
         "Popen",
         lambda command, **options: popen([sys.executable, "-c", program], **options),
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zero2all.cli.conventions import Json, Result, command
-from zero2all.elastic.node_policy import NodePolicy
+from zero2all.elastic.node_policy import NodePolicy, StragglerPolicy
 from zero2all.environment import NOTIFY_VARIABLE
 from zero2all.errors import UsageError
 from zero2all.processes import require_linux
@@ -81,6 +81,10 @@ NodeTest = Annotated[
         help="After a hang or a crash by signal, test the nodes in pairs before the restart, and exclude a bad one.",
     ),
 ]
+Stragglers = Annotated[
+    StragglerPolicy,
+    typer.Option("--stragglers", help="Log a warning about a node that all others wait for, or exclude it."),
+]
 Notify = Annotated[
     str | None,
     typer.Option(
@@ -114,6 +118,7 @@ def launch(
     grace: Grace = 110,
     readmit: Readmit = False,
     node_test: NodeTest = True,
+    stragglers: Stragglers = "warn",
     notify: Notify = None,
     check: Check = False,
     emit: Emit = None,
@@ -134,7 +139,7 @@ def launch(
     launch_config = LaunchConfig(
         rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
         UNLIMITED_RESTARTS if max_restarts is None else max_restarts, hang_after, grace,
-        node_policy=NodePolicy(readmit, node_test, notify),
+        node_policy=NodePolicy(readmit, node_test, stragglers, notify),
     )  # fmt: skip
     if emit is None:
         require_linux("z2a launch")

@@ -146,21 +146,22 @@ class Agent(LocalElasticAgent):
     def _check_stragglers(self, worker_group: WorkerGroup) -> None:
         """Request dumps from the ranks of this node, and read them a second later."""
         now, locals_ = time.monotonic(), [worker.local_rank for worker in worker_group.workers]
-        if now < self._next_straggler_check or len(locals_) < 2:
+        several_nodes = (worker_group.group_world_size or 1) > 1
+        if now < self._next_straggler_check or (len(locals_) < 2 and not several_nodes):
             return
         if not self._dump_requested:
             for local in locals_:
                 request_dump(self.directory, local)
             self._dump_requested, self._next_straggler_check = True, now + 1.0
             return
-        self._dump_requested, self._next_straggler_check = False, now + CHECK_INTERVAL
-        found = find_straggler(
-            {
-                worker.global_rank: read_arrival_times(self.directory, worker.local_rank)
-                for worker in worker_group.workers
-            }
-        )
-        if found is not None:
+        arrivals = {
+            worker.global_rank: read_arrival_times(self.directory, worker.local_rank) for worker in worker_group.workers
+        }
+        if several_nodes and (warning := self.rendezvous.report_arrivals(arrivals)) is not None:
+            say(f"warning: {warning}")
+        self._dump_requested = False
+        self._next_straggler_check = time.monotonic() + self.rendezvous.clock.seconds_to_next_check()
+        if (found := find_straggler(arrivals)) is not None:
             say(f"warning: rank {found[0]} is slow: the others wait for it {100 * found[1]:.0f} % of the time")
 
     def _result(self, worker_group: WorkerGroup) -> RunResult:

@@ -163,7 +163,8 @@ class LaunchConfig:
             excluded,
         )  # fmt: skip
         counts = node_counts(self.command, self.procs, self.nodes)
-        settings = RendezvousSettings(counts, node_test=self.node_policy.node_test)
+        policy = self.node_policy
+        settings = RendezvousSettings(counts, node_test=policy.node_test, stragglers=policy.stragglers)
         return Rendezvous(config, settings, fingerprint([*self.command]), self.procs)
 
     def _run_agent(self, directory: Path, rendezvous: Rendezvous) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import dataclass
+from typing import Literal
 
 from zero2all.environment import NOTIFY_VARIABLE
+
+StragglerPolicy = Literal["warn", "exclude"]
 
 
 @dataclass(frozen=True)
@@ -15,12 +18,16 @@ class NodePolicy:
     """This node comes back although it was excluded."""
     node_test: bool = True
     """Nodes are tested before the ranks restart after a failure that a node may have caused."""
+    stragglers: StragglerPolicy = "warn"
+    """What is done about a node that all others wait for."""
     notify: str | None = None
     """A command that gets every event of the job as JSON on its stdin, or a URL to which it is posted."""
 
     def arguments(self) -> list[str]:
         """Those that differ from their defaults, as on the command line; each is quoted for a shell."""
         found = [*(["--readmit"] if self.readmit else []), *([] if self.node_test else ["--no-node-test"])]
+        if self.stragglers != NodePolicy.stragglers:
+            found.append(f"--stragglers {self.stragglers}")
         if self.notify is not None and self.notify != os.environ.get(NOTIFY_VARIABLE):
             found.append(f"--notify {shlex.quote(self.notify)}")
         return found

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -34,6 +35,7 @@ from zero2all.elastic.addresses import (
 from zero2all.elastic.job_events import JobEvent
 from zero2all.elastic.job_secret import find_secret, new_secret
 from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, FailureFacts
+from zero2all.elastic.node_stragglers import SharedClock
 from zero2all.elastic.pair_test import DEVICE_TIMEOUT, REPORT_MARGIN, NextTurn, TurnReport
 from zero2all.elastic.pair_test_process import run_pair_test
 from zero2all.elastic.rendezvous_client import JobEndedError, RendezvousClient, RendezvousStore
@@ -44,6 +46,8 @@ from zero2all.elastic.rendezvous_messages import (
     JoinNextRound,
     Leave,
     OwnNode,
+    ReadClock,
+    ReportArrivals,
     ReportFailure,
     ReportTestTurn,
 )
@@ -121,6 +125,7 @@ class Rendezvous(RendezvousHandler):
             self._stop_server()
             raise
         self.client.start_heartbeat()
+        self.clock = SharedClock(lambda: float(self.client.request(ReadClock())))
 
     def _own_address(self, config: RendezvousConfig) -> str:
         if config.advertise is not None:
@@ -228,6 +233,14 @@ class Rendezvous(RendezvousHandler):
         except RendezvousError:
             return FailureAnswer()  # the rendezvous is lost; that is handled elsewhere
         return parse_record(FailureAnswer, answer, self.endpoint)
+
+    def report_arrivals(self, arrivals: Mapping[int, Mapping[Any, float]]) -> str | None:
+        """When the ranks of this node entered their collectives; a warning about a slow node, if there is one."""
+        with suppress(RendezvousError):
+            self.clock.synchronize()
+            warning = self.client.request(ReportArrivals(self.clock.arrival_report(arrivals)))
+            return None if warning is None else str(warning)
+        return None
 
     def is_closed(self) -> bool:
         return self.client.status.closed is not None

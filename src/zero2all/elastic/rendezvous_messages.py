@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from zero2all.elastic.node_exclusion import ExcludedNode, FailureFacts
+from zero2all.elastic.node_stragglers import ArrivalReport
 from zero2all.elastic.pair_test import TurnReport
 from zero2all.elastic.rendezvous_state import Outcome, RendezvousSettings, RendezvousStatus
 
@@ -84,6 +85,21 @@ class ReportTestTurn(Request):
 
     operation = "test"
     report: TurnReport
+
+
+@dataclass(frozen=True)
+class ReadClock(Request):
+    """The answer is the time at the rendezvous, in seconds since 1970."""
+
+    operation = "clock"
+
+
+@dataclass(frozen=True)
+class ReportArrivals(Request):
+    """The answer is a warning about a slow node, or None."""
+
+    operation = "arrivals"
+    report: ArrivalReport
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,9 @@ from zero2all.elastic.rendezvous_messages import (
     JoinNextRound,
     Leave,
     Ping,
+    ReadClock,
     Reply,
+    ReportArrivals,
     ReportFailure,
     ReportTestTurn,
     Request,
@@ -374,6 +376,14 @@ class RendezvousServer:
             await asyncio.sleep(TICK_INTERVAL)
         return answer
 
+    async def _read_clock(self, peer: Peer, request: ReadClock) -> float:
+        return time.time()
+
+    async def _report_arrivals(self, peer: Peer, request: ReportArrivals) -> str | None:
+        if peer.node is None:
+            raise RequestError("usage", "only nodes report arrivals")
+        return _job_of(peer).state.report_arrivals(peer.node, request.report)
+
     async def _set(self, peer: Peer, request: SetValues) -> None:
         for key, value in request.values.items():
             _job_of(peer).set_value(key, base64.b64decode(value))
@@ -408,6 +418,8 @@ _HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], Awaitable
     Close: RendezvousServer._close,
     ReportFailure: RendezvousServer._report_failure,
     ReportTestTurn: RendezvousServer._report_test_turn,
+    ReadClock: RendezvousServer._read_clock,
+    ReportArrivals: RendezvousServer._report_arrivals,
     SetValues: RendezvousServer._set,
     GetValues: RendezvousServer._get,
     AddToValue: RendezvousServer._add,

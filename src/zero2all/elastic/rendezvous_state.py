@@ -20,6 +20,8 @@ from zero2all.elastic.node_exclusion import (
     FailureHistory,
     NodeKey,
 )
+from zero2all.elastic.node_policy import StragglerPolicy
+from zero2all.elastic.node_stragglers import CHECKS_TO_CONFIRM, ArrivalReport, StragglerWatch
 from zero2all.elastic.pair_test import NextTurn, PairTest, TurnReport
 from zero2all.errors import UsageError
 
@@ -43,6 +45,8 @@ class RendezvousSettings:
     """Seconds without a heartbeat after which a node is lost."""
     node_test: bool = True
     """Whether nodes are tested before they restart after a failure that one of them may have caused."""
+    stragglers: StragglerPolicy = "warn"
+    """What is done about a node that all others wait for."""
 
     def __post_init__(self) -> None:
         if not self.counts or list(self.counts) != sorted(set(self.counts)) or self.counts[0] < 1:
@@ -157,6 +161,7 @@ class RendezvousState:
     _excluded_in: int = 0
     """The latest round in which a node was excluded: one failure costs one node at most."""
     _readmitted: set[NodeKey] = field(default_factory=set)
+    _stragglers: StragglerWatch = field(default_factory=StragglerWatch)
     _test: PairTest | None = None
     """Of the current round."""
     _events: list[JobEvent] = field(default_factory=list)
@@ -267,6 +272,20 @@ class RendezvousState:
         kept = self.exclude(id, rule, reason, failed=True, step=facts.step if rule == "failures" else None)
         return FailureAnswer(excluded=reason) if kept is None else FailureAnswer(kept=f"{reason}; not excluded: {kept}")
 
+    def report_arrivals(self, id: str, report: ArrivalReport) -> str | None:
+        """A warning, if this report completes a check in which a node is slow."""
+        if id not in self._active or len(self._active) < 2:
+            return None
+        found = self._stragglers.report(id, report, self._active)
+        if found is None:
+            return None
+        node = self.nodes[found.node]
+        warning = f"{node} is slow: the others wait for it {100 * found.share:.0f} % of the time"
+        if not found.confirmed or self.settings.stragglers != "exclude":
+            return warning
+        kept = self.exclude(found.node, "straggler", f"slow in {CHECKS_TO_CONFIRM} checks in a row", failed=False)
+        return warning + ("; it is excluded" if kept is None else f"; not excluded: {kept}")
+
     def report_test_turn(self, id: str, report: TurnReport) -> None:
         if self._test is not None and id in self._test.members:
             self._test.report(id, report)
@@ -375,7 +394,7 @@ class RendezvousState:
         for node in chosen:
             node.waiting_since = None
         self._events, self._spares = [], len(self._waiting())
-        self._test = PairTest(self._members, now) if tested else None
+        self._test, self._stragglers = PairTest(self._members, now) if tested else None, StragglerWatch()
         master, ranks = chosen[0], sum(node.procs for node in chosen)
         assignments, first_rank = {}, 0
         for rank, node in enumerate(chosen):
