@@ -7,6 +7,7 @@ gives a plain ``Path``. Keys and endpoint come from where every S3 tool takes th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader, RawIOBase
@@ -19,6 +20,12 @@ from zero2all.redact import is_redacted, redact
 READ_BLOCK_BYTES = 8 << 20  # of one request to a store
 READ_BUFFER_BYTES = 1 << 18  # between that and small reads
 STORE_CLIENT_PACKAGES = {"botocore", "aiobotocore", "aiohttp"}  # packages whose errors are a store's or the network's
+
+
+def config_directory() -> Path:
+    """Of this user, for what outlives a run; on most clusters all nodes share it."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "zero2all"
 
 
 def is_url(path: str) -> bool:

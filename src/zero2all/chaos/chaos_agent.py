@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import sys
 
-from zero2all.elastic.launcher import LaunchConfig
-from zero2all.elastic.node_policy import NodePolicy
-from zero2all.processes import end_with_parent
+from zero2all.chaos.shifted_clock import shift_clock
+
+shift_clock()
+
+from zero2all.elastic.launcher import LaunchConfig  # noqa: E402
+from zero2all.elastic.node_policy import NodePolicy  # noqa: E402
+from zero2all.processes import end_with_parent  # noqa: E402
 
 if __name__ == "__main__":
     end_with_parent()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 
+from zero2all.chaos.fault import ELASTIC_LOSS_TOLERANCE, Fault, hold_rank, inject
 from zero2all.chaos.node_faults import simulated_cluster
 from zero2all.chaos.scenario import Scenario, expect_status
+from zero2all.chaos.simulated_nodes import simulation_unavailable_reason
 
-EXCLUDED_MESSAGE = "this node is excluded: only its ranks fail after step"
 REFUSED_MESSAGE = "is excluded from the job"
 SPARE_MESSAGE = "waits as a spare"
-SLOW_NODE_MESSAGE = "fails the node test"
 
 
 def exclude_bad_node(scenario: Scenario) -> None:
@@ -50,3 +50,31 @@ def find_slow_node(scenario: Scenario) -> None:
         os.kill(held, signal.SIGKILL)
         expect_status(scenario.wait(processes[2]), 1)
         cluster.expect_success(*processes[:2])
+
+
+MEMBERSHIP_FAULTS = (
+    Fault(
+        "a bad node is excluded",
+        inject("leave", rank=2, times=3),
+        exclude_bad_node,
+        expected_messages=("this node is excluded: only its ranks fail after step", REFUSED_MESSAGE),
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+    Fault(
+        "a spare is taken in",
+        hold_rank(rank=1),
+        take_in_spare,
+        expected_kind="cut off",
+        expected_messages=(SPARE_MESSAGE, "is taken in"),
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+    Fault(
+        "a slow node is found and excluded",
+        hold_rank(rank=1),
+        find_slow_node,
+        expected_messages=("fails the node test", REFUSED_MESSAGE),
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+)

@@ -147,6 +147,7 @@ class CheckpointManager:
     def load(self, restore_point: RestorePoint) -> None:
         """Load a state and begin a history from it, on every rank before any continues."""
         self._live_state = None
+        self.callbacks.on_phase("restore")
         if restore_point.slots:
             state = training_state_dict(self.model, self.optimizers)
             reader = SlotReader(list(restore_point.slots))

@@ -58,8 +58,11 @@ from zero2all.io import (
 )
 from zero2all.paths import RemotePath
 from zero2all.records import parse_record
+from zero2all.units import show_seconds
 
 STATE_FILE = "state.json"
+STORAGE_PATIENCE = 600.0  # seconds that a restart waits for storage: a file server takes minutes to fail over
+STORAGE_POLL, STORAGE_LOG_INTERVAL = 1.0, 60.0
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process needs no process group
 
 
@@ -89,6 +92,23 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         steps = (checkpoint_step(name) for name in self._entry_names())
         return sorted(step for step in steps if step is not None)
+
+    def wait_until_readable(self, patience: float = STORAGE_PATIENCE) -> None:
+        """Wait for storage that fails: restarts in a row would fail at the same step until the job is given up."""
+        deadline = log_at = time.monotonic()
+        deadline += patience
+        while True:
+            try:
+                self.steps()
+                return
+            except (OSError, Z2aError) as error:
+                if isinstance(error, PermissionError) or time.monotonic() >= deadline:
+                    raise
+                if time.monotonic() >= log_at:
+                    left = show_seconds(deadline - time.monotonic())
+                    warn(f"storage cannot be read: {error}; waiting for it, for another {left} at most")
+                    log_at += STORAGE_LOG_INTERVAL
+            time.sleep(STORAGE_POLL)
 
     def _entry_names(self) -> set[str]:
         """Names in the directory. A directory that cannot be listed is an error, not empty."""

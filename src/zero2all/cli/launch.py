@@ -13,6 +13,7 @@ from zero2all.cli.conventions import Json, Result, command
 from zero2all.elastic.node_policy import NodePolicy, StragglerPolicy
 from zero2all.environment import NOTIFY_VARIABLE
 from zero2all.errors import UsageError
+from zero2all.numa import BindingMode
 from zero2all.processes import require_linux
 
 if TYPE_CHECKING:
@@ -94,6 +95,14 @@ Notify = Annotated[
         "or a URL to which it is posted.",
     ),
 ]
+NumaBinding = Annotated[
+    BindingMode,
+    typer.Option(
+        "--numa-binding",
+        help="CPUs of a rank: those of the NUMA node of its GPU, of one core complex (L3 cache) there, or off for "
+        "all. Default: node, where there are several NUMA nodes; ranks without GPUs are spread over them.",
+    ),
+]
 Check = Annotated[bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")]
 JobFile = Literal["slurm", "k8s", "pytorchjob"]
 Emit = Annotated[
@@ -120,6 +129,7 @@ def launch(
     node_test: NodeTest = True,
     stragglers: Stragglers = "warn",
     notify: Notify = None,
+    numa_binding: NumaBinding = "auto",
     check: Check = False,
     emit: Emit = None,
     to: To = None,
@@ -140,6 +150,7 @@ def launch(
         rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
         UNLIMITED_RESTARTS if max_restarts is None else max_restarts, hang_after, grace,
         node_policy=NodePolicy(readmit, node_test, stragglers, notify),
+        numa_binding=numa_binding,
     )  # fmt: skip
     if emit is None:
         require_linux("z2a launch")

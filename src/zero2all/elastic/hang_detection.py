@@ -27,7 +27,7 @@ from zero2all.elastic.worker import collectives_path, dump_request_path, stacks_
 STARTUP_FACTOR = 5  # multiple of the limit for a step: imports, compilation and loading a checkpoint
 DUMP_TIMEOUT = 2.0  # seconds for ranks to dump their stacks
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
-_COLLECTIVE = re.compile(r"torch/distributed/|torch/_ops\.py|_functional_collectives")
+_COLLECTIVE = re.compile(r"torch/distributed/|torch/_ops\.py|_functional_collectives|checkpoint/rank_tree\.py")
 # A call in which the host waits for the device, or a module of torch that does nothing else.
 _HOST_SYNC = re.compile(r"\.(tolist|item|cpu|numpy|nonzero)\(|synchronize\(|torch/cuda/(__init__|streams)\.py")
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|<frozen|<string>")

@@ -28,12 +28,19 @@ from zero2all.engine import available_cores
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import fingerprint
+from zero2all.numa import (
+    SYSFS,
+    BindingMode,
+    CpuBinding,
+    encode_bindings,
+    pci_numa_node,
+    plan_bindings,
+    threads_per_rank,
+)
 from zero2all.openmp import spin_settings
 from zero2all.processes import AGENT_PID
 
 if TYPE_CHECKING:
-    from torch.numa.binding import NumaOptions
-
     from zero2all.elastic.node_exclusion import ExcludedNode
     from zero2all.elastic.rendezvous import Rendezvous
 
@@ -75,6 +82,10 @@ class LaunchConfig:
     """Seconds for the ranks to save after SIGTERM. Slurm gives two minutes (``slurm``)."""
     patience: float = 60
     """Seconds to wait for the rendezvous to answer."""
+    numa_binding: BindingMode = "auto"
+    """To which CPUs the ranks are bound; ``numa.plan_bindings``."""
+    sysfs: Path = SYSFS
+    """Where the kernel describes the hardware."""
     module: str = "zero2all.cli"
     """The Python module that runs the command."""
     node_policy: NodePolicy = field(default_factory=NodePolicy)
@@ -182,7 +193,6 @@ class LaunchConfig:
             max_restarts=self.max_restarts,
             monitor_interval=MONITOR_INTERVAL,
             local_addr=rendezvous.address,
-            numa_options=gpu_numa_options(),
         )
         agent = Agent(spec, directory, self.hang_after, self.grace)
         try:
@@ -209,7 +219,9 @@ class LaunchConfig:
         from zero2all.environment import AGENT_DIR_VARIABLE, STORE_VARIABLE
 
         # Ranks share the cores; torch's own default of one thread would leave most of them idle.
-        settings = {"OMP_NUM_THREADS": str(max(1, available_cores() // self.procs)), **spin_settings(os.environ)}
+        bindings = self.cpu_bindings()
+        threads = threads_per_rank(bindings, available_cores())
+        settings = {"OMP_NUM_THREADS": str(threads), **spin_settings(os.environ)}
         if (interface := interface_for_address(rendezvous.address)) is not None:
             settings["GLOO_SOCKET_IFNAME"] = interface
             if self.rdzv_endpoint is None:  # on one machine no other machine needs the ports of the ranks
@@ -219,8 +231,16 @@ class LaunchConfig:
             STORE_VARIABLE: rendezvous.endpoint,
             JOB_SECRET_VARIABLE: rendezvous.secret,
         }
-        own[AGENT_PID] = str(os.getpid())
+        own |= {AGENT_PID: str(os.getpid()), **encode_bindings(bindings)}
         return {**settings, **os.environ, **own}
+
+    def cpu_bindings(self) -> list[CpuBinding | None]:
+        """Of each rank of this node. torch's own binding needs the program numactl, which containers lack, and then
+        runs the ranks unbound."""
+        from zero2all.hardware import gpu_pci_addresses  # loads torch
+
+        gpu_nodes = [pci_numa_node(address, self.sysfs) for address in gpu_pci_addresses()]
+        return plan_bindings(self.numa_binding, self.procs, gpu_nodes, os.sched_getaffinity(0), self.sysfs)
 
     def slurm_script(self, gpus: int = 0) -> str:
         """A script for ``sbatch``: one task per node, which starts its own ranks."""
@@ -239,8 +259,8 @@ class LaunchConfig:
                 head += f"export {JOB_SECRET_VARIABLE}\n"
         elastic = self.nodes[0] < self.nodes[1]  # the job outlives a node
         bad_exit = "--no-kill --kill-on-bad-exit=0" if elastic else "--kill-on-bad-exit=1"
-        options = {**self._non_default_options(), "--grace": self.grace}
-        inner += "".join(f" {option} {value:g}" for option, value in options.items())
+        options = {**self._non_default_options(), "--grace": f"{self.grace:g}"}
+        inner += "".join(f" {option} {value}" for option, value in options.items())
         inner += "".join(f" {argument}" for argument in self.node_policy.arguments())
         return f"""#!/bin/bash
 #SBATCH --job-name=z2a
@@ -257,14 +277,15 @@ set -euo pipefail
 exec srun --export=ALL {bad_exit} {inner} -- {shlex.join(self.command)}
 """
 
-    def _non_default_options(self) -> dict[str, float]:
+    def _non_default_options(self) -> dict[str, str]:
         """Options of the agent that differ from their defaults."""
+        binding = {} if self.numa_binding == "auto" else {"--numa-binding": self.numa_binding}
         options = {
             "--max-restarts": (self.max_restarts, UNLIMITED_RESTARTS),
             "--hang-after": (self.hang_after, LaunchConfig.hang_after),
             "--grace": (self.grace, LaunchConfig.grace),
         }
-        return {option: value for option, (value, usual) in options.items() if value != usual}
+        return binding | {option: f"{value:g}" for option, (value, usual) in options.items() if value != usual}
 
     def _refuse_torchrun_options(self) -> None:
         places = {
@@ -355,16 +376,6 @@ def node_counts(command: Sequence[str], procs: int, nodes: tuple[int, int]) -> t
         return True
 
     return tuple(filter(fits, every)) or every
-
-
-def gpu_numa_options() -> NumaOptions | None:
-    """Bind each rank to the cores of the NUMA node of its GPU; without GPUs no binding."""
-    import torch
-    from torch.numa.binding import AffinityMode, NumaOptions
-
-    if not torch.cuda.is_available():
-        return None
-    return NumaOptions(affinity_mode=AffinityMode.NODE, should_fall_back_if_binding_fails=True)
 
 
 class _NoAliases(yaml.SafeDumper):

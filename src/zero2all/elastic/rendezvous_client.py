@@ -34,11 +34,13 @@ from zero2all.elastic.rendezvous_messages import (
     WaitForKeys,
 )
 from zero2all.elastic.rendezvous_protocol import (
+    HEARTBEAT_INTERVAL,
     LENGTH_BYTES,
     MAC_BYTES,
     MAGIC,
     MAX_NAME_BYTES,
     NONCE_BYTES,
+    RETRY_INTERVAL,
     WELCOME,
     SignedSession,
     TamperedError,
@@ -52,9 +54,7 @@ from zero2all.errors import UsageError, Z2aError
 from zero2all.records import parse_record
 from zero2all.torch_private import Store
 
-HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats
 SUSPENDED_AFTER = 5 * HEARTBEAT_INTERVAL  # seconds without running after which silence proves nothing
-RETRY_INTERVAL = 0.5
 STORE_TIMEOUT = timedelta(seconds=300)
 
 

@@ -7,6 +7,7 @@ the next round. Times are of the rendezvous's own monotonic clock: those of the 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -40,7 +41,8 @@ class RendezvousSettings:
     last_call: float = 3.0
     """after a loss, where the job is waiting,"""
     longest_call: float = 60.0
-    """and the longest time that new nodes can delay a round."""
+    """and the longest time that new nodes can delay a round; also the shortest that a round runs before it is ended for
+    new nodes, unless they complete the job: nodes that come one after another do not restart it one by one."""
     dead_after: float = 10.0
     """Seconds without a heartbeat after which a node is lost."""
     node_test: bool = True
@@ -58,7 +60,8 @@ class RendezvousSettings:
 
     def usable_nodes(self, nodes: int) -> int:
         """The largest node count of the job that is at most ``nodes``."""
-        return max((count for count in self.counts if count <= nodes), default=0)
+        smaller = bisect_right(self.counts, nodes)
+        return self.counts[smaller - 1] if smaller else 0
 
 
 @dataclass
@@ -124,14 +127,14 @@ class RankAssignment:
 
 @dataclass(frozen=True)
 class RendezvousStatus:
-    """Sent to every node when it changes."""
+    """Sent to every node when it changes, which is a few times for each round, however many nodes return one by one."""
 
     running: int = 0
-    """Nodes in the current round."""
+    """Nodes that the current round began with; 0 once all have returned."""
     change: bool = False
     """Members must save and return, for a larger round or one without a node that left."""
     lost: tuple[str, ...] = ()
-    """Members that are gone or have failed: their peers must not wait for them."""
+    """Members that are gone or have failed: their peers must not wait for them. The first few are named."""
     closed: Outcome | None = None
     spares: int = 0
     """Nodes that wait while the job is running: it cannot use them, or not yet."""
@@ -177,6 +180,8 @@ class RendezvousState:
     _last_arrival: float = 0.0
     """When a node last began to wait."""
     _enough_since: float | None = None
+    _formed: float = 0.0
+    """When the current round began."""
     _last_advance: float | None = None
 
     def register(self, node: Node, now: float) -> None:
@@ -340,14 +345,10 @@ class RendezvousState:
         return {} if self.closed is not None or self._active else self._form_round(now)
 
     def status(self) -> RendezvousStatus:
-        lost = (
-            *self._lost[:MAX_LOST_SHOWN],
-            *([f"{len(self._lost) - MAX_LOST_SHOWN} more"] if len(self._lost) > MAX_LOST_SHOWN else []),
-        )
         return RendezvousStatus(
-            running=len(self._active),
+            running=len(self._members) if self._active else 0,
             change=bool(self._active) and self._membership_changing,
-            lost=lost,
+            lost=tuple(self._lost[:MAX_LOST_SHOWN]) + ("others",) * (len(self._lost) > MAX_LOST_SHOWN),
             closed=self.closed,
             spares=self._spares if self._active else 0,
             excluded=tuple(self.excluded.values()),
@@ -362,9 +363,12 @@ class RendezvousState:
             return False
         if self.settings.usable_nodes(len(self._active) + len(waiting)) <= len(self._members):
             return False
+        if len(self._active) + len(waiting) >= self.settings.max_nodes:
+            return True
+        if now - self._formed < self.settings.longest_call:
+            return False
         first = min(node.waiting_since or now for node in waiting)
-        full = len(self._active) + len(waiting) >= self.settings.max_nodes
-        return full or self._settled(now, first, self.settings.settle)
+        return self._settled(now, first, self.settings.settle)
 
     def _settled(self, now: float, since: float, quiet_period: float) -> bool:
         return now - self._last_arrival >= quiet_period or now - since >= self.settings.longest_call
@@ -389,6 +393,7 @@ class RendezvousState:
         chosen = self._assign_places(waiting, size)
         events, tested = self._round_events(chosen), self._should_test(size)
         self.round_number += 1
+        self._formed = now
         self._members = [node.id for node in chosen]
         self._active, self._lost, self._membership_changing, self._enough_since = set(self._members), [], False, None
         for node in chosen:
