@@ -96,7 +96,7 @@ def test_a_fatal_gpu_fault_excludes_at_once_but_not_the_last_nodes() -> None:
     cluster.pass_time(4.0)
     assert cluster.ranks() == {"2": 0, "3": 1}
     kept = cluster.state.report_failure("2", broken).kept
-    assert "the job needs 2 nodes, and 1 would be left: start a spare node" in str(kept)
+    assert "the others are 1, and the job needs 2: start a spare node" in str(kept)
 
 
 def test_with_a_spare_the_job_can_do_without_a_node() -> None:

@@ -154,7 +154,9 @@ def launch(
     )  # fmt: skip
     if emit is None:
         require_linux("z2a launch")
-        status = replace(launch_config, command=["doctor"], max_restarts=0).run() if check else 0
+        status = (
+            replace(launch_config, command=["doctor"], max_restarts=0, node_policy=NodePolicy()).run() if check else 0
+        )
         status = status or launch_config.run()
         if status:
             raise typer.Exit(status if status > 0 else 1)

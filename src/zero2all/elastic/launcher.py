@@ -104,8 +104,8 @@ class LaunchConfig:
             raise UsageError(
                 f"{self.nodes[1]} nodes need a rendezvous: --rdzv-endpoint HOST:{DEFAULT_PORT}, the same on every node"
             )
-        before = {name: signal.signal(name, _raise_signal) for name in (signal.SIGINT, signal.SIGTERM)}
         notifier = Notifier(self.node_policy.notify, self.command)
+        before = {name: signal.signal(name, _raise_signal) for name in (signal.SIGINT, signal.SIGTERM)}
         try:
             with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory:
                 notifier.find_run = lambda: find_run_directory(Path(directory))

@@ -180,6 +180,6 @@ def run_hook(words: Sequence[str], body: bytes) -> str | None:
     except subprocess.TimeoutExpired:
         return f"still running after {TIMEOUT:.0f} s, and killed"
     finally:
-        with suppress(ProcessLookupError):
+        with suppress(OSError):
             os.killpg(hook.pid, signal.SIGKILL)  # with whatever it has started
         hook.wait()

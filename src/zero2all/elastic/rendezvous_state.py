@@ -232,7 +232,7 @@ class RendezvousState:
         if self._excluded_in == self.round_number:
             return "another node was excluded for the same failure"
         if not self.settings.usable_nodes(len(others)):
-            return f"the job needs {self.settings.counts[0]} nodes, and {len(others)} would be left: start a spare node"
+            return f"the others are {len(others)}, and the job needs {self.settings.counts[0]}: start a spare node"
         entry = self.excluded[node.key] = ExcludedNode(node.name, node.address, rule, reason, step)
         self._excluded_in = self.round_number
         self._events.append(JobEvent("node excluded", f"{node} is excluded: {reason}", str(node)))
@@ -431,6 +431,6 @@ class RendezvousState:
             events += [JobEvent("spare taken in", f"spare {node} is taken in", str(node)) for node in new]
         if self._lost:
             after = ", ".join(self.status().lost)
-            text = f"the job restarts on {len(chosen)} nodes after a failure of {after}"
-            events.append(JobEvent("job restarted", text.replace(" 1 nodes", " 1 node")))
+            nodes = f"{len(chosen)} node{'s' * (len(chosen) != 1)}"
+            events.append(JobEvent("job restarted", f"the job restarts on {nodes} after a failure of {after}"))
         return tuple(events)
