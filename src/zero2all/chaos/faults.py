@@ -18,6 +18,7 @@ from zero2all.chaos.fault import (
     stop_and_resume,
 )
 from zero2all.chaos.injections import Injection
+from zero2all.chaos.membership_faults import MEMBERSHIP_FAULTS
 from zero2all.chaos.node_faults import (
     abandon_histories,
     disconnect_node,
@@ -393,4 +394,10 @@ MULTI_NODE_FAULTS = (
         unavailable_reason=simulation_unavailable_reason,
     ),
 )
-FAULTS: tuple[Fault, ...] = (*SINGLE_NODE_FAULTS, *OUTAGE_FAULTS, *MULTI_NODE_FAULTS, *RANDOM_HISTORIES)
+FAULTS: tuple[Fault, ...] = (
+    *SINGLE_NODE_FAULTS,
+    *OUTAGE_FAULTS,
+    *MULTI_NODE_FAULTS,
+    *MEMBERSHIP_FAULTS,
+    *RANDOM_HISTORIES,
+)

@@ -63,6 +63,8 @@ class NodeReport:
     deaths: list[RankFailure] = field(default_factory=list)
     stuck: list[HungRank] = field(default_factory=list)
     gpu_faults: list[str] = field(default_factory=list)
+    excluded: str | None = None
+    """Why this node leaves the job, if so."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class FailureReport:
     decision: str
     command: list[str]
     gpu_faults: list[str]
+    excluded: list[str]
+    """Nodes that leave the job because of it, and why."""
     ranks: list[RankFailure]
     stuck: list[HungRank]
 
@@ -171,6 +175,7 @@ def combine_node_reports(node_reports: list[NodeReport]) -> FailureReport:
         decision=node_reports[0].decision,
         command=node_reports[0].command,
         gpu_faults=sorted({fault for report in node_reports for fault in report.gpu_faults}),
+        excluded=[report.excluded for report in node_reports if report.excluded is not None],
         ranks=rank_failures,
         stuck=stuck,
     )
@@ -191,6 +196,7 @@ def render_text(report: FailureReport) -> str:
     elif report.first is not None:
         lines += _failure_lines(report.first, report.ranks)
     lines += [f"  GPU {fault}" for fault in report.gpu_faults]
+    lines += [f"  excluded: {node}" for node in report.excluded]
     lines.append(f"  {report.decision}")
     if isinstance(report, RecoveredFailureReport):
         if report.restored is not None:

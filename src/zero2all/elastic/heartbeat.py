@@ -140,3 +140,9 @@ def heartbeat_path(directory: Path, local_rank: int) -> Path:
 
 def run_directory_file(directory: Path) -> Path:
     return directory / "run"
+
+
+def find_run_directory(directory: Path) -> Path | None:
+    """Known to the agent once a rank has set it."""
+    file = run_directory_file(directory)
+    return Path(file.read_text(encoding="utf-8")) if file.exists() else None

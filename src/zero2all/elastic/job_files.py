@@ -246,7 +246,7 @@ def _agent_options(config: LaunchConfig, secret_file: Path | None) -> list[str]:
         words += [] if secret_file is None else ["--secret-file", str(secret_file)]
     for option, value in {**_non_default_options(config), "--grace": f"{config.grace:g}"}.items():
         words += [option, value]
-    return words
+    return [*words, *config.node_policy.arguments()]
 
 
 def _non_default_options(config: LaunchConfig) -> dict[str, str]:
@@ -270,6 +270,7 @@ def _torchrun(config: LaunchConfig) -> list[str]:
         "--secret-file": config.secret_file,
     }  # fmt: skip
     given = [*_non_default_options(config), *(option for option, value in places.items() if value is not None)]
+    given += [word for word in config.node_policy.arguments() if word.startswith("--")]
     if given:
         raise UsageError(
             f"leave out {', '.join(given)}: in a Kubeflow job torchrun starts the ranks; '--emit k8s' runs z2a launch"

@@ -10,13 +10,17 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from zero2all.console import say
 from zero2all.elastic.addresses import DEFAULT_PORT, interface_for_address, wait_for_name
+from zero2all.elastic.heartbeat import find_run_directory
+from zero2all.elastic.job_events import JobEvent
+from zero2all.elastic.node_policy import NodePolicy
+from zero2all.elastic.notify import Notifier
 from zero2all.elastic.worker_command import CLI_MODULE, worker_command
 from zero2all.engine import available_cores
 from zero2all.environment import JOB_SECRET_VARIABLE, own_allocator_settings
@@ -35,6 +39,7 @@ from zero2all.openmp import spin_settings
 from zero2all.processes import AGENT_PID
 
 if TYPE_CHECKING:
+    from zero2all.elastic.node_exclusion import ExcludedNode
     from zero2all.elastic.rendezvous import Rendezvous
 
 UNLIMITED_RESTARTS = 1_000_000
@@ -86,6 +91,7 @@ class LaunchConfig:
     """The Python module that runs the command."""
     report_directory: Path = REPORT_DIRECTORY
     """Where the failure reports of a script are written; those of a z2a command are in its run directory."""
+    node_policy: NodePolicy = field(default_factory=NodePolicy)
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -106,31 +112,44 @@ class LaunchConfig:
             raise UsageError(
                 f"{self.nodes[1]} nodes need a rendezvous: --rdzv-endpoint HOST:{DEFAULT_PORT}, the same on every node"
             )
+        notifier = Notifier(self.node_policy.notify, self.command)
         before = {name: signal.signal(name, _raise_signal) for name in (signal.SIGINT, signal.SIGTERM)}
         try:
             with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory:
-                return self._run_until_done(Path(directory))
+                notifier.find_run = lambda: find_run_directory(Path(directory))
+                return self._run_until_done(Path(directory), notifier)
         finally:
+            notifier.close()
             for name, handler in before.items():
                 signal.signal(name, handler)
 
-    def _run_until_done(self, directory: Path) -> int:
+    def _run_until_done(self, directory: Path, notifier: Notifier) -> int:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-        from zero2all.elastic.rendezvous_client import JobEndedError
+        from zero2all.elastic.rendezvous_client import JobEndedError, NodeExcludedError
 
         losses = 0  # in a row
+        excluded: tuple[ExcludedNode, ...] = ()
         while losses < MAX_RENDEZVOUS_LOSSES:
             connected: float | None = None
             try:
-                rendezvous = self._join_rendezvous()
+                rendezvous = self._join_rendezvous(excluded)
                 connected = time.monotonic()
+                rendezvous.on_event = notifier.send
                 try:
                     unset = own_allocator_settings() if self.is_script else set()
                     with _in_environment(self.worker_environment(directory, rendezvous), unset):
                         return self._run_agent(directory, rendezvous)
+                except RendezvousTimeoutError as error:
+                    if rendezvous.claim("gave up"):
+                        notifier.send(JobEvent("job gave up", str(error)))
+                    raise
+                except NodeExcludedError:
+                    rendezvous.serve_until_others_end()
+                    raise
                 finally:
+                    excluded = rendezvous.client.status.excluded
                     rendezvous.shutdown()
             except SignalException as stop:
                 say(_stop_message(stop.sigval, self.is_script))
@@ -138,6 +157,9 @@ class LaunchConfig:
             except JobEndedError as end:
                 say("the job is done" if end.done else "another node has ended the job")
                 return 0 if end.done else 1
+            except NodeExcludedError as error:
+                say(str(error))
+                return 1
             except RendezvousTimeoutError as error:
                 say(f"given up: {error} (--nnodes)")
                 return 1
@@ -149,7 +171,7 @@ class LaunchConfig:
         say(f"given up: {RENDEZVOUS_ADVICE}")
         return 1
 
-    def _join_rendezvous(self) -> Rendezvous:
+    def _join_rendezvous(self, excluded: tuple[ExcludedNode, ...]) -> Rendezvous:
         from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
         from zero2all.elastic.rendezvous_state import RendezvousSettings
 
@@ -158,8 +180,13 @@ class LaunchConfig:
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # the failure reports are clearer
         if self.rdzv_endpoint is not None:
             wait_for_name(self.rdzv_endpoint, self.patience)
-        config = RendezvousConfig(self.rdzv_endpoint, self.listen, self.advertise, self.secret_file, self.patience)
-        settings = RendezvousSettings(node_counts(self.command, self.procs, self.nodes))
+        config = RendezvousConfig(
+            self.rdzv_endpoint, self.listen, self.advertise, self.secret_file, self.patience, self.node_policy.readmit,
+            excluded,
+        )  # fmt: skip
+        counts = node_counts(self.command, self.procs, self.nodes)
+        policy = self.node_policy
+        settings = RendezvousSettings(counts, node_test=policy.node_test, stragglers=policy.stragglers)
         return Rendezvous(config, settings, fingerprint([*self.command]), self.procs)
 
     def _run_agent(self, directory: Path, rendezvous: Rendezvous) -> int:
@@ -191,12 +218,14 @@ class LaunchConfig:
                 rendezvous.leave()
             raise
         failed = result is None or result.is_failed()
-        if not agent.leaves_job:  # for the others a node that leaves with a failure is lost, and they continue
-            rendezvous.close("failed" if failed else "done")
+        if not agent.leaves_job and rendezvous.close("failed" if failed else "done"):
+            rendezvous.on_event(agent.end_event() if failed else JobEvent("job finished", "the job is done"))
         if not failed:
             return 0
         if (report := agent.write_final_report()) is not None:
             say(f"the report is in {report.with_suffix('.txt')}")
+        if agent.leaves_job:
+            rendezvous.serve_until_others_end()
         return 2 if agent.last_failure is not None and agent.last_failure.kind == "wrong usage" else 1
 
     def worker_environment(self, directory: Path, rendezvous: Rendezvous) -> dict[str, str]:

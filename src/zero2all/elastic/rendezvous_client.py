@@ -68,6 +68,10 @@ class JobEndedError(RendezvousClosedError):
         self.done = done
 
 
+class NodeExcludedError(RendezvousClosedError):
+    """This node must leave the job, which continues without it."""
+
+
 @dataclass
 class PendingReply:
     """A request that has no answer yet."""
@@ -130,6 +134,8 @@ class RendezvousClient:
         match pending.answer.kind:
             case "closed":
                 raise JobEndedError(text == "done")
+            case "excluded":
+                raise NodeExcludedError(text)
             case "timeout":
                 raise RendezvousTimeoutError(text)
             case "usage":
