@@ -18,7 +18,7 @@ from zero2all.cli.main import app
 from zero2all.elastic import launcher
 from zero2all.elastic.addresses import interface_for_address, is_local_address, local_address_for
 from zero2all.elastic.job_secret import default_secret_file
-from zero2all.elastic.launcher import LaunchConfig, gpu_numa_options
+from zero2all.elastic.launcher import LaunchConfig
 from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
 from zero2all.elastic.rendezvous_client import RendezvousClient
 from zero2all.elastic.rendezvous_state import RendezvousSettings
@@ -182,12 +182,3 @@ def test_one_rank_reports_that_the_run_is_done(
     done = CliRunner().invoke(app, ["train", "recipe.yaml"])
     assert done.exit_code == 0, done.output
     assert ("trained 7 steps" in done.stdout) == printed
-
-
-def test_ranks_stay_near_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gpu_numa_options() is None
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    options = gpu_numa_options()
-    assert options is not None
-    assert options.affinity_mode == "node"

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zero2all.cli.conventions import Json, Result, command
+from zero2all.elastic.node_policy import NodePolicy, StragglerPolicy
+from zero2all.environment import NOTIFY_VARIABLE
 from zero2all.errors import UsageError
+from zero2all.numa import BindingMode
 from zero2all.processes import require_linux
 
 if TYPE_CHECKING:
@@ -84,6 +87,37 @@ ReportDir = Annotated[Path, typer.Option("--report-dir", help="Directory for the
 Grace = Annotated[
     float, typer.Option("--grace", min=1, help="Seconds that ranks have to save a checkpoint when the job is stopped.")
 ]
+Readmit = Annotated[
+    bool, typer.Option("--readmit", help="Come back to a job that has excluded this node, after it was repaired.")
+]
+NodeTest = Annotated[
+    bool,
+    typer.Option(
+        "--node-test/--no-node-test",
+        help="After a hang or a crash by signal, test the nodes in pairs before the restart, and exclude a bad one.",
+    ),
+]
+Stragglers = Annotated[
+    StragglerPolicy,
+    typer.Option("--stragglers", help="Log a warning about a node that all others wait for, or exclude it."),
+]
+Notify = Annotated[
+    str | None,
+    typer.Option(
+        "--notify",
+        envvar=NOTIFY_VARIABLE,
+        help="Command that gets each event of the job (node lost or excluded, restart, end) as JSON on stdin, "
+        "or a URL to which it is posted.",
+    ),
+]
+NumaBinding = Annotated[
+    BindingMode,
+    typer.Option(
+        "--numa-binding",
+        help="CPUs of a rank: those of the NUMA node of its GPU, of one core complex (L3 cache) there, or off for "
+        "all. Default: node, where there are several NUMA nodes; ranks without GPUs are spread over them.",
+    ),
+]
 Check = Annotated[bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")]
 JobFile = Literal["slurm", "k8s", "trainjob", "pytorchjob"]
 Emit = Annotated[
@@ -112,6 +146,11 @@ def launch(
     max_restarts: MaxRestarts = None,
     hang_after: HangAfter = None,
     grace: Grace = 110,
+    readmit: Readmit = False,
+    node_test: NodeTest = True,
+    stragglers: Stragglers = "warn",
+    notify: Notify = None,
+    numa_binding: NumaBinding = "auto",
     rdzv_timeout: RdzvTimeout = 60,
     report_dir: ReportDir = Path("z2a-reports"),
     check: Check = False,
@@ -135,11 +174,14 @@ def launch(
 
     launch_config = LaunchConfig(
         rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
-        max_restarts, hang_after, grace, rdzv_timeout, report_directory=report_dir,
+        max_restarts, hang_after, grace, rdzv_timeout, numa_binding, report_directory=report_dir,
+        node_policy=NodePolicy(readmit, node_test, stragglers, notify),
     )  # fmt: skip
     if emit is None:
         require_linux("z2a launch")
-        status = replace(launch_config, command=["doctor"], max_restarts=0).run() if check else 0
+        status = (
+            replace(launch_config, command=["doctor"], max_restarts=0, node_policy=NodePolicy()).run() if check else 0
+        )
         status = status or launch_config.run()
         if status:
             raise typer.Exit(status if status > 0 else 1)

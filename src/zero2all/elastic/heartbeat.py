@@ -75,18 +75,22 @@ class Heartbeat:
         if not status.has_stepped:
             self.record_phase(StartupPhase.STEPPED)
             status = self.read()
-        _LAYOUT.pack_into(self._page, 0, done, now, *status.phase_times)
+        self._write(done, now, status.phase_times)
 
     def record_phase(self, phase: StartupPhase, done: int | None = None) -> None:
         """``done`` is the step of the loaded state: a failure from now on counts as one after that step."""
         status, now = self.read(), time.monotonic()
         phase_times = tuple(now if number == phase else before for number, before in enumerate(status.phase_times))
-        _LAYOUT.pack_into(self._page, 0, status.step if done is None else done, now, *phase_times)
+        self._write(status.step if done is None else done, now, phase_times)
 
     def ping(self) -> None:
         """Not a step, but no hang either: for long operations."""
         status = self.read()
-        _LAYOUT.pack_into(self._page, 0, status.step, time.monotonic(), *status.phase_times)
+        self._write(status.step, time.monotonic(), status.phase_times)
+
+    def _write(self, step: int, when: float, phase_times: tuple[float, ...]) -> None:
+        # Not with pack_into, which fills the page with zeros first: an agent that reads them sees a hang.
+        self._page[:] = _LAYOUT.pack(step, when, *phase_times)
 
     def read(self) -> HeartbeatStatus:
         step, when, *phase_times = _LAYOUT.unpack_from(self._page)
@@ -136,3 +140,9 @@ def heartbeat_path(directory: Path, local_rank: int) -> Path:
 
 def run_directory_file(directory: Path) -> Path:
     return directory / "run"
+
+
+def find_run_directory(directory: Path) -> Path | None:
+    """Known to the agent once a rank has set it."""
+    file = run_directory_file(directory)
+    return Path(file.read_text(encoding="utf-8")) if file.exists() else None

@@ -245,7 +245,7 @@ def _agent_options(config: LaunchConfig, secret_file: Path | None) -> list[str]:
         words += [] if secret_file is None else ["--secret-file", str(secret_file)]
     for option, value in {**_non_default_options(config), "--grace": f"{config.grace:g}"}.items():
         words += [option, value]
-    return words
+    return [*words, *config.node_policy.arguments()]
 
 
 def _non_default_options(config: LaunchConfig) -> dict[str, str]:
@@ -256,6 +256,8 @@ def _non_default_options(config: LaunchConfig) -> dict[str, str]:
         options["--hang-after"] = f"{config.hang_after:g}"
     if config.grace != LaunchConfig.grace:
         options["--grace"] = f"{config.grace:g}"
+    if config.numa_binding != LaunchConfig.numa_binding:
+        options["--numa-binding"] = config.numa_binding
     if config.report_directory != REPORT_DIRECTORY:
         options["--report-dir"] = str(config.report_directory)
     return options
@@ -267,6 +269,7 @@ def _torchrun(config: LaunchConfig) -> list[str]:
         "--secret-file": config.secret_file,
     }  # fmt: skip
     given = [*_non_default_options(config), *(option for option, value in places.items() if value is not None)]
+    given += [word for word in config.node_policy.arguments() if word.startswith("--")]
     if given:
         raise UsageError(
             f"leave out {', '.join(given)}: in a Kubeflow job torchrun starts the ranks; '--emit k8s' runs z2a launch"

@@ -10,24 +10,36 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from zero2all.console import say
 from zero2all.elastic.addresses import DEFAULT_PORT, interface_for_address, wait_for_name
+from zero2all.elastic.heartbeat import find_run_directory
+from zero2all.elastic.job_events import JobEvent
+from zero2all.elastic.node_policy import NodePolicy
+from zero2all.elastic.notify import Notifier
 from zero2all.elastic.worker_command import CLI_MODULE, worker_command
 from zero2all.engine import available_cores
 from zero2all.environment import JOB_SECRET_VARIABLE, own_allocator_settings
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import fingerprint
+from zero2all.numa import (
+    SYSFS,
+    BindingMode,
+    CpuBinding,
+    encode_bindings,
+    pci_numa_node,
+    plan_bindings,
+    threads_per_rank,
+)
 from zero2all.openmp import spin_settings
 from zero2all.processes import AGENT_PID
 
 if TYPE_CHECKING:
-    from torch.numa.binding import NumaOptions
-
+    from zero2all.elastic.node_exclusion import ExcludedNode
     from zero2all.elastic.rendezvous import Rendezvous
 
 UNLIMITED_RESTARTS = 1_000_000
@@ -71,10 +83,15 @@ class LaunchConfig:
     """Seconds for the ranks to save after SIGTERM. Slurm gives two minutes (``slurm``)."""
     patience: float = 60
     """Seconds to wait for the rendezvous to have an address, and to answer."""
+    numa_binding: BindingMode = "auto"
+    """To which CPUs the ranks are bound; ``numa.plan_bindings``."""
+    sysfs: Path = SYSFS
+    """Where the kernel describes the hardware."""
     module: str = CLI_MODULE
     """The Python module that runs the command."""
     report_directory: Path = REPORT_DIRECTORY
     """Where the failure reports of a script are written; those of a z2a command are in its run directory."""
+    node_policy: NodePolicy = field(default_factory=NodePolicy)
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -95,31 +112,44 @@ class LaunchConfig:
             raise UsageError(
                 f"{self.nodes[1]} nodes need a rendezvous: --rdzv-endpoint HOST:{DEFAULT_PORT}, the same on every node"
             )
+        notifier = Notifier(self.node_policy.notify, self.command)
         before = {name: signal.signal(name, _raise_signal) for name in (signal.SIGINT, signal.SIGTERM)}
         try:
             with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory:
-                return self._run_until_done(Path(directory))
+                notifier.find_run = lambda: find_run_directory(Path(directory))
+                return self._run_until_done(Path(directory), notifier)
         finally:
+            notifier.close()
             for name, handler in before.items():
                 signal.signal(name, handler)
 
-    def _run_until_done(self, directory: Path) -> int:
+    def _run_until_done(self, directory: Path, notifier: Notifier) -> int:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-        from zero2all.elastic.rendezvous_client import JobEndedError
+        from zero2all.elastic.rendezvous_client import JobEndedError, NodeExcludedError
 
         losses = 0  # in a row
+        excluded: tuple[ExcludedNode, ...] = ()
         while losses < MAX_RENDEZVOUS_LOSSES:
             connected: float | None = None
             try:
-                rendezvous = self._join_rendezvous()
+                rendezvous = self._join_rendezvous(excluded)
                 connected = time.monotonic()
+                rendezvous.on_event = notifier.send
                 try:
                     unset = own_allocator_settings() if self.is_script else set()
                     with _in_environment(self.worker_environment(directory, rendezvous), unset):
                         return self._run_agent(directory, rendezvous)
+                except RendezvousTimeoutError as error:
+                    if rendezvous.claim("gave up"):
+                        notifier.send(JobEvent("job gave up", str(error)))
+                    raise
+                except NodeExcludedError:
+                    rendezvous.serve_until_others_end()
+                    raise
                 finally:
+                    excluded = rendezvous.client.status.excluded
                     rendezvous.shutdown()
             except SignalException as stop:
                 say(_stop_message(stop.sigval, self.is_script))
@@ -127,6 +157,9 @@ class LaunchConfig:
             except JobEndedError as end:
                 say("the job is done" if end.done else "another node has ended the job")
                 return 0 if end.done else 1
+            except NodeExcludedError as error:
+                say(str(error))
+                return 1
             except RendezvousTimeoutError as error:
                 say(f"given up: {error} (--nnodes)")
                 return 1
@@ -138,7 +171,7 @@ class LaunchConfig:
         say(f"given up: {RENDEZVOUS_ADVICE}")
         return 1
 
-    def _join_rendezvous(self) -> Rendezvous:
+    def _join_rendezvous(self, excluded: tuple[ExcludedNode, ...]) -> Rendezvous:
         from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
         from zero2all.elastic.rendezvous_state import RendezvousSettings
 
@@ -147,8 +180,13 @@ class LaunchConfig:
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # the failure reports are clearer
         if self.rdzv_endpoint is not None:
             wait_for_name(self.rdzv_endpoint, self.patience)
-        config = RendezvousConfig(self.rdzv_endpoint, self.listen, self.advertise, self.secret_file, self.patience)
-        settings = RendezvousSettings(node_counts(self.command, self.procs, self.nodes))
+        config = RendezvousConfig(
+            self.rdzv_endpoint, self.listen, self.advertise, self.secret_file, self.patience, self.node_policy.readmit,
+            excluded,
+        )  # fmt: skip
+        counts = node_counts(self.command, self.procs, self.nodes)
+        policy = self.node_policy
+        settings = RendezvousSettings(counts, node_test=policy.node_test, stragglers=policy.stragglers)
         return Rendezvous(config, settings, fingerprint([*self.command]), self.procs)
 
     def _run_agent(self, directory: Path, rendezvous: Rendezvous) -> int:
@@ -168,7 +206,6 @@ class LaunchConfig:
             max_restarts=restarts if self.max_restarts is None else self.max_restarts,
             monitor_interval=MONITOR_INTERVAL,
             local_addr=rendezvous.address,
-            numa_options=gpu_numa_options(),
         )
         script = ScriptSettings(self.report_directory.absolute(), watch_activity=self.hang_after is not None)
         agent = Agent(spec, directory, self.hang_after or HANG_AFTER, self.grace, script if worker.is_script else None)
@@ -181,12 +218,14 @@ class LaunchConfig:
                 rendezvous.leave()
             raise
         failed = result is None or result.is_failed()
-        if not agent.leaves_job:  # for the others a node that leaves with a failure is lost, and they continue
-            rendezvous.close("failed" if failed else "done")
+        if not agent.leaves_job and rendezvous.close("failed" if failed else "done"):
+            rendezvous.on_event(agent.end_event() if failed else JobEvent("job finished", "the job is done"))
         if not failed:
             return 0
         if (report := agent.write_final_report()) is not None:
             say(f"the report is in {report.with_suffix('.txt')}")
+        if agent.leaves_job:
+            rendezvous.serve_until_others_end()
         return 2 if agent.last_failure is not None and agent.last_failure.kind == "wrong usage" else 1
 
     def worker_environment(self, directory: Path, rendezvous: Rendezvous) -> dict[str, str]:
@@ -194,7 +233,9 @@ class LaunchConfig:
         from zero2all.environment import AGENT_DIR_VARIABLE, STORE_VARIABLE
 
         # Ranks share the cores; torch's own default of one thread would leave most of them idle.
-        settings = {"OMP_NUM_THREADS": str(max(1, available_cores() // self.procs)), **spin_settings(os.environ)}
+        bindings = self.cpu_bindings()
+        threads = threads_per_rank(bindings, available_cores())
+        settings = {"OMP_NUM_THREADS": str(threads), **spin_settings(os.environ)}
         if (interface := interface_for_address(rendezvous.address)) is not None:
             settings["GLOO_SOCKET_IFNAME"] = interface
             if self.rdzv_endpoint is None:  # on one machine no other machine needs the ports of the ranks
@@ -204,8 +245,16 @@ class LaunchConfig:
             STORE_VARIABLE: rendezvous.endpoint,
             JOB_SECRET_VARIABLE: rendezvous.secret,
         }
-        own[AGENT_PID] = str(os.getpid())
+        own |= {AGENT_PID: str(os.getpid()), **encode_bindings(bindings)}
         return {**settings, **os.environ, **own}
+
+    def cpu_bindings(self) -> list[CpuBinding | None]:
+        """Of each rank of this node. torch's own binding needs the program numactl, which containers lack, and then
+        runs the ranks unbound."""
+        from zero2all.hardware import gpu_pci_addresses  # loads torch
+
+        gpu_nodes = [pci_numa_node(address, self.sysfs) for address in gpu_pci_addresses()]
+        return plan_bindings(self.numa_binding, self.procs, gpu_nodes, os.sched_getaffinity(0), self.sysfs)
 
 
 def node_counts(command: Sequence[str], procs: int, nodes: tuple[int, int]) -> tuple[int, ...]:
@@ -233,16 +282,6 @@ def node_counts(command: Sequence[str], procs: int, nodes: tuple[int, int]) -> t
         return True
 
     return tuple(filter(fits, every)) or every
-
-
-def gpu_numa_options() -> NumaOptions | None:
-    """Bind each rank to the cores of the NUMA node of its GPU; without GPUs no binding."""
-    import torch
-    from torch.numa.binding import AffinityMode, NumaOptions
-
-    if not torch.cuda.is_available():
-        return None
-    return NumaOptions(affinity_mode=AffinityMode.NODE, should_fall_back_if_binding_fails=True)
 
 
 @contextmanager

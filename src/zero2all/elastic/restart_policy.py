@@ -1,34 +1,14 @@
-"""Whether a failed job is restarted, and whether a single node is the cause."""
+"""Whether a failed job is restarted."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
-
-from torch.distributed.elastic.rendezvous import RendezvousError
 
 from zero2all.elastic.exit_reason import FailureKind
 
 MAX_FAILURES_PER_STEP = 3  # failures at one step before the job is given up
 MAX_FAILURES_WITHOUT_PROGRESS = 10  # failures in a row without progress, at any step
 MAX_BACKOFF = 60.0
-
-
-class NodeFailureRegistry(Protocol):
-    """What an agent asks the rendezvous about the other nodes."""
-
-    def report_node_failure(self, step: int) -> tuple[int, bool]: ...
-
-
-def should_exclude_node(rendezvous: NodeFailureRegistry, kind: FailureKind, step: int, nodes: int) -> bool:
-    """Report a failure of this node; whether, if it gives up, only this node leaves the job."""
-    if nodes == 1 or kind not in ("crash", "out of memory", "wrong usage"):
-        return False
-    try:
-        left, elsewhere = rendezvous.report_node_failure(step)
-    except RendezvousError:
-        return False  # the rendezvous is lost; that is handled elsewhere
-    return left > 0 and not elsewhere
 
 
 class RestartPolicy:
