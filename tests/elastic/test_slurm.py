@@ -37,12 +37,12 @@ def submit(cluster: SlurmCluster, recipe: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def steps(log: str) -> list[int]:
-    return [int(step) for step in re.findall(r"^step +(\d+)", log, re.MULTILINE)]
+    return [int(step) for step in re.findall(r"\bstep (\d+)/", log)]
 
 
 def processes(cluster: SlurmCluster, node: int, pattern: str) -> list[int]:
     found = cluster.nodes[node].processes()
-    return [pid for pid, line in found.items() if re.search(pattern, line)]
+    return sorted(pid for pid, line in found.items() if re.search(pattern, line))  # children come after parents
 
 
 class Progress:
@@ -73,7 +73,7 @@ def test_a_job_on_slurm_outlives_kills_a_drained_node_and_its_time_limit(
         assert first < 50
 
         # The secret is in the environment of the agents, and nowhere where other users look.
-        (agent,) = processes(cluster, 1, r"cli launch .*--rdzv-endpoint")
+        agent, *_ = processes(cluster, 1, r"cli launch .*--rdzv-endpoint")
         secret = re.search(rb"Z2A_JOB_SECRET=([0-9a-f]{64})", Path(f"/proc/{agent}/environ").read_bytes())
         assert secret is not None
         shown = cluster.run("scontrol", "-dd", "show", "job", job) + cluster.run("scontrol", "show", "step")
@@ -83,13 +83,13 @@ def test_a_job_on_slurm_outlives_kills_a_drained_node_and_its_time_limit(
         )
 
         cluster.wait_until(lambda: steps(cluster.log(job))[-1] > 50, "there is a checkpoint")
-        (rank,) = processes(cluster, 1, r"zero2all\.cli train")
+        rank, *_ = processes(cluster, 1, r"zero2all\.cli train")
         os.kill(rank, signal.SIGKILL)
         cluster.wait_until(lambda: "training again after" in cluster.log(job), "a killed rank is restarted")
         assert progress.wait_for_steps("it goes on") > 50
 
         before = len(cluster.log(job))
-        (agent,) = processes(cluster, 1, r"cli launch .*--rdzv-endpoint")
+        agent, *_ = processes(cluster, 1, r"cli launch .*--rdzv-endpoint")
         os.kill(agent, signal.SIGKILL)
         cluster.wait_until(
             lambda: "training again after" in cluster.log(job)[before:], "a killed agent is started again"
