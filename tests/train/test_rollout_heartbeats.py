@@ -19,7 +19,7 @@ SECONDS = 30.0
 def test_a_rank_that_waits_for_slow_rewards_sends_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 of 2: its collective returns only after three heartbeats."""
     ranks = RankGroup()
-    ranks.group, ranks.rank, ranks.world_size = object(), 1, 2  # type: ignore[assignment]
+    ranks.group, ranks.rank, ranks.world_size = object(), 1, 2
     pings, enough = 0, threading.Event()
 
     def ping() -> None:
