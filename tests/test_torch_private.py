@@ -30,6 +30,7 @@ SIGNATURES: dict[str, list[str] | None] = {
     "torch._subclasses.fake_tensor.FakeTensor": None,
     "torch.ops.aten._to_copy": None,
     "torch._subclasses.fake_tensor.FakeTensorMode": ["allow_fallback_kernels", "allow_non_fake_inputs"],
+    "torch.distributed.distributed_c10d._get_default_store": [],
     "torch._C._distributed_c10d.DebugLevel": None,
     "torch._C._distributed_c10d.FileStore": None,
     "torch._C._distributed_c10d.HashStore": None,

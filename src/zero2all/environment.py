@@ -8,6 +8,7 @@ from collections.abc import Mapping
 AGENT_DIR_VARIABLE = "Z2A_AGENT_DIR"  # where the agent of this node looks for heartbeats and stack dumps
 STORE_VARIABLE = "Z2A_STORE"  # endpoint of the store that the agents share
 JOB_SECRET_VARIABLE = "Z2A_JOB_SECRET"
+NOTIFY_VARIABLE = "Z2A_NOTIFY"  # as --notify: a URL with a secret stays out of the list of processes
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -30,9 +31,19 @@ def cuda_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return settings
 
 
+_own_settings: set[str] = set()
+
+
 def set_cuda_environment() -> None:
     """For this process and its children; call it before torch is imported, or at least before CUDA is used."""
-    os.environ.update(cuda_settings(os.environ))
+    settings = cuda_settings(os.environ)
+    _own_settings.update(settings)
+    os.environ.update(settings)
+
+
+def own_allocator_settings() -> set[str]:
+    """Variables for torch's allocator that the user has not set: a script may need another one."""
+    return _own_settings.intersection(ALLOCATOR_VARIABLES)
 
 
 def set_dump_file(prefix: str) -> None:

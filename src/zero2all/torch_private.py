@@ -284,6 +284,15 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return _ProcessGroupGloo(store, rank, size, timeout)
 
 
+def default_store() -> Store:
+    """The store through which the ranks of the default process group found each other. Tested with 2.13. No public
+    one."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Store = _get_default_store()
+    return store
+
+
 def nccl_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """As gloo_group, on GPUs. Its timeout has no public name. In builds with CUDA only."""
     from torch._C._distributed_c10d import ProcessGroupNCCL

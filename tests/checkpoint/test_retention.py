@@ -159,7 +159,7 @@ def test_no_rank_starts_to_write_when_one_has_no_space_to_stage(monkeypatch: pyt
         return staging()
 
     monkeypatch.setattr(checkpoint_store, "staging_dir", full_on_one)
-    monkeypatch.setattr(checkpoint_store.state_dict_saver, "save", lambda *args, **kwargs: saving.append(rank_of.rank))
+    monkeypatch.setattr(checkpoint_store.CheckpointWriter, "write", lambda *args, **kwargs: saving.append(rank_of.rank))
 
     def save(rank: int) -> str:
         rank_of.rank = rank

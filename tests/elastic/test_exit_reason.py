@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero2all.elastic.exit_reason import classify_exit, gpu_faults, oom_kills
+from zero2all.elastic.exit_reason import classify_exit, oom_kills
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:54689: Connection reset by peer"
 
@@ -58,11 +58,3 @@ def test_an_exit_is_classified(status: int, message: str, kind: str, words: str)
 def test_a_kill_by_the_kernel_is_out_of_memory() -> None:
     assert classify_exit(-9, "", oom_killed=True).kind == "out of memory"
     assert oom_kills() >= 0
-
-
-def test_gpu_faults_are_read_from_the_kernel_log() -> None:
-    log = "[    1.5] eth0: link up\n[   20.25] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
-    (reason,) = gpu_faults(10.0, log)
-    assert reason.startswith("PCI:0000:3b:00: Xid 79, the card fell off the bus")
-    assert gpu_faults(30.0, log) == [], "it was before the job"
-    assert gpu_faults(0.0, "nothing") == []

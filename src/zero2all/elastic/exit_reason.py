@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,20 +33,6 @@ _SIGNALS = {
     signal.SIGTERM: "ended by SIGTERM before it could save",
     signal.SIGINT: "ended by Ctrl-C before it could save",
 }
-_XID_MEANINGS = {
-    13: "an illegal access in a kernel",
-    31: "a memory page fault: a fault of the program",
-    43: "a kernel was stopped after a fault of the program",
-    48: "a memory error that could not be corrected: have the card inspected",
-    63: "a memory page or row was retired",
-    64: "a memory row could not be retired: reset the card",
-    74: "an NVLink error: check the link or its cable",
-    79: "the card fell off the bus: reboot the node, and replace the card if it recurs",
-    94: "a contained memory error: restart the job",
-    95: "an uncontained memory error: reset the card",
-    119: "the card's firmware does not answer: reset the card",
-    120: "an error of the card's firmware: reset the card",
-}
 
 
 @dataclass(frozen=True)
@@ -63,7 +48,7 @@ def classify_exit(status: int, message: str, oom_killed: bool = False, log: Sequ
 
     ``log`` has its last lines.
     """
-    number = -status if status < 0 else status - 128 if 128 < status <= 128 + signal.NSIG else None
+    number = _signal_number(status)
     if number == signal.SIGABRT and (found := explain_abort(log)) is not None:
         return ExitReason(found.kind, f"{found.description} (exit status 134)", found.time)
     if number == signal.SIGKILL and oom_killed:
@@ -87,6 +72,14 @@ def classify_exit(status: int, message: str, oom_killed: bool = False, log: Sequ
     return ExitReason("crash", f"exit status {status}" + (f": {_STATUSES[status]}" if status in _STATUSES else ""))
 
 
+def is_signal_exit(status: int) -> bool:
+    return _signal_number(status) is not None
+
+
+def _signal_number(status: int) -> int | None:
+    return -status if status < 0 else status - 128 if 128 < status <= 128 + signal.NSIG else None
+
+
 def oom_kills() -> int:
     """How many processes of this control group the OOM killer has killed so far."""
     for line in _read(Path("/proc/self/cgroup")).splitlines():
@@ -101,21 +94,6 @@ def oom_kills() -> int:
             if found := re.search(r"^oom_kill (\d+)", _read(file), re.MULTILINE):
                 return int(found[1])
     return 0
-
-
-def gpu_faults(since: float, log: str | None = None) -> list[str]:
-    """Xid errors that the driver wrote to the kernel log, with their meaning; ``since`` in seconds after boot."""
-    log = _kernel_log() if log is None else log
-    found = re.findall(r"^\[\s*([\d.]+)\].*NVRM: Xid \(([^)]*)\): (\d+)", log, re.MULTILINE)
-    known = [(card, int(number)) for when, card, number in found if float(when) >= since]
-    return [f"{card}: Xid {number}, {_XID_MEANINGS.get(number, 'see NVIDIA’s list of Xids')}" for card, number in known]
-
-
-def _kernel_log() -> str:
-    try:
-        return subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 def _read(path: Path) -> str:

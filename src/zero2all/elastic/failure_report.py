@@ -15,6 +15,7 @@ from pathlib import Path
 
 from zero2all.elastic.exit_reason import FailureKind
 from zero2all.elastic.hang_detection import HangCulprit, HungRank, find_hang_culprits
+from zero2all.elastic.worker_command import SCRIPT_MODULE
 from zero2all.errors import Z2aError
 from zero2all.io import HISTORY_FILE, read_json, read_record, write_record, write_text
 from zero2all.records import RestoreSummary, parse_record
@@ -62,6 +63,8 @@ class NodeReport:
     deaths: list[RankFailure] = field(default_factory=list)
     stuck: list[HungRank] = field(default_factory=list)
     gpu_faults: list[str] = field(default_factory=list)
+    excluded: str | None = None
+    """Why this node leaves the job, if so."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class FailureReport:
     decision: str
     command: list[str]
     gpu_faults: list[str]
+    excluded: list[str]
+    """Nodes that leave the job because of it, and why."""
     ranks: list[RankFailure]
     stuck: list[HungRank]
 
@@ -170,6 +175,7 @@ def combine_node_reports(node_reports: list[NodeReport]) -> FailureReport:
         decision=node_reports[0].decision,
         command=node_reports[0].command,
         gpu_faults=sorted({fault for report in node_reports for fault in report.gpu_faults}),
+        excluded=[report.excluded for report in node_reports if report.excluded is not None],
         ranks=rank_failures,
         stuck=stuck,
     )
@@ -178,8 +184,10 @@ def combine_node_reports(node_reports: list[NodeReport]) -> FailureReport:
 def render_text(report: FailureReport) -> str:
     """The report for a person."""
     when = datetime.fromtimestamp(report.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    where = f"after step {report.step}" if report.step >= 0 else "before the first step"
-    lines = [f"{report.kind} {where}, {when}"]
+    where = f" after step {report.step}" if report.step >= 0 else " before the first step"
+    if report.step < 0 and SCRIPT_MODULE in report.command:
+        where = ""  # a script need not tell its steps
+    lines = [f"{report.kind}{where}, {when}"]
     missing = report.nodes - len(report.nodes_heard)
     if missing > 0:
         lines.append(f"  {missing} of {report.nodes} nodes sent no report: their agents are gone")
@@ -188,6 +196,7 @@ def render_text(report: FailureReport) -> str:
     elif report.first is not None:
         lines += _failure_lines(report.first, report.ranks)
     lines += [f"  GPU {fault}" for fault in report.gpu_faults]
+    lines += [f"  excluded: {node}" for node in report.excluded]
     lines.append(f"  {report.decision}")
     if isinstance(report, RecoveredFailureReport):
         if report.restored is not None:

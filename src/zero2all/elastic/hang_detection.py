@@ -31,7 +31,7 @@ from zero2all.elastic.worker import ABORT_REQUEST, collectives_path, dump_reques
 STARTUP_FACTOR = 5  # multiple of the limit for a step: imports, compilation and loading a checkpoint
 DUMP_TIMEOUT = 2.0  # seconds for ranks to dump their stacks
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
-_COLLECTIVE = re.compile(r"torch/distributed/|torch/_ops\.py|_functional_collectives")
+_COLLECTIVE = re.compile(r"torch/distributed/|torch/_ops\.py|_functional_collectives|checkpoint/rank_tree\.py")
 # A call in which the host waits for the device, or a module of torch that does nothing else.
 _HOST_SYNC = re.compile(r"\.(tolist|item|cpu|numpy|nonzero)\(|synchronize\(|torch/cuda/(__init__|streams)\.py")
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|<frozen|<string>")
@@ -79,7 +79,8 @@ def collect_stacks(
     for local, pid in pids.items():
         collectives_path(directory, local).unlink(missing_ok=True)  # a dump of an earlier request is stale
         request_dump(directory, local)
-        os.kill(pid, signal.SIGUSR1)
+        if stacks_path(directory, local).exists():  # else nothing handles the signal, which would end the process
+            os.kill(pid, signal.SIGUSR1)
     stopped = {local for local, state in states.items() if state == "T"}
     for local in stopped:
         # The signal above is pending: it shows the line at which the process was stopped.

@@ -36,8 +36,29 @@ def setup_worker() -> None:
     """Call first in a process that an agent may have started; without an agent it does nothing."""
     if not has_agent():
         return
-    directory, local_rank = Path(os.environ[AGENT_DIR_VARIABLE]), int(os.environ["LOCAL_RANK"])
     end_with_agent()
+    torch_imported = threading.Event()
+    _answer_agent(torch_imported.is_set)
+    import zero2all.torch_private  # noqa: F401 - every rank needs torch, and its seconds count as imports
+
+    torch_imported.set()
+    Heartbeat.from_environment().record_phase(StartupPhase.IMPORTED)
+
+
+def setup_script() -> None:
+    """The same in a process whose program may never import torch."""
+    if has_agent():
+        _answer_agent(_has_process_group)
+        Heartbeat.from_environment().record_phase(StartupPhase.IMPORTED)
+
+
+def _has_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return getattr(distributed, "is_initialized", bool)()  # it may still be importing
+
+
+def _answer_agent(can_dump: Callable[[], bool]) -> None:
+    directory, local_rank = Path(os.environ[AGENT_DIR_VARIABLE]), int(os.environ["LOCAL_RANK"])
     faulthandler.enable()
     stacks = open(stacks_path(directory, local_rank), "w", encoding="utf-8")  # noqa: SIM115
     _kept_open.append(stacks)
@@ -45,13 +66,10 @@ def setup_worker() -> None:
     dump_request = dump_request_path(directory, local_rank)
     dump_request.unlink(missing_ok=True)
     os.mkfifo(dump_request)
-    torch_imported = threading.Event()
-    answer = (dump_request, collectives_path(directory, local_rank), torch_imported)
-    threading.Thread(target=_serve_requests, args=answer, name="z2a-bell", daemon=True).start()
-    import zero2all.torch_private  # noqa: F401 - every rank needs torch, and its seconds count as imports
-
-    torch_imported.set()
-    Heartbeat.from_environment().record_phase(StartupPhase.IMPORTED)
+    answer = (dump_request, collectives_path(directory, local_rank), can_dump)
+    thread = threading.Thread(target=_serve_requests, args=answer, name="z2a-bell", daemon=True)
+    thread.start()
+    dump_thread_path(directory, local_rank).write_text(str(thread.native_id), encoding="ascii")
 
 
 def run_worker(program: Callable[[], int | None]) -> NoReturn:
@@ -92,20 +110,25 @@ def dump_request_path(directory: Path, local_rank: int) -> Path:
     return directory / f"bell-{local_rank}"
 
 
+def dump_thread_path(directory: Path, local_rank: int) -> Path:
+    """Has the id of the thread that answers these requests."""
+    return directory / f"bell-{local_rank}.thread"
+
+
 def collectives_path(directory: Path, local_rank: int) -> Path:
     return directory / f"collectives-{local_rank}.json"
 
 
-def _serve_requests(requests: Path, to: Path, torch_imported: threading.Event) -> None:
+def _serve_requests(requests: Path, to: Path, can_dump: Callable[[], bool]) -> None:
     """Each time the agent opens the FIFO, do what it writes, or dump torch's flight recorder. The main thread may be
     stuck meanwhile."""
     while True:
         try:
             request = requests.read_bytes()
-            if request == ABORT_REQUEST and torch_imported.is_set():
+            if request == ABORT_REQUEST and can_dump():
                 exit_if_cut_off()
             partial = to.with_suffix(".new")
-            partial.write_bytes(_try_dump() if torch_imported.is_set() else b"{}")
+            partial.write_bytes(_try_dump() if can_dump() else b"{}")
             partial.replace(to)
         except OSError:
             return  # the agent's directory is gone, and the agent with it
@@ -139,7 +162,8 @@ def _flight_recorder() -> bytes:
     from zero2all.hardware import use_rank_device
     from zero2all.torch_private import dump_flight_recorders, process_group_ranks
 
-    use_rank_device()  # NCCL's recorder asks its events how far the device is
+    with suppress(RuntimeError):  # a script may use another device than that of its rank
+        use_rank_device()  # NCCL's recorder asks its events how far the device is
     main_thread = threading.main_thread().ident or 0
     return merge_dumps(dump_flight_recorders(), process_group_ranks(), main_thread, _device_state())
 

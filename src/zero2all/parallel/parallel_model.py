@@ -353,6 +353,13 @@ class ParallelModel:
             dist.all_reduce(local)
         return local
 
+    def sum_over_ranks(self, own: Tensor) -> Tensor:
+        """The sum, on the CPU, of what each rank counted for itself."""
+        if self.mesh.dims.world_size > 1:
+            own = own.to(self.mesh.device, copy=True)
+            dist.all_reduce(own)
+        return own.cpu()
+
     def update_expert_bias(self) -> None:
         """Once a step, after the optimizer: move the biases of experts by their load over all ranks."""
         moe_layers = [module for module in self.model.modules() if isinstance(module, MoE)]

@@ -20,7 +20,9 @@ from zero2all.checkpoint import (
     CheckpointCallbacks,
     CheckpointManager,
     RankGroup,
+    ReplicaOptions,
     RunIdentity,
+    SentReplica,
     TrainingState,
     run_lock,
 )
@@ -36,6 +38,7 @@ from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.model.z2all import derive_seed
+from zero2all.numa import rank_binding
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.float8 import check_float8
 from zero2all.recipe import ExtendMode, Recipe
@@ -178,6 +181,8 @@ class Trainer:
         with ExitStack() as stack:
             self.rank_group.on_rank0(self.run.check_directory)
             self.rank_group.on_rank0(lambda: stack.enter_context(run_lock(self.run.directory)))
+            if self.rank_group.on_rank0(lambda: self.run.exists):  # a first start fails at once
+                self.rank_group.on_rank0(self.run.checkpoints.wait_until_readable)
             self._init_data()
             self._init_model()
             self._init_checkpoints(extend)
@@ -284,7 +289,9 @@ class Trainer:
                 before_commit=lambda: not self.record.has_unwritten_lines(),
                 on_saved=self._record_checkpoint,
                 on_phase=self.hooks.on_checkpoint,
+                on_replica=self._record_replica,
             ),
+            ReplicaOptions(recipe.checkpoint.replicas, recipe.checkpoint.replica_rate),
         )
         # The reference is computed while the model has its initial weights.
         objective, self.initial_weights = build_objective(
@@ -301,6 +308,7 @@ class Trainer:
         history = None
         if self.mesh.rank == 0:
             run.save_metadata(self.identity, self.tokenizer, self.mesh.device, self.initial_weights)
+            self.hooks.on_run(run, self.mesh.device, self.mesh.dims.world_size)
             history = read_lr_history(run.directory, self.first_step)
         self.peak_flops = peak_flops(self.mesh.device, self.model.dtype)
         say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, self.peak_flops.source, history)
@@ -350,6 +358,8 @@ class Trainer:
             startup = round(time.time() - self.start_time, 3)
             kind = "resume" if self.first_step else "start"
             self.record.event(kind, step=self.first_step, steps=plan.total_steps, startup=startup)
+            if (bound := rank_binding()).problem:
+                self.record.event("CPU binding", step=self.first_step, problem=bound.problem)
             if (init := self.initial_weights) is not None:
                 self.record.event("initial weights", step=0, path=init.path, fingerprint=init.fingerprint)
             self.timer.restart()
@@ -528,7 +538,8 @@ class Trainer:
         """Every rank writes its own record; the sinks of the recipe get that of rank 0."""
         options, rank = self.recipe.track, self.mesh.rank
         sinks = open_sinks(options.sinks, self.run.directory) if rank == 0 else []
-        return RunRecord(self.run.record_path, rank=rank, sinks=sinks, system_every=options.system_every)
+        ranks = self.rank_group.world_size
+        return RunRecord(self.run.record_path, rank, sinks, options.system_every, ranks)
 
     def _record_step(self, step: int, result: StepResult) -> None:
         metrics = {
@@ -565,6 +576,9 @@ class Trainer:
                 norms = self.model.layer_grad_norms()
                 if self.mesh.rank == 0:
                     self.record.histogram(step, "gradient norm by layer", norms, range(len(norms) + 1))
+
+    def _record_replica(self, sent: SentReplica) -> None:
+        self.record.event("replica", **asdict(replace(sent, seconds=round(sent.seconds, 3))))
 
     def _record_checkpoint(self, step: int, seconds: float) -> None:
         self.record.event("checkpoint", step=step, seconds=round(seconds, 3))
