@@ -337,6 +337,28 @@ def dump_flight_recorders() -> list[bytes]:
     return [dump if isinstance(dump, bytes) else dump.encode() for dump in dumps]
 
 
+def process_group_ranks() -> dict[str, list[int]]:
+    """The ranks of every process group of this rank in the order of the group, by its name in the flight recorder; any
+    thread may ask. Tested with 2.13. Public get_process_group_ranks, for a group that one has."""
+    from torch.distributed.distributed_c10d import _world
+
+    places = {name: _world.pg_group_ranks.get(group, {}) for group, name in list(_world.pg_names.items())}
+    return {name: sorted(place_of, key=place_of.__getitem__) for name, place_of in places.items()}
+
+
+def has_nccl_groups() -> bool:
+    """Whether this rank is in process groups of NCCL; any thread may ask."""
+    return dist.is_initialized() and dist.is_nccl_available() and "nccl" in dist.get_backend_config()
+
+
+def abort_nccl_groups() -> None:
+    """End all collectives of NCCL that this rank waits in, from any thread. The call needs a GPU and was not tested
+    with one. No public one."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
+
+
 def record_cuda_memory(enabled: bool) -> None:
     """Record the history of CUDA's allocator, or stop. Tested with 2.13. No public one."""
     torch.cuda.memory._record_memory_history("all" if enabled else None)

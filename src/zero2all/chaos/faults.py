@@ -18,6 +18,7 @@ from zero2all.chaos.fault import (
     stop_and_resume,
 )
 from zero2all.chaos.injections import Injection
+from zero2all.chaos.membership_faults import MEMBERSHIP_FAULTS
 from zero2all.chaos.node_faults import (
     abandon_histories,
     disconnect_node,
@@ -53,6 +54,9 @@ from zero2all.chaos.storage_faults import (
 )
 from zero2all.chaos.workspace import NUM_RANKS
 from zero2all.elastic.launcher import RENDEZVOUS_ADVICE
+
+NO_DURABLE = ("checkpoint.every=100 steps",)
+NO_REPLICAS = ("checkpoint.replicas=0",)  # a replica would restore the corrupted state, on the right history
 
 
 def poisoned_history(*held_steps: int) -> Callable[[Rng], list[Injection]]:
@@ -285,6 +289,15 @@ MULTI_NODE_FAULTS = (
         unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
+        "a node is replaced",
+        hold_rank(rank=1),
+        replace_node,
+        NO_DURABLE,
+        expected_kind="cut off",
+        expected_messages=("2 parts copied from other nodes",),
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+    Fault(
         "a node is cut off",
         hold_rank(rank=1),
         disconnect_node,
@@ -323,6 +336,7 @@ MULTI_NODE_FAULTS = (
         "nodes A and B, then A and C, then A and B",
         poisoned_history(13, 14),
         abandon_histories,
+        NO_REPLICAS,
         expected_kind=None,
         unavailable_reason=simulation_unavailable_reason,
     ),
@@ -330,6 +344,7 @@ MULTI_NODE_FAULTS = (
         "2 nodes, then 1, then 2",
         poisoned_history(13, 14),
         shrink_and_grow_nodes,
+        NO_REPLICAS,
         expected_kind=None,
         loss_tolerance=ELASTIC_LOSS_TOLERANCE,
         unavailable_reason=simulation_unavailable_reason,
@@ -337,7 +352,17 @@ MULTI_NODE_FAULTS = (
     Fault(
         "a node is replaced by a new one",
         hold_rank(rank=1),
-        replace_node,
+        lambda scenario: replace_node(scenario, by=2),
+        NO_DURABLE,
+        expected_kind="cut off",
+        expected_messages=("2 parts copied from other nodes",),
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+    Fault(
+        "a node is replaced by a new one, without replicas",
+        hold_rank(rank=1),
+        lambda scenario: replace_node(scenario, replicas=False, by=2),
+        NO_REPLICAS,
         expected_kind="cut off",
         expected_messages=("from durable storage",),
         unavailable_reason=simulation_unavailable_reason,
@@ -369,4 +394,10 @@ MULTI_NODE_FAULTS = (
         unavailable_reason=simulation_unavailable_reason,
     ),
 )
-FAULTS: tuple[Fault, ...] = (*SINGLE_NODE_FAULTS, *OUTAGE_FAULTS, *MULTI_NODE_FAULTS, *RANDOM_HISTORIES)
+FAULTS: tuple[Fault, ...] = (
+    *SINGLE_NODE_FAULTS,
+    *OUTAGE_FAULTS,
+    *MULTI_NODE_FAULTS,
+    *MEMBERSHIP_FAULTS,
+    *RANDOM_HISTORIES,
+)

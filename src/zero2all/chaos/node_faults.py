@@ -56,15 +56,18 @@ class SimulatedCluster:
         """Kills everything that runs on the node, and clears its memory."""
         self._network.power_cycle(self.nodes[number])
 
-    def wait_until_staged(self, number: int, step: int) -> None:
-        """Until every rank of the node has a flash checkpoint of this step, or a later one, in the node's memory."""
+    def wait_until_staged(self, number: int, step: int, replicas: bool = False) -> None:
+        """Until every rank of the node has a flash checkpoint of this step, or a later one, in the node's memory; with
+        ``replicas``, until the node has as many of other nodes."""
         memory = self.nodes[number].path(self.scenario.flash_dir)
 
         def staged() -> bool:
             finished = [slot for slot in find_staged_slots(memory) if slot.header.hash is not None]
-            return len({slot.rank for slot in finished if slot.header.step >= step}) >= RANKS_PER_NODE
+            found = {slot.rank for slot in finished if slot.header.step >= step and slot.replica == replicas}
+            return len(found) >= RANKS_PER_NODE
 
-        self.scenario.wait_until(staged, f"node {number} has a flash checkpoint of step {step}")
+        kind = "replicas" if replicas else "a flash checkpoint"
+        self.scenario.wait_until(staged, f"node {number} has {kind} of step {step}")
 
     def close(self) -> None:
         if self._rendezvous_process is not None:
@@ -109,6 +112,26 @@ def lose_node(number: int, back: bool = False) -> Callable[[Scenario], None]:
     return drive
 
 
+def replace_node(scenario: Scenario, replicas: bool = True, by: int = 1) -> None:
+    """A node loses power. It comes back with empty memory, or, with ``by=2``, another machine takes its place. With
+    replicas it gets its states from the other node."""
+    with simulated_cluster(scenario, nodes=max(2, by + 1)) as cluster:
+        cluster.start_rendezvous()
+        # Ranks are held while a node starts.
+        options: dict[str, Any] = {"nodes": (2, 2), "hang_after": 8 * scenario.hang_after}
+        processes = [cluster.start(number, **options) for number in range(2)]
+        scenario.wait_until_triggered()
+        for number in range(2):
+            cluster.wait_until_staged(number, 12)
+            if replicas:
+                cluster.wait_until_staged(number, 12, replicas=True)
+        scenario.mark_trigger()
+        cluster.power_cycle(1)
+        scenario.release()
+        processes[1].wait()
+        cluster.expect_success(processes[0], cluster.start(by, **options))
+
+
 def disconnect_node(scenario: Scenario) -> None:
     """A node stays alive, but no packet reaches it or leaves it."""
     with simulated_cluster(scenario) as cluster:
@@ -120,19 +143,6 @@ def disconnect_node(scenario: Scenario) -> None:
         scenario.release()
         cluster.expect_success(processes[0])
         cluster.nodes[1].kill_all()
-
-
-def replace_node(scenario: Scenario) -> None:
-    """A node loses power; another machine, with another name and address and empty memory, takes its place."""
-    with simulated_cluster(scenario, nodes=3) as cluster:
-        cluster.start_rendezvous()
-        processes = [cluster.start(number, nodes=(2, 2)) for number in range(2)]
-        scenario.wait_until_triggered()
-        scenario.mark_trigger()
-        cluster.power_cycle(1)
-        scenario.release()
-        processes[1].wait()
-        cluster.expect_success(processes[0], cluster.start(2, nodes=(2, 2)))
 
 
 def isolate_node(scenario: Scenario) -> None:

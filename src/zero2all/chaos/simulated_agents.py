@@ -16,21 +16,19 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from zero2all.elastic.rendezvous_messages import Enter, JoinNextRound, OwnNode, Ping, Request, ServerMessage
-from zero2all.elastic.rendezvous_protocol import (
-    HEARTBEAT_INTERVAL,
+from zero2all.elastic.rendezvous_protocol import HEARTBEAT_INTERVAL, MAGIC, RETRY_INTERVAL
+from zero2all.elastic.rendezvous_state import RankAssignment, RendezvousSettings
+from zero2all.errors import Z2aError
+from zero2all.network import (
     LENGTH_BYTES,
     MAC_BYTES,
-    MAGIC,
     NONCE_BYTES,
-    RETRY_INTERVAL,
     WELCOME,
     SignedSession,
     client_proof,
     frame_length,
     verify,
 )
-from zero2all.elastic.rendezvous_state import RankAssignment, RendezvousSettings
-from zero2all.errors import Z2aError
 from zero2all.processes import raise_descriptor_limit, watch_parent
 from zero2all.records import parse_record
 

@@ -16,6 +16,18 @@ def ignore(*details: object) -> None:
 
 
 @dataclass(frozen=True)
+class SentReplica:
+    """A state of this rank that all holders of its replicas have."""
+
+    step: int
+    bytes: int
+    """Sent over the network, to all holders together."""
+    seconds: float
+    lag: int
+    """Steps by which it was behind the newest state in memory when it had arrived."""
+
+
+@dataclass(frozen=True)
 class CheckpointCallbacks:
     """Called from the training thread or from background threads: they must be thread-safe."""
 
@@ -28,5 +40,7 @@ class CheckpointCallbacks:
     """
     on_saved: Callable[[int, float], None] = ignore
     """Called with the step and the seconds of a durable checkpoint that was written."""
+    on_replica: Callable[[SentReplica], None] = ignore
+    """Called with each state that other nodes now keep too."""
     on_phase: Callable[[CheckpointPhase], None] = ignore
     """Called at each phase of saving and before a state is loaded; fault injection uses it."""

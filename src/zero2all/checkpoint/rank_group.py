@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from zero2all.errors import Z2aError
 from zero2all.torch_private import PrefixStore, default_store
 
 T = TypeVar("T")
+CALL_INTERVAL = 5.0  # seconds between two calls while a rank waits
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # writing a checkpoint to slow storage takes long
 _numbers = itertools.count()  # of the groups of this process: all ranks make the same ones in the same order
 
@@ -37,26 +39,24 @@ class RankGroup:
             store = PrefixStore(f"z2a/rank-group/{next(_numbers)}", default_store())
             self._tree = RankTree(store, self.rank, self.world_size, COLLECTIVE_TIMEOUT)
 
-    def on_all_ranks(self, function: Callable[[], T]) -> list[T]:
-        """The results of ``function`` on every rank; if it fails on one, it fails on all with that rank's reason."""
+    def on_all_ranks(self, function: Callable[[], T], while_waiting: Callable[[], None] | None = None) -> list[T]:
+        """The results of ``function`` on every rank; if it fails on one, it fails on all with that rank's reason.
+
+        ``while_waiting`` is called from a thread every few seconds while this rank, done, waits for the others.
+        """
         if self._tree is None:
             return [function()]
         mine, own_error = _attempt(function)
-        gathered = self._tree.gather(mine)
-        parts = unpack(self._tree.broadcast(pack(gathered) if self.rank == 0 else b""))
+        with _calling_regularly(while_waiting):
+            gathered = self._tree.gather(mine)
+            parts = unpack(self._tree.broadcast(pack(gathered) if self.rank == 0 else b""))
         return _values([parts[rank] for rank in range(self.world_size)], own_error)
 
-    def on_rank0(self, function: Callable[[], T]) -> T:
+    def on_rank0(self, function: Callable[[], T], while_waiting: Callable[[], None] | None = None) -> T:
         """The result of ``function``, called on rank 0 only."""
-        results: list[Any] = self.on_all_ranks(lambda: function() if self.rank == 0 else None)
+        results: list[Any] = self.on_all_ranks(lambda: function() if self.rank == 0 else None, while_waiting)
         value: T = results[0]
         return value
-
-    @cached_property
-    def group(self) -> dist.ProcessGroup | None:
-        """A process group of all ranks, for torch's own collectives on objects; None without ranks. It is made by its
-        first use, which is a collective, and connects every rank with every other."""
-        return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if dist.is_initialized() else None
 
 
 def _attempt(function: Callable[[], object]) -> tuple[bytes, Exception | None]:
@@ -80,3 +80,23 @@ def _values(pickled: list[bytes], own_error: Exception | None) -> list[T]:
         if reason is not None:
             raise Z2aError(f"{reason} (on rank {rank})")
     return [value for value, _ in results]
+
+
+@contextmanager
+def _calling_regularly(function: Callable[[], None] | None) -> Iterator[None]:
+    if function is None:
+        yield
+        return
+    done = threading.Event()
+
+    def call() -> None:
+        while not done.wait(CALL_INTERVAL):
+            function()
+
+    thread = threading.Thread(target=call, name="z2a-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

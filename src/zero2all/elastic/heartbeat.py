@@ -11,6 +11,7 @@ import struct
 import time
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 
 from zero2all.environment import AGENT_DIR_VARIABLE, has_agent
@@ -101,6 +102,29 @@ class Heartbeat:
             run_directory_file(self.path.parent).write_text(str(run_directory.absolute()), encoding="utf-8")
 
 
+@cache
+def _own_heartbeat() -> Heartbeat:
+    return Heartbeat.from_environment()
+
+
+def beat(step: int | None = None) -> None:
+    """For a script under ``z2a launch -- python script.py``: call it after every step.
+
+    >>> beat(step=12)
+
+    From the first step on, ``--hang-after`` seconds without a call are a hang, and reports and restarts know the step.
+    Without a step it says that a long operation, such as saving, makes progress. Without a launcher it does nothing.
+    """
+    heartbeat = _own_heartbeat()
+    if step is None:
+        heartbeat.ping()
+        return
+    if not heartbeat.read().has_stepped:  # a script does not tell when it joined and loaded
+        for phase in (StartupPhase.JOINED, StartupPhase.LOADED):
+            heartbeat.record_phase(phase)
+    heartbeat(done=step)
+
+
 def create_heartbeat(directory: Path, local_rank: int) -> Heartbeat:
     """On the agent's side, before the rank is started."""
     path = heartbeat_path(directory, local_rank)
@@ -116,3 +140,9 @@ def heartbeat_path(directory: Path, local_rank: int) -> Path:
 
 def run_directory_file(directory: Path) -> Path:
     return directory / "run"
+
+
+def find_run_directory(directory: Path) -> Path | None:
+    """Known to the agent once a rank has set it."""
+    file = run_directory_file(directory)
+    return Path(file.read_text(encoding="utf-8")) if file.exists() else None

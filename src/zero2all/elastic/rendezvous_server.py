@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zero2all.console import say
+from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, NodeKey
+from zero2all.elastic.pair_test import NextTurn
 from zero2all.elastic.rendezvous_messages import (
     AddToValue,
     Attach,
@@ -24,23 +26,33 @@ from zero2all.elastic.rendezvous_messages import (
     DeleteKey,
     Enter,
     ErrorReply,
-    FailureAnswer,
     GetValues,
     JoinNextRound,
     Leave,
     Ping,
+    ReadClock,
     Reply,
+    ReportArrivals,
     ReportFailure,
+    ReportTestTurn,
     Request,
     RequestHead,
     SetValues,
     StatusChange,
     WaitForKeys,
 )
-from zero2all.elastic.rendezvous_protocol import (
+from zero2all.elastic.rendezvous_protocol import MAGIC, printable_name
+from zero2all.elastic.rendezvous_state import (
+    FailureAnswer,
+    Node,
+    RankAssignment,
+    RendezvousState,
+    RendezvousStatus,
+)
+from zero2all.errors import Z2aError
+from zero2all.network import (
     LENGTH_BYTES,
     MAC_BYTES,
-    MAGIC,
     NONCE_BYTES,
     REFUSED,
     WELCOME,
@@ -48,11 +60,8 @@ from zero2all.elastic.rendezvous_protocol import (
     TamperedError,
     client_proof,
     frame_length,
-    printable_name,
     server_proof,
 )
-from zero2all.elastic.rendezvous_state import Node, RankAssignment, RendezvousState, RendezvousStatus
-from zero2all.errors import Z2aError
 from zero2all.processes import raise_descriptor_limit
 from zero2all.records import parse_record
 
@@ -138,6 +147,8 @@ class RendezvousServer:
         self.port: int = self._socket.getsockname()[1]
         self.endpoint = f"[{address}]:{self.port}" if ":" in address else f"{address}:{self.port}"
         self._jobs: dict[str, RendezvousJob] = {}
+        self._excluded: dict[str, dict[NodeKey, ExcludedNode]] = {}
+        """By job: a job that ends and starts again keeps them."""
         self._peers: set[Peer] = set()
         self._unauthenticated = 0
         self._warned_at: dict[str, float] = {}
@@ -159,6 +170,9 @@ class RendezvousServer:
                 self._loop.call_soon_threadsafe(self._stopping.set)
         if self._thread is not None:
             self._thread.join(5)
+
+    def has_nodes(self) -> bool:
+        return any(job.peers for job in list(self._jobs.values()))
 
     def serve(self) -> None:
         """Until ``stop`` is called."""
@@ -283,6 +297,10 @@ class RendezvousServer:
         assignments = job.state.advance(time.monotonic())
         if assignments:
             job.values.clear()  # of the previous round
+        for id in list(job.pending_assignments):
+            entry = job.state.exclusion(id)
+            if entry is not None and not (waiting := job.pending_assignments.pop(id)).done():
+                waiting.set_exception(RequestError("excluded", _describe_exclusion(entry)))
         for id, assignment in assignments.items():
             if not (waiting := job.pending_assignments.pop(id)).done():
                 waiting.set_result(assignment)
@@ -304,13 +322,19 @@ class RendezvousServer:
         node = Node(secrets.token_hex(8), peer.name, own.address, own.pid, own.procs)
         job = self._jobs.get(request.job)
         if job is None or job.state.closed is not None:  # the job has ended and starts again
-            job = self._jobs[request.job] = RendezvousJob(RendezvousState(settings))
+            excluded = self._excluded.setdefault(request.job, {})
+            job = self._jobs[request.job] = RendezvousJob(RendezvousState(settings, excluded=excluded))
         elif job.state.settings != settings:
             raise RequestError(
                 "usage",
                 f"the job runs on {_format_node_counts(job.state.settings.counts)} nodes, and node {peer.name} "
                 f"asks for {_format_node_counts(settings.counts)}: give the same --nnodes on every node",
             )
+        if request.readmit and (entry := job.state.readmit(node.key)) is not None:
+            say(f"rendezvous: node {node} is readmitted; it was excluded: {entry.reason}")
+        job.state.learn_exclusions(request.excluded)
+        if (entry := job.state.excluded.get(node.key)) is not None:
+            raise RequestError("excluded", _describe_exclusion(entry))
         peer.job, peer.node = job, node.id
         job.state.register(node, time.monotonic())
         job.peers[peer.node] = peer
@@ -330,6 +354,9 @@ class RendezvousServer:
             raise RequestError("lost", "this node was silent for too long, and is no longer known")
         if job.state.closed is not None:
             raise RequestError("closed", job.state.closed)
+        if (entry := job.state.exclusion(peer.node)) is not None:
+            job.state.leave(peer.node, gracefully=True)
+            raise RequestError("excluded", _describe_exclusion(entry))
         job.state.join_next_round(peer.node, request.port, time.monotonic(), request.failed)
         assignment = job.pending_assignments[peer.node] = asyncio.get_running_loop().create_future()
         self._advance_soon(job)
@@ -345,15 +372,39 @@ class RendezvousServer:
     def _leave(self, peer: Peer, request: Leave) -> None:
         self._disconnect(peer, gracefully=True)
 
-    def _close(self, peer: Peer, request: Close) -> None:
+    def _close(self, peer: Peer, request: Close) -> bool:
+        """Whether it was this node that closed it."""
         job = _job_of(peer)
+        first = job.state.closed is None
         job.state.close(request.outcome)
         self._advance_soon(job)
+        return first
 
     def _report_failure(self, peer: Peer, request: ReportFailure) -> FailureAnswer:
+        job = _job_of(peer)
+        if peer.node is None or peer.node not in job.state.nodes:
+            raise RequestError("lost", "this node is no longer known")
+        answer = job.state.report_failure(peer.node, request.facts)
+        if answer.excluded is not None:
+            say(f"rendezvous: node {job.state.nodes[peer.node]} is excluded: {answer.excluded}")
+        return answer
+
+    async def _report_test_turn(self, peer: Peer, request: ReportTestTurn) -> NextTurn:
+        job, turn = _job_of(peer), request.report.turn
         if peer.node is None:
-            raise RequestError("usage", "only nodes report failures")
-        return FailureAnswer(*_job_of(peer).state.report_failure(peer.node, request.step))
+            raise RequestError("usage", "only nodes are tested")
+        job.state.report_test_turn(peer.node, request.report)
+        while (answer := job.state.next_test_turn(peer.node, turn)) is None:
+            await asyncio.sleep(TICK_INTERVAL)
+        return answer
+
+    def _read_clock(self, peer: Peer, request: ReadClock) -> float:
+        return time.time()
+
+    def _report_arrivals(self, peer: Peer, request: ReportArrivals) -> str | None:
+        if peer.node is None:
+            raise RequestError("usage", "only nodes report arrivals")
+        return _job_of(peer).state.report_arrivals(peer.node, request.report)
 
     def _set(self, peer: Peer, request: SetValues) -> None:
         for key, value in request.values.items():
@@ -387,6 +438,8 @@ _HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], object]] 
     Leave: RendezvousServer._leave,
     Close: RendezvousServer._close,
     ReportFailure: RendezvousServer._report_failure,
+    ReadClock: RendezvousServer._read_clock,
+    ReportArrivals: RendezvousServer._report_arrivals,
     SetValues: RendezvousServer._set,
     AddToValue: RendezvousServer._add,
     CheckKeys: RendezvousServer._check,
@@ -396,6 +449,7 @@ _WAITING_HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], A
     JoinNextRound: RendezvousServer._join_next_round,
     GetValues: RendezvousServer._get,
     WaitForKeys: RendezvousServer._wait_for_keys,
+    ReportTestTurn: RendezvousServer._report_test_turn,
 }
 _REQUESTS = {request.operation: request for request in (*_HANDLERS, *_WAITING_HANDLERS)}
 
@@ -413,6 +467,10 @@ def _errors_answered(peer: Peer, id: Callable[[], int | None]) -> Iterator[None]
         peer.send(ErrorReply(id(), str(error), error.kind))
     except (ArithmeticError, LookupError, ValueError, Z2aError) as error:
         peer.send(ErrorReply(id(), f"malformed request ({error})", "usage"))
+
+
+def _describe_exclusion(entry: ExcludedNode) -> str:
+    return f"node {entry.name} ({entry.address}) is excluded from the job: {entry.reason}; {READMIT_ADVICE}"
 
 
 def _job_of(peer: Peer) -> RendezvousJob:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from zero2all.device_watch import DEVICE_WATCH
 from zero2all.errors import UsageError
 from zero2all.hardware import fp64_device
 from zero2all.model import IGNORE_INDEX, KVCache, Z2all
@@ -311,7 +312,8 @@ class ParallelModel:
         squares.index_add_(0, torch.tensor(layers, device=squares.device), own_squares)
         if self.mesh.dims.world_size > 1:
             dist.all_reduce(squares)
-        norms: list[float] = (squares[:-1].sqrt() / self._loss_scale_factor).tolist()
+        with DEVICE_WATCH.host_waits():
+            norms: list[float] = (squares[:-1].sqrt() / self._loss_scale_factor).tolist()
         return norms
 
     def _local_square_norms(self) -> Tensor:

@@ -20,12 +20,15 @@ from zero2all.checkpoint import (
     CheckpointCallbacks,
     CheckpointManager,
     RankGroup,
+    ReplicaOptions,
     RunIdentity,
+    SentReplica,
     TrainingState,
     run_lock,
 )
 from zero2all.checkpoint.training_state import LossScaleState, RopeState
 from zero2all.console import console, say, warn
+from zero2all.device_watch import DEVICE_WATCH
 from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
 from zero2all.environment import set_cuda_environment, set_dump_file
 from zero2all.errors import Interrupted, Z2aError
@@ -286,7 +289,9 @@ class Trainer:
                 before_commit=lambda: not self.record.has_unwritten_lines(),
                 on_saved=self._record_checkpoint,
                 on_phase=self.hooks.on_checkpoint,
+                on_replica=self._record_replica,
             ),
+            ReplicaOptions(recipe.checkpoint.replicas, recipe.checkpoint.replica_rate),
         )
         # The reference is computed while the model has its initial weights.
         objective, self.initial_weights = build_objective(
@@ -400,6 +405,7 @@ class Trainer:
     def _launch_step(self, batch: Batch) -> LaunchedStep:
         """Everything up to the update; the host does not wait for it."""
         model = self.model
+        DEVICE_WATCH.begin_step(batch.step)
         step_loss = self.objective.begin(model, batch)
         batch = step_loss.batch or batch
         losses = self._forward_backward(batch, step_loss)
@@ -570,6 +576,9 @@ class Trainer:
                 norms = self.model.layer_grad_norms()
                 if self.mesh.rank == 0:
                     self.record.histogram(step, "gradient norm by layer", norms, range(len(norms) + 1))
+
+    def _record_replica(self, sent: SentReplica) -> None:
+        self.record.event("replica", **asdict(replace(sent, seconds=round(sent.seconds, 3))))
 
     def _record_checkpoint(self, step: int, seconds: float) -> None:
         self.record.event("checkpoint", step=step, seconds=round(seconds, 3))
