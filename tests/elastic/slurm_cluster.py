@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,13 +49,15 @@ def slurm_unavailable_reason() -> str | None:
 
 
 class SlurmCluster:
-    def __init__(self, directory: Path, nodes: list[SimulatedNode]) -> None:
-        self.directory, self.nodes = directory, nodes
+    def __init__(self, directory: Path, configuration: Path, nodes: list[SimulatedNode]) -> None:
+        """Jobs run in ``directory``."""
+        self.directory, self.configuration, self.nodes = directory, configuration, nodes
 
     def run(self, *words: str) -> str:
         """A command on the first node, which has the controller too."""
-        line = self.nodes[0].command("env", f"SLURM_CONF={self.directory}/slurm.conf", *words)
-        done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=self.directory)
+        settings = (f"--chdir={self.directory}", f"SLURM_CONF={self.configuration}")
+        line = self.nodes[0].command("env", *settings, *words)
+        done = subprocess.run(line, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
 
@@ -69,36 +72,26 @@ class SlurmCluster:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
-                logs = [path.read_text()[-2000:] for path in sorted(self.directory.glob("*.log"))]
+                paths = [*self.directory.glob("*.log"), *self.configuration.parent.glob("*.log")]
+                logs = [f"{path}\n{path.read_text(errors='replace')[-2000:]}" for path in paths]
                 raise AssertionError(f"not within {seconds:.0f} s: {what}\n" + "\n".join(logs))
             time.sleep(0.2)
 
 
 @contextmanager
 def slurm_cluster(directory: Path, count: int) -> Iterator[SlurmCluster]:
-    (directory / "state").mkdir()
-    key = directory / "munge.key"
-    key.write_bytes(os.urandom(1024))
-    key.chmod(0o400)
-    with simulated_nodes(count) as nodes:
+    # Slurm's sockets are in its own directories, and the path of a socket is short.
+    with tempfile.TemporaryDirectory(prefix="slurm-") as own, simulated_nodes(count) as nodes:
         names = "".join(f"{node.ip} {node.name}\n" for node in nodes)
         for node in nodes:
             node.path(Path("/etc/hosts")).write_text(f"127.0.0.1 localhost\n{names}")
-        lines = [f"NodeName={node.name} NodeAddr={node.ip} CPUs=1 RealMemory=2000" for node in nodes]
-        text = CONFIGURATION.format(controller=nodes[0].name, directory=directory, nodes="\n".join(lines))
-        (directory / "slurm.conf").write_text(text)
-        cluster = SlurmCluster(directory, nodes)
-        files = [f"--{name}-file={directory}/munge.{name}" for name in ("key", "log", "pid", "seed")]
-        daemons = [["munged", "--foreground", "--force", f"--socket={directory}/munge.socket", *files]]
-        daemons.append(nodes[0].command("slurmctld", "-D", "-f", f"{directory}/slurm.conf"))
-        daemons += [node.command("slurmd", "-D", "-f", f"{directory}/slurm.conf", "-N", node.name) for node in nodes]
+        cluster = SlurmCluster(directory, _configure(Path(own), nodes), nodes)
         running = []
         try:
-            for line in daemons:
+            for line in _daemons(Path(own), cluster):
                 running.append(subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-                if len(running) == 1:
-                    cluster.wait_until((directory / "munge.socket").exists, "munged listens")
-            probe = nodes[0].command("env", f"SLURM_CONF={directory}/slurm.conf", "sinfo", "-h", "-o", "%D %t")
+                cluster.wait_until((Path(own) / "munge.socket").exists, "munged listens")
+            probe = nodes[0].command("env", f"SLURM_CONF={cluster.configuration}", "sinfo", "-h", "-o", "%D %t")
             cluster.wait_until(
                 lambda: subprocess.run(probe, capture_output=True).stdout.decode().strip() == f"{count} idle",
                 "all nodes are idle",
@@ -108,3 +101,24 @@ def slurm_cluster(directory: Path, count: int) -> Iterator[SlurmCluster]:
             for process in reversed(running):
                 process.kill()
                 process.wait()
+            for node in nodes:  # what Slurm has started writes to its directories
+                node.kill_all()
+
+
+def _configure(own: Path, nodes: list[SimulatedNode]) -> Path:
+    (own / "state").mkdir()
+    key = own / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    lines = [f"NodeName={node.name} NodeAddr={node.ip} CPUs=1 RealMemory=2000" for node in nodes]
+    text = CONFIGURATION.format(controller=nodes[0].name, directory=own, nodes="\n".join(lines))
+    (own / "slurm.conf").write_text(text)
+    return own / "slurm.conf"
+
+
+def _daemons(own: Path, cluster: SlurmCluster) -> list[list[str]]:
+    files = [f"--{name}-file={own}/munge.{name}" for name in ("key", "log", "pid", "seed")]
+    munged = ["munged", "--foreground", "--force", f"--socket={own}/munge.socket", *files]
+    options = ["-D", "-f", str(cluster.configuration)]
+    slurmds = [node.command("slurmd", *options, "-N", node.name) for node in cluster.nodes]
+    return [munged, cluster.nodes[0].command("slurmctld", *options), *slurmds]

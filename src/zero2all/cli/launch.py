@@ -83,9 +83,7 @@ HangAfter = Annotated[
 RdzvTimeout = Annotated[
     float, typer.Option("--rdzv-timeout", min=1, help="Seconds to wait for the rendezvous server to appear.")
 ]
-ReportDir = Annotated[
-    Path, typer.Option("--report-dir", help="Directory for the failure reports of a script. Default: ./z2a-reports.")
-]
+ReportDir = Annotated[Path, typer.Option("--report-dir", help="Directory for the failure reports of a script.")]
 Grace = Annotated[
     float, typer.Option("--grace", min=1, help="Seconds that ranks have to save a checkpoint when the job is stopped.")
 ]

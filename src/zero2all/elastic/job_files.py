@@ -56,17 +56,16 @@ until {agent}; do
 done
 Z2A_AGENT
 )
-# --cpu-bind=none: the task uses all cores of the job. A node that has saved must not end those that still save.
-srun --export=ALL --cpu-bind=none --kill-on-bad-exit=0{srun} bash -c "$agent" &
-step=$!
-
 at_limit=
 signalled=yes
-trap 'signalled=yes; at_limit=yes; kill -TERM $step' USR1
-trap 'signalled=yes' TERM  # scancel: Slurm signals the agents itself
+# By scancel: srun would kill the agents as soon as it gets a signal itself.
+trap 'signalled=yes; at_limit=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'signalled=yes' TERM  # scancel by the user: Slurm signals the agents too
+# --cpu-bind=none: the task uses all cores of the job. A node that has saved must not end those that still save.
+srun --export=ALL --cpu-bind=none --kill-on-bad-exit=0{srun} bash -c "$agent" &
 while [[ $signalled ]]; do  # a signal ends wait, but not srun
   signalled=
-  wait $step
+  wait $!
   status=$?
 done
 if [[ $at_limit && $status != 0 && ${{SLURM_RESTART_COUNT:-0}} -lt $max_requeues ]]; then
