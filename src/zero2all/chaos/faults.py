@@ -369,7 +369,12 @@ MULTI_NODE_FAULTS = (
     ),
     Fault(
         "a node returns with abandoned states",
-        lambda rng: [Injection("hold", 1, 13), Injection("hold", 0, 14)],
+        # It returns while the other has not yet reached the step of those states again; they hold a corrupted batch.
+        lambda rng: [
+            Injection("hold", 1, 13),
+            Injection("hold", 0, 10, after=0),
+            *(Injection("corrupt", rank, 11, "batch") for rank in range(NUM_RANKS)),
+        ],
         isolate_node,
         expected_kind="cut off",
         expected_messages=("of an abandoned history",),

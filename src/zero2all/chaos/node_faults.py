@@ -152,7 +152,8 @@ def isolate_node(scenario: Scenario) -> None:
         hang_after = 8 * scenario.hang_after  # ranks are held while a node starts
         processes = [cluster.start(number, hang_after=hang_after) for number in range(2)]
         scenario.wait_until_triggered(0)
-        cluster.wait_until_staged(1, 8)
+        cluster.wait_until_staged(1, 12)
+        scenario.wait_for_checkpoint()
         scenario.mark_trigger()
         node = cluster.nodes[1]
         node.disconnect()
@@ -277,7 +278,7 @@ def _run_node_sequence(scenario: Scenario, cluster: SimulatedCluster, node_sets:
         scenario.wait_until_triggered(number)
         for node in node_set:
             cluster.wait_until_staged(node, 12)
-        scenario.wait_until(lambda: scenario.open_run().checkpoints.newest_valid() is not None, "there is a checkpoint")
+        scenario.wait_for_checkpoint()
         scenario.mark_trigger()
         for node in node_set:
             cluster.nodes[node].kill_all()

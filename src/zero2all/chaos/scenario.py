@@ -145,6 +145,11 @@ class Scenario:
     def log_text(self) -> str:
         return self.log_path.read_text(encoding="utf-8", errors="replace")
 
+    def wait_for_checkpoint(self) -> None:
+        """Until a durable checkpoint is complete: it is written in the background."""
+        checkpoints = self.open_run().checkpoints
+        self.wait_until(lambda: checkpoints.newest_valid() is not None, "there is a checkpoint")
+
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.timeout / 2
         while not condition():
