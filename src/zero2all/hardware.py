@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ def gpu_pci_addresses() -> list[str]:
     """Of the GPUs that this process sees, in CUDA's order, as the kernel writes them: 0000:17:00.0."""
     found = []
     for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
+        gpu: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack these attributes
         found.append(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
     return found
 

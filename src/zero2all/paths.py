@@ -8,7 +8,7 @@ gives a plain ``Path``. Keys and endpoint come from where every S3 tool takes th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedReader, RawIOBase
 from pathlib import Path, PosixPath
@@ -165,6 +165,15 @@ class RemotePath(PosixPath):
         with self._store() as (store, name):
             return [RemotePath(store.unstrip_protocol(inner)) for inner in store.find(name)]
 
+    def children(self) -> list[str]:
+        """The names directly below, in one request for each thousand, however many objects are below them."""
+        with self._store() as (store, name):
+            try:
+                found = store.ls(name, detail=False)
+            except FileNotFoundError:
+                return []
+            return [inner.rstrip("/").rpartition("/")[2] for inner in found if inner.rstrip("/") != name.rstrip("/")]
+
     def sizes(self) -> dict[RemotePath, int]:
         """Of all objects below, in one request for each thousand."""
         with self._store() as (store, name):
@@ -184,6 +193,14 @@ class RemotePath(PosixPath):
     def _store(self) -> Iterator[tuple[Any, str]]:
         with store_errors(str(self)):
             yield resolve_store(str(self))
+
+
+def remove_objects(paths: Sequence[RemotePath]) -> None:
+    """Remove objects of one store, in one request for each thousand where the store can."""
+    if paths:
+        with store_errors(str(paths[0])):
+            names = [resolve_store(str(path)) for path in paths]
+            names[0][0].rm([name for _, name in names])
 
 
 def open_bytes(path: Path) -> BufferedReader:

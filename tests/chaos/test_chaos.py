@@ -39,6 +39,17 @@ def test_a_job_survives_the_short_suite(tmp_path: Path) -> None:
     assert (tmp_path / "chaos.md").read_text() == render_table(rows) + "\n"
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_fresh_node_resumes_from_the_replicas_of_its_peer(tmp_path: Path) -> None:
+    """Bit for bit, and without any durable checkpoint."""
+    [row] = run_suite(tmp_path, only=["a node is replaced"], seed=1)
+    assert row.problems == [], render_table([row])
+    if row.skipped is None:
+        assert row.steps_again is not None
+        assert row.steps_again <= 2 * 4, "flash checkpoints are taken every 4 steps"
+
+
 def test_every_injection_point_and_every_kind_of_failure_has_a_fault() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     points = {injection.where for fault in FAULTS for injection in fault.injections(random.Random(0))}

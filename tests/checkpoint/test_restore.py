@@ -21,12 +21,11 @@ from zero2all.checkpoint.lineage import (
 )
 from zero2all.checkpoint.restore import (
     DurableReport,
-    RankReport,
     RestoreChoice,
     RestoreDecision,
-    SlotReport,
     decide_restore,
 )
+from zero2all.checkpoint.restore_parts import RankReport, SlotReport
 from zero2all.records import parse_record
 
 NODES = "ABC"  # few, so that each meets its own past again
@@ -141,7 +140,7 @@ class Job:
     @staticmethod
     def report(key: tuple[int, int], slot: Slot, bad: set[int]) -> SlotReport:
         problem = "bad" if id(slot) in bad else None if slot.finished else "was not finished"
-        return SlotReport(*key, slot.step, slot.lineage, same_layout=True, problem=problem)
+        return SlotReport(*key, slot.step, slot.lineage, layout="", problem=problem)
 
     def read(self, placement: list[str], chosen: RestoreChoice | None) -> list[Slot | Saved]:
         """What is read by all ranks together."""
@@ -238,7 +237,7 @@ LINE = (Branch("a", 0), Branch("b", 900))
 
 
 def test_the_same_input_gives_the_same_decision_in_any_order() -> None:
-    slots = tuple(SlotReport(0, 1, step, LINE, same_layout=True) for step in (980, 990))
+    slots = tuple(SlotReport(0, 1, step, LINE, layout="") for step in (980, 990))
     durable = [DurableReport("x", 900, LINE[:1]), DurableReport("y", 950, LINE)]
     one = decide_restore([RankReport(slots)], durable, LINE)
     assert one == decide_restore([RankReport(slots[::-1])], durable[::-1], LINE)
@@ -248,8 +247,8 @@ def test_the_same_input_gives_the_same_decision_in_any_order() -> None:
 
 def test_a_decision_says_what_was_rejected_and_why() -> None:
     ranks = [
-        RankReport((SlotReport(0, 2, 990, LINE, True, problem="slot-0.bin does not match its checksum"),)),
-        RankReport((SlotReport(1, 2, 990, LINE, True), SlotReport(1, 2, 1000, LINE[:1], True))),
+        RankReport((SlotReport(0, 2, 990, LINE, "", problem="slot-0.bin does not match its checksum"),)),
+        RankReport((SlotReport(1, 2, 990, LINE, ""), SlotReport(1, 2, 1000, LINE[:1], ""))),
     ]
     durable = [
         DurableReport("dir/step-950", 950, None, ("state.json is missing",)),
@@ -268,26 +267,26 @@ def test_a_decision_says_what_was_rejected_and_why() -> None:
 
 
 def test_a_thousand_ranks_without_a_state_are_not_all_named() -> None:
-    ranks = [RankReport((SlotReport(0, 1000, 990, LINE, True),)), *[RankReport()] * 999]
+    ranks = [RankReport((SlotReport(0, 1000, 990, LINE, ""),)), *[RankReport()] * 999]
     [rejected] = decide_restore(ranks, [], LINE).rejected
     assert rejected.why.endswith("and 996 more ranks")
 
 
 def test_what_was_saved_under_no_history_is_used_only_from_durable_storage() -> None:
-    ranks = [RankReport((SlotReport(0, 1, 990, None, True),))]
+    ranks = [RankReport((SlotReport(0, 1, 990, None, ""),))]
     found = decide_restore(ranks, [DurableReport("x", 900, UNKNOWN_LINEAGE)], None)
     assert found.chosen is not None
     assert (found.chosen.step, found.chosen.tier) == (900, "durable")
     assert "older version" in str(found.rejected[0])
     after = extend_lineage(UNKNOWN_LINEAGE, 900, "b")
-    slots = RankReport((SlotReport(0, 1, 910, after, True),))
+    slots = RankReport((SlotReport(0, 1, 910, after, ""),))
     again = decide_restore([slots], [DurableReport("x", 900, UNKNOWN_LINEAGE)], after)
     assert again.chosen is not None
     assert again.chosen.step == 910
 
 
 def test_a_slot_of_another_layout_needs_the_parts_of_all_ranks() -> None:
-    own = [SlotReport(rank, 2, 990, LINE, same_layout=False) for rank in range(2)]
+    own = [SlotReport(rank, 2, 990, LINE, layout="another") for rank in range(2)]
     apart = decide_restore([RankReport((own[0],)), RankReport((own[1],))], [], LINE)
     assert apart.chosen is None
     both = decide_restore([RankReport(tuple(own))] * 2, [], LINE)

@@ -22,7 +22,7 @@ class ThreadRankGroup(RankGroup):
         self.group, self.rank, self.world_size = None, rank, world_size
         self._barrier, self._shared = barrier, shared
 
-    def on_all_ranks(self, function: Callable[[], T]) -> list[T]:
+    def on_all_ranks(self, function: Callable[[], T], while_waiting: Callable[[], None] | None = None) -> list[T]:
         own_error: Exception | None = None
         try:
             with _LOCK:  # temporary file names contain the process id

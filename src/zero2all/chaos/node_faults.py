@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zero2all.chaos.scenario import Scenario
+from zero2all.chaos.shifted_clock import CLOCK_VARIABLE, set_clock
 from zero2all.chaos.simulated_nodes import SimulatedNetwork, simulated_network
 from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.elastic.job_secret import new_secret
@@ -20,6 +21,7 @@ from zero2all.errors import Z2aError
 PORT = 29500
 RANKS_PER_NODE = 2
 SAVING_MESSAGE = "telling the ranks to save"
+NODES_CHANGE_MESSAGE = "the nodes of the job change"
 NodeProcess = subprocess.Popen[bytes]
 
 
@@ -54,15 +56,18 @@ class SimulatedCluster:
         """Kills everything that runs on the node, and clears its memory."""
         self._network.power_cycle(self.nodes[number])
 
-    def wait_until_staged(self, number: int, step: int) -> None:
-        """Until every rank of the node has a flash checkpoint of this step, or a later one, in the node's memory."""
+    def wait_until_staged(self, number: int, step: int, replicas: bool = False) -> None:
+        """Until every rank of the node has a flash checkpoint of this step, or a later one, in the node's memory; with
+        ``replicas``, until the node has as many of other nodes."""
         memory = self.nodes[number].path(self.scenario.flash_dir)
 
         def staged() -> bool:
             finished = [slot for slot in find_staged_slots(memory) if slot.header.hash is not None]
-            return len({slot.rank for slot in finished if slot.header.step >= step}) >= RANKS_PER_NODE
+            found = {slot.rank for slot in finished if slot.header.step >= step and slot.replica == replicas}
+            return len(found) >= RANKS_PER_NODE
 
-        self.scenario.wait_until(staged, f"node {number} has a flash checkpoint of step {step}")
+        kind = "replicas" if replicas else "a flash checkpoint"
+        self.scenario.wait_until(staged, f"node {number} has {kind} of step {step}")
 
     def close(self) -> None:
         if self._rendezvous_process is not None:
@@ -100,13 +105,31 @@ def lose_node(number: int, back: bool = False) -> Callable[[Scenario], None]:
                 return
             scenario.wait_until_triggered(1)  # the survivor is training again
             returned = cluster.start(number, hang_after=hang_after)
-            scenario.wait_until(
-                lambda: "the nodes of the job change" in scenario.log_text(), "the returned node is noticed"
-            )
+            scenario.wait_for_message(NODES_CHANGE_MESSAGE)
             scenario.release(1)
             cluster.expect_success(survivor, returned)
 
     return drive
+
+
+def replace_node(scenario: Scenario, replicas: bool = True, by: int = 1) -> None:
+    """A node loses power. It comes back with empty memory, or, with ``by=2``, another machine takes its place. With
+    replicas it gets its states from the other node."""
+    with simulated_cluster(scenario, nodes=max(2, by + 1)) as cluster:
+        cluster.start_rendezvous()
+        # Ranks are held while a node starts.
+        options: dict[str, Any] = {"nodes": (2, 2), "hang_after": 8 * scenario.hang_after}
+        processes = [cluster.start(number, **options) for number in range(2)]
+        scenario.wait_until_triggered()
+        for number in range(2):
+            cluster.wait_until_staged(number, 12)
+            if replicas:
+                cluster.wait_until_staged(number, 12, replicas=True)
+        scenario.mark_trigger()
+        cluster.power_cycle(1)
+        scenario.release()
+        processes[1].wait()
+        cluster.expect_success(processes[0], cluster.start(by, **options))
 
 
 def disconnect_node(scenario: Scenario) -> None:
@@ -120,6 +143,64 @@ def disconnect_node(scenario: Scenario) -> None:
         scenario.release()
         cluster.expect_success(processes[0])
         cluster.nodes[1].kill_all()
+
+
+def isolate_node(scenario: Scenario) -> None:
+    """A node is cut off, the other continues alone; then the node returns, with its memory as it was."""
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        hang_after = 8 * scenario.hang_after  # ranks are held while a node starts
+        processes = [cluster.start(number, hang_after=hang_after) for number in range(2)]
+        scenario.wait_until_triggered(0)
+        cluster.wait_until_staged(1, 8)
+        scenario.mark_trigger()
+        node = cluster.nodes[1]
+        node.disconnect()
+        node.kill_all()
+        processes[1].wait()
+        node.connect()
+        scenario.release(0)
+        scenario.wait_until_triggered(1)  # the survivor is training again
+        returned = cluster.start(1, hang_after=hang_after)
+        scenario.wait_for_message(NODES_CHANGE_MESSAGE)
+        scenario.release(1)
+        cluster.expect_success(processes[0], returned)
+
+
+def suspend_node(scenario: Scenario) -> None:
+    """Every process of a node is stopped for longer than a heartbeat may be late, and continues after its replacement.
+
+    Its ranks then are of a round that is over: they must write nothing.
+    """
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        hang_after = 8 * scenario.hang_after
+        processes = [cluster.start(number, hang_after=hang_after) for number in range(2)]
+        scenario.wait_until_triggered(0)
+        scenario.mark_trigger()
+        cluster.nodes[1].suspend()
+        scenario.release(0)
+        scenario.wait_until_triggered(1)  # the other node is training alone
+        cluster.nodes[1].resume()
+        scenario.wait_for_message(NODES_CHANGE_MESSAGE)
+        scenario.release(1)
+        cluster.expect_success(*processes)
+
+
+def jump_clock(scenario: Scenario) -> None:
+    """The clock of a node jumps an hour ahead, then two hours back, and a rank of the other node is killed."""
+    clock = scenario.directory / "clock"
+    set_clock(clock, 0)
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        processes = [cluster.start(0)]
+        scenario.environment[CLOCK_VARIABLE] = str(clock)
+        processes.append(cluster.start(1))
+        for number, ahead in enumerate((3600, -3600)):
+            scenario.wait_until_triggered(number)
+            set_clock(clock, ahead)
+            scenario.release(number)
+        cluster.expect_success(*processes)
 
 
 def restart_rendezvous(scenario: Scenario) -> None:

@@ -99,8 +99,8 @@ def run_on_faulty_disk(
     return drive
 
 
-def fill_disk(node: SimulatedNode) -> None:
-    with open(node.path(SMALL_DISK) / "filler", "wb") as stream, suppress(OSError):
+def fill_disk(node: SimulatedNode, disk: Path = SMALL_DISK) -> None:
+    with open(node.path(disk) / "filler", "wb") as stream, suppress(OSError):
         while True:
             stream.write(bytes(1 << 20))
 

@@ -14,16 +14,17 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader
 from torch.optim import Optimizer
 
 from zero2all.checkpoint.callbacks import CheckpointCallbacks
 from zero2all.checkpoint.checkpoint_store import CheckpointStore
 from zero2all.checkpoint.flash import (
+    Slot,
     Slots,
     claim_flash_directory,
     drop_abandoned_slots,
     privacy_problem,
+    rank_directory,
     register_rank_directory,
     remove_stale_ranks,
     run_in_background,
@@ -38,6 +39,7 @@ from zero2all.checkpoint.lineage import (
 )
 from zero2all.checkpoint.rank_group import COLLECTIVE_TIMEOUT, RankGroup
 from zero2all.checkpoint.replica_check import check_replicas
+from zero2all.checkpoint.replicas import ReplicaOptions, Replicas
 from zero2all.checkpoint.restore import RestoreDecision, decision_summary
 from zero2all.checkpoint.restore_point import RestorePoint, RestorePointFinder
 from zero2all.checkpoint.slot_reader import SlotReader
@@ -84,8 +86,10 @@ class CheckpointManager:
         rank_group: RankGroup,
         replica_group: dist.ProcessGroup | None = None,
         callbacks: CheckpointCallbacks | None = None,
+        replicas: ReplicaOptions | None = None,
     ) -> None:
-        """``replica_group`` has the ranks that hold the same state as this one."""
+        """``replica_group`` has the ranks that hold the same state as this one. ``replicas``: those of states in
+        memory, on other nodes."""
         self.replica_group = replica_group
         self.checkpoints, self.flash_directory, self.run_directory, self.rank_group = (
             checkpoints,
@@ -97,6 +101,9 @@ class CheckpointManager:
         self.callbacks = callbacks or CheckpointCallbacks()
         self.lineage = extend_lineage((), 0, rank_group.on_rank0(new_history_id))
         """Lineage of the states saved from now on."""
+        self.replicas: Replicas | None = None
+        if flash_directory is not None and replicas is not None and replicas.copies > 0:
+            self.replicas = Replicas.connect(replicas, flash_directory, rank_group)
         self.decision: RestoreDecision | None = None
         """The last decision of ``find_restore_point``."""
         self._slots: Slots | None = None
@@ -110,7 +117,7 @@ class CheckpointManager:
     def find_restore_point(self, max_step: float = math.inf) -> RestorePoint | None:
         """The newest state of at most ``max_step`` steps that is valid on all ranks; logs what is skipped."""
         finder = RestorePointFinder(
-            self.checkpoints, self.flash_directory, self.run_directory, self.model, self.rank_group
+            self.checkpoints, self.flash_directory, self.run_directory, self.model, self.rank_group, self.replicas
         )
         self.decision, found = finder.find(max_step)
         return found
@@ -147,16 +154,17 @@ class CheckpointManager:
     def load(self, restore_point: RestorePoint) -> None:
         """Load a state and begin a history from it, on every rank before any continues."""
         self._live_state = None
+        self.callbacks.on_phase("restore")
         if restore_point.slots:
             state = training_state_dict(self.model, self.optimizers)
             reader = SlotReader(list(restore_point.slots))
             saved = reader.read_metadata().state_dict_metadata
             state["rng"] = {name: value for name, value in state["rng"].items() if f"rng.{name}" in saved}
             tensors = dict(flatten_tensors(state))
-            state_dict_loader.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+            self.rank_group.on_all_ranks(lambda: reader.load(tensors))  # one that cannot read ends the attempt of all
             load_training_state_dict(state, self.model, self.optimizers)
         else:
-            self.checkpoints.load(restore_point.step, self.model, self.optimizers)
+            self.checkpoints.load(restore_point.step, self.model, self.optimizers, self.rank_group)
         self.begin_history(restore_point)
         for slot in self._slots.slots if self._slots is not None else []:
             slot.step = -1 if slot.step > restore_point.step else slot.step
@@ -245,6 +253,11 @@ class CheckpointManager:
                     self._pending_write.exception(FAILURE_GRACE)
         else:
             self.wait_until_saved()
+        if self.replicas is not None:
+            self.replicas.stop_sending()
+            if outcome != "failed":  # after a failure other ranks may be gone
+                self.rank_group.on_all_ranks(lambda: None)
+            self.replicas.close()
         if outcome == "finished" and self.flash_directory is not None:
             self.rank_group.on_all_ranks(lambda: None)
             shutil.rmtree(self.flash_directory, ignore_errors=True)
@@ -299,25 +312,39 @@ class CheckpointManager:
         if self.flash_directory is None:
             return Slots(tensors, None, self.callbacks)
         directory, history = self.flash_directory, self.lineage[-1].history
-        own_directory = directory / f"rank-{self.rank_group.rank}-of-{self.rank_group.world_size}"
+        own_directory = rank_directory(directory, self.rank_group.rank, self.rank_group.world_size)
 
         def claim() -> None:
             claim_flash_directory(directory, self.run_directory)
             register_rank_directory(own_directory, history)
+            if self.replicas is not None:
+                self.replicas.register(history)
 
         slots: list[Slots] = []
         try:
             self.rank_group.on_all_ranks(claim)
             # All ranks have restored what they need from it.
             self.rank_group.on_all_ranks(lambda: remove_stale_ranks(directory, history))
-            self.rank_group.on_all_ranks(lambda: slots.append(Slots(tensors, own_directory, self.callbacks)))
+            self.rank_group.on_all_ranks(
+                lambda: slots.append(Slots(tensors, own_directory, self.callbacks, self._send_replica))
+            )
         except (Z2aError, OSError) as error:
-            warn(_no_space_message(directory.parent, 2 * slot_bytes(slot_layout(tensors)), str(error)))
+            copies = 0 if self.replicas is None else self.replicas.copies
+            warn(_no_space_message(directory.parent, 2 * slot_bytes(slot_layout(tensors)), copies, str(error)))
             if privacy_problem(directory) is None:
                 shutil.rmtree(directory, ignore_errors=True)
             self.flash_directory = None
+            if self.replicas is not None:
+                self.replicas.close()
+                self.replicas = None
             return Slots(tensors, None, self.callbacks)
+        if self.replicas is not None:
+            self.replicas.open(slot_bytes(slots[0].shard_specs), self.callbacks.on_replica)
         return slots[0]
+
+    def _send_replica(self, slot: Slot) -> None:
+        if self.replicas is not None:
+            self.replicas.send(slot)
 
 
 def _reason(error: Exception) -> str:
@@ -325,15 +352,17 @@ def _reason(error: Exception) -> str:
     return error.reason if isinstance(error, DiskFullError) else str(error)
 
 
-def _no_space_message(place: Path, size: int, error: str) -> str:
-    """``size`` is the bytes of two states of one rank."""
-    node_bytes = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def _no_space_message(place: Path, size: int, copies: int, error: str) -> str:
+    """``size`` is the bytes of two states of one rank; a node also keeps as many ``copies`` times, of other nodes."""
+    node_bytes = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (1 + copies)
+    with_replicas = ", with replicas of other nodes," if copies else ""
     needed = f"{math.ceil(node_bytes / 2**30)}g"
     return (
         f"not enough space for two states of this rank ({show_bytes(size)}) in {place}: {error}; nothing is "
         "kept in memory, and a restart resumes from the last durable checkpoint. "
-        f"The ranks of this machine need {show_bytes(node_bytes)} there: in Docker --shm-size={needed} or --ipc=host, "
-        f"in Kubernetes an emptyDir with 'medium: Memory' and a sizeLimit of at least that mounted at {place}"
+        f"The ranks of this machine{with_replicas} need {show_bytes(node_bytes)} there: in Docker "
+        f"--shm-size={needed} or --ipc=host, in Kubernetes an emptyDir with 'medium: Memory' and a sizeLimit of at "
+        f"least that mounted at {place}"
     )
 
 

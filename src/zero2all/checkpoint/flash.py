@@ -2,7 +2,8 @@
 
 ``<place>/z2a-<run key>-<user>/rank-3-of-8/`` in a tmpfs holds ``layout.json`` (tensor offsets), and two slots:
 ``slot-0.bin``, raw bytes, and ``slot-0.json``, its marker. A slot is valid once its marker has a checksum, which is
-written last; the other slot is not touched before that. Nothing here is a pickle.
+written last; the other slot is not touched before that. ``replica-5-of-8/`` is the same for states of a rank on another
+node. Nothing here is a pickle.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-from zero2all.checkpoint.callbacks import CheckpointCallbacks
+from zero2all.checkpoint.callbacks import CheckpointCallbacks, ignore
 from zero2all.checkpoint.lineage import Lineage, SavedLineage, contains_state
 from zero2all.checkpoint.state_dict import local_shard
 from zero2all.checkpoint.training_state import TrainingState
@@ -104,10 +105,12 @@ class Slot:
 
     def __init__(self, size: int, path: Path | None) -> None:
         self.path, self.step = path, -1
+        self.header: SlotHeader | None = None
+        """Of the state that it holds, once committed in a file by this process."""
         self._lineage: Lineage = ()
         self.commit_future: Future[None] | None = None
         self.reader_future: Future[None] | None = None  # a durable write that reads it
-        size = -(-max(1, size) // HASH_BLOCK) * HASH_BLOCK
+        size = padded_bytes(size)
         if path is None:
             self._map = mmap.mmap(-1, size)
         else:
@@ -130,7 +133,7 @@ class Slot:
 
     def begin(self, step: int, lineage: Lineage) -> None:
         """Invalidate the slot."""
-        self.step, self._lineage = step, lineage
+        self.step, self._lineage, self.header = step, lineage, None
         if self.path is not None:
             self.marker.unlink(missing_ok=True)
             self._mark(SlotHeader(step, lineage))
@@ -139,12 +142,25 @@ class Slot:
         """Commit the slot: write its checksum."""
         if self.path is not None:
             checksum = slot_checksum(self.data)
-            if not self._mark(SlotHeader(self.step, self._lineage, time.time(), layout, checksum, state)):
-                self.discard()
+            self._commit(SlotHeader(self.step, self._lineage, time.time(), layout, checksum, state))
+
+    def adopt(self, header: SlotHeader) -> str | None:
+        """Commit data that was received with this marker; returns why not, if it does not match."""
+        if slot_checksum(self.data) != header.hash:
+            self.discard()
+            return "it does not match its checksum"
+        return None if self._commit(header) else "it cannot be kept in memory"
 
     def discard(self) -> None:
         """Never restored: it is overwritten before the other slot, which may be."""
         self.step = -1
+
+    def _commit(self, header: SlotHeader) -> bool:
+        if not self._mark(header):
+            self.discard()
+            return False
+        self.header = header
+        return True
 
     def _mark(self, header: SlotHeader) -> bool:
         partial = self.marker.with_suffix(".partial")
@@ -156,6 +172,11 @@ class Slot:
             warn(f"the state of step {self.step} cannot be kept in memory: {error}", every_rank=True)
             return False
         return True
+
+
+def padded_bytes(size: int) -> int:
+    """Of a slot's file: full blocks are hashed."""
+    return -(-max(1, size) // HASH_BLOCK) * HASH_BLOCK
 
 
 def _step_in_marker(marker: Path) -> int:
@@ -181,9 +202,14 @@ class Slots:
     """
 
     def __init__(
-        self, tensors: dict[str, Tensor], directory: Path | None, callbacks: CheckpointCallbacks | None = None
+        self,
+        tensors: dict[str, Tensor],
+        directory: Path | None,
+        callbacks: CheckpointCallbacks | None = None,
+        after_commit: Callable[[Slot], None] = ignore,
     ) -> None:
-        self._callbacks = callbacks or CheckpointCallbacks()
+        """``after_commit`` is called in the background with each slot that is valid."""
+        self._callbacks, self._after_commit = callbacks or CheckpointCallbacks(), after_commit
         self.shard_specs = slot_layout(tensors)
         self._layout = layout_fingerprint(self.shard_specs)
         size = slot_bytes(self.shard_specs)
@@ -216,6 +242,7 @@ class Slots:
             if before_commit():
                 self._callbacks.on_phase("marker")
                 slot.finish(self._layout, state)
+                self._after_commit(slot)
             else:
                 warn(f"the state of step {step} is not kept in memory: the run record has not caught up with it")
                 slot.discard()
@@ -270,9 +297,9 @@ def run_in_background(function: Callable[[], None]) -> Future[None]:
 
     def run() -> None:
         if sys.platform == "linux":  # per-thread priority: training goes first
-            thread_id = threading.get_native_id()
-            niceness = os.getpriority(os.PRIO_PROCESS, thread_id) + BACKGROUND_NICENESS
-            os.setpriority(os.PRIO_PROCESS, thread_id, min(19, niceness))
+            # That of the main thread: one that a background thread starts has inherited a lower one.
+            niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + BACKGROUND_NICENESS
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, niceness))
         try:
             function()
         except BaseException as error:
@@ -313,15 +340,25 @@ def register_rank_directory(directory: Path, history: str) -> None:
     write_text(directory / HISTORY_MARKER, history)
 
 
+def rank_directory(directory: Path, rank: int, world_size: int, replica: bool = False) -> Path:
+    """Where the slots of a rank are: its own, or replicas on another node."""
+    return directory / f"{'replica' if replica else 'rank'}-{rank}-of-{world_size}"
+
+
+def _rank_directories(directory: Path) -> list[Path]:
+    return sorted(path for kind in ("rank", "replica") for path in directory.glob(f"{kind}-*-of-*"))
+
+
 def remove_stale_ranks(directory: Path, history: str) -> None:
-    """Remove the slots of ranks no longer on this machine. All current ranks must be registered."""
-    for rank_directory in directory.glob("rank-*-of-*"):
+    """Remove the slots of ranks no longer on this machine, and replicas that it is no longer to keep. All current
+    ones must be registered."""
+    for found in _rank_directories(directory):
         try:
-            stale = (rank_directory / HISTORY_MARKER).read_text(encoding="utf-8") != history
+            stale = (found / HISTORY_MARKER).read_text(encoding="utf-8") != history
         except OSError:
             stale = True
         if stale:
-            shutil.rmtree(rank_directory, ignore_errors=True)
+            shutil.rmtree(found, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -332,6 +369,8 @@ class StagedSlot:
     rank: int
     world_size: int
     header: SlotHeader
+    replica: bool = False
+    """Of a rank that was on another node."""
 
     def problem(self) -> str | None:
         """Why it is not valid; None if it is."""
@@ -356,11 +395,11 @@ class StagedSlot:
 def find_staged_slots(directory: Path) -> list[StagedSlot]:
     """All slots below a run's directory that have a marker."""
     slots = []
-    for path in sorted(directory.glob("rank-*-of-*/slot-*.json")):
+    for path in [path for parent in _rank_directories(directory) for path in sorted(parent.glob("slot-*.json"))]:
         try:
-            _, rank, _, world_size = path.parent.name.split("-")
+            kind, rank, _, world_size = path.parent.name.split("-")
             header = read_record(SlotHeader, path)
-            slots.append(StagedSlot(path.with_suffix(".bin"), int(rank), int(world_size), header))
+            slots.append(StagedSlot(path.with_suffix(".bin"), int(rank), int(world_size), header, kind == "replica"))
         except (OSError, ValueError, Z2aError):
             continue  # being written or removed at this moment
     return slots

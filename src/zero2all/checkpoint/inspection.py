@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero2all.checkpoint.checkpoint_store import CheckpointStore
 from zero2all.checkpoint.flash import StagedSlot, find_staged_slots
@@ -59,11 +58,21 @@ def list_checkpoints(checkpoints: CheckpointStore, flash_directory: Path | None)
                 where="memory",
                 time=max(slot.header.time or 0.0 for slot in slots),
                 bytes=sum(slot.data.stat().st_size for slot in slots),
-                whole=all(slot.header.hash is not None for slot in slots) and len(slots) == slots[0].world_size,
-                notes=[f"{len(slots)} of {slots[0].world_size} ranks"],
+                whole=all(slot.header.hash is not None for slot in slots) and _num_ranks(slots) == slots[0].world_size,
+                notes=_slot_notes(slots),
             )
         )
     return rows
+
+
+def _num_ranks(slots: list[StagedSlot]) -> int:
+    return len({slot.rank for slot in slots})
+
+
+def _slot_notes(slots: list[StagedSlot]) -> list[str]:
+    replicas = sorted(slot.rank for slot in slots if slot.replica)
+    notes = [f"{_num_ranks(slots)} of {slots[0].world_size} ranks"]
+    return [*notes, f"replicas of ranks {', '.join(map(str, replicas))}"] if replicas else notes
 
 
 def _is_finished(path: Path) -> bool:
@@ -103,10 +112,10 @@ def compare_checkpoints(checkpoints: CheckpointStore, one: int, other: int) -> l
     _require_step(checkpoints, one)
     _require_step(checkpoints, other)
     readers = [checkpoints.reader(step) for step in (one, other)]
-    known = [reader.read_metadata().state_dict_metadata for reader in readers]
+    known = [reader.entries() for reader in readers]
     rows = []
     for name, entry in known[0].items():
-        if not name.startswith("model.") or not isinstance(entry, TensorStorageMetadata):
+        if not name.startswith("model."):
             continue
         if name not in known[1]:
             raise UsageError(f"{name} is only in the checkpoint of step {one}: these are different models")

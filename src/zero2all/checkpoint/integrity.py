@@ -99,7 +99,7 @@ def is_unfinished(path: Path) -> bool:
     An object store cannot rename: there the manifest is replaced last when writing and removed first when removing.
     """
     try:
-        manifest = _parse_manifest((path / MANIFEST).read_bytes())
+        manifest = read_manifest_of_checkpoint(path)
     except FileNotFoundError:
         return all(_is_checkpoint_file(name) for name in _sizes(path))
     except DamagedError:
@@ -108,7 +108,7 @@ def is_unfinished(path: Path) -> bool:
 
 
 def _is_checkpoint_file(name: str) -> bool:
-    return name in (".metadata", "state.json") or (name.startswith("__") and name.endswith(".distcp"))
+    return name in (".metadata", "state.json", "chunks.parquet") or (name.startswith("__") and name.endswith(".distcp"))
 
 
 def check_with_retries(check: Callable[[], None]) -> IntegrityResult:
@@ -126,9 +126,14 @@ def check_with_retries(check: Callable[[], None]) -> IntegrityResult:
     raise AssertionError
 
 
+def read_manifest_of_checkpoint(path: Path) -> CheckpointManifest:
+    """The manifest, whatever it says. Raises if there is none, or a damaged one."""
+    return _parse_manifest((path / MANIFEST).read_bytes())
+
+
 def _read_manifest(path: Path, step: int) -> CheckpointManifest:
     try:
-        manifest = _parse_manifest((path / MANIFEST).read_bytes())
+        manifest = read_manifest_of_checkpoint(path)
     except MISSING_FILE_ERRORS:
         raise DamagedError(f"{MANIFEST} is missing") from None
     if manifest.kind != MANIFEST_KIND or manifest.unfinished:

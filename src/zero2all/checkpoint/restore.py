@@ -1,10 +1,10 @@
 """Which state a restart restores, from where, and why: one pure function over what the ranks report.
 
 A state is identified by its step *and* its history. One in memory is restored only if every rank can read its part of
-that same state, and only if it is on the run's lineage: a node that was away may still hold states of a history that
-the others have abandoned since. The run's lineage is that of the last start or rollback, which the run directory keeps
-(``history.json``); a durable checkpoint that descends from it extends it. Otherwise durable storage is the fallback,
-and the decision gives the reason.
+that same state, in the memory of its node or after copying it from another node's, and only if it is on the run's
+lineage: a node that was away may still hold states of a history that the others have abandoned since. The run's lineage
+is that of the last start or rollback, which the run directory keeps (``history.json``); a durable checkpoint that
+descends from it extends it. Otherwise durable storage is the fallback, and the decision gives the reason.
 """
 
 from __future__ import annotations
@@ -15,36 +15,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zero2all.checkpoint.lineage import Lineage, contains_state, descends_from
+from zero2all.checkpoint.restore_parts import Fetch, NodeMemory, RankReport, SlotReport, StateParts, group_by_node
 from zero2all.errors import Z2aError
 from zero2all.records import RestoreSummary
+from zero2all.units import show_bytes
 
 StorageTier = Literal["memory", "durable"]
 MAX_RANKS_IN_REASON = 3  # ranks named in a reason
-
-
-@dataclass(frozen=True)
-class SlotReport:
-    """A state of one rank in the memory of a machine."""
-
-    rank: int
-    world_size: int
-    step: int
-    lineage: Lineage | None
-    """None if it was written before histories were recorded."""
-    same_layout: bool
-    """Whether the same rank of the same world size can load it directly: the weights are sharded the same way."""
-    problem: str | None = None
-
-    @property
-    def history(self) -> str | None:
-        return None if self.lineage is None else self.lineage[-1].history
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """The slots in the memory of a rank's machine: its own and those of others."""
-
-    slots: tuple[SlotReport, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +42,8 @@ class RestoreChoice:
     tier: StorageTier
     sources: tuple[tuple[SlotReport, ...], ...] = ()
     """The slots that each rank reads; empty for a durable checkpoint."""
+    fetches: tuple[Fetch, ...] = ()
+    """What must be copied between nodes first."""
 
     @property
     def history(self) -> str:
@@ -116,18 +95,19 @@ def decide_restore(
     """
     run_lineage = _extend_run_lineage(run_lineage, durable)
     candidates: list[Candidate] = [*_memory_candidates(ranks), *durable]
+    nodes = group_by_node(ranks)
     rejected: list[RejectedState] = []
     for candidate in sorted(candidates, key=_newest_first):
         if candidate.step > max_step:
             continue
-        found = _why_abandoned(candidate, run_lineage) or _choose_or_explain(candidate, ranks)
+        found = _why_abandoned(candidate, run_lineage) or _choose_or_explain(candidate, ranks, nodes)
         if isinstance(found, RestoreChoice):
             return RestoreDecision(found, _reason(found, len(ranks)), tuple(rejected))
         rejected.append(_reject(candidate, found))
     for candidate in sorted(durable, key=_newest_first):
         if candidate.step > max_step:
             continue
-        found = _choose_or_explain(candidate, ranks)
+        found = _choose_or_explain(candidate, ranks, nodes)
         if isinstance(found, RestoreChoice):
             others = tuple(state for state in rejected if state.subject != f"checkpoint {candidate.path}")
             reason = (
@@ -188,7 +168,9 @@ def _reject(candidate: Candidate, why: str) -> RejectedState:
     return RejectedState(subject, candidate.step, candidate.lineage[-1].history if candidate.lineage else None, why)
 
 
-def _choose_or_explain(candidate: Candidate, ranks: Sequence[RankReport]) -> RestoreChoice | str:
+def _choose_or_explain(
+    candidate: Candidate, ranks: Sequence[RankReport], nodes: list[NodeMemory]
+) -> RestoreChoice | str:
     """How every rank can read this state, or why not."""
     if isinstance(candidate, DurableReport):
         if candidate.unreadable:
@@ -201,40 +183,29 @@ def _choose_or_explain(candidate: Candidate, ranks: Sequence[RankReport]) -> Res
         return RestoreChoice(candidate.step, candidate.lineage, "durable")
     if candidate.lineage is None:
         return "written by an older version that kept no history"
-    state = (candidate.step, candidate.lineage[-1].history)
-    sources: list[tuple[SlotReport, ...]] = []
+    parts = StateParts((candidate.step, candidate.lineage[-1].history), nodes)
+    sources: list[tuple[SlotReport, ...]] = [()] * len(ranks)
     missing: list[tuple[int, str]] = []
-    for rank, report in enumerate(ranks):
-        held = [slot for slot in report.slots if (slot.step, slot.history) == state]
-        found = _slots_for_rank(rank, len(ranks), held)
-        if isinstance(found, str):
-            missing.append((rank, found))
-        else:
-            sources.append(found)
+    fetches: list[Fetch] = []
+    for node in nodes:
+        read = parts.read_by(node, ranks)
+        missing += [(rank, found) for rank, found in read.items() if isinstance(found, str)]
+        chosen = {rank: found for rank, found in read.items() if not isinstance(found, str)}
+        for rank, found in chosen.items():
+            sources[rank] = found
+        copied = parts.fetches(node, chosen)
+        fetches += copied
+        if (needed := sum(fetch.slot.bytes for fetch in copied)) > node.free:
+            missing.append((node.ranks[0], f"no memory for {show_bytes(needed)} of other nodes"))
     if not missing:
-        return RestoreChoice(candidate.step, candidate.lineage, "memory", tuple(sources))
+        return RestoreChoice(candidate.step, candidate.lineage, "memory", tuple(sources), tuple(fetches))
+    missing.sort()
     shown = "; ".join(f"{why} (rank {rank})" if len(ranks) > 1 else why for rank, why in missing[:MAX_RANKS_IN_REASON])
     return (
         shown
         if len(missing) <= MAX_RANKS_IN_REASON
         else f"{shown}; and {len(missing) - MAX_RANKS_IN_REASON} more ranks"
     )
-
-
-def _slots_for_rank(rank: int, world_size: int, held: list[SlotReport]) -> tuple[SlotReport, ...] | str:
-    """Its own slot if the layout matches, else the slots of all saved ranks, from which any layout can be resharded."""
-    by_rank: dict[int, SlotReport] = {}
-    for slot in sorted(held, key=lambda slot: slot.problem is not None):
-        by_rank.setdefault(slot.rank, slot)
-    if not by_rank:
-        return "not held here"
-    saved_world_size = held[0].world_size  # one history has one world size
-    if saved_world_size == world_size and rank in by_rank and by_rank[rank].same_layout:
-        return by_rank[rank].problem or (by_rank[rank],)
-    if len(by_rank) < saved_world_size:
-        return f"{len(by_rank)} of the {saved_world_size} ranks' parts are held here"
-    problem = next((slot.problem for slot in by_rank.values() if slot.problem is not None), None)
-    return problem or tuple(by_rank[number] for number in sorted(by_rank))
 
 
 def _reason(chosen: RestoreChoice, world_size: int) -> str:

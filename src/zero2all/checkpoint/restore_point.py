@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,19 +27,22 @@ from zero2all.checkpoint.integrity import (
 )
 from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, Lineage, read_lineage
 from zero2all.checkpoint.rank_group import RankGroup
+from zero2all.checkpoint.replica_server import Request
+from zero2all.checkpoint.replicas import Replicas
 from zero2all.checkpoint.restore import (
     MAX_RANKS_IN_REASON,
     DurableReport,
-    RankReport,
     RestoreChoice,
     RestoreDecision,
-    SlotReport,
     decide_restore,
 )
+from zero2all.checkpoint.restore_parts import Fetch, RankReport, SlotReport
 from zero2all.checkpoint.state_dict import flatten_tensors
 from zero2all.checkpoint.training_state import TrainingState
-from zero2all.console import warn
+from zero2all.console import say, warn
 from zero2all.errors import Z2aError
+from zero2all.network import TamperedError
+from zero2all.units import show_bytes
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,14 @@ class RestorePoint:
         return "in memory" if self.slots else "on durable storage"
 
 
+MAX_ROUNDS = 8  # of copying between nodes, before each reads only what it holds
+SlotPart = tuple[int, int, int, str | None]
+
+
+def _part(report: SlotReport) -> SlotPart:
+    return report.rank, report.world_size, report.step, report.history
+
+
 @dataclass(frozen=True)
 class RestorePointFinder:
     """Collects the reports of all ranks for ``restore.decide_restore``, and verifies what it chooses.
@@ -67,14 +79,20 @@ class RestorePointFinder:
     run_directory: Path
     model: nn.Module
     rank_group: RankGroup
+    replicas: Replicas | None = None
 
     def find(self, max_step: float = math.inf) -> tuple[RestoreDecision, RestorePoint | None]:
-        mine = self._scan_flash()
+        layout = layout_fingerprint(slot_layout(dict(flatten_tensors({"model": get_model_state_dict(self.model)}))))
+        mine, copied, rounds = self._scan_flash(), list[Fetch](), 0
         durable = self.rank_group.on_rank0(self._scan_durable)
         run_lineage = self.rank_group.on_rank0(self._read_run_lineage)
         while True:
-            ranks = self.rank_group.on_all_ranks(lambda: RankReport(tuple(mine)))
+            report = RankReport(tuple(mine), layout, self._node if rounds < MAX_ROUNDS else None, self._free_bytes())
+            ranks = self.rank_group.on_all_ranks(lambda: report)  # noqa: B023 - called at once
             decision = decide_restore(ranks, durable, run_lineage, max_step)
+            if decision.chosen is not None and decision.chosen.fetches:
+                copied, rounds = copied + self._fetch(decision.chosen, mine), rounds + 1
+                continue  # what was copied is now held here
             # Checksums only of the state that would be restored: a state is as large as the memory.
             if decision.chosen is None or self._is_valid(decision.chosen, mine, durable):
                 break
@@ -86,6 +104,10 @@ class RestorePointFinder:
             # A failed read fails on all ranks.
             state = self.rank_group.on_rank0(lambda: self.checkpoints.read_state(chosen.step))
             return decision, RestorePoint(chosen.step, state, chosen.lineage)
+        if used := [fetch for fetch in copied if _part(fetch.slot)[2:] == (chosen.step, chosen.history)]:
+            size = show_bytes(sum(fetch.slot.bytes for fetch in used))
+            reason = f"{decision.reason}, {len(used)} parts copied from other nodes ({size})"
+            decision = replace(decision, reason=reason)
         slots = tuple(mine[report] for report in chosen.sources[self.rank_group.rank])
         held = slots[0].header.state
         assert held is not None  # slots that are not finished are not chosen
@@ -98,7 +120,6 @@ class RestorePointFinder:
         if (reason := privacy_problem(self.flash_directory)) is not None:
             warn(f"{reason}: it is not used, and a restart resumes from the last durable checkpoint")
             return {}
-        layout = layout_fingerprint(slot_layout(dict(flatten_tensors({"model": get_model_state_dict(self.model)}))))
         interned: dict[Lineage | None, Lineage | None] = {}  # sent to all ranks: each object is pickled once
         return {
             SlotReport(
@@ -106,11 +127,67 @@ class RestorePointFinder:
                 world_size=slot.world_size,
                 step=slot.header.step,
                 lineage=interned.setdefault(slot.header.lineage, slot.header.lineage),
-                same_layout=slot.header.layout == layout,
+                layout=slot.header.layout or "",
                 problem=f"{slot.data.name} was not finished" if slot.header.hash is None else None,
+                replica=slot.replica,
+                bytes=slot.data.stat().st_size if slot.data.exists() else 0,
             ): slot
             for slot in find_staged_slots(self.flash_directory)
         }
+
+    @property
+    def _node(self) -> int | None:
+        return None if self.replicas is None else self.replicas.nodes[self.rank_group.rank]
+
+    def _free_bytes(self) -> float:
+        if self.replicas is None or self.flash_directory is None:
+            return 0.0  # nothing is copied
+        return shutil.disk_usage(self.flash_directory.parent).free
+
+    def _fetch(self, chosen: RestoreChoice, mine: dict[SlotReport, StagedSlot]) -> list[Fetch]:
+        """Copy what this rank is to copy, and update ``mine``; returns what all ranks have copied."""
+        assert self.replicas is not None
+        replicas, rank = self.replicas, self.rank_group.rank
+        mine_to_fetch = [fetch for fetch in chosen.fetches if fetch.to == rank]
+        say(f"copying {len(chosen.fetches)} parts of the state of step {chosen.step} between the nodes' memory")
+        failed: list[tuple[Fetch, str]] = []
+        for fetch in mine_to_fetch:
+            slot = fetch.slot
+            request = Request("fetch", slot.rank, slot.world_size, slot.step, chosen.history)
+            own = (slot.rank, slot.world_size) == (rank, self.rank_group.world_size)
+            try:
+                replicas.fetch(fetch.holder, request, slot.bytes, own)
+            except (OSError, Z2aError, TamperedError) as error:
+                failed.append((fetch, str(error) or type(error).__name__))
+        failures = [failure for part in self.rank_group.on_all_ranks(lambda: failed) for failure in part]
+        for fetch, why in failures:
+            source = f"the part of rank {fetch.slot.rank} from the node of rank {fetch.holder}"
+            warn(f"rank {fetch.to} cannot copy {source}: {why}")
+        copied = [fetch for fetch in chosen.fetches if fetch not in {failure for failure, _ in failures}]
+        self._rescan(
+            mine,
+            arrived={_part(fetch.slot) for fetch in copied if replicas.nodes[fetch.to] == self._node},
+            unfetchable={(replicas.nodes[fetch.holder], _part(fetch.slot)) for fetch, _ in failures},
+        )
+        return copied
+
+    def _rescan(
+        self,
+        mine: dict[SlotReport, StagedSlot],
+        arrived: set[SlotPart],
+        unfetchable: set[tuple[int, SlotPart]],
+    ) -> None:
+        """Add what was copied here, and keep what is known about the rest."""
+        known = {(slot.data, _part(report)): report for report, slot in mine.items() if _part(report) not in arrived}
+        found = self._scan_flash()
+        mine.clear()
+        for report, slot in found.items():
+            report = known.get((slot.data, _part(report)), report)
+            node = self._node
+            assert node is not None
+            if (node, _part(report)) in unfetchable:
+                report = replace(report, fetchable=False)
+            mine[report] = slot
 
     def _scan_durable(self) -> list[DurableReport]:
         return [self._inspect_durable(step) for step in self.checkpoints.steps()]
@@ -154,9 +231,12 @@ class RestorePointFinder:
             for report in chosen.sources[self.rank_group.rank]:
                 if (problem := mine[report].problem()) is not None:
                     bad[report] = f"{mine[report].data.name} {problem}"
-            for report, problem in bad.items():
-                mine[replace(report, problem=problem)] = mine.pop(report)
-            return not any(self.rank_group.on_all_ranks(lambda: bool(bad)))
+            found = self.rank_group.on_all_ranks(lambda: (self._node, bad))
+            here = [theirs for node, theirs in found if node is not None and node == self._node]
+            for report, problem in [item for theirs in (bad, *here) for item in theirs.items()]:
+                if report in mine:  # ranks of a node report the same
+                    mine[replace(report, problem=problem)] = mine.pop(report)
+            return not any(theirs for _, theirs in found)
         rank_slice = (self.rank_group.rank, self.rank_group.world_size)
         results = self.rank_group.on_all_ranks(lambda: self.checkpoints.verify(chosen.step, rank_slice))
         kind = worst_result(results).kind

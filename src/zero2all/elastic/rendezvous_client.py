@@ -33,28 +33,26 @@ from zero2all.elastic.rendezvous_messages import (
     SetValues,
     WaitForKeys,
 )
-from zero2all.elastic.rendezvous_protocol import (
+from zero2all.elastic.rendezvous_protocol import HEARTBEAT_INTERVAL, MAGIC, MAX_NAME_BYTES, RETRY_INTERVAL
+from zero2all.elastic.rendezvous_state import RendezvousStatus
+from zero2all.environment import JOB_SECRET_VARIABLE
+from zero2all.errors import UsageError, Z2aError
+from zero2all.network import (
     LENGTH_BYTES,
     MAC_BYTES,
-    MAGIC,
-    MAX_NAME_BYTES,
     NONCE_BYTES,
     WELCOME,
     SignedSession,
     TamperedError,
     client_proof,
     frame_length,
+    receive_exactly,
     verify,
 )
-from zero2all.elastic.rendezvous_state import RendezvousStatus
-from zero2all.environment import JOB_SECRET_VARIABLE
-from zero2all.errors import UsageError, Z2aError
 from zero2all.records import parse_record
 from zero2all.torch_private import Store
 
-HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats
 SUSPENDED_AFTER = 5 * HEARTBEAT_INTERVAL  # seconds without running after which silence proves nothing
-RETRY_INTERVAL = 0.5
 STORE_TIMEOUT = timedelta(seconds=300)
 
 
@@ -68,6 +66,10 @@ class JobEndedError(RendezvousClosedError):
     def __init__(self, done: bool) -> None:
         super().__init__("done" if done else "closed by another node")
         self.done = done
+
+
+class NodeExcludedError(RendezvousClosedError):
+    """This node must leave the job, which continues without it."""
 
 
 @dataclass
@@ -132,6 +134,8 @@ class RendezvousClient:
         match pending.answer.kind:
             case "closed":
                 raise JobEndedError(text == "done")
+            case "excluded":
+                raise NodeExcludedError(text)
             case "timeout":
                 raise RendezvousTimeoutError(text)
             case "usage":
@@ -165,7 +169,7 @@ class RendezvousClient:
 
     def _handshake(self, found: socket.socket, secret: bytes) -> SignedSession:
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greeting = _receive_exactly(found, len(MAGIC) + NONCE_BYTES)
+        greeting = receive_exactly(found, len(MAGIC) + NONCE_BYTES)
         if not greeting.startswith(MAGIC):
             raise UsageError(
                 f"something else than a rendezvous of this version of zero2all answers at {self.endpoint}: "
@@ -175,13 +179,13 @@ class RendezvousClient:
         name = socket.gethostname().encode()[:MAX_NAME_BYTES]
         found.sendall(mine + bytes([len(name)]) + name + client_proof(secret, theirs, mine, name))
         address = found.getsockname()[0]
-        if _receive_exactly(found, 1) != WELCOME:
+        if receive_exactly(found, 1) != WELCOME:
             raise WrongSecretError(
                 f"node {socket.gethostname()} ({address}) was refused by the rendezvous {self.endpoint}: wrong job "
                 f"secret: copy the secret file from the machine that hosts it (--secret-file), or set "
                 f"{JOB_SECRET_VARIABLE}"
             )
-        if not verify(secret, _receive_exactly(found, MAC_BYTES), b"server", theirs, mine):
+        if not verify(secret, receive_exactly(found, MAC_BYTES), b"server", theirs, mine):
             raise WrongSecretError(f"what answers at {self.endpoint} does not know the job secret: it is not trusted")
         found.settimeout(None)
         return SignedSession(secret, theirs, mine, is_server=False)
@@ -189,8 +193,8 @@ class RendezvousClient:
     def _read_loop(self) -> None:
         try:
             while True:
-                length = frame_length(_receive_exactly(self._socket, LENGTH_BYTES))
-                received = self._session.open(_receive_exactly(self._socket, length))
+                length = frame_length(receive_exactly(self._socket, LENGTH_BYTES))
+                received = self._session.open(receive_exactly(self._socket, length))
                 message = parse_record(ServerMessage, received, "message")
                 self._last_heard = time.monotonic()
                 if message.status is not None:
@@ -295,13 +299,3 @@ class RendezvousStore(Store):
 
 def _encode(value: str | bytes) -> str:
     return base64.b64encode(value.encode() if isinstance(value, str) else bytes(value)).decode()
-
-
-def _receive_exactly(found: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = found.recv(count - len(parts))
-        if not part:
-            raise ConnectionResetError("the other side has closed it")
-        parts += part
-    return bytes(parts)

@@ -257,9 +257,14 @@ class CheckpointRecipe(Section):
     every: DurationField = Duration(100, "steps")
     """Interval of durable checkpoints, which are written in the background."""
     flash_every: DurationField | None = Duration(10, "steps")
-    """Interval of in-memory (flash) checkpoints, for restarts on the same machines; null disables them."""
+    """Interval of in-memory (flash) checkpoints, for restarts without durable storage; null disables them."""
     flash_dir: LocalDir = Path("/dev/shm")
     """Directory of in-memory checkpoints: a tmpfs with space for two checkpoints of every rank on the machine."""
+    replicas: int = Field(1, ge=0, le=2)
+    """Number of other nodes that also keep each in-memory checkpoint, so that a lost node costs a few steps; none on a
+    single node. Each one costs memory for two more checkpoints of every rank."""
+    replica_rate: Bytes | None = None
+    """Bytes per second that a node sends for replicas at most, such as ``500MB``; null: no limit."""
     keep_latest: int = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     keep_every: DurationField | None = None

@@ -32,4 +32,4 @@ class TrainerHooks:
     on_step: Callable[[int, StepTime], None] = ignore
     """Called with the number of a step and the time of its parts when its metrics are read."""
     on_checkpoint: Callable[[CheckpointPhase], None] = ignore
-    """Called at each phase of saving, also from background threads."""
+    """Called at each phase of saving, also from background threads, and before a state is loaded."""

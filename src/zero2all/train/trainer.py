@@ -20,12 +20,15 @@ from zero2all.checkpoint import (
     CheckpointCallbacks,
     CheckpointManager,
     RankGroup,
+    ReplicaOptions,
     RunIdentity,
+    SentReplica,
     TrainingState,
     run_lock,
 )
 from zero2all.checkpoint.training_state import LossScaleState, RopeState
 from zero2all.console import console, say, warn
+from zero2all.device_watch import DEVICE_WATCH
 from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
 from zero2all.environment import set_cuda_environment, set_dump_file
 from zero2all.errors import Interrupted, Z2aError
@@ -178,6 +181,8 @@ class Trainer:
         with ExitStack() as stack:
             self.rank_group.on_rank0(self.run.check_directory)
             self.rank_group.on_rank0(lambda: stack.enter_context(run_lock(self.run.directory)))
+            if self.rank_group.on_rank0(lambda: self.run.exists):  # a first start fails at once
+                self.rank_group.on_rank0(self.run.checkpoints.wait_until_readable)
             self._init_data()
             self._init_model()
             self._init_checkpoints(extend)
@@ -284,7 +289,9 @@ class Trainer:
                 before_commit=lambda: not self.record.has_unwritten_lines(),
                 on_saved=self._record_checkpoint,
                 on_phase=self.hooks.on_checkpoint,
+                on_replica=self._record_replica,
             ),
+            ReplicaOptions(recipe.checkpoint.replicas, recipe.checkpoint.replica_rate),
         )
         # The reference is computed while the model has its initial weights.
         objective, self.initial_weights = build_objective(
@@ -398,6 +405,7 @@ class Trainer:
     def _launch_step(self, batch: Batch) -> LaunchedStep:
         """Everything up to the update; the host does not wait for it."""
         model = self.model
+        DEVICE_WATCH.begin_step(batch.step)
         step_loss = self.objective.begin(model, batch)
         batch = step_loss.batch or batch
         losses = self._forward_backward(batch, step_loss)
@@ -530,7 +538,8 @@ class Trainer:
         """Every rank writes its own record; the sinks of the recipe get that of rank 0."""
         options, rank = self.recipe.track, self.mesh.rank
         sinks = open_sinks(options.sinks, self.run.directory) if rank == 0 else []
-        return RunRecord(self.run.record_path, rank=rank, sinks=sinks, system_every=options.system_every)
+        ranks = self.rank_group.world_size
+        return RunRecord(self.run.record_path, rank, sinks, options.system_every, ranks)
 
     def _record_step(self, step: int, result: StepResult) -> None:
         metrics = {
@@ -567,6 +576,9 @@ class Trainer:
                 norms = self.model.layer_grad_norms()
                 if self.mesh.rank == 0:
                     self.record.histogram(step, "gradient norm by layer", norms, range(len(norms) + 1))
+
+    def _record_replica(self, sent: SentReplica) -> None:
+        self.record.event("replica", **asdict(replace(sent, seconds=round(sent.seconds, 3))))
 
     def _record_checkpoint(self, step: int, seconds: float) -> None:
         self.record.event("checkpoint", step=step, seconds=round(seconds, 3))

@@ -1,0 +1,193 @@
+"""Every rank of a job on several nodes listens: it takes replicas of other ranks' states, and sends what its node has.
+
+The other side must know the job secret. Even then it decides nothing but the bytes of a slot: which ranks' states
+are kept here, where and how large they are was agreed on before.
+"""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from zero2all.checkpoint.flash import SlotHeader, StagedSlot, find_staged_slots, run_in_background
+from zero2all.checkpoint.replica_channel import Address, Channel, accept, connect
+from zero2all.checkpoint.replica_slots import LAYOUT_FILE, MAX_LAYOUT_BYTES, RejectedStateError, ReplicaSlots
+from zero2all.console import warn
+from zero2all.errors import Z2aError
+from zero2all.network import TamperedError
+
+MAX_UNAUTHENTICATED = 256  # connections at a time
+BACKLOG = 1024
+
+
+@dataclass(frozen=True)
+class Request:
+    """The first message of a connection; there is one for each state."""
+
+    operation: Literal["store", "fetch"]
+    rank: int
+    world_size: int
+    step: int
+    history: str
+    layout_bytes: int = 0
+    data_bytes: int = 0
+    header: SlotHeader | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    problem: str | None = None
+    layout_bytes: int = 0
+    data_bytes: int = 0
+    header: SlotHeader | None = None
+
+
+class ReplicaServer:
+    """
+    >>> server = ReplicaServer("10.0.0.1", secret, flash_directory)
+    >>> server.address
+    Address(host='10.0.0.1', port=41213)
+    """
+
+    def __init__(self, host: str, secret: bytes, flash_directory: Path) -> None:
+        """Binds only that address, at a free port."""
+        self._secret, self._flash_directory = secret, flash_directory
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        self.address = Address(host, self._socket.getsockname()[1])
+        self._held: dict[tuple[int, int], tuple[ReplicaSlots, threading.Lock]] = {}
+        self._unauthenticated = threading.BoundedSemaphore(MAX_UNAUTHENTICATED)
+        self._open: set[Channel] = set()
+        self._closed, self._warned = False, set[str]()
+        run_in_background(self._listen)
+
+    def hold(self, held: dict[tuple[int, int], ReplicaSlots]) -> None:
+        """From now on take the states of these ranks, by rank and world size."""
+        self._held = {key: (slots, threading.Lock()) for key, slots in held.items()}
+
+    def close(self) -> None:
+        self._closed = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes up the thread that accepts
+        self._socket.close()
+        for channel in list(self._open):
+            channel.close()
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                connection, (host, *_) = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                continue  # that client is gone, or there are too many open files for the moment
+            if not self._unauthenticated.acquire(blocking=False):
+                connection.close()
+                continue
+            run_in_background(partial(self._serve, connection, host))
+
+    def _serve(self, connection: socket.socket, host: str) -> None:
+        with connection:
+            try:
+                try:
+                    channel = accept(connection, self._secret)
+                finally:
+                    self._unauthenticated.release()
+                with channel:
+                    self._open.add(channel)
+                    try:
+                        self._answer(channel)
+                    finally:
+                        self._open.discard(channel)
+            except (TamperedError, Z2aError) as error:
+                if host not in self._warned:
+                    self._warned.add(host)
+                    warn(f"{host} is not served as a peer of this rank: {error}", every_rank=True)
+            except OSError:
+                pass  # disconnected, too slow, or this rank is ending
+
+    def _answer(self, channel: Channel) -> None:
+        request = channel.receive(Request)
+        if request.operation == "store":
+            self._store(channel, request)
+        else:
+            self._give(channel, request)
+
+    def _store(self, channel: Channel, request: Request) -> None:
+        slots, lock = self._held.get((request.rank, request.world_size), (None, threading.Lock()))
+        if slots is None:
+            channel.send(Reply(f"no replicas of rank {request.rank} of {request.world_size} are kept here"))
+            return
+        if request.header is None or request.data_bytes != slots.size or not _fits(request.layout_bytes):
+            channel.send(Reply(f"{request.data_bytes} bytes do not fit a slot of {slots.size} bytes"))
+            return
+        if not lock.acquire(blocking=False):
+            channel.send(Reply("another state of this rank is being received"))
+            return
+        try:
+            channel.send(Reply())  # before anything is sent for nothing
+            receive_state(channel, slots, request.header, request.layout_bytes)
+        except RejectedStateError as error:
+            channel.send(Reply(str(error)))
+        else:
+            channel.send(Reply())
+        finally:
+            lock.release()
+
+    def _give(self, channel: Channel, request: Request) -> None:
+        for slot in find_staged_slots(self._flash_directory):
+            if slot.header.hash is not None and _is_requested(slot, request):
+                break
+        else:
+            channel.send(Reply("it is not held here"))
+            return
+        layout = slot.data.with_name(LAYOUT_FILE).read_bytes()
+        with (
+            open(slot.data, "rb") as stream,
+            mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as data,
+        ):
+            channel.send(Reply(None, len(layout), len(data), slot.header))
+            channel.send_bytes(memoryview(layout))
+            channel.send_bytes(data)
+
+
+def receive_state(channel: Channel, slots: ReplicaSlots, header: SlotHeader, layout_bytes: int) -> None:
+    layout = bytearray(layout_bytes)
+    channel.receive_bytes(memoryview(layout))
+    slots.receive(header, bytes(layout), channel.receive_bytes)
+
+
+def fetch_state(address: Address, secret: bytes, request: Request, directory: Path, expected_bytes: int) -> None:
+    """Copy a state that another node holds into ``directory``; an error says why it cannot be."""
+    with connect(address, secret) as channel:
+        channel.send(request)
+        reply = channel.receive(Reply)
+        if reply.problem is not None or reply.header is None:
+            raise RejectedStateError(reply.problem or "no marker")
+        lineage = reply.header.lineage
+        if lineage is None or (reply.header.step, lineage[-1].history) != (request.step, request.history):
+            raise RejectedStateError("it sent another state")
+        if reply.data_bytes != expected_bytes or not _fits(reply.layout_bytes):
+            raise RejectedStateError(f"it sent {reply.data_bytes} bytes, not {expected_bytes}")
+        receive_state(channel, ReplicaSlots(directory, expected_bytes), reply.header, reply.layout_bytes)
+
+
+def _fits(layout_bytes: int) -> bool:
+    return 0 < layout_bytes <= MAX_LAYOUT_BYTES
+
+
+def _is_requested(slot: StagedSlot, request: Request) -> bool:
+    header = slot.header
+    return header.lineage is not None and (slot.rank, slot.world_size, header.step, header.lineage[-1].history) == (
+        request.rank,
+        request.world_size,
+        request.step,
+        request.history,
+    )

@@ -1,0 +1,182 @@
+"""Replicas of in-memory states on other nodes: what survives the loss of a node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero2all.checkpoint.callbacks import SentReplica
+from zero2all.checkpoint.flash import Slot, padded_bytes, rank_directory, register_rank_directory
+from zero2all.checkpoint.rank_group import RankGroup
+from zero2all.checkpoint.replica_channel import Address, RateLimit
+from zero2all.checkpoint.replica_placement import memory_id, plan_replicas
+from zero2all.checkpoint.replica_sender import ReplicaSender
+from zero2all.checkpoint.replica_server import ReplicaServer, Request, fetch_state
+from zero2all.checkpoint.replica_slots import ReplicaSlots
+from zero2all.console import warn
+from zero2all.environment import JOB_SECRET_VARIABLE
+from zero2all.errors import Z2aError
+from zero2all.network import source_address
+from zero2all.units import show_bytes
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    copies: int
+    """On as many other nodes."""
+    bytes_per_second: int | None = None
+    """That a node sends at most; its ranks share it."""
+
+
+class Replicas:
+    """Of this rank's states on other nodes, and of other ranks' states here. Create it with ``connect``."""
+
+    def __init__(
+        self,
+        options: ReplicaOptions,
+        flash_directory: Path,
+        rank_group: RankGroup,
+        nodes: list[int],
+        server: ReplicaServer,
+        addresses: list[Address],
+        secret: bytes,
+    ) -> None:
+        self.nodes = nodes
+        """The node of each rank."""
+        self._options, self._flash_directory, self._rank_group = options, flash_directory, rank_group
+        self._server, self._addresses, self._secret = server, addresses, secret
+        self._holders = plan_replicas(nodes, options.copies)
+        self._sender: ReplicaSender | None = None
+
+    @classmethod
+    def connect(
+        cls, options: ReplicaOptions, flash_directory: Path, rank_group: RankGroup, memory: str | None = None
+    ) -> Replicas | None:
+        """Called on all ranks. None if all of them are on one node, where a replica would be lost with the original.
+
+        ``memory`` identifies the memory of this rank's node, if its directory does not.
+        """
+        if rank_group.world_size == 1:
+            return None
+        secret = os.environ.get(JOB_SECRET_VARIABLE, "").encode()
+
+        def identify() -> tuple[str, bool]:
+            flash_directory.parent.mkdir(parents=True, exist_ok=True)
+            return memory or memory_id(flash_directory.parent), bool(secret)
+
+        try:
+            identities = rank_group.on_all_ranks(identify)
+        except (OSError, Z2aError):
+            return None  # nothing is kept in memory there: a warning follows at the first save
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in identities))}
+        if len(numbers) == 1:
+            return None
+        if not all(has_secret for _, has_secret in identities):
+            warn(
+                f"no replicas of in-memory checkpoints: {JOB_SECRET_VARIABLE}, which authenticates the nodes, is not "
+                "set on every node ('z2a launch' sets it)"
+            )
+            return None
+        servers: list[ReplicaServer] = []
+        try:
+            rank_group.on_all_ranks(lambda: servers.append(ReplicaServer(_own_address(), secret, flash_directory)))
+        except (OSError, Z2aError) as error:
+            for server in servers:
+                server.close()
+            warn(f"no replicas of in-memory checkpoints: {error}")
+            return None
+        addresses = rank_group.on_all_ranks(lambda: servers[0].address)
+        nodes = [numbers[name] for name, _ in identities]
+        return cls(options, flash_directory, rank_group, nodes, servers[0], addresses, secret)
+
+    @property
+    def copies(self) -> int:
+        """Of each state, on other nodes."""
+        return len(self._holders[self._rank_group.rank])
+
+    def register(self, history: str) -> None:
+        """Keep the replicas that this rank holds; others are stale."""
+        for rank in self._held_ranks():
+            register_rank_directory(self._directory(rank), history)
+
+    def open(self, state_bytes: int, on_sent: Callable[[SentReplica], None]) -> None:
+        """Called on all ranks, with the bytes of this rank's state: allocate memory for replicas, or turn them off."""
+        rank, world_size = self._rank_group.rank, self._rank_group.world_size
+        sizes = self._rank_group.on_all_ranks(lambda: padded_bytes(state_bytes))
+        held: dict[tuple[int, int], ReplicaSlots] = {}
+
+        def allocate() -> None:
+            for other in self._held_ranks():
+                held[other, world_size] = ReplicaSlots(self._directory(other), sizes[other])
+
+        try:
+            self._rank_group.on_all_ranks(allocate)
+        except (OSError, Z2aError) as error:
+            held.clear()
+            for other in self._held_ranks():
+                shutil.rmtree(self._directory(other), ignore_errors=True)
+            needed = self._bytes_of_largest_node(sizes)
+            warn(
+                f"not enough space for replicas of in-memory checkpoints in {self._flash_directory.parent}: {error}; "
+                "the states of this rank stay in memory, but the loss of a node costs the steps since the last durable "
+                f"checkpoint. With replicas a node needs {show_bytes(needed)} there (checkpoint.replicas: 0 turns them "
+                "off)"
+            )
+            return
+        self._server.hold(held)
+        holders = [self._addresses[holder] for holder in self._holders[rank]]
+        ranks_here, rate = self.nodes.count(self.nodes[rank]), self._options.bytes_per_second
+        limit = RateLimit(None if rate is None else rate / ranks_here)
+        self._sender = ReplicaSender(rank, world_size, holders, self._secret, limit, on_sent)
+        self._rank_group.on_all_ranks(lambda: None)  # every holder is ready
+
+    def send(self, slot: Slot) -> None:
+        """Send a committed state, in the background."""
+        if self._sender is not None:
+            self._sender.offer(slot)
+
+    def fetch(self, holder: int, request: Request, size: int, own: bool) -> None:
+        """Copy a state from the memory of another rank's node to that of this one; ``own``: it is of this rank."""
+        directory = rank_directory(self._flash_directory, request.rank, request.world_size, replica=not own)
+        fetch_state(self._addresses[holder], self._secret, request, directory, size)
+
+    def wait(self, timeout: float) -> bool:
+        """Whether every replica of this rank has arrived, or was given up."""
+        return self._sender is None or self._sender.wait(timeout)
+
+    def stop_sending(self) -> None:
+        """Once every rank has called it, all may ``close``: then no peer misses this one."""
+        if self._sender is not None:
+            self._sender.close()
+
+    def close(self) -> None:
+        self.stop_sending()
+        self._server.close()
+
+    def _bytes_of_largest_node(self, sizes: list[int]) -> int:
+        """Two slots for each state that a node keeps: those of its own ranks, and replicas of others."""
+        by_node = dict.fromkeys(self.nodes, 0)
+        for rank, size in enumerate(sizes):
+            for holder in (rank, *self._holders[rank]):
+                by_node[self.nodes[holder]] += 2 * size
+        return max(by_node.values())
+
+    def _held_ranks(self) -> list[int]:
+        return [rank for rank, holders in enumerate(self._holders) if self._rank_group.rank in holders]
+
+    def _directory(self, rank: int) -> Path:
+        return rank_directory(self._flash_directory, rank, self._rank_group.world_size, replica=True)
+
+
+def _own_address() -> str:
+    """From which this node reaches that of rank 0: there other nodes reach it."""
+    if (master := os.environ.get("MASTER_ADDR")) is None:
+        return LOOPBACK
+    family, _, _, _, destination = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    return source_address(family, destination)

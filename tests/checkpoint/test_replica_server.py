@@ -1,0 +1,273 @@
+"""A rank that listens for replicas, and peers that are hostile, broken or slow."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.helpers import TRAINING_STATE
+from zero2all.checkpoint import replica_channel
+from zero2all.checkpoint.callbacks import SentReplica
+from zero2all.checkpoint.flash import Slot, SlotHeader, Slots, find_staged_slots
+from zero2all.checkpoint.lineage import Branch, Lineage
+from zero2all.checkpoint.replica_channel import MAGIC, Address, Channel, RateLimit, connect
+from zero2all.checkpoint.replica_sender import ReplicaSender
+from zero2all.checkpoint.replica_server import ReplicaServer, Reply, Request, fetch_state
+from zero2all.checkpoint.replica_slots import RejectedStateError, ReplicaSlots
+from zero2all.network import NONCE_BYTES, REFUSED, TamperedError, receive_exactly
+
+SECRET = b"correct horse battery staple"
+LINE: Lineage = (Branch("a", 0),)
+TENSORS = {"model.weight": torch.arange(1 << 19, dtype=torch.float32)}  # 2 MB: several blocks
+SIZE = TENSORS["model.weight"].nbytes
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ReplicaServer]:
+    server = ReplicaServer("127.0.0.1", SECRET, tmp_path / "there")
+    server.hold({(0, 2): ReplicaSlots(tmp_path / "there" / "replica-0-of-2", SIZE)})
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> Slots:
+    return Slots(TENSORS, tmp_path / "here" / "rank-0-of-2")
+
+
+def committed(slots: Slots, step: int, lineage: Lineage = LINE) -> Slot:
+    slot = slots.stage(step, lineage, TENSORS, TRAINING_STATE, lambda: True)
+    slots.wait()
+    return slot
+
+
+def sender(address: Address, secret: bytes = SECRET, rate: float | None = None) -> tuple[ReplicaSender, list[Any]]:
+    sent: list[SentReplica] = []
+    return ReplicaSender(0, 2, [address], secret, RateLimit(rate), sent.append), sent
+
+
+def steps_held(place: Path) -> list[int]:
+    return sorted(slot.header.step for slot in find_staged_slots(place) if slot.problem() is None)
+
+
+def test_a_committed_state_arrives_and_is_equal(server: ReplicaServer, slots: Slots, tmp_path: Path) -> None:
+    out, sent = sender(server.address)
+    for step in (10, 20, 30):
+        slot = committed(slots, step)
+        out.offer(slot)
+        assert out.wait(30)
+    assert [(replica.step, replica.lag) for replica in sent] == [(10, 0), (20, 0), (30, 0)]
+    assert sent[0].bytes > SIZE
+    assert steps_held(tmp_path / "there") == [20, 30], "two slots, and the older one was overwritten"
+    [held] = [slot for slot in find_staged_slots(tmp_path / "there") if slot.header.step == 30]
+    assert held.replica
+    assert held.header == slot.header
+    assert held.data.read_bytes() == slot.data.numpy().tobytes()
+    assert held.shard_specs() == slots.shard_specs
+    request = Request("fetch", 0, 2, 30, "a")
+    fetch_state(server.address, SECRET, request, tmp_path / "third" / "rank-0-of-2", slot.data.numel())
+    assert steps_held(tmp_path / "third") == [30]
+    with pytest.raises(RejectedStateError, match="not held"):
+        fetch_state(server.address, SECRET, replace(request, step=40), tmp_path / "x", slot.data.numel())
+    with pytest.raises(RejectedStateError, match="not 7"):
+        fetch_state(server.address, SECRET, request, tmp_path / "x", 7)
+
+
+def test_a_peer_with_another_secret_gets_and_leaves_nothing(
+    server: ReplicaServer, slots: Slots, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, sent = sender(server.address, secret=b"wrong horse battery staple")
+    out.offer(committed(slots, 10))
+    assert out.wait(30)
+    assert sent == []
+    assert "another job secret" in capsys.readouterr().err
+    with pytest.raises(TamperedError, match="another job secret"):
+        fetch_state(server.address, b"x" * 32, Request("fetch", 0, 2, 10, "a"), tmp_path / "x", SIZE)
+    assert steps_held(tmp_path / "there") == []
+
+
+def test_a_server_that_does_not_know_the_secret_is_not_trusted() -> None:
+    """It cannot prove it: it would get the states of this rank, or give it others."""
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+
+        def welcome() -> None:
+            found, _ = impostor.accept()
+            with found:
+                found.sendall(MAGIC + bytes(NONCE_BYTES))
+                receive_exactly(found, 64)
+                found.sendall(b"\1" + bytes(32))
+
+        thread = threading.Thread(target=welcome)
+        thread.start()
+        with pytest.raises(TamperedError, match="does not know the job secret"):
+            connect(Address("127.0.0.1", impostor.getsockname()[1]), SECRET)
+        thread.join()
+
+
+def store(slot: Slot, **changes: Any) -> Request:
+    assert slot.path is not None
+    layout = slot.path.with_name("layout.json").read_bytes()
+    request = Request("store", 0, 2, 10, "a", len(layout), slot.data.numel(), slot.header)
+    return replace(request, **changes)
+
+
+def refused(server: ReplicaServer, request: Request) -> str:
+    with connect(server.address, SECRET) as channel:
+        channel.send(request)
+        reply = channel.receive(Reply)
+        assert reply.problem is not None
+        return reply.problem
+
+
+def test_a_rank_takes_only_what_was_agreed_on(server: ReplicaServer, slots: Slots, tmp_path: Path) -> None:
+    slot = committed(slots, 10)
+    assert "no replicas of rank 1" in refused(server, store(slot, rank=1))
+    assert "no replicas of rank -1" in refused(server, store(slot, rank=-1))
+    assert "no replicas of rank 0 of 3" in refused(server, store(slot, world_size=3))
+    assert "do not fit" in refused(server, store(slot, data_bytes=1 << 60))
+    assert "do not fit" in refused(server, store(slot, layout_bytes=1 << 60))
+    assert "do not fit" in refused(server, store(slot, header=None))
+    with connect(server.address, SECRET) as channel:  # a path where a number belongs
+        channel._socket.sendall(channel._session.seal({**asdict(store(slot)), "rank": "../../etc"}))
+        with pytest.raises(OSError, match="closed"):
+            channel.receive(Reply)
+    assert steps_held(tmp_path / "there") == []
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"replica-0-of-2"}
+
+
+def send_parts(channel: Channel, slot: Slot, header: SlotHeader | None, layout: bytes, data: memoryview) -> str | None:
+    channel.send(store(slot, layout_bytes=len(layout), header=header))
+    assert channel.receive(Reply).problem is None
+    channel.send_bytes(memoryview(layout))
+    channel.send_bytes(data)
+    return channel.receive(Reply).problem
+
+
+def test_a_state_that_does_not_match_its_checksum_or_layout_is_rejected(
+    server: ReplicaServer, slots: Slots, tmp_path: Path
+) -> None:
+    slot = committed(slots, 10)
+    assert slot.path is not None
+    assert slot.header is not None
+    layout = slot.path.with_name("layout.json").read_bytes()
+    flipped = slot.data.clone()
+    flipped[12345] ^= 1
+    with connect(server.address, SECRET) as channel:
+        assert "checksum" in str(send_parts(channel, slot, slot.header, layout, flipped.numpy().data))
+    assert steps_held(tmp_path / "there") == []
+    [spec] = json.loads(layout)
+    for change in ({"dtype": "load"}, {"at": -64}, {"bytes": 1 << 40}, {"sizes": [1 << 62]}, {"offsets": [0, 0]}):
+        bad = json.dumps([{**spec, **change}]).encode()
+        with connect(server.address, SECRET) as channel, pytest.raises((OSError, AssertionError)):
+            assert send_parts(channel, slot, slot.header, bad, slot.data.numpy().data) is None
+    assert steps_held(tmp_path / "there") == []
+
+
+def test_frames_that_are_cut_short_forged_or_replayed_end_the_connection(
+    server: ReplicaServer, slots: Slots, tmp_path: Path
+) -> None:
+    slot = committed(slots, 10)
+    with connect(server.address, SECRET) as channel:  # cut short
+        channel.send(store(slot))
+        assert channel.receive(Reply).problem is None
+    with connect(server.address, SECRET) as channel:  # forged
+        frame = bytearray(channel._session.seal(asdict(store(slot))))
+        frame[-1] ^= 1
+        channel._socket.sendall(frame)
+        with pytest.raises(OSError, match="closed"):
+            channel.receive(Reply)
+    with connect(server.address, SECRET) as channel:  # a block of the layout, twice
+        assert slot.path is not None
+        layout = slot.path.with_name("layout.json").read_bytes()
+        channel.send(store(slot, layout_bytes=len(layout)))
+        assert channel.receive(Reply).problem is None
+        frame_bytes = channel._session.frame_head(layout) + layout
+        channel._socket.sendall(frame_bytes + frame_bytes)
+        with pytest.raises(OSError, match=r"closed|reset"):
+            channel.receive(Reply)
+    with connect(server.address, SECRET) as channel:  # larger than any frame
+        channel._socket.sendall((1 << 31).to_bytes(4, "big"))
+        with pytest.raises(OSError, match="closed"):
+            channel.receive(Reply)
+    with socket.create_connection(server.address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(64))
+        assert receive_exactly(stranger, len(MAGIC) + NONCE_BYTES + 1)[-1:] == REFUSED
+    assert steps_held(tmp_path / "there") == []
+    out, sent = sender(server.address)
+    out.offer(committed(slots, 20))
+    assert out.wait(30)
+    assert [replica.step for replica in sent] == [20], "and it still serves its peers"
+
+
+def test_a_dead_peer_costs_a_warning_and_is_tried_again(
+    slots: Slots, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = Address("127.0.0.1", gone.getsockname()[1])
+    out, sent = sender(address)
+    for step in (10, 20):
+        begin = time.monotonic()
+        out.offer(committed(slots, step))
+        assert time.monotonic() - begin < 1, "training does not wait for it"
+        assert out.wait(30)
+    assert sent == []
+    assert capsys.readouterr().err.count("no replica of the state") == 1
+
+
+def test_a_state_that_training_overwrites_is_given_up(
+    server: ReplicaServer, slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_channel, "BLOCK_BYTES", 1 << 14)
+    out, sent = sender(server.address, rate=1 << 16)  # 32 s for a state
+    first = committed(slots, 10)
+    out.offer(first)
+    for step in (20, 30):
+        begin = time.monotonic()
+        slot = committed(slots, step)
+        assert time.monotonic() - begin < 5
+    assert slot is first
+    assert out.wait(30), "it stops as soon as it notices"
+    assert (out.skipped, sent) == (1, [])
+    assert steps_held(tmp_path / "there") == []
+
+
+def test_states_of_an_abandoned_history_are_overwritten_first(slots: Slots, tmp_path: Path) -> None:
+    place = ReplicaSlots(tmp_path / "replica-0-of-2", SIZE)
+    abandoned: Lineage = (*LINE, Branch("b", 5))
+    current: Lineage = (*LINE, Branch("c", 15))
+    for step, lineage in ((10, LINE), (40, abandoned), (20, current), (30, current)):
+        slot = committed(slots, step, lineage)
+        assert slot.path is not None
+        assert slot.header is not None
+        layout, data = slot.path.with_name("layout.json").read_bytes(), slot.data.numpy().data
+
+        def fill(target: memoryview, data: memoryview = data) -> None:
+            target[:] = data
+
+        place.receive(slot.header, layout, fill)
+    assert steps_held(tmp_path) == [20, 30]
+
+
+def test_the_rate_is_bounded() -> None:
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    limit = RateLimit(100.0, lambda: clock[0], sleep)
+    for _ in range(11):
+        limit.take(50)
+    assert clock[0] == pytest.approx(5.0)
+    clock[0] += 100.0  # idle time earns no burst
+    for _ in range(3):
+        limit.take(50)
+    assert clock[0] == pytest.approx(106.0)
