@@ -79,7 +79,8 @@ LONG = [
         "docs/guides/multi-node.md", prepare_run,
         {"me@": "{user}@", "/shared/runs/big": "{work}/runs/mine",
          "login:29500": "127.0.0.1:{port}", "29500": "{port}",
-         "--nproc-per-node 8 --nnodes 4 --rdzv": "--nproc-per-node 1 --nnodes 2 --rdzv"},
+         "--nproc-per-node 8 --nnodes 4 --rdzv": "--nproc-per-node 1 --nnodes 2 --rdzv",
+         "--nproc-per-node 8 --max-restarts": "--nproc-per-node 2 --max-restarts"},
     ),
     Page(
         "docs/guides/train-overnight.md", prepare_text,

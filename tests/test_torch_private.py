@@ -30,6 +30,7 @@ SIGNATURES: dict[str, list[str] | None] = {
     "torch._subclasses.fake_tensor.FakeTensor": None,
     "torch.ops.aten._to_copy": None,
     "torch._subclasses.fake_tensor.FakeTensorMode": ["allow_fallback_kernels", "allow_non_fake_inputs"],
+    "torch.distributed.distributed_c10d._get_default_store": [],
     "torch._C._distributed_c10d.DebugLevel": None,
     "torch._C._distributed_c10d.FileStore": None,
     "torch._C._distributed_c10d.HashStore": None,
@@ -41,7 +42,9 @@ SIGNATURES: dict[str, list[str] | None] = {
     "torch._C._distributed_c10d._dump_fr_trace_json": None,
     "torch._C._distributed_c10d._dump_nccl_trace_json": None,
     "torch._C._distributed_c10d.set_debug_level": None,
+    "torch.distributed.distributed_c10d._abort_process_group": [],
     "torch.distributed.distributed_c10d._resolve_process_group": None,
+    "torch.distributed.distributed_c10d._world": None,
     "torch.nn.attention.varlen._varlen_attn": None,
     "torch.nn.attention.varlen._varlen_attn_backward": None,
     "torch._foreach_copy_": None,
@@ -361,11 +364,14 @@ def test_fsdp_param_groups() -> None:
     with fake_ranks(2):
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
         mesh = init_device_mesh("cpu", (2,))
+        model[1].bias.requires_grad_(False)
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
         groups = torch_private.fsdp_param_groups(model)
         sizes = [[torch_private.unsharded_numel(parameter) for parameter in group.fsdp_params] for group in groups]
         assert sizes == [[10, 2], [15, 5]]
+        trained = [[torch_private.has_gradient(parameter) for parameter in group.fsdp_params] for group in groups]
+        assert sorted(map(sum, trained)) == [1, 2]
         assert all(callable(group.post_backward) for group in groups)
         assert isinstance(inspect.getattr_static(groups[0].fsdp_params[0], "unsharded_param"), property)
 

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 AGENT_DIR_VARIABLE = "Z2A_AGENT_DIR"  # where the agent of this node looks for heartbeats and stack dumps
 STORE_VARIABLE = "Z2A_STORE"  # endpoint of the store that the agents share
 JOB_SECRET_VARIABLE = "Z2A_JOB_SECRET"
+NOTIFY_VARIABLE = "Z2A_NOTIFY"  # as --notify: a URL with a secret stays out of the list of processes
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDER_ENTRIES = "4096"  # collectives of a few steps: with FSDP a layer has three for each micro-batch
+TIMING_VARIABLE = "TORCH_NCCL_ENABLE_TIMING"
 DUMP_FILE_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
 
 
@@ -29,15 +31,32 @@ def cuda_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return settings
 
 
+_own_settings: set[str] = set()
+
+
 def set_cuda_environment() -> None:
     """For this process and its children; call it before torch is imported, or at least before CUDA is used."""
-    os.environ.update(cuda_settings(os.environ))
+    settings = cuda_settings(os.environ)
+    _own_settings.update(settings)
+    os.environ.update(settings)
+
+
+def own_allocator_settings() -> set[str]:
+    """Variables for torch's allocator that the user has not set: a script may need another one."""
+    return _own_settings.intersection(ALLOCATOR_VARIABLES)
 
 
 def set_dump_file(prefix: str) -> None:
     """Where torch writes the flight recorder of each rank if a collective runs into its timeout, as it does if no
     launcher ends a hang before. Its default is the temporary directory, which a container loses."""
     os.environ.setdefault(DUMP_FILE_VARIABLE, prefix)
+
+
+def record_collective_starts() -> None:
+    """Let the ranks that this process starts record when each collective of NCCL begins on the device, unless the user
+    has decided. Only then can a rank whose kernel is stuck be told from those that wait for it. It costs an event per
+    collective, and by torch's documentation may in rare cases block its watchdog, so it is not the default."""
+    os.environ.setdefault(TIMING_VARIABLE, "1")
 
 
 def has_agent() -> bool:

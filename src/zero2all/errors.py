@@ -38,7 +38,7 @@ class DiskFullError(Z2aError):
 # torch raises a plain RuntimeError with these messages: in main memory, and on the GPU of a Mac.
 _OUT_OF_MEMORY_MESSAGE = re.compile(r"DefaultCPUAllocator: can't allocate memory|MPS backend out of memory")
 # Messages of Rust libraries and numpy, which set no errno.
-_DISK_FULL_MESSAGE = re.compile(r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written")
+_DISK_FULL_MESSAGE = re.compile(r"No space left on device|Disk quota exceeded|\d{1,20} requested and \d{1,20} written")
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -8,7 +8,8 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -52,6 +53,18 @@ def device_name(device: torch.device) -> str:
     return torch.backends.mps.get_name() if device.type == MPS else platform.processor() or "cpu"
 
 
+def hardware_key(device: torch.device) -> str:
+    """What a calibrated entry is kept under: the same for all machines that run as fast."""
+    if device.type != "cpu":
+        return device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = device_name(device)
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
 def device_title(device: torch.device) -> str:
     """For the head of a table."""
     return f"CPU with {torch.get_num_threads()} threads" if device.type == "cpu" else device_name(device)
@@ -88,6 +101,15 @@ def on_current_device(target: Callable[[], None]) -> Callable[[], None]:
         target()
 
     return run
+
+
+def gpu_pci_addresses() -> list[str]:
+    """Of the GPUs that this process sees, in CUDA's order, as the kernel writes them: 0000:17:00.0."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        gpu: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack these attributes
+        found.append(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    return found
 
 
 def use_rank_device() -> None:

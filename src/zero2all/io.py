@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from zero2all import __version__
 from zero2all.errors import DiskFullError, UsageError, Z2aError, is_disk_full, is_quota_exceeded
-from zero2all.paths import RemotePath, open_bytes
+from zero2all.paths import RemotePath, open_bytes, remove_objects
 from zero2all.records import DocumentsManifest, Record, parse_record
 from zero2all.units import show_bytes
 
@@ -30,12 +30,40 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MANIFEST = "manifest.json"
+SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 1 << 16, 16  # 1 MiB of each file
 HISTORY_FILE = "history.json"  # of a run: see checkpoint/lineage.py
 
 
 def sha256_file(path: Path) -> str:
     with open_bytes(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def sampled_digest(path: Path) -> str:
+    """sha256 of a local file's size and of some blocks of it; of all of it, if it is small."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as stream:
+        if size <= SAMPLE_BLOCKS * SAMPLE_BLOCK_BYTES:
+            digest.update(stream.read())
+        else:
+            for number in range(SAMPLE_BLOCKS):  # the first, the last, and those in between at equal distances
+                stream.seek(number * (size - SAMPLE_BLOCK_BYTES) // (SAMPLE_BLOCKS - 1))
+                digest.update(stream.read(SAMPLE_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def is_intact(path: Path, recorded_in: Path, sha256: str, sample: str | None, verify: bool = False) -> bool:
+    """Whether a file is as its record says, which was written after it.
+
+    To hash terabytes again at every rerun takes hours. So a file that is not newer than its record is compared by its
+    sample, which includes its size; any other file, or one without a sample, or all with ``verify``, by every byte.
+    """
+    if verify or sample is None or isinstance(path, RemotePath):
+        return sha256_file(path) == sha256
+    if path.stat().st_mtime_ns > recorded_in.stat().st_mtime_ns:  # written again, or copied without its time
+        return sha256_file(path) == sha256
+    return sampled_digest(path) == sample
 
 
 def fingerprint(value: Any) -> str:
@@ -187,9 +215,7 @@ def _clear_remote(target: RemotePath, kind: str) -> None:
     """Remove the old objects. An object store cannot rename, so output is complete once its final manifest is there."""
     refuse_strangers(target, kind)
     write_json(target / MANIFEST, {"kind": kind, "unfinished": True})
-    for path in target.objects():
-        if path != target / MANIFEST:
-            path.unlink(missing_ok=True)
+    remove_objects([path for path in target.objects() if path != target / MANIFEST])
 
 
 @contextmanager
@@ -269,8 +295,13 @@ def write_text(target: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def json_text(value: Any) -> str:
+    """The text of a JSON file."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
 def write_json(target: Path, value: Any) -> None:
-    write_text(target, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(target, json_text(value))
 
 
 def read_json(path: Path) -> Any:
@@ -343,16 +374,22 @@ def read_documents_manifest(directory: Path) -> DocumentsManifest:
     return parse_record(DocumentsManifest, manifest, directory / MANIFEST)
 
 
-def is_current(directory: Path, kind: str, key: str) -> bool:
-    """Whether ``directory`` already contains the output of a stage with this key, byte for byte as recorded."""
+def is_current(directory: Path, kind: str, key: str, verify: bool = False) -> bool:
+    """Whether ``directory`` already contains the output of a stage with this key, with its files as recorded.
+
+    Files whose manifest has samples of them are compared as in ``is_intact``, all others by every byte.
+    """
     if _manifest_kind(directory) != kind:
         return False
     manifest = read_json(directory / MANIFEST)
     if manifest.get("key") != key:
         return False
     files: dict[str, str] = manifest.get("files", {})
+    samples: dict[str, str] = manifest.get("samples", {})
     return all(
-        (directory / name).exists() and sha256_file(directory / name) == digest for name, digest in files.items()
+        (directory / name).exists()
+        and is_intact(directory / name, directory / MANIFEST, digest, samples.get(name), verify)
+        for name, digest in files.items()
     )
 
 

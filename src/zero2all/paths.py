@@ -7,7 +7,8 @@ gives a plain ``Path``. Keys and endpoint come from where every S3 tool takes th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedReader, RawIOBase
 from pathlib import Path, PosixPath
@@ -19,6 +20,12 @@ from zero2all.redact import is_redacted, redact
 READ_BLOCK_BYTES = 8 << 20  # of one request to a store
 READ_BUFFER_BYTES = 1 << 18  # between that and small reads
 STORE_CLIENT_PACKAGES = {"botocore", "aiobotocore", "aiohttp"}  # packages whose errors are a store's or the network's
+
+
+def config_directory() -> Path:
+    """Of this user, for what outlives a run; on most clusters all nodes share it."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "zero2all"
 
 
 def is_url(path: str) -> bool:
@@ -158,11 +165,36 @@ class RemotePath(PosixPath):
         with self._store() as (store, name):
             return [RemotePath(store.unstrip_protocol(inner)) for inner in store.find(name)]
 
+    def children(self) -> list[str]:
+        """The names directly below, in one request for each thousand, however many objects are below them."""
+        with self._store() as (store, name):
+            try:
+                found = store.ls(name, detail=False)
+            except FileNotFoundError:
+                return []
+            return [inner.rstrip("/").rpartition("/")[2] for inner in found if inner.rstrip("/") != name.rstrip("/")]
+
     def sizes(self) -> dict[RemotePath, int]:
         """Of all objects below, in one request for each thousand."""
         with self._store() as (store, name):
             infos = store.find(name, detail=True)
             return {RemotePath(store.unstrip_protocol(inner)): int(info["size"]) for inner, info in infos.items()}
+
+    def etags(self) -> dict[RemotePath, str]:
+        """The store's own mark of what each object below holds, where it gives one, as ``sizes``."""
+        with self._store() as (store, name):
+            infos = store.find(name, detail=True)
+            return {
+                RemotePath(store.unstrip_protocol(inner)): str(info["ETag"])
+                for inner, info in infos.items()
+                if info.get("ETag")
+            }
+
+    def etag(self) -> str | None:
+        """The same of one object."""
+        with self._store() as (store, name):
+            mark = store.info(name).get("ETag")
+            return str(mark) if mark else None
 
     def size(self) -> int:
         with self._store() as (store, name):
@@ -177,6 +209,14 @@ class RemotePath(PosixPath):
     def _store(self) -> Iterator[tuple[Any, str]]:
         with store_errors(str(self)):
             yield resolve_store(str(self))
+
+
+def remove_objects(paths: Sequence[RemotePath]) -> None:
+    """Remove objects of one store, in one request for each thousand where the store can."""
+    if paths:
+        with store_errors(str(paths[0])):
+            names = [resolve_store(str(path)) for path in paths]
+            names[0][0].rm([name for _, name in names])
 
 
 def open_bytes(path: Path) -> BufferedReader:

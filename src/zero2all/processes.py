@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
@@ -54,6 +55,15 @@ def watch_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_kill_when_ready, args=(parent.sentinel,), name="z2a-parent", daemon=True).start()
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open files to the hard one, which it returns: the default of 1,024 is too low for one
+    connection to each of a thousand nodes."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def require_linux(command: str) -> None:

@@ -255,6 +255,12 @@ def unsharded_numel(fsdp_param: Any) -> int:
     return numel
 
 
+def has_gradient(fsdp_param: Any) -> bool:
+    """Whether a parameter of an FSDP2 group is trained. Tested with 2.13. No public one."""
+    trained: bool = fsdp_param.sharded_param.requires_grad
+    return trained
+
+
 def stage_backward(stage_output: Any, output_grads: Any, input_values: Any) -> Any:
     """Backward of a pipeline stage. Tested with 2.13. Public PipelineStage runs it, with its own gradient sync."""
     from torch.distributed.pipelining._backward import stage_backward
@@ -282,6 +288,15 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """A process group that is not registered with torch.distributed. Tested with 2.13. Public
     torch.distributed.ProcessGroupGloo, which type checkers do not see."""
     return _ProcessGroupGloo(store, rank, size, timeout)
+
+
+def default_store() -> Store:
+    """The store through which the ranks of the default process group found each other. Tested with 2.13. No public
+    one."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Store = _get_default_store()
+    return store
 
 
 def nccl_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -326,6 +341,28 @@ def dump_flight_recorders() -> list[bytes]:
 
         dumps.insert(0, _dump_nccl_trace_json())
     return [dump if isinstance(dump, bytes) else dump.encode() for dump in dumps]
+
+
+def process_group_ranks() -> dict[str, list[int]]:
+    """The ranks of every process group of this rank in the order of the group, by its name in the flight recorder; any
+    thread may ask. Tested with 2.13. Public get_process_group_ranks, for a group that one has."""
+    from torch.distributed.distributed_c10d import _world
+
+    places = {name: _world.pg_group_ranks.get(group, {}) for group, name in list(_world.pg_names.items())}
+    return {name: sorted(place_of, key=place_of.__getitem__) for name, place_of in places.items()}
+
+
+def has_nccl_groups() -> bool:
+    """Whether this rank is in process groups of NCCL; any thread may ask."""
+    return dist.is_initialized() and dist.is_nccl_available() and "nccl" in dist.get_backend_config()
+
+
+def abort_nccl_groups() -> None:
+    """End all collectives of NCCL that this rank waits in, from any thread. The call needs a GPU and was not tested
+    with one. No public one."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
 
 
 def record_cuda_memory(enabled: bool) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ def test_a_power_cycle_kills_processes_and_clears_memory() -> None:
 
 SUITE = """
 import subprocess, sys
+from collections.abc import Callable
 from pathlib import Path
 from zero2all.chaos.simulated_nodes import NODE_TMPDIR, simulated_nodes
 with simulated_nodes(2) as (one, other):
@@ -86,3 +88,28 @@ def test_nothing_is_left_of_nodes_whose_creator_was_killed(number: signal.Signal
     assert suite.wait(30) == -number
     gone(mark)
     assert Path("/proc/mounts").read_text() == before
+
+
+def test_a_suspended_node_stands_still_until_it_is_resumed(tmp_path: Path) -> None:
+    ticks = tmp_path / "ticks"
+    with simulated_nodes(1) as [node]:
+        ticking = subprocess.Popen(node.command("sh", "-c", f"while true; do echo tick >>{ticks}; sleep 0.01; done"))
+        try:
+            wait_for(lambda: ticks.exists() and ticks.stat().st_size > 20)
+            node.suspend()
+            size = ticks.stat().st_size
+            states = [Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in node.processes()]
+            assert set(states) == {"T"}
+            assert ticks.stat().st_size == size
+            node.resume()
+            wait_for(lambda: ticks.stat().st_size > size)
+        finally:
+            ticking.kill()
+            ticking.wait()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -129,9 +129,9 @@ class Ranks:
 
 class Rank(RankGroup):
     def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.ranks, self.rank, self.world_size, self.group = ranks, rank, len(ranks.found), None
+        self.ranks, self.rank, self.world_size = ranks, rank, len(ranks.found)
 
-    def on_all_ranks(self, function: Callable[[], Any]) -> list[Any]:
+    def on_all_ranks(self, function: Callable[[], Any], while_waiting: Callable[[], None] | None = None) -> list[Any]:
         return self.ranks.gather(self.rank, function)
 
 
@@ -159,7 +159,7 @@ def test_no_rank_starts_to_write_when_one_has_no_space_to_stage(monkeypatch: pyt
         return staging()
 
     monkeypatch.setattr(checkpoint_store, "staging_dir", full_on_one)
-    monkeypatch.setattr(checkpoint_store.state_dict_saver, "save", lambda *args, **kwargs: saving.append(rank_of.rank))
+    monkeypatch.setattr(checkpoint_store.CheckpointWriter, "write", lambda *args, **kwargs: saving.append(rank_of.rank))
 
     def save(rank: int) -> str:
         rank_of.rank = rank

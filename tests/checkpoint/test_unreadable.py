@@ -184,3 +184,25 @@ def test_checkpoints_that_cannot_be_removed_after_a_rollback_do_not_end_the_run(
     assert "checkpoints after step 900 cannot be removed" in " ".join(capsys.readouterr().err.split())
     monkeypatch.undo()
     assert restored(tmp_path) == [900], "what was left is of an abandoned history"
+
+
+def test_a_restart_waits_for_storage_that_fails_and_not_for_one_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_store, "STORAGE_POLL", 0.0)
+    store, errors = checkpoint_store.CheckpointStore(tmp_path), [errno.EIO, errno.ESTALE, errno.ELOOP]
+    failures = iter(errors)
+
+    def entry_names(self: checkpoint_store.CheckpointStore) -> set[str]:
+        if (code := next(failures, None)) is not None:
+            raise OSError(code, os.strerror(code))
+        return set()
+
+    monkeypatch.setattr(checkpoint_store.CheckpointStore, "_entry_names", entry_names)
+    store.wait_until_readable()
+    failures = iter(errors)
+    with pytest.raises(OSError, match=r"Input/output error"):
+        store.wait_until_readable(patience=0.0)
+    failures = iter([errno.EACCES])
+    with pytest.raises(PermissionError):
+        store.wait_until_readable()

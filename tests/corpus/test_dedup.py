@@ -36,9 +36,10 @@ from zero2all.corpus.dedup import (
     write_boilerplate_lines,
     write_contamination_drops,
 )
+from zero2all.corpus.dedup.components import union_find
 from zero2all.corpus.dedup.exact import nfkc
 from zero2all.corpus.dedup.minhash import estimate_jaccard, minhash_signatures, pack_sketches
-from zero2all.corpus.dedup.near import shingle_hashes, union_find
+from zero2all.corpus.dedup.near import shingle_hashes
 from zero2all.corpus.dedup.shingles import hash_units
 from zero2all.corpus.document import SCHEMA, Document, make_gid
 from zero2all.errors import UsageError

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import tiny_recipe
 from zero2all.elastic.job_secret import new_secret
 from zero2all.elastic.launcher import node_counts
-from zero2all.elastic.restart_policy import RestartPolicy, should_exclude_node
+from zero2all.elastic.restart_policy import RestartPolicy
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.recipe import recipe_yaml
 
@@ -22,30 +22,10 @@ LAUNCH = """
 import sys
 from zero2all.elastic.launcher import LaunchConfig
 module = "tests.elastic.lone_rank"
-config = LaunchConfig([sys.argv[1]], procs=1, nodes=(1, 2), rdzv_endpoint=sys.argv[2], module=module, grace=60)
+options = {"advertise": sys.argv[3], "module": module, "grace": 60}
+config = LaunchConfig([sys.argv[1]], procs=1, nodes=(1, 2), rdzv_endpoint=sys.argv[2], **options)
 sys.exit(config.run())
 """
-
-
-class OtherNodes:
-    """A rendezvous that reports failures of other nodes."""
-
-    def __init__(self, left: int, elsewhere: bool = False) -> None:
-        self.answer = left, elsewhere
-
-    def report_node_failure(self, step: int) -> tuple[int, bool]:
-        return self.answer
-
-
-def test_a_node_that_fails_alone_leaves_and_a_step_that_fails_everywhere_ends_the_job() -> None:
-    assert should_exclude_node(OtherNodes(2), "crash", 7, nodes=3)
-    assert should_exclude_node(OtherNodes(2), "wrong usage", -1, nodes=3), (
-        "such as a disk that is mounted on the others only"
-    )
-    assert not should_exclude_node(OtherNodes(0), "crash", 7, nodes=3), "too few would be left"
-    assert not should_exclude_node(OtherNodes(2, elsewhere=True), "crash", 7, nodes=3)
-    assert not should_exclude_node(OtherNodes(2), "cut off", 7, nodes=3), "the cause is elsewhere"
-    assert not should_exclude_node(OtherNodes(2), "crash", 7, nodes=1)
 
 
 def test_failures_caused_by_another_node_do_not_count_as_this_one_s() -> None:
@@ -63,12 +43,16 @@ def test_the_others_continue_without_a_bad_node(tmp_path: Path) -> None:
     environment = {**os.environ, JOB_SECRET_VARIABLE: new_secret(), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", LAUNCH, str(tmp_path), f"127.0.0.1:{port}"]
     with open(tmp_path / "good.txt", "wb") as log:
-        good = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
+        good = subprocess.Popen([*words, "127.0.0.2"], env=environment, stdout=log, stderr=log)
     wait_for(tmp_path / "ranks-1", good, tmp_path / "good.txt")
+    words += ["127.0.0.3"]
     bad = subprocess.run(words, env={**environment, "BAD": "1"}, capture_output=True, text=True, timeout=400)
     try:
         assert bad.returncode == 1, bad.stderr
-        assert "this node leaves the job" in bad.stderr
+        assert "this node is excluded: only its ranks fail after step 0 (crash)" in bad.stderr
+        again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
+        assert again.returncode == 1, "it does not come back by itself"
+        assert "is excluded from the job: only its ranks fail after step 0 (crash)" in again.stderr
         (tmp_path / "ranks-1").unlink()  # only now: the rank of the first round touched it until the second began
         wait_for(tmp_path / "ranks-1", good, tmp_path / "good.txt")  # one node again
         (tmp_path / "end").touch()

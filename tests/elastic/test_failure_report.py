@@ -93,12 +93,12 @@ def test_the_rank_that_the_others_wait_for_is_named() -> None:
         {"collective": "all_reduce number 6"},
         {"step": 3},
     ):
-        assert [one.rank for one, _ in find_hang_culprits([*others, hung(2, **culprit)])] == [2], culprit
+        assert [one.rank for one in find_hang_culprits([*others, hung(2, **culprit)])] == [2], culprit
     assert find_hang_culprits(others) == []
 
 
 def test_a_stopped_rank_comes_before_one_outside_of_the_collective() -> None:
-    assert [one.rank for one, _ in find_hang_culprits([hung(0, state="T"), hung(1, waits=False)])] == [0]
+    assert [one.rank for one in find_hang_culprits([hung(0, state="T"), hung(1, waits=False)])] == [0]
 
 
 def test_ranks_of_a_lost_node_that_wait_for_the_others_are_no_hang() -> None:

@@ -51,7 +51,7 @@ def train_step(tmp_path: Path) -> Path:
 def test_entries_of_both_backends_are_in_the_order_of_time() -> None:
     nccl = dump(entry("nccl:all_gather", 1, time=10), entry("nccl:all_reduce", 2, time=30)).encode()
     gloo = dump(entry("gloo:all_reduce", 1, "scheduled", time=20)).encode()
-    merged = read_collectives(merge_dumps([nccl, gloo, b""]).decode())
+    merged = read_collectives(merge_dumps([nccl, gloo, b""], {}, 0).decode())
     assert [one.profiling_name for one in merged] == ["nccl:all_gather", "gloo:all_reduce", "nccl:all_reduce"]
     assert read_collectives("") == read_collectives("{}") == read_collectives("no JSON") == []
     assert read_collectives(json.dumps({"entries": [{"name": "of another version"}]})) == []
@@ -101,10 +101,10 @@ def test_on_gpus_the_rank_that_reads_no_batch_is_named(train_step: Path) -> None
         return HungRank(rank, 7, "S", "", waits, str(current_collective(collectives) or ""), "")
 
     others = [hung(rank, 2, entry("nccl:a", 1), entry("nccl:b", 2, "started")) for rank in (0, 1, 3)]
-    ((culprit, why),) = find_hang_culprits([*others, hung(2, 3, entry("nccl:a", 1))])
-    assert (culprit.rank, why) == (2, "is not in the collective that the others wait in")
-    ((culprit, why),) = find_hang_culprits([*others, hung(2, 2, entry("nccl:a", 1), entry("nccl:c", 2, "started"))])
-    assert (culprit.rank, why) == (2, "is in another collective than the others")
+    (culprit,) = find_hang_culprits([*others, hung(2, 3, entry("nccl:a", 1))])
+    assert (culprit.rank, culprit.why) == (2, "is not in the collective that the others wait in")
+    (culprit,) = find_hang_culprits([*others, hung(2, 2, entry("nccl:a", 1), entry("nccl:c", 2, "started"))])
+    assert (culprit.rank, culprit.why) == (2, "is in another collective than the others")
     assert find_hang_culprits(others) == []
 
 
@@ -112,6 +112,23 @@ def test_arrival_times_include_those_of_nccl(tmp_path: Path) -> None:
     collectives_path(tmp_path, 0).write_text(dump(entry("nccl:all_reduce", 5, time=2_000_000_000)))
     assert read_arrival_times(tmp_path, 0) == {("0", "nccl:all_reduce", 5): 2.0}
     assert read_arrival_times(tmp_path, 1) == {}
+
+
+def test_arrivals_in_groups_of_one_name_are_not_compared(tmp_path: Path) -> None:
+    """Groups of one mesh dimension that were split have one name."""
+    for local, ranks in enumerate(([0, 1], [0, 1], [2, 3])):
+        one = entry("nccl:all_reduce", 5, time=2_000_000_000)
+        collectives_path(tmp_path, local).write_bytes(merge_dumps([dump(one).encode()], {"0": ranks}, 0))
+    arrivals = [set(read_arrival_times(tmp_path, local)) for local in range(3)]
+    assert arrivals[0] == arrivals[1] != arrivals[2]
+
+
+def test_a_dump_that_fails_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bytes:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(worker, "_flight_recorder", fail)
+    assert worker._try_dump() == b"{}"
 
 
 def test_a_dump_is_made_on_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:

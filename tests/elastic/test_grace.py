@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from zero2all.elastic.agent import PEER_LOSS_TIMEOUT, Agent
-from zero2all.elastic.heartbeat import HeartbeatStatus, StartupPhase
+from zero2all.elastic.exit_reason import classify_exit
+from zero2all.elastic.hang_detection import request_abort
+from zero2all.elastic.heartbeat import HeartbeatStatus, StartupPhase, create_heartbeat
 from zero2all.elastic.launcher import LaunchConfig
+from zero2all.environment import AGENT_DIR_VARIABLE
 
 
 class PeerLoss:
@@ -24,6 +32,7 @@ class PeerLoss:
 def agent(seconds: float | None, saving: bool, monkeypatch: pytest.MonkeyPatch) -> Agent:
     waiting_agent = Agent.__new__(Agent)
     waiting_agent.rendezvous, waiting_agent.grace = PeerLoss(seconds), 110.0  # type: ignore[assignment]
+    waiting_agent.directory, waiting_agent._abort_requested = Path("/nonexistent"), False
     phase_times = tuple(1.0 if saving and phase == StartupPhase.ENDING else 0.0 for phase in StartupPhase)
     monkeypatch.setattr(waiting_agent, "_heartbeat_statuses", lambda: {0: HeartbeatStatus(5, 0.0, phase_times)})
     monkeypatch.setattr(waiting_agent, "_running", lambda: {0: 1})
@@ -62,3 +71,63 @@ def test_ranks_whose_peer_is_lost_are_not_waited_for(
 
 def test_ranks_have_nearly_the_two_minutes_that_slurm_gives() -> None:
     assert LaunchConfig(["train"], procs=1).grace == 110
+
+
+RANK = """
+import ctypes, sys
+from zero2all.elastic.worker import setup_worker
+setup_worker()
+import zero2all.torch_private as private
+private.has_nccl_groups = lambda: sys.argv[1] == "nccl"
+# A stand-in for NCCL: to abort takes for ever, as it may.
+private.abort_nccl_groups = lambda: (print("aborting", flush=True), ctypes.CDLL(None).sleep(60))
+print("asleep", flush=True)
+if sys.argv[1] == "nccl":
+    ctypes.CDLL(None).sleep(60)  # in native code: no signal handler of Python runs
+sys.stdin.read()
+"""
+
+
+def test_a_rank_that_waits_for_nccl_exits_at_once_when_a_peer_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one, with gloo, gets an error from its collective, and must have the time to handle it."""
+    processes = {}
+    for local, backend in enumerate(("nccl", "gloo")):
+        create_heartbeat(tmp_path, local)
+        environment = {
+            **os.environ, AGENT_DIR_VARIABLE: str(tmp_path), "LOCAL_RANK": str(local),
+            "TORCHELASTIC_ERROR_FILE": str(tmp_path / f"error-{local}.json"), "Z2A_AGENT_PID": str(os.getpid()),
+        }  # fmt: skip
+        processes[local] = subprocess.Popen(
+            [sys.executable, "-c", RANK, backend], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+    try:
+        for process in processes.values():
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"asleep\n"
+        begin = time.monotonic()
+        for local in processes:
+            request_abort(tmp_path, local)
+        assert processes[0].wait(timeout=20) == 1
+        assert time.monotonic() - begin < PEER_LOSS_TIMEOUT, "the agent would have killed it"
+        assert processes[1].poll() is None
+    finally:
+        for process in processes.values():
+            process.kill()
+        outputs = [process.communicate()[0] for process in processes.values()]
+    assert outputs == [b"aborting\n", b""]
+    message = json.loads((tmp_path / "error-0.json").read_text())["message"]["message"]
+    assert classify_exit(1, message).kind == "cut off"
+    assert not (tmp_path / "error-1.json").exists()
+
+
+def test_the_agent_asks_once_and_not_while_ranks_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("zero2all.elastic.agent.request_abort", lambda _, local: asked.append(local))
+    for seconds, saving, expected in ((None, False, []), (0.5, True, []), (0.5, False, [0])):
+        asked.clear()
+        waiting_agent = agent(seconds, saving, monkeypatch)
+        for _ in range(3):
+            waiting_agent._peers_lost(waiting_agent._heartbeat_statuses())
+        assert asked == expected

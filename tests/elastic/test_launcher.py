@@ -1,19 +1,15 @@
-"""Starting ranks: the agent for real, Slurm for real where it is installed, Kubernetes as files."""
+"""Starting ranks with the agent."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import yaml
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from typer.testing import CliRunner
@@ -22,7 +18,7 @@ from zero2all.cli.main import app
 from zero2all.elastic import launcher
 from zero2all.elastic.addresses import interface_for_address, is_local_address, local_address_for
 from zero2all.elastic.job_secret import default_secret_file
-from zero2all.elastic.launcher import LaunchConfig, gpu_numa_options
+from zero2all.elastic.launcher import LaunchConfig
 from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
 from zero2all.elastic.rendezvous_client import RendezvousClient
 from zero2all.elastic.rendezvous_state import RendezvousSettings
@@ -173,101 +169,6 @@ def test_a_host_name_that_resolves_to_loopback_is_refused(monkeypatch: pytest.Mo
         Rendezvous(RendezvousConfig("head:29500", patience=1), RendezvousSettings((1, 2)), job_id="any", procs=1)
 
 
-def test_a_train_job_for_kubernetes() -> None:
-    done = CliRunner().invoke(
-        app, ["launch", "--procs", "8", "--nodes", "4", "--gpus", "8", "--emit", "k8s", "--", *WORDS]
-    )
-    job = yaml.safe_load(done.stdout)
-    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    trainer = job["spec"]["trainer"]
-    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)
-    assert trainer["command"] == ["torchrun", "--no-python", "z2a", *WORDS]
-
-
-def test_a_pytorch_job_for_kubernetes() -> None:
-    job = yaml.safe_load(LaunchConfig(WORDS, procs=8, nodes=(4, 4)).pytorch_job("image"))
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 3)
-    container = replicas["Worker"]["template"]["spec"]["containers"][0]
-    assert container["name"] == "pytorch", "the operator looks for this name"
-    assert container["command"][-3:] == WORDS
-
-
-def test_the_slurm_script_quotes_and_is_written(tmp_path: Path) -> None:
-    to = tmp_path / "job.sh"
-    words = ["launch", "--procs", "8", "--nodes", "2", "--emit", "slurm", "--to", str(to), "--json", "--", *WORDS]
-    done = CliRunner().invoke(app, words)
-    assert json.loads(done.stdout)["to"] == str(to)
-    script = to.read_text(encoding="utf-8")
-    assert "-- train 'my recipe.yaml' train.steps=5" in script
-    assert '--nnodes 2:2 --rdzv-endpoint "$head:29500"' in script
-    assert subprocess.run(["bash", "-n", str(to)]).returncode == 0
-    assert "srun --export=ALL --kill-on-bad-exit=1" in script
-    assert (
-        "srun --export=ALL --no-kill --kill-on-bad-exit=0"
-        in LaunchConfig(WORDS, 8, (2, 4), "head:29500").slurm_script()
-    )
-    asked = LaunchConfig(WORDS, 8, (2, 2), "head:1", max_restarts=2, hang_after=3600, grace=290)
-    assert (
-        "--nnodes 2:2 --rdzv-endpoint head:1 --max-restarts 2 --hang-after 3600 --grace 290 -- train"
-        in asked.slurm_script()
-    )
-    assert "--signal=B:TERM@300 " in asked.slurm_script(), "the ranks have the time that Slurm gives, minus a margin"
-    assert "--signal=B:TERM@120 " in script
-    assert "--grace 110 -- train" in script
-    with pytest.raises(
-        UsageError, match="leave out --max-restarts, --hang-after, --grace, --rdzv-endpoint: in Kubernetes torchrun"
-    ):
-        asked.train_job("image")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which("sbatch") is None or subprocess.run(["sinfo", "-h"], capture_output=True).returncode != 0,
-    reason="no working Slurm here",
-)
-def test_slurm_runs_the_script(tmp_path: Path) -> None:
-    """On one node: two ranks, each of which prints the version."""
-    script = tmp_path / "job.sh"
-    script.write_text(LaunchConfig(["--version"], procs=2).slurm_script(), encoding="utf-8")
-    tools = tmp_path / "bin"  # a z2a that is this checkout, wherever the tests run
-    tools.mkdir()
-    z2a = tools / "z2a"
-    z2a.write_text(f'#!/bin/sh\nexec {sys.executable} -m zero2all.cli "$@"\n', encoding="utf-8")
-    z2a.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["sbatch", "--parsable", "--chdir", str(tmp_path), str(script)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    log = tmp_path / f"z2a-{done.stdout.strip()}.log"
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline and not (log.exists() and log.read_text().count("zero2all ") == 2):
-        time.sleep(1)
-    assert log.read_text().count("zero2all ") == 2, log.read_text()
-
-
-def test_the_slurm_script_gives_the_nodes_a_secret(tmp_path: Path) -> None:
-    script = LaunchConfig(WORDS, procs=8, nodes=(2, 2)).slurm_script()
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho head-node\n")
-    (tmp_path / "srun").write_text('#!/bin/sh\necho "$Z2A_JOB_SECRET"; echo "$@"\n')
-    for name in ("scontrol", "srun"):
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x"}
-    runs = [subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment) for _ in range(2)]
-    (first, words), (second, _) = (done.stdout.splitlines() for done in runs)
-    assert len(first) == 64, runs[0].stderr
-    assert first != second
-    assert first not in words, "ps would show it"
-    named = LaunchConfig(WORDS, 8, (2, 2), "login:29500", secret_file=Path("/home/me/my secret")).slurm_script()
-    assert "--secret-file '/home/me/my secret'" in named
-    assert "Z2A_JOB_SECRET=" not in named
-
-
 @pytest.mark.parametrize(("rank", "printed"), [(None, True), ("0", True), ("1", False)])
 def test_one_rank_reports_that_the_run_is_done(
     rank: str | None, printed: bool, monkeypatch: pytest.MonkeyPatch
@@ -281,12 +182,3 @@ def test_one_rank_reports_that_the_run_is_done(
     done = CliRunner().invoke(app, ["train", "recipe.yaml"])
     assert done.exit_code == 0, done.output
     assert ("trained 7 steps" in done.stdout) == printed
-
-
-def test_ranks_stay_near_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gpu_numa_options() is None
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    options = gpu_numa_options()
-    assert options is not None
-    assert options.affinity_mode == "node"

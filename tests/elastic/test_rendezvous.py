@@ -19,9 +19,17 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from zero2all.elastic import rendezvous_client as client_module
+from zero2all.elastic.job_events import JobEvent
 from zero2all.elastic.job_secret import find_secret, new_secret
+from zero2all.elastic.node_exclusion import FailureFacts
 from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
-from zero2all.elastic.rendezvous_client import JobEndedError, RendezvousClient, RendezvousStore, WrongSecretError
+from zero2all.elastic.rendezvous_client import (
+    JobEndedError,
+    NodeExcludedError,
+    RendezvousClient,
+    RendezvousStore,
+    WrongSecretError,
+)
 from zero2all.elastic.rendezvous_messages import Enter, JoinNextRound, OwnNode, Ping, Request, SetValues
 from zero2all.elastic.rendezvous_protocol import MAGIC
 from zero2all.elastic.rendezvous_server import RendezvousServer
@@ -453,3 +461,54 @@ def test_a_directory_is_no_secret_and_its_mode_is_left_alone(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="is a directory: give a file") as raised:
         find_secret(tmp_path, make=False)
     assert "chmod" not in str(raised.value)
+
+
+def test_an_excluded_node_is_refused_until_it_is_readmitted(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, bad = cluster.node(1), cluster.node(2)
+    assert sorted(cluster.meet(first, bad)) == [0, 1]
+    events: list[JobEvent] = []
+    first.on_event = events.append
+    broken = FailureFacts(7, "crash", gpu_faults=("PCI:0000:3b:00: Xid 79",))
+    assert "Xid 79" in str(bad.report_failure(broken).excluded)
+    until(lambda: first.client.status.lost)
+    with pytest.raises(NodeExcludedError, match="--readmit"):
+        bad.next_rendezvous()
+    first.failed = True
+    assert cluster.meet(first) == [0]
+    assert [event.kind for event in events] == ["node excluded", "job restarted"]
+    assert [str(node) for node in first.client.status.excluded] == [
+        f"{socket.gethostname()} (10.0.0.2): hardware error: PCI:0000:3b:00: Xid 79"
+    ]
+    with pytest.raises(NodeExcludedError, match="Xid 79"):
+        cluster.node(2)
+    assert first.close("failed")
+    assert not first.close("done"), "the first one ended it"
+    with pytest.raises(NodeExcludedError, match="Xid 79"):
+        cluster.node(2)  # the job starts again, and still knows
+    config = RendezvousConfig(cluster.server.endpoint, advertise="10.0.0.2", patience=PATIENCE, readmit=True)
+    back = Rendezvous(config, cluster.settings, "job", procs=2)
+    cluster.stack.callback(back.shutdown)
+    assert cluster.meet(back) == [0]
+    assert "is readmitted" in capfd.readouterr().err
+
+
+def test_one_of_many_claims_a_message(cluster: Cluster) -> None:
+    nodes = [cluster.node(number) for number in (1, 2, 3)]
+    cluster.meet(*nodes)
+    assert [node.claim("x") for node in nodes] == [True, False, False]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_two_nodes_test_each_other_after_a_hang(cluster: Cluster) -> None:
+    """Real processes and exchanges; the chaos suite has a node that is really slow."""
+    nodes = [cluster.node(1), cluster.node(2)]
+    cluster.meet(*nodes)
+    for node in nodes:
+        node.report_failure(FailureFacts(7, "hang"))
+        node.failed = True
+    assert sorted(cluster.meet(*nodes)) == [0, 1]
+    assert [node.assignment.node_test for node in nodes if node.assignment is not None] == [True, True]
+    assert nodes[0].client.status.excluded == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import os
 import random
 import signal
 import subprocess
@@ -16,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from zero2all.track import RunRecord, read_steps
-from zero2all.track.async_writer import AsyncWriter
+from zero2all.track.async_writer import POLL_SECONDS, AsyncWriter
 from zero2all.track.record_index import CHUNK_LINES, index_path
 from zero2all.track.record_lines import EventLine, HistogramLine, RecordLine, SampleLine, StepLine
-from zero2all.track.run_record import AppendFile, RunRecordWriter, read_record_lines
+from zero2all.track.run_record import MAX_WRITES_PER_SECOND, AppendFile, RunRecordWriter, read_record_lines
 
 
 def losses(path: Path) -> dict[int, float]:
@@ -101,6 +102,25 @@ def test_ranks_write_records_of_their_own(tmp_path: Path) -> None:
     with RunRecord(tmp_path / "record.jsonl", rank=3) as record:
         record.step(0, loss=1.0)
     assert losses(tmp_path / "record.rank3.jsonl") == {0: 1.0}
+
+
+def test_a_thousand_ranks_share_the_writes_that_a_file_system_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wrote at every step, and waited for the disk at every event."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    with RunRecord(tmp_path / "record.jsonl", rank=7, ranks=1024, system_every=None) as record:
+        assert record._writers[0]._every == 1024 / MAX_WRITES_PER_SECOND
+        record.event("checkpoint", step=1)
+        record.step(1, step_time=1.0)
+        assert record.flush(), "before a checkpoint is committed, they do write"
+        assert list(read_steps(record.path)) == [1]
+    assert synced == []
+    with RunRecord(tmp_path / "record.jsonl", ranks=1024, system_every=None) as record:
+        assert record._writers[0]._every == POLL_SECONDS
+        record.event("checkpoint", step=1)
+    assert len(synced) == 1
 
 
 def test_a_record_that_cannot_be_written_never_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,9 @@ export async function getFacts(run) {
   return report ? report.facts[run] : get(`runs/${run}/facts`);
 }
 
+// What was planned of a run beside what it measured: only in a report.
+export const planOf = (run) => report?.plans?.[run] ?? null;
+
 export async function getDocuments(run, step, losses) {
   if (!report) return get(`runs/${run}/documents`, [["step", step], ["losses", losses ? "1" : "0"]]);
   const event = report.runs[run].events.findLast((one) => one.step === step && one.documents);

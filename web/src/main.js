@@ -5,7 +5,7 @@ import { Chart } from "./chart.js";
 import { element } from "./element.js";
 import { experimentPanel, isUnfinished } from "./experiments.js";
 import { drawnNames, groupNames } from "./groups.js";
-import { factsPanel, histogramBars, openDocuments, runCard, sampleText, textPanel } from "./panels.js";
+import { factsPanel, histogramBars, openDocuments, planPanel, runCard, sampleText, textPanel } from "./panels.js";
 import { isProbe, probeTable } from "./probes.js";
 import { change, hiddenRuns, onChange, readAddress, state } from "./state.js";
 import { language, say } from "./words.js";
@@ -91,7 +91,7 @@ function buildProbes() {
 
 function buildBelow() {
   below.replaceChildren(...[textPanel(visible(), "sample", sampleText), textPanel(visible(), "histogram", histogramBars),
-    factsPanel(visible())].filter(Boolean));
+    planPanel(visible()), factsPanel(visible())].filter(Boolean));
 }
 
 const visible = () => runs.filter((run) => !hiddenRuns().has(run.id));

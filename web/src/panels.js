@@ -1,5 +1,5 @@
 // Everything on the page but the charts.
-import { getDocuments, getFacts, getText } from "./api.js";
+import { getDocuments, getFacts, getText, planOf } from "./api.js";
 import { COLOURS } from "./chart.js";
 import { element } from "./element.js";
 import { compact, duration, number } from "./format.js";
@@ -59,6 +59,22 @@ export function histogramBars({ counts, edges }) {
   return element("div", {}, element("div", { class: "bars" }, ...counts.map((count, bin) =>
     element("div", { style: `height:${(100 * count) / most}%`, title: `${number(edges[bin])} … ${number(edges[bin + 1])}: ${number(count)}` }))),
     element("div", { class: "ends" }, element("small", {}, number(edges[0])), element("small", {}, number(edges.at(-1)))));
+}
+
+export function planPanel(runs) {
+  const planned = runs.filter((run) => planOf(run.id));
+  if (!planned.length) return null;
+  return element("section", { class: "plans" }, element("h2", {}, say("planned against measured")), ...planned.map((run) => {
+    const { hardware, ranks, checks } = planOf(run.id);
+    return element("article", {},
+      element("p", {}, say("{}: planned for {} ranks of {}").replace("{}", () => run.status.name)
+        .replace("{}", ranks).replace("{}", () => hardware)),
+      element("table", {}, element("tr", {}, ...["metric", "predicted", "measured", "measured / predicted", "note"]
+        .map((name) => element("th", {}, say(name)))), ...checks.map((one) => element("tr", {},
+        element("td", {}, say(one.name)), element("td", {}, `${number(one.planned)} ${one.unit}`),
+        element("td", {}, `${number(one.measured)} ${one.unit}`),
+        element("td", {}, one.ratio == null ? "–" : `${one.ratio.toFixed(2)}x`), element("td", {}, one.note)))));
+  }));
 }
 
 export function factsPanel(runs) {

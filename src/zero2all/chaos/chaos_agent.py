@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import sys
 
-from zero2all.elastic.launcher import LaunchConfig
-from zero2all.processes import end_with_parent
+from zero2all.chaos.shifted_clock import shift_clock
+
+shift_clock()
+
+from zero2all.elastic.launcher import LaunchConfig  # noqa: E402
+from zero2all.elastic.node_policy import NodePolicy  # noqa: E402
+from zero2all.processes import end_with_parent  # noqa: E402
 
 if __name__ == "__main__":
     end_with_parent()
     options = json.loads(sys.argv[1])
-    sys.exit(LaunchConfig(module="zero2all.chaos.chaos_rank", **{**options, "nodes": tuple(options["nodes"])}).run())
+    options |= {"nodes": tuple(options["nodes"]), "node_policy": NodePolicy(**options.get("node_policy", {}))}
+    sys.exit(LaunchConfig(module="zero2all.chaos.chaos_rank", **options).run())

@@ -9,17 +9,22 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from zero2all.chaos.shifted_clock import shift_clock
 from zero2all.processes import AGENT_PID, end_with_agent
 
+shift_clock()
 if AGENT_PID in os.environ:
     end_with_agent()  # before the next import, which takes seconds
 
-from zero2all.elastic.worker import record_exception, run_worker, setup_worker
+from zero2all.elastic.worker import record_exception, run_worker, setup_worker  # noqa: E402
 
 setup_worker()
 
-from zero2all.chaos.injections import FaultInjector, read_injections  # noqa: E402
+from zero2all.chaos.injections import LOCK_PATIENCE_VARIABLE, FaultInjector, read_injections  # noqa: E402
+from zero2all.chaos.restore_audit import RestoreMarker  # noqa: E402
 from zero2all.chaos.sample_audit import SeenSamples, sample_hash  # noqa: E402
+from zero2all.checkpoint import lock  # noqa: E402
+from zero2all.checkpoint.callbacks import CheckpointPhase  # noqa: E402
 from zero2all.console import say  # noqa: E402
 from zero2all.errors import Z2aError  # noqa: E402
 from zero2all.processes import process_start_time  # noqa: E402
@@ -32,18 +37,27 @@ def main(recipe: str, directory: Path) -> int:
     rank = int(os.environ["RANK"])
     # Ranks of one start share the port of their store.
     start = f"{os.environ['MASTER_ADDR']}-{os.environ['MASTER_PORT']}"
+    marker = RestoreMarker(start, rank, directory)
     injector = FaultInjector(read_injections(directory / "injections.json"), rank, directory)
     seen = open(directory / f"seen-{start}-{rank}-{os.getpid()}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
     def record_seen(batch: Batch) -> None:
         rows = [row for row, source in zip(batch.inputs, batch.sources, strict=True) if source != PADDING_SOURCE]
-        line = SeenSamples(time.time(), start, rank, batch.step, [sample_hash(row) for row in rows])
+        line = SeenSamples(time.monotonic(), start, rank, batch.step, [sample_hash(row) for row in rows])
         seen.write(json.dumps(asdict(line)) + "\n")
         seen.flush()
+        marker.on_batch(batch.step)
         injector.before_step(batch)
 
+    def on_checkpoint(phase: CheckpointPhase) -> None:
+        injector.trigger(phase)
+        if phase == "restore":
+            marker.on_restore()
+
+    if LOCK_PATIENCE_VARIABLE in os.environ:
+        lock.AGENT_LOCK_PATIENCE = float(os.environ[LOCK_PATIENCE_VARIABLE])
     try:
-        hooks = replace(injector.hooks(), on_batch=record_seen)
+        hooks = replace(injector.hooks(), on_batch=record_seen, on_checkpoint=on_checkpoint)
         train(load_recipe(Path(recipe)), hooks, start_time=process_start_time())
     except Exception as error:
         say(f"error: {error}")

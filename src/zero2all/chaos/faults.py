@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-import random
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from zero2all.chaos.cgroup import cgroup_unavailable_reason
-from zero2all.chaos.injections import Injection, InjectionPoint
+from zero2all.chaos.fault import (
+    DURABLE_ONLY,
+    ELASTIC_LOSS_TOLERANCE,
+    Fault,
+    Rng,
+    hold_rank,
+    hold_steps,
+    inject,
+    stop_and_resume,
+)
+from zero2all.chaos.injections import Injection
+from zero2all.chaos.membership_faults import MEMBERSHIP_FAULTS
 from zero2all.chaos.node_faults import (
     abandon_histories,
     disconnect_node,
+    isolate_node,
+    jump_clock,
     lose_node,
     lose_rendezvous_node,
     preempt_node,
     replace_node,
     restart_rendezvous,
     shrink_and_grow_nodes,
+    suspend_node,
 )
+from zero2all.chaos.outage_faults import OUTAGE_FAULTS
+from zero2all.chaos.random_histories import RANDOM_HISTORIES
 from zero2all.chaos.scenario import Scenario, expect_status
 from zero2all.chaos.simulated_nodes import simulation_unavailable_reason
 from zero2all.chaos.storage_faults import (
@@ -39,63 +53,10 @@ from zero2all.chaos.storage_faults import (
     truncate_checkpoint,
 )
 from zero2all.chaos.workspace import NUM_RANKS
-from zero2all.elastic.exit_reason import FailureKind
 from zero2all.elastic.launcher import RENDEZVOUS_ADVICE
 
-Rng = random.Random
-DURABLE_ONLY = ("checkpoint.flash_every=null",)
 NO_DURABLE = ("checkpoint.every=100 steps",)
 NO_REPLICAS = ("checkpoint.replicas=0",)  # a replica would restore the corrupted state, on the right history
-ELASTIC_LOSS_TOLERANCE = 1e-5  # where the number of ranks changes
-
-
-@dataclass(frozen=True)
-class Fault:
-    """``injections`` act inside ranks; ``drive`` starts the job, acts from outside, and returns when it has ended."""
-
-    name: str
-    injections: Callable[[Rng], list[Injection]] = lambda rng: []
-    drive: Callable[[Scenario], None] = lambda scenario: run_to_completion(scenario)
-    overrides: tuple[str, ...] = ()
-    expected_kind: FailureKind | None = "crash"
-    """The kind in the failure report; None if there must be no report."""
-    accepted_kinds: tuple[FailureKind, ...] = ()
-    """Other kinds that a node may report that sees only the consequences."""
-    expected_messages: tuple[str, ...] = ()
-    """Messages that the log must contain."""
-    loss_tolerance: float = 0.0
-    """Largest difference of a loss from the baseline's; 0 is bit for bit."""
-    unavailable_reason: Callable[[], str | None] = lambda: None
-    """Why it cannot be injected here, if so."""
-
-
-def run_to_completion(scenario: Scenario) -> None:
-    """The job recovers and completes without help."""
-    expect_status(scenario.run(), 0)
-
-
-def stop_and_resume(scenario: Scenario) -> None:
-    """The job stops, and the same command resumes it."""
-    expect_status(scenario.run(), 1)
-    expect_status(scenario.run(), 0)
-
-
-def inject(
-    action: str,
-    *,
-    first: int = 9,
-    last: int = 22,
-    rank: int | None = None,
-    where: InjectionPoint = "step",
-    times: int = 1,
-) -> Callable[[Rng], list[Injection]]:
-    """One injection at a random rank and step."""
-
-    def injections(rng: Rng) -> list[Injection]:
-        chosen = rng.randrange(NUM_RANKS) if rank is None else rank
-        return [Injection(action, chosen, rng.randrange(first, last), where, times)]
-
-    return injections
 
 
 def poisoned_history(*held_steps: int) -> Callable[[Rng], list[Injection]]:
@@ -124,14 +85,6 @@ def send_signal_to_agent(number: signal.Signals) -> Callable[[Scenario], None]:
         expect_status(scenario.run(), 0)
 
     return drive
-
-
-def hold_steps(first: int, last: int) -> Callable[[Rng], list[Injection]]:
-    return lambda rng: [Injection("hold", 0, step) for step in (first, last)]
-
-
-def hold_rank(rank: int = 0, step: int = 13) -> Callable[[Rng], list[Injection]]:
-    return lambda rng: [Injection("hold", rank, step)]
 
 
 def _is_alive(pid: int) -> bool:
@@ -396,5 +349,60 @@ MULTI_NODE_FAULTS = (
         loss_tolerance=ELASTIC_LOSS_TOLERANCE,
         unavailable_reason=simulation_unavailable_reason,
     ),
+    Fault(
+        "a node is replaced by a new one",
+        hold_rank(rank=1),
+        lambda scenario: replace_node(scenario, by=2),
+        NO_DURABLE,
+        expected_kind="cut off",
+        expected_messages=("2 parts copied from other nodes",),
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+    Fault(
+        "a node is replaced by a new one, without replicas",
+        hold_rank(rank=1),
+        lambda scenario: replace_node(scenario, replicas=False, by=2),
+        NO_REPLICAS,
+        expected_kind="cut off",
+        expected_messages=("from durable storage",),
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+    Fault(
+        "a node returns with abandoned states",
+        # It returns while the other has not yet reached the step of those states again; they hold a corrupted batch.
+        lambda rng: [
+            Injection("hold", 1, 13),
+            Injection("hold", 0, 10, after=0),
+            *(Injection("corrupt", rank, 11, "batch") for rank in range(NUM_RANKS)),
+        ],
+        isolate_node,
+        expected_kind="cut off",
+        expected_messages=("of an abandoned history",),
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+    Fault(
+        "a node is suspended and wakes up replaced",
+        lambda rng: [Injection("hold", 1, 9), Injection("hold", 0, 18)],
+        suspend_node,
+        expected_kind="cut off",
+        accepted_kinds=("hang",),
+        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+    Fault(
+        "the clock of a node jumps",
+        lambda rng: [Injection("hold", 0, 6), Injection("hold", 0, 14), Injection("kill", 0, 20)],
+        jump_clock,
+        accepted_kinds=("cut off",),
+        expected_messages=("first to fail: rank 0",),
+        unavailable_reason=simulation_unavailable_reason,
+    ),
 )
-FAULTS: tuple[Fault, ...] = (*SINGLE_NODE_FAULTS, *MULTI_NODE_FAULTS)
+FAULTS: tuple[Fault, ...] = (
+    *SINGLE_NODE_FAULTS,
+    *OUTAGE_FAULTS,
+    *MULTI_NODE_FAULTS,
+    *MEMBERSHIP_FAULTS,
+    *RANDOM_HISTORIES,
+)

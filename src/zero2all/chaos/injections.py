@@ -17,8 +17,11 @@ from zero2all.parallel import ParallelModel
 from zero2all.train import TrainerHooks
 from zero2all.train.data_loader import Batch
 
+LOCK_PATIENCE_VARIABLE = "Z2A_CHAOS_LOCK_PATIENCE"  # seconds a rank waits for the lock of its run; minutes if not set
 HOLD_SECONDS = 3600.0  # longest wait of a held rank; it ends with its agent
-InjectionPoint = Literal["step", "start", "staging", "marker", "persist", "manifest", "gradient", "batch", "weights"]
+InjectionPoint = Literal[
+    "step", "start", "restore", "staging", "marker", "persist", "manifest", "gradient", "batch", "weights"
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class Injection:
     step: int = 0
     where: InjectionPoint = "step"
     times: int = 1
+    after: int | None = None
+    """The number of an injection that must have been triggered before."""
+    seconds: float = 0.0
+    """How long it takes, for those that take a time chosen in advance."""
 
 
 class FaultInjector:
@@ -60,6 +67,7 @@ class FaultInjector:
             (number, injection)
             for number, injection in self.active
             if injection.where == where
+            and (injection.after is None or (self.directory / f"triggered-{injection.after}-0.json").exists())
             and (self.step == injection.step if where in ("step", "batch") else self.step >= injection.step)
         ]
         return [(number, injection) for number, injection in due if self._claim(number, injection.times)]
@@ -129,6 +137,10 @@ class FaultInjector:
         eaten = []
         while True:  # until the OOM killer acts
             eaten.append(b"x" * (32 << 20))
+
+    def pause(self, number: int) -> None:
+        """What this thread does takes longer, as on slow storage."""
+        time.sleep(dict(self.active)[number].seconds)
 
     def loop(self, number: int) -> None:
         while True:

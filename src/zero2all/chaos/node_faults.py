@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zero2all.chaos.scenario import Scenario
+from zero2all.chaos.shifted_clock import CLOCK_VARIABLE, set_clock
 from zero2all.chaos.simulated_nodes import SimulatedNetwork, simulated_network
 from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.elastic.job_secret import new_secret
@@ -20,6 +21,7 @@ from zero2all.errors import Z2aError
 PORT = 29500
 RANKS_PER_NODE = 2
 SAVING_MESSAGE = "telling the ranks to save"
+NODES_CHANGE_MESSAGE = "the nodes of the job change"
 NodeProcess = subprocess.Popen[bytes]
 
 
@@ -103,23 +105,20 @@ def lose_node(number: int, back: bool = False) -> Callable[[Scenario], None]:
                 return
             scenario.wait_until_triggered(1)  # the survivor is training again
             returned = cluster.start(number, hang_after=hang_after)
-            scenario.wait_until(
-                lambda: "the nodes of the job change" in scenario.log_text(), "the returned node is noticed"
-            )
+            scenario.wait_for_message(NODES_CHANGE_MESSAGE)
             scenario.release(1)
             cluster.expect_success(survivor, returned)
 
     return drive
 
 
-def replace_node(scenario: Scenario, replicas: bool = True) -> None:
-    """A node loses power, and a fresh one with empty memory takes its place: it gets its states from the other one."""
-    with simulated_cluster(scenario) as cluster:
+def replace_node(scenario: Scenario, replicas: bool = True, by: int = 1) -> None:
+    """A node loses power. It comes back with empty memory, or, with ``by=2``, another machine takes its place. With
+    replicas it gets its states from the other node."""
+    with simulated_cluster(scenario, nodes=max(2, by + 1)) as cluster:
         cluster.start_rendezvous()
-        options: dict[str, Any] = {
-            "nodes": (2, 2),
-            "hang_after": 8 * scenario.hang_after,
-        }  # ranks are held while a node starts
+        # Ranks are held while a node starts.
+        options: dict[str, Any] = {"nodes": (2, 2), "hang_after": 8 * scenario.hang_after}
         processes = [cluster.start(number, **options) for number in range(2)]
         scenario.wait_until_triggered()
         for number in range(2):
@@ -130,7 +129,7 @@ def replace_node(scenario: Scenario, replicas: bool = True) -> None:
         cluster.power_cycle(1)
         scenario.release()
         processes[1].wait()
-        cluster.expect_success(processes[0], cluster.start(1, **options))
+        cluster.expect_success(processes[0], cluster.start(by, **options))
 
 
 def disconnect_node(scenario: Scenario) -> None:
@@ -144,6 +143,65 @@ def disconnect_node(scenario: Scenario) -> None:
         scenario.release()
         cluster.expect_success(processes[0])
         cluster.nodes[1].kill_all()
+
+
+def isolate_node(scenario: Scenario) -> None:
+    """A node is cut off, the other continues alone; then the node returns, with its memory as it was."""
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        hang_after = 8 * scenario.hang_after  # ranks are held while a node starts
+        processes = [cluster.start(number, hang_after=hang_after) for number in range(2)]
+        scenario.wait_until_triggered(0)
+        cluster.wait_until_staged(1, 12)
+        scenario.wait_for_checkpoint()
+        scenario.mark_trigger()
+        node = cluster.nodes[1]
+        node.disconnect()
+        node.kill_all()
+        processes[1].wait()
+        node.connect()
+        scenario.release(0)
+        scenario.wait_until_triggered(1)  # the survivor is training again
+        returned = cluster.start(1, hang_after=hang_after)
+        scenario.wait_for_message(NODES_CHANGE_MESSAGE)
+        scenario.release(1)
+        cluster.expect_success(processes[0], returned)
+
+
+def suspend_node(scenario: Scenario) -> None:
+    """Every process of a node is stopped for longer than a heartbeat may be late, and continues after its replacement.
+
+    Its ranks then are of a round that is over: they must write nothing.
+    """
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        hang_after = 8 * scenario.hang_after
+        processes = [cluster.start(number, hang_after=hang_after) for number in range(2)]
+        scenario.wait_until_triggered(0)
+        scenario.mark_trigger()
+        cluster.nodes[1].suspend()
+        scenario.release(0)
+        scenario.wait_until_triggered(1)  # the other node is training alone
+        cluster.nodes[1].resume()
+        scenario.wait_for_message(NODES_CHANGE_MESSAGE)
+        scenario.release(1)
+        cluster.expect_success(*processes)
+
+
+def jump_clock(scenario: Scenario) -> None:
+    """The clock of a node jumps an hour ahead, then two hours back, and a rank of the other node is killed."""
+    clock = scenario.directory / "clock"
+    set_clock(clock, 0)
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        processes = [cluster.start(0)]
+        scenario.environment[CLOCK_VARIABLE] = str(clock)
+        processes.append(cluster.start(1))
+        for number, ahead in enumerate((3600, -3600)):
+            scenario.wait_until_triggered(number)
+            set_clock(clock, ahead)
+            scenario.release(number)
+        cluster.expect_success(*processes)
 
 
 def restart_rendezvous(scenario: Scenario) -> None:
@@ -220,7 +278,7 @@ def _run_node_sequence(scenario: Scenario, cluster: SimulatedCluster, node_sets:
         scenario.wait_until_triggered(number)
         for node in node_set:
             cluster.wait_until_staged(node, 12)
-        scenario.wait_until(lambda: scenario.open_run().checkpoints.newest_valid() is not None, "there is a checkpoint")
+        scenario.wait_for_checkpoint()
         scenario.mark_trigger()
         for node in node_set:
             cluster.nodes[node].kill_all()

@@ -28,6 +28,7 @@ class SeenSamples:
     """The samples of one step on one rank: a line of ``seen-*.jsonl``."""
 
     time: float
+    """Of the monotonic clock, which all nodes of the suite share: a fault may shift the wall clock."""
     start: str
     """The start of the job that the rank belonged to."""
     rank: int

@@ -22,6 +22,7 @@ from zero2all.errors import Z2aError
 from zero2all.recipe import Recipe, recipe_yaml
 from zero2all.train import Run
 
+DIRECTORY_PLACEHOLDER = "DIRECTORY"  # in an override: the directory of the scenario
 MAX_SECONDS = 3600.0  # limit of the baseline job; all other timeouts derive from its duration
 
 
@@ -46,6 +47,7 @@ class Scenario:
         self.hang_after = MAX_SECONDS if baseline_seconds is None else max(5.0, baseline_seconds)
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
+        overrides = tuple(change.replace(DIRECTORY_PLACEHOLDER, str(directory)) for change in overrides)
         self.recipe: Recipe = workspace_recipe(workspace, directory, *overrides)
         self.recipe_path = directory / "recipe.yaml"
         self.recipe_path.write_text(recipe_yaml(self.recipe), encoding="utf-8")
@@ -57,6 +59,7 @@ class Scenario:
         self.exits: list[tuple[float, int]] = []
         """Time and exit status of each start."""
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_terminated = False
 
     @property
     def run_dir(self) -> Path:
@@ -75,6 +78,7 @@ class Scenario:
     def start(
         self, num_ranks: int = NUM_RANKS, node: SimulatedNode | None = None, **options: Any
     ) -> subprocess.Popen[bytes]:
+        self._require_open()
         launch_options = {
             "command": [str(self.recipe_path), str(self.directory)], "procs": num_ranks, "nodes": (1, 1),
             "hang_after": self.hang_after, "grace": 2 * self.hang_after, "patience": 2 * self.hang_after, **options,
@@ -101,11 +105,20 @@ class Scenario:
     def run(self, num_ranks: int = NUM_RANKS, node: SimulatedNode | None = None, **options: Any) -> int:
         return self.wait(self.start(num_ranks, node, **options))
 
+    def is_triggered(self, number: int) -> bool:
+        return self._trigger_file(number).exists()
+
     def wait_until_triggered(self, number: int = 0) -> int:
         """Wait until an injection triggers; returns the pid of its rank."""
-        trigger_file = self.directory / f"triggered-{number}-0.json"
-        self.wait_until(trigger_file.exists, f"injection {number} is triggered")
-        return int(json.loads(trigger_file.read_text(encoding="utf-8"))["pid"])
+        self.wait_until(lambda: self.is_triggered(number), f"injection {number} is triggered")
+        return int(json.loads(self._trigger_file(number).read_text(encoding="utf-8"))["pid"])
+
+    def _trigger_file(self, number: int) -> Path:
+        return self.directory / f"triggered-{number}-0.json"
+
+    def wait_for_message(self, message: str, times: int = 1) -> None:
+        """Until the log contains a message, or contains it so many times."""
+        self.wait_until(lambda: self.log_text().count(message) >= times, f"the log says '{message}'")
 
     def release(self, number: int = 0) -> None:
         (self.directory / f"go-{number}").touch()
@@ -132,15 +145,26 @@ class Scenario:
     def log_text(self) -> str:
         return self.log_path.read_text(encoding="utf-8", errors="replace")
 
+    def wait_for_checkpoint(self) -> None:
+        """Until a durable checkpoint is complete: it is written in the background."""
+        checkpoints = self.open_run().checkpoints
+        self.wait_until(lambda: checkpoints.newest_valid() is not None, "there is a checkpoint")
+
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.timeout / 2
         while not condition():
+            self._require_open()
             if time.monotonic() > deadline:
                 raise Z2aError(f"timed out after {self.timeout / 2:.0f} s waiting until {what}")
             time.sleep(0.02)
 
+    def _require_open(self) -> None:
+        if self._is_terminated:
+            raise Z2aError("the suite was ended")
+
     def terminate(self) -> None:
-        """Leave no process of this scenario behind, whatever happened."""
+        """Leave no process of this scenario behind, whatever happened, and start no other."""
+        self._is_terminated = True
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zero2all.errors import Z2aError
@@ -100,12 +100,16 @@ class SimulatedNode:
         while pids := list(self.processes()):
             if time.monotonic() > deadline:
                 raise Z2aError(f"processes {pids} of {self.name} did not end in {COMMAND_TIMEOUT:.0f} s")
-            for pid in pids:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            _send_signals(pids, signal.SIGKILL)
             time.sleep(0.01)
+
+    def suspend(self) -> None:
+        """Stop every process on the node, as a virtual machine that is paused."""
+        while running := [pid for pid in self.processes() if not _is_stopped(pid)]:
+            _send_signals(running, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        _send_signals(list(self.processes()), signal.SIGCONT)
 
     def shut_down(self) -> None:
         """Kill everything that runs on the node, and drop its memory."""
@@ -208,6 +212,20 @@ def _boot(name: str, ip: str) -> subprocess.Popen[bytes]:
             reason = init.communicate(timeout=COMMAND_TIMEOUT)[1].decode(errors="replace").strip()
             raise Z2aError(f"no node can be simulated here: {reason}")
     return init
+
+
+def _send_signals(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether it cannot run: stopped, or ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TZX"
+    except OSError:
+        return True
 
 
 def _run(*words: str) -> str:

@@ -34,7 +34,7 @@ def damage_then_kill(damage: Callable[[Scenario], None]) -> Callable[[Scenario],
 def newest_checkpoint(scenario: Scenario) -> Path:
     """Once it is complete: it is written in the background."""
     run = scenario.open_run()
-    scenario.wait_until(lambda: run.checkpoints.newest_valid() is not None, "there is a checkpoint")
+    scenario.wait_for_checkpoint()
     return run.checkpoints.path(run.checkpoints.steps()[-1])
 
 
@@ -99,8 +99,8 @@ def run_on_faulty_disk(
     return drive
 
 
-def fill_disk(node: SimulatedNode) -> None:
-    with open(node.path(SMALL_DISK) / "filler", "wb") as stream, suppress(OSError):
+def fill_disk(node: SimulatedNode, disk: Path = SMALL_DISK) -> None:
+    with open(node.path(disk) / "filler", "wb") as stream, suppress(OSError):
         while True:
             stream.write(bytes(1 << 20))
 

@@ -1,14 +1,19 @@
-"""Run the faults one after another, and compare each job with a baseline job without faults."""
+"""Run the faults, one after another or several at a time, and compare each job with a baseline job without faults."""
 
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from zero2all.chaos.faults import FAULTS, Fault
+from zero2all.chaos.fault import Fault
+from zero2all.chaos.faults import FAULTS
+from zero2all.chaos.restore_audit import find_wrong_restores, read_restore_marks
 from zero2all.chaos.sample_audit import audit_samples
 from zero2all.chaos.scenario import Scenario, expect_status
 from zero2all.chaos.workspace import build_workspace
@@ -18,6 +23,7 @@ from zero2all.io import write_json, write_text
 from zero2all.track import read_steps
 from zero2all.track.record_lines import EventLine, RecordLine, StepLine, restart_step
 from zero2all.track.run_record import read_record_lines
+from zero2all.units import show_seconds
 
 COLUMNS = ("fault", "detected s", "recovered s", "steps again", "samples lost", "samples repeated", "")
 
@@ -39,10 +45,12 @@ class FaultResult:
     """Why it could not be injected here."""
     cost: dict[str, float] | None = None
     """Breakdown of the recovery time, as the agent measured it."""
+    seconds: float = 0.0
+    """How long the fault took the suite."""
 
 
-def run_suite(out: Path, only: Sequence[str] = (), seed: int = 0) -> list[FaultResult]:
-    """Inject every fault, or those named; the table in ``out`` (JSON and Markdown) is rewritten after each."""
+def run_suite(out: Path, only: Sequence[str] = (), seed: int = 0, jobs: int = 1) -> list[FaultResult]:
+    """Inject every fault, or those named, ``jobs`` at a time; the table in ``out`` is rewritten after each."""
     chosen = [fault for fault in FAULTS if not only or fault.name in only]
     if unknown := set(only) - {fault.name for fault in FAULTS}:
         known = ", ".join(fault.name for fault in FAULTS)
@@ -51,16 +59,75 @@ def run_suite(out: Path, only: Sequence[str] = (), seed: int = 0) -> list[FaultR
     build_workspace(out / "workspace", seed)
     baselines: dict[tuple[str, ...], Baseline] = {}
     rows: list[FaultResult] = []
-    for number, fault in enumerate(chosen):
-        loss_overrides = tuple(change for change in fault.overrides if change.startswith(("train.steps", "parallel")))
-        if loss_overrides not in baselines:  # checkpoint settings change no loss
+    for fault in chosen:
+        if (loss_overrides := _loss_overrides(fault)) not in baselines:
             baselines[loss_overrides] = run_baseline(out, loss_overrides)
-        row = run_fault(out, fault, baselines[loss_overrides], seed)
-        rows.append(row)
-        say(f"{number + 1}/{len(chosen)} {_summary_line(row)}")
-        write_json(out / "chaos.json", {"seed": seed, "rows": [asdict(row) for row in rows]})
-        write_text(out / "chaos.md", render_table(rows) + "\n")
+    begin, order = time.monotonic(), [fault.name for fault in chosen]
+
+    def run(fault: Fault, live: LiveScenarios) -> FaultResult:
+        return run_fault(out, fault, baselines[_loss_overrides(fault)], seed, live)
+
+    with closing(_run_rows(chosen, run, jobs)) as finished:
+        for row in finished:
+            rows.append(row)
+            taken = time.monotonic() - begin
+            left = taken / len(rows) * (len(chosen) - len(rows))
+            ending = f"about {show_seconds(left)} left" if left else f"all in {show_seconds(taken)}"
+            say(f"{len(rows)}/{len(chosen)} {_summary_line(row)}; {ending}")
+            rows.sort(key=lambda row: order.index(row.fault))
+            write_json(out / "chaos.json", {"seed": seed, "jobs": jobs, "rows": [asdict(row) for row in rows]})
+            write_text(out / "chaos.md", render_table(rows) + "\n")
     return rows
+
+
+class LiveScenarios:
+    """The scenarios that run at the moment, so that the end of the suite ends all of them."""
+
+    def __init__(self) -> None:
+        self._scenarios: set[Scenario] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @contextmanager
+    def running(self, scenario: Scenario) -> Iterator[None]:
+        with self._lock:
+            if self._is_closed:
+                scenario.terminate()
+            self._scenarios.add(scenario)
+        try:
+            yield
+        finally:
+            scenario.terminate()
+            with self._lock:
+                self._scenarios.discard(scenario)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            scenarios = list(self._scenarios)
+        for scenario in scenarios:
+            scenario.terminate()
+
+
+def _run_rows(
+    faults: list[Fault], run: Callable[[Fault, LiveScenarios], FaultResult], jobs: int
+) -> Generator[FaultResult]:
+    """The rows, as they are done. A row is one thread, which mostly waits for its processes."""
+    live = LiveScenarios()
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(run, fault, live) for fault in faults]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:  # also Ctrl-C: nothing is left behind
+            pool.shutdown(wait=False, cancel_futures=True)
+            live.close()
+            raise
+
+
+def _loss_overrides(fault: Fault) -> tuple[str, ...]:
+    """Those that change losses; settings of checkpoints do not."""
+    return tuple(change for change in fault.overrides if change.startswith(("train.steps", "parallel")))
 
 
 @dataclass(frozen=True)
@@ -81,8 +148,8 @@ def run_baseline(out: Path, overrides: tuple[str, ...]) -> Baseline:
         scenario.terminate()
 
 
-def run_fault(out: Path, fault: Fault, baseline: Baseline, seed: int) -> FaultResult:
-    row = FaultResult(fault.name)
+def run_fault(out: Path, fault: Fault, baseline: Baseline, seed: int, live: LiveScenarios | None = None) -> FaultResult:
+    row, begin = FaultResult(fault.name), time.monotonic()
     if (reason := fault.unavailable_reason()) is not None:
         row.skipped = reason
         return row
@@ -91,13 +158,13 @@ def run_fault(out: Path, fault: Fault, baseline: Baseline, seed: int) -> FaultRe
         out / "workspace", out / fault.name.replace(" ", "-"), fault.injections(rng), fault.overrides, baseline.seconds
     )
     try:
-        fault.drive(scenario)
+        with (live or LiveScenarios()).running(scenario):
+            fault.drive(scenario)
     except Z2aError as error:
         row.problems.append(str(error))
-    finally:
-        scenario.terminate()
     _measure(row, scenario, fault)
     _check(row, scenario, fault, baseline.losses)
+    row.seconds = round(time.monotonic() - begin, 1)
     return row
 
 
@@ -140,6 +207,7 @@ def _check(row: FaultResult, scenario: Scenario, fault: Fault, baseline_losses: 
     except (Z2aError, OSError) as error:
         problems.append(f"the run cannot be read: {error}")
         return
+    problems += find_wrong_restores(read_restore_marks(scenario.directory))
     if row.lost or row.repeated:
         problems.append("not every sample was seen exactly once")
     if missing := set(range(plan.total_steps)) - set(losses) - skipped:

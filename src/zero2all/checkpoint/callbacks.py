@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-CheckpointPhase = Literal["staging", "marker", "persist", "manifest"]
-"""In memory: a slot is being overwritten; it is complete but for its marker. On durable storage: the shards of this
-rank are about to be written; all are written but the manifest."""
+CheckpointPhase = Literal["restore", "staging", "marker", "persist", "manifest"]
+"""A state is about to be loaded. In memory: a slot is being overwritten; it is complete but for its marker. On durable
+storage: the shards of this rank are about to be written; all are written but the manifest."""
 
 
 def ignore(*details: object) -> None:
@@ -43,4 +43,4 @@ class CheckpointCallbacks:
     on_replica: Callable[[SentReplica], None] = ignore
     """Called with each state that other nodes now keep too."""
     on_phase: Callable[[CheckpointPhase], None] = ignore
-    """Called at each phase of saving; fault injection uses it."""
+    """Called at each phase of saving and before a state is loaded; fault injection uses it."""

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader
 from torch.optim import Optimizer
 
 from zero2all.checkpoint.callbacks import CheckpointCallbacks
@@ -155,16 +154,17 @@ class CheckpointManager:
     def load(self, restore_point: RestorePoint) -> None:
         """Load a state and begin a history from it, on every rank before any continues."""
         self._live_state = None
+        self.callbacks.on_phase("restore")
         if restore_point.slots:
             state = training_state_dict(self.model, self.optimizers)
             reader = SlotReader(list(restore_point.slots))
             saved = reader.read_metadata().state_dict_metadata
             state["rng"] = {name: value for name, value in state["rng"].items() if f"rng.{name}" in saved}
             tensors = dict(flatten_tensors(state))
-            state_dict_loader.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+            self.rank_group.on_all_ranks(lambda: reader.load(tensors))  # one that cannot read ends the attempt of all
             load_training_state_dict(state, self.model, self.optimizers)
         else:
-            self.checkpoints.load(restore_point.step, self.model, self.optimizers)
+            self.checkpoints.load(restore_point.step, self.model, self.optimizers, self.rank_group)
         self.begin_history(restore_point)
         for slot in self._slots.slots if self._slots is not None else []:
             slot.step = -1 if slot.step > restore_point.step else slot.step

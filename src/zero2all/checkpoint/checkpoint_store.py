@@ -6,6 +6,7 @@ shard with a flipped bit silently. Checksums do not say who wrote it, so ``dcp_r
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -17,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
 from zero2all.checkpoint.callbacks import CheckpointCallbacks
-from zero2all.checkpoint.dcp_reader import CheckpointReader, failure_reasons
+from zero2all.checkpoint.dcp_reader import CheckpointReader
+from zero2all.checkpoint.dcp_writer import CheckpointWriter
 from zero2all.checkpoint.integrity import (
     MANIFEST_KIND,
     VALID,
@@ -49,17 +48,21 @@ from zero2all.io import (
     MANIFEST,
     atomic_dir,
     disk_full_error,
+    json_text,
     read_json,
     remove_stale_staging,
     sha256_file,
     staging_dir,
-    write_json,
     write_manifest,
+    write_text,
 )
-from zero2all.paths import RemotePath
+from zero2all.paths import RemotePath, remove_objects
 from zero2all.records import parse_record
+from zero2all.units import show_seconds
 
 STATE_FILE = "state.json"
+STORAGE_PATIENCE = 600.0  # seconds that a restart waits for storage: a file server takes minutes to fail over
+STORAGE_POLL, STORAGE_LOG_INTERVAL = 1.0, 60.0
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process needs no process group
 
 
@@ -85,15 +88,33 @@ class CheckpointStore:
     def __init__(self, directory: Path, keep: int = 2, keep_best: int = 0) -> None:
         self.directory, self.keep, self.keep_best = directory, keep, keep_best
         self._verified: set[int] = set()  # by this process: their checksums were valid
+        self._writer = CheckpointWriter()
 
     def steps(self) -> list[int]:
         steps = (checkpoint_step(name) for name in self._entry_names())
         return sorted(step for step in steps if step is not None)
 
+    def wait_until_readable(self, patience: float = STORAGE_PATIENCE) -> None:
+        """Wait for storage that fails: restarts in a row would fail at the same step until the job is given up."""
+        deadline = log_at = time.monotonic()
+        deadline += patience
+        while True:
+            try:
+                self.steps()
+                return
+            except (OSError, Z2aError) as error:
+                if isinstance(error, PermissionError) or time.monotonic() >= deadline:
+                    raise
+                if time.monotonic() >= log_at:
+                    left = show_seconds(deadline - time.monotonic())
+                    warn(f"storage cannot be read: {error}; waiting for it, for another {left} at most")
+                    log_at += STORAGE_LOG_INTERVAL
+            time.sleep(STORAGE_POLL)
+
     def _entry_names(self) -> set[str]:
         """Names in the directory. A directory that cannot be listed is an error, not empty."""
         if isinstance(self.directory, RemotePath):
-            return {path.relative_to(self.directory).parts[0] for path in self.directory.objects()}
+            return set(self.directory.children())
         try:
             with os.scandir(self.directory) as entries:
                 return {entry.name for entry in entries}
@@ -177,34 +198,23 @@ class CheckpointStore:
                 place = rank_group.on_all_ranks(lambda: stack.enter_context(staging_dir()))[rank_group.rank]
             on_phase("persist")
             shards = dict(flatten_tensors(tensors))  # DCP would pickle everything else
-            try:
-                state_dict_saver.save(
-                    shards,
-                    storage_writer=FileSystemWriter(place),
-                    process_group=rank_group.group,
-                    no_dist=rank_group.group is None,
-                )
-            except CheckpointException as error:
-                raise self._write_error(step, place, shards, error) from error
-            own = [place / ".metadata"] if rank_group.rank == 0 else []
-            own += sorted(place.glob(f"__{rank_group.rank}_*"))
+            shown = place if isinstance(partial, RemotePath) else self.path(step)
+            own = self._writer.write(place, shards, rank_group, lambda error: _write_error(shown, place, shards, error))
 
-            def publish() -> dict[str, tuple[str, int]]:
-                if isinstance(partial, RemotePath):
-                    for path in own:
-                        (partial / path.name).put(path)
-                return {path.name: (sha256_file(path), path.stat().st_size) for path in own}
-
-            files = {name: entry for entries in rank_group.on_all_ranks(publish) for name, entry in entries.items()}
+            published = rank_group.on_all_ranks(lambda: {path.name: _publish(path, partial) for path in own})
+            files = {name: file for of_rank in published for name, file in of_rank.items()}
 
             def finish() -> None:
                 fields = {"step": step, "time": round(time.time(), 3), **asdict(state), "lineage": lineage}
-                write_json(partial / STATE_FILE, fields)
-                digests = {name: digest for name, (digest, _) in files.items()}
-                digests[STATE_FILE] = sha256_file(partial / STATE_FILE)
-                sizes = {name: size for name, (_, size) in files.items()}
+                text = json_text(fields)
+                write_text(partial / STATE_FILE, text)
+                digests = {name: file.sha256 for name, file in files.items()}
+                digests[STATE_FILE] = hashlib.sha256(text.encode()).hexdigest()
+                sizes = {name: file.size for name, file in files.items()}
+                etags = {name: file.etag for name, file in files.items() if file.etag is not None}
                 on_phase("manifest")
-                write_manifest(partial, MANIFEST_KIND, {"key": str(step), "files": digests, "sizes": sizes})
+                body = {"key": str(step), "files": digests, "sizes": sizes, "etags": etags}
+                write_manifest(partial, MANIFEST_KIND, body)
                 stack.close()
 
             rank_group.on_rank0(finish)
@@ -214,21 +224,11 @@ class CheckpointStore:
         except (OSError, Z2aError) as error:  # the new checkpoint is written all the same
             warn(f"old checkpoints in {self.directory} are not removed: {error}")
 
-    def _write_error(self, step: int, place: Path, shards: dict[str, Tensor], error: CheckpointException) -> Z2aError:
-        """Why DCP could not write. Of a full disk it says nothing, and of other ranks only what it says arrives."""
-        needed = sum(shard.numel() * shard.element_size() for shard in map(local_shard, shards.values()))
-        written = sum(path.stat().st_size for path in place.iterdir())
-        is_full = any(is_disk_full(reason) for reason, _ in error.failures.values())
-        if is_full or shutil.disk_usage(place).free < needed - written:
-            return disk_full_error(place if isinstance(self.path(step), RemotePath) else self.path(step), error, needed)
-        return Z2aError(failure_reasons(error))
-
     def _begin(self, step: int) -> AbstractContextManager[Path]:
         path = self.path(step)
         if isinstance(path, RemotePath) and is_unfinished(path):
             # Its removal was interrupted after the manifest, which marks it as ours.
-            for inner in path.objects():
-                inner.unlink(missing_ok=True)
+            remove_objects(path.objects())
         return atomic_dir(path, MANIFEST_KIND)
 
     def remove(self, step: int) -> None:
@@ -236,8 +236,7 @@ class CheckpointStore:
         self._verified.discard(step)
         if isinstance(path, RemotePath):
             (path / MANIFEST).unlink(missing_ok=True)  # a half-removed checkpoint is not valid
-            for inner in path.objects():
-                inner.unlink(missing_ok=True)
+            remove_objects(path.objects())
         else:
             # Renamed first, while its files are removed one by one; the next start removes what a killed process left.
             removed = path.with_name(f".{path.name}.removed-{os.getpid()}")
@@ -327,13 +326,25 @@ class CheckpointStore:
             # A damaged state says nothing; an unreadable one may be permanent.
             return CheckpointHeader(permanent=not isinstance(error.__cause__, ValueError))
 
-    def load(self, step: int, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        """Load model, optimizers and random generators as they were after ``step`` steps."""
+    def load(
+        self, step: int, model: nn.Module, optimizers: list[Optimizer], rank_group: RankGroup | None = None
+    ) -> None:
+        """Load model, optimizers and random generators as they were after ``step`` steps.
+
+        Each rank reads what it needs. With a group, one that cannot fails on all of them.
+        """
         state, reader = training_state_dict(model, optimizers), self.reader(step)
-        # A run may resume with another world size: only the generators that were saved are restored.
-        saved = reader.read_metadata().state_dict_metadata
-        state["rng"] = {name: value for name, value in state["rng"].items() if f"rng.{name}" in saved}
-        reader.load(dict(flatten_tensors(state)))
+
+        def read() -> None:
+            # A run may resume with another world size: only the generators that were saved are restored.
+            saved = reader.entries()
+            state["rng"] = {name: value for name, value in state["rng"].items() if f"rng.{name}" in saved}
+            reader.load(dict(flatten_tensors(state)))
+
+        if rank_group is None:
+            read()
+        else:
+            rank_group.on_all_ranks(read)
         load_training_state_dict(state, model, optimizers)
 
     def load_model(self, step: int, model: nn.Module) -> None:
@@ -344,6 +355,31 @@ class CheckpointStore:
 
     def reader(self, step: int) -> CheckpointReader:
         return CheckpointReader(self.path(step))
+
+
+@dataclass(frozen=True)
+class _PublishedFile:
+    sha256: str
+    size: int
+    etag: str | None = None
+
+
+def _publish(path: Path, directory: Path) -> _PublishedFile:
+    """Hash a local file, and upload it if the checkpoint is in an object store."""
+    etag = None
+    if isinstance(directory, RemotePath):
+        (directory / path.name).put(path)
+        etag = (directory / path.name).etag()
+    return _PublishedFile(sha256_file(path), path.stat().st_size, etag)
+
+
+def _write_error(shown: Path, place: Path, shards: dict[str, Tensor], error: Exception) -> Z2aError:
+    """Why torch could not write; of a full disk it says nothing."""
+    needed = sum(shard.numel() * shard.element_size() for shard in map(local_shard, shards.values()))
+    written = sum(path.stat().st_size for path in place.iterdir())
+    if is_disk_full(error) or shutil.disk_usage(place).free < needed - written:
+        return disk_full_error(shown, error, needed)
+    return Z2aError(str(error).partition("\n")[0] or type(error).__name__)
 
 
 def _is_on_lineage(step: int, header: CheckpointHeader, newest: Lineage | None) -> bool:

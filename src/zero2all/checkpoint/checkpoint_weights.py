@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero2all.checkpoint.checkpoint_store import STATE_FILE, CheckpointStore, checkpoint_step
 from zero2all.checkpoint.integrity import IntegrityResult, read_checksums, verify_sizes
@@ -39,8 +38,8 @@ class CheckpointWeights:
         self._reader = store.reader(step)
         self._entries = {
             name.removeprefix(PREFIX): entry
-            for name, entry in self._reader.read_metadata().state_dict_metadata.items()
-            if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
+            for name, entry in self._reader.entries().items()
+            if name.startswith(PREFIX)
         }
         dtypes = {str(entry.properties.dtype).removeprefix("torch.") for entry in self._entries.values()}
         self.dtype = ", ".join(sorted(dtypes))

@@ -3,19 +3,20 @@
 DCP keeps its table of contents in ``.metadata``, a pickle, and pickles entries that are not tensors. Here the few
 classes that DCP writes become inert objects, which are checked and then copied into DCP's own types; any other name is
 refused. Entries that are not tensors are never read. Tensors are read by torch with ``weights_only=True``.
+
+Our own checkpoints also have an index of columns (``chunk_index.py``), from which each rank plans its reads alone.
 """
 
 from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -31,14 +32,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from zero2all.checkpoint.chunk_index import DTYPES, INDEX_FILE, ChunkIndex, Region
+from zero2all.checkpoint.integrity import DamagedError, read_manifest_of_checkpoint
 from zero2all.errors import Z2aError
 from zero2all.paths import RemotePath, open_bytes
-from zero2all.torch_private import fsspec_filesystem, storage_info
+from zero2all.torch_private import fsspec_filesystem, local_shape_and_offset, storage_info
 
 T = TypeVar("T")
-DTYPES: Final = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 ALLOWED_CLASSES: Final = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -184,6 +187,35 @@ def _size(entry: _InertObject, name: str) -> torch.Size:
     return torch.Size(size)
 
 
+def read_index(directory: Path) -> ChunkIndex | None:
+    """The index of a checkpoint. None without one, or if ``.metadata`` is another than the index was written with."""
+    try:
+        manifest = read_manifest_of_checkpoint(directory)
+        path = directory / ".metadata"
+        size = path.size() if isinstance(path, RemotePath) else path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError, DamagedError):
+        return None  # of another program, or of somebody who reads it in spite of its damage
+    if INDEX_FILE not in manifest.files or manifest.sizes.get(".metadata") != size:
+        return None
+    try:
+        index = ChunkIndex.from_bytes((directory / INDEX_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    except DamagedError as error:
+        raise Z2aError(f"{directory}: {error}; use another checkpoint ('z2a ckpt ls' lists them)") from error
+    return index if index.header.metadata_sha256 == manifest.files.get(".metadata") else None
+
+
+def _local_region(tensor: Tensor) -> Region | None:
+    """The part of a tensor that this rank holds; None if it holds none."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    sizes, offsets = local_shape_and_offset(tensor)
+    return offsets, sizes
+
+
 class CheckpointReader(FileSystemReader):
     """DCP's reader for a directory on disk or in an object store, with metadata as above, read once."""
 
@@ -191,14 +223,38 @@ class CheckpointReader(FileSystemReader):
         super().__init__(str(path))
         self._metadata_file = path / ".metadata"
         self._metadata: Metadata | None = None
+        self._selected: Metadata | None = None  # what this rank reads, while it does
+        self._index: ChunkIndex | None = None
+        self._has_looked_for_index = False
         if isinstance(path, RemotePath):
             self.fs = fsspec_filesystem()
             self.path = self.fs.init_path(str(path))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._selected is not None:
+            return self._selected
         if self._metadata is None:
             self._metadata = read_metadata(self._metadata_file)
         return self._metadata
+
+    def entries(self) -> Mapping[str, TensorStorageMetadata]:
+        """Type and size of every tensor by name; their chunks may be left out."""
+        if (index := self._read_index()) is not None:
+            return index.entries()
+        entries = self.read_metadata().state_dict_metadata
+        return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def _read_index(self) -> ChunkIndex | None:
+        """The index of our own checkpoints, unless ``.metadata`` is no longer the one that it was written with."""
+        if not self._has_looked_for_index:
+            self._index = read_index(self._metadata_file.parent)
+            self._has_looked_for_index = True
+        return self._index
+
+    def _select(self, wanted: dict[str, Region | None]) -> Metadata:
+        """The metadata of what is wanted; without an index that of everything."""
+        index = self._read_index()
+        return self.read_metadata() if index is None else index.metadata(wanted)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -207,19 +263,22 @@ class CheckpointReader(FileSystemReader):
         return super().read_data(plan, planner)
 
     def load(self, tensors: dict[str, Any]) -> None:
-        """Fill tensors in place; a collective if there are several ranks."""
-        self.read_metadata()  # DCP would log a traceback of what is wrong with it
+        """Fill tensors in place. No collective: each rank plans and reads what it needs."""
+        # Before DCP does, which would log a traceback of what is wrong with it.
+        self._selected = self._select({name: _local_region(tensor) for name, tensor in tensors.items()})
         try:
-            state_dict_loader.load(tensors, storage_reader=self, no_dist=not dist.is_initialized())
+            state_dict_loader.load(tensors, storage_reader=self, no_dist=True)
         except CheckpointException as error:
             raise Z2aError(
                 f"{self._metadata_file.parent} cannot be loaded: {failure_reasons(error)} "
                 "(choose another step: 'z2a ckpt ls' lists them)"
             ) from error
+        finally:
+            self._selected = None
 
     def read_part(self, name: str, begin: Sequence[int], size: Sequence[int]) -> Tensor:
         """The part of a tensor that begins at the index ``begin``. No collective: each rank reads what it needs."""
-        metadata, directory = self.read_metadata(), self._metadata_file.parent
+        metadata, directory = self._select({name: (begin, size)}), self._metadata_file.parent
         entry = metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
         part = torch.zeros(tuple(size), dtype=entry.properties.dtype)

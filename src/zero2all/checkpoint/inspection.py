@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero2all.checkpoint.checkpoint_store import CheckpointStore
 from zero2all.checkpoint.flash import StagedSlot, find_staged_slots
@@ -113,10 +112,10 @@ def compare_checkpoints(checkpoints: CheckpointStore, one: int, other: int) -> l
     _require_step(checkpoints, one)
     _require_step(checkpoints, other)
     readers = [checkpoints.reader(step) for step in (one, other)]
-    known = [reader.read_metadata().state_dict_metadata for reader in readers]
+    known = [reader.entries() for reader in readers]
     rows = []
     for name, entry in known[0].items():
-        if not name.startswith("model.") or not isinstance(entry, TensorStorageMetadata):
+        if not name.startswith("model."):
             continue
         if name not in known[1]:
             raise UsageError(f"{name} is only in the checkpoint of step {one}: these are different models")

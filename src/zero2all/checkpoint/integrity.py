@@ -45,14 +45,26 @@ class CheckpointManifest:
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each file."""
     sizes: dict[str, int] = field(default_factory=dict)
+    etags: dict[str, str] = field(default_factory=dict)
+    """In an object store, what the store called each upload."""
     unfinished: bool = False
 
 
 def verify_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)) -> IntegrityResult:
-    """Recompute the checksums. Rank r of R checks every R-th file from r on: all ranks together read each file once."""
+    """Recompute the checksums. Rank r of R checks every R-th file from r on: all ranks together read each file once.
+
+    An object whose ETag is still that of its upload has not changed, and is not downloaded to be hashed.
+    """
 
     def check() -> None:
-        for name, recorded in read_checksums(path, step, rank_slice).items():
+        manifest = _read_manifest(path, step)
+        unchanged: set[str] = set()
+        if isinstance(path, RemotePath) and manifest.etags:
+            marks = {inner.relative_to(path).as_posix(): mark for inner, mark in path.etags().items()}
+            unchanged = {name for name, mark in manifest.etags.items() if marks.get(name) == mark}
+        for name, recorded in _slice(manifest.files, rank_slice).items():
+            if name in unchanged:
+                continue
             try:
                 digest = sha256_file(path / name)
             except MISSING_FILE_ERRORS:
@@ -65,7 +77,10 @@ def verify_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)
 
 def read_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)) -> dict[str, str]:
     """The recorded checksums of the same files."""
-    files = _read_manifest(path, step).files
+    return _slice(_read_manifest(path, step).files, rank_slice)
+
+
+def _slice(files: dict[str, str], rank_slice: tuple[int, int]) -> dict[str, str]:
     rank, world_size = rank_slice
     return {name: files[name] for name in sorted(files)[rank::world_size]}
 
@@ -99,7 +114,7 @@ def is_unfinished(path: Path) -> bool:
     An object store cannot rename: there the manifest is replaced last when writing and removed first when removing.
     """
     try:
-        manifest = _parse_manifest((path / MANIFEST).read_bytes())
+        manifest = read_manifest_of_checkpoint(path)
     except FileNotFoundError:
         return all(_is_checkpoint_file(name) for name in _sizes(path))
     except DamagedError:
@@ -108,7 +123,7 @@ def is_unfinished(path: Path) -> bool:
 
 
 def _is_checkpoint_file(name: str) -> bool:
-    return name in (".metadata", "state.json") or (name.startswith("__") and name.endswith(".distcp"))
+    return name in (".metadata", "state.json", "chunks.parquet") or (name.startswith("__") and name.endswith(".distcp"))
 
 
 def check_with_retries(check: Callable[[], None]) -> IntegrityResult:
@@ -126,9 +141,14 @@ def check_with_retries(check: Callable[[], None]) -> IntegrityResult:
     raise AssertionError
 
 
+def read_manifest_of_checkpoint(path: Path) -> CheckpointManifest:
+    """The manifest, whatever it says. Raises if there is none, or a damaged one."""
+    return _parse_manifest((path / MANIFEST).read_bytes())
+
+
 def _read_manifest(path: Path, step: int) -> CheckpointManifest:
     try:
-        manifest = _parse_manifest((path / MANIFEST).read_bytes())
+        manifest = read_manifest_of_checkpoint(path)
     except MISSING_FILE_ERRORS:
         raise DamagedError(f"{MANIFEST} is missing") from None
     if manifest.kind != MANIFEST_KIND or manifest.unfinished:

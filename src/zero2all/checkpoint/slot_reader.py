@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -28,6 +29,7 @@ class SlotReader(StorageReader):
     def __init__(self, slots: list[StagedSlot]) -> None:
         self._slots = slots
         self._shard_locations: dict[MetadataIndex, tuple[Path, ShardSpec]] = {}
+        self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
@@ -35,16 +37,28 @@ class SlotReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return False
 
+    def load(self, tensors: dict[str, Any]) -> None:
+        """Fill tensors in place. No collective: each rank plans its reads from the slots it was given."""
+        state_dict_loader.load(tensors, storage_reader=self, no_dist=True)
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = self._collect_metadata()
+        return self._metadata
+
+    def _collect_metadata(self) -> Metadata:
         known: dict[str, TensorStorageMetadata] = {}
         for slot in self._slots:
             for spec in slot.shard_specs():
+                if spec.bytes == 0 and 0 not in spec.size:
+                    continue  # an empty shard may have the offsets of another
                 properties = TensorProperties(dtype=getattr(torch, spec.dtype))
                 entry = known.setdefault(spec.name, TensorStorageMetadata(properties, torch.Size(spec.size), []))
                 chunk = ChunkStorageMetadata(torch.Size(spec.offsets), torch.Size(spec.sizes))
-                if chunk not in entry.chunks:  # replicas on several ranks
+                index = MetadataIndex(spec.name, chunk.offsets)
+                if index not in self._shard_locations:  # replicas on several ranks
                     entry.chunks.append(chunk)
-                    self._shard_locations[MetadataIndex(spec.name, chunk.offsets)] = (slot.data, spec)
+                    self._shard_locations[index] = (slot.data, spec)
         return Metadata(state_dict_metadata=dict(known))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...

@@ -1,11 +1,18 @@
 """``python -m zero2all.cli``: what launched ranks run, with the interpreter that launched them."""
 
 import os
+import sys
 
 if "Z2A_AGENT_DIR" in os.environ:  # under an agent; heartbeat.py would load torch, also where there is none
     from zero2all.processes import end_with_agent
 
     end_with_agent()  # the next import takes seconds
+
+    from zero2all.numa import bind_rank
+
+    bound = bind_rank()  # before torch starts threads, which inherit it
+    if bound is not None and bound.problem:
+        sys.stderr.write(f"warning: rank {os.environ.get('RANK')} {bound.problem}\n")
 
     from zero2all.elastic.worker import run_worker, setup_worker
 

@@ -52,6 +52,10 @@ RayAddress = Annotated[
     str | None,
     typer.Option("--ray-address", help="Address of a running Ray cluster. Default: start one on this machine."),
 ]
+VerifyOutput = Annotated[
+    bool,
+    typer.Option("--verify", help="Compare every byte of finished output with its checksum, not only samples."),
+]
 
 Parameters = ParamSpec("Parameters")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by the agent of 'z2a launch' and by torchrun

@@ -15,6 +15,7 @@ from zero2all.cli.conventions import (
     RayAddress,
     RecipePath,
     Result,
+    VerifyOutput,
     Workers,
     command,
     parse_size,
@@ -127,6 +128,7 @@ def build(
     engine: EngineKind = "local",
     workers: Workers = None,
     ray_address: RayAddress = None,
+    verify: VerifyOutput = False,
     json: Json = False,
 ) -> Result:
     """Read, filter and deduplicate all sources into Parquet.
@@ -147,7 +149,7 @@ def build(
 
         warn_about_new_documents(loaded)
 
-    built = build_corpus(loaded.corpus, loaded.documents_dir, chosen, before_replace)
+    built = build_corpus(loaded.corpus, loaded.documents_dir, chosen, before_replace, verify)
     unchanged = " (unchanged)" if built.reused else ""
     total = f"{count_text(built.documents, 'document')}, {show_bytes(built.bytes)} in {loaded.documents_dir}{unchanged}"
     return Result(

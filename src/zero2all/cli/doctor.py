@@ -32,7 +32,7 @@ def doctor(
     from zero2all.environment import STORE_VARIABLE
 
     if calibrate is not None:
-        return _calibrate(calibrate, directory)
+        return write_calibration(calibrate, directory)
     store = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # The agents' store: every node reaches it, even if the connection to the first node is broken.
@@ -48,13 +48,14 @@ def doctor(
     return result
 
 
-def _calibrate(path: Path, directory: Path) -> Result:
+def write_calibration(path: Path, directory: Path) -> Result:
     """Matrix products, a training step, memory, link and disk, as an entry of the hardware table."""
     import torch
 
     from zero2all.bench.calibrate import measure_machine
+    from zero2all.hardware import hardware_key, pick_device
     from zero2all.io import write_record
-    from zero2all.planner.calibrated import calibrated_entry
+    from zero2all.planner.calibrated import calibrated_entry, user_entry_path
     from zero2all.recipe import load_recipe_or_preset
     from zero2all.train.hyperparameters import fill_hyperparameters
 
@@ -74,7 +75,10 @@ def _calibrate(path: Path, directory: Path) -> Result:
         multiprocessors=found.multiprocessors,
         ranks_per_node=found.ranks_per_node,
     )
-    write_record(path, entry)
+    kept = user_entry_path(hardware_key(pick_device(reference.train.device)))
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    for place in (path, kept):
+        write_record(place, entry)
     products = ", ".join(f"{size}: {flops / 1e9:,.0f}" for size, flops in found.product_flops.items())
     lines = [
         f"{found.device_name}: products in {found.dtype}, GFLOP/s by size: {products}",
@@ -83,5 +87,6 @@ def _calibrate(path: Path, directory: Path) -> Result:
         + (f", link between ranks {found.link_bandwidth / 1e9:.2f} GB/s" if found.link_bandwidth else ""),
         f"disk of {directory}: written {found.disk_write / 1e6:,.0f} MB/s, read {found.disk_read / 1e6:,.0f} MB/s",
         f"written to {path}; plan with it: z2a plan RECIPE --gpus 1 --gpu {path}",
+        f"kept as {kept}: runs of 'z2a train' on this hardware are planned with it, and 'z2a report' compares",
     ]
     return Result({"measured": found, "entry": entry}, "\n".join(lines))

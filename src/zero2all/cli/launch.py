@@ -10,16 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zero2all.cli.conventions import Json, Result, command
+from zero2all.elastic.node_policy import NodePolicy, StragglerPolicy
+from zero2all.environment import NOTIFY_VARIABLE
 from zero2all.errors import UsageError
+from zero2all.numa import BindingMode
 from zero2all.processes import require_linux
 
 if TYPE_CHECKING:
+    from zero2all.elastic.job_files import JobResources
     from zero2all.elastic.launcher import LaunchConfig
 
 
 RankCommand = Annotated[
     list[str],
-    typer.Argument(help="The z2a command that every rank runs, such as: train my.yaml.", metavar="-- COMMAND..."),
+    typer.Argument(
+        help="What every rank runs: a z2a command such as 'train my.yaml', 'python script.py', 'python -m module', "
+        "or the path of a program.",
+        metavar="-- COMMAND...",
+    ),
 ]
 NprocPerNode = Annotated[
     int,
@@ -60,20 +68,67 @@ MaxRestarts = Annotated[
         "--restarts",
         min=0,
         help="Maximum number of restarts after failures. "
-        "Default: unlimited, but a step that fails three times ends the job.",
+        "Default: unlimited, but a step that fails three times ends the job; 0 for a script.",
     ),
 ]
 HangAfter = Annotated[
-    float, typer.Option("--hang-after", min=1, help="Seconds without a step after which a rank counts as hung.")
+    float | None,
+    typer.Option(
+        "--hang-after",
+        min=1,
+        help="Seconds without a step after which a rank counts as hung. Default: 600. A script that does not call "
+        "zero2all.elastic.heartbeat.beat is watched only if this is given, by its CPU time and I/O.",
+    ),
 ]
+RdzvTimeout = Annotated[
+    float, typer.Option("--rdzv-timeout", min=1, help="Seconds to wait for the rendezvous server to appear.")
+]
+ReportDir = Annotated[Path, typer.Option("--report-dir", help="Directory for the failure reports of a script.")]
 Grace = Annotated[
     float, typer.Option("--grace", min=1, help="Seconds that ranks have to save a checkpoint when the job is stopped.")
 ]
-Check = Annotated[bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")]
-JobFile = Literal["slurm", "k8s", "pytorchjob"]
-Emit = Annotated[
-    JobFile | None, typer.Option("--emit", help="Print a job file for Slurm or Kubernetes instead of running.")
+Readmit = Annotated[
+    bool, typer.Option("--readmit", help="Come back to a job that has excluded this node, after it was repaired.")
 ]
+NodeTest = Annotated[
+    bool,
+    typer.Option(
+        "--node-test/--no-node-test",
+        help="After a hang or a crash by signal, test the nodes in pairs before the restart, and exclude a bad one.",
+    ),
+]
+Stragglers = Annotated[
+    StragglerPolicy,
+    typer.Option("--stragglers", help="Log a warning about a node that all others wait for, or exclude it."),
+]
+Notify = Annotated[
+    str | None,
+    typer.Option(
+        "--notify",
+        envvar=NOTIFY_VARIABLE,
+        help="Command that gets each event of the job (node lost or excluded, restart, end) as JSON on stdin, "
+        "or a URL to which it is posted.",
+    ),
+]
+NumaBinding = Annotated[
+    BindingMode,
+    typer.Option(
+        "--numa-binding",
+        help="CPUs of a rank: those of the NUMA node of its GPU, of one core complex (L3 cache) there, or off for "
+        "all. Default: node, where there are several NUMA nodes; ranks without GPUs are spread over them.",
+    ),
+]
+Check = Annotated[bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")]
+JobFile = Literal["slurm", "k8s", "trainjob", "pytorchjob"]
+Emit = Annotated[
+    JobFile | None,
+    typer.Option(
+        "--emit",
+        help="Print a job file instead of running: a script for Slurm, an Indexed Job for Kubernetes (k8s), or a "
+        "TrainJob or PyTorchJob for Kubeflow.",
+    ),
+]
+JobName = Annotated[str, typer.Option("--job-name", help="Name of the job, for --emit.")]
 To = Annotated[Path | None, typer.Option("--to", help="The file that --emit writes. Default: stdout.")]
 Image = Annotated[str, typer.Option("--image", help="Container image of the Kubernetes job.")]
 Gpus = Annotated[int, typer.Option("--gpus", min=0, help="Number of GPUs per node, for --emit.")]
@@ -89,13 +144,21 @@ def launch(
     advertise: Advertise = None,
     secret_file: SecretFile = None,
     max_restarts: MaxRestarts = None,
-    hang_after: HangAfter = 600,
+    hang_after: HangAfter = None,
     grace: Grace = 110,
+    readmit: Readmit = False,
+    node_test: NodeTest = True,
+    stragglers: Stragglers = "warn",
+    notify: Notify = None,
+    numa_binding: NumaBinding = "auto",
+    rdzv_timeout: RdzvTimeout = 60,
+    report_dir: ReportDir = Path("z2a-reports"),
     check: Check = False,
     emit: Emit = None,
     to: To = None,
     image: Image = "zero2all:latest",
     gpus: Gpus = 0,
+    job_name: JobName = "z2a",
     json: Json = False,
 ) -> Result:
     """Run a command on many ranks with elastic restarts.
@@ -103,24 +166,31 @@ def launch(
     For several nodes, run the same command on each. Failed ranks are restarted, failing nodes excluded.
 
     Example: z2a launch --nproc-per-node 2 -- train recipes/quickstart.yaml
+
+    Example: z2a launch --nproc-per-node 2 -- python my_script.py --lr 3e-4
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warnings add nothing
-    from zero2all.elastic.launcher import UNLIMITED_RESTARTS, LaunchConfig
+    from zero2all.elastic.launcher import LaunchConfig
 
     launch_config = LaunchConfig(
         rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
-        UNLIMITED_RESTARTS if max_restarts is None else max_restarts, hang_after, grace,
+        max_restarts, hang_after, grace, rdzv_timeout, numa_binding, report_directory=report_dir,
+        node_policy=NodePolicy(readmit, node_test, stragglers, notify),
     )  # fmt: skip
     if emit is None:
         require_linux("z2a launch")
-        status = replace(launch_config, command=["doctor"], max_restarts=0).run() if check else 0
+        status = (
+            replace(launch_config, command=["doctor"], max_restarts=0, node_policy=NodePolicy()).run() if check else 0
+        )
         status = status or launch_config.run()
         if status:
             raise typer.Exit(status if status > 0 else 1)
         return Result({"ranks": nproc_per_node, "command": rank_command}, f"{nproc_per_node} ranks finished")
+    from zero2all.elastic.job_files import JobResources
+
     if check:
         raise UsageError("--check checks the nodes as they start: with --emit, run 'z2a launch ... -- doctor' there")
-    text = _job_file(launch_config, emit, image, gpus)
+    text = _job_file(launch_config, emit, JobResources(job_name, gpus, image))
     if to is not None:
         to.write_text(text, encoding="utf-8")
     return Result({"emit": emit, "to": to and str(to), "text": text}, text if to is None else f"written to {to}")
@@ -133,10 +203,16 @@ def _node_range(nodes: str) -> tuple[int, int]:
     return int(min_nodes), int(max_nodes or min_nodes)
 
 
-def _job_file(launch_config: LaunchConfig, emit: JobFile, image: str, gpus: int) -> str:
-    if emit == "slurm":
-        return launch_config.slurm_script(gpus)
-    return launch_config.train_job(image, gpus) if emit == "k8s" else launch_config.pytorch_job(image, gpus)
+def _job_file(launch_config: LaunchConfig, emit: JobFile, resources: JobResources) -> str:
+    from zero2all.elastic import job_files
+
+    emitters = {
+        "slurm": job_files.slurm_script,
+        "k8s": job_files.indexed_job,
+        "trainjob": job_files.train_job,
+        "pytorchjob": job_files.pytorch_job,
+    }
+    return emitters[emit](launch_config, resources)
 
 
 @command

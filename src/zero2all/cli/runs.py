@@ -78,9 +78,10 @@ def train(
     Example: z2a train recipes/quickstart.yaml model.num_hidden_layers=6 --name deeper
     """
     from zero2all.evals import evaluate_bpb
+    from zero2all.planner.against import record_plan
     from zero2all.processes import process_start_time
     from zero2all.recipe import load_recipe
-    from zero2all.train import ScheduleChangedError, train
+    from zero2all.train import ScheduleChangedError, TrainerHooks, train
 
     loaded = load_recipe(recipe, [*(overrides or []), *name_overrides(name)])
     if dry_run:
@@ -88,7 +89,8 @@ def train(
     if (gpu, world_size, mfu) != (None, None, None):
         raise UsageError("--gpu, --world-size and --mfu are for --dry-run; 'z2a launch' starts several ranks")
     try:
-        summary = train(loaded, evaluate=evaluate_bpb, start_time=process_start_time(), extend=extend)
+        hooks = TrainerHooks(on_run=record_plan)
+        summary = train(loaded, hooks, evaluate=evaluate_bpb, start_time=process_start_time(), extend=extend)
     except ScheduleChangedError as error:
         launched = "launch ... -- " if "RANK" in os.environ else ""
         with_choice = shlex.join([*sys.argv[1:], "--extend", "rewarm"])

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from zero2all.cli.conventions import EngineKind, Json, Overrides, RayAddress, RecipePath, Result, RunPath, command
+from zero2all.cli.conventions import (
+    EngineKind,
+    Json,
+    Overrides,
+    RayAddress,
+    RecipePath,
+    Result,
+    RunPath,
+    VerifyOutput,
+    command,
+)
 
 app = typer.Typer(help="Tokenize documents; trace a step to its documents.", no_args_is_help=True)
 
@@ -22,6 +32,7 @@ def build(
         int, typer.Option("--workers", min=1, help="Number of local processes. One process already uses all cores.")
     ] = 1,
     ray_address: RayAddress = None,
+    verify: VerifyOutput = False,
     json: Json = False,
 ) -> Result:
     """Tokenize documents into a Megatron-compatible store.
@@ -43,7 +54,7 @@ def build(
         refuse_store_change(loaded.tokens_dir, loaded.out, remedy)
 
     built = build_tokens(
-        loaded.tokens, loaded.documents_dir, loaded.tokenizer_dir, loaded.tokens_dir, where, before_replace
+        loaded.tokens, loaded.documents_dir, loaded.tokenizer_dir, loaded.tokens_dir, where, before_replace, verify
     )
     text = f"{show_count(built.tokens)} tokens in {loaded.tokens_dir}"
     return Result(

@@ -71,10 +71,12 @@ def build_corpus(
     out: Path,
     engine: Engine | None = None,
     before_replace: Callable[[], None] = lambda: None,
+    verify: bool = False,
 ) -> BuiltCorpus:
     """Read, clean, deduplicate and split every source into ``out``; return its manifest.
 
-    ``before_replace`` is called before other documents in ``out`` are replaced, and may raise.
+    ``before_replace`` is called before other documents in ``out`` are replaced, and may raise. With ``verify`` every
+    byte of finished output is compared with its checksum, not only samples.
     """
     engine = engine or Engine()
     if not recipe.sources:
@@ -92,7 +94,7 @@ def build_corpus(
     key = fingerprint([[task.key for task in tasks], options, evaluation])
     missing = missing_packages()
     key_with_missing = fingerprint([key, missing])  # of a corpus without the files that need them
-    if is_current(out, KIND, key) or is_current(out, KIND, key_with_missing):
+    if is_current(out, KIND, key, verify) or is_current(out, KIND, key_with_missing, verify):
         return parse_record(BuiltCorpus, {**read_json(out / MANIFEST), "reused": True}, out / MANIFEST)
 
     refuse_strangers(out, KIND)  # like the filters: before hours of reading
@@ -270,6 +272,7 @@ def _build_manifest(
         left_out=_skipped_by_source(recipe, parts),
         filters=specs,
         files={name: digest for shards in written for name, digest in shards.files.items()},
+        samples={name: digest for shards in written for name, digest in shards.samples.items()},
     )
 
 

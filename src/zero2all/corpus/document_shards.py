@@ -16,8 +16,8 @@ from zero2all.corpus.document import Document, is_validation
 from zero2all.corpus.file_stats import count_drop
 from zero2all.corpus.manifest import SPLITS, DroppedDocuments, SplitShards
 from zero2all.corpus.part_files import DocumentWriter, PartFile
-from zero2all.io import atomic_path, sha256_file
-from zero2all.paths import arrow_source
+from zero2all.io import atomic_path, sampled_digest, sha256_file
+from zero2all.paths import RemotePath, arrow_source
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class WrittenShards:
     dropped: dict[str, DroppedDocuments]
     files: dict[str, str]
     """sha256 of every shard."""
+    samples: dict[str, str]
+    """Hash of some blocks of every shard."""
 
 
 def group_parts_by_size(parts: list[PartFile], shard_size: int) -> list[list[PartFile]]:
@@ -68,11 +70,14 @@ def write_shards(
                     writers[split].write(batch.take(pa.array(places, pa.int64())))
     splits: dict[str, SplitShards] = {}
     files: dict[str, str] = {}
+    samples: dict[str, str] = {}
     for split, writer in writers.items():
         writer.close()
         splits[split] = SplitShards(writer.documents, writer.bytes, writer.shards)
         files |= {f"{split}/{shard}": sha256_file(out / split / shard) for shard in writer.shards}
-    return WrittenShards(source, splits, dropped, files)
+        if not isinstance(out, RemotePath):
+            samples |= {f"{split}/{shard}": sampled_digest(out / split / shard) for shard in writer.shards}
+    return WrittenShards(source, splits, dropped, files, samples)
 
 
 class DocumentShardWriter:

@@ -110,9 +110,11 @@ class CorpusManifest:
     filters: list[str | dict[str, Any]]
     files: dict[str, str]
     """sha256 of every shard."""
+    samples: dict[str, str] = field(default_factory=dict)
+    """Hash of some blocks of every shard: what a rerun compares. Empty in an object store."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BuiltCorpus(CorpusManifest):
     """The result of a build."""
 

@@ -38,11 +38,12 @@ class PairMeasurement:
     """How far the clock of the other is ahead."""
 
 
-def round_robin_rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Every node meets every other once, in rounds of concurrent pairs (a round-robin tournament)."""
+def round_robin_rounds(count: int, limit: int | None = None) -> list[list[tuple[int, int]]]:
+    """Every node meets every other once, in rounds of concurrent pairs (a round-robin tournament); the first ``limit``
+    of them."""
     seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     rounds = []
-    for _ in range(len(seats) - 1):
+    for _ in range(len(seats) - 1 if limit is None else min(limit, len(seats) - 1)):
         half = len(seats) // 2
         pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
         rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
@@ -58,11 +59,11 @@ def min_rounds(count: int) -> int:
 def measure_pairs(store: Store, number: int, count: int, device: torch.device) -> list[PairMeasurement]:
     """Two rounds, and more while some node is undecided. Every node gets all results."""
     measurements: list[PairMeasurement] = []
-    for turn, pairs in enumerate(round_robin_rounds(count)[:MAX_ROUNDS]):
+    for turn, pairs in enumerate(round_robin_rounds(count, MAX_ROUNDS)):
         if turn >= min_rounds(count) and not undecided_nodes(measurements, count):
             break
         mine = next((pair for pair in pairs if number in pair), None)
-        own = [] if mine is None else [_measure_pair(PrefixStore(f"pair/{turn}/{mine}", store), number, mine, device)]
+        own = [] if mine is None else [measure_pair(PrefixStore(f"pair/{turn}/{mine}", store), number, mine, device)]
         results = exchange_through_store(
             store, f"talks/{turn}", number, count, [asdict(measurement) for measurement in own]
         )
@@ -84,7 +85,7 @@ def exchange_through_store(store: Store, name: str, number: int, count: int, val
     return found
 
 
-def _measure_pair(store: Store, number: int, pair: tuple[int, int], device: torch.device) -> PairMeasurement:
+def measure_pair(store: Store, number: int, pair: tuple[int, int], device: torch.device) -> PairMeasurement:
     other = pair[0] if number == pair[1] else pair[1]
     try:
         rank = pair.index(number)
@@ -160,20 +161,24 @@ def undecided_nodes(measurements: list[PairMeasurement], count: int) -> set[int]
     return {number for number in range(count) if number not in good and len(met[number] & good) < enough}
 
 
+def bad_nodes(measurements: list[PairMeasurement], count: int) -> dict[int, str]:
+    """Nodes without a good exchange although they met two healthy ones, and how their exchanges went."""
+    bad, good = bad_pairs(measurements), healthy_nodes(measurements)
+    numbers = {number for pair in bad for number in pair} - good - undecided_nodes(measurements, count)
+    how = {
+        number: next(text for pair, text in bad.items() if number in pair and not good.isdisjoint(pair))
+        for number in sorted(numbers)
+    }
+    return {number: f"{text} between it and every other that it was paired with" for number, text in how.items()}
+
+
 def diagnose_pairs(measurements: list[PairMeasurement], names: dict[int, str], count: int) -> list[Finding]:
     """Findings that name the bad node or link."""
     bad, good, unclear = bad_pairs(measurements), healthy_nodes(measurements), undecided_nodes(measurements, count)
-    findings = []
-    for number in sorted({number for pair in bad for number in pair} - good - unclear):
-        how = next(text for pair, text in bad.items() if number in pair and not good.isdisjoint(pair))
-        findings.append(
-            Finding(
-                "bad",
-                f"node {names[number]}",
-                f"{how} between it and every other that it was paired with",
-                "check its network card, cable and switch port; exclude it until then",
-            )
-        )
+    fix = "check its network card, cable and switch port; exclude it until then"
+    findings = [
+        Finding("bad", f"node {names[number]}", text, fix) for number, text in bad_nodes(measurements, count).items()
+    ]
     for pair, how in bad.items():
         if set(pair) <= good:
             one, other = (names[number] for number in pair)

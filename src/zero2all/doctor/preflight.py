@@ -14,6 +14,7 @@ import torch
 from zero2all.doctor.findings import Finding
 from zero2all.doctor.network_check import diagnose_pairs, exchange_through_store, measure_pairs
 from zero2all.doctor.node_check import DeviceCheck, check_device, check_node, library_versions
+from zero2all.doctor.topology_check import binding_findings, check_binding, check_topology
 from zero2all.hardware import MPS, pick_device
 from zero2all.records import parse_record
 from zero2all.torch_private import Store
@@ -29,6 +30,7 @@ class RankFacts:
     versions: dict[str, str]
     compute: DeviceCheck
     findings: list[Finding]
+    binding: Finding | None
 
 
 def run_checks(directory: Path, store: Store | None = None) -> list[Finding]:
@@ -40,7 +42,7 @@ def run_checks(directory: Path, store: Store | None = None) -> list[Finding]:
     if torch.backends.mps.is_available():
         devices.append(torch.device(MPS))
     device_checks = {f"device {device}": check_device(device) for device in devices}
-    return [*check_node(directory), *compare_devices(device_checks)]
+    return [*check_node(directory), *check_topology(), *compare_devices(device_checks)]
 
 
 def _check_all_nodes(directory: Path, store: Store) -> list[Finding]:
@@ -50,7 +52,8 @@ def _check_all_nodes(directory: Path, store: Store) -> list[Finding]:
     device = pick_device("auto")
     node = f"{socket.gethostname()} (node {rank // each})"
     first = rank % each == 0
-    facts = RankFacts(node, library_versions(), check_device(device), list(check_node(directory)) if first else [])
+    own = [*check_node(directory), *check_topology()] if first else []
+    facts = RankFacts(node, library_versions(), check_device(device), own, check_binding())
     exchanged = exchange_through_store(store, "facts", rank, world, asdict(facts))
     facts_by_rank = {number: parse_record(RankFacts, value, f"rank {number}") for number, value in exchanged.items()}
     findings = [Finding("bad", f"rank {number}", "did not report: its node or its connection is lost",
@@ -58,6 +61,7 @@ def _check_all_nodes(directory: Path, store: Store) -> list[Finding]:
     for fact in facts_by_rank.values():
         findings += [replace(one, what=f"{fact.node}, {one.what}") for one in fact.findings if one.level != "good"]
     device_checks = {f"rank {number} on {fact.node}": fact.compute for number, fact in facts_by_rank.items()}
+    findings += binding_findings((f"rank {number}", fact.binding) for number, fact in facts_by_rank.items())
     findings += compare_devices(device_checks)
     findings += compare_versions({fact.node: fact.versions for fact in facts_by_rank.values()})
     # Between nodes the first rank of each; on one machine all ranks, since their devices may have direct links.

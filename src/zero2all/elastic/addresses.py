@@ -5,16 +5,35 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
+import time
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
 
+from zero2all.console import say
 from zero2all.errors import UsageError, Z2aError
 from zero2all.network import source_address
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
+_NAME_POLL_INTERVAL = 0.5  # seconds
 _UNROUTABLE = ("192.0.2.1", 9)  # TEST-NET-1: not assigned, and nothing is sent
+
+
+def wait_for_name(endpoint: str, patience: float) -> None:
+    """Until the host name of ``endpoint`` resolves: that of a pod exists only once the pod has an address."""
+    deadline, logged = time.monotonic() + patience, False
+    while True:
+        try:
+            resolve_endpoint(endpoint)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() >= deadline:
+                raise Z2aError(f"no route to {endpoint} ({error}): check the name and the network") from error
+        if not logged:
+            say(f"waiting up to {patience:.0f} s for the name of {endpoint} to resolve")
+            logged = True
+        time.sleep(_NAME_POLL_INTERVAL)
 
 
 def local_address_for(endpoint: str) -> str:

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zero2all.console import say
-from zero2all.elastic.exit_reason import ExitReason, FailureKind, classify_exit, gpu_faults, oom_kills
+from zero2all.elastic.activity import ActivityWatch
+from zero2all.elastic.exit_reason import ExitReason, FailureKind, classify_exit, is_signal_exit, oom_kills
 from zero2all.elastic.failure_report import (
     LOG_LINES,
     NodeReport,
@@ -30,48 +32,67 @@ from zero2all.elastic.failure_report import (
     write_failure_report,
     write_node_report,
 )
-from zero2all.elastic.hang_detection import HungRank, collect_stacks, is_hung, request_dump
-from zero2all.elastic.heartbeat import Heartbeat, HeartbeatStatus, StartupPhase, create_heartbeat, run_directory_file
+from zero2all.elastic.gpu_errors import GpuErrors, fatal_texts
+from zero2all.elastic.hang_detection import HungRank, collect_stacks, is_hung, request_abort, request_dump
+from zero2all.elastic.heartbeat import Heartbeat, HeartbeatStatus, StartupPhase, create_heartbeat, find_run_directory
+from zero2all.elastic.job_events import JobEvent
+from zero2all.elastic.node_exclusion import READMIT_ADVICE, FailureFacts
 from zero2all.elastic.rendezvous import Rendezvous
-from zero2all.elastic.restart_policy import RestartPolicy, should_exclude_node
+from zero2all.elastic.restart_policy import RestartPolicy
 from zero2all.elastic.stragglers import CHECK_INTERVAL, find_straggler, read_arrival_times
-from zero2all.elastic.worker import collectives_path
+from zero2all.elastic.worker import collectives_path, dump_thread_path, stacks_path
 from zero2all.elastic.worker_logs import last_lines, trim_log
+from zero2all.environment import record_collective_starts
 from zero2all.torch_private import Store, forbid_restarts, remaining_restarts, worker_context
 
 EXIT_GRACE = 1.0  # seconds for ranks that lost a peer to exit and report it
+CLASSIFIED_LINES = 1000  # of a log: an abort writes the stacks of all threads, in C++ and in Python, after its reason
 LOG_TRIM_INTERVAL = 10.0  # seconds between two checks of the log size
 PEER_LOSS_TIMEOUT = 5.0  # seconds for ranks to notice that a peer on another node is lost
+
+
+@dataclass(frozen=True)
+class ScriptSettings:
+    """For ranks that run any script: it opens no run directory, and may send no heartbeat."""
+
+    report_directory: Path
+    watch_activity: bool
+    """Whether a rank without heartbeats that is idle for ``hang_after`` seconds is hung."""
 
 
 class Agent(LocalElasticAgent):
     """One for each node. ``run()`` returns when the job has ended, with success or failure."""
 
-    def __init__(self, spec: WorkerSpec, directory: Path, hang_after: float, grace: float) -> None:
+    def __init__(
+        self, spec: WorkerSpec, directory: Path, hang_after: float, grace: float, script: ScriptSettings | None = None
+    ) -> None:
         """``grace`` is how long ranks may take to save after SIGTERM."""
         logs = DefaultLogsSpecs(log_dir=str(directory / "logs"), tee=Std.ERR)
         super().__init__(spec, logs, log_line_prefix_template="[${rank}] ", shutdown_timeout=int(grace))
         assert isinstance(spec.rdzv_handler, Rendezvous)
         self.rendezvous = spec.rdzv_handler
         self.directory, self.hang_after, self.grace = directory, hang_after, grace
-        self.restart_policy = RestartPolicy()
+        self.restart_policy = RestartPolicy(sees_progress=script is None)
+        self.script = script
+        self._activity = ActivityWatch(directory, hang_after) if script is not None and script.watch_activity else None
         self.last_failure: NodeReport | None = None
         """The failure that ended the job, or the latest one."""
         self.leaves_job = False
-        """Only this node fails repeatedly: it is excluded, and the job continues without it."""
+        """It is excluded, and the job continues without it."""
         self._heartbeats: dict[int, Heartbeat] = {}
         self._ended_by_agent: set[int] = set()
+        self._abort_requested = False
         self._oom_kills = 0
         self._recovery: RecoveryTimer | None = None
         self._next_trim = time.monotonic() + LOG_TRIM_INTERVAL
         self._dump_requested, self._next_straggler_check = False, time.monotonic() + CHECK_INTERVAL
-        self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._gpu_errors = GpuErrors(since=time.clock_gettime(time.CLOCK_BOOTTIME))
 
     @property
     def run_directory(self) -> Path | None:
-        """Known once a rank has set it."""
-        file = run_directory_file(self.directory)
-        return Path(file.read_text(encoding="utf-8")) if file.exists() else None
+        """Known once a rank has set it; the reports of a script have a directory of their own."""
+        found = find_run_directory(self.directory)
+        return self.script.report_directory if found is None and self.script is not None else found
 
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
@@ -89,8 +110,12 @@ class Agent(LocalElasticAgent):
             self._recovery.rendezvous_done(report)
         for worker in worker_group.workers:
             self._heartbeats[worker.local_rank] = create_heartbeat(self.directory, worker.local_rank)
-            collectives_path(self.directory, worker.local_rank).unlink(missing_ok=True)
+            for path in (collectives_path, stacks_path, dump_thread_path):  # of the rank before
+                path(self.directory, worker.local_rank).unlink(missing_ok=True)
+        if self._activity is not None:
+            self._activity.restart()
         self._ended_by_agent.clear()
+        self._abort_requested = False
         self._oom_kills = oom_kills()
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
@@ -109,12 +134,13 @@ class Agent(LocalElasticAgent):
         if result.state != WorkerState.HEALTHY:
             return result
         running = self._running()
-        if any(is_hung(statuses[local], self.hang_after) for local in running):
+        signs = statuses if self.script is None else self._signs_of_progress(statuses, running)
+        if any(is_hung(signs[local], self.hang_after) for local in running):
             detected = time.monotonic()
             ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
             hung = collect_stacks(self.directory, running, ranks, statuses)
             self._end_ranks(0)
-            self._handle_failure(worker_group, statuses, detected, hung=hung)
+            self._handle_failure(worker_group, signs, detected, hung=hung)
             return RunResult(state=WorkerState.UNHEALTHY)
         if self._peers_lost(statuses):
             detected = time.monotonic()
@@ -129,11 +155,28 @@ class Agent(LocalElasticAgent):
         self._trim_logs()
         return result
 
+    def _signs_of_progress(
+        self, statuses: dict[int, HeartbeatStatus], running: dict[int, int]
+    ) -> dict[int, HeartbeatStatus]:
+        """A script without heartbeats has instead the time when it was last active, if that is watched."""
+        now = time.monotonic()
+        idle_since = dict.fromkeys(running, now) if self._activity is None else self._activity.idle_since(running)
+        silent = {local: since for local, since in idle_since.items() if not statuses[local].has_stepped}
+        # As if it made steps: an idle rank is hung after the same time whether it starts or works.
+        working = tuple(float(phase == StartupPhase.STEPPED) for phase in StartupPhase)
+        return statuses | {
+            local: replace(statuses[local], time=since, phase_times=working) for local, since in silent.items()
+        }
+
     def _peers_lost(self, statuses: dict[int, HeartbeatStatus]) -> bool:
         """A node is lost, and the ranks here had time to notice: they block in a collective that never ends. Ranks that
         are saving get the grace period."""
         lost_for = self.rendezvous.seconds_since_peer_loss()
         saving = any(status.phase_times[StartupPhase.ENDING] for status in statuses.values())
+        if lost_for is not None and not saving and not self._abort_requested:
+            self._abort_requested = True  # once: ranks that wait for NCCL exit now, those of gloo notice it themselves
+            for local in self._running():
+                request_abort(self.directory, local)
         return lost_for is not None and lost_for > (self.grace if saving else PEER_LOSS_TIMEOUT)
 
     def _trim_logs(self) -> None:
@@ -145,21 +188,22 @@ class Agent(LocalElasticAgent):
     def _check_stragglers(self, worker_group: WorkerGroup) -> None:
         """Request dumps from the ranks of this node, and read them a second later."""
         now, locals_ = time.monotonic(), [worker.local_rank for worker in worker_group.workers]
-        if now < self._next_straggler_check or len(locals_) < 2:
+        several_nodes = (worker_group.group_world_size or 1) > 1
+        if now < self._next_straggler_check or (len(locals_) < 2 and not several_nodes):
             return
         if not self._dump_requested:
             for local in locals_:
                 request_dump(self.directory, local)
             self._dump_requested, self._next_straggler_check = True, now + 1.0
             return
-        self._dump_requested, self._next_straggler_check = False, now + CHECK_INTERVAL
-        found = find_straggler(
-            {
-                worker.global_rank: read_arrival_times(self.directory, worker.local_rank)
-                for worker in worker_group.workers
-            }
-        )
-        if found is not None:
+        arrivals = {
+            worker.global_rank: read_arrival_times(self.directory, worker.local_rank) for worker in worker_group.workers
+        }
+        if several_nodes and (warning := self.rendezvous.report_arrivals(arrivals)) is not None:
+            say(f"warning: {warning}")
+        self._dump_requested = False
+        self._next_straggler_check = time.monotonic() + self.rendezvous.clock.seconds_to_next_check()
+        if (found := find_straggler(arrivals)) is not None:
             say(f"warning: rank {found[0]} is slow: the others wait for it {100 * found[1]:.0f} % of the time")
 
     def _result(self, worker_group: WorkerGroup) -> RunResult:
@@ -238,9 +282,14 @@ class Agent(LocalElasticAgent):
         )
         if rank_failures and self.run_directory is None and all(failure.status >= 0 for failure in rank_failures):
             reason = "not tried again: the command exited before it opened a run"
-        if should_exclude_node(self.rendezvous, kind, step, worker_group.group_world_size or 1) and reason is not None:
+        faults = self._gpu_errors.faults()
+        by_signal = any(is_signal_exit(failure.status) for failure in rank_failures if failure.kind == "crash")
+        answer = self.rendezvous.report_failure(
+            FailureFacts(step, kind, by_signal, reason is not None, fatal_texts(faults))
+        )
+        if answer.excluded is not None:
             self.leaves_job = True
-            reason = f"{reason}: this node leaves the job, and the others continue; check it with 'z2a doctor'"
+            reason = f"this node is excluded: {answer.excluded}; the others continue; {READMIT_ADVICE}"
         if reason is not None:
             forbid_restarts(self)
         pause = self.restart_policy.backoff()
@@ -252,16 +301,23 @@ class Agent(LocalElasticAgent):
             kind=kind,
             step=step,
             since=detected - max(status.time for status in statuses.values()),
-            decision=reason or f"restarting{after} from the newest checkpoint",
+            decision=reason
+            or f"restarting{after}"
+            + ("" if self.script else " from the newest checkpoint")
+            + (f"; {answer.kept}" if answer.kept else ""),
             command=list(worker_group.spec.args),
             deaths=rank_failures,
             stuck=hung or [],
-            gpu_faults=gpu_faults(since=self._started),
+            gpu_faults=[str(fault) for fault in faults],
+            excluded=None if answer.excluded is None else f"{socket.gethostname()}: {answer.excluded}",
         )
         if kind in ("stopped", "wrong usage"):  # the ranks have logged why, and nothing is broken
             say(self.last_failure.decision)
         else:
-            say(render_text(combine_node_reports([self.last_failure])))
+            report = combine_node_reports([self.last_failure])
+            say(render_text(report))
+            if hung and not report.odd:
+                record_collective_starts()  # so that the same hang names its rank next time
             if (run := self.run_directory) is not None:
                 with suppress(OSError):  # a failing disk must not end the agent
                     write_node_report(run, self.last_failure)
@@ -276,7 +332,7 @@ class Agent(LocalElasticAgent):
         for rank, failure in failures.items():
             local = failure.local_rank
             message, trace, when = _read_error_file(Path(failure.error_file))
-            lines = last_lines(Path(failure.error_file).with_name("stderr.log"), LOG_LINES)
+            lines = last_lines(Path(failure.error_file).with_name("stderr.log"), CLASSIFIED_LINES)
             how = classify_exit(failure.exitcode, message, oom_killed, lines)
             if local in self._ended_by_agent:
                 lost = ", ".join(self.rendezvous.client.status.lost)
@@ -286,7 +342,7 @@ class Agent(LocalElasticAgent):
             found.append(
                 RankFailure(
                     rank, socket.gethostname(), failure.pid, failure.exitcode, how.kind, how.description,
-                    when or failure.timestamp, statuses[local].step, message, trace, lines,
+                    when or how.time or failure.timestamp, statuses[local].step, message, trace, lines[-LOG_LINES:],
                 )
             )  # fmt: skip
         return found
@@ -295,6 +351,10 @@ class Agent(LocalElasticAgent):
         with suppress(OSError):
             return None if self.run_directory is None else write_failure_report(self.run_directory)
         return None
+
+    def end_event(self) -> JobEvent:
+        """For a job that has failed."""
+        return JobEvent("job gave up", "a rank failed" if self.last_failure is None else self.last_failure.decision)
 
     def write_final_report(self) -> Path | None:
         """At the end: combine the node reports that no restart has. Those of other nodes may still arrive."""
@@ -345,7 +405,7 @@ class RecoveryTimer:
 
 def _failure_kind(rank_failures: list[RankFailure]) -> FailureKind:
     """The most severe kind; those that follow from another failure come last."""
-    order: tuple[FailureKind, ...] = ("wrong usage", "out of memory", "crash", "stopped", "cut off")
+    order: tuple[FailureKind, ...] = ("wrong usage", "out of memory", "crash", "hang", "stopped", "cut off")
     kinds = {failure.kind for failure in rank_failures}
     return next((kind for kind in order if kind in kinds), "crash")
 

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from zero2all.elastic.nccl_messages import CONNECTION_LOST, explain_abort
 
 FailureKind = Literal["crash", "out of memory", "hang", "stopped", "wrong usage", "cut off", "ended by the agent"]
 """``cut off``: the rank lost its connection to another one, which is the cause."""
 
 USAGE_ERROR_STATUS = 2
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|Cannot allocate memory", re.IGNORECASE)
-_CONNECTION_LOST = re.compile(
-    r"connection (was )?(closed|reset)|closed by peer|broken pipe|connectFullMesh|connection refused|"
-    r"remote process exited|NCCL communicator was aborted|ncclRemoteError",
-    re.IGNORECASE,
-)
 _TIME_OUT = re.compile(r"timed out waiting|collective operation timeout|wait timeout|DistStoreError", re.IGNORECASE)
-_WATCHDOG = re.compile(r"watchdog caught collective operation timeout|watchdog thread terminated.*time", re.IGNORECASE)
 _STATUSES = {
     126: "the command cannot be executed: check its permissions, and the interpreter in its first line",
     127: "the command was not found: check PATH, and that the environment is the same on every node",
@@ -38,26 +33,14 @@ _SIGNALS = {
     signal.SIGTERM: "ended by SIGTERM before it could save",
     signal.SIGINT: "ended by Ctrl-C before it could save",
 }
-_XID_MEANINGS = {
-    13: "an illegal access in a kernel",
-    31: "a memory page fault: a fault of the program",
-    43: "a kernel was stopped after a fault of the program",
-    48: "a memory error that could not be corrected: have the card inspected",
-    63: "a memory page or row was retired",
-    64: "a memory row could not be retired: reset the card",
-    74: "an NVLink error: check the link or its cable",
-    79: "the card fell off the bus: reboot the node, and replace the card if it recurs",
-    94: "a contained memory error: restart the job",
-    95: "an uncontained memory error: reset the card",
-    119: "the card's firmware does not answer: reset the card",
-    120: "an error of the card's firmware: reset the card",
-}
 
 
 @dataclass(frozen=True)
 class ExitReason:
     kind: FailureKind
     description: str
+    time: float = 0.0
+    """When, in seconds since the epoch, if the log tells."""
 
 
 def classify_exit(status: int, message: str, oom_killed: bool = False, log: Sequence[str] = ()) -> ExitReason:
@@ -65,9 +48,9 @@ def classify_exit(status: int, message: str, oom_killed: bool = False, log: Sequ
 
     ``log`` has its last lines.
     """
-    number = -status if status < 0 else status - 128 if 128 < status <= 128 + signal.NSIG else None
-    if number == signal.SIGABRT and any(map(_WATCHDOG.search, log)):
-        return ExitReason("cut off", "waited too long for another rank: ended by NCCL's watchdog (exit status 134)")
+    number = _signal_number(status)
+    if number == signal.SIGABRT and (found := explain_abort(log)) is not None:
+        return ExitReason(found.kind, f"{found.description} (exit status 134)", found.time)
     if number == signal.SIGKILL and oom_killed:
         return ExitReason("out of memory", "killed by the kernel: the memory limit was reached (exit status 137)")
     if number is not None:
@@ -80,13 +63,21 @@ def classify_exit(status: int, message: str, oom_killed: bool = False, log: Sequ
         return ExitReason("wrong usage", "the command or the recipe is invalid (exit status 2)")
     if _NO_MEMORY.search(message):
         return ExitReason("out of memory", "requested more memory than available")
-    if _CONNECTION_LOST.search(message):
+    if CONNECTION_LOST.search(message):
         return ExitReason("cut off", "lost its connection to another rank")
     if _TIME_OUT.search(message):
         return ExitReason("cut off", "waited too long for another rank (time-out of a collective)")
     if message:
         return ExitReason("crash", f"raised an error (exit status {status})")
     return ExitReason("crash", f"exit status {status}" + (f": {_STATUSES[status]}" if status in _STATUSES else ""))
+
+
+def is_signal_exit(status: int) -> bool:
+    return _signal_number(status) is not None
+
+
+def _signal_number(status: int) -> int | None:
+    return -status if status < 0 else status - 128 if 128 < status <= 128 + signal.NSIG else None
 
 
 def oom_kills() -> int:
@@ -103,21 +94,6 @@ def oom_kills() -> int:
             if found := re.search(r"^oom_kill (\d+)", _read(file), re.MULTILINE):
                 return int(found[1])
     return 0
-
-
-def gpu_faults(since: float, log: str | None = None) -> list[str]:
-    """Xid errors that the driver wrote to the kernel log, with their meaning; ``since`` in seconds after boot."""
-    log = _kernel_log() if log is None else log
-    found = re.findall(r"^\[\s*([\d.]+)\].*NVRM: Xid \(([^)]*)\): (\d+)", log, re.MULTILINE)
-    known = [(card, int(number)) for when, card, number in found if float(when) >= since]
-    return [f"{card}: Xid {number}, {_XID_MEANINGS.get(number, 'see NVIDIA’s list of Xids')}" for card, number in known]
-
-
-def _kernel_log() -> str:
-    try:
-        return subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 def _read(path: Path) -> str:

@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from zero2all.elastic.exit_reason import FailureKind
-from zero2all.elastic.hang_detection import HungRank, find_hang_culprits
+from zero2all.elastic.hang_detection import HangCulprit, HungRank, find_hang_culprits
+from zero2all.elastic.worker_command import SCRIPT_MODULE
 from zero2all.errors import Z2aError
 from zero2all.io import HISTORY_FILE, read_json, read_record, write_record, write_text
 from zero2all.records import RestoreSummary, parse_record
@@ -62,6 +63,8 @@ class NodeReport:
     deaths: list[RankFailure] = field(default_factory=list)
     stuck: list[HungRank] = field(default_factory=list)
     gpu_faults: list[str] = field(default_factory=list)
+    excluded: str | None = None
+    """Why this node leaves the job, if so."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +89,6 @@ class RecoveryCost:
 
 
 @dataclass(frozen=True)
-class HangCulprit:
-    rank: int
-    why: str
-    line: str
-
-
-@dataclass(frozen=True)
 class FailureReport:
     """``RUN/failures/<time>.json``: the node reports of one failure, combined."""
 
@@ -108,6 +104,8 @@ class FailureReport:
     decision: str
     command: list[str]
     gpu_faults: list[str]
+    excluded: list[str]
+    """Nodes that leave the job because of it, and why."""
     ranks: list[RankFailure]
     stuck: list[HungRank]
 
@@ -160,7 +158,7 @@ def combine_node_reports(node_reports: list[NodeReport]) -> FailureReport:
     )
     stuck = sorted((one for report in node_reports for one in report.stuck), key=lambda one: one.rank)
     causes = [failure for failure in rank_failures if failure.kind not in _SECONDARY_KINDS] or rank_failures
-    culprits = find_hang_culprits(stuck)
+    culprits = find_hang_culprits(stuck, heard_all=len(node_reports) >= node_reports[0].nodes)
     kinds = [report.kind for report in node_reports]
     kind = next((known for known in kinds if known not in _SECONDARY_KINDS), kinds[0])
     if kind == "hang" and kinds[0] == "cut off" and not culprits:
@@ -172,11 +170,12 @@ def combine_node_reports(node_reports: list[NodeReport]) -> FailureReport:
         nodes=node_reports[0].nodes,
         nodes_heard=sorted({report.node for report in node_reports}),
         first=causes[0] if causes else None,
-        odd=[HangCulprit(one.rank, why, one.line) for one, why in culprits],
+        odd=culprits,
         seen_after=min(report.since for report in node_reports),
         decision=node_reports[0].decision,
         command=node_reports[0].command,
         gpu_faults=sorted({fault for report in node_reports for fault in report.gpu_faults}),
+        excluded=[report.excluded for report in node_reports if report.excluded is not None],
         ranks=rank_failures,
         stuck=stuck,
     )
@@ -185,8 +184,10 @@ def combine_node_reports(node_reports: list[NodeReport]) -> FailureReport:
 def render_text(report: FailureReport) -> str:
     """The report for a person."""
     when = datetime.fromtimestamp(report.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    where = f"after step {report.step}" if report.step >= 0 else "before the first step"
-    lines = [f"{report.kind} {where}, {when}"]
+    where = f" after step {report.step}" if report.step >= 0 else " before the first step"
+    if report.step < 0 and SCRIPT_MODULE in report.command:
+        where = ""  # a script need not tell its steps
+    lines = [f"{report.kind}{where}, {when}"]
     missing = report.nodes - len(report.nodes_heard)
     if missing > 0:
         lines.append(f"  {missing} of {report.nodes} nodes sent no report: their agents are gone")
@@ -195,6 +196,7 @@ def render_text(report: FailureReport) -> str:
     elif report.first is not None:
         lines += _failure_lines(report.first, report.ranks)
     lines += [f"  GPU {fault}" for fault in report.gpu_faults]
+    lines += [f"  excluded: {node}" for node in report.excluded]
     lines.append(f"  {report.decision}")
     if isinstance(report, RecoveredFailureReport):
         if report.restored is not None:
@@ -209,7 +211,8 @@ def _hang_lines(report: FailureReport) -> list[str]:
     odd = {culprit.rank for culprit in report.odd}
     for one in report.stuck:
         last = f"; last collective {one.collective}" if one.collective else ""
-        lines.append(f"  {'>' if one.rank in odd else ' '} rank {one.rank}: {one.line}{last}")
+        device = f"; its GPU is in {one.device}" if one.device is not None else ""
+        lines.append(f"  {'>' if one.rank in odd else ' '} rank {one.rank}: {one.line}{last}{device}")
     lines += [f"  rank {culprit.rank} {culprit.why}" for culprit in report.odd]
     if not odd:
         lines.append("  all ranks wait in the same place: check the network between the nodes, or ranks of other nodes")

@@ -11,23 +11,27 @@ import subprocess
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from zero2all.device_watch import DevicePosition
 from zero2all.elastic.flight_recorder import (
-    NCCL_PREFIX,
+    GroupTrace,
     RecordedCollective,
     current_collective,
     pending_on_device,
     read_collectives,
+    read_device_state,
+    read_group_traces,
 )
 from zero2all.elastic.heartbeat import HeartbeatStatus
-from zero2all.elastic.worker import collectives_path, dump_request_path, stacks_path
+from zero2all.elastic.wait_graph import find_causes
+from zero2all.elastic.worker import ABORT_REQUEST, collectives_path, dump_request_path, stacks_path
 
 STARTUP_FACTOR = 5  # multiple of the limit for a step: imports, compilation and loading a checkpoint
 DUMP_TIMEOUT = 2.0  # seconds for ranks to dump their stacks
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
-_COLLECTIVE = re.compile(r"torch/distributed/|torch/_ops\.py|_functional_collectives")
+_COLLECTIVE = re.compile(r"torch/distributed/|torch/_ops\.py|_functional_collectives|checkpoint/rank_tree\.py")
 # A call in which the host waits for the device, or a module of torch that does nothing else.
 _HOST_SYNC = re.compile(r"\.(tolist|item|cpu|numpy|nonzero)\(|synchronize\(|torch/cuda/(__init__|streams)\.py")
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|<frozen|<string>")
@@ -48,6 +52,19 @@ class HungRank:
     collective: str
     """The collective that it is in, or the last one that it began, from torch's flight recorder."""
     stack: str
+    groups: list[GroupTrace] = field(default_factory=list)
+    """Where it is in each of its process groups."""
+    device: DevicePosition | None = None
+    """What its GPU has begun and not finished."""
+
+
+@dataclass(frozen=True)
+class HangCulprit:
+    """A rank that the others wait for."""
+
+    rank: int
+    why: str
+    line: str
 
 
 def is_hung(status: HeartbeatStatus, after: float) -> bool:
@@ -62,7 +79,8 @@ def collect_stacks(
     for local, pid in pids.items():
         collectives_path(directory, local).unlink(missing_ok=True)  # a dump of an earlier request is stale
         request_dump(directory, local)
-        os.kill(pid, signal.SIGUSR1)
+        if stacks_path(directory, local).exists():  # else nothing handles the signal, which would end the process
+            os.kill(pid, signal.SIGUSR1)
     stopped = {local for local, state in states.items() if state == "T"}
     for local in stopped:
         # The signal above is pending: it shows the line at which the process was stopped.
@@ -81,24 +99,28 @@ def collect_stacks(
     for local, pid in pids.items():
         stack = _read(stacks_path(directory, local)) or _py_spy(pid)
         main = _main_thread(stack)
-        collectives = read_collectives(_read(collectives_path(directory, local)))
+        dump = _read(collectives_path(directory, local))
+        collectives = read_collectives(dump)
         begun = str(current_collective(collectives) or "")
-        line, waits = _own_line(main), waits_in_collective(main, collectives)
-        found.append(HungRank(ranks[local], statuses[local].step, states[local], line, waits, begun, stack))
+        device = read_device_state(dump)
+        line, waits = _own_line(main), waits_in_collective(main, collectives, device.host_waits)
+        step, groups = statuses[local].step, read_group_traces(dump)
+        found.append(HungRank(ranks[local], step, states[local], line, waits, begun, stack, groups, device.position))
     return found
 
 
-def waits_in_collective(main_thread: str, collectives: list[RecordedCollective]) -> bool:
+def waits_in_collective(main_thread: str, collectives: list[RecordedCollective], host_waits: bool = False) -> bool:
     """Whether a rank waits for others, by the stack of its main thread and its flight recorder.
 
     A host waits inside a collective of gloo. Those of NCCL run on the device, and the host is wherever it next
     needs a result: waiting is then what the device does. If it has completed all of them, the host or a kernel of
-    this rank is stuck. Without a record of NCCL's collectives, a host that waits for its device counts as waiting.
+    this rank is stuck. Without a record of NCCL's collectives, a host that waits for its device counts as waiting:
+    by ``host_waits``, which the rank has set around the places at which it does, or by its stack.
     """
     if _COLLECTIVE.search(_innermost(main_thread)) or pending_on_device(collectives):
         return True
-    on_device = any(one.profiling_name.startswith(NCCL_PREFIX) for one in collectives)
-    return not on_device and _waits_for_device(main_thread)
+    on_device = any(one.is_on_device for one in collectives)
+    return not on_device and (host_waits or _waits_for_device(main_thread))
 
 
 def _waits_for_device(thread: str) -> bool:
@@ -109,18 +131,44 @@ def _waits_for_device(thread: str) -> bool:
     return bool(_HOST_SYNC.search(f"{innermost['file']}\n{source}"))
 
 
-def find_hang_culprits(hung: list[HungRank]) -> list[tuple[HungRank, str]]:
-    """The ranks that the others wait for, and why; none if all are in the same state."""
+def find_hang_culprits(hung: list[HungRank], heard_all: bool = True) -> list[HangCulprit]:
+    """The ranks that the others wait for, and why; none if all are in the same state.
+
+    ``heard_all``: whether every node has reported, so that a rank without a trace has none.
+    """
+    lines = {one.rank: one.line for one in hung}
+    stopped = [one for one in hung if one.state == "T"]
+    asleep = [one for one in hung if one.state == "D"]
+    if stopped or 0 < len(asleep) < len(hung):
+        why = "waits for a device (state D): a disk or a card does not answer"
+        why = "is stopped (state T): something sent it SIGSTOP" if stopped else why
+        return [HangCulprit(one.rank, why, one.line) for one in stopped or asleep]
+    if any(trace.pending is not None for one in hung for trace in one.groups):
+        causes = find_causes({one.rank: one.groups for one in hung}, heard_all)
+        named = [HangCulprit(cause.rank, cause.why, lines.get(cause.rank, "")) for cause in causes]
+        return named or _culprits_by_device(hung)
+    return _culprits_without_traces(hung)
+
+
+def _culprits_by_device(hung: list[HungRank]) -> list[HangCulprit]:
+    """All hosts have launched the same. GPUs that compute hold up those that wait in communication."""
+    known = [(one, one.device) for one in hung if one.device is not None]
+    computing = [(one, device) for one, device in known if device.part != "communication"]
+    if len(computing) == len(known):
+        return []
+    return [HangCulprit(one.rank, f"has a GPU that does not finish {device}", one.line) for one, device in computing]
+
+
+def _culprits_without_traces(hung: list[HungRank]) -> list[HangCulprit]:
+    """By the stacks of the ranks and the last collectives that they began."""
     rules = (
-        ("is stopped (state T): something sent it SIGSTOP", [one for one in hung if one.state == "T"]),
-        ("waits for a device (state D): a disk or a card does not answer", [one for one in hung if one.state == "D"]),
         ("is not in the collective that the others wait in", [one for one in hung if not one.waits]),
         ("is in another collective than the others", _minority(hung, [one.collective for one in hung])),
         ("is at another step than the others", _minority(hung, [str(one.step) for one in hung])),
     )
     for why, found in rules:
-        if 0 < len(found) < len(hung) or (found and found[0].state == "T"):
-            return [(one, why) for one in found]
+        if 0 < len(found) < len(hung):
+            return [HangCulprit(one.rank, why, one.line) for one in found]
     return []
 
 
@@ -139,8 +187,21 @@ def _state(pid: int) -> str:
 
 def request_dump(directory: Path, local: int) -> None:
     """Ask a rank to dump its collectives."""
+    _send_request(directory, local, b"")
+
+
+def request_abort(directory: Path, local: int) -> None:
+    """Tell a rank that a peer is lost: if it waits for NCCL, it exits."""
+    _send_request(directory, local, ABORT_REQUEST)
+
+
+def _send_request(directory: Path, local: int, request: bytes) -> None:
     with suppress(OSError):  # nobody listens yet: the rank is still starting
-        os.close(os.open(dump_request_path(directory, local), os.O_WRONLY | os.O_NONBLOCK))
+        fifo = os.open(dump_request_path(directory, local), os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(fifo, request)
+        finally:
+            os.close(fifo)
 
 
 def _has_stacks(directory: Path, local: int) -> bool:

@@ -11,6 +11,7 @@ import struct
 import time
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 
 from zero2all.environment import AGENT_DIR_VARIABLE, has_agent
@@ -74,18 +75,22 @@ class Heartbeat:
         if not status.has_stepped:
             self.record_phase(StartupPhase.STEPPED)
             status = self.read()
-        _LAYOUT.pack_into(self._page, 0, done, now, *status.phase_times)
+        self._write(done, now, status.phase_times)
 
     def record_phase(self, phase: StartupPhase, done: int | None = None) -> None:
         """``done`` is the step of the loaded state: a failure from now on counts as one after that step."""
         status, now = self.read(), time.monotonic()
         phase_times = tuple(now if number == phase else before for number, before in enumerate(status.phase_times))
-        _LAYOUT.pack_into(self._page, 0, status.step if done is None else done, now, *phase_times)
+        self._write(status.step if done is None else done, now, phase_times)
 
     def ping(self) -> None:
         """Not a step, but no hang either: for long operations."""
         status = self.read()
-        _LAYOUT.pack_into(self._page, 0, status.step, time.monotonic(), *status.phase_times)
+        self._write(status.step, time.monotonic(), status.phase_times)
+
+    def _write(self, step: int, when: float, phase_times: tuple[float, ...]) -> None:
+        # Not with pack_into, which fills the page with zeros first: an agent that reads them sees a hang.
+        self._page[:] = _LAYOUT.pack(step, when, *phase_times)
 
     def read(self) -> HeartbeatStatus:
         step, when, *phase_times = _LAYOUT.unpack_from(self._page)
@@ -95,6 +100,29 @@ class Heartbeat:
         """The agent writes its reports there."""
         if self.path is not None:
             run_directory_file(self.path.parent).write_text(str(run_directory.absolute()), encoding="utf-8")
+
+
+@cache
+def _own_heartbeat() -> Heartbeat:
+    return Heartbeat.from_environment()
+
+
+def beat(step: int | None = None) -> None:
+    """For a script under ``z2a launch -- python script.py``: call it after every step.
+
+    >>> beat(step=12)
+
+    From the first step on, ``--hang-after`` seconds without a call are a hang, and reports and restarts know the step.
+    Without a step it says that a long operation, such as saving, makes progress. Without a launcher it does nothing.
+    """
+    heartbeat = _own_heartbeat()
+    if step is None:
+        heartbeat.ping()
+        return
+    if not heartbeat.read().has_stepped:  # a script does not tell when it joined and loaded
+        for phase in (StartupPhase.JOINED, StartupPhase.LOADED):
+            heartbeat.record_phase(phase)
+    heartbeat(done=step)
 
 
 def create_heartbeat(directory: Path, local_rank: int) -> Heartbeat:
@@ -112,3 +140,9 @@ def heartbeat_path(directory: Path, local_rank: int) -> Path:
 
 def run_directory_file(directory: Path) -> Path:
     return directory / "run"
+
+
+def find_run_directory(directory: Path) -> Path | None:
+    """Known to the agent once a rank has set it."""
+    file = run_directory_file(directory)
+    return Path(file.read_text(encoding="utf-8")) if file.exists() else None

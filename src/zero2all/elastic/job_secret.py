@@ -10,6 +10,7 @@ from pathlib import Path
 from zero2all.console import say
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
+from zero2all.paths import config_directory
 
 MIN_SECRET_LENGTH = 16  # characters
 _POLL_INTERVAL = 0.2  # seconds between two checks for a file that another node writes
@@ -21,8 +22,7 @@ def new_secret() -> str:
 
 def default_secret_file() -> Path:
     """In the home directory, which on most clusters all nodes share."""
-    base = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path.home() / ".config") / "zero2all" / "job.secret"
+    return config_directory() / "job.secret"
 
 
 def find_secret(file: Path | None, make: bool, patience: float = 0.0) -> tuple[str, Path | None]:

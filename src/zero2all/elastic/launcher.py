@@ -1,42 +1,53 @@
-"""``z2a launch``: the same command on many ranks, on torch's elastic agent, or as files for Slurm and Kubernetes."""
+"""``z2a launch``: the same command on many ranks, on torch's elastic agent."""
 
 from __future__ import annotations
 
 import logging
 import os
-import shlex
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import TYPE_CHECKING
 
 from zero2all.console import say
-from zero2all.elastic.addresses import DEFAULT_PORT, interface_for_address
+from zero2all.elastic.addresses import DEFAULT_PORT, interface_for_address, wait_for_name
+from zero2all.elastic.heartbeat import find_run_directory
+from zero2all.elastic.job_events import JobEvent
+from zero2all.elastic.node_policy import NodePolicy
+from zero2all.elastic.notify import Notifier
+from zero2all.elastic.worker_command import CLI_MODULE, worker_command
 from zero2all.engine import available_cores
-from zero2all.environment import JOB_SECRET_VARIABLE
+from zero2all.environment import JOB_SECRET_VARIABLE, own_allocator_settings
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import fingerprint
+from zero2all.numa import (
+    SYSFS,
+    BindingMode,
+    CpuBinding,
+    encode_bindings,
+    pci_numa_node,
+    plan_bindings,
+    threads_per_rank,
+)
 from zero2all.openmp import spin_settings
 from zero2all.processes import AGENT_PID
 
 if TYPE_CHECKING:
-    from torch.numa.binding import NumaOptions
-
+    from zero2all.elastic.node_exclusion import ExcludedNode
     from zero2all.elastic.rendezvous import Rendezvous
 
 UNLIMITED_RESTARTS = 1_000_000
+HANG_AFTER = 600.0  # seconds
+REPORT_DIRECTORY = Path("z2a-reports")
 MAX_RENDEZVOUS_LOSSES = 3  # times in a row that the rendezvous may be lost soon after connecting
 STABLE_AFTER = 600.0  # seconds connected after which a loss is a new one, not one more of the same
 RECONNECT_DELAY = 2.0  # seconds before connecting to the rendezvous again
-SLURM_SIGNAL_MARGIN = 10  # seconds that Slurm grants in addition to the grace period
 RENDEZVOUS_ADVICE = "the rendezvous is gone; 'z2a rendezvous' on a separate machine lets a job survive any node"
 MONITOR_INTERVAL = 0.1  # seconds between two checks of the ranks
 
@@ -49,7 +60,7 @@ class LaunchConfig:
     """
 
     command: Sequence[str]
-    """What every rank runs, as after ``z2a``."""
+    """What every rank runs: as after ``z2a``, or ``python`` with a script, or the path of a program."""
     procs: int
     """Ranks on each node."""
     nodes: tuple[int, int] = (1, 1)
@@ -62,16 +73,25 @@ class LaunchConfig:
     """The address at which other nodes reach this one, if not the one from which it reaches the rendezvous."""
     secret_file: Path | None = None
     """With the secret that the nodes share; else Z2A_JOB_SECRET, else a file in the home directory."""
-    max_restarts: int = UNLIMITED_RESTARTS
-    """How often the ranks are restarted after a failure. A step that fails three times ends the job anyway."""
-    hang_after: float = 600
-    """Seconds without a step that count as a hang; five times as many before the first step."""
+    max_restarts: int | None = None
+    """How often the ranks are restarted after a failure. If not given: a script never, as by torchrun; a z2a command as
+    often as it makes progress. A step that fails three times ends the job anyway."""
+    hang_after: float | None = None
+    """Seconds without a step that count as a hang; five times as many before the first step. If not given, 600; but
+    a script is watched only if it is given, or from its first :func:`~zero2all.elastic.heartbeat.beat` on."""
     grace: float = 110
     """Seconds for the ranks to save after SIGTERM. Slurm gives two minutes (``slurm``)."""
     patience: float = 60
-    """Seconds to wait for the rendezvous to answer."""
-    module: str = "zero2all.cli"
+    """Seconds to wait for the rendezvous to have an address, and to answer."""
+    numa_binding: BindingMode = "auto"
+    """To which CPUs the ranks are bound; ``numa.plan_bindings``."""
+    sysfs: Path = SYSFS
+    """Where the kernel describes the hardware."""
+    module: str = CLI_MODULE
     """The Python module that runs the command."""
+    report_directory: Path = REPORT_DIRECTORY
+    """Where the failure reports of a script are written; those of a z2a command are in its run directory."""
+    node_policy: NodePolicy = field(default_factory=NodePolicy)
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -81,43 +101,65 @@ class LaunchConfig:
                 f"--nnodes {self.nodes[0]}:{self.nodes[1]}: the minimum must be at least 1, and at most the maximum"
             )
 
+    @property
+    def is_script(self) -> bool:
+        """Whether the command is no z2a command."""
+        return worker_command(self.command, self.module).is_script
+
     def run(self) -> int:
         """Start the ranks of this node and monitor them until the job has ended; the exit status for the CLI."""
         if self.nodes[1] > 1 and self.rdzv_endpoint is None:
             raise UsageError(
                 f"{self.nodes[1]} nodes need a rendezvous: --rdzv-endpoint HOST:{DEFAULT_PORT}, the same on every node"
             )
+        notifier = Notifier(self.node_policy.notify, self.command)
         before = {name: signal.signal(name, _raise_signal) for name in (signal.SIGINT, signal.SIGTERM)}
         try:
             with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory:
-                return self._run_until_done(Path(directory))
+                notifier.find_run = lambda: find_run_directory(Path(directory))
+                return self._run_until_done(Path(directory), notifier)
         finally:
+            notifier.close()
             for name, handler in before.items():
                 signal.signal(name, handler)
 
-    def _run_until_done(self, directory: Path) -> int:
+    def _run_until_done(self, directory: Path, notifier: Notifier) -> int:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-        from zero2all.elastic.rendezvous_client import JobEndedError
+        from zero2all.elastic.rendezvous_client import JobEndedError, NodeExcludedError
 
         losses = 0  # in a row
+        excluded: tuple[ExcludedNode, ...] = ()
         while losses < MAX_RENDEZVOUS_LOSSES:
             connected: float | None = None
             try:
-                rendezvous = self._join_rendezvous()
+                rendezvous = self._join_rendezvous(excluded)
                 connected = time.monotonic()
+                rendezvous.on_event = notifier.send
                 try:
-                    with _in_environment(self.worker_environment(directory, rendezvous)):
+                    unset = own_allocator_settings() if self.is_script else set()
+                    with _in_environment(self.worker_environment(directory, rendezvous), unset):
                         return self._run_agent(directory, rendezvous)
+                except RendezvousTimeoutError as error:
+                    if rendezvous.claim("gave up"):
+                        notifier.send(JobEvent("job gave up", str(error)))
+                    raise
+                except NodeExcludedError:
+                    rendezvous.serve_until_others_end()
+                    raise
                 finally:
+                    excluded = rendezvous.client.status.excluded
                     rendezvous.shutdown()
             except SignalException as stop:
-                say(_stop_message(stop.sigval))
+                say(_stop_message(stop.sigval, self.is_script))
                 return 1
             except JobEndedError as end:
                 say("the job is done" if end.done else "another node has ended the job")
                 return 0 if end.done else 1
+            except NodeExcludedError as error:
+                say(str(error))
+                return 1
             except RendezvousTimeoutError as error:
                 say(f"given up: {error} (--nnodes)")
                 return 1
@@ -129,35 +171,44 @@ class LaunchConfig:
         say(f"given up: {RENDEZVOUS_ADVICE}")
         return 1
 
-    def _join_rendezvous(self) -> Rendezvous:
+    def _join_rendezvous(self, excluded: tuple[ExcludedNode, ...]) -> Rendezvous:
         from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
         from zero2all.elastic.rendezvous_state import RendezvousSettings
 
         for name in logging.root.manager.loggerDict:
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # the failure reports are clearer
-        config = RendezvousConfig(self.rdzv_endpoint, self.listen, self.advertise, self.secret_file, self.patience)
-        settings = RendezvousSettings(node_counts(self.command, self.procs, self.nodes))
+        if self.rdzv_endpoint is not None:
+            wait_for_name(self.rdzv_endpoint, self.patience)
+        config = RendezvousConfig(
+            self.rdzv_endpoint, self.listen, self.advertise, self.secret_file, self.patience, self.node_policy.readmit,
+            excluded,
+        )  # fmt: skip
+        counts = node_counts(self.command, self.procs, self.nodes)
+        policy = self.node_policy
+        settings = RendezvousSettings(counts, node_test=policy.node_test, stragglers=policy.stragglers)
         return Rendezvous(config, settings, fingerprint([*self.command]), self.procs)
 
     def _run_agent(self, directory: Path, rendezvous: Rendezvous) -> int:
         from torch.distributed.elastic.agent.server.api import WorkerSpec
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
-        from zero2all.elastic.agent import Agent
+        from zero2all.elastic.agent import Agent, ScriptSettings
 
+        worker = worker_command(self.command, self.module)
+        restarts = 0 if worker.is_script else UNLIMITED_RESTARTS
         spec = WorkerSpec(
             role="z2a",
             local_world_size=self.procs,
             rdzv_handler=rendezvous,
             entrypoint=sys.executable,
-            args=("-m", self.module, *self.command),
-            max_restarts=self.max_restarts,
+            args=worker.args,
+            max_restarts=restarts if self.max_restarts is None else self.max_restarts,
             monitor_interval=MONITOR_INTERVAL,
             local_addr=rendezvous.address,
-            numa_options=gpu_numa_options(),
         )
-        agent = Agent(spec, directory, self.hang_after, self.grace)
+        script = ScriptSettings(self.report_directory.absolute(), watch_activity=self.hang_after is not None)
+        agent = Agent(spec, directory, self.hang_after or HANG_AFTER, self.grace, script if worker.is_script else None)
         try:
             result = agent.run()
         except SignalException as stop:
@@ -167,12 +218,14 @@ class LaunchConfig:
                 rendezvous.leave()
             raise
         failed = result is None or result.is_failed()
-        if not agent.leaves_job:  # for the others a node that leaves with a failure is lost, and they continue
-            rendezvous.close("failed" if failed else "done")
+        if not agent.leaves_job and rendezvous.close("failed" if failed else "done"):
+            rendezvous.on_event(agent.end_event() if failed else JobEvent("job finished", "the job is done"))
         if not failed:
             return 0
         if (report := agent.write_final_report()) is not None:
             say(f"the report is in {report.with_suffix('.txt')}")
+        if agent.leaves_job:
+            rendezvous.serve_until_others_end()
         return 2 if agent.last_failure is not None and agent.last_failure.kind == "wrong usage" else 1
 
     def worker_environment(self, directory: Path, rendezvous: Rendezvous) -> dict[str, str]:
@@ -180,7 +233,9 @@ class LaunchConfig:
         from zero2all.environment import AGENT_DIR_VARIABLE, STORE_VARIABLE
 
         # Ranks share the cores; torch's own default of one thread would leave most of them idle.
-        settings = {"OMP_NUM_THREADS": str(max(1, available_cores() // self.procs)), **spin_settings(os.environ)}
+        bindings = self.cpu_bindings()
+        threads = threads_per_rank(bindings, available_cores())
+        settings = {"OMP_NUM_THREADS": str(threads), **spin_settings(os.environ)}
         if (interface := interface_for_address(rendezvous.address)) is not None:
             settings["GLOO_SOCKET_IFNAME"] = interface
             if self.rdzv_endpoint is None:  # on one machine no other machine needs the ports of the ranks
@@ -190,110 +245,16 @@ class LaunchConfig:
             STORE_VARIABLE: rendezvous.endpoint,
             JOB_SECRET_VARIABLE: rendezvous.secret,
         }
-        own[AGENT_PID] = str(os.getpid())
+        own |= {AGENT_PID: str(os.getpid()), **encode_bindings(bindings)}
         return {**settings, **os.environ, **own}
 
-    def slurm_script(self, gpus: int = 0) -> str:
-        """A script for ``sbatch``: one task per node, which starts its own ranks."""
-        inner = f"z2a launch --nproc-per-node {self.procs}"
-        head = ""
-        if self.nodes[1] > 1:
-            endpoint = shlex.quote(self.rdzv_endpoint) if self.rdzv_endpoint else f'"$head:{DEFAULT_PORT}"'
-            if self.rdzv_endpoint is None:
-                head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-            inner += f" --nnodes {self.nodes[0]}:{self.nodes[1]} --rdzv-endpoint {endpoint}"
-            if self.secret_file is not None:
-                inner += f" --secret-file {shlex.quote(str(self.secret_file))}"
-            elif self.rdzv_endpoint is None:  # a rendezvous of its own has its own secret
-                head += "# Authenticates the nodes; srun passes it on in their environment.\n"
-                head += f"{JOB_SECRET_VARIABLE}=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')\n"
-                head += f"export {JOB_SECRET_VARIABLE}\n"
-        elastic = self.nodes[0] < self.nodes[1]  # the job outlives a node
-        bad_exit = "--no-kill --kill-on-bad-exit=0" if elastic else "--kill-on-bad-exit=1"
-        options = {**self._non_default_options(), "--grace": self.grace}
-        inner += "".join(f" {option} {value:g}" for option, value in options.items())
-        return f"""#!/bin/bash
-#SBATCH --job-name=z2a
-#SBATCH --nodes={self.nodes[1]}
-#SBATCH --ntasks-per-node=1
-{f"#SBATCH --gpus-per-node={gpus}" if gpus else "##SBATCH --gpus-per-node=8   # take one # away to ask for GPUs"}
-##SBATCH --time=24:00:00       # and here to set a limit
-#SBATCH --output=z2a-%j.log
-{"#SBATCH --no-kill" if elastic else "##SBATCH --no-kill"}
-#SBATCH --signal=B:TERM@{self.grace + SLURM_SIGNAL_MARGIN:g}    # seconds before the limit, for the run to save
+    def cpu_bindings(self) -> list[CpuBinding | None]:
+        """Of each rank of this node. torch's own binding needs the program numactl, which containers lack, and then
+        runs the ranks unbound."""
+        from zero2all.hardware import gpu_pci_addresses  # loads torch
 
-set -euo pipefail
-{head}# The ranks get the signal through srun; without exec the shell would keep it to itself.
-exec srun --export=ALL {bad_exit} {inner} -- {shlex.join(self.command)}
-"""
-
-    def _non_default_options(self) -> dict[str, float]:
-        """Options of the agent that differ from their defaults."""
-        options = {
-            "--max-restarts": (self.max_restarts, UNLIMITED_RESTARTS),
-            "--hang-after": (self.hang_after, LaunchConfig.hang_after),
-            "--grace": (self.grace, LaunchConfig.grace),
-        }
-        return {option: value for option, (value, usual) in options.items() if value != usual}
-
-    def _refuse_torchrun_options(self) -> None:
-        places = {
-            "--rdzv-endpoint": self.rdzv_endpoint, "--rdzv-listen": self.listen, "--advertise": self.advertise,
-            "--secret-file": self.secret_file,
-        }  # fmt: skip
-        given = [*self._non_default_options(), *(option for option, value in places.items() if value is not None)]
-        if given:
-            raise UsageError(
-                f"leave out {', '.join(given)}: in Kubernetes torchrun starts the ranks, and the job starts them again"
-            )
-
-    def train_job(self, image: str, gpus: int = 0) -> str:
-        """A Kubeflow TrainJob (Trainer v2). Its runtime tells torchrun of nodes and ranks by PET_ variables."""
-        self._refuse_torchrun_options()
-        limits = {"nvidia.com/gpu": gpus} if gpus else {"cpu": str(self.procs)}
-        trainer = {
-            "image": image,
-            "numNodes": self.nodes[1],
-            "numProcPerNode": self.procs,
-            "command": ["torchrun", "--no-python", "z2a", *self.command],
-            "resourcesPerNode": {"limits": limits},
-        }
-        return _yaml(
-            {
-                "apiVersion": "trainer.kubeflow.org/v1alpha1",
-                "kind": "TrainJob",
-                "metadata": {"name": "z2a"},
-                "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer},
-            }
-        )
-
-    def pytorch_job(self, image: str, gpus: int = 0) -> str:
-        """The older Kubeflow PyTorchJob (Training Operator v1); it sets the same variables."""
-        self._refuse_torchrun_options()
-        limits = {"nvidia.com/gpu": gpus} if gpus else {"cpu": str(self.procs)}
-        container = {
-            "name": "pytorch",
-            "image": image,
-            "command": ["torchrun", "--no-python", "z2a", *self.command],
-            "resources": {"limits": limits},
-        }
-
-        def replicas(count: int) -> dict[str, Any]:
-            return {
-                "replicas": count,
-                "restartPolicy": "OnFailure",
-                "template": {"spec": {"containers": [container]}},
-            }
-
-        kinds = {"Master": replicas(1)} | ({"Worker": replicas(self.nodes[1] - 1)} if self.nodes[1] > 1 else {})
-        return _yaml(
-            {
-                "apiVersion": "kubeflow.org/v1",
-                "kind": "PyTorchJob",
-                "metadata": {"name": "z2a"},
-                "spec": {"nprocPerNode": str(self.procs), "pytorchReplicaSpecs": kinds},
-            }
-        )
+        gpu_nodes = [pci_numa_node(address, self.sysfs) for address in gpu_pci_addresses()]
+        return plan_bindings(self.numa_binding, self.procs, gpu_nodes, os.sched_getaffinity(0), self.sysfs)
 
 
 def node_counts(command: Sequence[str], procs: int, nodes: tuple[int, int]) -> tuple[int, ...]:
@@ -323,31 +284,14 @@ def node_counts(command: Sequence[str], procs: int, nodes: tuple[int, int]) -> t
     return tuple(filter(fits, every)) or every
 
 
-def gpu_numa_options() -> NumaOptions | None:
-    """Bind each rank to the cores of the NUMA node of its GPU; without GPUs no binding."""
-    import torch
-    from torch.numa.binding import AffinityMode, NumaOptions
-
-    if not torch.cuda.is_available():
-        return None
-    return NumaOptions(affinity_mode=AffinityMode.NODE, should_fall_back_if_binding_fails=True)
-
-
-class _NoAliases(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _yaml(value: dict[str, Any]) -> str:
-    return yaml.dump(value, Dumper=_NoAliases, sort_keys=False, width=10_000)
-
-
 @contextmanager
-def _in_environment(values: dict[str, str]) -> Iterator[None]:
+def _in_environment(values: dict[str, str], unset: Iterable[str] = ()) -> Iterator[None]:
     """torch passes the environment of this process to its ranks. Afterwards it is restored: the secret of a lost
     rendezvous must not be taken for one that the user has set."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
+    for name in unset:
+        os.environ.pop(name, None)
     try:
         yield
     finally:
@@ -365,6 +309,6 @@ def _raise_signal(number: int, frame: FrameType | None) -> None:
     raise SignalException("", signal.Signals(number))
 
 
-def _stop_message(number: signal.Signals) -> str:
+def _stop_message(number: signal.Signals, script: bool) -> str:
     why = "stopped by the user" if number == signal.SIGINT else f"told to leave ({number.name})"
-    return f"{why}: the same command resumes from the newest checkpoint"
+    return f"{why}: the same command {'starts it again' if script else 'resumes from the newest checkpoint'}"

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -30,23 +32,32 @@ from zero2all.elastic.addresses import (
     refuse_loopback,
     resolve_endpoint,
 )
+from zero2all.elastic.job_events import JobEvent
 from zero2all.elastic.job_secret import find_secret, new_secret
+from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, FailureFacts
+from zero2all.elastic.node_stragglers import SharedClock
+from zero2all.elastic.pair_test import DEVICE_TIMEOUT, REPORT_MARGIN, NextTurn, TurnReport
+from zero2all.elastic.pair_test_process import run_pair_test
 from zero2all.elastic.rendezvous_client import JobEndedError, RendezvousClient, RendezvousStore
 from zero2all.elastic.rendezvous_messages import (
+    AddToValue,
     Close,
     Enter,
-    FailureAnswer,
     JoinNextRound,
     Leave,
     OwnNode,
+    ReadClock,
+    ReportArrivals,
     ReportFailure,
+    ReportTestTurn,
 )
 from zero2all.elastic.rendezvous_server import RendezvousServer
-from zero2all.elastic.rendezvous_state import Outcome, RankAssignment, RendezvousSettings
+from zero2all.elastic.rendezvous_state import FailureAnswer, Outcome, RankAssignment, RendezvousSettings
 from zero2all.errors import UsageError, Z2aError
 from zero2all.records import parse_record
 
 JOIN_TIMEOUT = 600.0  # seconds to wait for enough nodes
+MAX_TURN_SECONDS = DEVICE_TIMEOUT + 2 * REPORT_MARGIN  # for the slowest node to report a turn of the node test
 _POLL_INTERVAL = 0.5
 
 
@@ -63,6 +74,10 @@ class RendezvousConfig:
     secret_file: Path | None = None
     patience: float = 60.0
     """Seconds to wait for an answer."""
+    readmit: bool = False
+    """Whether this node comes back although it was excluded."""
+    excluded: tuple[ExcludedNode, ...] = ()
+    """As known from the rendezvous before it was lost."""
 
 
 def serve_rendezvous(port: int = DEFAULT_PORT, listen: str | None = None, secret_file: Path | None = None) -> None:
@@ -98,15 +113,19 @@ class Rendezvous(RendezvousHandler):
         self.failed = False
         """Whether the ranks of the last round have failed: their peers must not wait for them."""
         self.assignment: RankAssignment | None = None
+        self.on_event: Callable[[JobEvent], None] = lambda event: None
+        """Called for what the first node of a round, or one for all, has to report."""
         try:
             self.client = RendezvousClient(
                 self.server.endpoint if self.server is not None else self.endpoint, self.secret, config.patience
             )
-            self.client.request(Enter(job_id, settings, OwnNode(self.address, os.getpid(), procs)))
+            own = OwnNode(self.address, os.getpid(), procs)
+            self.client.request(Enter(job_id, settings, own, config.readmit, config.excluded))
         except BaseException:
             self._stop_server()
             raise
         self.client.start_heartbeat()
+        self.clock = SharedClock(lambda: float(self.client.request(ReadClock())))
 
     def _own_address(self, config: RendezvousConfig) -> str:
         if config.advertise is not None:
@@ -141,22 +160,58 @@ class Rendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         failed, self.failed = self.failed, False
-        self.assignment = self._wait_for_assignment(failed)
+        while True:
+            self.assignment = self._wait_for_assignment(failed)
+            for event in self.assignment.events:
+                say(event.text)
+                self.on_event(event)
+            if not self.assignment.node_test or not self._test_nodes(self.assignment):
+                break
+            failed = False  # a bad node was found, or one was lost: another round
         store = RendezvousStoreInfo(self.assignment.master, self.assignment.port)
         return RendezvousInfo(RendezvousStore(self.client), self.assignment.rank, self.assignment.nodes, store)
 
     def _wait_for_assignment(self, failed: bool) -> RankAssignment:
         pending = self.client.send(JoinNextRound(_free_port(self.address), failed))
-        deadline, logged = time.monotonic() + JOIN_TIMEOUT, False
+        began, logged = time.monotonic(), False
+        deadline = began + JOIN_TIMEOUT
         while not pending.arrived.wait(_POLL_INTERVAL):
             if self.client.status.running:
                 deadline = time.monotonic() + JOIN_TIMEOUT
                 if not logged:
-                    say(f"the job is running (nodes: {self.client.status.running}); this one waits to be admitted")
+                    say(
+                        f"the job is running on {self.client.status.running} nodes; this one waits as a spare until "
+                        "one of them is lost, or enough nodes wait for a larger job"
+                    )
                     logged = True
             elif time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"fewer than {self.settings.counts[0]} nodes came in {JOIN_TIMEOUT:.0f} s")
+            elif not logged and time.monotonic() > began + self.settings.longest_call:
+                self._report_waiting()
+                logged = True
         return parse_record(RankAssignment, self.client.result(pending), self.endpoint)
+
+    def _test_nodes(self, assignment: RankAssignment) -> bool:
+        """Whether another round must form."""
+
+        def submit(report: TurnReport) -> NextTurn:
+            return parse_record(NextTurn, self.client.request(ReportTestTurn(report), MAX_TURN_SECONDS), self.endpoint)
+
+        return run_pair_test(self.client.endpoint, self.job_id, assignment.rank, submit).again
+
+    def _report_waiting(self) -> None:
+        left_out = "".join(f"; excluded is {node}, {READMIT_ADVICE}" for node in self.client.status.excluded[:3])
+        text = f"the job waits for enough nodes: it needs {self.settings.counts[0]}; start more of them{left_out}"
+        say(text)
+        if self.assignment is not None and self.claim("job waits"):
+            self.on_event(JobEvent("job waits", text))
+
+    def claim(self, name: str) -> bool:
+        """Whether this node is the first to claim it since the last round formed: one of them reports for all."""
+        try:
+            return int(self.client.request(AddToValue(f"claim/{name}", 1))) == 1
+        except RendezvousError:
+            return False
 
     def num_nodes_waiting(self) -> int:
         """Greater than 0 if the ranks must save and restart with other nodes."""
@@ -171,11 +226,21 @@ class Rendezvous(RendezvousHandler):
         since = self.client.lost_since
         return None if since is None else time.monotonic() - since
 
-    def report_node_failure(self, step: int) -> tuple[int, bool]:
-        """On how many nodes the job would run without this one, which fails at ``step`` repeatedly; and whether
-        others fail there too."""
-        answer = parse_record(FailureAnswer, self.client.request(ReportFailure(step)), self.endpoint)
-        return answer.left, answer.elsewhere
+    def report_failure(self, facts: FailureFacts) -> FailureAnswer:
+        """The ranks of this node have failed; whether it must leave the job."""
+        try:
+            answer = self.client.request(ReportFailure(facts))
+        except RendezvousError:
+            return FailureAnswer()  # the rendezvous is lost; that is handled elsewhere
+        return parse_record(FailureAnswer, answer, self.endpoint)
+
+    def report_arrivals(self, arrivals: Mapping[int, Mapping[Any, float]]) -> str | None:
+        """When the ranks of this node entered their collectives; a warning about a slow node, if there is one."""
+        with suppress(RendezvousError):
+            self.clock.synchronize()
+            warning = self.client.request(ReportArrivals(self.clock.arrival_report(arrivals)))
+            return None if warning is None else str(warning)
+        return None
 
     def is_closed(self) -> bool:
         return self.client.status.closed is not None
@@ -183,15 +248,25 @@ class Rendezvous(RendezvousHandler):
     def set_closed(self) -> None:
         self.close("failed")
 
-    def close(self, outcome: Outcome) -> None:
-        """End the job for all nodes."""
-        with suppress(RendezvousError):  # the rendezvous is already gone, and the job with it
-            self.client.request(Close(outcome))
+    def close(self, outcome: Outcome) -> bool:
+        """End the job for all nodes. Whether it was this node that ended it."""
+        try:
+            return bool(self.client.request(Close(outcome)))
+        except RendezvousError:
+            return False  # the rendezvous is already gone, and the job with it
 
     def leave(self) -> None:
         """The ranks of this node have saved and ended; the others may continue."""
         with suppress(RendezvousError):
             self.client.request(Leave())
+
+    def serve_until_others_end(self) -> None:
+        """After this node has left: if it hosts the rendezvous, the others still need it."""
+        self.client.close()
+        if self.server is not None and self.server.has_nodes():
+            say("this node hosts the rendezvous, and serves it until the others have ended")
+            while self.server.has_nodes():
+                time.sleep(_POLL_INTERVAL)
 
     def shutdown(self) -> bool:
         """Disconnect. Without ``close`` or ``leave`` the other nodes see a lost node."""

@@ -33,7 +33,7 @@ from zero2all.elastic.rendezvous_messages import (
     SetValues,
     WaitForKeys,
 )
-from zero2all.elastic.rendezvous_protocol import MAGIC, MAX_NAME_BYTES
+from zero2all.elastic.rendezvous_protocol import HEARTBEAT_INTERVAL, MAGIC, MAX_NAME_BYTES, RETRY_INTERVAL
 from zero2all.elastic.rendezvous_state import RendezvousStatus
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError, Z2aError
@@ -52,9 +52,7 @@ from zero2all.network import (
 from zero2all.records import parse_record
 from zero2all.torch_private import Store
 
-HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats
 SUSPENDED_AFTER = 5 * HEARTBEAT_INTERVAL  # seconds without running after which silence proves nothing
-RETRY_INTERVAL = 0.5
 STORE_TIMEOUT = timedelta(seconds=300)
 
 
@@ -68,6 +66,10 @@ class JobEndedError(RendezvousClosedError):
     def __init__(self, done: bool) -> None:
         super().__init__("done" if done else "closed by another node")
         self.done = done
+
+
+class NodeExcludedError(RendezvousClosedError):
+    """This node must leave the job, which continues without it."""
 
 
 @dataclass
@@ -132,6 +134,8 @@ class RendezvousClient:
         match pending.answer.kind:
             case "closed":
                 raise JobEndedError(text == "done")
+            case "excluded":
+                raise NodeExcludedError(text)
             case "timeout":
                 raise RendezvousTimeoutError(text)
             case "usage":

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from zero2all.elastic.node_exclusion import ExcludedNode, FailureFacts
+from zero2all.elastic.node_stragglers import ArrivalReport
+from zero2all.elastic.pair_test import TurnReport
 from zero2all.elastic.rendezvous_state import Outcome, RendezvousSettings, RendezvousStatus
 
 
@@ -29,6 +32,10 @@ class Enter(Request):
     job: str
     rules: RendezvousSettings
     node: OwnNode
+    readmit: bool = False
+    """Whether the node may come back although it is excluded."""
+    excluded: tuple[ExcludedNode, ...] = ()
+    """As far as the node knows, if the rendezvous was started again."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +73,33 @@ class Close(Request):
 
 @dataclass(frozen=True)
 class ReportFailure(Request):
+    """The answer is a ``FailureAnswer``."""
+
     operation = "fail"
-    step: int
+    facts: FailureFacts
 
 
 @dataclass(frozen=True)
-class FailureAnswer:
-    left: int
-    """Nodes on which the job could run without this one."""
-    elsewhere: bool
-    """Whether other nodes have failed at this step too."""
+class ReportTestTurn(Request):
+    """The answer is a ``NextTurn``, once all nodes have reported theirs."""
+
+    operation = "test"
+    report: TurnReport
+
+
+@dataclass(frozen=True)
+class ReadClock(Request):
+    """The answer is the time at the rendezvous, in seconds since 1970."""
+
+    operation = "clock"
+
+
+@dataclass(frozen=True)
+class ReportArrivals(Request):
+    """The answer is a warning about a slow node, or None."""
+
+    operation = "arrivals"
+    report: ArrivalReport
 
 
 @dataclass(frozen=True)

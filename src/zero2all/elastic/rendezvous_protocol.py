@@ -4,6 +4,8 @@ from __future__ import annotations
 
 MAGIC = b"z2a-rendezvous-1"
 MAX_NAME_BYTES = 255
+HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats of a node
+RETRY_INTERVAL = 0.5  # seconds between two attempts to connect
 
 
 def printable_name(name: bytes) -> str:

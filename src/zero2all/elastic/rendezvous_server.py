@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
-import resource
+import json
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zero2all.console import say
+from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, NodeKey
+from zero2all.elastic.pair_test import NextTurn
 from zero2all.elastic.rendezvous_messages import (
     AddToValue,
     Attach,
@@ -24,13 +26,15 @@ from zero2all.elastic.rendezvous_messages import (
     DeleteKey,
     Enter,
     ErrorReply,
-    FailureAnswer,
     GetValues,
     JoinNextRound,
     Leave,
     Ping,
+    ReadClock,
     Reply,
+    ReportArrivals,
     ReportFailure,
+    ReportTestTurn,
     Request,
     RequestHead,
     SetValues,
@@ -38,7 +42,13 @@ from zero2all.elastic.rendezvous_messages import (
     WaitForKeys,
 )
 from zero2all.elastic.rendezvous_protocol import MAGIC, printable_name
-from zero2all.elastic.rendezvous_state import Node, RankAssignment, RendezvousState, RendezvousStatus
+from zero2all.elastic.rendezvous_state import (
+    FailureAnswer,
+    Node,
+    RankAssignment,
+    RendezvousState,
+    RendezvousStatus,
+)
 from zero2all.errors import Z2aError
 from zero2all.network import (
     LENGTH_BYTES,
@@ -52,11 +62,13 @@ from zero2all.network import (
     frame_length,
     server_proof,
 )
+from zero2all.processes import raise_descriptor_limit
 from zero2all.records import parse_record
 
 HANDSHAKE_TIMEOUT = 10.0  # seconds for a client to authenticate
 MAX_UNAUTHENTICATED = 1024  # at a time
 TICK_INTERVAL = 0.1
+ADVANCE_DELAY = 2e-5  # seconds for each node that a job's next decision is put off, for others that arrive meanwhile
 BACKLOG = 4096
 WARNING_INTERVAL = 60.0  # seconds between two warnings about the same address
 
@@ -79,6 +91,10 @@ class RendezvousJob:
     pending_assignments: dict[str, asyncio.Future[RankAssignment]] = field(default_factory=dict)
     """Of nodes that wait for a round."""
     peers: dict[str, Peer] = field(default_factory=dict)
+    status: RendezvousStatus = field(default_factory=RendezvousStatus)
+    """That every node has been sent."""
+    is_due: bool = False
+    """Whether the next decision is scheduled."""
 
     def set_value(self, key: str, value: bytes) -> None:
         self.values[key] = value
@@ -107,11 +123,13 @@ class Peer:
     writer: asyncio.StreamWriter
     job: RendezvousJob | None = None
     node: str | None = None
-    status: RendezvousStatus = field(default_factory=RendezvousStatus)
 
-    def send(self, message: Reply | ErrorReply | StatusChange) -> None:
+    def send(self, message: Reply | ErrorReply) -> None:
+        self.send_encoded(_encode(message))
+
+    def send_encoded(self, message: bytes) -> None:
         if not self.writer.is_closing():
-            self.writer.write(self.session.seal(asdict(message)))
+            self.writer.write(self.session.seal_encoded(message))
 
 
 class RendezvousServer:
@@ -129,6 +147,8 @@ class RendezvousServer:
         self.port: int = self._socket.getsockname()[1]
         self.endpoint = f"[{address}]:{self.port}" if ":" in address else f"{address}:{self.port}"
         self._jobs: dict[str, RendezvousJob] = {}
+        self._excluded: dict[str, dict[NodeKey, ExcludedNode]] = {}
+        """By job: a job that ends and starts again keeps them."""
         self._peers: set[Peer] = set()
         self._unauthenticated = 0
         self._warned_at: dict[str, float] = {}
@@ -150,6 +170,9 @@ class RendezvousServer:
                 self._loop.call_soon_threadsafe(self._stopping.set)
         if self._thread is not None:
             self._thread.join(5)
+
+    def has_nodes(self) -> bool:
+        return any(job.peers for job in list(self._jobs.values()))
 
     def serve(self) -> None:
         """Until ``stop`` is called."""
@@ -229,22 +252,26 @@ class RendezvousServer:
             message = peer.session.open(await reader.readexactly(length))
             if peer.job is not None and peer.node is not None:
                 peer.job.state.record_heartbeat(peer.node, time.monotonic())
-            task = asyncio.create_task(self._handle_request(peer, message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._handle_request(peer, message)
 
-    async def _handle_request(self, peer: Peer, message: object) -> None:
+    def _handle_request(self, peer: Peer, message: object) -> None:
+        """Answers at once, or starts a task if the answer may take long."""
         head = RequestHead()
-        try:
+        with _errors_answered(peer, lambda: head.id):
             head = parse_record(RequestHead, message, "request")
             if head.op not in _REQUESTS:
                 raise RequestError("usage", f"unknown request {head.op!r}: is this node of another version?")
             request = parse_record(_REQUESTS[head.op], message, head.op)
-            peer.send(Reply(head.id, await _HANDLERS[type(request)](self, peer, request)))
-        except RequestError as error:
-            peer.send(ErrorReply(head.id, str(error), error.kind))
-        except (ArithmeticError, LookupError, ValueError, Z2aError) as error:
-            peer.send(ErrorReply(head.id, f"malformed request ({error})", "usage"))
+            if (handler := _HANDLERS.get(type(request))) is not None:
+                peer.send(Reply(head.id, handler(self, peer, request)))
+                return
+            task = asyncio.create_task(self._answer_later(peer, head.id, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer_later(self, peer: Peer, id: int | None, request: Request) -> None:
+        with _errors_answered(peer, lambda: id):
+            peer.send(Reply(id, await _WAITING_HANDLERS[type(request)](self, peer, request)))
 
     def _disconnect(self, peer: Peer, gracefully: bool) -> None:
         if peer.job is not None and peer.node is not None:
@@ -252,50 +279,70 @@ class RendezvousServer:
             peer.job.peers.pop(peer.node, None)
             if (assignment := peer.job.pending_assignments.pop(peer.node, None)) is not None and not assignment.done():
                 assignment.cancel()
-            self._advance(peer.job)
+            self._advance_soon(peer.job)
             if not peer.job.peers:  # no node is left: a later one starts the job again
                 self._jobs = {name: job for name, job in self._jobs.items() if job is not peer.job}
             peer.node = None
 
+    def _advance_soon(self, job: RendezvousJob) -> None:
+        """One decision for all that arrives until then: it looks at every node, and a thousand may arrive at once."""
+        if not job.is_due:
+            job.is_due = True
+            delay = min(TICK_INTERVAL, len(job.peers) * ADVANCE_DELAY)
+            asyncio.get_running_loop().call_later(delay, self._advance, job)
+
     def _advance(self, job: RendezvousJob) -> None:
         """Form a round if it is due, and send every node the new status."""
+        job.is_due = False
         assignments = job.state.advance(time.monotonic())
         if assignments:
             job.values.clear()  # of the previous round
+        for id in list(job.pending_assignments):
+            entry = job.state.exclusion(id)
+            if entry is not None and not (waiting := job.pending_assignments.pop(id)).done():
+                waiting.set_exception(RequestError("excluded", _describe_exclusion(entry)))
         for id, assignment in assignments.items():
             if not (waiting := job.pending_assignments.pop(id)).done():
                 waiting.set_result(assignment)
         status = job.state.status()
-        for id, peer in list(job.peers.items()):
-            if peer.status != status:
-                peer.status = status
-                peer.send(StatusChange(status))
-            if id not in job.state.nodes:  # silent for too long
-                peer.writer.close()
+        if status != job.status:
+            job.status, encoded = status, _encode(StatusChange(status))
+            for peer in job.peers.values():
+                peer.send_encoded(encoded)
+        for id in job.peers.keys() - job.state.nodes.keys():  # silent for too long
+            job.peers[id].writer.close()
         if status.closed is not None:
             for waiting in job.pending_assignments.values():
                 if not waiting.done():
                     waiting.set_exception(RequestError("closed", status.closed))
             job.pending_assignments.clear()
 
-    async def _enter(self, peer: Peer, request: Enter) -> str:
+    def _enter(self, peer: Peer, request: Enter) -> str:
         settings, own = request.rules, request.node
         node = Node(secrets.token_hex(8), peer.name, own.address, own.pid, own.procs)
         job = self._jobs.get(request.job)
         if job is None or job.state.closed is not None:  # the job has ended and starts again
-            job = self._jobs[request.job] = RendezvousJob(RendezvousState(settings))
+            excluded = self._excluded.setdefault(request.job, {})
+            job = self._jobs[request.job] = RendezvousJob(RendezvousState(settings, excluded=excluded))
         elif job.state.settings != settings:
             raise RequestError(
                 "usage",
                 f"the job runs on {_format_node_counts(job.state.settings.counts)} nodes, and node {peer.name} "
                 f"asks for {_format_node_counts(settings.counts)}: give the same --nnodes on every node",
             )
+        if request.readmit and (entry := job.state.readmit(node.key)) is not None:
+            say(f"rendezvous: node {node} is readmitted; it was excluded: {entry.reason}")
+        job.state.learn_exclusions(request.excluded)
+        if (entry := job.state.excluded.get(node.key)) is not None:
+            raise RequestError("excluded", _describe_exclusion(entry))
         peer.job, peer.node = job, node.id
         job.state.register(node, time.monotonic())
         job.peers[peer.node] = peer
+        if job.status != RendezvousStatus():
+            peer.send_encoded(_encode(StatusChange(job.status)))
         return peer.node
 
-    async def _attach(self, peer: Peer, request: Attach) -> None:
+    def _attach(self, peer: Peer, request: Attach) -> None:
         job = self._jobs.get(request.job)
         if job is None:
             raise RequestError("usage", "unknown job")
@@ -307,32 +354,59 @@ class RendezvousServer:
             raise RequestError("lost", "this node was silent for too long, and is no longer known")
         if job.state.closed is not None:
             raise RequestError("closed", job.state.closed)
+        if (entry := job.state.exclusion(peer.node)) is not None:
+            job.state.leave(peer.node, gracefully=True)
+            raise RequestError("excluded", _describe_exclusion(entry))
         job.state.join_next_round(peer.node, request.port, time.monotonic(), request.failed)
         assignment = job.pending_assignments[peer.node] = asyncio.get_running_loop().create_future()
-        self._advance(job)
+        self._advance_soon(job)
         try:
             found: RankAssignment = await assignment
             return found
         except asyncio.CancelledError:
             raise RequestError("lost", "the connection is gone") from None
 
-    async def _heartbeat(self, peer: Peer, request: Ping) -> None:
+    def _heartbeat(self, peer: Peer, request: Ping) -> None:
         return None
 
-    async def _leave(self, peer: Peer, request: Leave) -> None:
+    def _leave(self, peer: Peer, request: Leave) -> None:
         self._disconnect(peer, gracefully=True)
 
-    async def _close(self, peer: Peer, request: Close) -> None:
+    def _close(self, peer: Peer, request: Close) -> bool:
+        """Whether it was this node that closed it."""
         job = _job_of(peer)
+        first = job.state.closed is None
         job.state.close(request.outcome)
-        self._advance(job)
+        self._advance_soon(job)
+        return first
 
-    async def _report_failure(self, peer: Peer, request: ReportFailure) -> FailureAnswer:
+    def _report_failure(self, peer: Peer, request: ReportFailure) -> FailureAnswer:
+        job = _job_of(peer)
+        if peer.node is None or peer.node not in job.state.nodes:
+            raise RequestError("lost", "this node is no longer known")
+        answer = job.state.report_failure(peer.node, request.facts)
+        if answer.excluded is not None:
+            say(f"rendezvous: node {job.state.nodes[peer.node]} is excluded: {answer.excluded}")
+        return answer
+
+    async def _report_test_turn(self, peer: Peer, request: ReportTestTurn) -> NextTurn:
+        job, turn = _job_of(peer), request.report.turn
         if peer.node is None:
-            raise RequestError("usage", "only nodes report failures")
-        return FailureAnswer(*_job_of(peer).state.report_failure(peer.node, request.step))
+            raise RequestError("usage", "only nodes are tested")
+        job.state.report_test_turn(peer.node, request.report)
+        while (answer := job.state.next_test_turn(peer.node, turn)) is None:
+            await asyncio.sleep(TICK_INTERVAL)
+        return answer
 
-    async def _set(self, peer: Peer, request: SetValues) -> None:
+    def _read_clock(self, peer: Peer, request: ReadClock) -> float:
+        return time.time()
+
+    def _report_arrivals(self, peer: Peer, request: ReportArrivals) -> str | None:
+        if peer.node is None:
+            raise RequestError("usage", "only nodes report arrivals")
+        return _job_of(peer).state.report_arrivals(peer.node, request.report)
+
+    def _set(self, peer: Peer, request: SetValues) -> None:
         for key, value in request.values.items():
             _job_of(peer).set_value(key, base64.b64decode(value))
 
@@ -341,7 +415,7 @@ class RendezvousServer:
         await job.wait_for_keys(request.keys, request.seconds)
         return [base64.b64encode(job.values[key]).decode() for key in request.keys]
 
-    async def _add(self, peer: Peer, request: AddToValue) -> int:
+    def _add(self, peer: Peer, request: AddToValue) -> int:
         job = _job_of(peer)
         total = int(job.values.get(request.key, b"0")) + request.amount
         job.set_value(request.key, str(total).encode())
@@ -350,29 +424,53 @@ class RendezvousServer:
     async def _wait_for_keys(self, peer: Peer, request: WaitForKeys) -> None:
         await _job_of(peer).wait_for_keys(request.keys, request.seconds)
 
-    async def _check(self, peer: Peer, request: CheckKeys) -> bool:
+    def _check(self, peer: Peer, request: CheckKeys) -> bool:
         return all(key in _job_of(peer).values for key in request.keys)
 
-    async def _delete(self, peer: Peer, request: DeleteKey) -> bool:
+    def _delete(self, peer: Peer, request: DeleteKey) -> bool:
         return _job_of(peer).values.pop(request.key, None) is not None
 
 
-_HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], Awaitable[object]]] = {
+_HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], object]] = {
     Enter: RendezvousServer._enter,
     Attach: RendezvousServer._attach,
-    JoinNextRound: RendezvousServer._join_next_round,
     Ping: RendezvousServer._heartbeat,
     Leave: RendezvousServer._leave,
     Close: RendezvousServer._close,
     ReportFailure: RendezvousServer._report_failure,
+    ReadClock: RendezvousServer._read_clock,
+    ReportArrivals: RendezvousServer._report_arrivals,
     SetValues: RendezvousServer._set,
-    GetValues: RendezvousServer._get,
     AddToValue: RendezvousServer._add,
-    WaitForKeys: RendezvousServer._wait_for_keys,
     CheckKeys: RendezvousServer._check,
     DeleteKey: RendezvousServer._delete,
 }
-_REQUESTS = {request.operation: request for request in _HANDLERS}
+_WAITING_HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], Awaitable[object]]] = {
+    JoinNextRound: RendezvousServer._join_next_round,
+    GetValues: RendezvousServer._get,
+    WaitForKeys: RendezvousServer._wait_for_keys,
+    ReportTestTurn: RendezvousServer._report_test_turn,
+}
+_REQUESTS = {request.operation: request for request in (*_HANDLERS, *_WAITING_HANDLERS)}
+
+
+def _encode(message: Reply | ErrorReply | StatusChange) -> bytes:
+    return json.dumps(asdict(message)).encode()
+
+
+@contextmanager
+def _errors_answered(peer: Peer, id: Callable[[], int | None]) -> Iterator[None]:
+    """What a request fails with is its answer."""
+    try:
+        yield
+    except RequestError as error:
+        peer.send(ErrorReply(id(), str(error), error.kind))
+    except (ArithmeticError, LookupError, ValueError, Z2aError) as error:
+        peer.send(ErrorReply(id(), f"malformed request ({error})", "usage"))
+
+
+def _describe_exclusion(entry: ExcludedNode) -> str:
+    return f"node {entry.name} ({entry.address}) is excluded from the job: {entry.reason}; {READMIT_ADVICE}"
 
 
 def _job_of(peer: Peer) -> RendezvousJob:
@@ -388,9 +486,7 @@ def _format_node_counts(counts: tuple[int, ...]) -> str:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one descriptor for each node
+    raise_descriptor_limit()  # one connection for each node
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:

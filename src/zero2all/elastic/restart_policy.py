@@ -1,11 +1,8 @@
-"""Whether a failed job is restarted, and whether a single node is the cause."""
+"""Whether a failed job is restarted."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
-
-from torch.distributed.elastic.rendezvous import RendezvousError
 
 from zero2all.elastic.exit_reason import FailureKind
 
@@ -14,27 +11,13 @@ MAX_FAILURES_WITHOUT_PROGRESS = 10  # failures in a row without progress, at any
 MAX_BACKOFF = 60.0
 
 
-class NodeFailureRegistry(Protocol):
-    """What an agent asks the rendezvous about the other nodes."""
-
-    def report_node_failure(self, step: int) -> tuple[int, bool]: ...
-
-
-def should_exclude_node(rendezvous: NodeFailureRegistry, kind: FailureKind, step: int, nodes: int) -> bool:
-    """Report a failure of this node; whether, if it gives up, only this node leaves the job."""
-    if nodes == 1 or kind not in ("crash", "out of memory", "wrong usage"):
-        return False
-    try:
-        left, elsewhere = rendezvous.report_node_failure(step)
-    except RendezvousError:
-        return False  # the rendezvous is lost; that is handled elsewhere
-    return left > 0 and not elsewhere
-
-
 class RestartPolicy:
     """Counts failures by step, and decides on restarts."""
 
-    def __init__(self) -> None:
+    def __init__(self, sees_progress: bool = True) -> None:
+        """``sees_progress`` is False for a script: as long as it sends no heartbeat, only the number of restarts
+        limits them."""
+        self._sees_progress = sees_progress
         self._failures_by_step: Counter[int] = Counter()
         self._failures_without_progress = 0
         self._furthest = -1
@@ -56,6 +39,8 @@ class RestartPolicy:
             self._failures_by_step[step] += 1
         self._failures_without_progress += 1
         where = f"after step {step}" if step >= 0 else "before the first step"
+        if not self._sees_progress and self._furthest < 0:
+            return None if restarts_left else "given up: no restarts are left (--max-restarts)"
         if self._failures_by_step[step] >= MAX_FAILURES_PER_STEP:
             return f"given up: it failed {MAX_FAILURES_PER_STEP} times {where}, so a restart would too"
         if self._failures_without_progress >= MAX_FAILURES_WITHOUT_PROGRESS:

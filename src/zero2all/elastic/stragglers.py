@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zero2all.elastic.flight_recorder import read_collectives
+from zero2all.elastic.flight_recorder import read_collectives, read_groups
 from zero2all.elastic.worker import collectives_path
 
 CHECK_INTERVAL = 60.0  # seconds between two checks
@@ -20,10 +20,16 @@ MIN_COLLECTIVES = 20  # with fewer it may be noise
 def read_arrival_times(directory: Path, local_rank: int) -> dict[Any, float]:
     """When a rank entered each of its recent collectives, in seconds."""
     try:
-        collectives = read_collectives(collectives_path(directory, local_rank).read_text(encoding="utf-8"))
+        dump = collectives_path(directory, local_rank).read_text(encoding="utf-8")
     except OSError:
         return {}
-    return {(one.process_group[0], one.profiling_name, one.number): one.time_created_ns / 1e9 for one in collectives}
+    groups = read_groups(dump)  # those of one mesh dimension may have one name
+    return {
+        (one.process_group[0], *groups.get(one.process_group[0], ()), one.profiling_name, one.number): (
+            one.time_created_ns / 1e9
+        )
+        for one in read_collectives(dump)
+    }
 
 
 def wait_share_by_rank(arrivals: dict[int, dict[Any, float]]) -> dict[int, float]:

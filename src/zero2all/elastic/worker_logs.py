@@ -8,7 +8,7 @@ from pathlib import Path
 
 HEAD_BYTES, TAIL_BYTES = 1 << 20, 4 << 20  # bytes that are kept
 MAX_LOG_BYTES = 16 << 20
-_READ = 64 << 10  # bytes read from the end
+_READ = 256 << 10  # bytes read from the end
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
 
 

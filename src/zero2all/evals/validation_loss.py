@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from zero2all.track.loss_evaluation import LossEvaluation, LossMetrics
 BATCH_TOKENS = 16384  # of one forward pass
 MAX_BATCH_ROWS = 16  # of one forward pass: small batches divide evenly over ranks
 UNIGRAM_TOKENS = 2_000_000_000  # over all shards: some 20 seconds, and more would not change the metric
+UNIGRAM_SHARDS = 4096  # of which they are; a store of terabytes has more, and each is a file to open
 
 
 def evaluate_bpb(
@@ -53,7 +53,7 @@ def evaluate_bpb(
     """
     scoring = scoring or packed_scoring(recipe)
     texts = [*validation_texts(recipe), *texts_of_test_sets(test_sets or {})]
-    return evaluate_texts(model, tokenizer, texts, scoring, unigram_nats(recipe, tokenizer))
+    return evaluate_texts(model, tokenizer, texts, scoring, unigram_nats(recipe, tokenizer, model))
 
 
 def packed_scoring(recipe: Recipe) -> Packed:
@@ -78,10 +78,17 @@ def texts_of_test_sets(test_sets: Mapping[str, TokenShard]) -> list[EvalText]:
     return [EvalText(name, "test set", [shard]) for name, shard in test_sets.items()]
 
 
-def unigram_nats(recipe: Recipe, tokenizer: Tokenizer) -> Array:
-    """-log of each token's share of the training tokens."""
-    train = TokenStore(recipe.tokens_dir, "train")
-    return _unigram_nats(recipe.tokens_dir, train.fingerprint, tokenizer.vocab_size)
+def unigram_nats(recipe: Recipe, tokenizer: Tokenizer, model: Z2all | ParallelModel | None = None) -> Array:
+    """-log of each token's share of the training tokens. The ranks of a parallel model count a part of them each."""
+    fingerprint = TokenStore(recipe.tokens_dir, "train").fingerprint
+    mesh = model.mesh if isinstance(model, ParallelModel) else None
+    rank, ranks = (0, 1) if mesh is None else (mesh.rank, mesh.dims.world_size)
+    counts = count_tokens(recipe.tokens_dir, fingerprint, tokenizer.vocab_size, rank, ranks)
+    if isinstance(model, ParallelModel):
+        counts = model.sum_over_ranks(torch.from_numpy(counts)).numpy()
+    counts = counts + 1
+    nats: Array = -np.log(counts / counts.sum())
+    return nats
 
 
 @torch.no_grad()
@@ -284,11 +291,12 @@ def ratio_error(strata: Sequence[tuple[Array, Array]]) -> float | None:
 
 
 @lru_cache(maxsize=1)
-def _unigram_nats(tokens_dir: Path, fingerprint: str, vocab_size: int) -> np.ndarray[Any, Any]:
-    """Counted once, however often a run is evaluated; the fingerprint detects a store that was rebuilt."""
+def count_tokens(tokens_dir: Path, fingerprint: str, vocab_size: int, rank: int, ranks: int) -> Array:
+    """The part of a rank. Counted once, however often a run is evaluated; the fingerprint detects a store that
+    was rebuilt."""
     shards = [shard for source_shards in TokenStore(tokens_dir, "train").sources.values() for shard in source_shards]
-    counts = np.ones(vocab_size)
-    for shard in shards:
+    shards = shards[:: -(-len(shards) // UNIGRAM_SHARDS)]
+    counts = np.zeros(vocab_size)
+    for shard in shards[rank::ranks]:
         counts += np.bincount(shard.read(0, UNIGRAM_TOKENS // len(shards)), minlength=vocab_size)
-    nats: np.ndarray[Any, Any] = -np.log(counts / counts.sum())
-    return nats
+    return counts

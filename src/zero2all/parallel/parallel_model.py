@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from zero2all.device_watch import DEVICE_WATCH
 from zero2all.errors import UsageError
 from zero2all.hardware import fp64_device
 from zero2all.model import IGNORE_INDEX, KVCache, Z2all
@@ -311,7 +312,8 @@ class ParallelModel:
         squares.index_add_(0, torch.tensor(layers, device=squares.device), own_squares)
         if self.mesh.dims.world_size > 1:
             dist.all_reduce(squares)
-        norms: list[float] = (squares[:-1].sqrt() / self._loss_scale_factor).tolist()
+        with DEVICE_WATCH.host_waits():
+            norms: list[float] = (squares[:-1].sqrt() / self._loss_scale_factor).tolist()
         return norms
 
     def _local_square_norms(self) -> Tensor:
@@ -350,6 +352,13 @@ class ParallelModel:
         if self.mesh.dims.world_size > 1:
             dist.all_reduce(local)
         return local
+
+    def sum_over_ranks(self, own: Tensor) -> Tensor:
+        """The sum, on the CPU, of what each rank counted for itself."""
+        if self.mesh.dims.world_size > 1:
+            own = own.to(self.mesh.device, copy=True)
+            dist.all_reduce(own)
+        return own.cpu()
 
     def update_expert_bias(self) -> None:
         """Once a step, after the optimizer: move the biases of experts by their load over all ranks."""

@@ -1,40 +1,30 @@
-"""``z2a plan --against RUN``: what was planned beside what a run measured."""
+"""What is planned of a run, for its report and for ``z2a plan --against RUN``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from pydantic import computed_field
+import torch
 
+from zero2all.console import warn
 from zero2all.errors import UsageError
-from zero2all.planner.plan import Plan
+from zero2all.hardware import compute_dtype, dtype_name
+from zero2all.io import write_record
+from zero2all.planner.calibrated import machine_entry
+from zero2all.planner.cluster import Cluster
+from zero2all.planner.plan import Plan, plan_run
 from zero2all.planner.workload import largest_stage
 from zero2all.recipe import Recipe, load_recipe
-from zero2all.track.run_locations import LocalRunLocation
+from zero2all.track.planned import PlanCheck, compare_with_run
+from zero2all.track.run_locations import PLAN_FILE, LocalRunLocation
+from zero2all.track.run_metadata import PlannedRun, PlannedValue
 from zero2all.track.run_view import RunView
+from zero2all.train.hyperparameters import with_hyperparameters
+from zero2all.train.micro_batch import estimate_micro_batch
+from zero2all.train.run import Run
 
-WARMUP_SHARE = 0.1  # of the steps, left out
 IN_PARTS = "without tp and ep, whose waits a run counts as forward and backward"
 PROCESS_PARTS = ("CUDA context", "communicators", "fragmentation margin")  # not in the statistics of the allocator
-
-
-@dataclass(frozen=True)
-class PlanCheck:
-    """One value, planned and measured."""
-
-    name: str
-    unit: str
-    planned: float
-    measured: float
-    note: str = ""
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def ratio(self) -> float:
-        """Measured to planned."""
-        return self.measured / self.planned if self.planned else float("nan")
 
 
 def read_run(directory: Path, recipe: Recipe) -> RunView:
@@ -58,24 +48,45 @@ def _shape(recipe: Recipe) -> tuple[object, ...]:
     return recipe.model.model_dump(exclude={"preset", "ops", "vocab_size"}), stage.seq_len, stage.batch_tokens
 
 
-def check_plan(plan: Plan, view: RunView) -> list[PlanCheck]:
-    """Medians over the steps after warm-up; of memory the most of any rank."""
+def planned_run(plan: Plan) -> PlannedRun:
+    """What a run of this plan will measure."""
     step, speed = plan.step, plan.speed
     tensors = sum(part.bytes for part in plan.memory.parts if part.name not in PROCESS_PARTS)
     inside = sum(one.seconds for one in step.traffic if one.dimension in ("tp", "ep") and not one.overlaps)
     exposed = max(0.0, step.expected - step.compute - inside)
-    checks = [
-        _check(view, "step time", "s", "step_time", step.expected, f"{step.shortest:.3g} to {step.longest:.3g} s"),
-        _check(view, "exposed communication", "s", "time/communication", exposed, IN_PARTS if inside else ""),
-        _check(view, "optimizer", "s", "time/optimizer", _seconds_of(plan, "optimizer")),
-        _check(view, "tokens per second", "tok/s", "tokens_per_second", speed.tokens_per_second),
-        _check(view, "TFLOP/s of a device", "TFLOP/s", "tflops", speed.tflops),
+    span, memory_note = f"{step.shortest:.3g} to {step.longest:.3g} s", "of tensors; a CPU reports resident memory"
+    values = [
+        PlannedValue("step time", "s", "step_time", step.expected, span),
+        PlannedValue("exposed communication", "s", "time/communication", exposed, IN_PARTS if inside else ""),
+        PlannedValue("optimizer", "s", "time/optimizer", _seconds_of(plan, "optimizer")),
+        PlannedValue("tokens per second", "tok/s", "tokens_per_second", speed.tokens_per_second),
+        PlannedValue("TFLOP/s of a device", "TFLOP/s", "tflops", speed.tflops),
+        PlannedValue("peak memory", "GB", "memory", tensors / 1e9, memory_note, scale=1e9, over="most"),
     ]
-    memory = [value for rank in view.readers if (value := _most(view, "memory", rank)) is not None]
-    if memory:
-        note = "of tensors; a CPU reports resident memory, with libraries"
-        checks.append(PlanCheck("peak memory", "GB", tensors / 1e9, max(memory) / 1e9, note))
-    return [check for check in checks if check is not None]
+    return PlannedRun(plan.cluster.gpu.name, plan.cluster.gpus, values)
+
+
+def check_plan(plan: Plan, view: RunView) -> list[PlanCheck]:
+    return compare_with_run(planned_run(plan), view)
+
+
+def record_plan(run: Run, device: torch.device, ranks: int) -> None:
+    """Write what is planned of a run into its directory, if the hardware is known. Called when it starts, when torch is
+    loaded anyway: a report then only compares. Never fails, because a run does not need it."""
+    try:
+        entry = machine_entry(device)
+        (run.directory / PLAN_FILE).unlink(missing_ok=True)  # of a start on other hardware
+        if entry is None:
+            return
+        cluster = Cluster.of(entry, ranks)
+        precision = dtype_name(compute_dtype(run.recipe.train.compute_precision, device))
+        recipe = with_hyperparameters(run.recipe, estimate_micro_batch(run.recipe, ranks, entry.memory))
+        train = recipe.train.model_copy(update={"precision": precision})
+        write_record(
+            run.directory / PLAN_FILE, planned_run(plan_run(recipe.model_copy(update={"train": train}), cluster))
+        )
+    except Exception as error:
+        warn(f"the report of this run will have no plan: {error}")
 
 
 def check_text(checks: list[PlanCheck]) -> str:
@@ -89,16 +100,3 @@ def check_text(checks: list[PlanCheck]) -> str:
 
 def _seconds_of(plan: Plan, name: str) -> float:
     return sum(part.seconds for part in plan.step.parts if part.name.startswith(name))
-
-
-def _check(view: RunView, name: str, unit: str, metric: str, planned: float, note: str = "") -> PlanCheck | None:
-    values = view.table([metric]).mean[metric]
-    values = values[int(WARMUP_SHARE * len(values)) :]
-    values = values[np.isfinite(values)]
-    return PlanCheck(name, unit, planned, float(np.median(values)), note) if len(values) else None
-
-
-def _most(view: RunView, metric: str, rank: int) -> float | None:
-    values = view.table([metric], rank=rank).mean[metric]
-    values = values[np.isfinite(values)]
-    return float(values.max()) if len(values) else None

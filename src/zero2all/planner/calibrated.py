@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from zero2all.errors import UsageError, Z2aError
-from zero2all.gpu_specs import Gpu, find_gpu
+from zero2all.gpu_specs import Gpu, find_gpu, lookup_gpu
+from zero2all.hardware import device_name, hardware_key
+from zero2all.paths import config_directory
 from zero2all.planner.cluster import LINK_EFFICIENCY, Cluster
 from zero2all.planner.plan import plan_run
 from zero2all.planner.step_time import MEMORY_EFFICIENCY
@@ -50,6 +55,9 @@ def calibrated_entry(
         gpus_per_node=ranks_per_node,
         fp32_flops=flops if precision == "fp32" else None,
     )
+    # A plan takes ``auto`` for bf16, which a CPU may not have: the step is planned in what it was measured in.
+    train = reference.train.model_copy(update={"precision": precision})
+    reference = reference.model_copy(update={"train": train})
     low, high = math.log(1e-4), math.log(LARGEST_SHARE)
     for _ in range(60):  # halving
         middle = (low + high) / 2
@@ -61,6 +69,19 @@ def calibrated_entry(
             "and memory allow: other programs used the machine, so measure again"
         )
     return replace(entry, matmul_share=math.exp(high))
+
+
+def user_entry_path(hardware: str) -> Path:
+    """Where the entry of a machine is kept for the runs on it; in the home directory, which many machines may share."""
+    return config_directory() / "hardware" / f"{re.sub(r'[^A-Za-z0-9]+', '-', hardware).strip('-').lower()}.json"
+
+
+def machine_entry(device: torch.device) -> Gpu | None:
+    """The calibrated entry of this machine, else the data sheet of its GPU, if there is one."""
+    path = user_entry_path(hardware_key(device))
+    if path.is_file():
+        return find_entry(str(path))
+    return lookup_gpu(device_name(device)) if device.type == "cuda" else None
 
 
 def check_links(entry: Gpu, cluster: Cluster, has_network: bool) -> None:

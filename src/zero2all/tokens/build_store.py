@@ -20,10 +20,12 @@ from zero2all.errors import Z2aError
 from zero2all.io import (
     MANIFEST,
     fingerprint,
+    is_intact,
     read_documents_manifest,
     read_finished,
     read_json,
     refuse_strangers,
+    sampled_digest,
     sha256_file,
     write_json,
     write_manifest,
@@ -52,10 +54,12 @@ def build_tokens(
     out: Path,
     engine: Engine | None = None,
     before_replace: Callable[[], None] = lambda: None,
+    verify: bool = False,
 ) -> BuiltStore:
     """Encode both splits of ``documents`` into ``out``. A shard whose input and tokenizer are unchanged is kept.
 
-    ``before_replace`` is called before the tokens in ``out`` are replaced by others, and may raise.
+    ``before_replace`` is called before the tokens in ``out`` are replaced by others, and may raise. With ``verify``
+    every byte of finished shards is compared with its checksum, not only samples.
     """
     engine = engine or Engine()
     corpus = read_documents_manifest(documents)
@@ -73,7 +77,7 @@ def build_tokens(
     refuse_strangers(out, KIND)
     records: dict[int, ShardRecord] = {}
     for number, (stem, key) in enumerate(zip(stems, keys, strict=True)):
-        if (record := _read_finished_record(stem, key, shards[number].kind)) is not None:
+        if (record := _read_finished_record(stem, key, shards[number].kind, verify)) is not None:
             records[number] = record
     todo = [number for number in range(len(shards)) if number not in records]
     template = tokenizer.chat_fingerprint if any(shard.kind != "text" for shard in shards) else ""
@@ -206,13 +210,16 @@ def _suffixes(kind: SourceKind) -> tuple[str, ...]:
     return SUFFIXES if kind == "text" else (*SUFFIXES, MASK_SUFFIX)
 
 
-def _read_finished_record(stem: Path, key: str, kind: SourceKind) -> ShardRecord | None:
-    def is_intact(record: ShardRecord) -> bool:
+def _read_finished_record(stem: Path, key: str, kind: SourceKind, verify: bool) -> ShardRecord | None:
+    path = stem.with_suffix(".json")
+
+    def are_intact(record: ShardRecord) -> bool:
         return set(record.files) == set(_suffixes(kind)) and all(
-            sha256_file(stem.with_suffix(suffix)) == digest for suffix, digest in record.files.items()
+            is_intact(stem.with_suffix(suffix), path, digest, record.samples.get(suffix), verify)
+            for suffix, digest in record.files.items()
         )
 
-    return read_finished(ShardRecord, stem.with_suffix(".json"), key, is_intact)
+    return read_finished(ShardRecord, path, key, are_intact)
 
 
 def _encode_shard(
@@ -273,6 +280,8 @@ def shard_checksums(stem: Path) -> ShardChecksums:
         files={suffix: sha256_file(path) for suffix, path in paths.items()},
         sizes={suffix: path.stat().st_size for suffix, path in paths.items()},
         blocks=block_checksums(stem.with_suffix(".bin")),
+        mask_blocks=block_checksums(paths[MASK_SUFFIX]) if MASK_SUFFIX in paths else [],
+        samples={suffix: sampled_digest(path) for suffix, path in paths.items()},
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zero2all.conversation import SourceKind
 
@@ -17,6 +17,10 @@ class ShardChecksums:
     """Bytes by suffix."""
     blocks: list[int]
     """CRC-32 of the blocks of the ``.bin`` file."""
+    mask_blocks: list[int]
+    """The same of the ``.mask`` file, if there is one."""
+    samples: dict[str, str]
+    """Hash of some blocks of each file, by suffix: what a rerun compares."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class ShardRecord:
     """Conversations that the chat template does not take."""
     first_refused: str = ""
     """The gid of the first, and why."""
+    mask_blocks: list[int] = field(default_factory=list)
+    samples: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

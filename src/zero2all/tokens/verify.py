@@ -2,7 +2,7 @@
 
 A flipped bit, a truncated file or a shard of another store trains a worse model without an error, so a store is checked
 before training reads it. Reading all of it would take hours at terabytes: the size of every shard is checked, and the
-checksums of random blocks. 'z2a tokens build' checks every byte.
+checksums of random blocks. 'z2a tokens build --verify' checks every byte.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from zero2all.io import read_record, sha256_file
 from zero2all.tokens.manifest import ShardRecord
-from zero2all.tokens.token_store import TokenShard, TokenStore, damaged_error
+from zero2all.tokens.token_store import MASK_SUFFIX, TokenShard, TokenStore, damaged_error
 
 BLOCK_BYTES = 1 << 20
 BLOCKS_PER_RANK = 32  # at each start: 32 MiB
@@ -67,10 +67,16 @@ def _read_shard_record(shard: TokenShard) -> ShardRecord:
 
 
 def _verify_block(shard: TokenShard, record: ShardRecord, number: int) -> None:
-    path = shard.stem.with_suffix(".bin")
+    _verify_checksum(shard.stem.with_suffix(".bin"), number, record.blocks[number])
+    if record.mask_blocks:  # the one at the same place, about
+        place = number * len(record.mask_blocks) // len(record.blocks)
+        _verify_checksum(shard.stem.with_suffix(MASK_SUFFIX), place, record.mask_blocks[place])
+
+
+def _verify_checksum(path: Path, number: int, recorded: int) -> None:
     with open(path, "rb") as stream:
         stream.seek(number * BLOCK_BYTES)
-        if zlib.crc32(stream.read(BLOCK_BYTES)) != record.blocks[number]:
+        if zlib.crc32(stream.read(BLOCK_BYTES)) != recorded:
             raise damaged_error(
                 path,
                 f"does not match its checksum between bytes {number * BLOCK_BYTES} and {(number + 1) * BLOCK_BYTES}",

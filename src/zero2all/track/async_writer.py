@@ -26,6 +26,7 @@ class AsyncWriter:
 
     With ``retry``, items whose delivery raises are delivered again: a full disk may have space later. Without it they
     are dropped, so that one item which a service rejects blocks no other. Items beyond ``capacity`` are dropped.
+    ``every`` is the time between two deliveries, in seconds.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class AsyncWriter:
         finish: Callable[[], None] = lambda: None,
         retry: bool = False,
         capacity: int = QUEUE_CAPACITY,
+        every: float = POLL_SECONDS,
     ) -> None:
-        self.name, self.dropped = name, 0
+        self.name, self.dropped, self._every = name, 0, every
         self._deliver, self._finish, self._retry, self._capacity = deliver, finish, retry, capacity
         self._batch_lines = BATCH_LINES if retry else 1
         self._queue: deque[Any] = deque()
@@ -87,7 +89,7 @@ class AsyncWriter:
             drained = self._drain()
             if closing:
                 break
-            self._wake.wait(POLL_SECONDS if drained else RETRY_SECONDS)
+            self._wake.wait(self._every if drained else RETRY_SECONDS)
             self._wake.clear()
         try:
             self._finish()

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 from zero2all.track.experiment_record import find_experiments
+from zero2all.track.planned import run_checks
 from zero2all.track.record_lines import LoggedLine
 from zero2all.track.run_view import RunView
 from zero2all.track.server import PAGE_DIR, build_series, encode_json, summarize_run
@@ -31,9 +32,16 @@ def report_html(runs: list[RunView]) -> str:
             "experiments": find_experiments([run.location for run in runs]),
             "series": [build_series(run, run.names, -math.inf, math.inf, MAX_POINTS) for run in runs],
             "texts": texts,
+            "plans": [_plan(run) for run in runs],
             "facts": [{"recipe": run.metadata.recipe, "environment": run.metadata.environment} for run in runs],
         }
     )
+
+
+def _plan(run: RunView) -> dict[str, object] | None:
+    """What was planned of a run beside what it measured, if both exist."""
+    plan, checks = run.metadata.plan, run_checks(run)
+    return {"hardware": plan.hardware, "ranks": plan.ranks, "checks": checks} if plan and checks else None
 
 
 def _newest(steps_by_name: dict[str, list[int]]) -> dict[str, list[int]]:

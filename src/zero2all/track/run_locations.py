@@ -17,7 +17,8 @@ from zero2all.errors import UsageError
 from zero2all.track.ssh import SshConnection, UnreachableError, parse_address
 from zero2all.workspace import DEFAULT_RUN, MAX_DEPTH, UNSEARCHED_PATTERNS, find_directories
 
-METADATA_FILES = ("recipe.yaml", "identity.json", "environment.json")
+PLAN_FILE = "plan.json"
+METADATA_FILES = ("recipe.yaml", "identity.json", "environment.json", PLAN_FILE)
 RECORD_FILE = "record.jsonl"
 EVALS_FILE = "evals.jsonl"
 RECORD_FILE_PATTERN = re.compile(r"record(\.rank[0-9]+)?(\.index)?\.jsonl")

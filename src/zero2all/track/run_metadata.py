@@ -1,17 +1,19 @@
-"""Metadata of a run, from the files beside its record: recipe, identity, environment."""
+"""Metadata of a run, from the files beside its record: recipe, identity, environment, plan."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from zero2all.errors import UsageError
+from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe.safe_yaml import MAX_FILE_BYTES, read_yaml
+from zero2all.records import parse_record
 from zero2all.redact import redact
 from zero2all.track.record_lines import is_count, is_shallow
-from zero2all.track.run_locations import RunLocation
+from zero2all.track.run_locations import PLAN_FILE, RunLocation
 from zero2all.units import show_bytes
 
 
@@ -35,6 +37,35 @@ class ObjectiveMetadata:
 
 
 @dataclass(frozen=True)
+class PlannedValue:
+    """What a plan says that a metric of the run will be."""
+
+    name: str
+    unit: str
+    metric: str
+    """In the record."""
+    planned: float
+    note: str = ""
+    scale: float = 1.0
+    """Of the unit: 1e9 for GB of a metric in bytes."""
+    over: Literal["median", "most"] = "median"
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """``plan.json``, written when a run starts on hardware that the planner knows."""
+
+    hardware: str
+    """Name of the entry that it was planned with."""
+    ranks: int
+    values: list[PlannedValue]
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(one.planned) and math.isfinite(one.scale) and one.scale > 0 for one in self.values):
+            raise Z2aError("a planned value is not a number")
+
+
+@dataclass(frozen=True)
 class RunMetadata:
     """As far as the files exist; ``damage`` lists the ones that are invalid, and why."""
 
@@ -45,6 +76,7 @@ class RunMetadata:
     objective: ObjectiveMetadata = ObjectiveMetadata()
     recipe: str = ""
     environment: dict[str, Any] | None = None
+    plan: PlannedRun | None = None
     damage: tuple[str, ...] = ()
 
 
@@ -86,6 +118,12 @@ def read_run_metadata(location: RunLocation, sizes: dict[str, int]) -> RunMetada
     train = typed_value("recipe.yaml", recipe, "train", _is_mapping) or {}
     identity = parse_mapping("identity.json", read_text("identity.json"), json.loads)
     model = typed_value("identity.json", identity, "model", _is_mapping) or {}
+    plan = None
+    if mapping := parse_mapping(PLAN_FILE, read_text(PLAN_FILE), json.loads):
+        try:
+            plan = parse_record(PlannedRun, mapping, PLAN_FILE)
+        except Z2aError as error:
+            damage.append(f"{PLAN_FILE}: {str(error)[:200]}")
     return RunMetadata(
         name=typed_value("recipe.yaml", recipe, "name", lambda name: isinstance(name, str)) or "",
         sources=tuple(
@@ -96,6 +134,7 @@ def read_run_metadata(location: RunLocation, sizes: dict[str, int]) -> RunMetada
         objective=ObjectiveMetadata.from_recipe(train),
         recipe=recipe_text,
         environment=parse_mapping("environment.json", read_text("environment.json"), json.loads),
+        plan=plan,
         damage=tuple(damage),
     )
 

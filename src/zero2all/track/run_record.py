@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from zero2all.track.async_writer import AsyncWriter
+from zero2all.track.async_writer import POLL_SECONDS, AsyncWriter
 from zero2all.track.record_index import Indexer, entry_to_json, index_path
 from zero2all.track.record_lines import (
     EventLine,
@@ -37,6 +37,7 @@ from zero2all.track.sinks import Sink, sink_writer
 from zero2all.track.system_metrics import SystemMonitor
 
 SYSTEM_METRICS_SECONDS = 10.0
+MAX_WRITES_PER_SECOND = 100  # of all ranks but the first together, to a file system that they share
 
 
 class RunRecord:
@@ -46,15 +47,22 @@ class RunRecord:
     ...     record.step(0, loss=8.3, lr=1e-4)
     ...     record.sample(0, "zh", "床前明月光")
 
-    No call waits for a disk or raises: a thread writes. ``flush`` returns whether everything is written.
+    No call waits for a disk or raises: a thread writes. ``flush`` returns whether everything is written. Of ``ranks``
+    ranks those after the first write less often the more they are, and leave it to the system when a disk has it.
     """
 
     def __init__(
-        self, path: Path, rank: int = 0, sinks: Sequence[Sink] = (), system_every: float | None = SYSTEM_METRICS_SECONDS
+        self,
+        path: Path,
+        rank: int = 0,
+        sinks: Sequence[Sink] = (),
+        system_every: float | None = SYSTEM_METRICS_SECONDS,
+        ranks: int = 1,
     ) -> None:
         self.path = path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-        file = RunRecordWriter(self.path)
-        self._writers = [AsyncWriter(f"the run record {self.path}", file.write, file.close, retry=True)]
+        file = RunRecordWriter(self.path, sync_events=rank == 0)
+        every = POLL_SECONDS if rank == 0 else max(POLL_SECONDS, ranks / MAX_WRITES_PER_SECOND)
+        self._writers = [AsyncWriter(f"the run record {self.path}", file.write, file.close, retry=True, every=every)]
         for sink in sinks:
             self._writers.append(AsyncWriter(f"the sink {type(sink).__name__}", sink_writer(sink), sink.close))
         self._last_step = 0
@@ -120,8 +128,8 @@ class RunRecord:
 class RunRecordWriter:
     """Writes a record and its index, on the record's own thread. What a full disk did not take stays buffered."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, sync_events: bool = True) -> None:
+        self._path, self._sync_events = path, sync_events
         self._file: AppendFile | None = None
         self._index: AppendFile | None = None
         self._indexer = Indexer()
@@ -140,7 +148,7 @@ class RunRecordWriter:
         self._file.write()
         self._index.write()
         self._buffered_lines = 0
-        if any(isinstance(line, EventLine) for line in lines):
+        if self._sync_events and any(isinstance(line, EventLine) for line in lines):
             self._file.sync()
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero2all.device_watch import DEVICE_WATCH
 from zero2all.hardware import copy_to_device
 from zero2all.model.ops.varlen import document_cu_seqlens
 
@@ -86,5 +87,6 @@ class HostCopy:
 
     def tolist(self) -> Any:
         if self._copied is not None:
-            self._copied.synchronize()
+            with DEVICE_WATCH.host_waits():
+                self._copied.synchronize()
         return self._tensor.tolist()

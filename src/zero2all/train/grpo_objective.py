@@ -92,8 +92,8 @@ class GRPOObjective:
             answers = sample_answers(model, self._tokenizer, prompts, params, copies, self._ranks, self._ping)
         else:
             endpoint = EndpointSampler(self._options, self._tokenizer)
-            answers = self._ranks.on_rank0(lambda: endpoint.sample(prompts, params, copies, self._ping))
-        return score_rollouts(prompts, answers, self._rewards, self._ranks)
+            answers = self._ranks.on_rank0(lambda: endpoint.sample(prompts, params, copies, self._ping), self._ping)
+        return score_rollouts(prompts, answers, self._rewards, self._ranks, self._ping)
 
     def _rollout_metrics(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         rewards = np.array([[one.reward for one in group] for group in groups])

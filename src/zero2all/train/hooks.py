@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from zero2all.checkpoint.callbacks import CheckpointPhase, ignore
 from zero2all.parallel import ParallelModel
 from zero2all.train.data_loader import Batch
+from zero2all.train.run import Run
 from zero2all.train.step_timer import StepTime
 
 
@@ -20,6 +23,8 @@ class TrainerHooks:
 
     on_start: Callable[[], None] = ignore
     """Called when the process group is up, before the first collective."""
+    on_run: Callable[[Run, torch.device, int], None] = ignore
+    """Called on the first rank when the run's directory holds its metadata, with the device and the number of ranks."""
     on_batch: Callable[[Batch], None] = ignore
     """Called with every batch before it is used."""
     on_gradients: Callable[[ParallelModel], None] = ignore
@@ -27,4 +32,4 @@ class TrainerHooks:
     on_step: Callable[[int, StepTime], None] = ignore
     """Called with the number of a step and the time of its parts when its metrics are read."""
     on_checkpoint: Callable[[CheckpointPhase], None] = ignore
-    """Called at each phase of saving, also from background threads."""
+    """Called at each phase of saving, also from background threads, and before a state is loaded."""

@@ -84,7 +84,7 @@ def sample_answers(
         return _sample(model, tokenizer, prompts, params, copies, ping)
     mesh = model.mesh
     first, last = shard_range(len(prompts), mesh.dp_rank, mesh.dims.dp)
-    parts = ranks.on_all_ranks(lambda: _sample(model, tokenizer, prompts[first:last], params, copies, ping))
+    parts = ranks.on_all_ranks(lambda: _sample(model, tokenizer, prompts[first:last], params, copies, ping), ping)
     return [group for part in parts for group in part]
 
 
@@ -102,17 +102,25 @@ def _sample(
 
 
 def score_rollouts(
-    prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], rewards: Sequence[Reward], ranks: RankGroup
+    prompts: Sequence[Prompt],
+    groups: Sequence[Sequence[Completion]],
+    rewards: Sequence[Reward],
+    ranks: RankGroup,
+    ping: Callable[[], None],
 ) -> list[list[Rollout]]:
     """Rewards are computed on rank 0: a function may use randomness, time or a service."""
 
+    def reward_of(prompt: Prompt, answer: str) -> float:
+        ping()
+        return sum(_reward(function, prompt, answer, prompt.reference) for function in rewards)
+
     def compute() -> list[list[float]]:
         return [
-            [sum(_reward(function, prompt, one.text, prompt.reference) for function in rewards) for one in completions]
+            [reward_of(prompt, one.text) for one in completions]
             for prompt, completions in zip(prompts, groups, strict=True)
         ]
 
-    values = ranks.on_rank0(compute)
+    values = ranks.on_rank0(compute, ping)
     return [
         [Rollout(prompt, one, reward) for one, reward in zip(completions, of_prompt, strict=True)]
         for prompt, completions, of_prompt in zip(prompts, groups, values, strict=True)

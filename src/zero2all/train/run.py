@@ -24,6 +24,7 @@ from zero2all.errors import RecipeError, UsageError, Z2aError
 from zero2all.hardware import device_name, pick_device
 from zero2all.io import MANIFEST, atomic_path, read_record, write_json, write_record, write_text
 from zero2all.model import Z2all
+from zero2all.numa import rank_binding
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.paths import is_url, to_path
 from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe, load_recipe, recipe_yaml
@@ -289,6 +290,7 @@ def collect_environment(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "cpu_binding": asdict(rank_binding()),
         "git": _git_state(),
     }
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero2all.device_watch import DEVICE_WATCH, DeviceWatch
 from zero2all.model.blocks import LMHead
 from zero2all.parallel import ParallelModel
 from zero2all.torch_private import fsdp_wait_methods
@@ -101,8 +102,9 @@ class StepTimer:
     >>> timer.finish_step().read().parts["optimizer"]
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock, watch: DeviceWatch | None = None) -> None:
+        """``watch`` gets the events of a GPU, for reports of hangs."""
+        self.clock, self._watch = clock, watch
         self.enabled = True
         self._thread = threading.get_ident()
         self._parts: list[Part | None] = ["other"]  # which part is inside which
@@ -110,7 +112,7 @@ class StepTimer:
 
     @classmethod
     def for_device(cls, device: torch.device) -> StepTimer:
-        return cls(DeviceClock(device) if device.type == "cuda" else HostClock())
+        return cls(DeviceClock(device), DEVICE_WATCH) if device.type == "cuda" else cls(HostClock())
 
     @property
     def current(self) -> Part | None:
@@ -168,7 +170,10 @@ class StepTimer:
 
     def _mark(self) -> None:
         if self.enabled:
-            self._marks.append((self.current, self.clock.now()))
+            now = self.clock.now()
+            self._marks.append((self.current, now))
+            if self._watch is not None and self.current is not None:
+                self._watch.add(self.current, now)
 
     @contextmanager
     def watching(self, model: ParallelModel) -> Iterator[None]:

@@ -28,6 +28,7 @@ from zero2all.checkpoint import (
 )
 from zero2all.checkpoint.training_state import LossScaleState, RopeState
 from zero2all.console import console, say, warn
+from zero2all.device_watch import DEVICE_WATCH
 from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
 from zero2all.environment import set_cuda_environment, set_dump_file
 from zero2all.errors import Interrupted, Z2aError
@@ -37,6 +38,7 @@ from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.model.z2all import derive_seed
+from zero2all.numa import rank_binding
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.float8 import check_float8
 from zero2all.recipe import ExtendMode, Recipe
@@ -179,6 +181,8 @@ class Trainer:
         with ExitStack() as stack:
             self.rank_group.on_rank0(self.run.check_directory)
             self.rank_group.on_rank0(lambda: stack.enter_context(run_lock(self.run.directory)))
+            if self.rank_group.on_rank0(lambda: self.run.exists):  # a first start fails at once
+                self.rank_group.on_rank0(self.run.checkpoints.wait_until_readable)
             self._init_data()
             self._init_model()
             self._init_checkpoints(extend)
@@ -304,6 +308,7 @@ class Trainer:
         history = None
         if self.mesh.rank == 0:
             run.save_metadata(self.identity, self.tokenizer, self.mesh.device, self.initial_weights)
+            self.hooks.on_run(run, self.mesh.device, self.mesh.dims.world_size)
             history = read_lr_history(run.directory, self.first_step)
         self.peak_flops = peak_flops(self.mesh.device, self.model.dtype)
         say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, self.peak_flops.source, history)
@@ -353,6 +358,8 @@ class Trainer:
             startup = round(time.time() - self.start_time, 3)
             kind = "resume" if self.first_step else "start"
             self.record.event(kind, step=self.first_step, steps=plan.total_steps, startup=startup)
+            if (bound := rank_binding()).problem:
+                self.record.event("CPU binding", step=self.first_step, problem=bound.problem)
             if (init := self.initial_weights) is not None:
                 self.record.event("initial weights", step=0, path=init.path, fingerprint=init.fingerprint)
             self.timer.restart()
@@ -398,6 +405,7 @@ class Trainer:
     def _launch_step(self, batch: Batch) -> LaunchedStep:
         """Everything up to the update; the host does not wait for it."""
         model = self.model
+        DEVICE_WATCH.begin_step(batch.step)
         step_loss = self.objective.begin(model, batch)
         batch = step_loss.batch or batch
         losses = self._forward_backward(batch, step_loss)
@@ -530,7 +538,8 @@ class Trainer:
         """Every rank writes its own record; the sinks of the recipe get that of rank 0."""
         options, rank = self.recipe.track, self.mesh.rank
         sinks = open_sinks(options.sinks, self.run.directory) if rank == 0 else []
-        return RunRecord(self.run.record_path, rank=rank, sinks=sinks, system_every=options.system_every)
+        ranks = self.rank_group.world_size
+        return RunRecord(self.run.record_path, rank, sinks, options.system_every, ranks)
 
     def _record_step(self, step: int, result: StepResult) -> None:
         metrics = {

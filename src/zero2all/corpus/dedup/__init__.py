@@ -17,7 +17,7 @@ from zero2all.corpus.dedup.decontaminate import (
 from zero2all.corpus.dedup.drops import collect_shard_drops, read_drops
 from zero2all.corpus.dedup.duplicates import find_duplicates, run_locally
 from zero2all.corpus.dedup.exact import write_exact_drops, write_exact_keys
-from zero2all.corpus.dedup.near import connected_components, write_near_drops, write_near_links, write_signatures
+from zero2all.corpus.dedup.near import write_near_drops, write_near_links, write_signatures
 from zero2all.corpus.dedup.params import DedupParams
 from zero2all.corpus.dedup.validation_overlap import (
     build_validation_index,
@@ -32,7 +32,6 @@ __all__ = [
     "build_decontamination_index",
     "build_validation_index",
     "collect_shard_drops",
-    "connected_components",
     "count_lines",
     "find_contamination",
     "find_duplicates",

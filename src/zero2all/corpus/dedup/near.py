@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from zero2all.corpus.dedup.components import both_directions, make_edges
 from zero2all.corpus.dedup.drops import DROP_DTYPE, NEAR, read_shard_rows
 from zero2all.corpus.dedup.minhash import Sketches, band_hashes, estimate_jaccard, minhash_signatures, pack_sketches
 from zero2all.corpus.dedup.params import DedupParams
@@ -28,7 +29,6 @@ from zero2all.corpus.dedup.shuffle import (
     gids_to_bytes,
     gids_to_hex,
     group_starts,
-    load_rows,
     read_columns,
     read_partition,
     save_rows,
@@ -38,8 +38,6 @@ from zero2all.corpus.dedup.shuffle import (
 
 SIGNATURE_CHARACTERS = 2**19  # per batch of signatures: few values per character, and faster with many documents
 MAX_BUCKET_LEADERS, MAX_COMPONENT_LEADERS = 16, 1024
-EDGE_DTYPE = np.dtype([("one", GID_DTYPE), ("other", GID_DTYPE)])
-COMPONENT_DTYPE = np.dtype([("gid", GID_DTYPE), ("component", "<i8")])
 
 
 def node_dtype(params: DedupParams) -> np.dtype[np.void]:
@@ -48,7 +46,11 @@ def node_dtype(params: DedupParams) -> np.dtype[np.void]:
 
 
 def band_dtype(params: DedupParams) -> np.dtype[np.void]:
-    return np.dtype([("hash", "<u8"), *((name, kind) for name, kind in _dtype_fields(node_dtype(params)))])
+    return np.dtype([("hash", "<u8"), *_dtype_fields(node_dtype(params))])
+
+
+def labeled_dtype(params: DedupParams) -> np.dtype[np.void]:
+    return np.dtype([("component", GID_DTYPE), *_dtype_fields(node_dtype(params))])
 
 
 def _dtype_fields(kind: np.dtype[np.void]) -> Iterator[tuple[str, np.dtype[np.generic]]]:
@@ -122,16 +124,16 @@ def band_rows(nodes: Rows, hashes: Hashes, params: DedupParams) -> Rows:
 
 def write_near_links(
     files: Sequence[Path], partition: int, partitions: int, edges: Path, nodes: Path, params: DedupParams
-) -> int:
-    """Link the documents of each bucket to the best document in it that they are similar to. Linear in its size."""
+) -> tuple[int, int]:
+    """Link the documents of each bucket to the best document in it that they are similar to. Linear in its size.
+
+    Returns the number of rows of links and of nodes written.
+    """
     rows = _in_shared_buckets(read_partition(files, partition, partitions))
     rows = rows[argsort_by(rows, "hash", "rank", "gid")]
     leaders = cluster_by_leader(rows["hash"], rows["sketch"], params, MAX_BUCKET_LEADERS)
     linked = np.flatnonzero(leaders != np.arange(len(rows)))
-    found = np.zeros(len(linked), dtype=EDGE_DTYPE)
-    found["one"], found["other"] = rows["gid"][leaders[linked]], rows["gid"][linked]
-    found = found[argsort_by(found, "one", "other")]
-    found = found[group_starts(found)]
+    found = both_directions(make_edges(rows["gid"][leaders[linked]], rows["gid"][linked]))
     ends = rows[np.union1d(linked, leaders[linked])]
     ends = ends[argsort_by(ends, "gid")]
     ends = ends[group_starts(ends["gid"])]
@@ -140,13 +142,14 @@ def write_near_links(
         node_rows[name] = ends[name]
     save_rows(edges, found)
     save_rows(nodes, node_rows)
-    return len(found)
+    return len(found), len(node_rows)
 
 
 def _in_shared_buckets(rows: Rows) -> Rows:
     """Rows that share their hash with another. Most do not, and need not be sorted and copied any further."""
-    order = np.argsort(rows["hash"], kind="stable")
-    starts = group_starts(rows["hash"][order])
+    hashes = np.ascontiguousarray(rows["hash"])
+    order = np.argsort(hashes, kind="stable")
+    starts = group_starts(hashes[order])
     sizes = np.diff(starts, append=len(rows))
     return rows[order[np.repeat(sizes > 1, sizes)]]
 
@@ -176,50 +179,29 @@ def cluster_by_leader(
     return leaders
 
 
-def connected_components(edge_files: Sequence[Path], out: Path) -> int:
-    """Give every linked document the number of its component. Only links are in memory, as integers."""
-    edges = np.concatenate([np.zeros(0, dtype=EDGE_DTYPE), *(load_rows(path) for path in edge_files)])
-    gids, numbers = np.unique(np.concatenate([edges["one"], edges["other"]]), return_inverse=True)
-    ends = numbers.astype(np.int64)
-    rows = np.zeros(len(gids), dtype=COMPONENT_DTYPE)
-    rows["gid"] = gids
-    rows["component"] = union_find(ends[: len(edges)], ends[len(edges) :], len(gids))
-    save_rows(out, rows)
-    return len(np.unique(rows["component"]))
-
-
-def union_find(one: Counts, other: Counts, count: int) -> Counts:
-    """Union-find for all edges at once: hang roots below smaller roots, shorten all paths, until nothing moves."""
-    parent = np.arange(count, dtype=np.int64)
-    while True:
-        first, second = parent[one], parent[other]
-        apart = first != second
-        if not apart.any():
-            return parent
-        one, other, first, second = one[apart], other[apart], first[apart], second[apart]
-        np.minimum.at(parent, np.maximum(first, second), np.minimum(first, second))
-        while not np.array_equal(parent, parent[parent]):
-            parent = parent[parent]
-
-
-def write_near_drops(
-    node_files: Sequence[Path], labels: Path, partition: int, partitions: int, out: Path, params: DedupParams
+def write_labeled_nodes(
+    node_files: Sequence[Path], labels: Sequence[Path], partition: int, partitions: int, out: Path, params: DedupParams
 ) -> int:
+    """The nodes of a range of gids with their components, sorted by component. All tasks read each file once."""
+    nodes = read_partition(node_files, partition, partitions, "gid")
+    nodes = nodes[argsort_by(nodes, "gid")]
+    nodes = nodes[group_starts(nodes["gid"])]  # a document has a row from each bucket that it met another in
+    known = read_partition(labels, partition, partitions, "one")
+    rows = np.zeros(len(nodes), dtype=labeled_dtype(params))
+    for name in nodes.dtype.names or ():
+        rows[name] = nodes[name]
+    rows["component"] = nodes["gid"]  # the smallest of a component has no label
+    places = np.searchsorted(nodes["gid"], known["one"])
+    rows["component"][places] = known["other"]
+    save_sorted(out, rows, "component", "rank", "gid")
+    return len(rows)
+
+
+def write_near_drops(files: Sequence[Path], partition: int, partitions: int, out: Path, params: DedupParams) -> int:
     """In each component of the partition keep the best document and drop what is similar to it; then the next best."""
-    label_rows = load_rows(labels)
-    parts = [np.zeros(0, dtype=node_dtype(params))]
-    numbers = [np.zeros(0, dtype=np.int64)]
-    for path in node_files:
-        nodes = load_rows(path)
-        component = label_rows["component"][np.searchsorted(label_rows["gid"], nodes["gid"])]
-        chosen = np.flatnonzero(component % partitions == partition)
-        parts.append(np.array(nodes[chosen]))
-        numbers.append(component[chosen])
-    nodes, component = np.concatenate(parts), np.concatenate(numbers)
-    order = np.lexsort((nodes["gid"], nodes["rank"], component))
-    order = order[group_starts(nodes["gid"][order])]  # a document has a row from each bucket that it met another in
-    nodes, component = nodes[order], component[order]
-    leaders = cluster_by_leader(component, nodes["sketch"], params, MAX_COMPONENT_LEADERS)
+    nodes = read_partition(files, partition, partitions, "component")
+    nodes = nodes[argsort_by(nodes, "component", "rank", "gid")]
+    leaders = cluster_by_leader(nodes["component"], nodes["sketch"], params, MAX_COMPONENT_LEADERS)
     duplicates = np.flatnonzero(leaders != np.arange(len(nodes)))
     drops = np.zeros(len(duplicates), dtype=DROP_DTYPE)
     drops["shard"], drops["gid"], drops["reason"] = nodes["shard"][duplicates], nodes["gid"][duplicates], NEAR

@@ -6,13 +6,18 @@ from dataclasses import dataclass
 
 from zero2all.errors import UsageError
 
+SORT_COPIES = 4  # of its rows that a task holds at once: read, order and sorted copies
+TASK_OVERHEAD_BYTES = 256 << 20  # the interpreter and its libraries
+
 
 @dataclass(frozen=True)
 class DedupParams:
     source_priority: tuple[str, ...] = ()
     """Sources, best first: of equal documents the one from the best source stays. Unnamed sources come last."""
     partitions: int = 16
-    """Parts that a shuffle is split into. One part must fit into the memory of one worker."""
+    """Parts that a shuffle is split into, at least. There are more where a part would not fit into the memory."""
+    task_bytes: int = 2 << 30
+    """Memory that one task may take, about."""
     bands: int = 14
     rows_per_band: int = 8
     """Signature values in a band. 14 x 8 finds a pair at Jaccard 0.8 with probability 0.92, at 0.85 with 0.99."""
@@ -26,12 +31,18 @@ class DedupParams:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.partitions, self.bands, self.rows_per_band, self.ngram, self.min_shingles) < 1:
+        if min(self.partitions, self.task_bytes, self.bands, self.rows_per_band, self.ngram, self.min_shingles) < 1:
             raise UsageError(
-                "partitions, bands, rows_per_band, ngram and min_shingles of deduplication must be at least 1"
+                "partitions, task_bytes, bands, rows_per_band, ngram and min_shingles of deduplication must be "
+                "at least 1"
             )
         if not 0 < self.threshold <= 1 or not 0 <= self.margin < self.threshold:
             raise UsageError("deduplication needs 0 < threshold <= 1 and 0 <= margin < threshold")
+
+    def partitions_for(self, rows: int, row_bytes: int, at_least: int | None = None) -> int:
+        """Into how many parts rows are split so that a task can sort one of them in memory."""
+        needed = -(-rows * row_bytes * SORT_COPIES // max(1, self.task_bytes - TASK_OVERHEAD_BYTES))
+        return max(1, self.partitions if at_least is None else at_least, needed)
 
     @property
     def slots(self) -> int:

@@ -24,6 +24,7 @@ from zero2all.io import atomic_path
 from zero2all.paths import RemotePath, arrow_source
 
 Rows = NDArray[Any]  # a structured array; its fields are named where it is made
+Key = int | bytes  # a hash, or a gid
 
 # The 16 bytes of a gid, most significant first: they sort as the hexadecimal text does.
 GID_DTYPE = "S16"
@@ -67,25 +68,43 @@ def argsort_by(rows: Rows, *fields: str) -> NDArray[np.intp]:
     return np.lexsort(tuple(rows[field] for field in reversed(fields)))
 
 
-def read_partition(files: Sequence[Path], partition: int, partitions: int) -> Rows:
-    """All rows of the files whose ``hash`` lies in the partition's range. The files are sorted by it."""
+def read_partition(files: Sequence[Path], partition: int, partitions: int, field: str = "hash") -> Rows:
+    """All rows of the files whose ``field``, a hash or a gid, lies in the partition's range. They are sorted by it."""
     first = -(-(partition << 64) // partitions)
     last = -(-((partition + 1) << 64) // partitions) - 1
-    return np.concatenate([rows_between(path, "hash", first, last) for path in files])
+    bounds: tuple[Key, Key] = (first, last)
+    if field != "hash":  # a gid: its first bytes are as good as a hash
+        bounds = (first.to_bytes(8, "big") + bytes(8), last.to_bytes(8, "big") + b"\xff" * 8)
+    if any(isinstance(path, RemotePath) for path in files):
+        return np.concatenate([rows_between(path, field, *bounds) for path in files])
+    # One copy into its place: a list of copies to concatenate would take the memory twice. Files are opened one at a
+    # time: there may be more of them than a process may have open.
+    ranges = [_range_between(load_rows(path), field, *bounds) for path in files]
+    rows = np.empty(sum(stop - start for start, stop in ranges), load_rows(files[0]).dtype)
+    at = 0
+    for path, (start, stop) in zip(files, ranges, strict=True):
+        rows[at : at + stop - start] = load_rows(path)[start:stop]
+        at += stop - start
+    return rows
 
 
-def rows_between(path: Path, field: str, first: int, last: int) -> Rows:
+def rows_between(path: Path, field: str, first: Key, last: Key) -> Rows:
     """The rows whose ``field`` is from first to last. The file is sorted by it, so only they are read."""
     if isinstance(path, RemotePath):
         return _remote_rows_between(path, field, first, last)
     rows = load_rows(path)
-    kind = rows.dtype[field].type
-    start = np.searchsorted(rows[field], kind(first), side="left")
-    stop = np.searchsorted(rows[field], kind(last), side="right")
+    start, stop = _range_between(rows, field, first, last)
     return np.array(rows[start:stop])
 
 
-def _remote_rows_between(path: RemotePath, field: str, first: int, last: int) -> Rows:
+def _range_between(rows: Rows, field: str, first: Key, last: Key) -> tuple[int, int]:
+    kind = rows.dtype[field].type
+    start = np.searchsorted(rows[field], kind(first), side="left")
+    stop = np.searchsorted(rows[field], kind(last), side="right")
+    return int(start), int(stop)
+
+
+def _remote_rows_between(path: RemotePath, field: str, first: Key, last: Key) -> Rows:
     """The same by bisection over blocks: a small file is one request, a large one some ten."""
 
     @cache
@@ -98,8 +117,9 @@ def _remote_rows_between(path: RemotePath, field: str, first: int, last: int) ->
         data = b"".join(block(number) for number in range(one, -(-end // REMOTE_BLOCK_BYTES)))
         return np.frombuffer(data, kind, stop - start, begin - one * REMOTE_BLOCK_BYTES) if stop > start else none
 
-    def value(number: int) -> int:
-        return int(rows(number, number + 1)[field][0])
+    def value(number: int) -> Key:
+        found = rows(number, number + 1)[field][0]
+        return found.ljust(16, b"\0") if isinstance(found, bytes) else int(found)  # zero bytes at the end are lost
 
     head = BytesIO(block(0))
     np.lib.format.read_magic(head)

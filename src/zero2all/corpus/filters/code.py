@@ -58,6 +58,7 @@ PERMISSIVE_LICENCES = (
     *("0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "ISC", "MIT", "MIT-0", "NCSA"),
     *("PSF-2.0", "Python-2.0", "Unlicense", "UPL-1.0", "WTFPL", "X11", "Zlib"),
 )
+_NO_PARENTHESES = str.maketrans("()", "  ")
 _SPDX_LINE = re.compile(r"SPDX-License-Identifier:[ \t]*([A-Za-z0-9 .+()-]{2,80})")
 _LICENCE_FIELDS = ("license", "licence", "licenses", "spdx", "max_stars_repo_licenses", "detected_licenses")
 # What headers and package data say where they give no SPDX id; the first that matches counts.
@@ -132,8 +133,8 @@ def _known_phrase(text: str) -> str:
 
 def is_allowed(expression: str, names: set[str]) -> bool:
     """``A OR B`` and ``A AND B`` without nesting; an exception after WITH only gives more rights."""
-    flat = re.sub(r"[()]", " ", expression).lower()
+    words = expression.translate(_NO_PARENTHESES).lower().replace("/", " or ").split()
     return any(
-        all(re.sub(r"\s+with\s+.*", "", part).strip() in names for part in re.split(r"\s+and\s+", choice))
-        for choice in re.split(r"\s+or\s+|/", flat)
+        all(part.partition(" with ")[0].strip() in names for part in choice.split(" and "))
+        for choice in " ".join(words).split(" or ")
     )

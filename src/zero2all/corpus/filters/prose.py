@@ -8,8 +8,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-FENCED_BLOCK = re.compile(r"(^[ \t]{0,8}(`{3,}|~{3,})[^\n]*\n.*?^[ \t]{0,8}\2[^\n]*$)", re.MULTILINE | re.DOTALL)
-_COMMENT = re.compile(r"<!--.*?-->[^\S\n]*\n?", re.DOTALL)
+_FENCE_LINE = re.compile(r"^[ \t]{0,8}(`{3,}+|~{3,}+)[^\n]*+", re.MULTILINE)
 _LINE_END = re.compile(r"[^\S\n]*\n?")
 _INDENTED = re.compile(r"(?:^|(?<=\n\n))(?:(?: {4}|\t)[^\n]*\n|\n(?= {4}|\t))+")
 _FORMULA = re.compile(r"\$\$[^$]{1,3000}\$\$|\$[^$\n]{1,500}\$")
@@ -20,20 +19,47 @@ _MACRO = re.compile(r"\{\{[^{}\n]{0,300}\}\}")
 
 
 def strip_html_comments(text: str) -> str:
-    """Up to the last end of one: behind it every opening would be looked for in vain to the end of the text."""
-    last = text.rfind("-->") + 3
-    if last < 3:
-        return text
-    found = _LINE_END.match(text, last)
-    last = found.end() if found else last
-    return _COMMENT.sub("", text[:last]) + text[last:]
+    """An opening without an end stays, and everything behind it."""
+    pieces, at = [], 0
+    while (begin := text.find("<!--", at)) >= 0 and (end := text.find("-->", begin + 4)) >= 0:
+        pieces.append(text[at:begin])
+        line_end = _LINE_END.match(text, end + 3)
+        assert line_end is not None  # it matches nothing, too
+        at = line_end.end()
+    return "".join([*pieces, text[at:]])
+
+
+def split_listings(text: str) -> list[str]:
+    """Prose and fenced listings in turn, beginning with prose. A fence without an end is prose.
+
+    A listing ends at the first fence that is at least as long as its own. The end of every fence is found in one pass
+    from the back, so that thousands of openings without an end cost no more than others.
+    """
+    fences = list(_FENCE_LINE.finditer(text))
+    ends: list[int | None] = [None] * len(fences)
+    later: dict[str, list[int]] = {"`": [], "~": []}  # by length, shortest last
+    for number in range(len(fences) - 1, -1, -1):
+        fence = fences[number][1]
+        stack = later[fence[0]]
+        while stack and len(fences[stack[-1]][1]) < len(fence):
+            stack.pop()
+        ends[number] = stack[-1] if stack else None
+        stack.append(number)
+    pieces, at, number = [], 0, 0
+    while number < len(fences):
+        end = ends[number]
+        if end is not None:
+            pieces += [text[at : fences[number].start()], text[fences[number].start() : fences[end].end()]]
+            at, number = fences[end].end(), end
+        number += 1
+    return [*pieces, text[at:]]
 
 
 @lru_cache(maxsize=2)  # several filters use the same text in turn
 def extract_prose(text: str) -> str:
     """What is left may be empty. Indented blocks go only where something else stays: verse is indented too."""
     if "```" in text or "~~~" in text:
-        text = FENCED_BLOCK.sub("", text)
+        text = "".join(split_listings(text)[::2])
     if "<!--" in text:
         text = strip_html_comments(text)
     if "<" in text:

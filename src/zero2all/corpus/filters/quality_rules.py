@@ -130,7 +130,7 @@ def _lacks_chinese_stop_words(text: str, wanted: int) -> bool:
 
 _END_OF_LINE = (".", "?", "!", '"', "'", "”", "’")
 _END_OF_LINE_ZH = (*_END_OF_LINE, "。", "？", "！", "；", "：", "」", "』", "）", ")", "》", "…")
-_SENTENCE_END = re.compile(r"[.!?]+[\"'”’)\]]*(?:\s|$)")
+_SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"'”’)\]]*+(?:\s|$)")
 _SENTENCE_END_ZH = re.compile(r"[。！？!?；…]+|\.(?:\s|$)")
 _CITATION = re.compile(r"\[(?:\d{1,4}|edit|citation needed|编辑|來源請求|来源请求)\]")
 _POLICY = re.compile(

@@ -10,7 +10,7 @@ from typing import Any
 
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
-from zero2all.corpus.filters.prose import FENCED_BLOCK, strip_html_comments
+from zero2all.corpus.filters.prose import split_listings, strip_html_comments
 from zero2all.corpus.filters.text_kinds import classify_text
 from zero2all.errors import need
 
@@ -131,10 +131,7 @@ def shortcodes(document: Document) -> FilterResult:
 def _transform_prose(text: str, transform: Callable[[str], str]) -> str:
     if "```" not in text and "~~~" not in text:
         return transform(text)
-    pieces = FENCED_BLOCK.split(text)  # prose, listing, its fence, prose, ...
-    return "".join(
-        piece if number % 3 == 1 else transform(piece) for number, piece in enumerate(pieces) if number % 3 != 2
-    )
+    return "".join(piece if number % 2 else transform(piece) for number, piece in enumerate(split_listings(text)))
 
 
 def _hugo_text(found: re.Match[str]) -> str:

@@ -10,7 +10,7 @@ from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord
 from zero2all.corpus.readers.encoding import decode_stream, decode_text, to_utf8
 from zero2all.corpus.readers.streams import PeekableStream, iter_lines
 
-_DOC = re.compile(r"<doc\s+([^>]*)>\s*$")
+_DOC = re.compile(r"<doc\s++([^>]*+)>\s*$")
 # Where a value begins: after the first name, or after a name that follows a quote. A title may hold quotes itself.
 _VALUE = re.compile(r'(?:^(?:[^"]*\s)?|"\s+)([\w-]+)="')
 

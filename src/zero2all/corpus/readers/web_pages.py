@@ -22,7 +22,7 @@ from zero2all.corpus.readers.reader_child import ALL_TEXT, MAIN_TEXT, NEXT
 from zero2all.corpus.readers.reader_process import ReaderProcess
 from zero2all.corpus.readers.streams import PeekableStream
 
-_CHARSET = re.compile(rb"""<meta[^>]+charset\s*=\s*["']?\s*([\w-]+)""", re.I)
+_CHARSET = re.compile(rb"""<meta[^<>]+charset\s*+=\s*+["']?\s*+([\w-]+)""", re.I)
 _SCRIPT = re.compile(r"<script\b([^<>]*)>", re.I)
 _TEMPLATE = re.compile(r"""type=["']?text/[\w-]*(?:template|html)""", re.I)
 _SCRIPT_END = re.compile(r"</script>", re.I)

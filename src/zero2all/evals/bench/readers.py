@@ -164,4 +164,4 @@ def _gaokao_questions(text: str, answers: list[str]) -> Iterator[tuple[str, tupl
 
 def _joined(text: str) -> str:
     """Lines that were broken by the width of a page are joined."""
-    return re.sub(r"\s*\n\s*", "", text).strip()
+    return "".join(map(str.strip, text.split("\n")))

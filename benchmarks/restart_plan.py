@@ -1,0 +1,228 @@
+"""What one rank and rank 0 do to plan a save and a restart of a job of many ranks, without the data itself.
+
+    python benchmarks/restart_plan.py --ranks 1024 --tensors 2100
+
+Every tensor is sharded over all ranks, so a checkpoint has ranks x tensors chunks. Each line is a step in a process of
+its own, with its time and peak resident memory: once for a layout, what every rank does with the keys of all ranks, and
+what rank 0 does with their indexes (the longest time that the main thread of rank 0 had to wait for the interpreter
+meanwhile is "stall"); at a restart, what each rank does to read its part from storage, or from slots in memory. With
+--dcp the same through ``.metadata`` alone, as a checkpoint without an index is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import resource
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from zero2all.checkpoint.chunk_index import INDEX_FILE, ChunkIndex
+from zero2all.checkpoint.dcp_metadata import write_dcp_metadata
+from zero2all.checkpoint.dcp_reader import read_index, read_metadata
+from zero2all.checkpoint.flash import ShardSpec, SlotHeader, StagedSlot
+from zero2all.checkpoint.save_plan import KEY_DTYPE, assign_writers, shard_keys
+from zero2all.checkpoint.slot_reader import SlotReader
+from zero2all.io import sha256_file, write_json
+from zero2all.torch_private import storage_info
+
+ROWS, COLUMNS = 32, 8192  # of a shard
+
+
+def names(tensors: int) -> list[str]:
+    return [
+        f"optimizer.state.layers.{number // 27}.self_attn.q_proj.weight.exp_avg.{number}" for number in range(tensors)
+    ]
+
+
+def write_items(rank: int, ranks: int, tensors: int) -> list[WriteItem]:
+    offsets, sizes = torch.Size([rank * ROWS, 0]), torch.Size([ROWS, COLUMNS])
+    data = TensorWriteData(
+        ChunkStorageMetadata(offsets, sizes), TensorProperties(torch.float32), torch.Size([ranks * ROWS, COLUMNS])
+    )
+    return [WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data) for name in names(tensors)]
+
+
+def rank_indexes(ranks: int, tensors: int) -> list[bytes]:
+    """What the ranks send: that of the first as it is made from what was written, and the others like it."""
+    items, size = write_items(0, ranks, tensors), ROWS * COLUMNS * 4 + 1000
+    results = [
+        WriteResult(item.index, size, storage_info("__0_0.distcp", number * size, size))
+        for number, item in enumerate(items)
+    ]
+    first, found = ChunkIndex.from_results(items, results), []
+    for rank in range(ranks):
+        header = replace(first.header, files=[f"__{rank}_0.distcp"])
+        begin = first.begin + np.array([rank * ROWS, 0])
+        found.append(zlib.compress(replace(first, header=header, begin=begin).to_bytes(), 1))
+    return found
+
+
+class Stalls(threading.Thread):
+    """How long a thread that only wants the interpreter for a moment has to wait for it, at most."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.longest, self.ends = 0.0, threading.Event()
+
+    def run(self) -> None:
+        before = time.perf_counter()
+        while not self.ends.wait(0.001):
+            now = time.perf_counter()
+            self.longest, before = max(self.longest, now - before), now
+
+
+def step_assign(options: argparse.Namespace) -> dict[str, Any]:
+    """Each rank: hash its shards, and compute from the keys of all ranks which it writes."""
+    begin = time.perf_counter()
+    mine = shard_keys(write_items(0, options.ranks, options.tensors))
+    hashed = time.perf_counter() - begin
+    rest = np.random.default_rng(0).integers(0, 1 << 62, (options.ranks - 1, options.tensors, 3), np.int64)
+    everybody = [mine, *(np.ascontiguousarray(keys).view(KEY_DTYPE).reshape(-1) for keys in rest)]
+    begin = time.perf_counter()
+    assert assign_writers(everybody)[0].all()
+    return {"seconds": hashed + time.perf_counter() - begin, "received_mib": sum(k.nbytes for k in everybody) / 2**20}
+
+
+def step_merge(options: argparse.Namespace) -> dict[str, Any]:
+    """Rank 0: the indexes of all ranks to ``.metadata`` and the index of the checkpoint."""
+    parts = rank_indexes(options.ranks, options.tensors)
+    stalls = Stalls()
+    stalls.start()
+    begin = time.perf_counter()
+    index = ChunkIndex.merge([ChunkIndex.from_bytes(zlib.decompress(part)) for part in parts])
+    merged = time.perf_counter() - begin
+    write_dcp_metadata(index, options.work / ".metadata")
+    metadata = time.perf_counter() - begin - merged
+    digest = sha256_file(options.work / ".metadata")
+    data = index.to_bytes(digest)
+    (options.work / INDEX_FILE).write_bytes(data)
+    kept = zlib.compress((options.work / ".metadata").read_bytes(), 1)
+    seconds = time.perf_counter() - begin
+    stalls.ends.set()
+    sizes = {".metadata": (options.work / ".metadata").stat().st_size, INDEX_FILE: len(data)}
+    files = {".metadata": digest, INDEX_FILE: hashlib.sha256(data).hexdigest()}
+    files |= {f"__{rank}_0.distcp": "0" * 64 for rank in range(options.ranks)}
+    write_json(options.work / "manifest.json", {"kind": "checkpoint", "key": "1", "files": files, "sizes": sizes})
+    return {
+        "seconds": seconds,
+        "merge_seconds": merged,
+        "metadata_seconds": metadata,
+        "stall": stalls.longest,
+        "received_mib": sum(map(len, parts)) / 2**20,
+        "metadata_mib": sizes[".metadata"] / 2**20,
+        "index_mib": len(data) / 2**20,
+        "kept_mib": len(kept) / 2**20,
+        "child_peak_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024,
+    }
+
+
+def wanted_region(options: argparse.Namespace, shift: int) -> tuple[list[int], list[int]]:
+    """The shard of the middle rank; with a shift not one that was saved, as after a change of ranks."""
+    return [options.ranks // 2 * ROWS + shift, 0], [ROWS, COLUMNS]
+
+
+def step_load(options: argparse.Namespace) -> dict[str, Any]:
+    """Each rank: the manifest and the index of the checkpoint, and the reads of its own shards."""
+    begin = time.perf_counter()
+    index = read_index(options.work)
+    assert index is not None
+    read = time.perf_counter() - begin
+    items = 0
+    for shift in (0, ROWS // 2):
+        region = wanted_region(options, shift)
+        metadata = index.metadata(dict.fromkeys(names(options.tensors), region))
+        items += plan_reads(metadata, region)
+    assert items == 3 * options.tensors
+    return {"seconds": time.perf_counter() - begin, "read_seconds": read, "reads": items}
+
+
+def plan_reads(metadata: Any, region: tuple[list[int], list[int]]) -> int:
+    chunk = ChunkStorageMetadata(torch.Size(region[0]), torch.Size(region[1]))
+    entries = metadata.state_dict_metadata.items()
+    plan = [item for name, entry in entries for item in create_read_items_for_chunk_list(name, entry, [chunk])]
+    assert all(item.storage_index in metadata.storage_data for item in plan)
+    return len(plan)
+
+
+def step_dcp(options: argparse.Namespace) -> dict[str, Any]:
+    """The same from ``.metadata``."""
+    begin = time.perf_counter()
+    metadata = read_metadata(options.work / ".metadata")
+    read = time.perf_counter() - begin
+    items = sum(plan_reads(metadata, wanted_region(options, shift)) for shift in (0, ROWS // 2))
+    return {"seconds": time.perf_counter() - begin, "read_seconds": read, "reads": items}
+
+
+def step_slots(options: argparse.Namespace) -> dict[str, Any]:
+    """Each rank: the slots of its node (8 ranks), and the reads of its own shards."""
+    slots = []
+    for rank in range(8):
+        directory = options.work / f"rank-{rank}-of-{options.ranks}"
+        directory.mkdir(exist_ok=True)
+        bytes_ = ROWS * COLUMNS * 4
+        specs = [
+            ShardSpec(
+                name, "float32", [options.ranks * ROWS, COLUMNS], [rank * ROWS, 0], [ROWS, COLUMNS], at * bytes_, bytes_
+            )
+            for at, name in enumerate(names(options.tensors))
+        ]
+        write_json(directory / "layout.json", [asdict(spec) for spec in specs])
+        slots.append(StagedSlot(directory / "slot-0.bin", rank, options.ranks, SlotHeader(1)))
+    begin = time.perf_counter()
+    one = plan_slots(slots[:1])
+    same = time.perf_counter() - begin
+    assert plan_slots(slots) == one == options.tensors
+    return {"seconds": time.perf_counter() - begin, "same_layout_seconds": same, "reads": one}
+
+
+def plan_slots(slots: list[StagedSlot]) -> int:
+    metadata = SlotReader(slots).read_metadata()
+    region = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([ROWS, COLUMNS]))
+    entries: Any = metadata.state_dict_metadata.items()
+    return sum(len(create_read_items_for_chunk_list(name, entry, [region])) for name, entry in entries)
+
+
+STEPS = {"assign": step_assign, "merge": step_merge, "load": step_load, "slots": step_slots, "dcp": step_dcp}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--tensors", type=int, default=2100)
+    parser.add_argument("--work", type=Path, default=Path("restart_plan"))
+    parser.add_argument("--dcp", action="store_true", help="also read .metadata itself")
+    parser.add_argument("--step", choices=list(STEPS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.step:
+        torch.set_num_threads(1)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        found = STEPS[options.step](options)
+        found["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        found["start_mib"] = before
+        shown = {name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()}
+        sys.stdout.write(json.dumps({"step": options.step, **shown}) + "\n")
+        return
+    for step in STEPS:
+        if step != "dcp" or options.dcp:
+            words = [sys.executable, __file__, "--step", step, "--work", str(options.work)]
+            subprocess.run([*words, "--ranks", str(options.ranks), "--tensors", str(options.tensors)], check=True)
+
+
+if __name__ == "__main__":
+    main()

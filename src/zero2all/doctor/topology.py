@@ -1,0 +1,207 @@
+"""How CPUs, GPUs and network cards of a node are joined, from sysfs and ``nvidia-smi topo -m``."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero2all.numa import SYSFS, NumaNode, pci_numa_node, read_numa_nodes
+
+LINKS = {
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "the host bridge",
+    "NODE": "host bridges of one NUMA node",
+    "SYS": "the link between CPU sockets",
+}
+"""nvidia-smi's names of PCIe paths, the nearest first."""
+ACS_CAPABILITY = 0x000D
+ACS_REDIRECTS = 0b1100  # of requests and of completions between devices
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines its header
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A card that speaks InfiniBand or RoCE."""
+
+    name: str
+    numa_node: int | None
+    layer: str
+    """InfiniBand or Ethernet."""
+    state: str
+    rate: str
+    path: Path
+    """In sysfs, through bridges and switches."""
+
+
+@dataclass(frozen=True)
+class GpuPlace:
+    index: int
+    address: str
+    numa_node: int | None
+    path: Path
+
+
+@dataclass(frozen=True)
+class Topology:
+    nodes: list[NumaNode]
+    gpus: list[GpuPlace]
+    nics: list[Nic]
+    links: dict[tuple[str, str], str]
+    """Between GPUs and cards by name (GPU0, mlx5_0): NV and a number of NVLinks, or a PCIe path."""
+    redirecting_bridges: list[str]
+    """PCIe bridges above GPUs where ACS sends traffic between devices through the CPU."""
+
+    def nearest_nics(self, gpu: GpuPlace) -> tuple[str, list[Nic]]:
+        """The shortest path from a GPU to a network card, and the cards that it leads to."""
+        paths = {nic.name: self.links.get((f"GPU{gpu.index}", nic.name), "SYS") for nic in self.nics}
+        shortest = min(paths.values(), key=list(LINKS).index)
+        return shortest, [nic for nic in self.nics if paths[nic.name] == shortest]
+
+    def gpu_pairs(self) -> list[tuple[int, int, str]]:
+        indices = [gpu.index for gpu in self.gpus]
+        return [(a, b, self.links.get((f"GPU{a}", f"GPU{b}"), "SYS")) for a in indices for b in indices if a < b]
+
+
+@dataclass(frozen=True)
+class SmiTopology:
+    """What nvidia-smi says; it numbers GPUs by their place on PCI, and knows nothing of CUDA_VISIBLE_DEVICES."""
+
+    matrix: str
+    addresses: list[str]
+    """Of all GPUs of the node, in the order of the matrix."""
+
+    @classmethod
+    def read(cls) -> SmiTopology | None:
+        """Of this machine; None without nvidia-smi."""
+        query = _smi("--query-gpu=pci.bus_id", "--format=csv,noheader")
+        return cls(_smi("topo", "-m"), [pci_address(line) for line in query.splitlines()]) if query else None
+
+    def links(self, addresses: Sequence[str]) -> dict[tuple[str, str], str]:
+        """With GPUs numbered as in ``addresses``."""
+        names = {f"GPU{self.addresses.index(one)}": f"GPU{at}" for at, one in enumerate(addresses) if
+                 one in self.addresses}  # fmt: skip
+        found = parse_topo_matrix(self.matrix)
+        gpus = {name for pair in found for name in pair if name.startswith("GPU")} - set(names)
+        return {
+            (names.get(one, one), names.get(other, other)): link
+            for (one, other), link in found.items()
+            if one not in gpus and other not in gpus
+        }
+
+
+def pci_address(text: str) -> str:
+    """
+    >>> pci_address("00000000:B1:00.0")
+    '0000:b1:00.0'
+    """
+    return text.strip().lower()[-12:]
+
+
+def read_topology(addresses: Sequence[str], smi: SmiTopology | None, sysfs: Path = SYSFS) -> Topology:
+    """``addresses`` are those of the GPUs on PCI, in CUDA's order; sysfs knows no NVLink, nvidia-smi does."""
+    gpus = [
+        GpuPlace(index, address, pci_numa_node(address, sysfs), (sysfs / "bus/pci/devices" / address).resolve())
+        for index, address in enumerate(addresses)
+    ]
+    nics = read_nics(sysfs)
+    places = [(f"GPU{gpu.index}", gpu.path, gpu.numa_node) for gpu in gpus]
+    places += [(nic.name, nic.path, nic.numa_node) for nic in nics]
+    links = {
+        (one, other): pci_link(path, other_path, node == other_node)
+        for one, path, node in places
+        for other, other_path, other_node in places
+        if one != other
+    }
+    if smi is not None:
+        links |= {pair: link for pair, link in smi.links(addresses).items() if pair in links}
+    bridges = sorted({bridge.name for gpu in gpus for bridge in gpu.path.parents if redirects(bridge)})
+    return Topology(read_numa_nodes(sysfs), gpus, nics, links, bridges)
+
+
+def read_nics(sysfs: Path = SYSFS) -> list[Nic]:
+    found = []
+    for place in sorted((sysfs / "class/infiniband").glob("*")):
+        device, port = (place / "device").resolve(), place / "ports/1"
+        node = _read(device / "numa_node")
+        found.append(
+            Nic(
+                name=place.name,
+                numa_node=int(node) if node.isdigit() else None,
+                layer=_read(port / "link_layer"),
+                state=_read(port / "state").partition(": ")[2] or _read(port / "state"),
+                rate=_read(port / "rate"),
+                path=device,
+            )
+        )
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def pci_link(one: Path, other: Path, same_node: bool) -> str:
+    """The path between two PCI devices, by the bridges that their places in sysfs have in common."""
+    shared = [a for a, b in zip(_bridges(one), _bridges(other), strict=False) if a == b]
+    if not shared:  # of different host bridges
+        return "NODE" if same_node else "SYS"
+    if len(shared) == 1:
+        return "PHB"
+    # Bridges between each device and what they share: one switch has a port up, and one down to each device.
+    apart = max(len(_bridges(one)), len(_bridges(other))) - len(shared)
+    return "PIX" if apart <= 1 else "PXB"
+
+
+def _bridges(path: Path) -> list[str]:
+    """From the host bridge down, without the device itself."""
+    parts = list(path.parts)
+    first = next((at for at, part in enumerate(parts) if part.startswith("pci")), len(parts))
+    return parts[first:-1]
+
+
+def parse_topo_matrix(text: str) -> dict[tuple[str, str], str]:
+    """What ``nvidia-smi topo -m`` prints: a row and a column for each GPU and card. NIC0 becomes its name (mlx5_0)."""
+    lines = [_ESCAPES.sub("", line) for line in text.splitlines()]
+    header = next((line for line in lines if line.split()[:1] == ["GPU0"]), "")
+    columns = [word for word in header.split() if re.fullmatch(r"GPU\d+|NIC\d+|mlx\w+", word)]
+    legend = (re.fullmatch(r"\s*(NIC\d+):\s*(\S+)\s*", line) for line in lines)
+    names = {match[1]: match[2] for match in legend if match}
+    links = {}
+    for line in lines:
+        row, *cells = line.split() or [""]
+        if row not in columns or line == header:
+            continue
+        for column, cell in zip(columns, cells, strict=False):
+            if cell != "X" and (cell in LINKS or re.fullmatch(r"NV\d+", cell)):
+                links[names.get(row, row), names.get(column, column)] = cell
+    return links
+
+
+def redirects(bridge: Path) -> bool:
+    """Whether ACS of a PCIe bridge is on. Reading so much of its configuration needs root: if not readable, False."""
+    try:
+        data = (bridge / "config").read_bytes()
+    except OSError:
+        return False
+    offset, seen = 0x100, set()
+    while len(data) >= offset + 8 and offset not in seen and offset:
+        seen.add(offset)
+        header = int.from_bytes(data[offset : offset + 4], "little")
+        if header & 0xFFFF == ACS_CAPABILITY:
+            return bool(int.from_bytes(data[offset + 6 : offset + 8], "little") & ACS_REDIRECTS)
+        offset = header >> 20
+    return False
+
+
+def _smi(*words: str) -> str:
+    try:
+        return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,114 @@
+"""Hardware errors of GPUs: Xids that NVIDIA's driver writes to the kernel log, and its counters of memory errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Xid:
+    """``fatal``: the card or its links are bad, so a restart on this node would fail again. NVIDIA's catalog of Xids
+    asks for a reset, a reboot or an inspection after it; after the others, for a restart of the program."""
+
+    number: int
+    meaning: str
+    fatal: bool = False
+
+
+XIDS = {
+    xid.number: xid
+    for xid in (
+        Xid(13, "an illegal access in a kernel"),
+        Xid(31, "a memory page fault: a fault of the program"),
+        Xid(43, "a kernel was stopped after a fault of the program"),
+        Xid(45, "work was cleaned up after another error, or because the process ended"),
+        Xid(48, "a memory error that could not be corrected: have the card inspected", fatal=True),
+        Xid(62, "the card's microcontroller halted: reset the card", fatal=True),
+        Xid(63, "a memory page or row was retired"),
+        Xid(64, "a memory row could not be retired: reset the card", fatal=True),
+        Xid(74, "an NVLink error: check the link or its cable", fatal=True),
+        Xid(79, "the card fell off the bus: reboot the node, and replace the card if it recurs", fatal=True),
+        Xid(92, "many corrected memory errors: have the card inspected when it is free"),
+        Xid(94, "a contained memory error: restart the job"),
+        Xid(95, "an uncontained memory error: reset the card", fatal=True),
+        Xid(119, "the card's firmware does not answer: reset the card", fatal=True),
+        Xid(120, "an error of the card's firmware: reset the card", fatal=True),
+        Xid(140, "a memory error that was not recovered: reset the card", fatal=True),
+        Xid(143, "the card could not be initialized: reset the card", fatal=True),
+    )
+}
+SWITCH_FAULT = "an NVSwitch reported a fatal error: reset the cards and the switch"
+_XID_LINE = re.compile(r"^\[\s*([\d.]+)\].*NVRM: Xid \(([^)]*)\): (\d+)", re.MULTILINE)
+_SWITCH_LINE = re.compile(r"^\[\s*([\d.]+)\].*nvidia-nvswitch(\d+): SXid \([^)]*\): (\d+), Fatal", re.MULTILINE)
+_COUNTERS = "pci.bus_id,ecc.errors.uncorrected.volatile.total,remapped_rows.failure"
+
+
+@dataclass(frozen=True)
+class GpuFault:
+    device: str
+    text: str
+    fatal: bool
+
+    def __str__(self) -> str:
+        return f"{self.device}: {self.text}"
+
+
+def xid_faults(since: float, log: str | None = None) -> list[GpuFault]:
+    """Those in the kernel log; ``since`` in seconds after boot."""
+    log = _run("dmesg") if log is None else log
+    found = []
+    for when, card, number in _XID_LINE.findall(log):
+        if float(when) >= since:
+            xid = XIDS.get(int(number), Xid(int(number), "see NVIDIA’s list of Xids"))
+            found.append(GpuFault(card, f"Xid {number}, {xid.meaning}", xid.fatal))
+    for when, switch, number in _SWITCH_LINE.findall(log):
+        if float(when) >= since:
+            found.append(GpuFault(f"NVSwitch {switch}", f"SXid {number}, {SWITCH_FAULT}", fatal=True))
+    return found
+
+
+class GpuErrors:
+    """The errors since this was created. Where the kernel log may not be read, the counters still show them.
+
+    >>> errors = GpuErrors(since=boot_seconds)
+    >>> [str(fault) for fault in errors.faults()]
+    ['PCI:0000:41:00: Xid 79, the card fell off the bus: reboot the node, and replace the card if it recurs']
+    """
+
+    def __init__(self, since: float) -> None:
+        self._since = since
+        self._before = _uncorrected_errors(_read_counters())
+
+    def faults(self) -> list[GpuFault]:
+        rows = _read_counters()
+        found = xid_faults(self._since)
+        for card, count in _uncorrected_errors(rows).items():
+            if (new := count - self._before.get(card, 0)) > 0:
+                found.append(GpuFault(card, f"{new} memory errors that could not be corrected (ECC)", fatal=True))
+        failed = [row[0] for row in rows if row[2].lower() in ("yes", "1")]
+        return [*found, *(GpuFault(card, "memory rows could not be remapped", fatal=True) for card in failed)]
+
+
+def fatal_texts(faults: Iterable[GpuFault]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(fault) for fault in faults if fault.fatal))
+
+
+def _uncorrected_errors(rows: list[list[str]]) -> Mapping[str, int]:
+    return {row[0]: int(row[1]) for row in rows if row[1].isdigit()}  # "[N/A]" on cards without ECC
+
+
+def _read_counters() -> list[list[str]]:
+    """Card, uncorrected memory errors since the driver was loaded, and whether remapping rows has failed."""
+    lines = _run("nvidia-smi", f"--query-gpu={_COUNTERS}", "--format=csv,noheader").splitlines()
+    rows = [[word.strip() for word in line.split(",")] for line in lines]
+    return [row for row in rows if len(row) == len(_COUNTERS.split(","))]
+
+
+def _run(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, errors="replace").stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""  # no driver here, or it does not answer

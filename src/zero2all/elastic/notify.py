@@ -1,0 +1,185 @@
+"""Tells a person what happens to a job: runs a command or posts to a webhook, and never holds up the agent.
+
+Events are delivered in order by a background thread, each within a few seconds or not at all. A hook that fails is
+logged once; what it prints is dropped, since it may contain secrets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shlex
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from zero2all.console import say
+from zero2all.elastic.job_events import EventKind, JobEvent
+from zero2all.environment import JOB_SECRET_VARIABLE, NOTIFY_VARIABLE
+from zero2all.errors import UsageError
+from zero2all.records import to_json
+from zero2all.redact import REDACTED, redact
+
+TIMEOUT = 5.0  # seconds for one delivery
+FLUSH_TIMEOUT = 2 * TIMEOUT  # seconds at the end of the job for what is still queued
+MAX_QUEUED = 100
+
+
+@dataclass(frozen=True)
+class Notification:
+    """What a hook gets, as JSON."""
+
+    event: EventKind
+    text: str
+    node: str | None
+    """The node that the event is about."""
+    sender: str
+    """The host that sends it."""
+    time: float
+    """Seconds since 1970."""
+    command: str
+    """What the job runs."""
+    run: str | None
+    """The run directory, once it is known."""
+
+
+class Notifier:
+    """
+    >>> notifier = Notifier("https://hooks.example.com/services/T0/B0/secret", ["train", "my.yaml"])
+    >>> notifier.send(JobEvent("job finished", "the job is done"))
+    >>> notifier.close()
+    """
+
+    def __init__(self, hook: str | None, command: Sequence[str]) -> None:
+        """``hook`` is a URL, or a command line; None does nothing."""
+        self.find_run: Callable[[], Path | None] = lambda: None
+        self._command = redact(shlex.join(command))
+        self._url, self._words = parse_hook(hook)
+        self._queue: queue.Queue[Notification | None] = queue.Queue(MAX_QUEUED)
+        self._failure_logged = False
+        self._thread: threading.Thread | None = None
+        if hook is not None:
+            self._thread = threading.Thread(target=self._deliver_all, name="z2a-notify", daemon=True)
+            self._thread.start()
+
+    def send(self, event: JobEvent) -> None:
+        """Returns at once."""
+        if self._thread is None:
+            return
+        run = self.find_run()
+        notification = Notification(
+            event.kind, redact(event.text), event.node, socket.gethostname(), time.time(), self._command,
+            None if run is None else str(run),
+        )  # fmt: skip
+        try:
+            self._queue.put_nowait(notification)
+        except queue.Full:
+            self._log_failure("it is too slow, and events are dropped")
+
+    def close(self) -> None:
+        """Waits a few seconds for what is queued."""
+        if self._thread is not None:
+            with suppress(queue.Full):
+                self._queue.put_nowait(None)
+            self._thread.join(FLUSH_TIMEOUT)
+
+    def _deliver_all(self) -> None:
+        while (notification := self._queue.get()) is not None:
+            body = json.dumps(to_json(notification), ensure_ascii=False).encode()
+            failure: list[str] = []
+            # In a thread of its own: a server that answers a byte at a time would otherwise hold up all later events.
+            delivery = threading.Thread(target=self._deliver, args=(body, failure), name="z2a-notify-one", daemon=True)
+            delivery.start()
+            delivery.join(TIMEOUT + 1)
+            if delivery.is_alive():
+                failure.append(f"no answer in {TIMEOUT:.0f} s")
+            if failure:
+                self._log_failure(failure[0])
+
+    def _deliver(self, body: bytes, failure: list[str]) -> None:
+        reason = post(self._url, body) if self._url is not None else run_hook(self._words, body)
+        if reason is not None:
+            failure.append(reason)
+
+    def _log_failure(self, reason: str) -> None:
+        if not self._failure_logged:
+            self._failure_logged = True
+            where = self._words[0] if self._url is None else masked(self._url)
+            say(f"warning: --notify {where} failed: {reason}; the job continues, and later failures are not logged")
+
+
+def parse_hook(hook: str | None) -> tuple[str | None, list[str]]:
+    """The URL, or the words of the command."""
+    if hook is None:
+        return None, []
+    if hook.startswith(("http://", "https://")):
+        if not urlsplit(hook).hostname:
+            raise UsageError("--notify: the URL has no host")
+        return hook, []
+    try:
+        words = shlex.split(hook)
+    except ValueError as error:
+        raise UsageError(f"--notify: {error}") from None
+    if not words or "://" in words[0]:
+        raise UsageError("--notify takes a command, or a URL that begins with https:// or http://")
+    return None, words
+
+
+def masked(url: str) -> str:
+    """Only scheme and host: the path of a webhook is often its secret."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname}/{REDACTED}"
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None  # a redirect would take the event, or a secret in the URL, to another host
+
+
+def post(url: str, body: bytes) -> str | None:
+    """Why it failed, if so; without the URL, and without what the server says."""
+    try:
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "zero2all"})
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT):
+            return None
+    except urllib.error.HTTPError as error:
+        error.close()
+        return f"status {error.code}"
+    except urllib.error.URLError as error:
+        return f"{type(error.reason).__name__}" if isinstance(error.reason, OSError) else "it cannot be reached"
+    except (OSError, ValueError) as error:
+        return type(error).__name__
+
+
+def run_hook(words: Sequence[str], body: bytes) -> str | None:
+    """Why it failed, if so."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in (JOB_SECRET_VARIABLE, NOTIFY_VARIABLE)
+    }
+    try:
+        hook = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return error.strerror or "it cannot be started"
+    try:
+        hook.communicate(body, timeout=TIMEOUT)
+        return f"exit status {hook.returncode}" if hook.returncode else None
+    except subprocess.TimeoutExpired:
+        return f"still running after {TIMEOUT:.0f} s, and killed"
+    finally:
+        with suppress(OSError):
+            os.killpg(hook.pid, signal.SIGKILL)  # with whatever it has started
+        hook.wait()
