@@ -18,6 +18,7 @@ from zero2all.elastic.hang_detection import request_dump
 from zero2all.elastic.worker import collectives_path, dump_thread_path
 
 MIN_CPU_SHARE = 0.01  # of one core; threads that only wait use less
+MIN_CPU_SECONDS = 0.02  # between two checks: the kernel counts in hundredths of a second
 MAX_CHECK_INTERVAL = 30.0
 CHECKS_PER_LIMIT = 10
 
@@ -74,7 +75,8 @@ class ActivityWatch:
             self._ranks[local] = _RankActivity(now, usage, now, pending, now)
             return
         # A child that has ended takes its times along, so less than before is activity too.
-        busy = abs(usage.cpu - rank.usage.cpu) > MIN_CPU_SHARE * (now - rank.checked)
+        limit = max(MIN_CPU_SECONDS, MIN_CPU_SHARE * (now - rank.checked))
+        busy = abs(usage.cpu - rank.usage.cpu) > limit
         if busy or usage.io != rank.usage.io:
             rank.active = now
         if pending != rank.pending:
@@ -89,7 +91,7 @@ class ActivityWatch:
         return "".join(str(one) for one in pending_on_device(read_collectives(dump))[:1])
 
     def _dump_thread(self, pid: int, local: int) -> Path | None:
-        """The thread of the rank that answers the agent: what it writes is no progress of the script."""
+        """The thread of the rank that answers the agent: what it does is no progress of the script."""
         try:
             thread = dump_thread_path(self.directory, local).read_text(encoding="ascii")
         except OSError:
@@ -106,8 +108,8 @@ class ActivityWatch:
 
 def _usage(pids: Iterable[int], without: Path | None) -> _Usage:
     directories = [Path(f"/proc/{pid}") for pid in pids]
-    io = sum(map(_io_bytes, directories)) - (0 if without is None else _io_bytes(without))
-    return _Usage(sum(map(_cpu_seconds, directories)), io)
+    cpu, io = sum(map(_cpu_seconds, directories)), sum(map(_io_bytes, directories))
+    return _Usage(cpu, io) if without is None else _Usage(cpu - _cpu_seconds(without), io - _io_bytes(without))
 
 
 def _cpu_seconds(process: Path) -> float:

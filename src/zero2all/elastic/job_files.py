@@ -81,7 +81,7 @@ export {JOB_SECRET_VARIABLE}
 """
 
 _KUBERNETES = """\
-# Nodes authenticate each other with a secret. Create it once:
+# Several nodes authenticate each other with a secret. Create it once:
 #   openssl rand -hex 32 | kubectl create secret generic {name}-secret --from-file=secret=/dev/stdin
 # The claim {name}-workspace (ReadWriteMany) holds recipe, tokens and runs; it is mounted at {workspace}.
 # /dev/shm counts towards the memory limit, if you set one: in-memory checkpoints need two states of each rank.
@@ -179,7 +179,7 @@ def indexed_job(config: LaunchConfig, resources: JobResources) -> str:
 
 def _pod(config: LaunchConfig, resources: JobResources, command: list[str]) -> dict[str, Any]:
     name = resources.name
-    container = {
+    container: dict[str, Any] = {
         "name": "z2a",
         "image": resources.image,
         "command": command,
@@ -188,10 +188,16 @@ def _pod(config: LaunchConfig, resources: JobResources, command: list[str]) -> d
         "resources": {"limits": _limits(config, resources)},
         "volumeMounts": [
             {"name": "shm", "mountPath": "/dev/shm"},
-            {"name": "secret", "mountPath": str(SECRET_PATH.parent), "readOnly": True},
             {"name": "workspace", "mountPath": WORKSPACE},
         ],
     }
+    volumes: list[dict[str, Any]] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        {"name": "workspace", "persistentVolumeClaim": {"claimName": f"{name}-workspace"}},
+    ]
+    if config.nodes[1] > 1:
+        container["volumeMounts"].append({"name": "secret", "mountPath": str(SECRET_PATH.parent), "readOnly": True})
+        volumes.append({"name": "secret", "secret": {"secretName": f"{name}-secret", "defaultMode": SECRET_MODE}})
     return {
         "subdomain": name,
         "restartPolicy": "Never",  # a failed pod is replaced, by the rules of podFailurePolicy
@@ -199,11 +205,7 @@ def _pod(config: LaunchConfig, resources: JobResources, command: list[str]) -> d
         "enableServiceLinks": False,  # variables such as Z2A_PORT are not for z2a
         "automountServiceAccountToken": False,
         "containers": [container],
-        "volumes": [
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-            {"name": "secret", "secret": {"secretName": f"{name}-secret", "defaultMode": SECRET_MODE}},
-            {"name": "workspace", "persistentVolumeClaim": {"claimName": f"{name}-workspace"}},
-        ],
+        "volumes": volumes,
     }
 
 

@@ -10,14 +10,18 @@ SIGUSR1, and torch's flight recorder. Any other program replaces this process. B
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import sys
 import traceback
-from types import TracebackType
+from importlib.machinery import SourceFileLoader
+from pkgutil import get_importer
+from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from zero2all.console import say
+from zero2all.elastic.exit_reason import USAGE_ERROR_STATUS
 from zero2all.processes import end_with_agent
 
 NOT_EXECUTABLE_STATUS, NOT_FOUND_STATUS = 126, 127  # as a shell reports them
@@ -36,14 +40,33 @@ def main(mode: str, *words: str) -> None:
         if mode == "module":
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         else:
-            if not sys.flags.safe_path:
-                sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
-            runpy.run_path(words[0], run_name="__main__")
+            _run_file(words[0])
     except Exception as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if "torch" in sys.modules:  # else its log lines have to do: importing torch takes seconds
             record_exception(error)
         raise
+
+
+def _run_file(script: str) -> None:
+    """``runpy.run_path`` would leave ``__file__`` or ``sys.argv`` other than Python sets them."""
+    if get_importer(script) is not None:  # a directory or an archive
+        runpy.run_path(script, run_name="__main__")
+        return
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    path = os.path.abspath(script)
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    sys.modules["__main__"] = module
+    try:
+        with io.open_code(path) as stream:
+            source = stream.read()
+    except OSError as error:
+        say(f"{path}: {error.strerror}")
+        sys.exit(USAGE_ERROR_STATUS)  # as Python does; it is not tried again
+    code = compile(source, path, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
 
 
 def _replace_process(words: tuple[str, ...]) -> NoReturn:
