@@ -117,7 +117,7 @@ class Scenario:
         return self.directory / f"triggered-{number}-0.json"
 
     def wait_for_message(self, message: str, times: int = 1) -> None:
-        """Until the log contains a message, or contains it so many times."""
+        """Until the log contains a message, or contains it ``times`` times."""
         self.wait_until(lambda: self.log_text().count(message) >= times, f"the log says '{message}'")
 
     def release(self, number: int = 0) -> None:
