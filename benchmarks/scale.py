@@ -27,7 +27,8 @@ from typing import Any
 from zero2all.chaos.scale_model import simulate
 from zero2all.checkpoint.lineage import Branch
 from zero2all.checkpoint.rank_tree import RankTree, pack, unpack
-from zero2all.checkpoint.restore import DurableReport, RankReport, SlotReport, decide_restore
+from zero2all.checkpoint.restore import DurableReport, decide_restore
+from zero2all.checkpoint.restore_parts import RankReport, SlotReport
 from zero2all.io import write_manifest
 from zero2all.processes import raise_descriptor_limit, watch_parent
 from zero2all.tokens.sample_order import SampleOrder
@@ -148,16 +149,15 @@ def restore(work: Path) -> Iterator[Row]:
     seconds, sizes = [], []
     for world_size in RANKS:
         lineage = (Branch("a" * 12, 0), Branch("b" * 12, 900))
-        reports = [
-            RankReport(
-                tuple(
-                    SlotReport(rank=other, world_size=world_size, step=1000 + slot, lineage=lineage, same_layout=True)
-                    for other in range(rank - rank % RANKS_PER_NODE, rank - rank % RANKS_PER_NODE + RANKS_PER_NODE)
-                    for slot in range(SLOTS)
-                )
+        reports = []
+        for rank in range(world_size):
+            node = rank // RANKS_PER_NODE
+            slots = tuple(
+                SlotReport(rank=other, world_size=world_size, step=1000 + number, lineage=lineage, layout="same")
+                for other in range(node * RANKS_PER_NODE, (node + 1) * RANKS_PER_NODE)
+                for number in range(SLOTS)
             )
-            for rank in range(world_size)
-        ]
+            reports.append(RankReport(slots, layout="same", node=node))
         durable = [DurableReport(path="step-00000900", step=900, lineage=lineage[:1])]
         began = time.perf_counter()
         decision = decide_restore(reports, durable, lineage)

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.sysfs import FakeSysfs
+from zero2all.elastic.job_files import JobResources, slurm_script
 from zero2all.elastic.launcher import LaunchConfig
 from zero2all.numa import (
     CpuBinding,
@@ -167,5 +169,6 @@ def test_launched_ranks_verify_their_binding(tmp_path: Path) -> None:
 
 
 def test_a_job_file_carries_the_binding() -> None:
-    assert "--numa-binding off" in LaunchConfig(["train", "a.yaml"], 2, numa_binding="off").slurm_script()
-    assert "--numa-binding" not in LaunchConfig(["train", "a.yaml"], 2).slurm_script()
+    config = LaunchConfig(["train", "a.yaml"], 2)
+    assert "--numa-binding off" in slurm_script(replace(config, numa_binding="off"), JobResources())
+    assert "--numa-binding" not in slurm_script(config, JobResources())

@@ -364,11 +364,14 @@ def test_fsdp_param_groups() -> None:
     with fake_ranks(2):
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
         mesh = init_device_mesh("cpu", (2,))
+        model[1].bias.requires_grad_(False)
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
         groups = torch_private.fsdp_param_groups(model)
         sizes = [[torch_private.unsharded_numel(parameter) for parameter in group.fsdp_params] for group in groups]
         assert sizes == [[10, 2], [15, 5]]
+        trained = [[torch_private.has_gradient(parameter) for parameter in group.fsdp_params] for group in groups]
+        assert sorted(map(sum, trained)) == [1, 2]
         assert all(callable(group.post_backward) for group in groups)
         assert isinstance(inspect.getattr_static(groups[0].fsdp_params[0], "unsharded_param"), property)
 

@@ -180,6 +180,22 @@ class RemotePath(PosixPath):
             infos = store.find(name, detail=True)
             return {RemotePath(store.unstrip_protocol(inner)): int(info["size"]) for inner, info in infos.items()}
 
+    def etags(self) -> dict[RemotePath, str]:
+        """The store's own mark of what each object below holds, where it gives one, as ``sizes``."""
+        with self._store() as (store, name):
+            infos = store.find(name, detail=True)
+            return {
+                RemotePath(store.unstrip_protocol(inner)): str(info["ETag"])
+                for inner, info in infos.items()
+                if info.get("ETag")
+            }
+
+    def etag(self) -> str | None:
+        """The same of one object."""
+        with self._store() as (store, name):
+            mark = store.info(name).get("ETag")
+            return str(mark) if mark else None
+
     def size(self) -> int:
         with self._store() as (store, name):
             return int(store.size(name))

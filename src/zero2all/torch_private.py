@@ -255,6 +255,12 @@ def unsharded_numel(fsdp_param: Any) -> int:
     return numel
 
 
+def has_gradient(fsdp_param: Any) -> bool:
+    """Whether a parameter of an FSDP2 group is trained. Tested with 2.13. No public one."""
+    trained: bool = fsdp_param.sharded_param.requires_grad
+    return trained
+
+
 def stage_backward(stage_output: Any, output_grads: Any, input_values: Any) -> Any:
     """Backward of a pipeline stage. Tested with 2.13. Public PipelineStage runs it, with its own gradient sync."""
     from torch.distributed.pipelining._backward import stage_backward

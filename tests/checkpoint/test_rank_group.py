@@ -82,7 +82,14 @@ def use_rank_group() -> dict[str, Any]:
     total = torch.ones(1)
     dist.all_reduce(total)
     thread.join(60)
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as in a job of more than a hundred ranks
+    lazy = dist.new_group(backend="gloo")
+    sent, received = torch.arange(3) + 10 * rank, torch.zeros(3, dtype=torch.int64)
+    dist.all_to_all_single(received, sent, group=lazy)
+    summed = received.clone()
+    dist.all_reduce(summed, group=lazy)
     return {
+        "lazy": (received.tolist(), summed.tolist()),
         "equal": found == expected,
         "opened": opened,
         "in_thread": in_thread,
@@ -97,6 +104,7 @@ def test_a_rank_group_has_the_results_of_one_group_and_few_sockets() -> None:
     """Three ranks in a tree of one child each, of which one fails: all of them know why."""
     for rank, found in enumerate(run_ranks(3, use_rank_group)):
         assert found["equal"]
+        assert found["lazy"] == ([rank, 10 + rank, 20 + rank], [3, 33, 63])
         assert found["in_thread"] == found["after"] == [0, 1, 2]
         assert found["first"] == "of 0"
         assert found["failure"] == ("ValueError: no 2" if rank == 2 else "Z2aError: no 2 (on rank 2)")

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from tests.checkpoint.helpers import TRAINING_STATE
-from zero2all.checkpoint import replica_channel
+from zero2all.checkpoint import peer_connection
 from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, SlotHeader, Slots, find_staged_slots
 from zero2all.checkpoint.lineage import Branch, Lineage
-from zero2all.checkpoint.replica_channel import MAGIC, Address, Channel, RateLimit, connect
+from zero2all.checkpoint.peer_connection import MAGIC, Address, PeerConnection, RateLimit, connect
 from zero2all.checkpoint.replica_sender import ReplicaSender
 from zero2all.checkpoint.replica_server import ReplicaServer, Reply, Request, fetch_state
 from zero2all.checkpoint.replica_slots import RejectedStateError, ReplicaSlots
@@ -121,9 +121,9 @@ def store(slot: Slot, **changes: Any) -> Request:
 
 
 def refused(server: ReplicaServer, request: Request) -> str:
-    with connect(server.address, SECRET) as channel:
-        channel.send(request)
-        reply = channel.receive(Reply)
+    with connect(server.address, SECRET) as peer:
+        peer.send(request)
+        reply = peer.receive(Reply)
         assert reply.problem is not None
         return reply.problem
 
@@ -136,20 +136,22 @@ def test_a_rank_takes_only_what_was_agreed_on(server: ReplicaServer, slots: Slot
     assert "do not fit" in refused(server, store(slot, data_bytes=1 << 60))
     assert "do not fit" in refused(server, store(slot, layout_bytes=1 << 60))
     assert "do not fit" in refused(server, store(slot, header=None))
-    with connect(server.address, SECRET) as channel:  # a path where a number belongs
-        channel._socket.sendall(channel._session.seal({**asdict(store(slot)), "rank": "../../etc"}))
+    with connect(server.address, SECRET) as peer:  # a path where a number belongs
+        peer._socket.sendall(peer._session.seal({**asdict(store(slot)), "rank": "../../etc"}))
         with pytest.raises(OSError, match="closed"):
-            channel.receive(Reply)
+            peer.receive(Reply)
     assert steps_held(tmp_path / "there") == []
     assert {path.name for path in (tmp_path / "there").iterdir()} == {"replica-0-of-2"}
 
 
-def send_parts(channel: Channel, slot: Slot, header: SlotHeader | None, layout: bytes, data: memoryview) -> str | None:
-    channel.send(store(slot, layout_bytes=len(layout), header=header))
-    assert channel.receive(Reply).problem is None
-    channel.send_bytes(memoryview(layout))
-    channel.send_bytes(data)
-    return channel.receive(Reply).problem
+def send_parts(
+    peer: PeerConnection, slot: Slot, header: SlotHeader | None, layout: bytes, data: memoryview
+) -> str | None:
+    peer.send(store(slot, layout_bytes=len(layout), header=header))
+    assert peer.receive(Reply).problem is None
+    peer.send_bytes(memoryview(layout))
+    peer.send_bytes(data)
+    return peer.receive(Reply).problem
 
 
 def test_a_state_that_does_not_match_its_checksum_or_layout_is_rejected(
@@ -161,14 +163,14 @@ def test_a_state_that_does_not_match_its_checksum_or_layout_is_rejected(
     layout = slot.path.with_name("layout.json").read_bytes()
     flipped = slot.data.clone()
     flipped[12345] ^= 1
-    with connect(server.address, SECRET) as channel:
-        assert "checksum" in str(send_parts(channel, slot, slot.header, layout, flipped.numpy().data))
+    with connect(server.address, SECRET) as peer:
+        assert "checksum" in str(send_parts(peer, slot, slot.header, layout, flipped.numpy().data))
     assert steps_held(tmp_path / "there") == []
     [spec] = json.loads(layout)
     for change in ({"dtype": "load"}, {"at": -64}, {"bytes": 1 << 40}, {"sizes": [1 << 62]}, {"offsets": [0, 0]}):
         bad = json.dumps([{**spec, **change}]).encode()
-        with connect(server.address, SECRET) as channel, pytest.raises((OSError, AssertionError)):
-            assert send_parts(channel, slot, slot.header, bad, slot.data.numpy().data) is None
+        with connect(server.address, SECRET) as peer, pytest.raises((OSError, AssertionError)):
+            assert send_parts(peer, slot, slot.header, bad, slot.data.numpy().data) is None
     assert steps_held(tmp_path / "there") == []
 
 
@@ -176,28 +178,28 @@ def test_frames_that_are_cut_short_forged_or_replayed_end_the_connection(
     server: ReplicaServer, slots: Slots, tmp_path: Path
 ) -> None:
     slot = committed(slots, 10)
-    with connect(server.address, SECRET) as channel:  # cut short
-        channel.send(store(slot))
-        assert channel.receive(Reply).problem is None
-    with connect(server.address, SECRET) as channel:  # forged
-        frame = bytearray(channel._session.seal(asdict(store(slot))))
+    with connect(server.address, SECRET) as peer:  # cut short
+        peer.send(store(slot))
+        assert peer.receive(Reply).problem is None
+    with connect(server.address, SECRET) as peer:  # forged
+        frame = bytearray(peer._session.seal(asdict(store(slot))))
         frame[-1] ^= 1
-        channel._socket.sendall(frame)
+        peer._socket.sendall(frame)
         with pytest.raises(OSError, match="closed"):
-            channel.receive(Reply)
-    with connect(server.address, SECRET) as channel:  # a block of the layout, twice
+            peer.receive(Reply)
+    with connect(server.address, SECRET) as peer:  # a block of the layout, twice
         assert slot.path is not None
         layout = slot.path.with_name("layout.json").read_bytes()
-        channel.send(store(slot, layout_bytes=len(layout)))
-        assert channel.receive(Reply).problem is None
-        frame_bytes = channel._session.frame_head(layout) + layout
-        channel._socket.sendall(frame_bytes + frame_bytes)
+        peer.send(store(slot, layout_bytes=len(layout)))
+        assert peer.receive(Reply).problem is None
+        frame_bytes = peer._session.frame_head(layout) + layout
+        peer._socket.sendall(frame_bytes + frame_bytes)
         with pytest.raises(OSError, match=r"closed|reset"):
-            channel.receive(Reply)
-    with connect(server.address, SECRET) as channel:  # larger than any frame
-        channel._socket.sendall((1 << 31).to_bytes(4, "big"))
+            peer.receive(Reply)
+    with connect(server.address, SECRET) as peer:  # larger than any frame
+        peer._socket.sendall((1 << 31).to_bytes(4, "big"))
         with pytest.raises(OSError, match="closed"):
-            channel.receive(Reply)
+            peer.receive(Reply)
     with socket.create_connection(server.address) as stranger:
         stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(64))
         assert receive_exactly(stranger, len(MAGIC) + NONCE_BYTES + 1)[-1:] == REFUSED
@@ -226,7 +228,7 @@ def test_a_dead_peer_costs_a_warning_and_is_tried_again(
 def test_a_state_that_training_overwrites_is_given_up(
     server: ReplicaServer, slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_channel, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(peer_connection, "BLOCK_BYTES", 1 << 14)
     out, sent = sender(server.address, rate=1 << 16)  # 32 s for a state
     first = committed(slots, 10)
     out.offer(first)

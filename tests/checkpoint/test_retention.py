@@ -129,7 +129,7 @@ class Ranks:
 
 class Rank(RankGroup):
     def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.ranks, self.rank, self.world_size, self.group = ranks, rank, len(ranks.found), None
+        self.ranks, self.rank, self.world_size = ranks, rank, len(ranks.found)
 
     def on_all_ranks(self, function: Callable[[], Any], while_waiting: Callable[[], None] | None = None) -> list[Any]:
         return self.ranks.gather(self.rank, function)

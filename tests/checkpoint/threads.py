@@ -19,7 +19,7 @@ class ThreadRankGroup(RankGroup):
     """A ``RankGroup``, for the threads of ``run_threads``."""
 
     def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, shared: list[Any]) -> None:
-        self.group, self.rank, self.world_size = None, rank, world_size
+        self.rank, self.world_size = rank, world_size
         self._barrier, self._shared = barrier, shared
 
     def on_all_ranks(self, function: Callable[[], T], while_waiting: Callable[[], None] | None = None) -> list[T]:

@@ -100,7 +100,7 @@ def test_the_host_says_that_it_waits_while_it_reads_the_metrics(monkeypatch: pyt
             seen.append(worker._device_state().host_waits)
 
     copy = HostCopy(torch.ones(2))
-    copy._copied = Copied()  # type: ignore[assignment]
+    copy._copied = Copied()
     assert copy.tolist() == [1.0, 1.0]
     assert (seen, watch.is_host_waiting()) == ([True], False)
 

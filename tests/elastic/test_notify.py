@@ -145,7 +145,7 @@ def test_hooks_that_make_no_sense_are_refused(hook: str) -> None:
 def test_masking_and_job_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert masked("https://user:pw@hooks.example.com:8443/services/T/B/x?y=z") == "https://hooks.example.com/***"
     policy = NodePolicy(notify="https://hooks.example.com/x y")
-    assert policy.arguments() == ["--notify 'https://hooks.example.com/x y'"]
+    assert policy.arguments() == ["--notify", "https://hooks.example.com/x y"]
     monkeypatch.setenv(NOTIFY_VARIABLE, "https://hooks.example.com/x y")
     assert policy.arguments() == [], "the job inherits the variable"
     send_all(None, LOST)

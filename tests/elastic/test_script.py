@@ -38,10 +38,12 @@ for step in range(4):
     optimizer.zero_grad()
     model(torch.ones(2, 4) * (rank + 1)).pow(2).mean().backward()
     optimizer.step()
-print(f"rank {rank} of {dist.get_world_size()}: {model.module.weight.sum().item():.6f}", flush=True)
+# One write: with PYTHONUNBUFFERED print() writes the end of a line by itself, and lines of two ranks mix.
+sys.stdout.write(f"rank {rank} of {dist.get_world_size()}: {model.module.weight.sum().item():.6f}\\n")
+sys.stdout.flush()
 dist.destroy_process_group()
 """
-SHOW_ENVIRONMENT = "import json, os\nprint(json.dumps(dict(os.environ)), flush=True)\n"
+SHOW_ENVIRONMENT = "import json, os, sys\nsys.stdout.write(json.dumps(dict(os.environ)) + '\\n')\n"
 SHOW_MAIN = """
 import sys
 print(__name__, __file__, sys.argv, sys.path, sys.modules["__main__"].__dict__ is globals())
@@ -50,7 +52,8 @@ print(__name__, __file__, sys.argv, sys.path, sys.modules["__main__"].__dict__ i
 
 def launch(directory: Path, *words: str, command: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     line = [*(command or (sys.executable, "-m", "zero2all.cli", "launch")), *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=200, cwd=directory)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_ALLOC_CONF"}  # of this process
+    return subprocess.run(line, capture_output=True, text=True, timeout=200, cwd=directory, env=environment)
 
 
 def the_report(directory: Path) -> str:

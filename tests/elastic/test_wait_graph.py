@@ -105,7 +105,7 @@ def test_a_rank_whose_kernel_is_stuck_is_found_through_its_groups() -> None:
     )
     assert list(found) == [5]
     assert "its device has not come to it: a kernel before it is stuck" in found[5]
-    assert "in which ranks 1, 3 and 7 wait" in found[5] or "in which rank 4 waits" in found[5]
+    assert "in which ranks 1, 3 and 7 wait" in found[5]
 
 
 def test_a_rank_whose_host_is_stuck_is_found_through_its_groups() -> None:
@@ -160,9 +160,9 @@ def test_a_dead_rank_is_named_once_all_nodes_have_reported() -> None:
 
 
 def test_a_rank_that_is_still_in_an_earlier_collective_is_named() -> None:
-    found = causes(rank1=step(1, dp=(11, "started")))
+    found = causes(rank1=trace(1, [entry("2", "nccl:_all_gather_base", 11, "started")]))
     assert list(found) == [1]
-    assert found[1].startswith("has not completed nccl:_reduce_scatter_base number 11 of group mesh_dp_shard")
+    assert found[1].startswith("has not completed nccl:_all_gather_base number 11 of group mesh_dp_shard")
 
 
 def test_pipeline_ranks_wait_for_the_one_that_does_not_send() -> None:
@@ -256,6 +256,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 def test_real_traces_of_gloo_lead_to_the_rank_that_is_not_there(tmp_path: Path) -> None:
     """Rank 0 waits for rank 1 in one group, rank 1 for rank 2 in another, and rank 2 for nobody."""
     ranks = [

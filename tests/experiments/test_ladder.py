@@ -25,6 +25,7 @@ from zero2all.experiments.scaling_law import (
     CHINCHILLA,
     Point,
     PowerLaw,
+    compute_optimal_table,
     fit_power_law,
     over_training_table,
 )
@@ -146,3 +147,11 @@ def test_a_ladder_predicts_and_is_held_to_it(recipe_file: Path) -> None:
     assert plot is not None
     assert max(x for x, _ in plot.curves[1].line) == pytest.approx(report.prediction.compute)
     assert "measured afterwards" in plot_svg(plot)
+
+
+def test_compute_optimal_models_are_those_of_chinchillas_table() -> None:
+    """https://arxiv.org/abs/2203.15556, table 3: FLOPs of 400M, 1B, 10B, 67B, 175B, 280B, 520B and 1T."""
+    published = [1.92e19, 1.21e20, 1.23e22, 5.76e23, 3.85e24, 9.90e24, 3.43e25, 1.27e26]
+    table = compute_optimal_table()
+    assert [row.compute for row in table] == pytest.approx(published, rel=0.1)
+    assert [row.loss for row in table] == sorted((row.loss for row in table), reverse=True)

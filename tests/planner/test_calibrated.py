@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from zero2all.bench.calibrate import MachineMeasurements
@@ -13,7 +14,7 @@ from zero2all.cli.main import app
 from zero2all.errors import UsageError
 from zero2all.gpu_specs import Gpu
 from zero2all.planner.against import check_plan, check_text, read_run
-from zero2all.planner.calibrated import calibrated_entry, find_entry
+from zero2all.planner.calibrated import calibrated_entry, find_entry, machine_entry
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import plan_run
 from zero2all.recipe import Recipe, load_recipe_or_preset, recipe_yaml
@@ -56,11 +57,13 @@ def test_the_plan_of_the_reference_takes_as_long_as_was_measured(seconds: float)
 
 def test_an_entry_is_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero2all.bench.calibrate.measure_machine", lambda recipe, directory: MEASURED)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     path = tmp_path / "here.json"
     result = CliRunner().invoke(app, ["doctor", "--calibrate", str(path), "--dir", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert f"plan with it: z2a plan RECIPE --gpus 1 --gpu {path}" in result.stdout
     entry = find_entry(str(path))
+    assert machine_entry(torch.device("cpu")) == entry
     assert (entry.name, entry.flops, entry.peak_flops("fp32")) == ("here", 100e9, 100e9)
     planned = CliRunner().invoke(app, ["plan", "z2all-10m", "--gpus", "1", "--gpu", str(path), "--json"])
     assert planned.exit_code == 0, planned.output

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zero2all.checkpoint.checkpoint_interval import FAILURE_RATES
-from zero2all.gpu_specs import GPUS
+from zero2all.gpu_specs import GPUS, Gpu
 from zero2all.model.cost.flops import flops_per_token, palm_flops_per_token
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import Speed, speed_of
@@ -35,7 +35,7 @@ LLAMA2_70B = ModelConfig(
 Planned = tuple[Workload, Cluster, StepTime, Speed]
 
 
-def planned(gpu: str, gpus: int, *overrides: str, stages_per_rank: int | None = None, **shape: int) -> Planned:
+def planned(gpu: str | Gpu, gpus: int, *overrides: str, stages_per_rank: int | None = None, **shape: int) -> Planned:
     """The workload, its cluster, and the plan of a step."""
     model = [f"model.{name}={value}" for name, value in shape.items()]
     tokenizer = f"tokenizer.vocab_size={shape.get('vocab_size', 64320)}"
@@ -44,7 +44,7 @@ def planned(gpu: str, gpus: int, *overrides: str, stages_per_rank: int | None = 
     workload, layout = Workload.of(recipe, stage), Layout.of(recipe, stage, gpus)
     if stages_per_rank is not None:
         layout = replace(layout, stages_per_rank=stages_per_rank)
-    cluster = Cluster.of(GPUS[gpu], gpus)
+    cluster = Cluster.of(gpu if isinstance(gpu, Gpu) else GPUS[gpu], gpus)
     step = plan_step(workload, layout, cluster)
     return workload, cluster, step, speed_of(workload, layout, cluster, step)
 
@@ -144,31 +144,37 @@ def test_tinyllama_has_24000_tokens_a_second_on_an_a100() -> None:
 
 
 def test_torchtitans_8b_is_slower_on_128_h100_than_on_8() -> None:
-    """6,667 and 6,514 tokens a second for each GPU: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md."""
-    rates = []
+    """6,667 and 6,514 tokens a second for each GPU: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, with
+    torch.compile. Those H100 have 2.4 TB/s and 500 W. torchtitan's selective checkpointing recomputes every second
+    product, where zero2all's keeps all: the nearest that a recipe has is full recomputation of every second block."""
+    gpu, rates = replace(GPUS["H100"], memory_bandwidth=2400e9), []
     for gpus in (8, 128):
         _, _, _, speed = planned(
-            "H100", gpus, "train.seq_len=8192", f"train.batch_tokens={16384 * gpus}", "train.micro_batch_tokens=16384",
-            "parallel.activation_checkpointing=selective",
+            gpu, gpus, "train.seq_len=8192", f"train.batch_tokens={16384 * gpus}", "train.micro_batch_tokens=16384",
+            "parallel.activation_checkpointing=full", "parallel.activation_checkpointing_every=2",
             vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
             num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
         )  # fmt: skip
         rates.append(speed.tokens_per_second / gpus)
     assert 0.95 < rates[1] / rates[0] < 1
-    assert rates[0] == pytest.approx(6667, rel=0.35)  # those GPUs have 2.4 TB/s and 500 W, the data sheet 3.35 and 700
+    assert rates == pytest.approx([6667, 6514], rel=0.1)
 
 
 def test_megatrons_models_are_ranked() -> None:
-    """MFU 41.5, 51.4, 56.0 and 56.3 % on A100: https://arxiv.org/abs/2205.05198, table 5. The last two, of which 1T has
-    twice the pipeline, are 0.3 points apart there: here they have to be within 2."""
-    mfu = {}
+    """MFU 41.5, 51.4, 56.0 and 56.3 % on A100: https://arxiv.org/abs/2205.05198, tables 3 and 5; 175B and 530B with
+    three interleaved stages, 1T without.
+
+    Without its bubble (0, 3.6, 4.0 and 12.3 % of the busy time) a busy GPU there reaches 41.5, 53.3, 58.3 and 63.2 %:
+    products of wider matrices become faster. A plan has one efficiency for all products, so that of 1T, whose bubble is
+    three times as long, comes out below 530B. Both are a fifth too slow, of which 0.3 points are a hundredth."""
+    mfu, bubbles = {}, []
     for name, hidden, layers, heads, pp, samples, micro, stages in (
         ("22B", 6144, 48, 64, 1, 4, 4, 1),
         ("175B", 12288, 96, 96, 8, 64, 1, 3),
         ("530B", 20480, 105, 128, 35, 280, 1, 3),
-        ("1T", 25600, 128, 160, 64, 512, 1, 2),
+        ("1T", 25600, 128, 160, 64, 512, 1, 1),
     ):
-        _, _, _, speed = planned(
+        _, _, step, speed = planned(
             "A100", 8 * pp, "train.seq_len=2048", f"train.batch_tokens={2048 * samples}",
             f"train.micro_batch_tokens={2048 * micro}", "parallel.tp=8", f"parallel.pp={pp}",
             "parallel.activation_checkpointing=selective", "model.residual_fp32=false", stages_per_rank=stages,
@@ -176,9 +182,13 @@ def test_megatrons_models_are_ranked() -> None:
             num_attention_heads=heads, num_key_value_heads=heads,
         )  # fmt: skip
         mfu[name] = speed.mfu
+        bubbles.append(step.bubble)
     assert mfu["22B"] < mfu["175B"] < mfu["530B"]
     assert mfu["1T"] > mfu["22B"]
-    assert mfu["1T"] == pytest.approx(mfu["530B"], abs=0.02)
+    busy = [share * (1 + bubble) for share, bubble in zip(mfu.values(), bubbles, strict=True)]
+    assert busy == sorted(busy)  # as the published ones
+    published = (0.415, 0.514, 0.560, 0.563)
+    assert all(0.7 < share / known < 1.05 for share, known in zip(mfu.values(), published, strict=True))
 
 
 def test_probability_of_a_failure() -> None:

@@ -5,7 +5,7 @@ import pytest
 from zero2all.errors import UsageError
 from zero2all.gpu_specs import GPUS, find_gpu
 from zero2all.planner.cluster import Cluster, RankGroup
-from zero2all.planner.pipeline import bubble_fraction, simulate
+from zero2all.planner.pipeline import bubble_fraction, schedule_runs, simulate
 from zero2all.planner.plan import plan_run
 from zero2all.recipe import ParallelRecipe, load_recipe_or_preset
 from zero2all.recipe.parallel import PipelineSchedule
@@ -51,16 +51,28 @@ def test_a_group_inside_a_node_has_its_link() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"])
-@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 8), (4, 16)])
-def test_the_bubble_formula_is_what_the_simulated_schedule_shows(
-    schedule: PipelineSchedule, pp: int, micro_batches: int
-) -> None:
+@pytest.mark.parametrize("pp", [2, 3, 4, 6])
+def test_the_bubble_of_a_plan_is_that_of_the_schedule_it_draws(schedule: PipelineSchedule, pp: int) -> None:
     parallel = ParallelRecipe(pp=pp, schedule=schedule)
-    timeline = simulate(parallel, micro_batches)
-    expected = bubble_fraction(schedule, pp, micro_batches, parallel.stages_per_rank)
-    assert timeline.bubble == pytest.approx(expected, abs=0.025 if schedule == "zbv" else 1e-9)
+    for micro_batches in range(1, 6 * pp + 2):
+        if schedule_runs(schedule, pp, micro_batches):
+            expected = bubble_fraction(schedule, pp, micro_batches, parallel.stages_per_rank)
+            assert simulate(parallel, micro_batches).bubble == pytest.approx(expected, abs=1e-9), micro_batches
+
+
+def test_many_micro_batches_have_the_published_bubbles() -> None:
+    """(pp - 1) / (stages x micro-batches), of which a split backward fills two thirds."""
+    assert bubble_fraction("interleaved", 4, 16, 2) == pytest.approx(3 / 32)
+    assert bubble_fraction("zero-bubble", 4, 16, 2) == bubble_fraction("zbv", 4, 16, 2) == pytest.approx(1 / 32)
+    assert bubble_fraction("zbv", 4, 4, 2) == pytest.approx(9 / 24)  # few micro-batches leave nothing to fill it with
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"])
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 5), (4, 16)])
+def test_no_rank_does_two_things_at_once(schedule: PipelineSchedule, pp: int, micro_batches: int) -> None:
+    timeline = simulate(ParallelRecipe(pp=pp, schedule=schedule), micro_batches)
     ends = [0] * pp
-    for one in timeline.passes:  # no rank does two things at once
+    for one in timeline.passes:
         assert one.start >= ends[one.rank]
         ends[one.rank] = one.end
 

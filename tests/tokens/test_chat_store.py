@@ -20,6 +20,7 @@ from zero2all.recipe import CorpusRecipe, SourceRecipe, TokenizerRecipe, TokensR
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokens import TokenStore, build_tokens, opening_prompts
 from zero2all.tokens.manifest import BuiltStore
+from zero2all.tokens.verify import verify_store
 
 CALL = {"type": "function", "function": {"name": "search", "arguments": {"q": "中文", "limit": 1}}}
 PLAIN = [
@@ -209,3 +210,14 @@ def test_conversations_are_no_prompts(workspace: Path, tmp_path: Path) -> None:
     build(tmp_path, workspace / "tokenizer", PLAIN)
     (prompt,) = opening_prompts(tmp_path / "tokens", Tokenizer(workspace / "tokenizer"), 3)
     assert prompt.startswith("plain words")
+
+
+def test_a_flipped_bit_of_a_mask_is_found_before_training(workspace: Path, tmp_path: Path) -> None:
+    build(tmp_path, workspace / "tokenizer", PLAIN)
+    store = TokenStore(tmp_path / "tokens", "train")
+    verify_store(store)
+    [mask] = (tmp_path / "tokens" / "train").glob("*.mask")
+    data = mask.read_bytes()
+    mask.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    with pytest.raises(Z2aError, match=r"\.mask does not match its checksum.*z2a tokens build RECIPE --verify"):
+        verify_store(store)

@@ -100,7 +100,7 @@ def test_a_damaged_shard_stops_training_before_the_first_step(
     assert "z2a tokens build" in str(raised.value)
     assert not (recipe.run_dir / "record.jsonl").exists()
 
-    build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tokens)  # the remedy it names
+    build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tokens, verify=True)  # as it says
     assert train(recipe).steps == 2
 
 

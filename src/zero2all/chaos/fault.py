@@ -32,6 +32,8 @@ class Fault:
     """Messages that the log must contain."""
     loss_tolerance: float = 0.0
     """Largest difference of a loss from the baseline's; 0 is bit for bit."""
+    max_steps_again: int | None = None
+    """Most steps that may be repeated, if less than all: a bound that only states in memory can keep."""
     unavailable_reason: Callable[[], str | None] = lambda: None
     """Why it cannot be injected here, if so."""
 

@@ -28,6 +28,7 @@ from zero2all.chaos.node_faults import (
     lose_rendezvous_node,
     preempt_node,
     replace_node,
+    replace_nodes_in_turn,
     restart_rendezvous,
     shrink_and_grow_nodes,
     suspend_node,
@@ -55,6 +56,7 @@ from zero2all.chaos.storage_faults import (
 from zero2all.chaos.workspace import NUM_RANKS
 from zero2all.elastic.launcher import RENDEZVOUS_ADVICE
 
+MAX_STEPS_AGAIN = 8  # two intervals of flash checkpoints: of the newest a part may be on its way to another node
 NO_DURABLE = ("checkpoint.every=100 steps",)
 NO_REPLICAS = ("checkpoint.replicas=0",)  # a replica would restore the corrupted state, on the right history
 
@@ -295,6 +297,17 @@ MULTI_NODE_FAULTS = (
         NO_DURABLE,
         expected_kind="cut off",
         expected_messages=("2 parts copied from other nodes",),
+        max_steps_again=MAX_STEPS_AGAIN,
+        unavailable_reason=simulation_unavailable_reason,
+    ),
+    Fault(
+        "two nodes are replaced, one after the other",
+        lambda rng: [Injection("hold", 1, 13), Injection("hold", 3, 19)],
+        replace_nodes_in_turn,
+        NO_DURABLE,
+        expected_kind="cut off",
+        expected_messages=("2 parts copied from other nodes",),
+        max_steps_again=2 * MAX_STEPS_AGAIN,
         unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
@@ -369,8 +382,14 @@ MULTI_NODE_FAULTS = (
     ),
     Fault(
         "a node returns with abandoned states",
-        lambda rng: [Injection("hold", 1, 13), Injection("hold", 0, 14)],
+        # It returns while the other has not yet reached the step of those states again; they hold a corrupted batch.
+        lambda rng: [
+            Injection("hold", 1, 13),
+            Injection("hold", 0, 10, after=0),
+            *(Injection("corrupt", rank, 11, "batch") for rank in range(NUM_RANKS)),
+        ],
         isolate_node,
+        NO_REPLICAS,
         expected_kind="cut off",
         expected_messages=("of an abandoned history",),
         loss_tolerance=ELASTIC_LOSS_TOLERANCE,

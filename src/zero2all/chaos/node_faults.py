@@ -132,6 +132,25 @@ def replace_node(scenario: Scenario, replicas: bool = True, by: int = 1) -> None
         cluster.expect_success(processes[0], cluster.start(by, **options))
 
 
+def replace_nodes_in_turn(scenario: Scenario) -> None:
+    """Both nodes lose power and come back with empty memory, the second when the first has its states again."""
+    with simulated_cluster(scenario) as cluster:
+        cluster.start_rendezvous()
+        options: dict[str, Any] = {"nodes": (2, 2), "hang_after": 8 * scenario.hang_after}
+        processes = [cluster.start(number, **options) for number in range(2)]
+        for number, (lost, step) in enumerate(((1, 12), (0, 16))):
+            scenario.wait_until_triggered(number)
+            for node in range(2):
+                cluster.wait_until_staged(node, step, replicas=True)
+            if number == 0:
+                scenario.mark_trigger()
+            cluster.power_cycle(lost)
+            scenario.release(number)
+            processes[lost].wait()
+            processes[lost] = cluster.start(lost, **options)
+        cluster.expect_success(*processes)
+
+
 def disconnect_node(scenario: Scenario) -> None:
     """A node stays alive, but no packet reaches it or leaves it."""
     with simulated_cluster(scenario) as cluster:
@@ -152,7 +171,8 @@ def isolate_node(scenario: Scenario) -> None:
         hang_after = 8 * scenario.hang_after  # ranks are held while a node starts
         processes = [cluster.start(number, hang_after=hang_after) for number in range(2)]
         scenario.wait_until_triggered(0)
-        cluster.wait_until_staged(1, 8)
+        cluster.wait_until_staged(1, 12)
+        scenario.wait_for_checkpoint()
         scenario.mark_trigger()
         node = cluster.nodes[1]
         node.disconnect()
@@ -277,7 +297,7 @@ def _run_node_sequence(scenario: Scenario, cluster: SimulatedCluster, node_sets:
         scenario.wait_until_triggered(number)
         for node in node_set:
             cluster.wait_until_staged(node, 12)
-        scenario.wait_until(lambda: scenario.open_run().checkpoints.newest_valid() is not None, "there is a checkpoint")
+        scenario.wait_for_checkpoint()
         scenario.mark_trigger()
         for node in node_set:
             cluster.nodes[node].kill_all()

@@ -47,7 +47,7 @@ def lose_storage_and_a_rank(scenario: Scenario) -> None:
     storage = FailingStorage(scenario)
     process = scenario.start()
     pid = scenario.wait_until_triggered(0)
-    scenario.wait_until(lambda: scenario.open_run().checkpoints.newest_valid() is not None, "there is a checkpoint")
+    scenario.wait_for_checkpoint()
     shutil.rmtree(scenario.flash_dir)  # or the restart would not need storage
     storage.break_down()
     scenario.mark_trigger()

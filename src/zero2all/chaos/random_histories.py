@@ -1,7 +1,7 @@
 """Random histories: a seeded sequence of failures of ranks, nodes and storage, whatever the order.
 
 Three nodes, of which one or two run the job at a time. At each held step something happens, and the job continues on
-nodes drawn anew, with what their memory holds. Which state is right to restore follows from nothing but what happened,
+nodes drawn again, with what their memory holds. Which state is right to restore follows from nothing but what happened,
 and the audits know no more than that: every loss, every sample and every restored state must be right at the end.
 """
 

@@ -117,7 +117,7 @@ class Scenario:
         return self.directory / f"triggered-{number}-0.json"
 
     def wait_for_message(self, message: str, times: int = 1) -> None:
-        """Until the log contains a message, or contains it so many times."""
+        """Until the log contains a message, or contains it ``times`` times."""
         self.wait_until(lambda: self.log_text().count(message) >= times, f"the log says '{message}'")
 
     def release(self, number: int = 0) -> None:
@@ -144,6 +144,11 @@ class Scenario:
 
     def log_text(self) -> str:
         return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def wait_for_checkpoint(self) -> None:
+        """Until a durable checkpoint is complete: it is written in the background."""
+        checkpoints = self.open_run().checkpoints
+        self.wait_until(lambda: checkpoints.newest_valid() is not None, "there is a checkpoint")
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.timeout / 2

@@ -34,7 +34,7 @@ def damage_then_kill(damage: Callable[[Scenario], None]) -> Callable[[Scenario],
 def newest_checkpoint(scenario: Scenario) -> Path:
     """Once it is complete: it is written in the background."""
     run = scenario.open_run()
-    scenario.wait_until(lambda: run.checkpoints.newest_valid() is not None, "there is a checkpoint")
+    scenario.wait_for_checkpoint()
     return run.checkpoints.path(run.checkpoints.steps()[-1])
 
 

@@ -208,6 +208,8 @@ def _check(row: FaultResult, scenario: Scenario, fault: Fault, baseline_losses: 
         problems.append(f"the run cannot be read: {error}")
         return
     problems += find_wrong_restores(read_restore_marks(scenario.directory))
+    if fault.max_steps_again is not None and row.steps_again > fault.max_steps_again:
+        problems.append(f"{row.steps_again} steps were repeated, more than {fault.max_steps_again}")
     if row.lost or row.repeated:
         problems.append("not every sample was seen exactly once")
     if missing := set(range(plan.total_steps)) - set(losses) - skipped:

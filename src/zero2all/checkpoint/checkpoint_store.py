@@ -201,23 +201,20 @@ class CheckpointStore:
             shown = place if isinstance(partial, RemotePath) else self.path(step)
             own = self._writer.write(place, shards, rank_group, lambda error: _write_error(shown, place, shards, error))
 
-            def publish() -> dict[str, tuple[str, int]]:
-                if isinstance(partial, RemotePath):
-                    for path in own:
-                        (partial / path.name).put(path)
-                return {path.name: (sha256_file(path), path.stat().st_size) for path in own}
-
-            files = {name: entry for entries in rank_group.on_all_ranks(publish) for name, entry in entries.items()}
+            published = rank_group.on_all_ranks(lambda: {path.name: _publish(path, partial) for path in own})
+            files = {name: file for of_rank in published for name, file in of_rank.items()}
 
             def finish() -> None:
                 fields = {"step": step, "time": round(time.time(), 3), **asdict(state), "lineage": lineage}
                 text = json_text(fields)
                 write_text(partial / STATE_FILE, text)
-                digests = {name: digest for name, (digest, _) in files.items()}
+                digests = {name: file.sha256 for name, file in files.items()}
                 digests[STATE_FILE] = hashlib.sha256(text.encode()).hexdigest()
-                sizes = {name: size for name, (_, size) in files.items()}
+                sizes = {name: file.size for name, file in files.items()}
+                etags = {name: file.etag for name, file in files.items() if file.etag is not None}
                 on_phase("manifest")
-                write_manifest(partial, MANIFEST_KIND, {"key": str(step), "files": digests, "sizes": sizes})
+                body = {"key": str(step), "files": digests, "sizes": sizes, "etags": etags}
+                write_manifest(partial, MANIFEST_KIND, body)
                 stack.close()
 
             rank_group.on_rank0(finish)
@@ -358,6 +355,22 @@ class CheckpointStore:
 
     def reader(self, step: int) -> CheckpointReader:
         return CheckpointReader(self.path(step))
+
+
+@dataclass(frozen=True)
+class _PublishedFile:
+    sha256: str
+    size: int
+    etag: str | None = None
+
+
+def _publish(path: Path, directory: Path) -> _PublishedFile:
+    """Hash a local file, and upload it if the checkpoint is in an object store."""
+    etag = None
+    if isinstance(directory, RemotePath):
+        (directory / path.name).put(path)
+        etag = (directory / path.name).etag()
+    return _PublishedFile(sha256_file(path), path.stat().st_size, etag)
 
 
 def _write_error(shown: Path, place: Path, shards: dict[str, Tensor], error: Exception) -> Z2aError:

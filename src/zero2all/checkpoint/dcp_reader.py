@@ -193,14 +193,17 @@ def read_index(directory: Path) -> ChunkIndex | None:
         manifest = read_manifest_of_checkpoint(directory)
         path = directory / ".metadata"
         size = path.size() if isinstance(path, RemotePath) else path.stat().st_size
-        if INDEX_FILE not in manifest.files or manifest.sizes.get(".metadata") != size:
-            return None
+    except (FileNotFoundError, NotADirectoryError, DamagedError):
+        return None  # of another program, or of somebody who reads it in spite of its damage
+    if INDEX_FILE not in manifest.files or manifest.sizes.get(".metadata") != size:
+        return None
+    try:
         index = ChunkIndex.from_bytes((directory / INDEX_FILE).read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return None
     except DamagedError as error:
         raise Z2aError(f"{directory}: {error}; use another checkpoint ('z2a ckpt ls' lists them)") from error
-    return index if index.header.metadata_sha256 == manifest.files[".metadata"] else None
+    return index if index.header.metadata_sha256 == manifest.files.get(".metadata") else None
 
 
 def _local_region(tensor: Tensor) -> Region | None:

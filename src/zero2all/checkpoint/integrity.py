@@ -45,14 +45,26 @@ class CheckpointManifest:
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each file."""
     sizes: dict[str, int] = field(default_factory=dict)
+    etags: dict[str, str] = field(default_factory=dict)
+    """In an object store, what the store called each upload."""
     unfinished: bool = False
 
 
 def verify_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)) -> IntegrityResult:
-    """Recompute the checksums. Rank r of R checks every R-th file from r on: all ranks together read each file once."""
+    """Recompute the checksums. Rank r of R checks every R-th file from r on: all ranks together read each file once.
+
+    An object whose ETag is still that of its upload has not changed, and is not downloaded to be hashed.
+    """
 
     def check() -> None:
-        for name, recorded in read_checksums(path, step, rank_slice).items():
+        manifest = _read_manifest(path, step)
+        unchanged: set[str] = set()
+        if isinstance(path, RemotePath) and manifest.etags:
+            marks = {inner.relative_to(path).as_posix(): mark for inner, mark in path.etags().items()}
+            unchanged = {name for name, mark in manifest.etags.items() if marks.get(name) == mark}
+        for name, recorded in _slice(manifest.files, rank_slice).items():
+            if name in unchanged:
+                continue
             try:
                 digest = sha256_file(path / name)
             except MISSING_FILE_ERRORS:
@@ -65,7 +77,10 @@ def verify_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)
 
 def read_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)) -> dict[str, str]:
     """The recorded checksums of the same files."""
-    files = _read_manifest(path, step).files
+    return _slice(_read_manifest(path, step).files, rank_slice)
+
+
+def _slice(files: dict[str, str], rank_slice: tuple[int, int]) -> dict[str, str]:
     rank, world_size = rank_slice
     return {name: files[name] for name in sorted(files)[rank::world_size]}
 

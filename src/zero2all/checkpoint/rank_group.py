@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -58,12 +57,6 @@ class RankGroup:
         results: list[Any] = self.on_all_ranks(lambda: function() if self.rank == 0 else None, while_waiting)
         value: T = results[0]
         return value
-
-    @cached_property
-    def group(self) -> dist.ProcessGroup | None:
-        """A process group of all ranks, for torch's own collectives on objects; None without ranks. It is made by its
-        first use, which is a collective, and connects every rank with every other."""
-        return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if dist.is_initialized() else None
 
 
 def _attempt(function: Callable[[], object]) -> tuple[bytes, Exception | None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, SlotHeader, run_in_background
-from zero2all.checkpoint.replica_channel import Address, RateLimit, connect
+from zero2all.checkpoint.peer_connection import Address, RateLimit, connect
 from zero2all.checkpoint.replica_server import Reply, Request
 from zero2all.checkpoint.replica_slots import LAYOUT_FILE, RejectedStateError
 from zero2all.console import say, warn
@@ -132,16 +132,16 @@ class ReplicaSender:
             self._rate.take(count)
 
         before_block(0)
-        with connect(address, self._secret) as channel:
+        with connect(address, self._secret) as peer:
             history = header.lineage[-1].history
             request = Request(
                 "store", self._rank, self._world_size, header.step, history, len(layout), len(data), header
             )
-            channel.send(request)
-            _raise_problem(channel.receive(Reply), address)  # before anything is sent for nothing
-            channel.send_bytes(layout, before_block)
-            channel.send_bytes(data, before_block)
-            reply = channel.receive(Reply)
+            peer.send(request)
+            _raise_problem(peer.receive(Reply), address)  # before anything is sent for nothing
+            peer.send_bytes(layout, before_block)
+            peer.send_bytes(data, before_block)
+            reply = peer.receive(Reply)
         if slot.header is not header:  # overwritten while its last block was sent: that is why it was rejected
             raise _OverwrittenError
         _raise_problem(reply, address)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from zero2all.checkpoint.flash import SlotHeader, StagedSlot, find_staged_slots, run_in_background
-from zero2all.checkpoint.replica_channel import Address, Channel, accept, connect
+from zero2all.checkpoint.peer_connection import Address, PeerConnection, accept, connect
 from zero2all.checkpoint.replica_slots import LAYOUT_FILE, MAX_LAYOUT_BYTES, RejectedStateError, ReplicaSlots
 from zero2all.console import warn
 from zero2all.errors import Z2aError
@@ -63,7 +63,7 @@ class ReplicaServer:
         self.address = Address(host, self._socket.getsockname()[1])
         self._held: dict[tuple[int, int], tuple[ReplicaSlots, threading.Lock]] = {}
         self._unauthenticated = threading.BoundedSemaphore(MAX_UNAUTHENTICATED)
-        self._open: set[Channel] = set()
+        self._open: set[PeerConnection] = set()
         self._closed, self._warned = False, set[str]()
         run_in_background(self._listen)
 
@@ -76,8 +76,8 @@ class ReplicaServer:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes up the thread that accepts
         self._socket.close()
-        for channel in list(self._open):
-            channel.close()
+        for peer in list(self._open):
+            peer.close()
 
     def _listen(self) -> None:
         while not self._closed:
@@ -96,15 +96,15 @@ class ReplicaServer:
         with connection:
             try:
                 try:
-                    channel = accept(connection, self._secret)
+                    peer = accept(connection, self._secret)
                 finally:
                     self._unauthenticated.release()
-                with channel:
-                    self._open.add(channel)
+                with peer:
+                    self._open.add(peer)
                     try:
-                        self._answer(channel)
+                        self._answer(peer)
                     finally:
-                        self._open.discard(channel)
+                        self._open.discard(peer)
             except (TamperedError, Z2aError) as error:
                 if host not in self._warned:
                     self._warned.add(host)
@@ -112,40 +112,40 @@ class ReplicaServer:
             except OSError:
                 pass  # disconnected, too slow, or this rank is ending
 
-    def _answer(self, channel: Channel) -> None:
-        request = channel.receive(Request)
+    def _answer(self, peer: PeerConnection) -> None:
+        request = peer.receive(Request)
         if request.operation == "store":
-            self._store(channel, request)
+            self._store(peer, request)
         else:
-            self._give(channel, request)
+            self._give(peer, request)
 
-    def _store(self, channel: Channel, request: Request) -> None:
+    def _store(self, peer: PeerConnection, request: Request) -> None:
         slots, lock = self._held.get((request.rank, request.world_size), (None, threading.Lock()))
         if slots is None:
-            channel.send(Reply(f"no replicas of rank {request.rank} of {request.world_size} are kept here"))
+            peer.send(Reply(f"no replicas of rank {request.rank} of {request.world_size} are kept here"))
             return
         if request.header is None or request.data_bytes != slots.size or not _fits(request.layout_bytes):
-            channel.send(Reply(f"{request.data_bytes} bytes do not fit a slot of {slots.size} bytes"))
+            peer.send(Reply(f"{request.data_bytes} bytes do not fit a slot of {slots.size} bytes"))
             return
         if not lock.acquire(blocking=False):
-            channel.send(Reply("another state of this rank is being received"))
+            peer.send(Reply("another state of this rank is being received"))
             return
         try:
-            channel.send(Reply())  # before anything is sent for nothing
-            receive_state(channel, slots, request.header, request.layout_bytes)
+            peer.send(Reply())  # before anything is sent for nothing
+            receive_state(peer, slots, request.header, request.layout_bytes)
         except RejectedStateError as error:
-            channel.send(Reply(str(error)))
+            peer.send(Reply(str(error)))
         else:
-            channel.send(Reply())
+            peer.send(Reply())
         finally:
             lock.release()
 
-    def _give(self, channel: Channel, request: Request) -> None:
+    def _give(self, peer: PeerConnection, request: Request) -> None:
         for slot in find_staged_slots(self._flash_directory):
             if slot.header.hash is not None and _is_requested(slot, request):
                 break
         else:
-            channel.send(Reply("it is not held here"))
+            peer.send(Reply("it is not held here"))
             return
         layout = slot.data.with_name(LAYOUT_FILE).read_bytes()
         with (
@@ -153,22 +153,22 @@ class ReplicaServer:
             mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
             memoryview(mapped) as data,
         ):
-            channel.send(Reply(None, len(layout), len(data), slot.header))
-            channel.send_bytes(memoryview(layout))
-            channel.send_bytes(data)
+            peer.send(Reply(None, len(layout), len(data), slot.header))
+            peer.send_bytes(memoryview(layout))
+            peer.send_bytes(data)
 
 
-def receive_state(channel: Channel, slots: ReplicaSlots, header: SlotHeader, layout_bytes: int) -> None:
+def receive_state(peer: PeerConnection, slots: ReplicaSlots, header: SlotHeader, layout_bytes: int) -> None:
     layout = bytearray(layout_bytes)
-    channel.receive_bytes(memoryview(layout))
-    slots.receive(header, bytes(layout), channel.receive_bytes)
+    peer.receive_bytes(memoryview(layout))
+    slots.receive(header, bytes(layout), peer.receive_bytes)
 
 
 def fetch_state(address: Address, secret: bytes, request: Request, directory: Path, expected_bytes: int) -> None:
     """Copy a state that another node holds into ``directory``; an error says why it cannot be."""
-    with connect(address, secret) as channel:
-        channel.send(request)
-        reply = channel.receive(Reply)
+    with connect(address, secret) as peer:
+        peer.send(request)
+        reply = peer.receive(Reply)
         if reply.problem is not None or reply.header is None:
             raise RejectedStateError(reply.problem or "no marker")
         lineage = reply.header.lineage
@@ -176,7 +176,7 @@ def fetch_state(address: Address, secret: bytes, request: Request, directory: Pa
             raise RejectedStateError("it sent another state")
         if reply.data_bytes != expected_bytes or not _fits(reply.layout_bytes):
             raise RejectedStateError(f"it sent {reply.data_bytes} bytes, not {expected_bytes}")
-        receive_state(channel, ReplicaSlots(directory, expected_bytes), reply.header, reply.layout_bytes)
+        receive_state(peer, ReplicaSlots(directory, expected_bytes), reply.header, reply.layout_bytes)
 
 
 def _fits(layout_bytes: int) -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, padded_bytes, rank_directory, register_rank_directory
+from zero2all.checkpoint.peer_connection import Address, RateLimit
 from zero2all.checkpoint.rank_group import RankGroup
-from zero2all.checkpoint.replica_channel import Address, RateLimit
 from zero2all.checkpoint.replica_placement import memory_id, plan_replicas
 from zero2all.checkpoint.replica_sender import ReplicaSender
 from zero2all.checkpoint.replica_server import ReplicaServer, Request, fetch_state
@@ -28,6 +28,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class ReplicaOptions:
+    """How many replicas of in-memory checkpoints other nodes keep, and how fast they are sent."""
+
     copies: int
     """On as many other nodes."""
     bytes_per_second: int | None = None

@@ -96,21 +96,26 @@ class StateParts:
             for part, slot in node.states.get(state, {}).items():
                 if node.number is not None and slot.problem is None and slot.fetchable:
                     self._remote.setdefault(part, []).append((node, slot))
+        self._first_remote = {part: holders[0][1] for part, holders in self._remote.items()}
 
     def read_by(self, node: NodeMemory, ranks: Sequence[RankReport]) -> dict[int, tuple[SlotReport, ...] | str]:
         """Its own slot if the layout matches, else those of all saved ranks, from which any layout can be resharded."""
-        parts = self._available(node)
-        if not parts:
+        remote = self._first_remote if node.number is not None else {}
+        local, held = node.states.get(self._state, {}), self._held(node)
+        known = next(iter(local.values()), None) or next(iter(remote.values()), None)
+        if known is None:
             return dict.fromkeys(node.ranks, "not held here")
-        saved_world_size = next(iter(parts.values())).world_size  # one history has one world size
-        problem = next((slot.problem for slot in parts.values() if slot.problem is not None), None)
-        everything: tuple[SlotReport, ...] | str = problem or tuple(parts[part] for part in sorted(parts))
-        if len(parts) < saved_world_size:
-            everything = f"{len(parts)} of the {saved_world_size} ranks' parts are held here"
         found: dict[int, tuple[SlotReport, ...] | str] = {}
+        everything: tuple[SlotReport, ...] | str | None = None  # looks at the parts of all ranks, and few nodes need it
         for rank in node.ranks:
-            own = parts.get(rank) if saved_world_size == len(ranks) else None
-            found[rank] = everything if own is None or own.layout != ranks[rank].layout else own.problem or (own,)
+            own = held.get(rank) or remote.get(rank) or local.get(rank)
+            if own is not None and own.layout == ranks[rank].layout and known.world_size == len(ranks):
+                found[rank] = own.problem or (own,)
+                continue
+            if everything is None:
+                # Its own parts, before those of other nodes, before its damaged ones.
+                everything = _all_parts({**local, **remote, **held}, known.world_size)  # one history has one world size
+            found[rank] = everything
         return found
 
     def fetches(self, node: NodeMemory, read: dict[int, tuple[SlotReport, ...]]) -> list[Fetch]:
@@ -133,7 +138,10 @@ class StateParts:
         """The valid parts on a node."""
         return {part: slot for part, slot in node.states.get(self._state, {}).items() if slot.problem is None}
 
-    def _available(self, node: NodeMemory) -> dict[int, SlotReport]:
-        """Its own parts, before those of other nodes, before its damaged ones."""
-        remote = {part: slots[0][1] for part, slots in self._remote.items()} if node.number is not None else {}
-        return {**node.states.get(self._state, {}), **remote, **self._held(node)}
+
+def _all_parts(parts: dict[int, SlotReport], world_size: int) -> tuple[SlotReport, ...] | str:
+    """In order of ranks, or why they are not enough."""
+    if len(parts) < world_size:
+        return f"{len(parts)} of the {world_size} ranks' parts are held here"
+    problem = next((slot.problem for slot in parts.values() if slot.problem is not None), None)
+    return problem or tuple(parts[part] for part in sorted(parts))

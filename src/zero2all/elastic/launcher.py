@@ -190,7 +190,7 @@ class LaunchConfig:
         return Rendezvous(config, settings, fingerprint([*self.command]), self.procs)
 
     def _run_agent(self, directory: Path, rendezvous: Rendezvous) -> int:
-        from torch.distributed.elastic.agent.server.api import WorkerSpec
+        from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         from zero2all.elastic.agent import Agent, ScriptSettings
@@ -217,7 +217,7 @@ class LaunchConfig:
             else:
                 rendezvous.leave()
             raise
-        failed = result is None or result.is_failed()
+        failed = result is None or result.state != WorkerState.SUCCEEDED  # after a hang it is unhealthy
         if not agent.leaves_job and rendezvous.close("failed" if failed else "done"):
             rendezvous.on_event(agent.end_event() if failed else JobEvent("job finished", "the job is done"))
         if not failed:

@@ -129,13 +129,13 @@ def _why_missing(traces: Sequence[GroupTrace], wait: _Wait, where: str) -> str:
 
 
 def _in_the_same(wait: _Wait, waits: list[_Wait]) -> list[int]:
-    """The ranks that wait in the same collective."""
+    """The ranks that wait in the same collective; those whose device has not come to it do not."""
     key = (wait.group, wait.pending.process_group, wait.pending.is_p2p, wait.pending.number)
     found = [
         (other.rank, (other.group, other.pending.process_group, other.pending.is_p2p, other.pending.number))
         for other in waits
     ]
-    return [rank for rank, other in found if other == key]
+    return [rank for rank, other in found if other == key and rank not in wait.unstarted]
 
 
 def _operation(one: RecordedCollective) -> str:

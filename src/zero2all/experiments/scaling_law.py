@@ -156,6 +156,28 @@ TOKENS_PER_PARAMETER = 20.0
 
 
 @dataclass(frozen=True)
+class OptimalTraining:
+    """A model that is trained on as many tokens as are best for its training compute."""
+
+    parameters: float
+    tokens: float
+    compute: float
+    """FLOPs, 6 N D."""
+    loss: float
+
+
+def compute_optimal_table(
+    sizes: Sequence[float] = (4e8, 1e9, 1e10, 6.7e10, 1.75e11, 2.8e11, 5.2e11, 1e12),
+) -> list[OptimalTraining]:
+    """Chinchilla's table 3, with 20 tokens a parameter."""
+    rows = []
+    for size in sizes:
+        tokens = TOKENS_PER_PARAMETER * size
+        rows.append(OptimalTraining(size, tokens, 6 * size * tokens, CHINCHILLA(size, tokens)))
+    return rows
+
+
+@dataclass(frozen=True)
 class OverTraining:
     """A model that is trained on more tokens than compute-optimal, beside the optimal model of the same loss."""
 

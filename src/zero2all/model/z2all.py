@@ -18,7 +18,7 @@ from zero2all.model.kv_cache import Branches, KVCache
 from zero2all.model.lora import ADAPTER_MARK, freeze_all_but_adapters, initial_adapter_std
 from zero2all.model.moe import MoE, RoutingStats
 from zero2all.model.ops import Ops, choose_kernels
-from zero2all.model.ops.attention import with_dense_mask
+from zero2all.model.ops.attention import SdpaMask, with_dense_mask
 from zero2all.model.ops.kernels import IGNORE_INDEX
 from zero2all.model.ops.soft_loss import SoftTargets
 from zero2all.model.rope_table import depends_on_length, rotary_table
@@ -244,7 +244,10 @@ class Z2all(OpsModule):
         mask_for, device = self.ops.attention.mask_for, self.rotary_2SE.device
         masks = {window: mask_for(doc_starts_BS, length, window, device, cu_seqlens_1N) for window in self._windows()}
         if self.training and self.config.attention_dropout:
-            masks = {window: with_dense_mask(mask, length, device) for window, mask in masks.items()}
+            masks = {
+                window: with_dense_mask(mask, length, device) if isinstance(mask, SdpaMask) else mask
+                for window, mask in masks.items()
+            }
         return masks
 
     def _windows(self) -> set[int | None]:

@@ -18,6 +18,7 @@ from zero2all.torch_private import HashStore, concatenate_meshes, flatten_mesh
 
 # Longer than the launcher's hang detection, which explains what it sees.
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
+MAX_FULL_MESH = 128  # ranks: in larger groups gloo connects two of them when they first talk, not each with every other
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ class ParallelMesh:
             )
         needs_group = world_size > 1 or recipe.offload != "none"
         if needs_group and not dist.is_initialized():
+            if world_size > MAX_FULL_MESH:
+                os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             store = tcp_store_from_env(COLLECTIVE_TIMEOUT) if world_size > 1 else HashStore()
             rank = -1 if store is None else int(os.environ.get("RANK", "0"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from zero2all.model import Z2all
 from zero2all.model.blocks import LMHead
-from zero2all.model.cost.activations import ActivationShards, activation_bytes, loss_bytes
+from zero2all.model.cost.activations import ActivationShards, activation_bytes, dropout_score_bytes, loss_bytes
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.optimizer_state import optimizer_state_bytes
 from zero2all.parallel.batch_split import BatchSplit, split_batch
@@ -22,7 +23,7 @@ from zero2all.parallel.parallelize import LocalModel
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
 from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import ParallelRecipe, Recipe, ResolvedStage
-from zero2all.torch_private import fsdp_param_groups, unsharded_numel
+from zero2all.torch_private import fsdp_param_groups, has_gradient, unsharded_numel
 from zero2all.units import show_bytes
 
 FP32_BYTES = 4
@@ -77,7 +78,11 @@ def rank_memory(
     """``shards`` are the elements that a rank holds of each parameter. The sum is more than the peak: activations and
     gradients are not at their largest at the same time."""
     optimizer, parameters = recipe.train.optimizer, _named_parameters(local_model)
-    held = sum(parameters[name].dtype.itemsize * count for name, count in shards.items())
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}  # with LoRA the adapters
+    held, gradients = (
+        sum(parameters[name].dtype.itemsize * count for name, count in shards.items() if name in names)
+        for names in (parameters.keys(), trained)
+    )
     # The first rank, as which this process acts, holds the most of every parameter.
     shapes = {name: to_local(parameter).shape for name, parameter in parameters.items()}
     gathered, unsharded, between = (
@@ -86,18 +91,19 @@ def rank_memory(
         else (_autocast_copy_bytes(local_model, dtype, recipe), 0, 0)
     )
     activations, logits = _micro_batch_bytes(local_model, recipe, parallel_dims, dtype, device, pp_rank)
-    state = sum(optimizer_state_bytes(optimizer, name, shape) for name, shape in shapes.items())
+    state = sum(optimizer_state_bytes(optimizer, name, shape) for name, shape in shapes.items() if name in trained)
     files = state if recipe.parallel.offload_dir is not None else 0
     offloads = recipe.parallel.offload == "cpu" and device.type != "cpu"  # whose memory is the node's
+    accumulates = uses_gradient_accumulation(recipe, parallel_dims)
     return RankMemory(
         parameters=held,
-        gradients=held,
+        gradients=gradients,
         optimizer=state,
-        host=2 * held + state - files if offloads else 0,
+        host=held + gradients + state - files if offloads else 0,
         files=files,
         gathered_weights=gathered,
         unsharded_gradients=unsharded,
-        gradients_between_micro_batches=(between or held) if uses_gradient_accumulation(recipe, parallel_dims) else 0,
+        gradients_between_micro_batches=(between or gradients) if accumulates else 0,
         activations=activations,
         logits=logits,
     )
@@ -155,6 +161,7 @@ def _micro_batch_bytes(
             shards,
             parallel.activation_checkpointing_every,
             parallel.activation_offload,
+            dropout_score_bytes(recipe.model, stage.seq_len, device),
         )
         logits = loss_bytes(recipe.model, tokens, half, device, parallel_dims.tp, parallel.loss_parallel)
         found.append((round(activations), logits if has_head else 0))
@@ -181,10 +188,12 @@ class FsdpUnits:
     """What the root holds, gathered for all of forward and backward."""
 
     @classmethod
-    def of(cls, root: nn.Module, model: Z2all) -> FsdpUnits:
-        first, last = (sum(map(_unsharded_elements, ends[:1])) for ends in separate_ends(model))
-        blocks = [_unsharded_elements(block) for block in model.layers.children()]
-        return cls(first, blocks, last, _unsharded_elements(root) - first - last - sum(blocks))
+    def of(cls, root: nn.Module, model: Z2all, trained: bool = False) -> FsdpUnits:
+        """Of all weights, or of those with a gradient."""
+        count = functools.partial(_unsharded_elements, trained=trained)
+        first, last = (sum(map(count, ends[:1])) for ends in separate_ends(model))
+        blocks = [count(block) for block in model.layers.children()]
+        return cls(first, blocks, last, count(root) - first - last - sum(blocks))
 
     @property
     def total(self) -> int:
@@ -219,11 +228,14 @@ def _fsdp_buffer_bytes(
     """Bytes of gathered weights, of gradients that are not reduced yet, and of those between micro-batches if they are
     unsharded."""
     roots: list[nn.Module] = list(local_model.stages or local_model.model_parts)
-    units = [FsdpUnits.of(root, model) for root, model in zip(roots, local_model.model_parts, strict=True)]
+    units, reduced = (
+        [FsdpUnits.of(root, model, trained) for root, model in zip(roots, local_model.model_parts, strict=True)]
+        for trained in (False, True)
+    )
     gathered = dtype.itemsize * sum(unit.gathered_elements(reshard_after_forward(recipe.parallel)) for unit in units)
-    in_flight = max(unit.gradient_buffers(dtype.itemsize) for unit in units)
+    in_flight = max(unit.gradient_buffers(dtype.itemsize) for unit in reduced)
     keeps = not recipe.parallel.reduces_every_micro_batch and uses_gradient_accumulation(recipe, parallel_dims)
-    between = FP32_BYTES * sum(unit.total for unit in units) if keeps else 0
+    between = FP32_BYTES * sum(unit.total for unit in reduced) if keeps else 0
     return gathered, in_flight + between, between
 
 
@@ -248,6 +260,11 @@ def _named_parameters(local_model: LocalModel) -> dict[str, Tensor]:
     return {name: parameter for part in local_model.model_parts for name, parameter in part.named_parameters()}
 
 
-def _unsharded_elements(module: nn.Module) -> int:
-    """Of a module's unsharded parameters: of what tp and ep leave to this rank."""
-    return sum(unsharded_numel(parameter) for group in fsdp_param_groups(module) for parameter in group.fsdp_params)
+def _unsharded_elements(module: nn.Module, trained: bool) -> int:
+    """Of a module's unsharded parameters, or of those with a gradient: of what tp and ep leave to this rank."""
+    return sum(
+        unsharded_numel(parameter)
+        for group in fsdp_param_groups(module)
+        for parameter in group.fsdp_params
+        if not trained or has_gradient(parameter)
+    )

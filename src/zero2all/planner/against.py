@@ -14,7 +14,7 @@ from zero2all.planner.calibrated import machine_entry
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import Plan, plan_run
 from zero2all.planner.workload import largest_stage
-from zero2all.recipe import Recipe, load_recipe
+from zero2all.recipe import ModelConfig, Recipe, load_recipe
 from zero2all.track.planned import PlanCheck, compare_with_run
 from zero2all.track.run_locations import PLAN_FILE, LocalRunLocation
 from zero2all.track.run_metadata import PlannedRun, PlannedValue
@@ -70,7 +70,7 @@ def check_plan(plan: Plan, view: RunView) -> list[PlanCheck]:
     return compare_with_run(planned_run(plan), view)
 
 
-def record_plan(run: Run, device: torch.device, ranks: int) -> None:
+def record_plan(run: Run, config: ModelConfig, device: torch.device, ranks: int) -> None:
     """Write what is planned of a run into its directory, if the hardware is known. Called when it starts, when torch is
     loaded anyway: a report then only compares. Never fails, because a run does not need it."""
     try:
@@ -80,7 +80,8 @@ def record_plan(run: Run, device: torch.device, ranks: int) -> None:
             return
         cluster = Cluster.of(entry, ranks)
         precision = dtype_name(compute_dtype(run.recipe.train.compute_precision, device))
-        recipe = with_hyperparameters(run.recipe, estimate_micro_batch(run.recipe, ranks, entry.memory))
+        recipe = run.recipe.model_copy(update={"model": config})
+        recipe = with_hyperparameters(recipe, estimate_micro_batch(recipe, ranks, entry.memory))
         train = recipe.train.model_copy(update={"precision": precision})
         write_record(
             run.directory / PLAN_FILE, planned_run(plan_run(recipe.model_copy(update={"train": train}), cluster))

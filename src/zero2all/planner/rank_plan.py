@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from pydantic import computed_field
 
-from zero2all.model.cost.activations import ActivationShards, activation_bytes, loss_bytes
+from zero2all.model.cost.activations import ActivationShards, activation_bytes, dropout_score_bytes, loss_bytes
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward
@@ -87,16 +87,17 @@ def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: t
     offloads = layout.parallel.offload == "cpu"
     on_host = [
         MemoryPart("weights (stored)", held, "of this rank's shard"),
-        MemoryPart("gradients", held, "of this shard"),
+        MemoryPart("gradients", round(states.gradients / layout.shards), "of this shard"),
         MemoryPart(f"optimizer state ({workload.optimizer.name})", round(states.optimizer / layout.shards)),
     ]
     logits = _logits(workload, layout, device) if layers[-1] == workload.last_layer else 0
-    after_loss = states.gradient_buffers + _recomputed_bytes(workload, layout, layers)
+    scores = dropout_score_bytes(workload.config, layout.seq_len, device)
+    after_loss = states.gradient_buffers + _recomputed_bytes(workload, layout, layers, scores)
     parts = [
         *([] if offloads else on_host),
         MemoryPart(f"weights in {workload.precision}", states.compute_weights, "gathered by FSDP, or autocast copies"),
         MemoryPart("unsharded gradients", states.gradient_buffers + between, "before their reduce-scatter"),
-        *activation_parts(workload, layout, layers, pp_rank),
+        *activation_parts(workload, layout, layers, pp_rank, scores),
         MemoryPart("logits and loss", logits),
         MemoryPart("not at the same time", -min(logits, after_loss), "backward recomputes and reduces after the loss"),
         MemoryPart("communication buffers", _communication_buffers(workload, layout)),
@@ -116,6 +117,7 @@ class _StateBytes:
     """Of a pipeline rank, before data parallelism shards them."""
 
     weights: float
+    gradients: float
     optimizer: float
     compute_weights: int
     """Gathered by FSDP at one time, or copied by autocast."""
@@ -134,25 +136,29 @@ def _state_bytes(
     blocks = (parts.blocks[layer] for stage in stages for layer in stage)
     unit = Unit.sum((*blocks, *([parts.first] * first), *([parts.last] * last), parts.rest))
     # Ranks of ep are ranks of dp_shard and cp too: all of these together hold one copy of the experts.
-    elements, state = unit.elements.on_rank(tp, ep=1), unit.state.on_rank(tp, ep=1)
+    elements, trained, state = (split.on_rank(tp, ep=1) for split in (unit.elements, unit.trained, unit.state))
     stored = weight_dtype(workload.optimizer).itemsize
     if frees is None:
         copied = elements - (parts.looked_up / tp if first else 0)
         compute = round(itemsize * copied) if itemsize < stored else 0
-        return _StateBytes(stored * elements, state, compute, 0, 0)
+        return _StateBytes(stored * elements, stored * trained, state, compute, 0, 0)
     units = [_fsdp_units(workload, stage, tp, ep) for stage in stages]
+    reduced = [_fsdp_units(workload, stage, tp, ep, trained=True) for stage in stages]
     return _StateBytes(
         weights=stored * elements,
+        gradients=stored * trained,
         optimizer=state,
         compute_weights=itemsize * sum(one.gathered_elements(frees) for one in units),
-        gradient_buffers=max(one.gradient_buffers(itemsize) for one in units),
-        between_micro_batches=stored * sum(one.total for one in units),
+        gradient_buffers=max(one.gradient_buffers(itemsize) for one in reduced),
+        between_micro_batches=stored * sum(one.total for one in reduced),
     )
 
 
-def _fsdp_units(workload: Workload, stage: range, tp: int, ep: int) -> FsdpUnits:
+def _fsdp_units(workload: Workload, stage: range, tp: int, ep: int, trained: bool = False) -> FsdpUnits:
+    """Of all weights, or of those with a gradient."""
+
     def count(unit: Unit) -> int:
-        return round(unit.elements.on_rank(tp, ep))
+        return round((unit.trained if trained else unit.elements).on_rank(tp, ep))
 
     parts = workload.parts
     return FsdpUnits(
@@ -163,7 +169,9 @@ def _fsdp_units(workload: Workload, stage: range, tp: int, ep: int) -> FsdpUnits
     )
 
 
-def activation_parts(workload: Workload, layout: Layout, layers: tuple[int, ...], pp_rank: int) -> list[MemoryPart]:
+def activation_parts(
+    workload: Workload, layout: Layout, layers: tuple[int, ...], pp_rank: int, score_bytes: int = 0
+) -> list[MemoryPart]:
     """By part of the block: what is kept with it, less what is kept without it."""
     in_flight = micro_batches_in_flight(layout.parallel, pp_rank, layout.batch.micro_batches)
     gathered_keys = layout.dims.cp if layout.parallel.cp_attention == "allgather" else 1
@@ -171,7 +179,7 @@ def activation_parts(workload: Workload, layout: Layout, layers: tuple[int, ...]
     budget = layout.parallel.activation_checkpointing == "budget"
     share = layout.micro_tokens * (layout.parallel.activation_budget if budget else 1.0)
     every, offloads = layout.parallel.activation_checkpointing_every, layout.parallel.activation_offload
-    kept = _activations_per_token(workload, layout.recompute, layers, shards, every, offloads)
+    kept = _activations_per_token(workload, layout.recompute, layers, shards, every, offloads, score_bytes)
     names = ("activations: feed-forward", "activations: attention", "activations: norms and residual stream")
     note = f"{in_flight:g} x {layout.micro_tokens:,} tokens in flight"
     return [
@@ -180,12 +188,15 @@ def activation_parts(workload: Workload, layout: Layout, layers: tuple[int, ...]
     ]
 
 
-def _recomputed_bytes(workload: Workload, layout: Layout, layers: tuple[int, ...]) -> int:
+def _recomputed_bytes(workload: Workload, layout: Layout, layers: tuple[int, ...], score_bytes: int) -> int:
     """Activations that are there only while backward recomputes a block."""
     shards = ActivationShards(layout.dims.tp, layout.parallel.sp)
     every, offloads = layout.parallel.activation_checkpointing_every, layout.parallel.activation_offload
     once, kept = (
-        sum(part for _, part in _activations_per_token(workload, recompute, layers, shards, every, offloads))
+        sum(
+            part
+            for _, part in _activations_per_token(workload, recompute, layers, shards, every, offloads, score_bytes)
+        )
         for recompute in (layout.recompute, "none")
     )
     return max(0, round(layout.micro_tokens * (once - kept)))
@@ -199,6 +210,7 @@ def _activations_per_token(
     shards: ActivationShards,
     every: int,
     offloads: bool,
+    score_bytes: int,
 ) -> list[tuple[float, float]]:
     """Bytes of a token for every micro-batch in flight, and once, by part."""
     full = workload.config
@@ -208,7 +220,9 @@ def _activations_per_token(
     found = []
     for config in (full, without_mlp, without_mlp.model_copy(update=no_heads)):
         once, both = (
-            activation_bytes(config, _MANY, workload.half, recompute, layers, count, shards, every, offloads)
+            activation_bytes(
+                config, _MANY, workload.half, recompute, layers, count, shards, every, offloads, score_bytes
+            )
             for count in (0.0, 1.0)
         )
         found.append(((both - once) / _MANY, once / _MANY))

@@ -26,8 +26,11 @@ MICRO_BATCHES = (1, 2, 4, 8)  # samples of a forward pass
 MIN_CONTEXT = 4096  # tokens of a sequence that cp leaves to a rank: fewer only add communication
 SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved", "zero-bubble", "zbv")
 """gpipe has the bubble of 1f1b and holds more micro-batches: it is never better."""
-RECOMPUTE = ("none", "selective", "full")
-"""Fastest first: more recomputation is tried only where less does not fit."""
+RECOMPUTE: tuple[dict[str, object], ...] = tuple(
+    {"activation_checkpointing": mode, "activation_checkpointing_every": every}
+    for mode, every in (("none", 1), ("selective", 1), ("full", 2), ("full", 1))
+)
+"""Keys of ``parallel``, fastest first: more recomputation is tried only where less does not fit."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def search_layouts(recipe: Recipe, cluster: Cluster, keep: int = 10) -> SearchRe
         fitting=len(found),
         tried=len(found) + sum(rejected.values()),
         rejected=dict(rejected.most_common()),
-        tips=layout_tips(workload, cluster, *best[0]) if best else [],
+        tips=[*layout_tips(workload, cluster, *best[0]), *_float8_tip(workload, cluster, *best[0])] if best else [],
     )
 
 
@@ -124,7 +127,7 @@ def _meshes(recipe: Recipe, cluster: Cluster, rejected: Counter[str]) -> Iterato
                 continue
             update = {"dp_replicate": dp // dp_shard, "dp_shard": dp_shard, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
             parallel = recipe.parallel.model_copy(
-                update={**update, "schedule": schedule, "activation_checkpointing": "none", **OFFLOADS[0]}
+                update={**update, "schedule": schedule, **RECOMPUTE[0], **OFFLOADS[0]}
             )
             mistake = next(parallel_mistakes(model, train, parallel), None)
             if mistake is not None:
@@ -138,10 +141,7 @@ def _lightest(
 ) -> Layout | None:
     """With the least recomputation and offload at which the layout fits: both only cost time."""
     for offload in OFFLOADS:
-        tried = [
-            replace(layout, parallel=layout.parallel.model_copy(update={"activation_checkpointing": mode, **offload}))
-            for mode in RECOMPUTE
-        ]
+        tried = [replace(layout, parallel=layout.parallel.model_copy(update={**keys, **offload})) for keys in RECOMPUTE]
         if not _fits(recipe, workload, tried[-1], cluster):
             continue
         for one in tried:
@@ -221,11 +221,19 @@ def _overrides(layout: Layout, own: ParallelRecipe) -> list[str]:
     given |= {"schedule": parallel.schedule} if dims.pp > 1 else {}
     if layout.uses_fsdp:
         given["zero"] = parallel.zero
-    reset = ("zero", "reshard_after_forward", "gradient_sync", "offload")
+    reset = ("zero", "reshard_after_forward", "gradient_sync", "offload", "activation_checkpointing_every")
     given |= {name: getattr(parallel, name) for name in reset if getattr(parallel, name) != getattr(own, name)}
     given["activation_checkpointing"] = parallel.activation_checkpointing
     keys = [f"parallel.{name}={value}" for name, value in given.items()]
     return [*keys, f"train.micro_batch_tokens={layout.batch.samples * layout.seq_len}"]
+
+
+def _float8_tip(workload: Workload, cluster: Cluster, layout: Layout, step: StepTime) -> list[str]:
+    """What float8 would gain. It is not searched, because it changes what is learned."""
+    if workload.float8 or cluster.gpu.fp8_flops is None or not workload.half:
+        return []
+    faster = plan_step(replace(workload, float8=True), layout, cluster).expected
+    return [f"train.float8 would make the first layout {step.expected / faster:.2f} times as fast; its results differ"]
 
 
 def layout_tips(workload: Workload, cluster: Cluster, layout: Layout, step: StepTime) -> list[str]:

@@ -169,7 +169,7 @@ def _part(name: str, precision: str, flops: float, moved: float, cluster: Cluste
 def _update(workload: Workload, layout: Layout, cluster: Cluster) -> ComputePart:
     """The optimizer reads and writes weights and state of this rank's shard, and reads its gradients."""
     dims, everything, ranks = layout.dims, workload.parts.all, layout.shards * layout.dims.pp
-    weights = everything.elements.on_rank(dims.tp, ep=1) / ranks
+    weights = everything.trained.on_rank(dims.tp, ep=1) / ranks
     state = everything.state.on_rank(dims.tp, ep=1) / ranks
     itemsize = weight_dtype(workload.optimizer).itemsize
     moved = 3 * itemsize * weights + 2 * state
@@ -202,11 +202,11 @@ def _traffic(
 
 def _data_parallel(workload: Workload, layout: Layout, cluster: Cluster) -> list[Traffic]:
     dims, parts = layout.dims, workload.parts
-    elements = parts.all.elements.on_rank(dims.tp, dims.ep) / dims.pp
+    elements, trained = (split.on_rank(dims.tp, dims.ep) / dims.pp for split in (parts.all.elements, parts.all.trained))
     units = len(parts.blocks) / dims.pp  # collectives run block by block
     shards = cluster.group(layout.shards, dims.tp)
     replicas = cluster.group(dims.dp_replicate, dims.tp * layout.shards)
-    weights, gradients = workload.itemsize * elements / units, 4 * elements / units
+    weights, gradients = workload.itemsize * elements / units, 4 * trained / units
     gathers = units * (2 * layout.batch.micro_batches if layout.frees_weights else 1)
     reduces = units * (layout.batch.micro_batches if layout.reduces_every_micro_batch else 1)
     return [

@@ -45,11 +45,13 @@ class Unit:
     """What FSDP gathers together: the embedding, a block, or last norm and head."""
 
     elements: Split = Split()
+    trained: Split = Split()
+    """Those of ``elements`` that have a gradient: with LoRA the adapters alone."""
     state: Split = Split()
     """Bytes of optimizer state."""
 
     def __add__(self, other: Unit) -> Unit:
-        return Unit(self.elements + other.elements, self.state + other.state)
+        return Unit(self.elements + other.elements, self.trained + other.trained, self.state + other.state)
 
     @staticmethod
     def sum(units: Iterable[Unit]) -> Unit:
@@ -93,8 +95,12 @@ def model_parts(config: ModelConfig, optimizer: OptimizerRecipe) -> ModelParts:
         units: dict[str, Unit] = {}
         for name, parameter in model.named_parameters():
             where = name.partition(".")[0]
-            state = optimizer_state_bytes(optimizer, name, parameter.shape)
-            unit = Unit(_split(name, parameter.numel()), _split(name, state))
+            elements = _split(name, parameter.numel())
+            if parameter.requires_grad:
+                state = optimizer_state_bytes(optimizer, name, parameter.shape)
+                unit = Unit(elements, elements, _split(name, state))
+            else:
+                unit = Unit(elements)
             units[where] = units.get(where, Unit()) + unit
         blocks[is_moe] = units.pop("layers")
         ends = units  # the same in both

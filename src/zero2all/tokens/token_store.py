@@ -120,7 +120,7 @@ class TokenShardWriter:
 
 def damaged_error(path: Path, reason: str) -> Z2aError:
     return Z2aError(
-        f"{path} {reason}: run 'z2a tokens build RECIPE', which checks every shard and rebuilds damaged ones"
+        f"{path} {reason}: run 'z2a tokens build RECIPE --verify', which checks every shard and rebuilds damaged ones"
     )
 
 

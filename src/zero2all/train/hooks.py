@@ -9,6 +9,7 @@ import torch
 
 from zero2all.checkpoint.callbacks import CheckpointPhase, ignore
 from zero2all.parallel import ParallelModel
+from zero2all.recipe import ModelConfig
 from zero2all.train.data_loader import Batch
 from zero2all.train.run import Run
 from zero2all.train.step_timer import StepTime
@@ -23,8 +24,9 @@ class TrainerHooks:
 
     on_start: Callable[[], None] = ignore
     """Called when the process group is up, before the first collective."""
-    on_run: Callable[[Run, torch.device, int], None] = ignore
-    """Called on the first rank when the run's directory holds its metadata, with the device and the number of ranks."""
+    on_run: Callable[[Run, ModelConfig, torch.device, int], None] = ignore
+    """Called on the first rank when the run's directory holds its metadata, with the shape of the model (the recipe may
+    leave the vocabulary to the tokenizer), the device and the number of ranks."""
     on_batch: Callable[[Batch], None] = ignore
     """Called with every batch before it is used."""
     on_gradients: Callable[[ParallelModel], None] = ignore

@@ -140,7 +140,7 @@ def try_micro_batch(recipe: Recipe, model: ParallelModel, compile: bool, samples
     """
     device, length = model.mesh.device, recipe.train.seq_len
     stand_in = shared_weight_model(model, compile)
-    own = sum(2 * parameter.nbytes for parameter in stand_in.parameters())  # with gradients
+    own = sum((1 + parameter.requires_grad) * parameter.nbytes for parameter in stand_in.parameters())  # with gradients
     reserved = torch.empty(max(0, rest - own), dtype=torch.uint8, device=device)
     tokens = torch.zeros(samples, length, dtype=torch.int64, device=device)
     starts = torch.zeros_like(tokens, dtype=torch.int32) if recipe.train.masks_documents else None

@@ -14,7 +14,7 @@ from zero2all.doctor.node_check import free_memory
 from zero2all.errors import Z2aError
 from zero2all.hardware import PeakFlops, compute_dtype, peak_flops, synchronize
 from zero2all.model import document_starts
-from zero2all.model.cost.activations import activation_bytes, loss_bytes
+from zero2all.model.cost.activations import activation_bytes, dropout_score_bytes, loss_bytes
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import training_memory
 from zero2all.model.cost.optimizer_state import weight_dtype
@@ -102,7 +102,8 @@ def _require_memory(recipe: Recipe, tokens: int, device: torch.device) -> None:
     half, recompute = held.precision != "fp32", mode if mode != "budget" else "none"
     needed = held.weights + held.gradients + held.optimizer + held.half_weights
     every, offload = recipe.parallel.activation_checkpointing_every, recipe.parallel.activation_offload
-    needed += activation_bytes(recipe.model, tokens, half, recompute, every=every, offload=offload)
+    scores = dropout_score_bytes(recipe.model, recipe.train.seq_len, device)
+    needed += activation_bytes(recipe.model, tokens, half, recompute, every=every, offload=offload, score_bytes=scores)
     needed += loss_bytes(recipe.model, tokens, half, device)
     if free is not None and needed > free:
         raise Z2aError(f"one process needs about {show_bytes(needed)} of memory, and {show_bytes(free)} are free here")

@@ -308,7 +308,7 @@ class Trainer:
         history = None
         if self.mesh.rank == 0:
             run.save_metadata(self.identity, self.tokenizer, self.mesh.device, self.initial_weights)
-            self.hooks.on_run(run, self.mesh.device, self.mesh.dims.world_size)
+            self.hooks.on_run(run, self.config, self.mesh.device, self.mesh.dims.world_size)
             history = read_lr_history(run.directory, self.first_step)
         self.peak_flops = peak_flops(self.mesh.device, self.model.dtype)
         say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, self.peak_flops.source, history)

@@ -1,4 +1,4 @@
-"""A mistake planted in every process of a job, which must turn the suite red: restores do not check histories.
+"""Mistakes planted in every process of a job, each of which must turn the suite red; the environment chooses one.
 
 Python imports this module at its start if its directory is on PYTHONPATH.
 """
@@ -7,20 +7,50 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import ModuleType
 
-PATCHED = "zero2all.checkpoint.restore"
+
+def ignore_histories(module: ModuleType) -> None:
+    """Restores do not check histories."""
+    assert callable(module._why_abandoned)
+    assert isinstance(module.SlotReport.history, property)
+    module.__dict__["_why_abandoned"] = lambda state, run_lineage: None
+    module.SlotReport.history = property(lambda self: "the only one")
+
+
+def keep_replicas_at_home(module: ModuleType) -> None:
+    """A replica is on the node of the original, and lost with it."""
+    assert callable(module.plan_replicas)
+
+    def plan_replicas(node_of_rank: Sequence[Hashable], copies: int) -> list[tuple[int, ...]]:
+        ranks = range(len(node_of_rank))
+        return [
+            tuple(other for other in ranks if other != rank and node_of_rank[other] == node_of_rank[rank])[:copies]
+            for rank in ranks
+        ]
+
+    module.__dict__["plan_replicas"] = plan_replicas
+
+
+MISTAKES: dict[str, tuple[str, Callable[[ModuleType], None]]] = {
+    "ignore_histories": ("zero2all.checkpoint.restore", ignore_histories),
+    "keep_replicas_at_home": ("zero2all.checkpoint.replica_placement", keep_replicas_at_home),
+}
 
 
 class Planter(importlib.abc.MetaPathFinder):
     """Patches one module as soon as it is imported."""
 
+    def __init__(self, module: str, patch: Callable[[ModuleType], None]) -> None:
+        self._module, self._patch = module, patch
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != PATCHED:
+        if name != self._module:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         assert spec is not None
@@ -29,13 +59,10 @@ class Planter(importlib.abc.MetaPathFinder):
 
         def load_and_patch(module: ModuleType) -> None:
             load(module)
-            assert callable(module._why_abandoned)
-            assert isinstance(module.SlotReport.history, property)
-            module.__dict__["_why_abandoned"] = lambda state, run_lineage: None
-            module.SlotReport.history = property(lambda self: "the only one")
+            self._patch(module)
 
         spec.loader.exec_module = load_and_patch  # type: ignore[method-assign]
         return spec
 
 
-sys.meta_path.insert(0, Planter())
+sys.meta_path.insert(0, Planter(*MISTAKES[os.environ["Z2A_TEST_MISTAKE"]]))

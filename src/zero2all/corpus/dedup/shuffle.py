@@ -75,25 +75,33 @@ def read_partition(files: Sequence[Path], partition: int, partitions: int, field
     bounds: tuple[Key, Key] = (first, last)
     if field != "hash":  # a gid: its first bytes are as good as a hash
         bounds = (first.to_bytes(8, "big") + bytes(8), last.to_bytes(8, "big") + b"\xff" * 8)
-    # One copy into its place: a list of copies to concatenate would take the memory twice.
-    views = [rows_between(path, field, *bounds, copy=False) for path in files]
-    rows = np.empty(sum(map(len, views)), views[0].dtype)
+    if any(isinstance(path, RemotePath) for path in files):
+        return np.concatenate([rows_between(path, field, *bounds) for path in files])
+    # One copy into its place: a list of copies to concatenate would take the memory twice. Files are opened one at a
+    # time: there may be more of them than a process may have open.
+    ranges = [_range_between(load_rows(path), field, *bounds) for path in files]
+    rows = np.empty(sum(stop - start for start, stop in ranges), load_rows(files[0]).dtype)
     at = 0
-    for view in views:
-        rows[at : at + len(view)] = view
-        at += len(view)
+    for path, (start, stop) in zip(files, ranges, strict=True):
+        rows[at : at + stop - start] = load_rows(path)[start:stop]
+        at += stop - start
     return rows
 
 
-def rows_between(path: Path, field: str, first: Key, last: Key, copy: bool = True) -> Rows:
+def rows_between(path: Path, field: str, first: Key, last: Key) -> Rows:
     """The rows whose ``field`` is from first to last. The file is sorted by it, so only they are read."""
     if isinstance(path, RemotePath):
         return _remote_rows_between(path, field, first, last)
     rows = load_rows(path)
+    start, stop = _range_between(rows, field, first, last)
+    return np.array(rows[start:stop])
+
+
+def _range_between(rows: Rows, field: str, first: Key, last: Key) -> tuple[int, int]:
     kind = rows.dtype[field].type
     start = np.searchsorted(rows[field], kind(first), side="left")
     stop = np.searchsorted(rows[field], kind(last), side="right")
-    return np.array(rows[start:stop]) if copy else rows[start:stop]
+    return int(start), int(stop)
 
 
 def _remote_rows_between(path: RemotePath, field: str, first: Key, last: Key) -> Rows:

@@ -44,28 +44,36 @@ def activation_bytes(
     shards: ActivationShards = ONE_RANK,
     every: int = 1,
     offload: bool = False,
+    score_bytes: int = 0,
 ) -> int:
     """What the blocks ``layers`` (default: all) keep of micro-batches of ``tokens`` tokens until the backward pass.
 
     ``micro_batches`` are those that a pipeline rank has run forward and not backward; only one is recomputed at a time.
     ``every`` n-th block is recomputed. With ``offload``, of blocks that are offloaded one is computed while another is
-    copied.
+    copied. ``score_bytes`` are what attention keeps of a token and head (``dropout_score_bytes``).
     """
     element = 2 if half else 4
     layers = list(range(config.num_hidden_layers) if layers is None else layers)
     end = _norm_bytes(config.hidden_size, element, shards) if config.num_hidden_layers - 1 in layers else 0
     stream = (4 if config.residual_fp32 else element) * config.hidden_size // shards.stream
+    scores = score_bytes * config.num_attention_heads // shards.tp
     blocks = []
     for layer in layers:
-        saved, recomputed = _block_bytes(config, layer, element, shards), 0
+        saved, recomputed = _block_bytes(config, layer, element, shards) + scores, 0
         if recompute != "none" and is_checkpointed(layer, every):
             products = _product_bytes(config, layer, element, shards) if recompute == "selective" else 0
             kept = stream + products
             saved, recomputed = kept, max(0, saved - kept)  # what is kept is not computed again
         blocks.append(BlockActivations(saved, recomputed, offload and is_offloaded(layer, config)))
     if config.mtp_weight:  # its block, made like the last one, is not checkpointed
-        blocks.append(BlockActivations(_block_bytes(config, config.num_hidden_layers - 1, element, shards)))
+        blocks.append(BlockActivations(_block_bytes(config, config.num_hidden_layers - 1, element, shards) + scores))
     return round(tokens * (held_bytes(blocks, micro_batches) + end))
+
+
+def dropout_score_bytes(config: ModelConfig, seq_len: int, device: torch.device) -> int:
+    """What attention with dropout keeps of a token and head: a CPU has no fused kernel for it, so its weights, their
+    mask and their product stay for the whole sequence, in fp32. GPU kernels draw the mask again instead."""
+    return 3 * 4 * seq_len if config.attention_dropout and device.type == "cpu" else 0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zero2all.hardware import compute_dtype, dtype_name
-from zero2all.model.cost.activations import activation_bytes, all_logits_bytes
+from zero2all.model.cost.activations import activation_bytes, all_logits_bytes, dropout_score_bytes
 from zero2all.model.cost.optimizer_state import optimizer_state_bytes, weight_dtype
 from zero2all.model.z2all import Z2all
 from zero2all.recipe import ModelConfig, OptimizerRecipe, Recipe
@@ -106,24 +106,33 @@ def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
         - parameters.parts["norms"]
         - (0 if config.tie_word_embeddings else parameters.parts["embedding"])
     )
+    scores = dropout_score_bytes(config, recipe.train.seq_len, device)
     return TrainingMemory(
         micro_batch_tokens=tokens,
         precision=dtype_name(dtype),
         weights=stored,
-        gradients=stored,
+        gradients=weight_bytes(config, recipe.train.optimizer, trained=True),
         optimizer=optimizer_bytes(config, recipe.train.optimizer),
         half_weights=2 * matrices if half and not recipe.train.optimizer.has_bf16_weights else 0,
-        activations=activation_bytes(config, tokens, half),
-        activations_recomputing=activation_bytes(config, tokens, half, "full"),
+        activations=activation_bytes(config, tokens, half, score_bytes=scores),
+        activations_recomputing=activation_bytes(config, tokens, half, "full", score_bytes=scores),
         logits=all_logits_bytes(config, tokens),
     )
 
 
 def optimizer_bytes(config: ModelConfig, optimizer: OptimizerRecipe) -> int:
-    """State of the optimizer for the full model."""
-    return sum(optimizer_state_bytes(optimizer, name, parameter.shape) for name, parameter in _meta_parameters(config))
+    """State of the optimizer for the full model; with LoRA for the adapters."""
+    return sum(
+        optimizer_state_bytes(optimizer, name, parameter.shape)
+        for name, parameter in _meta_parameters(config)
+        if parameter.requires_grad
+    )
 
 
-def weight_bytes(config: ModelConfig, optimizer: OptimizerRecipe) -> int:
-    """Weights of the full model as the optimizer wants them."""
-    return sum(weight_dtype(optimizer, name).itemsize * p.numel() for name, p in _meta_parameters(config))
+def weight_bytes(config: ModelConfig, optimizer: OptimizerRecipe, trained: bool = False) -> int:
+    """Weights of the full model as the optimizer wants them, or only those with a gradient."""
+    return sum(
+        weight_dtype(optimizer, name).itemsize * parameter.numel()
+        for name, parameter in _meta_parameters(config)
+        if parameter.requires_grad or not trained
+    )

@@ -68,18 +68,18 @@ class RateLimit:
             self._sleep(begin - now)
 
 
-class Channel:
+class PeerConnection:
     """An authenticated connection; use it in one thread at a time.
 
-    >>> with connect(address, secret) as channel:
-    ...     channel.send(FetchRequest(rank=3, world_size=8, step=20, history="a1"))
-    ...     reply = channel.receive(FetchReply)
+    >>> with connect(address, secret) as peer:
+    ...     peer.send(FetchRequest(rank=3, world_size=8, step=20, history="a1"))
+    ...     reply = peer.receive(FetchReply)
     """
 
     def __init__(self, connection: socket.socket, session: SignedSession) -> None:
         self._socket, self._session = connection, session
 
-    def __enter__(self) -> Channel:
+    def __enter__(self) -> PeerConnection:
         return self
 
     def __exit__(
@@ -122,32 +122,32 @@ class Channel:
             after_block()
 
 
-def connect(address: Address, secret: bytes) -> Channel:
+def connect(address: Address, secret: bytes) -> PeerConnection:
     connection = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT)
     try:
         _configure(connection)
         greeting = receive_exactly(connection, len(MAGIC) + NONCE_BYTES)
         if not greeting.startswith(MAGIC):
             raise TamperedError(f"what answers at {address.host}:{address.port} is no rank of this version of zero2all")
-        theirs, mine, key = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES), _channel_key(secret)
+        theirs, mine, key = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES), _connection_key(secret)
         connection.sendall(mine + client_proof(key, theirs, mine, b""))
         if receive_exactly(connection, 1) != WELCOME:
             raise TamperedError(f"{address.host}:{address.port} has another job secret")
         if not verify(key, receive_exactly(connection, MAC_BYTES), b"server", theirs, mine):
             raise TamperedError(f"what answers at {address.host}:{address.port} does not know the job secret")
         connection.settimeout(STALL_TIMEOUT)
-        return Channel(connection, SignedSession(key, theirs, mine, is_server=False))
+        return PeerConnection(connection, SignedSession(key, theirs, mine, is_server=False))
     except BaseException:
         connection.close()
         raise
 
 
-def accept(connection: socket.socket, secret: bytes) -> Channel:
+def accept(connection: socket.socket, secret: bytes) -> PeerConnection:
     """Authenticate who has connected; raises an error if it does not know the secret."""
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT
     connection.settimeout(HANDSHAKE_TIMEOUT)
     _configure(connection)
-    mine, key = secrets.token_bytes(NONCE_BYTES), _channel_key(secret)
+    mine, key = secrets.token_bytes(NONCE_BYTES), _connection_key(secret)
     connection.sendall(MAGIC + mine)
     answer = bytearray()
     while len(answer) < NONCE_BYTES + MAC_BYTES:  # in time as a whole: a byte now and then is no progress
@@ -162,10 +162,10 @@ def accept(connection: socket.socket, secret: bytes) -> Channel:
         raise TamperedError("a wrong job secret")
     connection.sendall(WELCOME + server_proof(key, mine, theirs))
     connection.settimeout(STALL_TIMEOUT)
-    return Channel(connection, SignedSession(key, mine, theirs, is_server=True))
+    return PeerConnection(connection, SignedSession(key, mine, theirs, is_server=True))
 
 
-def _channel_key(secret: bytes) -> bytes:
+def _connection_key(secret: bytes) -> bytes:
     """Not the secret itself: a proof of the rendezvous must be worth nothing here."""
     return sign(secret, b"replicas")
 
