@@ -41,8 +41,11 @@ XIDS = {
     )
 }
 SWITCH_FAULT = "an NVSwitch reported a fatal error: reset the cards and the switch"
-_XID_LINE = re.compile(r"^\[\s*([\d.]+)\].*NVRM: Xid \(([^)]*)\): (\d+)", re.MULTILINE)
-_SWITCH_LINE = re.compile(r"^\[\s*([\d.]+)\].*nvidia-nvswitch(\d+): SXid \([^)]*\): (\d+), Fatal", re.MULTILINE)
+_XID_LINE = re.compile(r"^\[\s{0,20}([\d.]{1,30})\].{0,200}?NVRM: Xid \(([^)\n]{1,64})\): (\d{1,6})", re.MULTILINE)
+_SWITCH_LINE = re.compile(
+    r"^\[\s{0,20}([\d.]{1,30})\].{0,200}?nvidia-nvswitch(\d{1,4}): SXid \([^)\n]{0,64}\): (\d{1,6}), Fatal",
+    re.MULTILINE,
+)
 _COUNTERS = "pci.bus_id,ecc.errors.uncorrected.volatile.total,remapped_rows.failure"
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 CONNECTION_LOST = re.compile(
     r"connection (was )?(likely )?(closed|reset)|closed by (remote )?peer|broken pipe|connectFullMesh|"
     r"connection refused|remote process exited|NCCL communicator was aborted|ncclRemoteError|"
-    r"NET/\w+ ?: Got completion from peer .* with (error|status)|NET/OFI Request .* completed with error|"
+    r"NET/\w+ ?: Got completion from peer .{0,300} with (error|status)|NET/OFI Request .{0,300} completed with error|"
     r"failed to recv, got 0 bytes",
     re.IGNORECASE,
 )
@@ -24,7 +24,9 @@ _WORK = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<op>\w+)"
     r"(?:, NumelIn=(?P<sent>\d+), NumelOut=(?P<received>\d+))?, Timeout\(ms\)=\d+\) ran for (?P<ms>\d+) milliseconds"
 )
-_GROUP = re.compile(r"\[PG (?:ID )?(?P<id>\d+)(?: PG GUID (?P<guid>[^\s(]+))?\s*(?:\((?P<name>[^)]*)\))? Rank \d+\]")
+_GROUP = re.compile(
+    r"\[PG (?:ID )?(?P<id>\d+)(?: PG GUID (?P<guid>[^\s(]{1,200}))?\s{0,4}(?:\((?P<name>[^)\n]{0,200})\))? Rank \d+\]"
+)
 _SIGNAL_OF_RANK = re.compile(r"Received a dump signal due to a collective timeout from\s+rank (\d+)")
 _OWN_TIMEOUT = re.compile(r"a collective timeout from this local|Watchdog caught collective operation timeout", re.I)
 _CUDA_ERROR = re.compile(r"watchdog thread terminated with exception: (CUDA error: [^\n]+)", re.IGNORECASE)

@@ -27,11 +27,11 @@ _NOT_KANA_OR_HANGUL = re.compile(r"[^\u3041-\u30ff\u1100-\u11ff\uac00-\ud7af]+")
 
 _CODE_LINE = re.compile(
     r"\s*+(?:"
-    r"(?:def|class|async def)\s+\w+.*:\s*(?:#.*)?$|(?:import|from)\s+[\w.]+(?:\s+(?:import|as)\s.*)?;?$"
+    r"(?:def|class|async def)\s++\w++.*:\s*(?:#.*)?$|(?:import|from)\s+[\w.]+(?:\s+(?:import|as)\s.*)?;?$"
     r"|#\s*(?:include|define|ifdef|ifndef|endif|pragma)\b|(?:if|elif|for|while|with|try|else|except|finally)\b.*:$"
     r"|(?:public|private|protected|static|func|fn|const|let|var|package|using|namespace)\s+\S.*[;{(]?$"
     r"|(?:return|raise|assert|yield|await)\b.{0,100}[\w)\]}'\";]$|[\w.\[\]\"']+(?:\s*[:,]\s*\w+)?\s*[-+*/|&]?=\s*\S.*$"
-    r"|[\w.]+\(.*\)[;:]?$|[@#]\w+(?:\(.*\))?$|.*[;{}]$|//.*$|[)\]}]+[,;:)]*$|['\"].*['\"],?$"
+    r"|[\w.]+\(.*\)[;:]?$|[@#]\w+(?:\(.*\))?$|.*[;{}]$|//.*$|[)\]}]++[,;:)]*+$|['\"].*['\"],?$"
     r")"
 )
 
