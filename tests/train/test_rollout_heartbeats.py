@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from zero2all.checkpoint import RankGroup, rank_group
+from zero2all.checkpoint.rank_tree import pack
 from zero2all.generation import Completion
 from zero2all.train.rollouts import Prompt, score_rollouts
 
@@ -17,9 +17,7 @@ SECONDS = 30.0
 
 
 def test_a_rank_that_waits_for_slow_rewards_sends_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 of 2: its collective returns only after three heartbeats."""
-    ranks = RankGroup()
-    ranks.group, ranks.rank, ranks.world_size = object(), 1, 2
+    """Rank 1 of 2: what the others compute arrives only after three heartbeats."""
     pings, enough = 0, threading.Event()
 
     def ping() -> None:
@@ -28,13 +26,17 @@ def test_a_rank_that_waits_for_slow_rewards_sends_heartbeats(monkeypatch: pytest
         if pings == 3:
             enough.set()
 
-    def gather(results: list[Any], mine: object, group: object) -> None:
-        assert mine == (None, None), "rewards are computed on rank 0"
-        assert enough.wait(SECONDS), "a rank that waits sent no heartbeat"
-        results[:] = [([[0.5, 0.25]], None), mine]
+    class Tree:
+        def gather(self, mine: bytes) -> None:
+            assert pickle.loads(mine) == (None, None), "rewards are computed on rank 0"
+
+        def broadcast(self, mine: bytes) -> bytes:
+            assert enough.wait(SECONDS), "a rank that waits sent no heartbeat"
+            return pack({0: pickle.dumps(([[0.5, 0.25]], None)), 1: pickle.dumps((None, None))})
 
     monkeypatch.setattr(rank_group, "CALL_INTERVAL", 0.01)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    ranks = RankGroup()
+    ranks._tree, ranks.rank, ranks.world_size = Tree(), 1, 2  # type: ignore[assignment]
     (found,) = score_rollouts([Prompt([1], "?", "yes")], [[ANSWER, ANSWER]], [], ranks, ping)
     assert [one.reward for one in found] == [0.5, 0.25]
     sent = pings
