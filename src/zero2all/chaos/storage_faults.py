@@ -100,8 +100,8 @@ def run_on_faulty_disk(
 
 
 def fill_disk(node: SimulatedNode, disk: Path = SMALL_DISK) -> None:
-    with open(node.path(disk) / "filler", "wb") as stream, suppress(OSError):
-        while True:
+    with open(node.path(disk) / "filler", "wb", buffering=0) as stream, suppress(OSError):
+        while True:  # unbuffered: nothing is left that closing the file would write, and fail
             stream.write(bytes(1 << 20))
 
 

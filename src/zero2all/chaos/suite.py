@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from subprocess import SubprocessError
 
 from zero2all.chaos.fault import Fault
 from zero2all.chaos.faults import FAULTS
@@ -160,7 +161,7 @@ def run_fault(out: Path, fault: Fault, baseline: Baseline, seed: int, live: Live
     try:
         with (live or LiveScenarios()).running(scenario):
             fault.drive(scenario)
-    except Z2aError as error:
+    except (Z2aError, OSError, SubprocessError) as error:  # the other faults are still worth running
         row.problems.append(str(error))
     _measure(row, scenario, fault)
     _check(row, scenario, fault, baseline.losses)
