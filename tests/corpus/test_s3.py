@@ -81,7 +81,7 @@ def test_documents_on_s3_have_the_bytes_of_a_local_build(s3: str, raw: Path, tmp
     local = build_corpus(recipe_for(raw), tmp_path / "documents")
     remote = build_corpus(remote_recipe(s3, raw, near=True), out, Engine(workers=2))
     assert shards(remote_contents(out)) == shards(contents(tmp_path / "documents"))
-    assert replace(remote, key="") == replace(local, key="")
+    assert replace(remote, key="") == replace(local, key="", samples={})
     assert build_corpus(remote_recipe(s3, raw, near=True), out).reused
 
 
