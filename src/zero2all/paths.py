@@ -163,7 +163,8 @@ class RemotePath(PosixPath):
     def objects(self) -> list[RemotePath]:
         """All objects below, at any depth."""
         with self._store() as (store, name):
-            return [RemotePath(store.unstrip_protocol(inner)) for inner in store.find(name)]
+            found = store.find(name, detail=True)  # an empty directory finds itself
+            return [RemotePath(store.unstrip_protocol(inner)) for inner in found if found[inner]["type"] == "file"]
 
     def children(self) -> list[str]:
         """The names directly below, in one request for each thousand, however many objects are below them."""

@@ -91,8 +91,15 @@ class CheckpointStore:
         self._writer = CheckpointWriter()
 
     def steps(self) -> list[int]:
-        steps = (checkpoint_step(name) for name in self._entry_names())
-        return sorted(step for step in steps if step is not None)
+        found = (checkpoint_step(name) for name in self._entry_names())
+        steps = sorted(step for step in found if step is not None)
+        return [step for step in steps if self._exists(step)] if isinstance(self.directory, RemotePath) else steps
+
+    def _exists(self, step: int) -> bool:
+        """Some object stores still list a directory after its last object is gone."""
+        path = self.path(step)
+        assert isinstance(path, RemotePath)
+        return (path / MANIFEST).exists() or bool(path.objects())
 
     def wait_until_readable(self, patience: float = STORAGE_PATIENCE) -> None:
         """Wait for storage that fails: restarts in a row would fail at the same step until the job is given up."""

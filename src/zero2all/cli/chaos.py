@@ -35,7 +35,9 @@ def chaos(
 ) -> Result:
     """Inject faults into small jobs and check exact recovery.
 
-    Examples: z2a chaos --out runs/chaos --only "kill a rank"; z2a chaos --out runs/scale --simulate 1024
+    Example: z2a chaos --out runs/chaos --only "kill a rank"
+
+    With --simulate 1024 it measures the rendezvous of a job of so many nodes instead.
     """
     require_linux("z2a chaos")
     if simulate is not None:
