@@ -37,7 +37,7 @@ def chaos(
 
     Example: z2a chaos --out runs/chaos --only "kill a rank"
 
-    With --simulate 1024 it measures the rendezvous of a job of so many nodes instead.
+    With --simulate 1024 it measures the rendezvous of a job of 1,024 nodes instead.
     """
     require_linux("z2a chaos")
     if simulate is not None:

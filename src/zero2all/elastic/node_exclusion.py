@@ -82,7 +82,7 @@ class FailedRound:
 
 
 def failures_to_exclude(nodes: int) -> int:
-    """In a row, on one of so many nodes: rare enough by chance that the node is the cause.
+    """In a row, on one of that many nodes: rare enough by chance that the node is the cause.
 
     >>> [failures_to_exclude(nodes) for nodes in (2, 3, 4, 8, 16, 1000)]
     [8, 6, 5, 4, 3, 3]
@@ -121,7 +121,7 @@ class FailureHistory:
             failed.discard(node)
 
     def own_failures_in_a_row(self, node: NodeKey) -> int:
-        """The job's latest failures that were of this node alone; those without a known culprit are passed over."""
+        """The job's latest failures that were of this node alone; those without a known culprit do not count."""
         count = 0
         for found in reversed(self.rounds):
             if not any(facts.is_own for facts in found.facts.values()):
