@@ -108,7 +108,7 @@ class PairTest:
         return NextTurn(self.turn, self._pair(self._numbers[id])) if self.turn > after else None
 
     def bad_members(self) -> dict[str, str]:
-        """Why each bad node is bad; empty if more seem bad than ``MAX_BAD_SHARE``: then the cause must be something else."""
+        """Why each bad node is bad; empty if more of them seem bad than ``MAX_BAD_SHARE`` allows."""
         found = {
             **bad_nodes(self._measurements, len(self.members)),
             **_bad_devices(self._devices),
