@@ -24,7 +24,7 @@ model: {hidden_size: 64, intermediate_size: 192, num_hidden_layers: 3, num_atten
   max_position_embeddings: 256, vocab_size: 512}
 train: {steps: 2, seq_len: 256, batch_tokens: 512, micro_batch_tokens: 512, precision: fp32}
 """
-LORA = "model.lora={rank: 4, target_modules: [q_proj, v_proj, down_proj]}"
+LORA = ["model.lora={rank: 4, target_modules: [q_proj, v_proj, down_proj]}", "train.init=pretrained"]
 
 
 def _planned(recipe: Recipe, name: str) -> int:
@@ -32,7 +32,7 @@ def _planned(recipe: Recipe, name: str) -> int:
     return plan_memory(Workload.of(recipe, stage), Layout.of(recipe, stage, 1), CPU).bytes_of(name)
 
 
-@pytest.mark.parametrize("overrides", [[], [LORA]])
+@pytest.mark.parametrize("overrides", [[], LORA])
 def test_gradients_and_optimizer_are_those_of_trained_weights(overrides: list[str]) -> None:
     recipe = parse_recipe(BASE, overrides)
     mesh = ParallelMesh.init_distributed(recipe.parallel, CPU)
@@ -57,7 +57,7 @@ def test_gradients_and_optimizer_are_those_of_trained_weights(overrides: list[st
 def test_ranks_send_gradients_of_adapters_alone() -> None:
     more = ["train.batch_tokens=4096", "train.micro_batch_tokens=512", "train.precision=bf16"]
     sent = []
-    for overrides in (more, [*more, LORA]):
+    for overrides in (more, [*more, *LORA]):
         step = plan_run(parse_recipe(BASE, overrides), Cluster.of(GPUS["A100"], 8)).step
         sent.append({one.what: one.bytes for one in step.traffic})
     full, adapters = sent
