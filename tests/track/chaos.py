@@ -22,7 +22,7 @@ OnStep = Callable[[int], None]
 class NoRecord:
     """Logging off."""
 
-    def __init__(self, path: Path, *options: Any) -> None: ...
+    def __init__(self, path: Path, **options: Any) -> None: ...
     def __enter__(self) -> NoRecord:
         return self
 

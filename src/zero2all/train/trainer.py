@@ -539,7 +539,8 @@ class Trainer:
         options, rank = self.recipe.track, self.mesh.rank
         sinks = open_sinks(options.sinks, self.run.directory) if rank == 0 else []
         ranks = self.rank_group.world_size
-        return RunRecord(self.run.record_path, rank, sinks, options.system_every, ranks)
+        every = options.system_every
+        return RunRecord(self.run.record_path, rank=rank, sinks=sinks, system_every=every, ranks=ranks)
 
     def _record_step(self, step: int, result: StepResult) -> None:
         metrics = {
