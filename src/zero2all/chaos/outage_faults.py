@@ -182,7 +182,7 @@ OUTAGE_FAULTS = (
         "the same job is launched twice",
         hold_rank(),
         launch_twice,
-        expected_kind="wrong usage",
+        expected_kind=None,
         expected_messages=("another trainer works in",),
     ),
     Fault(
