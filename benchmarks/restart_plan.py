@@ -3,10 +3,10 @@
     python benchmarks/restart_plan.py --ranks 1024 --tensors 2100
 
 Every tensor is sharded over all ranks, so a checkpoint has ranks x tensors chunks. Each line is a step in a process of
-its own, with its CPU seconds and peak resident memory: once for a layout, what every rank does with the keys of all
-ranks, and what rank 0 does with their indexes ("stall" is the longest time that another thread of rank 0 had to wait for
-the interpreter meanwhile); at a restart, what each rank does to plan the reads of its part, from storage or from slots in
-memory. With --dcp the same through ``.metadata`` alone, as a checkpoint without an index is read.
+its own, with its CPU seconds and peak resident memory. Once for a layout: what every rank does with the keys of all
+ranks, and what rank 0 does with their indexes ("stall" is the longest time that another thread of rank 0 had to wait
+for the interpreter meanwhile). At a restart: what each rank does to plan the reads of its part, from storage or from
+slots in memory. With --dcp the same through ``.metadata`` alone, as a checkpoint without an index is read.
 """
 
 from __future__ import annotations

@@ -114,7 +114,9 @@ class CheckpointStore:
     def _entry_names(self) -> set[str]:
         """Names in the directory. A directory that cannot be listed is an error, not empty."""
         if isinstance(self.directory, RemotePath):
-            return set(self.directory.children())
+            # Some stores list a directory of which every object is removed.
+            directories = {name: self.directory / name for name in self.directory.children()}
+            return {name for name, path in directories.items() if (path / MANIFEST).exists() or path.objects()}
         try:
             with os.scandir(self.directory) as entries:
                 return {entry.name for entry in entries}
