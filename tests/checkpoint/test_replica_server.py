@@ -23,7 +23,7 @@ from zero2all.checkpoint.peer_connection import MAGIC, Address, PeerConnection, 
 from zero2all.checkpoint.replica_sender import ReplicaSender
 from zero2all.checkpoint.replica_server import ReplicaServer, Reply, Request, fetch_state
 from zero2all.checkpoint.replica_slots import RejectedStateError, ReplicaSlots
-from zero2all.network import NONCE_BYTES, REFUSED, TamperedError, receive_exactly
+from zero2all.network import NONCE_BYTES, REFUSED, SignedSession, TamperedError, receive_exactly
 
 SECRET = b"correct horse battery staple"
 LINE: Lineage = (Branch("a", 0),)
@@ -273,3 +273,19 @@ def test_the_rate_is_bounded() -> None:
     for _ in range(3):
         limit.take(50)
     assert clock[0] == pytest.approx(106.0)
+
+
+@pytest.mark.parametrize("attack", ["changed", "replayed"])
+def test_blocks_that_are_changed_or_replayed_are_refused(attack: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        session = SignedSession(b"secret", b"a" * 32, b"b" * 32, is_server=False)
+        receiver = PeerConnection(theirs, SignedSession(b"secret", b"a" * 32, b"b" * 32, is_server=True))
+        block, got = b"weights!", bytearray(8)
+        frame = session.frame_head(block) + block
+        ours.sendall(frame)
+        receiver.receive_bytes(memoryview(got))
+        assert bytes(got) == block
+        ours.sendall(frame if attack == "replayed" else session.frame_head(block) + b"Weights!")
+        with pytest.raises(TamperedError):
+            receiver.receive_bytes(memoryview(got))
