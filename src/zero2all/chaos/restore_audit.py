@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from zero2all.records import parse_record
+from zero2all.chaos.sample_audit import read_rank_lines
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,7 @@ def segment_seed(segment: str) -> int:
 
 
 def read_restore_marks(directory: Path) -> list[RestoreMark]:
-    marks = []
-    for path in directory.glob("restored-*.jsonl"):
-        for raw in path.read_text(encoding="utf-8").splitlines():
-            try:
-                values = json.loads(raw)
-            except ValueError:
-                continue  # torn by a kill
-            marks.append(parse_record(RestoreMark, values, path))
-    return sorted(marks, key=lambda mark: mark.time)
+    return sorted(read_rank_lines(RestoreMark, directory, "restored-*.jsonl"), key=lambda mark: mark.time)
 
 
 def find_wrong_restores(marks: list[RestoreMark]) -> list[str]:

@@ -7,12 +7,15 @@ import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
 from zero2all.records import parse_record
 from zero2all.train.data_loader import read_batch
 from zero2all.train.plan import Plan
+
+Line = TypeVar("Line")
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,20 @@ def audit_samples(directory: Path, plan: Plan, skipped: frozenset[int] = frozens
 
 
 def read_seen_samples(directory: Path) -> list[SeenSamples]:
+    return sorted(read_rank_lines(SeenSamples, directory, "seen-*.jsonl"), key=lambda line: line.time)
+
+
+def read_rank_lines(record: type[Line], directory: Path, pattern: str) -> list[Line]:
+    """Of the files that ranks append to."""
     lines = []
-    for path in directory.glob("seen-*.jsonl"):
+    for path in directory.glob(pattern):
         for raw in path.read_text(encoding="utf-8").splitlines():
             try:
                 values = json.loads(raw)
             except ValueError:
                 continue  # torn by a kill
-            lines.append(parse_record(SeenSamples, values, path))
-    return sorted(lines, key=lambda line: line.time)
+            lines.append(parse_record(record, values, path))
+    return lines
 
 
 def sample_hash(sample: Tensor) -> str:
