@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import json
 import math
+import re
 import socket
 import threading
 import time
@@ -27,6 +28,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zero2all.errors import Z2aError
 from zero2all.track.eval_record import EvalCurve
@@ -55,6 +57,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 # (run directory, step, whether to recompute losses) -> the JSON of 'z2a tokens trace' or 'z2a blame'
 DocumentLookup = Callable[[Path, int, bool], object]
 RunSearch = Callable[[], list[RunView]]
@@ -326,6 +329,28 @@ def _unreachable(request: Request, error: Exception) -> Response:
     return Response(str(error), status_code=503, headers=HEADERS)
 
 
+class LoopbackHosts:
+    """Answers only requests that call this machine by a name of its own.
+
+    By DNS rebinding, a page from elsewhere can make its own name resolve to 127.0.0.1, and the browser then takes what
+    we serve for its own; but it still sends that name.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and not self._is_allowed(scope):
+            refusal = Response("this server answers to 127.0.0.1 and localhost only", status_code=421, headers=HEADERS)
+            await refusal(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        return len(given) == 1 and re.sub(r":\d{1,5}$", "", given[0]).strip("[]").lower() in LOOPBACK_HOSTS
+
+
 def serve(app: Starlette, host: str, port: int, ready: Callable[[int], None]) -> None:
     """Serve until Ctrl-C. Calls ``ready`` with the port as soon as the page can be opened."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -337,7 +362,8 @@ def serve(app: Starlette, host: str, port: int, ready: Callable[[int], None]) ->
             raise Z2aError(f"cannot listen on {host}:{port} ({error}); choose another --port") from error
         listener.listen()
         ready(listener.getsockname()[1])
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        served = LoopbackHosts(app) if host in LOOPBACK_HOSTS else app
+        config = uvicorn.Config(served, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         uvicorn.Server(config).run([listener])
 
 
