@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
@@ -46,6 +47,11 @@ PAGE_DIR = Path(__file__).with_name("page")
 MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
 REFRESH_SECONDS = 0.5  # between two refreshes of a run
 HEALTH_CHECK_SECONDS = 5.0
+UNCHANGED_CHECK_SECONDS = 60.0  # between two health checks of a run that has written nothing: time alone can be a sign
+QUIET_SECONDS = 30.0  # without a change, after which a run counts as quiet
+QUIET_REFRESHES_PER_SECOND = 100  # of all quiet runs together
+READERS = 2  # threads that read runs, so that many runs do not take the threads of requests
+OPENING_SECONDS = 2.0  # for which the page waits at the start; what has not been read by then is shown a little later
 DISCOVERY_SECONDS = 5.0  # between two searches for runs that have begun since
 KEEPALIVE_SECONDS = 10.0
 MAX_BYTES_PER_SCRAPE = 16 * 2**20  # of records, for the goodput of runs; one or two seconds
@@ -110,20 +116,28 @@ class SeriesBlock:
 class LiveRun:
     """A run, refreshed by one task and read by many requests."""
 
-    def __init__(self, run: RunView) -> None:
+    def __init__(self, run: RunView, read: bool = True) -> None:
+        """With ``read`` False, the first refresh reads it."""
         self.run, self.lock, self.version = run, threading.Lock(), 0
         self._findings: list[HealthFinding] = []
         self._last_health_check, self._failed = -math.inf, False
+        self._changed_since_check, self._last_change = True, time.monotonic()
         self._summary: RunSummary | None = None
         # Where the time went is in every line of the record, and a remote one is not read in full.
         location = run.location
         self._goodput = GoodputReader(location) if isinstance(location, LocalRunLocation) else None
-        self.refresh()
+        if read:
+            self.refresh()
 
     @property
     def summary(self) -> RunSummary:
         """An empty one for a run that has never been read."""
         return self._summary or RunSummary([], RunStatus(self.run.name), [], {}, {}, [], None, None, [])
+
+    def refresh_interval(self, runs: int) -> float:
+        """Seconds until the next refresh, if this is one of so many runs."""
+        is_quiet = time.monotonic() - self._last_change > QUIET_SECONDS
+        return max(REFRESH_SECONDS, runs / QUIET_REFRESHES_PER_SECOND) if is_quiet else REFRESH_SECONDS
 
     def refresh(self) -> None:
         """Never raises: a failure is shown for this run, and the others are followed as before."""
@@ -149,10 +163,13 @@ class LiveRun:
                 return unreadable_run(self.run.name), 0
 
     def _update_summary(self, changed: bool) -> None:
+        if changed:
+            self._changed_since_check, self._last_change = True, time.monotonic()
         finished = self.run.ended is not None and not changed and self._summary is not None
-        if not finished and time.monotonic() - self._last_health_check > HEALTH_CHECK_SECONDS:
+        due = HEALTH_CHECK_SECONDS if self._changed_since_check else max(UNCHANGED_CHECK_SECONDS, HEALTH_CHECK_SECONDS)
+        if not finished and time.monotonic() - self._last_health_check > due:
             before, self._findings = self._findings, check_health(self.run)
-            self._last_health_check = time.monotonic()
+            self._last_health_check, self._changed_since_check = time.monotonic(), False
             changed = changed or before != self._findings
         if changed or self._summary is None:
             self._summary = summarize_run(self.run, self._findings)
@@ -275,15 +292,18 @@ def build_app(
     runs: list[RunView], key: str, documents: DocumentLookup | None = None, search: RunSearch | None = None
 ) -> Starlette:
     """``search`` finds all runs again: those that have begun since are added."""
-    live_runs = [LiveRun(run) for run in runs]
+    opened_until = time.monotonic() + OPENING_SECONDS
+    live_runs = [LiveRun(run, read=time.monotonic() < opened_until) for run in runs]
     handlers = DashboardHandlers(live_runs, key, documents)
 
     @asynccontextmanager
     async def following(app: Starlette) -> AsyncIterator[None]:
+        readers = ThreadPoolExecutor(READERS, thread_name_prefix="z2a-read")
+
         async def follow(live_run: LiveRun) -> None:
             while True:
-                await run_in_threadpool(live_run.refresh)
-                await asyncio.sleep(REFRESH_SECONDS)
+                await asyncio.get_running_loop().run_in_executor(readers, live_run.refresh)
+                await asyncio.sleep(live_run.refresh_interval(len(live_runs)))
 
         async def discover(search: RunSearch) -> None:
             while True:
@@ -298,6 +318,7 @@ def build_app(
         yield
         for task in tasks:
             task.cancel()
+        readers.shutdown(wait=False, cancel_futures=True)
 
     routes = [
         Route("/", handlers.page),
@@ -322,7 +343,7 @@ def _find_new(search: RunSearch, known: list[LiveRun]) -> list[LiveRun]:
     except Z2aError:  # nothing there at the moment
         return []
     places = {getattr(live_run.run.location, "directory", None) for live_run in known}
-    return [LiveRun(run) for run in found if getattr(run.location, "directory", None) not in places]
+    return [LiveRun(run, read=False) for run in found if getattr(run.location, "directory", None) not in places]
 
 
 def _unreachable(request: Request, error: Exception) -> Response:
