@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from zero2all.recipe.model import ModelConfig
+from zero2all.recipe.sync import SyncRecipe
 from zero2all.recipe.training import TrainRecipe
 from zero2all.recipe.types import LocalDir, Mistake, Section
 
@@ -77,6 +78,7 @@ class ParallelRecipe(Section):
     """Keep activations in pinned main memory instead of GPU memory between forward and backward pass: all that blocks
     save, or with activation_checkpointing=full their inputs. A side stream copies them while other blocks are computed.
     Blocks are not compiled."""
+    sync: SyncRecipe = SyncRecipe()
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.dp_replicate == "auto" and self.dp_shard == "auto":
