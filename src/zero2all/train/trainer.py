@@ -292,6 +292,7 @@ class Trainer:
                 on_replica=self._record_replica,
             ),
             ReplicaOptions(recipe.checkpoint.replicas, recipe.checkpoint.replica_rate),
+            self.model.powersgd,
         )
         # The reference is computed while the model has its initial weights.
         objective, self.initial_weights = build_objective(
