@@ -236,9 +236,9 @@ def fsdp_param_groups(module: Any) -> list[Any]:
 
 
 def set_reduce_dtype(groups: list[Any], dtype: torch.dtype) -> None:
-    """What groups of FSDP2 send when they next reduce gradients. To be called after a forward pass, the first of which sets it
-    from the policy. Tested with 2.13. The public reduce_dtype of the policy is also what micro-batches are added up
-    in."""
+    """What groups of FSDP2 send when they next reduce gradients. To be called after a forward pass, the first of which
+    sets it from the policy. Tested with 2.13. The public reduce_dtype of the policy is also what micro-batches are
+    added up in."""
     for group in groups:
         group._reduce_dtype = dtype
 

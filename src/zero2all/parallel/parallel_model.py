@@ -36,6 +36,7 @@ from zero2all.parallel.parallelize import parallelize
 from zero2all.parallel.pipeline_parallel import Pipeline, SequenceObjective, merge_stages, stage_indices_of_rank
 from zero2all.parallel.powersgd import PowerSGD, broadcast_weights
 from zero2all.parallel.sharded_init import ShardedInitMode, local_part, to_local
+from zero2all.parallel.sync_traffic import FP32_BYTES, fsdp_gradient_bytes, gradient_itemsize, sent_bytes
 from zero2all.parallel.tensor_parallel import apply_tp_ops, enable_async_tp, norms_in_parts, reduce_norm_gradients
 from zero2all.recipe import ModelConfig, ParallelRecipe, RopeScaling
 from zero2all.recipe.training import Float8Scaling
@@ -103,6 +104,9 @@ class ParallelModel:
         self._replica_counts: dict[tuple[int, ...], Tensor] = {}
         self._ddp: DistributedDataParallel | None = None
         self.powersgd: PowerSGD | None = None
+        self._sync_bytes: dict[int, int] = {}  # by number of micro-batches
+        self.sync_bytes = 0
+        """What this rank sent to synchronize the gradient of the last batch."""
         if mesh.dims.world_size > 1 and mesh.dims.dp_replicate == mesh.dims.world_size:
             self._init_replicas(seed)
 
@@ -297,9 +301,26 @@ class ParallelModel:
             else:
                 weight = 0.0 if soft is None else soft.weight
                 losses = self._run_micro_batches(inputs, divisor, micro_batch_size, objective, weight)
+        if divisor is not None:
+            rows = self.micro_batch_rows(len(tokens_BS), micro_batch_size)
+            count = -(-len(tokens_BS) // rows)
+            if count not in self._sync_bytes:  # once: a model has many modules
+                self._sync_bytes[count] = self._gradient_bytes(count)
+            self.sync_bytes = self._sync_bytes[count]
         if self._context_parallel is None:
             return losses
         return losses.new_zeros(len(losses), length).index_copy(1, positions, losses)
+
+    def _gradient_bytes(self, micro_batches: int) -> int:
+        if self._uses_fsdp:
+            roots = self._pipeline.stages if self._pipeline is not None else self._model_parts
+            return round(fsdp_gradient_bytes(roots, self.recipe, micro_batches))
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        itemsize = min(gradient_itemsize(self.recipe), self.weight_dtype.itemsize)
+        size = itemsize * sum(parameter.numel() for parameter in trained)
+        if self.powersgd is not None:
+            size = FP32_BYTES * self.powersgd.sent_numel
+        return round(sent_bytes("all-reduce", size, self.mesh.dims.dp_replicate))
 
     def _autocast(self) -> torch.autocast:
         # Weights are stored in it, or sharded ones are gathered in it.
@@ -319,6 +340,10 @@ class ParallelModel:
         gradients = [to_local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
         foreach_mul_(gradients, factor.to(self._shard_device))
         return norm
+
+    def unsent_norm(self) -> Tensor:
+        """With PowerSGD: norm of what this rank has left to send."""
+        return torch.zeros((), device=self.mesh.device) if self.powersgd is None else self.powersgd.error_norm()
 
     def layer_grad_norms(self) -> list[float]:
         """The gradient norm of each decoder layer over all ranks, before clipping. One all-reduce."""

@@ -7,7 +7,8 @@ replica computes the same P and Q from the same sums: their weights stay bitwise
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,26 +55,20 @@ class PowerSGD:
         """Trained matrices are compressed where that sends ``smallest_saving`` times fewer numbers."""
         self._group, self._rank, self._seed = group, rank, seed
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        shapes = {name: _matrix_shape(parameter) for name, parameter in named}
-        compressed = {
-            name for name, (m, n) in shapes.items() if m * n > smallest_saving * self._columns(m, n) * (m + n)
-        }
-        self._plain = [parameter for name, parameter in named if name not in compressed]
+        factors = {name: factor_numel(parameter.shape, rank, smallest_saving) for name, parameter in named}
+        self._plain = [parameter for name, parameter in named if factors[name] is None]
         by_shape: dict[tuple[int, int], list[str]] = {}
-        for name, _ in named:
-            if name in compressed:
-                by_shape.setdefault(shapes[name], []).append(name)
+        for name, parameter in named:
+            if factors[name] is not None:
+                by_shape.setdefault(_matrix_shape(parameter.shape), []).append(name)
         self._stacks = list(self._allocate(by_shape, dict(named)))
         self._names = [name for names in by_shape.values() for name in names]
         self.reset()
 
-    def _columns(self, rows: int, columns: int) -> int:
-        return min(self._rank, rows, columns)
-
     def _allocate(self, by_shape: dict[tuple[int, int], list[str]], named: dict[str, nn.Parameter]) -> Iterator[_Stack]:
         device = next(iter(named.values())).device
         plain = sum(parameter.numel() for parameter in self._plain)
-        ranks = {shape: self._columns(*shape) for shape in by_shape}
+        ranks = {shape: min(self._rank, *shape) for shape in by_shape}
         sizes = [(len(names) * m * ranks[m, n], len(names) * n * ranks[m, n]) for (m, n), names in by_shape.items()]
         self._first = torch.zeros(plain + sum(p for p, _ in sizes), device=device)
         self._second = torch.zeros(sum(q for _, q in sizes), device=device)
@@ -182,11 +177,20 @@ class PowerSGD:
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
 
-def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
-    """As a matrix: stacked ones, such as those of experts, are one below the other. A vector is not worth it."""
-    if parameter.dim() < 2:
-        return 1, parameter.numel()
-    return parameter.numel() // parameter.shape[-1], parameter.shape[-1]
+def factor_numel(shape: Sequence[int], rank: int, smallest_saving: float = SMALLEST_SAVING) -> int | None:
+    """Numbers in P and Q of a parameter; None if it is sent as it is.
+
+    >>> factor_numel((1024, 4096), rank=4), factor_numel((1024,), rank=4)
+    (20480, None)
+    """
+    rows, columns = _matrix_shape(shape)
+    numel = min(rank, rows, columns) * (rows + columns)
+    return numel if smallest_saving * numel < rows * columns else None
+
+
+def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """As a matrix: stacked ones, such as those of experts, are one below the other. A vector is one row."""
+    return math.prod(shape[:-1]), shape[-1]
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
