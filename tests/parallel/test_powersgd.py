@@ -144,7 +144,7 @@ def numbers() -> Seen:
         of_torch(first_q, 2, 10),
         tuple({name: torch.stack([one[name] for one in many]).sum(0) for name in SHAPES} for many in (ours, without)),  # type: ignore[arg-type]
         errors(powersgd),
-        (powersgd.sent_numel, make(2, 4.0)[1].sent_numel),
+        (powersgd.sent_numel, make(2, 5.0)[1].sent_numel),
         after_nan,
         ours[:2],
         [average(scaled_model, scaled, drawn(step, me), scale=2.0**step) for step in range(3)],
