@@ -208,7 +208,7 @@ def train(optimizer: str, method: str, steps: int) -> tuple[list[float], list[Te
     recipe = ParallelRecipe(dp_replicate=RANKS, dp_shard=1, sync=sync)
     mesh = ParallelMesh(ParallelDims.from_recipe(recipe, RANKS), torch.device("cpu"))
     model = ParallelModel(config(moe=False), recipe, mesh, seed=3 + mesh.rank)  # weights are those of rank 0
-    options = OptimizerRecipe(name=optimizer, lr=5e-3)
+    options = OptimizerRecipe(name=optimizer, lr=5e-3, muon_lr=0.02)
     optimizers = build_optimizers(model.model, options, model.param_groups, 1.0, model.ddp_group)
     set_learning_rate(optimizers, options, 1.0)
     tokens = torch.randint(0, VOCAB, (8, LENGTH + 1), generator=torch.Generator().manual_seed(1))
