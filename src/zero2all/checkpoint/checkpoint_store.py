@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, Lineage, SavedLineage, 
 from zero2all.checkpoint.rank_group import RankGroup
 from zero2all.checkpoint.state_dict import (
     flatten_tensors,
+    keep_stored,
     load_training_state_dict,
     local_shard,
     training_state_dict,
@@ -334,18 +336,21 @@ class CheckpointStore:
             return CheckpointHeader(permanent=not isinstance(error.__cause__, ValueError))
 
     def load(
-        self, step: int, model: nn.Module, optimizers: list[Optimizer], rank_group: RankGroup | None = None
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        rank_group: RankGroup | None = None,
+        islands: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Load model, optimizers and random generators as they were after ``step`` steps.
 
         Each rank reads what it needs. With a group, one that cannot fails on all of them.
         """
-        state, reader = training_state_dict(model, optimizers), self.reader(step)
+        state, reader = training_state_dict(model, optimizers, islands), self.reader(step)
 
         def read() -> None:
-            # A run may resume with another world size: only the generators that were saved are restored.
-            saved = reader.entries()
-            state["rng"] = {name: value for name, value in state["rng"].items() if f"rng.{name}" in saved}
+            keep_stored(state, reader.entries())
             reader.load(dict(flatten_tensors(state)))
 
         if rank_group is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,13 +24,26 @@ from zero2all.torch_private import dtensor_like
 FLATTEN_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def training_state_dict(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-    """The live tensors, as DCP saves and loads them. An optimizer that has not stepped yet gets its state here."""
-    return {
+def training_state_dict(
+    model: nn.Module, optimizers: list[Optimizer], islands: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """The live tensors, as DCP saves and loads them. An optimizer that has not stepped yet gets its state here.
+
+    ``islands``: those of the outer optimizer. A state without them is loaded all the same.
+    """
+    state = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizers, options=FLATTEN_BY_NAME),
         "rng": rng_state(),
     }
+    return state if islands is None else {**state, "islands": dict(islands)}
+
+
+def keep_stored(state: dict[str, Any], stored: Container[str]) -> None:
+    """Load only what was saved: a run may resume with another world size, and then has other random generators, or
+    with islands that it did not have before."""
+    for part in {"rng", "islands"} & state.keys():
+        state[part] = {name: value for name, value in state[part].items() if f"{part}.{name}" in stored}
 
 
 def load_training_state_dict(state: dict[str, Any], model: nn.Module, optimizers: list[Optimizer]) -> None:

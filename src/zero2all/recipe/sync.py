@@ -20,8 +20,8 @@ class SyncRecipe(Section):
     powersgd_rank: Annotated[int, Field(ge=1)] = 4
     """Rank of the approximation of each matrix with ``powersgd``. What it leaves out is added to the next gradient."""
     islands: Annotated[int, Field(ge=1)] = 1
-    """With ``diloco``: number of islands, each a job of its own with all ranks of ``parallel``. Each trains its own part
-    of every batch."""
+    """With ``diloco``: number of islands, each a job of its own with all ranks of ``parallel``. Each trains its own
+    part of every batch."""
     every: Annotated[int, Field(ge=1)] = 50
     """With ``diloco``: steps between two exchanges of the same weights (H)."""
     fragments: Annotated[int, Field(ge=1)] = 1
