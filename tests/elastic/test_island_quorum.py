@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from zero2all.elastic.island_messages import (
@@ -289,59 +287,3 @@ def test_wrong_islands_are_refused() -> None:
         rendezvous.enter(1, recipe="another")
     with pytest.raises(UsageError, match="number them from 0"):
         rendezvous.enter(2)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_lost_islands_that_train_have_completed_the_same_exchanges(seed: int) -> None:
-    """Random losses, reconnections and failures: an island that continues without being told that it is behind has
-    completed exactly what the others have."""
-    rng = random.Random(seed)
-    rendezvous = Rendezvous(3)
-    done: dict[Island, list[int]] = {}  # what each has completed, as far as it knows
-    completed: list[int] = []
-    for island in rendezvous.started(0, 1, 2):
-        done[island] = []
-    for exchange in range(1, 30):
-        waiting = {island for island in done if rendezvous.quorum.present.get(island.number) is island}
-        attempts = {}
-        for island in list(waiting):
-            rendezvous.ready(island, exchange, last=done[island][-1] if done[island] else -1)
-            if rng.random() < 0.1:
-                rendezvous.quorum.leave(island)
-        rendezvous.advance()
-        for island in waiting:
-            answer = rendezvous.answer(island)
-            if isinstance(answer, QuorumAnswer) and not answer.is_behind:
-                attempts[island] = answer.attempt
-        for island, attempt in attempts.items():
-            if rng.random() < 0.1:
-                rendezvous.quorum.leave(island)
-            elif rendezvous.quorum.present.get(island.number) is island:
-                rendezvous.report(island, exchange, attempt)
-        rendezvous.advance()
-        outcomes = {island: rendezvous.answer(island) for island in attempts}
-        if any(outcome == OutcomeAnswer(True) for outcome in outcomes.values()):
-            completed.append(exchange)
-        for island, outcome in outcomes.items():
-            if isinstance(outcome, OutcomeAnswer) and outcome.is_complete:
-                if rng.random() < 0.2:  # the answer is lost with the connection
-                    rendezvous.quorum.leave(island)
-                else:
-                    done[island].append(exchange)
-        for number in range(3):  # lost ones connect again, as those that they were
-            if number not in rendezvous.quorum.present:
-                old = [island for island in done if island.number == number][-1]
-                again = rendezvous.enter(number)
-                done[again] = done.pop(old)
-        for island in list(done):
-            rendezvous.ready(island, exchange + 1, last=done[island][-1] if done[island] else -1)
-            answer = rendezvous.answer(island)
-            if isinstance(answer, QuorumAnswer) and answer.is_behind:
-                done[island] = list(completed)  # it has taken over the state of another
-                rendezvous.quorum.start(island, StartIsland(-1, "d"), rendezvous.now)
-                island.role, island.start = "training", None
-            elif isinstance(answer, QuorumAnswer):
-                rendezvous.report(island, exchange + 1, answer.attempt, 0)  # not this time
-                rendezvous.answer(island)
-            island.ready = None
-        assert all(history == completed for history in done.values())
