@@ -126,7 +126,9 @@ def test_three_islands_get_the_same_parts_in_the_same_order(rendezvous: Rendezvo
     links = [link(rendezvous, number, islands=3) for number in range(3)]
     together(*[lambda own=own: own.start(-1, "d") for own in links])
     parts = [torch.full((5,), number, dtype=torch.uint8) for number in range(3)]
-    found = together(*[lambda own=own, part=part: own.exchange(4, -1, part) for own, part in zip(links, parts)])
+    found = together(
+        *[lambda own=own, part=part: own.exchange(4, -1, part) for own, part in zip(links, parts, strict=False)]
+    )
     for exchanged in found:
         assert isinstance(exchanged, Exchanged)
         assert exchanged.members == [0, 1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -87,9 +88,9 @@ def bits_per_byte(out: Path, island: int) -> float:
 
 
 def longest_step(out: Path, island: int) -> float:
-    lines = [line for line in read_steps(out / "run" / f"island-{island}" / "record.jsonl").values()]
+    lines = list(read_steps(out / "run" / f"island-{island}" / "record.jsonl").values())
     times = [line["time"] for line in lines if "time" in line]
-    return max(after - before for before, after in zip(times, times[1:], strict=False))
+    return max(after - before for before, after in itertools.pairwise(times))
 
 
 def event_times(out: Path, island: int) -> dict[str, list[float]]:
@@ -116,10 +117,8 @@ def test_an_island_killed_in_the_middle_is_not_waited_for_and_comes_back(workspa
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert len(event_times(tmp_path / "killed", 1)["caught up"]) == 1
     assert len(event_times(tmp_path / "killed", 0)["islands"]) == 3  # both, one, both
-    print("longest step of the other island", longest_step(tmp_path / "killed", 0))
     assert longest_step(tmp_path / "killed", 0) < 10
     expected, found = bits_per_byte(tmp_path / "undisturbed", 0), bits_per_byte(tmp_path / "killed", 0)
-    print("bits per byte", expected, found)
     assert found == pytest.approx(expected, rel=0.01)
 
 
