@@ -20,7 +20,7 @@ from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.evals import evaluate_bpb
 from zero2all.recipe import Recipe, recipe_yaml
 from zero2all.track import read_steps
-from zero2all.track.record_lines import EventLine
+from zero2all.track.record_lines import EventLine, StepLine
 from zero2all.track.run_record import read_record_lines
 from zero2all.train import Run
 
@@ -88,8 +88,8 @@ def bits_per_byte(out: Path, island: int) -> float:
 
 
 def longest_step(out: Path, island: int) -> float:
-    lines = list(read_steps(out / "run" / f"island-{island}" / "record.jsonl").values())
-    times = [line["time"] for line in lines if "time" in line]
+    lines = read_record_lines(out / "run" / f"island-{island}" / "record.jsonl")
+    times = [line.time for line in lines if isinstance(line, StepLine) and line.time is not None]
     return max(after - before for before, after in itertools.pairwise(times))
 
 
