@@ -161,7 +161,7 @@ class CheckpointManager:
         if self.sync is not None:
             self.sync.reset()  # a checkpoint without its state, or with that of other ranks, leaves it so
         if restore_point.slots:
-            state = training_state_dict(self.model, self.optimizers, self.sync)
+            state = self._state_dict()
             reader = SlotReader(list(restore_point.slots))
             drop_unsaved(state, reader.read_metadata().state_dict_metadata)
             tensors = dict(flatten_tensors(state))
@@ -184,7 +184,7 @@ class CheckpointManager:
         self.load(found)
         if found.slots and not any(step <= found.step for step in self.rank_group.on_rank0(self.checkpoints.steps)):
             # All durable checkpoints are of later steps, and a run must not depend on memory alone.
-            state, lineage = training_state_dict(self.model, self.optimizers, self.sync), self.lineage
+            state, lineage = self._state_dict(), self.lineage
             self._pending_write = run_in_background(lambda: self._write(found.step, state, found.state, lineage))
             if (error := self._pending_write_error()) is not None:
                 warn(f"later checkpoints stay, because the state of step {found.step} cannot be written: {error}")
@@ -304,8 +304,11 @@ class CheckpointManager:
     def _collect_live_state(self) -> None:
         """Collect the live tensors once the optimizer has its state, and again after a load has replaced them."""
         if self._live_state is None:
-            self._live_state = training_state_dict(self.model, self.optimizers, self.sync)
+            self._live_state = self._state_dict()
             self._live_tensors = dict(flatten_tensors(self._live_state))
+
+    def _state_dict(self) -> dict[str, Any]:
+        return training_state_dict(self.model, self.optimizers, self.sync)
 
     def _open_slots(self) -> Slots:
         if self._slots is None:

@@ -23,7 +23,13 @@ from zero2all.elastic.node_policy import NodePolicy
 from zero2all.elastic.notify import Notifier
 from zero2all.elastic.worker_command import CLI_MODULE, worker_command
 from zero2all.engine import available_cores
-from zero2all.environment import JOB_SECRET_VARIABLE, own_allocator_settings
+from zero2all.environment import (
+    ISLAND_VARIABLE,
+    ISLANDS_ENDPOINT_VARIABLE,
+    ISLANDS_SECRET_VARIABLE,
+    JOB_SECRET_VARIABLE,
+    own_allocator_settings,
+)
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import fingerprint
 from zero2all.numa import (
@@ -92,6 +98,10 @@ class LaunchConfig:
     report_directory: Path = REPORT_DIRECTORY
     """Where the failure reports of a script are written; those of a z2a command are in its run directory."""
     node_policy: NodePolicy = field(default_factory=NodePolicy)
+    island: int | None = None
+    """The number of this job among those of a training with several islands (``parallel.sync.islands``)."""
+    islands_endpoint: str | None = None
+    """HOST:PORT of the rendezvous (``z2a rendezvous``) at which the islands meet."""
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -100,6 +110,8 @@ class LaunchConfig:
             raise UsageError(
                 f"--nnodes {self.nodes[0]}:{self.nodes[1]}: the minimum must be at least 1, and at most the maximum"
             )
+        if (self.island is None) != (self.islands_endpoint is None):
+            raise UsageError("--island and --islands-endpoint go together: the number of this island, and HOST:PORT")
 
     @property
     def is_script(self) -> bool:
@@ -187,7 +199,8 @@ class LaunchConfig:
         counts = node_counts(self.command, self.procs, self.nodes)
         policy = self.node_policy
         settings = RendezvousSettings(counts, node_test=policy.node_test, stragglers=policy.stragglers)
-        return Rendezvous(config, settings, fingerprint([*self.command]), self.procs)
+        island = [] if self.island is None else [f"island {self.island}"]  # islands may share a rendezvous
+        return Rendezvous(config, settings, fingerprint([*self.command, *island]), self.procs)
 
     def _run_agent(self, directory: Path, rendezvous: Rendezvous) -> int:
         from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
@@ -246,7 +259,19 @@ class LaunchConfig:
             JOB_SECRET_VARIABLE: rendezvous.secret,
         }
         own |= {AGENT_PID: str(os.getpid()), **encode_bindings(bindings)}
-        return {**settings, **os.environ, **own}
+        return {**settings, **os.environ, **own, **self._island_environment()}
+
+    def _island_environment(self) -> dict[str, str]:
+        from zero2all.elastic.job_secret import find_secret
+
+        if self.island is None or self.islands_endpoint is None:
+            return {}
+        secret, _ = find_secret(self.secret_file, make=False, patience=self.patience)
+        return {
+            ISLAND_VARIABLE: str(self.island),
+            ISLANDS_ENDPOINT_VARIABLE: self.islands_endpoint,
+            ISLANDS_SECRET_VARIABLE: secret,
+        }
 
     def cpu_bindings(self) -> list[CpuBinding | None]:
         """Of each rank of this node. torch's own binding needs the program numactl, which containers lack, and then

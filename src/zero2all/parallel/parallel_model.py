@@ -365,7 +365,7 @@ class ParallelModel:
         ]
         norms = foreach_norm([gradient for _, gradient in gradients])
         device = fp64_device(self.mesh.device)
-        counts = tuple(self._replica_count(parameter) for parameter, _ in gradients)
+        counts = tuple(self.replica_count(parameter) for parameter, _ in gradients)
         if counts not in self._replica_counts:  # once: a copy to the device is a host sync
             self._replica_counts[counts] = torch.tensor(counts, device=device)
         return torch.stack(norms).to(device).double().square() / self._replica_counts[counts]
@@ -553,7 +553,7 @@ class ParallelModel:
         """Whether this rank's losses count: tp ranks repeat them, and early stages have none."""
         return self.mesh.coordinate("tp") == 0 and (self._pipeline is None or self._pipeline.has_last_stage)
 
-    def _replica_count(self, parameter: Tensor) -> int:
+    def replica_count(self, parameter: Tensor) -> int:
         """How many ranks hold the same shard of a parameter."""
         ranks = self.mesh.dims.world_size // self.mesh.dims.pp
         if not isinstance(parameter, DTensor):

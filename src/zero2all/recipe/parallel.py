@@ -201,6 +201,11 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
             "adapters (model.lora) are not sharded by tp and ep: use dp_shard, which shards everything",
             ("parallel.tp", "parallel.ep", "model.lora"),
         )
+    if parallel.sync.method == "diloco" and parallel.sync.islands > 1 and train.guard.policy == "rollback":
+        yield Mistake(
+            "an island cannot roll back, since the others would go on: set train.guard.policy=skip or warn",
+            ("train.guard.policy", "parallel.sync.method"),
+        )
     if train.float8 is not None:
         yield from _float8_mistakes(model, train, parallel)
     yield from _offload_mistakes(train, parallel)

@@ -36,10 +36,11 @@ class SyncRecipe(Section):
     """With ``diloco``: Nesterov momentum of the outer optimizer. 0 is plain averaging."""
 
     def mistakes(self) -> Iterator[Mistake]:
-        if self.overlap and self.overlap >= self.every:
+        if self.overlap > self.every // self.fragments:
             yield Mistake(
-                f"an exchange must end before the next begins: set overlap below every={self.every}",
-                ("overlap", "every"),
+                "an exchange must end before the next begins: set overlap to at most every / fragments "
+                f"({self.every // self.fragments})",
+                ("overlap", "every", "fragments"),
             )
         if self.fragments > self.every:
             yield Mistake(
