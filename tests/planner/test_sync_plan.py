@@ -66,7 +66,7 @@ def test_a_slow_link_gets_advice_and_a_fast_one_does_not() -> None:
 
 def test_there_is_nothing_to_choose_on_one_node_or_where_tp_spans_nodes() -> None:
     assert plan(1, *REPLICAS, nodes=1) is None
-    assert plan(1, "parallel.tp=4", "parallel.pp=2") is None
+    assert plan(1, "parallel.tp=4", "parallel.pp=2", "model.tie_word_embeddings=false") is None
 
 
 def test_sharded_models_are_not_offered_powersgd_with_tp() -> None:
