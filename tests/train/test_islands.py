@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tests.conftest import tiny_recipe
 from tests.train.island_threads import ThreadIslands, thread_islands
-from zero2all.errors import Interrupted, UsageError
+from zero2all.errors import Interrupted, RecipeError, UsageError
 from zero2all.recipe import Recipe, parse_recipe
-from zero2all.recipe.load import RecipeError
 from zero2all.track import read_steps
 from zero2all.track.record_lines import EventLine
 from zero2all.track.run_record import read_record_lines

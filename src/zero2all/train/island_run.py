@@ -26,20 +26,20 @@ START_PATIENCE = 120.0  # seconds that a start waits for all islands; who comes 
 
 def island_place(recipe: Recipe) -> IslandPlace | None:
     """None if the recipe has one island: then nothing is exchanged."""
-    sync = recipe.parallel.sync
-    if sync.method != "diloco" or sync.islands == 1:
+    islands = recipe.parallel.islands
+    if islands == 1:
         if ISLAND_VARIABLE in os.environ:
             raise UsageError("--island is for recipes with parallel.sync.method=diloco and parallel.sync.islands > 1")
         return None
     if ISLAND_VARIABLE not in os.environ:
         raise UsageError(
-            f"the recipe has {sync.islands} islands (parallel.sync.islands): start 'z2a rendezvous', then each of them "
+            f"the recipe has {islands} islands (parallel.sync.islands): start 'z2a rendezvous', then each of them "
             "with 'z2a launch --island NUMBER --islands-endpoint HOST:PORT -- train RECIPE'"
         )
     island = int(os.environ[ISLAND_VARIABLE])
-    if island >= sync.islands:
-        raise UsageError(f"--island {island}: parallel.sync.islands is {sync.islands}, and they are numbered from 0")
-    return IslandPlace(island, sync.islands, os.environ[ISLANDS_ENDPOINT_VARIABLE], os.environ[ISLANDS_SECRET_VARIABLE])
+    if island >= islands:
+        raise UsageError(f"--island {island}: parallel.sync.islands is {islands}, and they are numbered from 0")
+    return IslandPlace(island, islands, os.environ[ISLANDS_ENDPOINT_VARIABLE], os.environ[ISLANDS_SECRET_VARIABLE])
 
 
 def with_island_run(recipe: Recipe, place: IslandPlace | None) -> Recipe:

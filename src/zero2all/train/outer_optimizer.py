@@ -15,7 +15,7 @@ differently, and machines that differ must still compute the same W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -188,7 +188,7 @@ def exchanged_tensors(model: nn.Module) -> dict[str, Tensor]:
     return trained | buffers
 
 
-def split_fragments(tensors: dict[str, Tensor], layers: int, count: int) -> list[dict[str, Tensor]]:
+def split_fragments(tensors: Mapping[str, Tensor], layers: int, count: int) -> list[dict[str, Tensor]]:
     """Neighbouring blocks together; the embedding with the first, norm and head with the last."""
     found: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for name, tensor in tensors.items():

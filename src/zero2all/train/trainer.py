@@ -335,7 +335,7 @@ class Trainer:
             self.config,
             self.mesh.device,
             self.peak_flops.flops,
-            self.mesh.dims.world_size * (1 if self.island_place is None else self.island_place.islands),
+            self.mesh.dims.world_size * recipe.parallel.islands,
             recompute,
             recipe.parallel.activation_checkpointing_every,
         )
