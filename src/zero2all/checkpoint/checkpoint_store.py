@@ -12,7 +12,6 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,8 +36,9 @@ from zero2all.checkpoint.integrity import (
 from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, Lineage, SavedLineage, contains_state
 from zero2all.checkpoint.rank_group import RankGroup
 from zero2all.checkpoint.state_dict import (
+    SyncState,
+    drop_unsaved,
     flatten_tensors,
-    keep_stored,
     load_training_state_dict,
     local_shard,
     training_state_dict,
@@ -341,16 +341,16 @@ class CheckpointStore:
         model: nn.Module,
         optimizers: list[Optimizer],
         rank_group: RankGroup | None = None,
-        islands: Mapping[str, Tensor] | None = None,
+        sync: SyncState | None = None,
     ) -> None:
-        """Load model, optimizers and random generators as they were after ``step`` steps.
+        """Load model, optimizers, random generators and ``sync`` as they were after ``step`` steps.
 
         Each rank reads what it needs. With a group, one that cannot fails on all of them.
         """
-        state, reader = training_state_dict(model, optimizers, islands), self.reader(step)
+        state, reader = training_state_dict(model, optimizers, sync), self.reader(step)
 
         def read() -> None:
-            keep_stored(state, reader.entries())
+            drop_unsaved(state, reader.entries())
             reader.load(dict(flatten_tensors(state)))
 
         if rank_group is None:

@@ -66,6 +66,9 @@ class ParallelRecipe(Section):
     less, but every rank then holds the unsharded gradient in fp32: 4 bytes for each parameter of its tp, pp and ep
     part. Replicas (DDP, HSDP) are always all-reduced after the last micro-batch. auto is last with zero=1, else
     every."""
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    """In what gradients are sent when ranks reduce them (DDP, FSDP, HSDP). bf16 halves the bytes, and rounds each sum
+    of ranks; micro-batches of a rank are added up in fp32 in any case."""
     activation_checkpointing: Literal["none", "full", "selective", "budget"] = "none"
     """What the backward pass recomputes: nothing, each block, everything except matmuls and attention (selective), or
     as much as a budget requires."""
@@ -98,6 +101,30 @@ class ParallelRecipe(Section):
                 ("offload", "offload_dir"),
             )
         yield from self._activation_mistakes()
+        yield from self._powersgd_mistakes()
+
+    def _powersgd_mistakes(self) -> Iterator[Mistake]:
+        if self.sync.method != "powersgd":
+            return
+        split = [name for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1]
+        split += ["dp_shard"] if self.dp_shard != 1 else []
+        if split or self.dp_replicate == 1:
+            named = ", ".join(f"{name}={getattr(self, name)}" for name in [*split, "dp_replicate"])
+            yield Mistake(
+                f"PowerSGD is for plain replicas, each with the full model, not for {named}: set dp_replicate=auto, "
+                "dp_shard=1 and the others to 1, or sync.method=all-reduce with gradient_dtype=bf16",
+                ("sync.method", *split, "dp_replicate"),
+            )
+        if self.gradient_dtype != "fp32":
+            yield Mistake(
+                "PowerSGD sends the factors of gradients in fp32: set gradient_dtype=fp32, or sync.method=all-reduce",
+                ("sync.method", "gradient_dtype"),
+            )
+        if self.offload != "none":
+            yield Mistake(
+                "PowerSGD needs gradients on the device: set offload=none, or sync.method=all-reduce",
+                ("sync.method", "offload"),
+            )
 
     def _zero_mistakes(self) -> Iterator[Mistake]:
         if self.zero < 3 and self.reshard_after_forward not in ("auto", "never"):

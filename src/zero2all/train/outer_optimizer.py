@@ -129,7 +129,7 @@ class OuterOptimizer:
                 if own is not None:
                     own.zero_()
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
+    def state_tensors(self) -> dict[str, Tensor]:
         """The live tensors, under names and with shards that do not depend on the parallel layout."""
         found = {}
         for fragment in self.fragments:

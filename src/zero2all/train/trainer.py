@@ -300,7 +300,7 @@ class Trainer:
                 on_replica=self._record_replica,
             ),
             ReplicaOptions(recipe.checkpoint.replicas, recipe.checkpoint.replica_rate),
-            None if outer is None else outer.checkpoint_tensors(),
+            outer or self.model.powersgd,
         )
         # The reference is computed while the model has its initial weights.
         objective, self.initial_weights = build_objective(
@@ -440,21 +440,32 @@ class Trainer:
             sums = self.objective.sums(model, losses, batch)
             sums = model.all_reduce_sum(sums, stop_requested=self.stop_event.is_set())
             norms = grad_norm.to(sums).expand(1, sums.shape[1])
+            unsent = model.unsent_norm().to(sums).expand(1, sums.shape[1])
             marks = self.timer.finish_step()  # before the copy, so that they are complete when it is
-            return LaunchedStep(batch, HostCopy(torch.cat([sums, norms])), marks)
+            return LaunchedStep(batch, HostCopy(torch.cat([sums, norms, unsent])), marks)
 
     def _judge_step(self, launched: LaunchedStep) -> StepResult:
         """Read the metrics, the one place where the host waits for the device, and check for a spike."""
         batch = launched.batch
         with self.timer.part("logging"):
-            *rows, stop_flags, (norm, *_) = launched.metrics.tolist()
+            *rows, stop_flags, (norm, *_), (unsent, *_) = launched.metrics.tolist()
             step_time = launched.marks.read()
         loss = self.objective.loss(rows, batch)
         # The loss of reinforcement learning is near 0 by construction: its changes mean nothing.
         is_around_zero = self.recipe.train.objective.name == "grpo" and math.isfinite(loss)
         action = self.check_spike(batch, 0.0 if is_around_zero else loss, norm)
         lr = self.recipe.train.optimizer.peak_lr * batch.stage.lr_multiplier(batch.step)
-        return StepResult(loss, norm, lr, self.objective.metrics(rows), action, any(stop_flags), step_time)
+        metrics = {**self.objective.metrics(rows), **self._sync_metrics(unsent, norm)}
+        return StepResult(loss, norm, lr, metrics, action, any(stop_flags), step_time)
+
+    def _sync_metrics(self, unsent: float, grad_norm: float) -> dict[str, float]:
+        """What synchronization sent, and with PowerSGD what it has left to send, as a share of the gradient."""
+        if self.mesh.dims.world_size == 1:
+            return {}
+        metrics = {"sync_bytes": float(self.model.sync_bytes)}
+        if self.model.powersgd is not None and grad_norm > 0:
+            metrics["sync_error"] = unsent / grad_norm
+        return metrics
 
     @contextmanager
     def _meet_islands(self) -> Iterator[None]:
