@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from tests.conftest import tiny_recipe
-from tests.train.island_threads import SECRET
+from tests.train.island_runs import island_processes
+from tests.train.island_threads import SECRET, thread_islands
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.evals import evaluate_bpb
@@ -53,8 +54,8 @@ train(recipe, hooks=TrainerHooks(on_batch=watch))
 class Launchers:
     """Islands of two ranks each, that FSDP shards the model over, started by ``z2a launch``."""
 
-    def __init__(self, directory: Path, recipe: Recipe, kill_at: int = -1, wait_at: int = -1) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+    def __init__(self, directory: Path, recipe: Recipe, kill_at: int, wait_at: int) -> None:
+        directory.mkdir()
         self.directory, self.steps = directory, [str(kill_at), str(wait_at)]
         self.server = RendezvousServer("127.0.0.1", 0, SECRET)
         self.server.start()
@@ -118,17 +119,17 @@ def event_times(out: Path, island: int) -> dict[str, list[float]]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_an_island_killed_in_the_middle_is_not_waited_for_and_comes_back(workspace: Path, tmp_path: Path) -> None:
     options = [f"train.steps={STEPS}", "checkpoint.every=10 steps", "parallel.sync.method=diloco"]
     options += ["parallel.sync.islands=2", "parallel.sync.every=8", "parallel.sync.fragments=2"]
     options += ["parallel.sync.overlap=2", "train.micro_batch_tokens=64"]
-    undisturbed = Launchers(tmp_path / "a", tiny_recipe(workspace, f"out={tmp_path}/undisturbed", *options))
-    undisturbed.end()
+    with thread_islands() as islands:  # one rank each
+        islands.train(tiny_recipe(workspace, f"out={tmp_path}/undisturbed", *options))
     recipe = tiny_recipe(workspace, f"out={tmp_path}/killed", *options)
-    killed = Launchers(tmp_path / "b", recipe, KILLED_AT, BACK_AT)
+    killed = Launchers(tmp_path / "job", recipe, KILLED_AT, BACK_AT)
     killed.wait_until_back()
     killed.end()
-    assert (tmp_path / "b" / "killed").exists()
     for out in (tmp_path / "undisturbed", tmp_path / "killed"):
         one, other = (Run.open(out / "run" / f"island-{number}").load_model().state_dict() for number in range(2))
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -143,8 +144,6 @@ def test_an_island_killed_in_the_middle_is_not_waited_for_and_comes_back(workspa
 def test_an_island_that_is_silent_is_not_waited_for_and_catches_up_when_it_runs_again(
     workspace: Path, tmp_path: Path
 ) -> None:
-    from tests.train.island_runs import island_processes
-
     options = ["train.steps=200", "parallel.sync.method=diloco", "parallel.sync.islands=2", "parallel.sync.every=5"]
     recipe = tiny_recipe(workspace, f"out={tmp_path}/out", *options)
     record = tmp_path / "out" / "run" / "island-1" / "record.jsonl"
