@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tests.conftest import tiny_recipe
 from tests.train.island_threads import ThreadIslands, thread_islands
-from zero2all.errors import Interrupted, UsageError
+from zero2all.errors import Interrupted, RecipeError, UsageError
 from zero2all.recipe import Recipe, parse_recipe
-from zero2all.recipe.load import RecipeError
 from zero2all.track import read_steps
 from zero2all.track.record_lines import EventLine
 from zero2all.track.run_record import read_record_lines
@@ -95,7 +94,7 @@ def test_all_islands_end_with_the_same_weights_and_say_what_they_did(
     step = runs[0].checkpoints.newest()
     assert step is not None
     states = [saved_tensors(run, step) for run in runs]
-    shared = [{name: tensor for name, tensor in state.items() if "islands.outer" in name} for state in states]
+    shared = [{name: tensor for name, tensor in state.items() if name.startswith("sync.outer")} for state in states]
     assert shared[0]
     assert_equal(*shared)
     assert any(not torch.equal(states[0][name], states[1][name]) for name in states[0] if name.startswith("optimizer"))

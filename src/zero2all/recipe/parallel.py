@@ -166,6 +166,11 @@ class ParallelRecipe(Section):
             )
 
     @property
+    def islands(self) -> int:
+        """Number of jobs that each train a part of every batch."""
+        return self.sync.islands if self.sync.method == "diloco" else 1
+
+    @property
     def stages_per_rank(self) -> int:
         return 2 if self.pp > 1 and self.schedule in ("interleaved", *SPLIT_BACKWARD_SCHEDULES) else 1
 
@@ -201,7 +206,7 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
             "adapters (model.lora) are not sharded by tp and ep: use dp_shard, which shards everything",
             ("parallel.tp", "parallel.ep", "model.lora"),
         )
-    if parallel.sync.method == "diloco" and parallel.sync.islands > 1 and train.guard.policy == "rollback":
+    if parallel.islands > 1 and train.guard.policy == "rollback":
         yield Mistake(
             "an island cannot roll back, since the others would go on: set train.guard.policy=skip or warn",
             ("train.guard.policy", "parallel.sync.method"),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +28,7 @@ WAIT_INTERVAL = 1.0  # seconds between two heartbeats while waiting
 
 
 class EventRecorder(Protocol):
-    def __call__(self, event: str, **details: object) -> None: ...
+    def __call__(self, event: str, /, **details: Any) -> None: ...
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Islands:
         total_steps: int,
         replica_counts: dict[str, int] | None = None,
         on_wait: Callable[[], None] = lambda: None,
-        on_event: EventRecorder = lambda event, **details: None,
+        on_event: EventRecorder = lambda event, /, **details: None,
     ) -> None:
         """``replica_counts``: how many ranks of this island hold the same shard of a weight, if more than one."""
         self.outer, self.recipe, self.link, self.total_steps = outer, outer.recipe, link, total_steps

@@ -57,12 +57,11 @@ from zero2all.train.device_batch import BatchCopier, HostCopy
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, stored_micro_batch, with_hyperparameters
 from zero2all.train.initial_weights import load_initial_weights
-from zero2all.train.island_run import connect_islands, island_place, with_island_run
+from zero2all.train.island_run import build_outer_optimizer, connect_islands, island_place, with_island_run
 from zero2all.train.islands import Islands
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
 from zero2all.train.optimizer_files import map_optimizer_state
-from zero2all.train.outer_optimizer import OuterOptimizer
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.resume import load_newest, restore_state
 from zero2all.train.run import TEST_SETS, Run, init_path, model_identity, require_data, resolve_model_config
@@ -283,7 +282,7 @@ class Trainer:
         )
         outer = None
         if self.island_place is not None:
-            outer = OuterOptimizer(self.model.model, self.config.num_hidden_layers, recipe.parallel.sync)
+            outer = build_outer_optimizer(recipe, self.model)
         self.checkpoint_manager = CheckpointManager(
             run.checkpoints,
             ranks.on_rank0(run.create_flash_dir) if recipe.checkpoint.flash_every is not None else None,
@@ -336,7 +335,7 @@ class Trainer:
             self.config,
             self.mesh.device,
             self.peak_flops.flops,
-            self.mesh.dims.world_size * (1 if self.island_place is None else self.island_place.islands),
+            self.mesh.dims.world_size * recipe.parallel.islands,
             recompute,
             recipe.parallel.activation_checkpointing_every,
         )
