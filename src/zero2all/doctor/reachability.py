@@ -84,8 +84,8 @@ class Unreachable:
                 f" (--advertise HOST:PORT there), and allow it from node {self.source}"
             )
         rule = f"on node {self.node} allow TCP {self.target.ports or self.target.port} from {self.source_address}"
-        if self.is_mapped and self.target.purpose == "data":
-            return f"{rule}; if no route leads to that address, no port map helps: use --overlay wireguard"
+        if self.target.purpose == "data":
+            return f"{rule}; if NAT is between them, no port map helps: use --overlay wireguard"
         if self.is_mapped:
             return f"{rule}, and check that the port map leads to the port that --listen names"
         return rule

@@ -211,7 +211,9 @@ class Rendezvous(RendezvousHandler):
             if not self._overlay.connect(store, assignment, is_interrupted):
                 return False
             check = replace(check, overlay_endpoint=self._overlay.own.endpoint, timeout=OVERLAY_TIMEOUT)
+        begin = time.monotonic()
         report = check.run()
+        seconds = time.monotonic() - begin
         if report.interrupted:
             return False
         if not report.unreachable:
@@ -219,19 +221,19 @@ class Rendezvous(RendezvousHandler):
             return True
         if not report.has_checked_nodes:
             self.close("failed")
-            self._raise_unreachable(report)
+            self._raise_unreachable(report, seconds)
         if assignment.rank in report.new_nodes:
             self.leave()
-            self._raise_unreachable(report)
+            self._raise_unreachable(report, seconds)
         say(str(report))
         return not report.new_nodes  # those leave; if all nodes have worked before, the node test finds the bad one
 
-    def _raise_unreachable(self, report: ReachReport) -> None:
+    def _raise_unreachable(self, report: ReachReport, seconds: float) -> None:
         deadline = time.monotonic() + _LAST_WORDS
         self.client.close()
         while self.server is not None and self.server.has_nodes() and time.monotonic() < deadline:
             time.sleep(_POLL_INTERVAL)  # the others still read what was found
-        raise UnreachableError(str(report))
+        raise UnreachableError(f"the nodes do not reach each other (found in {seconds:.1f} s)\n{report}")
 
     def _wait_for_assignment(self, failed: bool) -> RankAssignment:
         self._store_port = _free_port(self.address.local, self.address.local_port)
