@@ -34,6 +34,19 @@ table ip nat {{
 """
 
 
+HOST_SETUP = """
+ip link add name port type veth peer name cable netns $1
+ip address add 172.30.0.1/24 dev port
+ip link set port up
+echo 1 >/proc/sys/net/ipv4/ip_forward
+"""
+INSIDE_SETUP = f"""
+ip address add {INSIDE}/24 dev cable
+ip link set cable up
+ip route add default via 172.30.0.1
+"""
+
+
 @dataclass(frozen=True)
 class NatNetwork:
     inside: SimulatedNode
@@ -54,13 +67,8 @@ def nat_network(outside: int, routed: bool) -> Iterator[NatNetwork]:
         host, *others = network.nodes
         inside = SimulatedNode(f"{host.name}-inside", INSIDE)
         try:
-            host.run(*f"ip link add name port type veth peer name cable netns {inside.pid}".split())
-            host.run(*"ip address add 172.30.0.1/24 dev port".split())
-            host.run(*"ip link set port up".split())
-            inside.run(*f"ip address add {INSIDE}/24 dev cable".split())
-            inside.connect()
-            inside.run(*"ip route add default via 172.30.0.1".split())
-            host.run("sh", "-c", "echo 1 >/proc/sys/net/ipv4/ip_forward")
+            host.run("sh", "-ec", HOST_SETUP, "sh", str(inside.pid))
+            inside.run("sh", "-ec", INSIDE_SETUP)
             masquerade = "" if routed else 'oifname "cable" masquerade'
             load_rules(host, PORT_MAP.replace("MASQUERADE", masquerade))
             for node in others if routed else ():

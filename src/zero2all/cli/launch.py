@@ -12,7 +12,7 @@ import typer
 from zero2all.cli.conventions import Json, Result, command
 from zero2all.elastic.addresses import OverlayKind
 from zero2all.elastic.node_policy import NodePolicy, StragglerPolicy
-from zero2all.environment import NOTIFY_VARIABLE
+from zero2all.environment import NOTIFY_VARIABLE, BackendChoice
 from zero2all.errors import UsageError
 from zero2all.numa import BindingMode
 from zero2all.processes import require_linux
@@ -77,6 +77,14 @@ Overlay = Annotated[
         "--overlay",
         help="wireguard: connect the nodes by a private network over one UDP port each, where port maps or firewalls "
         "separate them. Needs root and wireguard-tools.",
+    ),
+]
+Backend = Annotated[
+    BackendChoice,
+    typer.Option(
+        "--backend",
+        help="gloo: use it instead of NCCL on GPUs too, where NCCL hangs although the network works "
+        "('z2a doctor --net'). It is slower. A script chooses its own.",
     ),
 ]
 SecretFile = Annotated[
@@ -166,6 +174,7 @@ def launch(
     advertise: Advertise = None,
     listen: Listen = None,
     overlay: Overlay = "none",
+    backend: Backend = "auto",
     secret_file: SecretFile = None,
     max_restarts: MaxRestarts = None,
     hang_after: HangAfter = None,
@@ -200,6 +209,7 @@ def launch(
         rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
         max_restarts, hang_after, grace, rdzv_timeout, numa_binding, report_directory=report_dir,
         node_policy=NodePolicy(readmit, node_test, stragglers, notify), listen_ranks=listen, overlay=overlay,
+        backend=backend,
     )  # fmt: skip
     if emit is None:
         require_linux("z2a launch")

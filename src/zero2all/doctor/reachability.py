@@ -37,7 +37,7 @@ class Target:
     port: int
     purpose: Purpose
     ports: str = ""
-    """All ports that must be open for this purpose, if more than ``port``."""
+    """What must be open on the node itself for this purpose, if not just ``port``."""
 
     def __str__(self) -> str:
         host = f"[{self.address}]" if ":" in self.address else self.address
@@ -87,7 +87,7 @@ class Unreachable:
         if self.target.purpose == "data":
             return f"{rule}; if NAT is between them, no port map helps: use --overlay wireguard"
         if self.is_mapped:
-            return f"{rule}, and check that the port map leads to the port that --listen names"
+            return f"{rule}, and check that the port map leads {self.target} to it"
         return rule
 
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any, Literal
 
 from zero2all.console import say
 from zero2all.errors import UsageError, Z2aError
-from zero2all.network import source_address
+from zero2all.network import interface_addresses, source_address
 
 OverlayKind = Literal["none", "wireguard"]
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
 _NAME_POLL_INTERVAL = 0.5  # seconds
 _UNROUTABLE = ("192.0.2.1", 9)  # TEST-NET-1: not assigned, and nothing is sent
-_GLOBAL_SCOPE = "00"  # of an IPv6 address in /proc/net/if_inet6; those of a link work only with its name
 
 
 @dataclass(frozen=True)
@@ -170,36 +166,3 @@ def refuse_loopback(endpoint: str, address: str) -> None:
             f"{host} resolves to {address} on this machine, where no other node can reach it: give its network "
             f"address instead, as --rdzv-endpoint 10.0.0.1:{DEFAULT_PORT}, or fix /etc/hosts"
         )
-
-
-def interface_for_address(address: str) -> str | None:
-    """The network interface with this address, for gloo, which otherwise resolves the host name."""
-    return next((name for name, own in interface_addresses().items() if own == address), None)
-
-
-def interface_addresses() -> dict[str, str]:
-    """The address of each interface as gloo takes it: the first of IPv4, else the first of IPv6."""
-    found: dict[str, str] = {}
-    with suppress(OSError):  # without IPv6 there is no such file
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if scope in (_GLOBAL_SCOPE, "10"):  # 10: loopback
-                found.setdefault(name, str(ip_address(bytes.fromhex(digits))))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-            except OSError:
-                continue  # no address
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
-def interface_mtu(name: str) -> int | None:
-    """By a system call: sysfs may be that of another network namespace."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), 0x8921, struct.pack("256s", name.encode()))  # SIOCGIFMTU
-        except OSError:
-            return None
-        return int(struct.unpack_from("i", answer, 16)[0])

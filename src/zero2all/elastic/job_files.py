@@ -265,6 +265,8 @@ def _non_default_options(config: LaunchConfig) -> dict[str, str]:
         options["--numa-binding"] = config.numa_binding
     if config.listen_ranks is not None:
         options["--listen"] = config.listen_ranks
+    if config.backend != LaunchConfig.backend:
+        options["--backend"] = config.backend
     if config.overlay != LaunchConfig.overlay:
         options["--overlay"] = config.overlay
     if config.report_directory != REPORT_DIRECTORY:

@@ -16,16 +16,17 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from zero2all.console import say
-from zero2all.elastic.addresses import DEFAULT_PORT, OverlayKind, interface_for_address, wait_for_name
+from zero2all.elastic.addresses import DEFAULT_PORT, OverlayKind, wait_for_name
 from zero2all.elastic.heartbeat import find_run_directory
 from zero2all.elastic.job_events import JobEvent
 from zero2all.elastic.node_policy import NodePolicy
 from zero2all.elastic.notify import Notifier
 from zero2all.elastic.worker_command import CLI_MODULE, worker_command
 from zero2all.engine import available_cores
-from zero2all.environment import JOB_SECRET_VARIABLE, own_allocator_settings
+from zero2all.environment import BACKEND_VARIABLE, JOB_SECRET_VARIABLE, BackendChoice, own_allocator_settings
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import fingerprint
+from zero2all.network import interface_for_address
 from zero2all.numa import (
     SYSFS,
     BindingMode,
@@ -98,6 +99,8 @@ class LaunchConfig:
     """Address or interface of this node that its ranks use, with the port that ``advertise`` leads to."""
     overlay: OverlayKind = "none"
     """A private network between the nodes, for those that port maps separate."""
+    backend: BackendChoice = "auto"
+    """Of the collectives on GPUs: NCCL, or gloo where it hangs."""
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -270,6 +273,8 @@ class LaunchConfig:
             STORE_VARIABLE: rendezvous.client.endpoint,
             JOB_SECRET_VARIABLE: rendezvous.secret,
         }
+        if self.backend != "auto":
+            own[BACKEND_VARIABLE] = self.backend
         own |= {AGENT_PID: str(os.getpid()), **encode_bindings(bindings)}
         return {**settings, **os.environ, **own}
 

@@ -19,11 +19,12 @@ from dataclasses import asdict, dataclass
 from ipaddress import IPv4Address
 
 from zero2all.console import say
-from zero2all.elastic.addresses import HostPort, NodeAddress, interface_for_address, interface_mtu
+from zero2all.elastic.addresses import HostPort, NodeAddress
 from zero2all.elastic.overlay_guard import KINDS
 from zero2all.elastic.rendezvous_client import RendezvousStore
 from zero2all.elastic.rendezvous_state import RankAssignment
 from zero2all.errors import UsageError, Z2aError
+from zero2all.network import interface_for_address, interface_mtu
 from zero2all.records import parse_record
 
 HEADER_BYTES = 80  # of WireGuard in a packet, over IPv6

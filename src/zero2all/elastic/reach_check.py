@@ -47,6 +47,8 @@ class ReachableNode:
     was_checked: bool
     """Whether it has passed the check in an earlier round."""
     overlay_endpoint: str | None = None
+    store_port: int | None = None
+    """On the first node: where the store of the ranks listens there."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,9 @@ class ReachCheck:
                 stack.enter_context(local)
             target = Target(address, data.port, "data", ephemeral_ports())
             own = ReachableNode(
-                socket.gethostname(), target, self.address.is_mapped, self.was_checked, self.overlay_endpoint
-            )
+                socket.gethostname(), target, self.address.is_mapped, self.was_checked, self.overlay_endpoint,
+                self.store_port if rank == 0 else None,
+            )  # fmt: skip
             self.store.set(self._key(f"node/{rank}"), json.dumps(asdict(own)))
             if self.was_checked:
                 self.store.add(self._key("checked"), 1)
@@ -127,7 +130,8 @@ class ReachCheck:
         }
         tries = [(peer, node.data) for peer, node in nodes.items()]
         if 0 in nodes:
-            tries.append((0, Target(self.assignment.master, self.assignment.port, "store")))
+            inside = str(nodes[0].store_port or "")
+            tries.append((0, Target(self.assignment.master, self.assignment.port, "store", inside)))
 
         def try_one(one: tuple[int, Target]) -> ProbeResult:
             peer, target = one

@@ -30,7 +30,6 @@ from zero2all.elastic.addresses import (
     NodeAddress,
     default_address,
     find_node_address,
-    interface_addresses,
     is_local_address,
     resolve_endpoint,
 )
@@ -59,6 +58,7 @@ from zero2all.elastic.rendezvous_messages import (
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.elastic.rendezvous_state import FailureAnswer, Outcome, RankAssignment, RendezvousSettings
 from zero2all.errors import UsageError, Z2aError
+from zero2all.network import interface_addresses
 from zero2all.records import parse_record
 
 JOIN_TIMEOUT = 600.0  # seconds to wait for enough nodes
@@ -186,7 +186,7 @@ class Rendezvous(RendezvousHandler):
             failed = False
             if self.assignment.node_test and self._test_nodes(self.assignment):
                 continue  # a bad node was found, or one was lost: another round
-            if not self._check_network or self.assignment.nodes < 2 or self._nodes_are_reachable(self.assignment):
+            if self.assignment.nodes < 2 or self._connect_nodes(self.assignment):
                 break
         master, port = self.assignment.master, self.assignment.port
         if self.assignment.rank == 0:  # from behind a port map, this node does not reach its own outer address
@@ -194,7 +194,7 @@ class Rendezvous(RendezvousHandler):
         store = RendezvousStoreInfo(master, port)
         return RendezvousInfo(RendezvousStore(self.client), self.assignment.rank, self.assignment.nodes, store)
 
-    def _nodes_are_reachable(self, assignment: RankAssignment) -> bool:
+    def _connect_nodes(self, assignment: RankAssignment) -> bool:
         """Whether this round can start. If not, another one must form."""
 
         def is_interrupted() -> bool:
@@ -203,14 +203,19 @@ class Rendezvous(RendezvousHandler):
             return bool(status.lost or status.change or status.closed)
 
         store, wanted = RendezvousStore(self.client), os.environ.get("GLOO_SOCKET_IFNAME", "")
+        if self._overlay is not None and not self._overlay.connect(store, assignment, is_interrupted):
+            return False
+        if not self._check_network:
+            return True
         check = ReachCheck(
             store, self.secret, assignment, self.address, self._store_port, self._was_checked, is_interrupted,
             interface_addresses().get(wanted, ""),
         )  # fmt: skip
         if self._overlay is not None:
-            if not self._overlay.connect(store, assignment, is_interrupted):
-                return False
             check = replace(check, overlay_endpoint=self._overlay.own.endpoint, timeout=OVERLAY_TIMEOUT)
+        return self._judge_reachability(assignment, check)
+
+    def _judge_reachability(self, assignment: RankAssignment, check: ReachCheck) -> bool:
         begin = time.monotonic()
         report = check.run()
         seconds = time.monotonic() - begin
