@@ -39,7 +39,7 @@ def test_an_address_may_have_a_port(text: str, host: str, port: int | None) -> N
 
 @pytest.mark.parametrize("text", ["10.0.0.1:", "10.0.0.1:0", "10.0.0.1:70000", "host:port", "fd00::g:29501", "a:b:1"])
 def test_a_malformed_address_is_wrong_usage(text: str) -> None:
-    with pytest.raises(UsageError, match="--advertise is .*HOST:PORT"):
+    with pytest.raises(UsageError, match=r"--advertise is .*HOST:PORT"):
         HostPort.parse(text, "--advertise")
 
 
@@ -121,9 +121,10 @@ def test_the_first_node_gets_its_own_address_and_the_others_the_advertised_one(m
         one, other = meet(cluster.add(f"127.0.0.2:{port}"), cluster.add("127.0.0.3"))
         assert isinstance(one, RendezvousInfo), one
         assert isinstance(other, RendezvousInfo), other
-        first, second = (found.bootstrap_store_info for found in (one, other))
-        assert (first.master_addr, first.master_port) == ("127.0.0.2", port)
-        assert (second.master_addr, second.master_port) == ("127.0.0.2", port)
+        for found in (one, other):
+            assert found.bootstrap_store_info is not None
+            assert found.bootstrap_store_info.master_addr == "127.0.0.2"
+            assert found.bootstrap_store_info.master_port == port
     finally:
         cluster.close()
 
