@@ -163,7 +163,7 @@ def test_without_an_overlay_strict_nat_is_an_error_that_proposes_it(tmp_path: Pa
         (
             "input",
             f"tcp dport {STORE_INSIDE}",
-            rf"\(10.77.0.2\) cannot reach node \S+-inside at {HOST}:{STORE} \(TCP, the store of the ranks\): no answer.*"
+            rf"\(10.77.0.2\) cannot reach node \S+-inside at {HOST}:{STORE} \(TCP, the store of the ranks\): no .*"
             rf"on node \S+-inside allow TCP {STORE_INSIDE} from 10.77.0.2",
         ),
         (
