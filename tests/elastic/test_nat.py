@@ -28,7 +28,7 @@ from tests.elastic.nat_network import (
     nat_network,
     unavailable_reason,
 )
-from zero2all.chaos.simulated_nodes import SimulatedNode
+from zero2all.chaos.simulated_nodes import SimulatedNode, simulated_nodes
 from zero2all.chaos.workspace import build_workspace, workspace_recipe
 from zero2all.elastic.job_secret import new_secret
 from zero2all.environment import JOB_SECRET_VARIABLE
@@ -226,3 +226,16 @@ def test_nothing_is_left_of_an_overlay_after_ctrl_c_and_after_a_kill(tmp_path: P
             while node.processes() or "z2a-" in node.run("ip", "-brief", "link"):
                 assert time.monotonic() < deadline, node.processes()
                 time.sleep(0.1)
+
+
+def test_nodes_with_ipv6_only(tmp_path: Path) -> None:
+    (tmp_path / "sum.py").write_text(SUM)
+    with simulated_nodes(2) as nodes, job(tmp_path) as launched:
+        for number, node in enumerate(nodes, 1):
+            node.run("ip", "address", "flush", "dev", "cable")
+            node.run("ip", "address", "add", f"fd00::{number}/64", "dev", "cable", "nodad")
+        for node in nodes:
+            command = ["python", str(tmp_path / "sum.py"), str(tmp_path)]
+            launched.launch(node, "--rdzv-endpoint", "[fd00::1]:29500", nodes=2, command=command, procs=1)
+        launched.wait(0)
+        assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2"] * 2
