@@ -11,6 +11,9 @@ STORE_VARIABLE = "Z2A_STORE"  # endpoint of the store that the agents share
 JOB_SECRET_VARIABLE = "Z2A_JOB_SECRET"
 BackendChoice = Literal["auto", "gloo"]
 BACKEND_VARIABLE = "Z2A_BACKEND"  # of the ranks' collectives: auto or gloo
+ISLAND_VARIABLE = "Z2A_ISLAND"  # the number of the island that a rank belongs to
+ISLANDS_ENDPOINT_VARIABLE = "Z2A_ISLANDS_ENDPOINT"  # where all islands meet
+ISLANDS_SECRET_VARIABLE = "Z2A_ISLANDS_SECRET"
 NOTIFY_VARIABLE = "Z2A_NOTIFY"  # as --notify: a URL with a secret stays out of the list of processes
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")

@@ -148,6 +148,19 @@ NumaBinding = Annotated[
         "all. Default: node, where there are several NUMA nodes; ranks without GPUs are spread over them.",
     ),
 ]
+Island = Annotated[
+    int | None,
+    typer.Option(
+        "--island",
+        min=0,
+        help="Number of this job, from 0, among the islands of a training (parallel.sync.islands). "
+        "The run is in RUN/island-NUMBER.",
+    ),
+]
+IslandsEndpoint = Annotated[
+    str | None,
+    typer.Option("--islands-endpoint", help="HOST:PORT of the rendezvous server at which the islands meet."),
+]
 Check = Annotated[bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")]
 JobFile = Literal["slurm", "k8s", "trainjob", "pytorchjob"]
 Emit = Annotated[
@@ -184,6 +197,8 @@ def launch(
     stragglers: Stragglers = "warn",
     notify: Notify = None,
     numa_binding: NumaBinding = "auto",
+    island: Island = None,
+    islands_endpoint: IslandsEndpoint = None,
     rdzv_timeout: RdzvTimeout = 60,
     report_dir: ReportDir = Path("z2a-reports"),
     check: Check = False,
@@ -209,7 +224,7 @@ def launch(
         rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
         max_restarts, hang_after, grace, rdzv_timeout, numa_binding, report_directory=report_dir,
         node_policy=NodePolicy(readmit, node_test, stragglers, notify), listen_ranks=listen, overlay=overlay,
-        backend=backend,
+        backend=backend, island=island, islands_endpoint=islands_endpoint,
     )  # fmt: skip
     if emit is None:
         require_linux("z2a launch")
@@ -224,6 +239,8 @@ def launch(
 
     if check:
         raise UsageError("--check checks the nodes as they start: with --emit, run 'z2a launch ... -- doctor' there")
+    if island is not None:
+        raise UsageError("--emit writes the job of one island without its number: add --island and --islands-endpoint")
     text = _job_file(launch_config, emit, JobResources(job_name, gpus, image))
     if to is not None:
         to.write_text(text, encoding="utf-8")

@@ -23,7 +23,15 @@ from zero2all.elastic.node_policy import NodePolicy
 from zero2all.elastic.notify import Notifier
 from zero2all.elastic.worker_command import CLI_MODULE, worker_command
 from zero2all.engine import available_cores
-from zero2all.environment import BACKEND_VARIABLE, JOB_SECRET_VARIABLE, BackendChoice, own_allocator_settings
+from zero2all.environment import (
+    BACKEND_VARIABLE,
+    ISLAND_VARIABLE,
+    ISLANDS_ENDPOINT_VARIABLE,
+    ISLANDS_SECRET_VARIABLE,
+    JOB_SECRET_VARIABLE,
+    BackendChoice,
+    own_allocator_settings,
+)
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import fingerprint
 from zero2all.network import interface_for_address
@@ -101,6 +109,10 @@ class LaunchConfig:
     """A private network between the nodes, for those that port maps separate."""
     backend: BackendChoice = "auto"
     """Of the collectives on GPUs: NCCL, or gloo where it hangs."""
+    island: int | None = None
+    """The number of this job among those of a training with several islands (``parallel.sync.islands``)."""
+    islands_endpoint: str | None = None
+    """HOST:PORT of the rendezvous (``z2a rendezvous``) at which the islands meet."""
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -109,6 +121,8 @@ class LaunchConfig:
             raise UsageError(
                 f"--nnodes {self.nodes[0]}:{self.nodes[1]}: the minimum must be at least 1, and at most the maximum"
             )
+        if (self.island is None) != (self.islands_endpoint is None):
+            raise UsageError("--island and --islands-endpoint go together: the number of this island, and HOST:PORT")
 
     @property
     def is_script(self) -> bool:
@@ -213,7 +227,8 @@ class LaunchConfig:
         counts = node_counts(self.command, self.procs, self.nodes)
         policy = self.node_policy
         settings = RendezvousSettings(counts, node_test=policy.node_test, stragglers=policy.stragglers)
-        return Rendezvous(config, settings, fingerprint([*self.command]), self.procs)
+        island = [] if self.island is None else [f"island {self.island}"]  # islands may share a rendezvous
+        return Rendezvous(config, settings, fingerprint([*self.command, *island]), self.procs)
 
     def _run_agent(self, directory: Path, rendezvous: Rendezvous) -> int:
         from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
@@ -276,7 +291,19 @@ class LaunchConfig:
         if self.backend != "auto":
             own[BACKEND_VARIABLE] = self.backend
         own |= {AGENT_PID: str(os.getpid()), **encode_bindings(bindings)}
-        return {**settings, **os.environ, **own}
+        return {**settings, **os.environ, **own, **self._island_environment()}
+
+    def _island_environment(self) -> dict[str, str]:
+        from zero2all.elastic.job_secret import find_secret
+
+        if self.island is None or self.islands_endpoint is None:
+            return {}
+        secret, _ = find_secret(self.secret_file, make=False, patience=self.patience)
+        return {
+            ISLAND_VARIABLE: str(self.island),
+            ISLANDS_ENDPOINT_VARIABLE: self.islands_endpoint,
+            ISLANDS_SECRET_VARIABLE: secret,
+        }
 
     def cpu_bindings(self) -> list[CpuBinding | None]:
         """Of each rank of this node. torch's own binding needs the program numactl, which containers lack, and then
