@@ -94,6 +94,7 @@ ATTRIBUTES = {
     "_micro_pipeline_tp",
     "_orig_size",
     "_pcontext",
+    "_reduce_dtype",
     "_remaining_restarts",
     "_timeout",
 }  # used below

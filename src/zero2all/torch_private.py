@@ -225,7 +225,7 @@ def silence_redistribute_warning() -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def fsdp_param_groups(module: nn.Module) -> list[Any]:
+def fsdp_param_groups(module: Any) -> list[Any]:
     """FSDP2's groups of parameters that are gathered and reduced together, in module order. Tested with 2.13. No
     public one."""
     from torch.distributed.fsdp import FSDPModule
@@ -233,6 +233,14 @@ def fsdp_param_groups(module: nn.Module) -> list[Any]:
     # Modules that were sharded together have one state.
     states = dict.fromkeys(part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule))
     return [group for state in states for group in state._fsdp_param_groups]
+
+
+def set_reduce_dtype(groups: list[Any], dtype: torch.dtype) -> None:
+    """What groups of FSDP2 send when they next reduce gradients. To be called after a forward pass, the first of which
+    sets it from the policy. Tested with 2.13. The public reduce_dtype of the policy is also what micro-batches are
+    added up in."""
+    for group in groups:
+        group._reduce_dtype = dtype
 
 
 def fsdp_wait_methods(module: nn.Module) -> list[tuple[Any, str]]:

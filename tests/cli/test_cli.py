@@ -103,8 +103,8 @@ def test_launch_takes_the_flags_of_torchrun_and_its_own() -> None:
 
 @pytest.mark.parametrize("words", every_command(), ids=" ".join)
 def test_help_has_an_example(words: list[str]) -> None:
-    shown = z2a(*words, "--help")
-    assert shown.returncode == 0
+    shown = CliRunner().invoke(app, [*words, "--help"], terminal_width=200)
+    assert shown.exit_code == 0
     assert f"Example: z2a {' '.join(words)}" in shown.stdout
 
 
@@ -192,19 +192,44 @@ def test_text_in_any_script_comes_out_on_any_console(tmp_path: Path, workspace: 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_users_mistake_gives_a_line_to_act_on(tmp_path: Path, words: list[str], status: int, said: str) -> None:
+def test_a_users_mistake_gives_a_line_to_act_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], status: int, said: str
+) -> None:
+    """In this process: a new one for each would import torch thirty times."""
     (tmp_path / "bad.yaml").write_text("train: {stepz: 5}")
     (tmp_path / "broken.yaml").write_text("train: [")
     (tmp_path / "good.yaml").write_text("train: {steps: 5}")
+    monkeypatch.chdir(tmp_path)
     for extra in ([], ["--json"]):
-        failed = z2a(*words, *extra, cwd=tmp_path)
-        assert failed.returncode == status
+        failed = CliRunner().invoke(app, [*words, *extra])
+        assert failed.exit_code == status
         assert said in failed.stderr
         assert "Traceback" not in failed.stderr
-        if extra:
-            assert "error" in json.loads(failed.stdout)
-        else:
+        if not extra:
             assert failed.stdout == ""
+        elif failed.stdout:  # a command line that does not parse: the next test
+            assert "error" in json.loads(failed.stdout)
+
+
+@pytest.mark.parametrize("words", [["train"], ["recipe", "check", "bad.yaml"]], ids=" ".join)
+def test_a_mistake_is_one_json_object_of_the_installed_program(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "bad.yaml").write_text("train: {stepz: 5}")
+    failed = z2a(*words, "--json", cwd=tmp_path)
+    assert failed.returncode == 2
+    assert "error" in json.loads(failed.stdout)
+
+
+def test_a_mistake_in_a_recipe_does_not_wait_for_torch(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("train: {stepz: 5}")
+    code = (
+        "import atexit, sys; from zero2all.cli.main import main; "
+        "atexit.register(lambda: print('torch' in sys.modules)); main()"
+    )
+    failed = subprocess.run(
+        [sys.executable, "-c", code, "train", "bad.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert "did you mean steps?" in failed.stderr
+    assert failed.stdout.strip() == "False"
 
 
 def test_recipe_show_prints_what_loads_again(tmp_path: Path, workspace: Path) -> None:

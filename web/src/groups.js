@@ -8,13 +8,14 @@ const TITLES = {
   tokens_per_second: "tokens per second", mfu: "MFU", mfu_palm: "MFU, counted as PaLM does", hfu: "HFU", tflops: "TFLOP/s of a device",
   goodput: "goodput", memory: "memory (bytes)",
   data_wait: "waiting for data", "time/*": "where the time of a step goes (s)", step_time: "time of a step (s)",
-  "time/@": "exposed communication by rank (s)", "system/cpu_cores": "CPU cores in use",
+  "time/@": "exposed communication by rank (s)", sync_bytes: "sent by a rank to synchronize a step (bytes)",
+  sync_error: "left to send by PowerSGD (share of the gradient)", "system/cpu_cores": "CPU cores in use",
   "system/memory_gib": "memory of the process (GiB)", "system/machine_memory_gib": "memory of the machine (GiB)",
   "system/load": "load", "system/other_cpu": "CPU share of other programs",
 };
 const FIRST = ["loss", "loss/*", "validation/*", "stories/*", "bpb", "bpb/*", "lr", "grad_norm", "tokens_per_second", "mfu", "mfu_palm", "hfu",
   "tflops",
-  "goodput", "time/*", "step_time", "time/@", "data_wait", "memory"];
+  "goodput", "time/*", "step_time", "time/@", "sync_bytes", "sync_error", "data_wait", "memory"];
 // Parts of a step, from the bottom of their stack to its top.
 const PARTS = ["data", "forward", "loss", "backward", "communication", "optimizer", "logging", "other"].map((part) => `time/${part}`);
 const LAST = /^(system|gpu)/;

@@ -44,6 +44,8 @@ from zero2all.checkpoint.restore import RestoreDecision, decision_summary
 from zero2all.checkpoint.restore_point import RestorePoint, RestorePointFinder
 from zero2all.checkpoint.slot_reader import SlotReader
 from zero2all.checkpoint.state_dict import (
+    SyncState,
+    drop_unsaved,
     flatten_tensors,
     load_training_state_dict,
     local_shard,
@@ -87,9 +89,10 @@ class CheckpointManager:
         replica_group: dist.ProcessGroup | None = None,
         callbacks: CheckpointCallbacks | None = None,
         replicas: ReplicaOptions | None = None,
+        sync: SyncState | None = None,
     ) -> None:
         """``replica_group`` has the ranks that hold the same state as this one. ``replicas``: those of states in
-        memory, on other nodes."""
+        memory, on other nodes. ``sync`` is what gradients are synchronized with, if that keeps a state."""
         self.replica_group = replica_group
         self.checkpoints, self.flash_directory, self.run_directory, self.rank_group = (
             checkpoints,
@@ -97,7 +100,7 @@ class CheckpointManager:
             run_directory,
             rank_group,
         )
-        self.model, self.optimizers = model, optimizers
+        self.model, self.optimizers, self.sync = model, optimizers, sync
         self.callbacks = callbacks or CheckpointCallbacks()
         self.lineage = extend_lineage((), 0, rank_group.on_rank0(new_history_id))
         """Lineage of the states saved from now on."""
@@ -155,16 +158,17 @@ class CheckpointManager:
         """Load a state and begin a history from it, on every rank before any continues."""
         self._live_state = None
         self.callbacks.on_phase("restore")
+        if self.sync is not None:
+            self.sync.reset()  # a checkpoint without its state, or with that of other ranks, leaves it so
         if restore_point.slots:
-            state = training_state_dict(self.model, self.optimizers)
+            state = self._state_dict()
             reader = SlotReader(list(restore_point.slots))
-            saved = reader.read_metadata().state_dict_metadata
-            state["rng"] = {name: value for name, value in state["rng"].items() if f"rng.{name}" in saved}
+            drop_unsaved(state, reader.read_metadata().state_dict_metadata)
             tensors = dict(flatten_tensors(state))
             self.rank_group.on_all_ranks(lambda: reader.load(tensors))  # one that cannot read ends the attempt of all
             load_training_state_dict(state, self.model, self.optimizers)
         else:
-            self.checkpoints.load(restore_point.step, self.model, self.optimizers, self.rank_group)
+            self.checkpoints.load(restore_point.step, self.model, self.optimizers, self.rank_group, self.sync)
         self.begin_history(restore_point)
         for slot in self._slots.slots if self._slots is not None else []:
             slot.step = -1 if slot.step > restore_point.step else slot.step
@@ -180,7 +184,7 @@ class CheckpointManager:
         self.load(found)
         if found.slots and not any(step <= found.step for step in self.rank_group.on_rank0(self.checkpoints.steps)):
             # All durable checkpoints are of later steps, and a run must not depend on memory alone.
-            state, lineage = training_state_dict(self.model, self.optimizers), self.lineage
+            state, lineage = self._state_dict(), self.lineage
             self._pending_write = run_in_background(lambda: self._write(found.step, state, found.state, lineage))
             if (error := self._pending_write_error()) is not None:
                 warn(f"later checkpoints stay, because the state of step {found.step} cannot be written: {error}")
@@ -300,8 +304,11 @@ class CheckpointManager:
     def _collect_live_state(self) -> None:
         """Collect the live tensors once the optimizer has its state, and again after a load has replaced them."""
         if self._live_state is None:
-            self._live_state = training_state_dict(self.model, self.optimizers)
+            self._live_state = self._state_dict()
             self._live_tensors = dict(flatten_tensors(self._live_state))
+
+    def _state_dict(self) -> dict[str, Any]:
+        return training_state_dict(self.model, self.optimizers, self.sync)
 
     def _open_slots(self) -> Slots:
         if self._slots is None:

@@ -36,6 +36,8 @@ from zero2all.checkpoint.integrity import (
 from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, Lineage, SavedLineage, contains_state
 from zero2all.checkpoint.rank_group import RankGroup
 from zero2all.checkpoint.state_dict import (
+    SyncState,
+    drop_unsaved,
     flatten_tensors,
     load_training_state_dict,
     local_shard,
@@ -334,18 +336,21 @@ class CheckpointStore:
             return CheckpointHeader(permanent=not isinstance(error.__cause__, ValueError))
 
     def load(
-        self, step: int, model: nn.Module, optimizers: list[Optimizer], rank_group: RankGroup | None = None
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        rank_group: RankGroup | None = None,
+        sync: SyncState | None = None,
     ) -> None:
-        """Load model, optimizers and random generators as they were after ``step`` steps.
+        """Load model, optimizers, random generators and ``sync`` as they were after ``step`` steps.
 
         Each rank reads what it needs. With a group, one that cannot fails on all of them.
         """
-        state, reader = training_state_dict(model, optimizers), self.reader(step)
+        state, reader = training_state_dict(model, optimizers, sync), self.reader(step)
 
         def read() -> None:
-            # A run may resume with another world size: only the generators that were saved are restored.
-            saved = reader.entries()
-            state["rng"] = {name: value for name, value in state["rng"].items() if f"rng.{name}" in saved}
+            drop_unsaved(state, reader.entries())
             reader.load(dict(flatten_tensors(state)))
 
         if rank_group is None:

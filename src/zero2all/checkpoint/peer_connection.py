@@ -122,8 +122,11 @@ class PeerConnection:
             after_block()
 
 
-def connect(address: Address, secret: bytes) -> PeerConnection:
-    connection = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT)
+def connect(
+    address: Address, secret: bytes, patience: float = HANDSHAKE_TIMEOUT, stall_timeout: float = STALL_TIMEOUT
+) -> PeerConnection:
+    """``patience`` is the seconds for each message of the handshake."""
+    connection = socket.create_connection(address, timeout=patience)
     try:
         _configure(connection)
         greeting = receive_exactly(connection, len(MAGIC) + NONCE_BYTES)
@@ -135,7 +138,7 @@ def connect(address: Address, secret: bytes) -> PeerConnection:
             raise TamperedError(f"{address.host}:{address.port} has another job secret")
         if not verify(key, receive_exactly(connection, MAC_BYTES), b"server", theirs, mine):
             raise TamperedError(f"what answers at {address.host}:{address.port} does not know the job secret")
-        connection.settimeout(STALL_TIMEOUT)
+        connection.settimeout(stall_timeout)
         return PeerConnection(connection, SignedSession(key, theirs, mine, is_server=False))
     except BaseException:
         connection.close()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero2all.checkpoint.state_dict import local_shard
+from zero2all.checkpoint.state_dict import OWN_STATE, local_shard
 from zero2all.errors import Z2aError
 
 
@@ -17,7 +17,7 @@ def check_replicas(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None
 
     Runs before a state is saved, so that in every saved state all replicas agreed.
     """
-    shards = [(name, local_shard(tensor)) for name, tensor in tensors.items() if not name.startswith("rng.")]
+    shards = [(name, local_shard(tensor)) for name, tensor in tensors.items() if not name.startswith(OWN_STATE)]
     hashes = torch.stack(
         [torch.hash_tensor(shard) if shard.numel() else shard.new_zeros((), dtype=torch.uint64) for _, shard in shards]
     ).view(torch.int64)

@@ -7,23 +7,15 @@ are kept here, where and how large they are was agreed on before.
 from __future__ import annotations
 
 import mmap
-import socket
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from zero2all.checkpoint.flash import SlotHeader, StagedSlot, find_staged_slots, run_in_background
-from zero2all.checkpoint.peer_connection import Address, PeerConnection, accept, connect
+from zero2all.checkpoint.flash import SlotHeader, StagedSlot, find_staged_slots
+from zero2all.checkpoint.peer_connection import Address, PeerConnection, connect
+from zero2all.checkpoint.peer_server import PeerServer
 from zero2all.checkpoint.replica_slots import LAYOUT_FILE, MAX_LAYOUT_BYTES, RejectedStateError, ReplicaSlots
-from zero2all.console import warn
-from zero2all.errors import Z2aError
-from zero2all.network import TamperedError
-
-MAX_UNAUTHENTICATED = 256  # connections at a time
-BACKLOG = 1024
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class Reply:
     header: SlotHeader | None = None
 
 
-class ReplicaServer:
+class ReplicaServer(PeerServer):
     """
     >>> server = ReplicaServer("10.0.0.1", secret, flash_directory)
     >>> server.address
@@ -56,63 +48,15 @@ class ReplicaServer:
     """
 
     def __init__(self, host: str, secret: bytes, flash_directory: Path) -> None:
-        """Binds only that address, at a free port."""
-        self._secret, self._flash_directory = secret, flash_directory
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        self.address = Address(host, self._socket.getsockname()[1])
+        self._flash_directory = flash_directory
         self._held: dict[tuple[int, int], tuple[ReplicaSlots, threading.Lock]] = {}
-        self._unauthenticated = threading.BoundedSemaphore(MAX_UNAUTHENTICATED)
-        self._open: set[PeerConnection] = set()
-        self._closed, self._warned = False, set[str]()
-        run_in_background(self._listen)
+        super().__init__(host, secret)
 
     def hold(self, held: dict[tuple[int, int], ReplicaSlots]) -> None:
         """From now on take the states of these ranks, by rank and world size."""
         self._held = {key: (slots, threading.Lock()) for key, slots in held.items()}
 
-    def close(self) -> None:
-        self._closed = True
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes up the thread that accepts
-        self._socket.close()
-        for peer in list(self._open):
-            peer.close()
-
-    def _listen(self) -> None:
-        while not self._closed:
-            try:
-                connection, (host, *_) = self._socket.accept()
-            except OSError:
-                if self._closed:
-                    return
-                continue  # that client is gone, or there are too many open files for the moment
-            if not self._unauthenticated.acquire(blocking=False):
-                connection.close()
-                continue
-            run_in_background(partial(self._serve, connection, host))
-
-    def _serve(self, connection: socket.socket, host: str) -> None:
-        with connection:
-            try:
-                try:
-                    peer = accept(connection, self._secret)
-                finally:
-                    self._unauthenticated.release()
-                with peer:
-                    self._open.add(peer)
-                    try:
-                        self._answer(peer)
-                    finally:
-                        self._open.discard(peer)
-            except (TamperedError, Z2aError) as error:
-                if host not in self._warned:
-                    self._warned.add(host)
-                    warn(f"{host} is not served as a peer of this rank: {error}", every_rank=True)
-            except OSError:
-                pass  # disconnected, too slow, or this rank is ending
-
-    def _answer(self, peer: PeerConnection) -> None:
+    def answer(self, peer: PeerConnection) -> None:
         request = peer.receive(Request)
         if request.operation == "store":
             self._store(peer, request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,38 @@ from zero2all.torch_private import dtensor_like
 FLATTEN_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def training_state_dict(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+OWN_STATE = ("rng.", "sync.error-")
+"""How the names of tensors begin that are different on every rank, also on replicas."""
+
+
+class SyncState(Protocol):
+    """What the synchronization of replicas keeps from step to step, such as ``parallel.PowerSGD``."""
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The live tensors; the names of those that only this rank has begin with ``error-`` and its number."""
+        ...
+
+    def reset(self) -> None:
+        """As before the first step."""
+        ...
+
+
+def training_state_dict(model: nn.Module, optimizers: list[Optimizer], sync: SyncState | None = None) -> dict[str, Any]:
     """The live tensors, as DCP saves and loads them. An optimizer that has not stepped yet gets its state here."""
     return {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizers, options=FLATTEN_BY_NAME),
         "rng": rng_state(),
+        "sync": {} if sync is None else sync.state_tensors(),
     }
+
+
+def drop_unsaved(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Keep what was ``saved`` of a state to load. A run may resume with another world size, or be synchronized in
+    another way: then it has other generators, and its synchronization starts from nothing."""
+    state["rng"] = {name: value for name, value in state["rng"].items() if f"rng.{name}" in saved}
+    sizes = {name: getattr(saved.get(f"sync.{name}"), "size", None) for name in state["sync"]}
+    state["sync"] = {name: value for name, value in state["sync"].items() if sizes[name] == value.shape}
 
 
 def load_training_state_dict(state: dict[str, Any], model: nn.Module, optimizers: list[Optimizer]) -> None:

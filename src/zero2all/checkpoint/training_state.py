@@ -93,6 +93,16 @@ class LossScaleState:
 
 
 @dataclass(frozen=True)
+class IslandsState:
+    """How far the exchanges between islands are."""
+
+    exchange: int
+    """The last one that all islands present have completed; -1 if none."""
+    merge_at: int | None = None
+    """If it is not yet merged into the weights: after how many steps it will be."""
+
+
+@dataclass(frozen=True)
 class TrainingState(RunIdentity):
     """What training needs to resume, beside the tensors."""
 
@@ -101,6 +111,8 @@ class TrainingState(RunIdentity):
     loss_scale: LossScaleState | None = None
     skipped: list[int] = field(default_factory=list)
     """Steps that are skipped, since their data is bad."""
+    islands: IslandsState | None = None
+    """If there are several."""
     permanent: bool = False
     """Never removed by retention."""
     bits_per_byte: float | None = None

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zero2all.cli.conventions import Json, Result, command
+from zero2all.elastic.addresses import OverlayKind
 from zero2all.elastic.node_policy import NodePolicy, StragglerPolicy
-from zero2all.environment import NOTIFY_VARIABLE
+from zero2all.environment import NOTIFY_VARIABLE, BackendChoice
 from zero2all.errors import UsageError
 from zero2all.numa import BindingMode
 from zero2all.processes import require_linux
@@ -48,13 +49,42 @@ RdzvEndpoint = Annotated[
 RdzvListen = Annotated[
     str | None,
     typer.Option(
-        "--rdzv-listen", help="Address to bind on the node that runs the rendezvous server, if not the endpoint."
+        "--rdzv-listen",
+        help="ADDRESS or ADDRESS:PORT to bind on the node that runs the rendezvous server, if not the endpoint; behind "
+        "a port map the port that it leads to.",
     ),
 ]
 Advertise = Annotated[
     str | None,
     typer.Option(
-        "--advertise", "--local-addr", help="Address at which other nodes reach this one, if not the default."
+        "--advertise",
+        "--local-addr",
+        help="HOST or HOST:PORT at which other nodes reach this one, if not its own address. The port is that of the "
+        "ranks' store, or with --overlay its UDP port.",
+    ),
+]
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        "--listen",
+        help="Address or interface (10.0.0.2, eth1) that the ranks of this node use, and optionally the port that "
+        "--advertise leads to (eth1:29501, or only 29501). Default: the one that leads to the rendezvous, any port.",
+    ),
+]
+Overlay = Annotated[
+    OverlayKind,
+    typer.Option(
+        "--overlay",
+        help="wireguard: connect the nodes by a private network over one UDP port each, where port maps or firewalls "
+        "separate them. Needs root and wireguard-tools.",
+    ),
+]
+Backend = Annotated[
+    BackendChoice,
+    typer.Option(
+        "--backend",
+        help="gloo: use it instead of NCCL on GPUs too, where NCCL hangs although the network works "
+        "('z2a doctor --net'). It is slower. A script chooses its own.",
     ),
 ]
 SecretFile = Annotated[
@@ -118,6 +148,19 @@ NumaBinding = Annotated[
         "all. Default: node, where there are several NUMA nodes; ranks without GPUs are spread over them.",
     ),
 ]
+Island = Annotated[
+    int | None,
+    typer.Option(
+        "--island",
+        min=0,
+        help="Number of this job, from 0, among the islands of a training (parallel.sync.islands). "
+        "The run is in RUN/island-NUMBER.",
+    ),
+]
+IslandsEndpoint = Annotated[
+    str | None,
+    typer.Option("--islands-endpoint", help="HOST:PORT of the rendezvous server at which the islands meet."),
+]
 Check = Annotated[bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")]
 JobFile = Literal["slurm", "k8s", "trainjob", "pytorchjob"]
 Emit = Annotated[
@@ -142,6 +185,9 @@ def launch(
     rdzv_endpoint: RdzvEndpoint = None,
     rdzv_listen: RdzvListen = None,
     advertise: Advertise = None,
+    listen: Listen = None,
+    overlay: Overlay = "none",
+    backend: Backend = "auto",
     secret_file: SecretFile = None,
     max_restarts: MaxRestarts = None,
     hang_after: HangAfter = None,
@@ -151,6 +197,8 @@ def launch(
     stragglers: Stragglers = "warn",
     notify: Notify = None,
     numa_binding: NumaBinding = "auto",
+    island: Island = None,
+    islands_endpoint: IslandsEndpoint = None,
     rdzv_timeout: RdzvTimeout = 60,
     report_dir: ReportDir = Path("z2a-reports"),
     check: Check = False,
@@ -175,7 +223,8 @@ def launch(
     launch_config = LaunchConfig(
         rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
         max_restarts, hang_after, grace, rdzv_timeout, numa_binding, report_directory=report_dir,
-        node_policy=NodePolicy(readmit, node_test, stragglers, notify),
+        node_policy=NodePolicy(readmit, node_test, stragglers, notify), listen_ranks=listen, overlay=overlay,
+        backend=backend, island=island, islands_endpoint=islands_endpoint,
     )  # fmt: skip
     if emit is None:
         require_linux("z2a launch")
@@ -190,6 +239,8 @@ def launch(
 
     if check:
         raise UsageError("--check checks the nodes as they start: with --emit, run 'z2a launch ... -- doctor' there")
+    if island is not None:
+        raise UsageError("--emit writes the job of one island without its number: add --island and --islands-endpoint")
     text = _job_file(launch_config, emit, JobResources(job_name, gpus, image))
     if to is not None:
         to.write_text(text, encoding="utf-8")

@@ -77,13 +77,15 @@ def train(
 
     Example: z2a train recipes/quickstart.yaml model.num_hidden_layers=6 --name deeper
     """
+    from zero2all.recipe import load_recipe
+
+    loaded = load_recipe(recipe, [*(overrides or []), *name_overrides(name)])  # a mistake in it need not wait for torch
+
     from zero2all.evals import evaluate_bpb
     from zero2all.planner.against import record_plan
     from zero2all.processes import process_start_time
-    from zero2all.recipe import load_recipe
     from zero2all.train import ScheduleChangedError, TrainerHooks, train
 
-    loaded = load_recipe(recipe, [*(overrides or []), *name_overrides(name)])
     if dry_run:
         return show_estimate(loaded, gpu, world_size, mfu, extend)
     if (gpu, world_size, mfu) != (None, None, None):

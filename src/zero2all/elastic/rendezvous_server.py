@@ -16,6 +16,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zero2all.console import say
+from zero2all.elastic.island_messages import (
+    EnterIslands,
+    LeaveIslands,
+    ReadyToExchange,
+    ReportExchange,
+    StartIsland,
+)
+from zero2all.elastic.island_quorum import Answer, IslandTakenError
+from zero2all.elastic.island_server import IslandSeat, IslandTraining, WaitingRequest, take_seat
 from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, NodeKey
 from zero2all.elastic.pair_test import NextTurn
 from zero2all.elastic.rendezvous_messages import (
@@ -49,7 +58,7 @@ from zero2all.elastic.rendezvous_state import (
     RendezvousState,
     RendezvousStatus,
 )
-from zero2all.errors import Z2aError
+from zero2all.errors import UsageError, Z2aError
 from zero2all.network import (
     LENGTH_BYTES,
     MAC_BYTES,
@@ -123,6 +132,8 @@ class Peer:
     writer: asyncio.StreamWriter
     job: RendezvousJob | None = None
     node: str | None = None
+    seat: IslandSeat | None = None
+    """If it is the connection of an island."""
 
     def send(self, message: Reply | ErrorReply) -> None:
         self.send_encoded(_encode(message))
@@ -149,6 +160,7 @@ class RendezvousServer:
         self._jobs: dict[str, RendezvousJob] = {}
         self._excluded: dict[str, dict[NodeKey, ExcludedNode]] = {}
         """By job: a job that ends and starts again keeps them."""
+        self._trainings: dict[str, IslandTraining] = {}
         self._peers: set[Peer] = set()
         self._unauthenticated = 0
         self._warned_at: dict[str, float] = {}
@@ -198,6 +210,8 @@ class RendezvousServer:
             await asyncio.sleep(TICK_INTERVAL)
             for job in list(self._jobs.values()):
                 self._advance(job)
+            for training in self._trainings.values():
+                training.advance()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address = str((writer.get_extra_info("peername") or ("?",))[0])
@@ -215,8 +229,8 @@ class RendezvousServer:
                 await self._read_requests(reader, peer)
         except TamperedError as error:
             self._warn_once(address, f"{peer.name if peer else 'a client'} ({address}) sent {error}: disconnected")
-        except (OSError, EOFError, TimeoutError):
-            pass  # disconnected, or never authenticated
+        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+            pass  # disconnected, or never authenticated, or the server ends: then Python would print a traceback
         finally:
             if peer is not None:
                 self._peers.discard(peer)
@@ -252,6 +266,8 @@ class RendezvousServer:
             message = peer.session.open(await reader.readexactly(length))
             if peer.job is not None and peer.node is not None:
                 peer.job.state.record_heartbeat(peer.node, time.monotonic())
+            if peer.seat is not None:
+                peer.seat.heard()
             self._handle_request(peer, message)
 
     def _handle_request(self, peer: Peer, message: object) -> None:
@@ -283,6 +299,8 @@ class RendezvousServer:
             if not peer.job.peers:  # no node is left: a later one starts the job again
                 self._jobs = {name: job for name, job in self._jobs.items() if job is not peer.job}
             peer.node = None
+        if peer.seat is not None:
+            peer.seat.training.leave(peer.seat)
 
     def _advance_soon(self, job: RendezvousJob) -> None:
         """One decision for all that arrives until then: it looks at every node, and a thousand may arrive at once."""
@@ -430,6 +448,24 @@ class RendezvousServer:
     def _delete(self, peer: Peer, request: DeleteKey) -> bool:
         return _job_of(peer).values.pop(request.key, None) is not None
 
+    def _enter_islands(self, peer: Peer, request: EnterIslands) -> None:
+        try:
+            peer.seat = take_seat(self._trainings, request)
+        except IslandTakenError as error:
+            raise RequestError("taken", str(error)) from None
+
+    async def _answer_island(self, peer: Peer, request: WaitingRequest) -> Answer:
+        if peer.seat is None:
+            raise RequestError("usage", "enter the islands of a training first")
+        try:
+            return await peer.seat.answer(request)
+        except ConnectionError as error:
+            raise RequestError("lost", str(error)) from None
+
+    def _leave_islands(self, peer: Peer, request: LeaveIslands) -> None:
+        if peer.seat is not None:
+            peer.seat.training.leave(peer.seat, is_done=True)
+
 
 _HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], object]] = {
     Enter: RendezvousServer._enter,
@@ -444,12 +480,17 @@ _HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], object]] 
     AddToValue: RendezvousServer._add,
     CheckKeys: RendezvousServer._check,
     DeleteKey: RendezvousServer._delete,
+    EnterIslands: RendezvousServer._enter_islands,
+    LeaveIslands: RendezvousServer._leave_islands,
 }
 _WAITING_HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], Awaitable[object]]] = {
     JoinNextRound: RendezvousServer._join_next_round,
     GetValues: RendezvousServer._get,
     WaitForKeys: RendezvousServer._wait_for_keys,
     ReportTestTurn: RendezvousServer._report_test_turn,
+    StartIsland: RendezvousServer._answer_island,
+    ReadyToExchange: RendezvousServer._answer_island,
+    ReportExchange: RendezvousServer._answer_island,
 }
 _REQUESTS = {request.operation: request for request in (*_HANDLERS, *_WAITING_HANDLERS)}
 
@@ -465,6 +506,8 @@ def _errors_answered(peer: Peer, id: Callable[[], int | None]) -> Iterator[None]
         yield
     except RequestError as error:
         peer.send(ErrorReply(id(), str(error), error.kind))
+    except UsageError as error:
+        peer.send(ErrorReply(id(), str(error), "usage"))
     except (ArithmeticError, LookupError, ValueError, Z2aError) as error:
         peer.send(ErrorReply(id(), f"malformed request ({error})", "usage"))
 

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
 from zero2all.recipe import ParallelRecipe
-from zero2all.torch_private import fsdp_param_groups, stage_backward, stage_backward_input, stage_backward_weight
+from zero2all.torch_private import (
+    fsdp_param_groups,
+    set_reduce_dtype,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
 
 
 def set_gradient_sync(module: FSDPModule, recipe: ParallelRecipe, is_last: bool) -> None:
-    """Before the backward of a micro-batch: reduce its gradient, or keep it unsharded until the last one.
+    """Between forward and backward of a micro-batch: reduce its gradient, or keep it unsharded until the last one.
 
     Reduce-scattered gradients are accumulated in fp32 shards. Replicas (HSDP) are all-reduced once, with the last.
     """
     every = recipe.reduces_every_micro_batch
     module.set_requires_gradient_sync(every or is_last)
     module.set_requires_all_reduce(is_last or not every)
+    if recipe.gradient_dtype == "bf16":
+        # Until replicas are all-reduced, FSDP2 adds up their shards in what it sends: those stay in fp32.
+        keeps_sum = recipe.dp_replicate != 1 and every and not is_last
+        set_reduce_dtype(fsdp_param_groups(module), torch.float32 if keeps_sum else torch.bfloat16)
 
 
 def pipeline_stage_class(recipe: ParallelRecipe) -> Any:
     """Torch's pipeline stage, reducing gradients as the recipe asks: torch's own reduces after the last micro-batch."""
     from torch.distributed.pipelining import PipelineStage  # imports the compiler: only a pipeline waits for it
 
-    if not recipe.reduces_every_micro_batch:
+    if not recipe.reduces_every_micro_batch and recipe.gradient_dtype == "fp32":
         return PipelineStage
 
     class ReducingStage(PipelineStage):

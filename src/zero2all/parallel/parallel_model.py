@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -33,7 +34,9 @@ from zero2all.parallel.loss_scale import DynamicLossScaler
 from zero2all.parallel.mesh import ParallelMesh
 from zero2all.parallel.parallelize import parallelize
 from zero2all.parallel.pipeline_parallel import Pipeline, SequenceObjective, merge_stages, stage_indices_of_rank
+from zero2all.parallel.powersgd import PowerSGD, broadcast_weights
 from zero2all.parallel.sharded_init import ShardedInitMode, local_part, to_local
+from zero2all.parallel.sync_traffic import FP32_BYTES, fsdp_gradient_bytes, gradient_itemsize, sent_bytes
 from zero2all.parallel.tensor_parallel import apply_tp_ops, enable_async_tp, norms_in_parts, reduce_norm_gradients
 from zero2all.recipe import ModelConfig, ParallelRecipe, RopeScaling
 from zero2all.recipe.training import Float8Scaling
@@ -100,12 +103,30 @@ class ParallelModel:
         self._ran_without_backward = False
         self._replica_counts: dict[tuple[int, ...], Tensor] = {}
         self._ddp: DistributedDataParallel | None = None
+        self.powersgd: PowerSGD | None = None
+        self._sync_bytes: dict[int, int] = {}  # by number of micro-batches
+        self.sync_bytes = 0
+        """What this rank sent to synchronize the gradient of the last batch."""
         if mesh.dims.world_size > 1 and mesh.dims.dp_replicate == mesh.dims.world_size:
-            # Buffers need no broadcast: rotary tables and expert biases come out the same on every rank. Weights do,
-            # once: the random numbers of different GPUs may differ.
-            self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False)
-            if mesh.dims.world_size > 2 and not compile:
-                self._rebuild_ddp_buckets(self._ddp)
+            self._init_replicas(seed)
+
+    def _init_replicas(self, seed: int) -> None:
+        """Every rank has the full model, and their gradients are averaged."""
+        assert dist.group.WORLD is not None
+        if self.recipe.sync.method == "powersgd":
+            broadcast_weights(self.model.parameters(), dist.group.WORLD)
+            self.powersgd = PowerSGD(
+                self.model, rank=self.recipe.sync.powersgd_rank, group=dist.group.WORLD, seed=derive_seed(seed, 1)
+            )
+            return
+        # Buffers need no broadcast: rotary tables and expert biases come out the same on every rank. Weights do,
+        # once: the random numbers of different GPUs may differ.
+        self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False)
+        if self.recipe.gradient_dtype == "bf16":
+            # By its own name torch refuses this hook where there is no NCCL.
+            self._ddp.register_comm_hook(dist.group.WORLD, lambda group, bucket: bf16_compress_hook(group, bucket))
+        if self.mesh.dims.world_size > 2 and not self.is_compiled:
+            self._rebuild_ddp_buckets(self._ddp)
 
     def load_weights(self, reader: WeightReader) -> None:
         """Replace the weights. Each rank reads its own shards; nothing is sent between ranks."""
@@ -280,9 +301,26 @@ class ParallelModel:
             else:
                 weight = 0.0 if soft is None else soft.weight
                 losses = self._run_micro_batches(inputs, divisor, micro_batch_size, objective, weight)
+        if divisor is not None:
+            rows = self.micro_batch_rows(len(tokens_BS), micro_batch_size)
+            count = -(-len(tokens_BS) // rows)
+            if count not in self._sync_bytes:  # once: a model has many modules
+                self._sync_bytes[count] = self._gradient_bytes(count)
+            self.sync_bytes = self._sync_bytes[count]
         if self._context_parallel is None:
             return losses
         return losses.new_zeros(len(losses), length).index_copy(1, positions, losses)
+
+    def _gradient_bytes(self, micro_batches: int) -> int:
+        if self._uses_fsdp:
+            roots = self._pipeline.stages if self._pipeline is not None else self._model_parts
+            return round(fsdp_gradient_bytes(roots, self.recipe, micro_batches))
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        itemsize = min(gradient_itemsize(self.recipe), self.weight_dtype.itemsize)
+        size = itemsize * sum(parameter.numel() for parameter in trained)
+        if self.powersgd is not None:
+            size = FP32_BYTES * self.powersgd.sent_numel
+        return round(sent_bytes("all-reduce", size, self.mesh.dims.dp_replicate))
 
     def _autocast(self) -> torch.autocast:
         # Weights are stored in it, or sharded ones are gathered in it.
@@ -302,6 +340,10 @@ class ParallelModel:
         gradients = [to_local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
         foreach_mul_(gradients, factor.to(self._shard_device))
         return norm
+
+    def unsent_norm(self) -> Tensor:
+        """With PowerSGD: norm of what this rank has left to send."""
+        return torch.zeros((), device=self.mesh.device) if self.powersgd is None else self.powersgd.error_norm()
 
     def layer_grad_norms(self) -> list[float]:
         """The gradient norm of each decoder layer over all ranks, before clipping. One all-reduce."""
@@ -323,7 +365,7 @@ class ParallelModel:
         ]
         norms = foreach_norm([gradient for _, gradient in gradients])
         device = fp64_device(self.mesh.device)
-        counts = tuple(self._replica_count(parameter) for parameter, _ in gradients)
+        counts = tuple(self.replica_count(parameter) for parameter, _ in gradients)
         if counts not in self._replica_counts:  # once: a copy to the device is a host sync
             self._replica_counts[counts] = torch.tensor(counts, device=device)
         return torch.stack(norms).to(device).double().square() / self._replica_counts[counts]
@@ -429,19 +471,23 @@ class ParallelModel:
         samples = len(inputs["tokens_BS"])
         size = self.micro_batch_rows(samples, micro_batch_size)
         run: nn.Module = self._ddp or self.model
-        # DDP averages gradients over ranks; here they are summed.
-        scale = (self.mesh.dims.dp if self._ddp is not None else 1) / (divisor or 1)
+        # DDP and PowerSGD average gradients over ranks; here they are summed.
+        averages = self._ddp is not None or self.powersgd is not None
+        scale = (self.mesh.dims.dp if averages else 1) / (divisor or 1)
         all_losses: list[Tensor] = []
         for first in range(0, samples, size):
             micro_batch = {name: tensor[first : first + size] for name, tensor in inputs.items()}
             for name in {"cu_seqlens_1N", "dropout_seed_1"} & inputs.keys():  # one row for each micro-batch
                 micro_batch[name] = inputs[name][first // size, None]
-            with self._gradient_sync(first + size >= samples):
+            with self._ddp_sync(first + size >= samples):
                 losses = run(**micro_batch, **({"soft_weight": soft_weight} if soft_weight else {}))
                 if divisor is not None:
+                    self._set_fsdp_sync(first + size >= samples)
                     value = losses if objective is None else objective(losses, slice(first, first + size))
                     (value.sum() * scale).backward()
             all_losses.append(losses.detach())
+        if self.powersgd is not None and divisor is not None:
+            self.powersgd.average_gradients(self._loss_scale_factor)
         return torch.cat(all_losses)
 
     def _run_pipeline(
@@ -468,15 +514,16 @@ class ParallelModel:
         shape = (samples, length // self.sequence_multiple, self.config.hidden_size)
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
-        """Which micro-batches reduce their gradient (under DDP the last one) and free their gathered weights."""
-        if self._ddp is not None and not last:
-            return self._ddp.no_sync()
+    def _ddp_sync(self, last: bool) -> AbstractContextManager[None]:
+        """Under DDP the last micro-batch reduces the gradient of all."""
+        return self._ddp.no_sync() if self._ddp is not None and not last else nullcontext()
+
+    def _set_fsdp_sync(self, last: bool) -> None:
+        """Before a backward pass: whether it reduces its gradient and frees the gathered weights."""
         if isinstance(self.model, FSDPModule):
             set_gradient_sync(self.model, self.recipe, last)
             # Before the update in any case: what is gathered would keep its old values.
             self.model.set_reshard_after_backward(last or self.recipe.zero == 3)
-        return nullcontext()
 
     def _free_gathered_weights(self) -> None:
         """Of the last block and the head, which stay gathered after a forward pass without a backward one."""
@@ -506,7 +553,7 @@ class ParallelModel:
         """Whether this rank's losses count: tp ranks repeat them, and early stages have none."""
         return self.mesh.coordinate("tp") == 0 and (self._pipeline is None or self._pipeline.has_last_stage)
 
-    def _replica_count(self, parameter: Tensor) -> int:
+    def replica_count(self, parameter: Tensor) -> int:
         """How many ranks hold the same shard of a parameter."""
         ranks = self.mesh.dims.world_size // self.mesh.dims.pp
         if not isinstance(parameter, DTensor):

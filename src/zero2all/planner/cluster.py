@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from zero2all.gpu_specs import Gpu
-
-Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+from zero2all.parallel.sync_traffic import Collective, sent_bytes
 
 LINK_EFFICIENCY = 0.8  # of the nominal bandwidth: what NCCL's tests report for large messages
 NODE_LATENCY, NETWORK_LATENCY = 3e-6, 1e-5  # seconds of one hop, inside a node and between nodes
@@ -88,7 +86,4 @@ class RankGroup:
 
     def sent_bytes(self, collective: Collective, size: float) -> float:
         """What one rank sends."""
-        if self.size == 1:
-            return 0.0
-        share = (self.size - 1) / self.size
-        return size * {"all-reduce": 2 * share, "send": 1.0}.get(collective, share)
+        return sent_bytes(collective, size, self.size)

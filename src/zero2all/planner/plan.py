@@ -20,6 +20,7 @@ from zero2all.planner.run_cost import (
     run_cost,
 )
 from zero2all.planner.step_time import StepTime, plan_step
+from zero2all.planner.sync_plan import SyncPlan, plan_sync
 from zero2all.planner.workload import Layout, Workload, largest_stage
 from zero2all.recipe import Recipe
 
@@ -56,6 +57,8 @@ class Plan:
     run: RunCost
     inference: InferenceCost
     later_stages: list[StageMemory]
+    sync: SyncPlan | None
+    """Ways to synchronize its nodes; None on one node."""
 
 
 def plan_run(recipe: Recipe, cluster: Cluster, tokens: int | None = None, price: float | None = None) -> Plan:
@@ -90,6 +93,7 @@ def plan_run(recipe: Recipe, cluster: Cluster, tokens: int | None = None, price:
         run=run_cost(workload, cluster, step.expected, tokens or _planned_tokens(recipe, workload), price),
         inference=inference_cost(workload, cluster),
         later_stages=later_stages(workload, cluster),
+        sync=plan_sync(recipe, stage, cluster),
     )
 
 

@@ -8,6 +8,7 @@ from zero2all.planner.pipeline import Timeline
 from zero2all.planner.plan import Plan
 from zero2all.planner.search import SearchResult
 from zero2all.planner.step_time import ComputePart
+from zero2all.planner.sync_plan import FAST_ENOUGH, sync_lines
 from zero2all.units import show_bytes, show_count, show_seconds
 
 BAR = 30  # characters of a bar
@@ -33,6 +34,7 @@ def plan_text(plan: Plan, timeline: Timeline | None, changes: Sequence[str] = ()
         f"speed: {show_count(speed.tokens_per_second)} tok/s, {speed.tflops:.0f} TFLOP/s a GPU, MFU {speed.mfu:.1%}, "
         f"HFU {speed.hfu:.1%}; by 6N + 12LHQT {speed.palm_tflops:.0f} TFLOP/s, MFU {speed.palm_mfu:.1%}; "
         f"by BLOOM's formula {speed.bloom_tflops:.0f} TFLOP/s",
+        *([] if plan.sync is None or plan.sync.recommendation == FAST_ENOUGH else ["", *sync_lines(plan.sync), ""]),
         *_cost_lines(plan),
     ]
     return "\n".join(lines)

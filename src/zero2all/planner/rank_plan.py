@@ -18,7 +18,8 @@ from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
 from zero2all.parallel.rank_memory import FsdpUnits
-from zero2all.planner.workload import Layout, Unit, Workload
+from zero2all.parallel.sync_traffic import FP32_BYTES
+from zero2all.planner.workload import Layout, Unit, Workload, powersgd_numel
 
 CUDA_CONTEXT = round(0.92e9)  # torch 2.1 on A100 with all kernels loaded
 COMMUNICATORS = round(1.5e9)  # of torch.distributed over NCCL, measured after its first collective
@@ -101,6 +102,7 @@ def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: t
         MemoryPart("logits and loss", logits),
         MemoryPart("not at the same time", -min(logits, after_loss), "backward recomputes and reduces after the loss"),
         MemoryPart("communication buffers", _communication_buffers(workload, layout)),
+        MemoryPart("PowerSGD", _error_bytes(workload, layout), "what is left to send, and the factors"),
     ]
     allocated = sum(part.bytes for part in parts)
     parts += [
@@ -243,6 +245,13 @@ def _communication_buffers(workload: Workload, layout: Layout) -> int:
     moe = workload.config.moe
     routed = 2 * gathered * moe.num_experts_per_tok if moe is not None and dims.ep > 1 else 0
     return round((2 * gathered if dims.tp > 1 else 0) + (2 * stream / dims.tp if dims.pp > 1 else 0) + routed)
+
+
+def _error_bytes(workload: Workload, layout: Layout) -> int:
+    if layout.parallel.sync.method != "powersgd":
+        return 0
+    factors = powersgd_numel(workload, layout.parallel.sync.powersgd_rank)
+    return round(FP32_BYTES * (workload.parts.all.trained.total + factors))
 
 
 def _communicators(layout: Layout) -> int:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pydantic import computed_field
 
 from zero2all.model.cost.optimizer_state import weight_dtype
-from zero2all.planner.cluster import PCIE_BANDWIDTH, Cluster, Collective, RankGroup
+from zero2all.parallel.sync_traffic import FP32_BYTES, Collective, gradient_itemsize, reduce_itemsizes
+from zero2all.planner.cluster import PCIE_BANDWIDTH, Cluster, RankGroup
 from zero2all.planner.pipeline import bubble_fraction
-from zero2all.planner.workload import Layout, Workload
+from zero2all.planner.workload import Layout, Workload, powersgd_numel
 
 MEMORY_EFFICIENCY = 0.8  # of the nominal memory bandwidth: what element-wise kernels reach
 FORWARD_AND_BACKWARD = 3  # a product has two in the backward
@@ -206,16 +207,34 @@ def _data_parallel(workload: Workload, layout: Layout, cluster: Cluster) -> list
     units = len(parts.blocks) / dims.pp  # collectives run block by block
     shards = cluster.group(layout.shards, dims.tp)
     replicas = cluster.group(dims.dp_replicate, dims.tp * layout.shards)
-    weights, gradients = workload.itemsize * elements / units, 4 * trained / units
+    weights, gradient = workload.itemsize * elements / units, trained / units
     gathers = units * (2 * layout.batch.micro_batches if layout.frees_weights else 1)
-    reduces = units * (layout.batch.micro_batches if layout.reduces_every_micro_batch else 1)
+    sizes = reduce_itemsizes(layout.parallel, layout.batch.micro_batches, dims.dp_replicate)
     return [
         _traffic("dp_shard", "all-gather of weights", shards, gathers, "all-gather", weights, True),
-        _traffic("dp_shard", "reduce-scatter of gradients", shards, reduces, "reduce-scatter", gradients, True),
         _traffic(
-            "dp_replicate", "all-reduce of gradients", replicas, units, "all-reduce", gradients / layout.shards, True
+            "dp_shard",
+            "reduce-scatter of gradients",
+            shards,
+            units * len(sizes),
+            "reduce-scatter",
+            gradient * sum(sizes) / len(sizes),
+            True,
         ),
+        _between_replicas(workload, layout, replicas, units, gradient / layout.shards),
     ]
+
+
+def _between_replicas(
+    workload: Workload, layout: Layout, replicas: RankGroup, units: float, gradient: float
+) -> Traffic:
+    """``gradient`` is the elements of one of ``units`` all-reduces, which run while the backward pass computes."""
+    if layout.parallel.sync.method == "powersgd":
+        numel = powersgd_numel(workload, layout.parallel.sync.powersgd_rank)
+        what, calls, size = "all-reduces of factors of gradients", 2, FP32_BYTES * numel / 2
+        return _traffic("dp_replicate", what, replicas, calls, "all-reduce", size, False)
+    size = gradient_itemsize(layout.parallel) * gradient
+    return _traffic("dp_replicate", "all-reduce of gradients", replicas, units, "all-reduce", size, True)
 
 
 def _passes(layout: Layout) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from zero2all.parallel.batch_split import BatchSplit
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.parallel.pipeline_parallel import split_layers, stage_indices_of_rank
+from zero2all.parallel.powersgd import factor_numel
 from zero2all.parallel.rank_memory import split_stage
 from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe, Recipe, ResolvedStage
 
@@ -89,9 +91,7 @@ def model_parts(config: ModelConfig, optimizer: OptimizerRecipe) -> ModelParts:
     blocks: dict[bool, Unit] = {}
     kinds = {config.is_moe_layer(layer) for layer in range(config.num_hidden_layers)}
     for is_moe in kinds:
-        moe = config.moe.model_copy(update={"first_k_dense_replace": 0}) if config.moe and is_moe else None
-        with torch.device("meta"):
-            model = Z2all(config.model_copy(update={"num_hidden_layers": 1, "moe": moe}))
+        model = _one_layer_model(config, is_moe)
         units: dict[str, Unit] = {}
         for name, parameter in model.named_parameters():
             where = name.partition(".")[0]
@@ -113,6 +113,12 @@ def model_parts(config: ModelConfig, optimizer: OptimizerRecipe) -> ModelParts:
         rest=(embedding + head if together else Unit()) + ends.get("mtp", Unit()),
         looked_up=0 if config.tie_word_embeddings else round(embedding.elements.total),
     )
+
+
+def _one_layer_model(config: ModelConfig, is_moe: bool) -> Z2all:
+    moe = config.moe.model_copy(update={"first_k_dense_replace": 0}) if config.moe and is_moe else None
+    with torch.device("meta"):
+        return Z2all(config.model_copy(update={"num_hidden_layers": 1, "moe": moe}))
 
 
 def _split(name: str, value: float) -> Split:
@@ -185,6 +191,20 @@ class Workload:
     def stages(self, count: int) -> list[range]:
         """The layers of each of ``count`` pipeline stages."""
         return _split_layers(self.layer_costs, count)
+
+
+@functools.lru_cache(maxsize=256)
+def powersgd_numel(workload: Workload, rank: int) -> int:
+    """Numbers that replicas send in a step with PowerSGD."""
+    config = workload.config
+    layers = Counter(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers))
+    in_blocks, ends = 0, 0
+    for is_moe, count in layers.items():
+        trained = [item for item in _one_layer_model(config, is_moe).named_parameters() if item[1].requires_grad]
+        sent = {name: factor_numel(one.shape, rank) or one.numel() for name, one in trained}
+        in_blocks += count * sum(numel for name, numel in sent.items() if name.startswith("layers."))
+        ends = sum(numel for name, numel in sent.items() if not name.startswith("layers."))  # the same in both
+    return in_blocks + ends
 
 
 @dataclass(frozen=True)

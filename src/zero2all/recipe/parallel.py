@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from zero2all.recipe.model import ModelConfig
+from zero2all.recipe.sync import SyncRecipe
 from zero2all.recipe.training import TrainRecipe
 from zero2all.recipe.types import LocalDir, Mistake, Section
 
@@ -65,6 +66,9 @@ class ParallelRecipe(Section):
     less, but every rank then holds the unsharded gradient in fp32: 4 bytes for each parameter of its tp, pp and ep
     part. Replicas (DDP, HSDP) are always all-reduced after the last micro-batch. auto is last with zero=1, else
     every."""
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    """In what gradients are sent when ranks reduce them (DDP, FSDP, HSDP). bf16 halves the bytes, and rounds each sum
+    of ranks; micro-batches of a rank are added up in fp32 in any case."""
     activation_checkpointing: Literal["none", "full", "selective", "budget"] = "none"
     """What the backward pass recomputes: nothing, each block, everything except matmuls and attention (selective), or
     as much as a budget requires."""
@@ -77,6 +81,8 @@ class ParallelRecipe(Section):
     """Keep activations in pinned main memory instead of GPU memory between forward and backward pass: all that blocks
     save, or with activation_checkpointing=full their inputs. A side stream copies them while other blocks are computed.
     Blocks are not compiled."""
+    sync: SyncRecipe = SyncRecipe()
+    """How replicas of the model are synchronized, for networks that are slower than the GPUs."""
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.dp_replicate == "auto" and self.dp_shard == "auto":
@@ -96,6 +102,30 @@ class ParallelRecipe(Section):
                 ("offload", "offload_dir"),
             )
         yield from self._activation_mistakes()
+        yield from self._powersgd_mistakes()
+
+    def _powersgd_mistakes(self) -> Iterator[Mistake]:
+        if self.sync.method != "powersgd":
+            return
+        split = [name for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1]
+        split += ["dp_shard"] if self.dp_shard != 1 else []
+        if split or self.dp_replicate == 1:
+            named = ", ".join(f"{name}={getattr(self, name)}" for name in [*split, "dp_replicate"])
+            yield Mistake(
+                f"PowerSGD is for plain replicas, each with the full model, not for {named}: set dp_replicate=auto, "
+                "dp_shard=1 and the others to 1, or sync.method=all-reduce with gradient_dtype=bf16",
+                ("sync.method", *split, "dp_replicate"),
+            )
+        if self.gradient_dtype != "fp32":
+            yield Mistake(
+                "PowerSGD sends the factors of gradients in fp32: set gradient_dtype=fp32, or sync.method=all-reduce",
+                ("sync.method", "gradient_dtype"),
+            )
+        if self.offload != "none":
+            yield Mistake(
+                "PowerSGD needs gradients on the device: set offload=none, or sync.method=all-reduce",
+                ("sync.method", "offload"),
+            )
 
     def _zero_mistakes(self) -> Iterator[Mistake]:
         if self.zero < 3 and self.reshard_after_forward not in ("auto", "never"):
@@ -137,6 +167,11 @@ class ParallelRecipe(Section):
             )
 
     @property
+    def islands(self) -> int:
+        """Number of jobs that each train a part of every batch."""
+        return self.sync.islands if self.sync.method == "diloco" else 1
+
+    @property
     def stages_per_rank(self) -> int:
         return 2 if self.pp > 1 and self.schedule in ("interleaved", *SPLIT_BACKWARD_SCHEDULES) else 1
 
@@ -171,6 +206,11 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
         yield Mistake(
             "adapters (model.lora) are not sharded by tp and ep: use dp_shard, which shards everything",
             ("parallel.tp", "parallel.ep", "model.lora"),
+        )
+    if parallel.islands > 1 and train.guard.policy == "rollback":
+        yield Mistake(
+            "an island cannot roll back, since the others would go on: set train.guard.policy=skip or warn",
+            ("train.guard.policy", "parallel.sync.method"),
         )
     if train.float8 is not None:
         yield from _float8_mistakes(model, train, parallel)

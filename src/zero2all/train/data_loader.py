@@ -44,7 +44,7 @@ class Batch:
     targets: Tensor  # the same shape
     sources: list[str]  # of each row
     micro_batch_size: int | None  # rows of one forward pass, if the recipe sets it
-    sample_range: tuple[int, int]  # of the global batch
+    sample_range: tuple[int, int]  # of the global batch, or of the part of it that this island trains
     global_valid_tokens: int  # over all ranks
     answers: BatchAnswers | None = None  # for objectives that compare them
     on_device: DeviceBatch | None = None  # the same tensors where the model is, if the loader copies them
@@ -54,13 +54,16 @@ class Batch:
         return self.targets if self.on_device is None else self.on_device.targets
 
 
-def read_batch(plan: Plan, step: int, dp_rank: int = 0, dp_world_size: int = 1) -> Batch:
-    """One data-parallel rank's rows of the global batch.
+def read_batch(
+    plan: Plan, step: int, dp_rank: int = 0, dp_world_size: int = 1, island: int = 0, islands: int = 1
+) -> Batch:
+    """One data-parallel rank's rows of the global batch, or of the part of it that an island trains.
 
     Every rank must run the same number of micro-batches, so shorter shares are padded.
     """
     stage = plan.stage_of(step)
     start, stop = stage.sample_range(step)
+    start, stop = (start + row for row in shard_range(stop - start, island, islands))
     count = stop - start
     first, last = (start + row for row in shard_range(count, dp_rank, dp_world_size))
     split = split_batch(count, dp_world_size, stage.micro_batch_size)
@@ -107,12 +110,14 @@ class DataLoader:
         dp_world_size: int = 1,
         copier: BatchCopier | None = None,
         skipped_steps: Collection[int] = (),
+        island: tuple[int, int] = (0, 1),
     ) -> None:
-        """No batch is read for ``skipped_steps``. With ``copier`` batches come with their tensors on the device."""
+        """No batch is read for ``skipped_steps``. With ``copier`` batches come with their tensors on the device.
+        ``island``: its number, and how many there are."""
         self.data_wait_seconds = 0.0  # for the last batch
         self._plan, self._first_step, self._copier = plan, first_step, copier
         self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
-        self._skipped_steps = skipped_steps
+        self._skipped_steps, self._island = skipped_steps, island
         self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(PREFETCH_BATCHES)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=on_current_device(self._prefetch), daemon=True)
@@ -152,7 +157,7 @@ class DataLoader:
             for step in range(self._first_step, self._plan.total_steps):
                 if step in self._skipped_steps:
                     continue
-                batch = read_batch(self._plan, step, self._dp_rank, self._dp_world_size)
+                batch = read_batch(self._plan, step, self._dp_rank, self._dp_world_size, *self._island)
                 if self._copier is not None:
                     batch = replace(
                         batch, on_device=self._copier.copy(batch.inputs, batch.targets, batch.micro_batch_size)

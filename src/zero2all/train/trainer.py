@@ -57,9 +57,12 @@ from zero2all.train.device_batch import BatchCopier, HostCopy
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, stored_micro_batch, with_hyperparameters
 from zero2all.train.initial_weights import load_initial_weights
+from zero2all.train.island_run import build_outer_optimizer, connect_islands, island_place, with_island_run
+from zero2all.train.islands import Islands
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
 from zero2all.train.optimizer_files import map_optimizer_state
+from zero2all.train.outer_optimizer import OuterOptimizer
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.resume import load_newest, restore_state
 from zero2all.train.run import TEST_SETS, Run, init_path, model_identity, require_data, resolve_model_config
@@ -164,6 +167,9 @@ class Trainer:
         require_data(recipe)
         if evaluate is not None and recipe.evals.every is not None:  # fail now, not after hours of training
             TokenStore(recipe.tokens_dir, "valid").require_full_sequence(recipe.train.seq_len)
+        self.island_place = island_place(recipe)
+        self._island_seed = () if self.island_place is None else (self.island_place.island,)
+        recipe = with_island_run(recipe, self.island_place)
         self.recipe, self.hooks, self.evaluate = recipe, hooks or TrainerHooks(), evaluate
         self.start_time = start_time or time.time()
         # These before the device is used.
@@ -275,6 +281,7 @@ class Trainer:
             optimizer=recipe.train.optimizer.identity,
             init=init_path(recipe),
         )
+        outer = None if self.island_place is None else build_outer_optimizer(recipe, self.model)
         self.checkpoint_manager = CheckpointManager(
             run.checkpoints,
             ranks.on_rank0(run.create_flash_dir) if recipe.checkpoint.flash_every is not None else None,
@@ -292,6 +299,7 @@ class Trainer:
                 on_replica=self._record_replica,
             ),
             ReplicaOptions(recipe.checkpoint.replicas, recipe.checkpoint.replica_rate),
+            outer or self.model.powersgd,
         )
         # The reference is computed while the model has its initial weights.
         objective, self.initial_weights = build_objective(
@@ -305,6 +313,7 @@ class Trainer:
             self.initial_weights = None
         elif recipe.train.init is not None and self.initial_weights is None:
             self.initial_weights = load_initial_weights(recipe.train.init, self.model, self.tokenizer, ranks)
+        self.islands = None if outer is None else self._connect_islands(outer)
         history = None
         if self.mesh.rank == 0:
             run.save_metadata(self.identity, self.tokenizer, self.mesh.device, self.initial_weights)
@@ -313,19 +322,25 @@ class Trainer:
         self.peak_flops = peak_flops(self.mesh.device, self.model.dtype)
         say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, self.peak_flops.source, history)
         self.heartbeat.record_phase(StartupPhase.LOADED, done=None if restored is None else restored.step)
-        mode = recipe.parallel.activation_checkpointing
+        self.throughput = self._build_throughput_meter()
+        if restored is not None:
+            self._restore_state(restored.state)
+        elif self.islands is not None:
+            self.islands.restore(None)
+
+    def _build_throughput_meter(self) -> ThroughputMeter:
+        parallel = self.recipe.parallel
+        mode = parallel.activation_checkpointing
         recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
-        self.throughput = ThroughputMeter(
+        return ThroughputMeter(
             self.plan,
             self.config,
             self.mesh.device,
             self.peak_flops.flops,
-            self.mesh.dims.world_size,
+            self.mesh.dims.world_size * parallel.islands,
             recompute,
-            recipe.parallel.activation_checkpointing_every,
+            parallel.activation_checkpointing_every,
         )
-        if restored is not None:
-            self._restore_state(restored.state)
 
     def __enter__(self) -> Trainer:
         return self
@@ -348,10 +363,15 @@ class Trainer:
         """Train from the first step, or the one after the newest checkpoint, to the last."""
         plan, mesh, loss = self.plan, self.mesh, None
         copier = None if mesh.device.type == MPS else self.copier  # a Mac's GPU is used by one thread
+        place = self.island_place
+        island = (0, 1) if place is None else (place.island, place.islands)
         with (
             stop_requested() as self.stop_event,
             self._open_record() as self.record,
-            DataLoader(plan, self.first_step, mesh.dp_rank, mesh.dims.dp, copier, self.skipped_steps) as self.loader,
+            self._meet_islands(),
+            DataLoader(
+                plan, self.first_step, mesh.dp_rank, mesh.dims.dp, copier, self.skipped_steps, island
+            ) as self.loader,
             automatic_gc_disabled(),
             self.timer.watching(self.model),
         ):
@@ -374,7 +394,7 @@ class Trainer:
                     continue
                 result = self.train_step(batch)
                 loss = result.loss
-                if result.action == "rollback":
+                if result.action == "rollback" or self._exchange_with_islands(batch, result):
                     self.loader.seek(self.resume_step, self.skipped_steps)
                     self._stage = None  # the step to resume from may be in an earlier one
                     self.timer.restart()
@@ -418,21 +438,68 @@ class Trainer:
             sums = self.objective.sums(model, losses, batch)
             sums = model.all_reduce_sum(sums, stop_requested=self.stop_event.is_set())
             norms = grad_norm.to(sums).expand(1, sums.shape[1])
+            unsent = model.unsent_norm().to(sums).expand(1, sums.shape[1])
             marks = self.timer.finish_step()  # before the copy, so that they are complete when it is
-            return LaunchedStep(batch, HostCopy(torch.cat([sums, norms])), marks)
+            return LaunchedStep(batch, HostCopy(torch.cat([sums, norms, unsent])), marks)
 
     def _judge_step(self, launched: LaunchedStep) -> StepResult:
         """Read the metrics, the one place where the host waits for the device, and check for a spike."""
         batch = launched.batch
         with self.timer.part("logging"):
-            *rows, stop_flags, (norm, *_) = launched.metrics.tolist()
+            *rows, stop_flags, (norm, *_), (unsent, *_) = launched.metrics.tolist()
             step_time = launched.marks.read()
         loss = self.objective.loss(rows, batch)
         # The loss of reinforcement learning is near 0 by construction: its changes mean nothing.
         is_around_zero = self.recipe.train.objective.name == "grpo" and math.isfinite(loss)
         action = self.check_spike(batch, 0.0 if is_around_zero else loss, norm)
         lr = self.recipe.train.optimizer.peak_lr * batch.stage.lr_multiplier(batch.step)
-        return StepResult(loss, norm, lr, self.objective.metrics(rows), action, any(stop_flags), step_time)
+        metrics = {**self.objective.metrics(rows), **self._sync_metrics(unsent, norm)}
+        return StepResult(loss, norm, lr, metrics, action, any(stop_flags), step_time)
+
+    def _sync_metrics(self, unsent: float, grad_norm: float) -> dict[str, float]:
+        """What synchronization sent, and with PowerSGD what it has left to send, as a share of the gradient."""
+        if self.mesh.dims.world_size == 1:
+            return {}
+        metrics = {"sync_bytes": float(self.model.sync_bytes)}
+        if self.model.powersgd is not None and grad_norm > 0:
+            metrics["sync_error"] = unsent / grad_norm
+        return metrics
+
+    def _connect_islands(self, outer: OuterOptimizer) -> Islands:
+        assert self.island_place is not None
+        return connect_islands(
+            self.island_place, self.recipe, self.identity, self.plan.total_steps, self.model, outer,
+            self.heartbeat.ping, lambda: self.stop_event.is_set(),
+        )  # fmt: skip
+
+    @contextmanager
+    def _meet_islands(self) -> Iterator[None]:
+        """Wait for the other islands, if there are any, and for the step to begin with."""
+        if self.islands is None:
+            yield
+            return
+        is_done = False
+        try:
+            self.islands.on_event = self.record.event
+            self.first_step = self.resume_step = self.islands.start(self.first_step)
+            yield
+            is_done = True
+        finally:
+            self.islands.close(is_done)
+
+    def _exchange_with_islands(self, batch: Batch, result: StepResult) -> bool:
+        """Whether this island was behind the others, and continues at their step (``resume_step``)."""
+        if self.islands is None:
+            return False
+        done = batch.step + 1
+        with self.timer.part("communication"):
+            moved_to = self.islands.after_update(done, settle=result.stop_requested or self._is_save_due(done))
+        if moved_to is None:
+            return False
+        self.resume_step = moved_to
+        self.record.event("resume", step=moved_to, steps=self.plan.total_steps)
+        self.throughput.restart_timer()
+        return True
 
     def _update_weights(self, batch: Batch, skip: bool = False) -> None:
         with self.timer.part("optimizer"):
@@ -452,6 +519,8 @@ class Trainer:
         if self.mesh.device.type not in LATE_DEVICES or self._stop_seen or type(self.objective) is not TokenObjective:
             return False
         if self.guard.recipe.policy != "warn" or self.model.loss_scaler is not None:
+            return False
+        if self.islands is not None and self.islands.is_due(done):
             return False
         intervals = (options.evals.every, options.checkpoint.every, options.checkpoint.flash_every)
         return done < self.plan.total_steps and not any(self.plan.is_due(every, done) for every in intervals)
@@ -485,7 +554,7 @@ class Trainer:
                 objective=step_loss.objective,
                 soft=step_loss.soft,
                 cu_seqlens_MN=tensors.cu_seqlens_MN,
-                dropout_seed=derive_seed(self.recipe.seed, batch.step),
+                dropout_seed=derive_seed(self.recipe.seed, batch.step, *self._island_seed),
             )
 
     def after_step(self, batch: Batch, result: StepResult) -> None:
@@ -549,6 +618,7 @@ class Trainer:
             "grad_norm": result.grad_norm,
             **result.metrics,
             **self.throughput.metrics(step),
+            **({} if self.islands is None else self.islands.take_metrics()),
         }
         if self.mesh.rank > 0:
             metrics = {name: metrics[name] for name in PER_RANK_METRICS}
@@ -664,8 +734,7 @@ class Trainer:
         With ``wait`` it is due in any case, and on durable storage when this returns.
         """
         options, plan, model = self.recipe.checkpoint, self.plan, self.model
-        durable = plan.is_due(options.every, done) or wait
-        if not (durable or plan.is_due(options.flash_every, done)):
+        if not (wait or self._is_save_due(done)):
             return None
         theta, scaling = plan.rope(plan.stage_of(done - 1))
         scaler, validation = model.loss_scaler, self.last_validation
@@ -675,13 +744,18 @@ class Trainer:
             guard=self.guard.state(),
             loss_scale=None if scaler is None else LossScaleState(scaler.value, scaler.good_steps),
             skipped=self.skipped_steps,
+            islands=None if self.islands is None else self.islands.state(),
             permanent=plan.is_due(options.keep_every, done),
             bits_per_byte=validation[1].bits_per_byte if validation is not None and validation[0] == done else None,
         )
-        stall = self.checkpoint_manager.save(done, state, durable)
+        stall = self.checkpoint_manager.save(done, state, durable=wait or plan.is_due(options.every, done))
         if wait:
             self.checkpoint_manager.wait_until_saved()
         return stall
+
+    def _is_save_due(self, done: int) -> bool:
+        options = self.recipe.checkpoint
+        return self.plan.is_due(options.every, done) or self.plan.is_due(options.flash_every, done)
 
     def _save_last(self) -> None:
         """Save the final checkpoint to durable storage, unless a valid one is there."""
@@ -692,6 +766,8 @@ class Trainer:
     def _restore_state(self, state: TrainingState) -> None:
         restore_state(state, self.model, self.optimizers, self.recipe.train.optimizer, self.guard)
         self.skipped_steps = list(state.skipped)
+        if self.islands is not None:
+            self.islands.restore(state.islands)
 
 
 @contextmanager

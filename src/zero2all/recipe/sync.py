@@ -1,0 +1,49 @@
+"""How data-parallel replicas keep their weights in agreement, for networks that are slower than the GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from zero2all.recipe.types import Fraction, Mistake, Positive, Section
+
+
+class SyncRecipe(Section):
+    """How replicas of the model are synchronized: after every step, or seldom between islands of fast networks."""
+
+    method: Literal["all-reduce", "powersgd", "diloco"] = "all-reduce"
+    """What is sent, and how often. all-reduce: the whole gradient, each step. powersgd: a low-rank approximation of it,
+    each step, between replicas (dp_replicate). diloco: islands train on their own, and exchange what their weights have
+    gained every ``every`` steps."""
+    powersgd_rank: Annotated[int, Field(ge=1)] = 4
+    """Rank of the approximation of each matrix with ``powersgd``. What it leaves out is added to the next gradient."""
+    islands: Annotated[int, Field(ge=1)] = 1
+    """With ``diloco``: number of islands, each a job of its own with all ranks of ``parallel``. Each trains its own
+    part of every batch."""
+    every: Annotated[int, Field(ge=1)] = 50
+    """With ``diloco``: steps between two exchanges of the same weights (H)."""
+    fragments: Annotated[int, Field(ge=1)] = 1
+    """With ``diloco``: number of groups of blocks that are exchanged in turn, so that the network is used evenly."""
+    overlap: Annotated[int, Field(ge=0)] = 0
+    """With ``diloco``: steps that an exchange may take while training continues. 0 waits for it."""
+    exchange_dtype: Literal["fp32", "bf16", "int8"] = "int8"
+    """With ``diloco``: what is sent. What bf16 and int8 round off is added to the next exchange."""
+    outer_lr: Positive = 0.7
+    """With ``diloco``: learning rate of the outer optimizer."""
+    outer_momentum: Fraction = 0.9
+    """With ``diloco``: Nesterov momentum of the outer optimizer. 0 is plain averaging."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.overlap > self.every // self.fragments:
+            yield Mistake(
+                "an exchange must end before the next begins: set overlap to at most every / fragments "
+                f"({self.every // self.fragments})",
+                ("overlap", "every", "fragments"),
+            )
+        if self.fragments > self.every:
+            yield Mistake(
+                f"one fragment is exchanged at a time: set fragments to at most every={self.every}",
+                ("fragments", "every"),
+            )

@@ -1,0 +1,269 @@
+"""Islands: jobs that each train a part of every batch, and exchange what their weights have gained now and then.
+
+``after_update`` is called after every step. An exchange begins where one is due, runs in a thread, and is merged into
+the weights exactly ``overlap`` steps later, so that the result does not depend on the speed of the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, TimeoutError
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from zero2all.checkpoint.flash import run_in_background
+from zero2all.checkpoint.training_state import IslandsState
+from zero2all.console import say
+from zero2all.errors import Interrupted, UsageError
+from zero2all.train.island_link import Exchanged, IslandLink, Missed
+from zero2all.train.outer_optimizer import OuterOptimizer, exchange_offset, fragment_due
+
+WAIT_INTERVAL = 1.0  # seconds between two heartbeats while waiting
+FRAGMENT_NUMBERS = 1 << 16
+"""The number of an exchange is the steps done, times this, plus the number of its fragment. So later exchanges have
+larger numbers, also if the number of fragments is changed between two starts."""
+
+
+class EventRecorder(Protocol):
+    def __call__(self, event: str, /, **details: Any) -> None: ...
+
+
+@dataclass
+class Flight:
+    """An exchange that was begun, and is not merged yet."""
+
+    exchange: int
+    fragments: Sequence[int]
+    merge_at: int
+    """After how many steps."""
+    result: Future[Exchanged | Missed] | None
+    """None once the outer optimizer has made its step."""
+    has_takers: bool = False
+
+
+class Islands:
+    """
+    >>> islands = Islands(outer, link, total_steps=1000)
+    >>> step = islands.start(step)  # that of another island, if this one is behind
+    >>> moved_to = islands.after_update(done=step + 1)
+    """
+
+    def __init__(
+        self,
+        outer: OuterOptimizer,
+        link: IslandLink,
+        total_steps: int,
+        replica_counts: dict[str, int] | None = None,
+        on_wait: Callable[[], None] = lambda: None,
+        on_event: EventRecorder = lambda event, /, **details: None,
+    ) -> None:
+        """``replica_counts``: how many ranks of this island hold the same shard of a weight, if more than one."""
+        self.outer, self.recipe, self.link, self.total_steps = outer, outer.recipe, link, total_steps
+        self.on_event, self._on_wait = on_event, on_wait
+        self._replica_counts = replica_counts or {}
+        self.exchange = -1
+        """The last one that is complete; see ``IslandsState``."""
+        self._flight: Flight | None = None
+        self._metrics: dict[str, float] = {}
+        self._present: list[int] = []
+
+    # State
+
+    def state(self) -> IslandsState:
+        """For a checkpoint; the exchange in flight must be settled (``after_update``)."""
+        flight = self._flight
+        return IslandsState(self.exchange, None if flight is None else flight.merge_at)
+
+    def restore(self, state: IslandsState | None) -> None:
+        """After the tensors of a checkpoint were loaded; None if they had none."""
+        self._flight = None
+        if state is None:
+            self.outer.reset()
+            self.exchange = -1
+            return
+        self.exchange = state.exchange
+        if state.merge_at is not None:
+            if self.recipe.overlap == 0:
+                raise UsageError(
+                    "the newest checkpoint has an exchange in flight: resume with parallel.sync.overlap as it was"
+                )
+            # All fragments, which may be others now: those that were not in flight have nothing to merge.
+            self._flight = Flight(state.exchange, range(self.recipe.fragments), state.merge_at, None)
+
+    def start(self, step: int) -> int:
+        """Meet the other islands; the number of steps to continue from."""
+        if step < self.total_steps or self._unfinished() is not None:
+            step = self._meet(step)
+        if step == self.total_steps and (moved_to := self._exchange_last()) is not None:
+            return moved_to
+        return step
+
+    def is_due(self, done: int) -> bool:
+        """Whether ``after_update`` has something to do."""
+        merges = self._flight is not None and self._flight.merge_at == done
+        return merges or fragment_due(done, self.recipe) is not None or done == self.total_steps
+
+    def after_update(self, done: int, settle: bool = False) -> int | None:
+        """After every update. The number of steps to continue from, if this island was behind and has taken over the
+        state of another. ``settle``: a checkpoint follows, so the exchange in flight must have a result."""
+        if done == self.total_steps:
+            return self._exchange_last()
+        if self._flight is not None and self._flight.merge_at <= done:
+            moved_to = self._finish_flight(done)
+            if moved_to is not None:
+                return moved_to
+        if (fragment := fragment_due(done, self.recipe)) is not None:
+            self._begin(done, fragment, done + self.recipe.overlap)
+            if self.recipe.overlap == 0:
+                return self._finish_flight(done)
+        if settle and self._flight is not None and self._settle(self._flight) == "behind":
+            return self._catch_up(done)
+        return None
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the exchange that was merged or settled last, once."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def close(self, is_done: bool) -> None:
+        self.link.close(is_done)
+
+    # One exchange
+
+    def _begin(self, done: int, fragment: int, merge_at: int) -> None:
+        number, last = done * FRAGMENT_NUMBERS + fragment, self.exchange
+        part = self.outer.begin(fragment)
+        result: Future[Exchanged | Missed] = Future()
+
+        def exchange() -> None:
+            try:
+                result.set_result(self.link.exchange(number, last, part))
+            except BaseException as error:  # raised where it is waited for
+                result.set_exception(error)
+
+        run_in_background(exchange)
+        self._flight = Flight(number, [fragment], merge_at, result)
+
+    def _settle(self, flight: Flight) -> Missed | None:
+        """Wait for the result of an exchange, and make the outer step with it; why not, if not."""
+        if flight.result is None:
+            return None
+        begin = time.perf_counter()
+        exchanged = self._wait(flight.result)
+        waited = time.perf_counter() - begin
+        if not isinstance(exchanged, Exchanged):
+            self._flight = None
+            self.on_event("exchange missed", exchange=flight.exchange, reason=exchanged)
+            return exchanged
+        [fragment] = flight.fragments
+        squares = self.outer.update(fragment, exchanged.parts)
+        flight.result, flight.has_takers, self.exchange = None, exchanged.has_takers, flight.exchange
+        self._report_present(exchanged.members)
+        done = flight.exchange // FRAGMENT_NUMBERS
+        self._metrics = {
+            "islands/round": (done + exchange_offset(fragment, self.recipe)) // self.recipe.every,
+            "islands/present": len(exchanged.members),
+            "islands/bytes": exchanged.bytes,
+            "islands/wait": round(waited, 6),
+            "islands/delta_norm": self._norm(fragment, squares),
+        }
+        return None
+
+    def _norm(self, fragment: int, squares: list[float]) -> float:
+        names = self.outer.fragments[fragment].weights
+        own = sum(square / self._replica_counts.get(name, 1) for name, square in zip(names, squares, strict=True))
+        return math.sqrt(sum(map(float, self.link.gather(repr(own)))))
+
+    def _finish_flight(self, done: int, exactly: bool = False) -> int | None:
+        """Merge the exchange in flight into the weights."""
+        assert self._flight is not None
+        flight = self._flight
+        match self._settle(flight):
+            case "behind":
+                return self._catch_up(done)
+            case "given up":
+                return None
+        for fragment in flight.fragments:
+            self.outer.merge(fragment, exactly)
+        self._flight = None
+        if flight.has_takers:
+            self.link.publish_state(self.exchange, done, self.outer.shared_tensors)
+        return None
+
+    def _exchange_last(self) -> int | None:
+        """After the last step: exchange all fragments, so that all islands end with the same weights."""
+        if self._flight is not None and (moved_to := self._finish_flight(self.total_steps)) is not None:
+            return self._after_last(moved_to)
+        while (fragment := self._unfinished()) is not None:
+            self._begin(self.total_steps, fragment, self.total_steps)
+            before = self.exchange
+            moved_to = self._finish_flight(self.total_steps, exactly=True)
+            if moved_to is not None and moved_to < self.total_steps:
+                return moved_to
+            if self.exchange == before and moved_to is None:
+                raise Interrupted("stopped before the last exchange with the other islands; the same command resumes")
+        return None
+
+    def _after_last(self, moved_to: int) -> int | None:
+        return self._exchange_last() if moved_to == self.total_steps else moved_to
+
+    def _unfinished(self) -> int | None:
+        """The next fragment to exchange after the last step."""
+        fragment = max(0, self.exchange + 1 - self.total_steps * FRAGMENT_NUMBERS)
+        return fragment if fragment < self.recipe.fragments else None
+
+    def _wait(self, result: Future[Exchanged | Missed]) -> Exchanged | Missed:
+        while True:
+            with suppress(TimeoutError):
+                return result.result(WAIT_INTERVAL)
+            self._on_wait()
+
+    # Meeting the others
+
+    def _meet(self, step: int) -> int:
+        """Wait until this island may train, with its own state or that of another."""
+        while True:
+            answer = self.link.start(self.exchange, self._digest())
+            if answer.provider is None:
+                break
+            found = self.link.fetch_state(answer, self.outer.shared_tensors)
+            if found is not None:
+                self.outer.adopt_shared()
+                self.exchange, self._flight = answer.exchange, None
+                self.on_event("caught up", step=found, island=answer.provider, before=step)
+                say(f"this island continues after step {found} with the weights of island {answer.provider}")
+                step = found
+                break
+        self._report_present(answer.present)
+        if answer.takers:
+            if self._flight is not None:
+                self._flight.has_takers = True  # they take it when it is merged
+            else:
+                self.link.publish_state(self.exchange, step, self.outer.shared_tensors)
+        return step
+
+    def _catch_up(self, done: int) -> int:
+        say("this island is behind the others, and waits to take over their state after their next exchange")
+        return self._meet(done)
+
+    def _digest(self) -> str:
+        """Of what must be the same on all islands."""
+        digest = hashlib.sha256()
+        for tensor in self.outer.shared_tensors:
+            digest.update(tensor.view(torch.uint8).numpy().data)
+        return hashlib.sha256("".join(self.link.gather(digest.hexdigest())).encode()).hexdigest()
+
+    def _report_present(self, present: list[int]) -> None:
+        if present == self._present:
+            return
+        gone, new = sorted({*self._present} - {*present}), sorted({*present} - {*self._present})
+        if self._present:
+            say(f"islands present: {', '.join(map(str, present))}")
+        self._present = present
+        self.on_event("islands", present=present, gone=gone, new=new)

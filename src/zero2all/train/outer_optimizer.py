@@ -1,0 +1,214 @@
+"""The outer optimizer of DiLoCo (https://arxiv.org/abs/2311.08105, streaming: https://arxiv.org/abs/2501.18512).
+
+An island trains its weights w with its own optimizer. The outer weights W are the same on all islands. A fragment is
+exchanged like this::
+
+    delta = W - w + residual            sent as q = round(delta); residual = delta - q
+    g     = mean of q over the islands present
+    m     = momentum * m + g            Nesterov
+    W'    = W - lr * (g + momentum * m)
+
+Then w = W'; or, if steps were trained while the exchange was under way, w = w + (W' - w at its beginning), which keeps
+what the island has learned meanwhile. Products and sums are separate operations in a fixed order: a fused one rounds
+differently, and machines that differ must still compute the same W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zero2all.checkpoint.state_dict import local_shard, wrap_local_like
+from zero2all.parallel.mesh import shard_range
+from zero2all.recipe.sync import SyncRecipe
+from zero2all.train.delta_codec import BLOCK, decode, encode
+
+
+@dataclass(frozen=True)
+class ReplicaShare:
+    """Replicas of an island (``dp_replicate``) hold the same weights: each exchanges a part of them with the other
+    islands, over the slow network, and they tell each other the result."""
+
+    replica: int = 0
+    replicas: int = 1
+    add_up: Callable[[Tensor], Tensor] = lambda own: own
+    """The sum over the replicas."""
+
+    def part(self, size: int) -> slice:
+        """Of a fragment; whole blocks, so that all replicas round as if they sent everything."""
+        first, last = shard_range(-(-size // BLOCK), self.replica, self.replicas)
+        return slice(first * BLOCK, min(last * BLOCK, size))
+
+    def whole(self, own: Tensor, size: int) -> Tensor:
+        """The parts of all replicas, of this one's. Exactly: to each value the others add zeros."""
+        if self.replicas == 1:
+            return own
+        found = torch.zeros(size)
+        found[self.part(size)] = own
+        return self.add_up(found)
+
+
+class OuterOptimizer:
+    """Outer weights and momentum of what this rank holds, in main memory; one flat tensor for each fragment.
+
+    >>> outer = OuterOptimizer(model, 12, recipe.parallel.sync)
+    >>> own = outer.begin(fragment=0)
+    >>> norm = outer.update(0, [own, *received])
+    >>> outer.merge(0)
+    """
+
+    def __init__(self, model: nn.Module, layers: int, recipe: SyncRecipe, share: ReplicaShare | None = None) -> None:
+        self.recipe, self.share = recipe, share or ReplicaShare()
+        self.fragments = [
+            Fragment(part, is_lossy=recipe.exchange_dtype != "fp32", has_overlap=recipe.overlap > 0)
+            for part in split_fragments(exchanged_tensors(model), layers, recipe.fragments)
+        ]
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Begin with the weights as they are."""
+        for fragment in self.fragments:
+            fragment.outer.copy_(fragment.read_weights())
+            for other in (fragment.momentum, fragment.residual, fragment.pending):
+                if other is not None:
+                    other.zero_()
+
+    @torch.no_grad()
+    def begin(self, number: int) -> Tensor:
+        """What this island sends, in bytes."""
+        fragment = self.fragments[number]
+        weights = fragment.read_weights()
+        delta = fragment.rounded_outer() - weights
+        if fragment.pending is not None:
+            fragment.pending.copy_(weights)
+        if fragment.residual is not None:
+            delta += fragment.residual
+            everything = encode(delta, self.recipe.exchange_dtype)
+            fragment.residual.copy_(delta - decode(everything, fragment.size, self.recipe.exchange_dtype))
+        return encode(delta[self.share.part(fragment.size)], self.recipe.exchange_dtype)
+
+    @torch.no_grad()
+    def update(self, number: int, parts: Sequence[Tensor]) -> list[float]:
+        """The outer step with what every island present has sent, in the order of islands, this one included; the
+        squared norm of the average, for each tensor of the fragment."""
+        fragment, recipe = self.fragments[number], self.recipe
+        own = range(fragment.size)[self.share.part(fragment.size)]
+        mean = decode(parts[0], len(own), recipe.exchange_dtype)
+        for part in parts[1:]:
+            mean += decode(part, len(own), recipe.exchange_dtype)
+        mean = self.share.whole(mean / len(parts), fragment.size)
+        fragment.momentum.mul_(recipe.outer_momentum).add_(mean)
+        fragment.outer.sub_((mean + fragment.momentum * recipe.outer_momentum) * recipe.outer_lr)
+        if fragment.pending is not None:
+            torch.sub(fragment.outer, fragment.pending, out=fragment.pending)
+        return [float(view.double().square().sum()) for view in fragment.views(mean).values()]
+
+    @torch.no_grad()
+    def merge(self, number: int, exactly: bool = False) -> None:
+        """Into the weights that are trained; ``exactly``: they become the outer weights."""
+        fragment = self.fragments[number]
+        if fragment.pending is None or exactly:
+            fragment.write_weights(fragment.outer)
+        else:
+            fragment.write_weights(fragment.read_weights() + fragment.pending)
+        if fragment.pending is not None:
+            fragment.pending.zero_()
+
+    @property
+    def shared_tensors(self) -> list[Tensor]:
+        """What is the same on all islands: an island that was away takes them over."""
+        return [tensor for fragment in self.fragments for tensor in (fragment.outer, fragment.momentum)]
+
+    def adopt_shared(self) -> None:
+        """After ``shared_tensors`` were filled: continue from them."""
+        for number, fragment in enumerate(self.fragments):
+            self.merge(number, exactly=True)
+            for own in (fragment.residual, fragment.pending):
+                if own is not None:
+                    own.zero_()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The live tensors, under names and with shards that do not depend on the parallel layout."""
+        found = {}
+        for fragment in self.fragments:
+            for name, flat in fragment.state().items():
+                for key, view in fragment.views(flat).items():
+                    found[f"{name}.{key}"] = wrap_local_like(fragment.weights[key], view)
+        return found
+
+
+class Fragment:
+    """Some of the weights, exchanged together."""
+
+    def __init__(self, weights: dict[str, Tensor], is_lossy: bool, has_overlap: bool) -> None:
+        self.weights = weights
+        self._shapes = {name: local_shard(tensor).shape for name, tensor in weights.items()}
+        self.size = sum(shape.numel() for shape in self._shapes.values())
+        self.outer, self.momentum = torch.zeros(self.size), torch.zeros(self.size)
+        self.residual = torch.zeros(self.size) if is_lossy else None
+        self.pending = torch.zeros(self.size) if has_overlap else None
+        """The weights at the beginning of an exchange; after it, what is added to them when it is merged."""
+
+    def state(self) -> dict[str, Tensor]:
+        found = {"outer": self.outer, "momentum": self.momentum, "residual": self.residual, "pending": self.pending}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        found, at = {}, 0
+        for name, shape in self._shapes.items():
+            found[name] = flat[at : at + shape.numel()].view(shape)
+            at += shape.numel()
+        return found
+
+    def read_weights(self) -> Tensor:
+        flat = torch.empty(self.size)
+        for name, view in self.views(flat).items():
+            view.copy_(local_shard(self.weights[name]))
+        return flat
+
+    def write_weights(self, flat: Tensor) -> None:
+        for name, view in self.views(flat).items():
+            local_shard(self.weights[name]).copy_(view)
+
+    def rounded_outer(self) -> Tensor:
+        """As the weights store it: what bf16 weights cannot hold is no progress of the island."""
+        flat = self.outer.clone()
+        for name, view in self.views(flat).items():
+            view.copy_(view.to(self.weights[name].dtype))
+        return flat
+
+
+def exchanged_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What training changes: trained weights, and buffers of a checkpoint, such as the biases of experts."""
+    trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    stored = model.state_dict().keys()
+    buffers = {name: tensor for name, tensor in model.named_buffers() if name in stored and tensor.is_floating_point()}
+    return trained | buffers
+
+
+def split_fragments(tensors: Mapping[str, Tensor], layers: int, count: int) -> list[dict[str, Tensor]]:
+    """Neighbouring blocks together; the embedding with the first, norm and head with the last."""
+    found: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for name, tensor in tensors.items():
+        place = 0 if "embed_tokens" in name else count - 1
+        if name.startswith("layers."):
+            place = int(name.split(".")[1]) * count // layers
+        found[place][name] = tensor
+    return found
+
+
+def exchange_offset(fragment: int, recipe: SyncRecipe) -> int:
+    """Fragments take turns, spread evenly over ``every`` steps."""
+    return fragment * recipe.every // recipe.fragments
+
+
+def fragment_due(done: int, recipe: SyncRecipe) -> int | None:
+    """The fragment whose exchange begins after ``done`` steps."""
+    for fragment in range(recipe.fragments):
+        if done > 0 and (done + exchange_offset(fragment, recipe)) % recipe.every == 0:
+            return fragment
+    return None
