@@ -218,7 +218,7 @@ def test_only_runs_that_changed_are_checked_and_quiet_ones_are_read_less_often(
     for _ in range(5):
         live_run.refresh()
     assert len(checked) == 1
-    assert live_run.summary.status.step == 30
+    assert live_run.summary.status.step == 29
     assert live_run.refresh_interval(500) == 0.5
     with open(tmp_path / "a" / "record.jsonl", "a", encoding="utf-8") as stream:
         stream.write('{"step": 30, "time": 1, "loss": 1}\n')
