@@ -286,7 +286,7 @@ def rendezvous(
     Example: z2a rendezvous --port 29500 --listen 10.0.0.1
     """
     require_linux("z2a rendezvous")
-    from zero2all.elastic.rendezvous import serve_rendezvous
+    from zero2all.elastic.serve_rendezvous import serve_rendezvous
 
     serve_rendezvous(port, listen, secret_file)
     return Result({}, "")
