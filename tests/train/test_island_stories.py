@@ -105,7 +105,7 @@ def bits_per_byte(out: Path, island: int) -> float:
 
 def longest_step(out: Path, island: int, before: float = math.inf) -> float:
     lines = read_record_lines(out / "run" / f"island-{island}" / "record.jsonl")
-    steps = [line for line in lines if isinstance(line, StepLine) and line.step < before]
+    steps = [line for line in lines if isinstance(line, StepLine) and "loss" in line.metrics and line.step < before]
     times = [line.time for line in steps if line.time is not None]
     return max(after - before for before, after in itertools.pairwise(times))
 

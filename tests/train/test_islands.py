@@ -154,6 +154,27 @@ def test_islands_that_all_stop_and_resume_are_bitwise_those_that_never_did(
         assert other.checkpoints.read_state(12).islands == one.checkpoints.read_state(12).islands
 
 
+def test_fragments_may_change_while_an_exchange_is_in_flight(
+    workspace: Path, tmp_path: Path, islands: ThreadIslands
+) -> None:
+    recipe = recipe_of(workspace, tmp_path, *RESUMED)
+    trainers: dict[int, Trainer] = {}
+    made = [islands.make(recipe, number, stop_at(trainers, 3)(number)) for number in range(2)]
+    trainers |= {number: island.trainer for number, island in enumerate(made)}
+    for island in made:
+        island.start()
+    for island in made:
+        with pytest.raises(Interrupted):
+            island.end()
+    before = run_of(tmp_path, 0).checkpoints.read_state(4).islands
+    assert before is not None
+    assert before.merge_at == 5
+    with pytest.raises(UsageError, match="overlap as it was"):
+        islands.make(recipe_of(workspace, tmp_path, *RESUMED, "parallel.sync.overlap=0"), 0)
+    islands.train(recipe_of(workspace, tmp_path, *RESUMED, "parallel.sync.fragments=1"))
+    assert_equal(weights(run_of(tmp_path, 0)), weights(run_of(tmp_path, 1)))
+
+
 def test_a_lost_island_is_not_waited_for_and_takes_over_the_state_when_it_is_back(
     workspace: Path, tmp_path: Path, islands: ThreadIslands
 ) -> None:

@@ -115,6 +115,8 @@ class OuterOptimizer:
             fragment.write_weights(fragment.outer)
         else:
             fragment.write_weights(fragment.read_weights() + fragment.pending)
+        if fragment.pending is not None:
+            fragment.pending.zero_()
 
     @property
     def shared_tensors(self) -> list[Tensor]:

@@ -62,6 +62,7 @@ from zero2all.train.islands import Islands
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
 from zero2all.train.optimizer_files import map_optimizer_state
+from zero2all.train.outer_optimizer import OuterOptimizer
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.resume import load_newest, restore_state
 from zero2all.train.run import TEST_SETS, Run, init_path, model_identity, require_data, resolve_model_config
@@ -280,9 +281,7 @@ class Trainer:
             optimizer=recipe.train.optimizer.identity,
             init=init_path(recipe),
         )
-        outer = None
-        if self.island_place is not None:
-            outer = build_outer_optimizer(recipe, self.model)
+        outer = None if self.island_place is None else build_outer_optimizer(recipe, self.model)
         self.checkpoint_manager = CheckpointManager(
             run.checkpoints,
             ranks.on_rank0(run.create_flash_dir) if recipe.checkpoint.flash_every is not None else None,
@@ -314,12 +313,7 @@ class Trainer:
             self.initial_weights = None
         elif recipe.train.init is not None and self.initial_weights is None:
             self.initial_weights = load_initial_weights(recipe.train.init, self.model, self.tokenizer, ranks)
-        self.islands: Islands | None = None
-        if self.island_place is not None and outer is not None:
-            self.islands = connect_islands(
-                self.island_place, self.recipe, self.identity, self.plan.total_steps, self.model, outer,
-                self.heartbeat.ping, lambda: self.stop_event.is_set(),
-            )  # fmt: skip
+        self.islands = None if outer is None else self._connect_islands(outer)
         history = None
         if self.mesh.rank == 0:
             run.save_metadata(self.identity, self.tokenizer, self.mesh.device, self.initial_weights)
@@ -470,6 +464,13 @@ class Trainer:
         if self.model.powersgd is not None and grad_norm > 0:
             metrics["sync_error"] = unsent / grad_norm
         return metrics
+
+    def _connect_islands(self, outer: OuterOptimizer) -> Islands:
+        assert self.island_place is not None
+        return connect_islands(
+            self.island_place, self.recipe, self.identity, self.plan.total_steps, self.model, outer,
+            self.heartbeat.ping, lambda: self.stop_event.is_set(),
+        )  # fmt: skip
 
     @contextmanager
     def _meet_islands(self) -> Iterator[None]:
