@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Literal
 
 AGENT_DIR_VARIABLE = "Z2A_AGENT_DIR"  # where the agent of this node looks for heartbeats and stack dumps
 STORE_VARIABLE = "Z2A_STORE"  # endpoint of the store that the agents share
 JOB_SECRET_VARIABLE = "Z2A_JOB_SECRET"
+BackendChoice = Literal["auto", "gloo"]
+BACKEND_VARIABLE = "Z2A_BACKEND"  # of the ranks' collectives: auto or gloo
 ISLAND_VARIABLE = "Z2A_ISLAND"  # the number of the island that a rank belongs to
 ISLANDS_ENDPOINT_VARIABLE = "Z2A_ISLANDS_ENDPOINT"  # where all islands meet
 ISLANDS_SECRET_VARIABLE = "Z2A_ISLANDS_SECRET"
@@ -60,6 +63,13 @@ def record_collective_starts() -> None:
     has decided. Only then can a rank whose kernel is stuck be told from those that wait for it. It costs an event per
     collective, and by torch's documentation may in rare cases block its watchdog, so it is not the default."""
     os.environ.setdefault(TIMING_VARIABLE, "1")
+
+
+def collective_backend(device: str) -> str:
+    """For tensors in main memory and on this kind of device: NCCL on GPUs, unless the user wants gloo there too."""
+    if device != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:gloo" if os.environ.get(BACKEND_VARIABLE) == "gloo" else "cpu:gloo,cuda:nccl"
 
 
 def has_agent() -> bool:

@@ -7,9 +7,14 @@ Frames are signed, not encrypted: an eavesdropper can read them, but learns no s
 
 from __future__ import annotations
 
+import fcntl
 import hmac
 import json
 import socket
+import struct
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 NONCE_BYTES = 32
@@ -18,6 +23,7 @@ LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 4 << 20  # bytes in a frame
 ONE_SHOT_BYTES = 1 << 16  # a thousand small frames a second are signed in one call each
 REFUSED, WELCOME = b"\0", b"\1"
+_IPV6_SCOPES = ("00", "10")  # in /proc/net/if_inet6, global and loopback: those of a link work only with its name
 
 
 class TamperedError(Exception):
@@ -116,3 +122,36 @@ def source_address(family: socket.AddressFamily, destination: tuple[Any, ...]) -
         probe.connect(destination)  # sends nothing
         address: str = probe.getsockname()[0]
         return address
+
+
+def interface_for_address(address: str) -> str | None:
+    """The network interface with this address, for gloo, which otherwise resolves the host name."""
+    return next((name for name, own in interface_addresses().items() if own == address), None)
+
+
+def interface_addresses() -> dict[str, str]:
+    """The address of each interface as gloo takes it: the first of IPv4, else the first of IPv6."""
+    found: dict[str, str] = {}
+    with suppress(OSError):  # without IPv6 there is no such file
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if scope in _IPV6_SCOPES:
+                found.setdefault(name, str(ip_address(bytes.fromhex(digits))))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+            except OSError:
+                continue  # no address
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def interface_mtu(name: str) -> int | None:
+    """By a system call: sysfs may be that of another network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), 0x8921, struct.pack("256s", name.encode()))  # SIOCGIFMTU
+        except OSError:
+            return None
+        return int(struct.unpack_from("i", answer, 16)[0])

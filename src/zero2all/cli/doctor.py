@@ -19,6 +19,14 @@ def doctor(
         Path | None,
         typer.Option("--calibrate", help="Measure this machine instead, and write a file for 'z2a plan --gpu FILE'."),
     ] = None,
+    net: Annotated[
+        bool,
+        typer.Option(
+            "--net",
+            help="Check the network only: names, interfaces, MTU, ports, both directions and bandwidth of all pairs of "
+            "nodes, and which firewall rule is missing where.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> Result:
     """Check this machine, or all nodes and their network.
@@ -27,9 +35,9 @@ def doctor(
 
     Example: z2a doctor --dir runs
     """
-    from zero2all.doctor.preflight import run_checks
+    from zero2all.doctor.preflight import check_net, run_checks
     from zero2all.elastic.rendezvous_client import RendezvousStore
-    from zero2all.environment import STORE_VARIABLE
+    from zero2all.environment import JOB_SECRET_VARIABLE, STORE_VARIABLE
 
     if calibrate is not None:
         return write_calibration(calibrate, directory)
@@ -39,7 +47,7 @@ def doctor(
         store = RendezvousStore.from_environment(
             os.environ[STORE_VARIABLE], os.environ["TORCHELASTIC_RUN_ID"], timedelta(seconds=60)
         )
-    findings = run_checks(directory, store)
+    findings = check_net(store, os.environ.get(JOB_SECRET_VARIABLE, "")) if net else run_checks(directory, store)
     text = "\n".join(map(str, findings)) if os.environ.get("RANK", "0") == "0" else ""
     result = Result({"findings": findings}, text)
     if any(finding.level == "bad" for finding in findings):

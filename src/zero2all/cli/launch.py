@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zero2all.cli.conventions import Json, Result, command
+from zero2all.elastic.addresses import OverlayKind
 from zero2all.elastic.node_policy import NodePolicy, StragglerPolicy
-from zero2all.environment import NOTIFY_VARIABLE
+from zero2all.environment import NOTIFY_VARIABLE, BackendChoice
 from zero2all.errors import UsageError
 from zero2all.numa import BindingMode
 from zero2all.processes import require_linux
@@ -48,13 +49,42 @@ RdzvEndpoint = Annotated[
 RdzvListen = Annotated[
     str | None,
     typer.Option(
-        "--rdzv-listen", help="Address to bind on the node that runs the rendezvous server, if not the endpoint."
+        "--rdzv-listen",
+        help="ADDRESS or ADDRESS:PORT to bind on the node that runs the rendezvous server, if not the endpoint; behind "
+        "a port map the port that it leads to.",
     ),
 ]
 Advertise = Annotated[
     str | None,
     typer.Option(
-        "--advertise", "--local-addr", help="Address at which other nodes reach this one, if not the default."
+        "--advertise",
+        "--local-addr",
+        help="HOST or HOST:PORT at which other nodes reach this one, if not its own address. The port is that of the "
+        "ranks' store, or with --overlay its UDP port.",
+    ),
+]
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        "--listen",
+        help="Address or interface (10.0.0.2, eth1) that the ranks of this node use, and optionally the port that "
+        "--advertise leads to (eth1:29501, or only 29501). Default: the one that leads to the rendezvous, any port.",
+    ),
+]
+Overlay = Annotated[
+    OverlayKind,
+    typer.Option(
+        "--overlay",
+        help="wireguard: connect the nodes by a private network over one UDP port each, where port maps or firewalls "
+        "separate them. Needs root and wireguard-tools.",
+    ),
+]
+Backend = Annotated[
+    BackendChoice,
+    typer.Option(
+        "--backend",
+        help="gloo: use it instead of NCCL on GPUs too, where NCCL hangs although the network works "
+        "('z2a doctor --net'). It is slower. A script chooses its own.",
     ),
 ]
 SecretFile = Annotated[
@@ -155,6 +185,9 @@ def launch(
     rdzv_endpoint: RdzvEndpoint = None,
     rdzv_listen: RdzvListen = None,
     advertise: Advertise = None,
+    listen: Listen = None,
+    overlay: Overlay = "none",
+    backend: Backend = "auto",
     secret_file: SecretFile = None,
     max_restarts: MaxRestarts = None,
     hang_after: HangAfter = None,
@@ -190,8 +223,8 @@ def launch(
     launch_config = LaunchConfig(
         rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
         max_restarts, hang_after, grace, rdzv_timeout, numa_binding, report_directory=report_dir,
-        node_policy=NodePolicy(readmit, node_test, stragglers, notify), island=island,
-        islands_endpoint=islands_endpoint,
+        node_policy=NodePolicy(readmit, node_test, stragglers, notify), listen_ranks=listen, overlay=overlay,
+        backend=backend, island=island, islands_endpoint=islands_endpoint,
     )  # fmt: skip
     if emit is None:
         require_linux("z2a launch")

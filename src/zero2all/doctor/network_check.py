@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from zero2all.doctor.findings import Finding
+from zero2all.environment import collective_backend
 from zero2all.torch_private import PrefixStore, Store, gloo_group, nccl_group
 
 CPU_PROBE_BYTES, GPU_PROBE_BYTES = 1 << 20, 1 << 26
@@ -111,7 +112,7 @@ def probe_bytes(device: torch.device) -> int:
 
 
 def _group(store: Store, rank: int, device: torch.device) -> Any:
-    new_group = nccl_group if device.type == "cuda" else gloo_group
+    new_group = nccl_group if collective_backend(device.type).endswith("nccl") else gloo_group
     return new_group(store, rank, 2, timedelta(seconds=PAIR_TIMEOUT))
 
 

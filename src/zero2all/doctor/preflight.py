@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 
 from zero2all.doctor.findings import Finding
-from zero2all.doctor.network_check import diagnose_pairs, exchange_through_store, measure_pairs
+from zero2all.doctor.net_check import NetCheck, check_own_network
+from zero2all.doctor.network_check import PairMeasurement, diagnose_pairs, exchange_through_store, measure_pairs
 from zero2all.doctor.node_check import DeviceCheck, check_device, check_node, library_versions
+from zero2all.doctor.reachability import Target
 from zero2all.doctor.topology_check import binding_findings, check_binding, check_topology
 from zero2all.hardware import MPS, pick_device
 from zero2all.records import parse_record
@@ -75,6 +77,23 @@ def _check_all_nodes(directory: Path, store: Store) -> list[Finding]:
             names = {at: f"rank {at}" for at in range(count)}
         findings += diagnose_pairs(measurements, names, count)
     return findings
+
+
+def check_net(store: Store | None = None, secret: str = "") -> list[Finding]:
+    """The network only: of this machine, or with a store between the first ranks of all nodes."""
+    if store is None:
+        return check_own_network()
+    rank, each = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if rank % each:
+        return []
+    number, count = rank // each, int(os.environ["WORLD_SIZE"]) // each
+    master = Target(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), "store")
+    device = pick_device("auto")
+
+    def measure() -> list[PairMeasurement]:
+        return measure_pairs(store, number, count, device) if device.type == "cuda" else []
+
+    return NetCheck(store, secret, number, count, master, measure).run()
 
 
 def compare_devices(device_checks: dict[str, DeviceCheck]) -> list[Finding]:

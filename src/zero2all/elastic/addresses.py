@@ -2,22 +2,101 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, Literal
 
 from zero2all.console import say
 from zero2all.errors import UsageError, Z2aError
-from zero2all.network import source_address
+from zero2all.network import interface_addresses, source_address
 
+OverlayKind = Literal["none", "wireguard"]
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
 _NAME_POLL_INTERVAL = 0.5  # seconds
 _UNROUTABLE = ("192.0.2.1", 9)  # TEST-NET-1: not assigned, and nothing is sent
+
+
+@dataclass(frozen=True)
+class HostPort:
+    """An address of the command line. ``port`` is None, or ``host`` empty, if it was left out."""
+
+    host: str
+    port: int | None
+
+    @classmethod
+    def parse(cls, text: str, option: str) -> HostPort:
+        """
+        >>> HostPort.parse("[fd00::1]:29501", "--advertise")
+        HostPort(host='fd00::1', port=29501)
+        """
+        with suppress(ValueError):
+            return cls(str(ip_address(text.strip("[]"))), None)
+        host, colon, port = ("", ":", text) if text.isdigit() else text.rpartition(":")
+        if not colon:
+            return cls(text, None)
+        if not port.isdigit() or not 0 < int(port) <= 65535 or (":" in host and not host.startswith("[")):
+            raise UsageError(f"{option} is {text}: write HOST or HOST:PORT, and an IPv6 address as [fd00::1]:29501")
+        return cls(host.strip("[]"), int(port))
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port is None else f"{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class NodeAddress:
+    """Where a node is. Behind a port map the two sides differ."""
+
+    local: str
+    """Of the interface that its ranks use."""
+    advertised: str
+    """At which the other nodes reach it."""
+    local_port: int | None = None
+    """To listen on; None for any free one."""
+    advertised_port: int | None = None
+    """At which others reach that port; None for the same."""
+
+    @property
+    def is_mapped(self) -> bool:
+        return self.local != self.advertised
+
+
+def find_node_address(endpoint: str | None, advertise: str | None, listen: str | None, several: bool) -> NodeAddress:
+    """Of this node, by the options of the command line. ``several``: it is one of several nodes."""
+    shown = HostPort("", None) if advertise is None else HostPort.parse(advertise, "--advertise")
+    bound = HostPort("", None) if listen is None else HostPort.parse(listen, "--listen")
+    local = _local_address(endpoint, shown.host, bound.host, several)
+    return NodeAddress(local, shown.host or local, bound.port or shown.port, shown.port or bound.port)
+
+
+def _local_address(endpoint: str | None, advertised: str, listen: str, several: bool) -> str:
+    if listen:
+        return _address_of(listen)
+    with suppress(Z2aError):
+        if advertised and is_local_address(f"{advertised}:0"):
+            return str(resolve_endpoint(f"{advertised}:0")[1][0])
+    if endpoint is None:
+        return LOOPBACK
+    address = local_address_for(endpoint)
+    if several and not advertised:
+        refuse_loopback(endpoint, address)
+    return address
+
+
+def _address_of(listen: str) -> str:
+    """``listen`` is an address, a name or an interface of this machine."""
+    interfaces = interface_addresses()
+    if listen in interfaces:
+        return interfaces[listen]
+    with suppress(Z2aError):
+        if is_local_address(f"{listen}:0"):
+            return str(resolve_endpoint(f"{listen}:0")[1][0])
+    there = ", ".join(f"{name} {address}" for name, address in interfaces.items())
+    raise UsageError(f"--listen is {listen}, which is no address or interface of this machine (it has {there})")
 
 
 def wait_for_name(endpoint: str, patience: float) -> None:
@@ -87,16 +166,3 @@ def refuse_loopback(endpoint: str, address: str) -> None:
             f"{host} resolves to {address} on this machine, where no other node can reach it: give its network "
             f"address instead, as --rdzv-endpoint 10.0.0.1:{DEFAULT_PORT}, or fix /etc/hosts"
         )
-
-
-def interface_for_address(address: str) -> str | None:
-    """The network interface with this IPv4 address, for gloo, which otherwise resolves the host name."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-            except OSError:
-                continue  # no address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None

@@ -134,7 +134,10 @@ def slurm_script(config: LaunchConfig, resources: JobResources) -> str:
 
 def indexed_job(config: LaunchConfig, resources: JobResources) -> str:
     """A Kubernetes Job with one pod per node and a stable host name for each; pod 0 runs the rendezvous."""
-    given = {"--rdzv-listen": config.listen, "--advertise": config.advertise, "--secret-file": config.secret_file}
+    given = {
+        "--rdzv-listen": config.listen, "--advertise": config.advertise, "--secret-file": config.secret_file,
+        "--listen": config.listen_ranks, "--overlay": None if config.overlay == "none" else config.overlay,
+    }  # fmt: skip
     if wrong := [option for option, value in given.items() if value is not None]:
         raise UsageError(f"leave out {', '.join(wrong)}: the pods of a job have their own addresses and secret volume")
     name, labels = resources.name, {"app.kubernetes.io/name": "z2a", "app.kubernetes.io/instance": resources.name}
@@ -260,6 +263,12 @@ def _non_default_options(config: LaunchConfig) -> dict[str, str]:
         options["--grace"] = f"{config.grace:g}"
     if config.numa_binding != LaunchConfig.numa_binding:
         options["--numa-binding"] = config.numa_binding
+    if config.listen_ranks is not None:
+        options["--listen"] = config.listen_ranks
+    if config.backend != LaunchConfig.backend:
+        options["--backend"] = config.backend
+    if config.overlay != LaunchConfig.overlay:
+        options["--overlay"] = config.overlay
     if config.report_directory != REPORT_DIRECTORY:
         options["--report-dir"] = str(config.report_directory)
     return options

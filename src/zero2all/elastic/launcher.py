@@ -9,14 +9,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from zero2all.console import say
-from zero2all.elastic.addresses import DEFAULT_PORT, interface_for_address, wait_for_name
+from zero2all.elastic.addresses import DEFAULT_PORT, OverlayKind, wait_for_name
 from zero2all.elastic.heartbeat import find_run_directory
 from zero2all.elastic.job_events import JobEvent
 from zero2all.elastic.node_policy import NodePolicy
@@ -24,14 +24,17 @@ from zero2all.elastic.notify import Notifier
 from zero2all.elastic.worker_command import CLI_MODULE, worker_command
 from zero2all.engine import available_cores
 from zero2all.environment import (
+    BACKEND_VARIABLE,
     ISLAND_VARIABLE,
     ISLANDS_ENDPOINT_VARIABLE,
     ISLANDS_SECRET_VARIABLE,
     JOB_SECRET_VARIABLE,
+    BackendChoice,
     own_allocator_settings,
 )
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import fingerprint
+from zero2all.network import interface_for_address
 from zero2all.numa import (
     SYSFS,
     BindingMode,
@@ -46,6 +49,7 @@ from zero2all.processes import AGENT_PID
 
 if TYPE_CHECKING:
     from zero2all.elastic.node_exclusion import ExcludedNode
+    from zero2all.elastic.overlay import WireGuardOverlay
     from zero2all.elastic.rendezvous import Rendezvous
 
 UNLIMITED_RESTARTS = 1_000_000
@@ -74,9 +78,10 @@ class LaunchConfig:
     rdzv_endpoint: str | None = None
     """HOST:PORT of the rendezvous; one node needs none."""
     listen: str | None = None
-    """On the node that hosts the rendezvous: the address to bind, if not that of ``rdzv_endpoint``."""
+    """On the node that hosts the rendezvous: ADDRESS or ADDRESS:PORT to bind, if not that of ``rdzv_endpoint``."""
     advertise: str | None = None
-    """The address at which other nodes reach this one, if not the one from which it reaches the rendezvous."""
+    """HOST or HOST:PORT at which other nodes reach this one, if not the address from which it reaches the rendezvous.
+    The port is that of the ranks' store, or with an overlay its UDP port."""
     secret_file: Path | None = None
     """With the secret that the nodes share; else Z2A_JOB_SECRET, else a file in the home directory."""
     max_restarts: int | None = None
@@ -98,6 +103,12 @@ class LaunchConfig:
     report_directory: Path = REPORT_DIRECTORY
     """Where the failure reports of a script are written; those of a z2a command are in its run directory."""
     node_policy: NodePolicy = field(default_factory=NodePolicy)
+    listen_ranks: str | None = None
+    """Address or interface of this node that its ranks use, with the port that ``advertise`` leads to."""
+    overlay: OverlayKind = "none"
+    """A private network between the nodes, for those that port maps separate."""
+    backend: BackendChoice = "auto"
+    """Of the collectives on GPUs: NCCL, or gloo where it hangs."""
     island: int | None = None
     """The number of this job among those of a training with several islands (``parallel.sync.islands``)."""
     islands_endpoint: str | None = None
@@ -120,24 +131,31 @@ class LaunchConfig:
         """Whether the command is no z2a command."""
         return worker_command(self.command, self.module).is_script
 
+    @property
+    def _checks_network_itself(self) -> bool:
+        """Whether the command is to find out which nodes do not reach each other."""
+        return self.command[0] == "doctor"
+
     def run(self) -> int:
         """Start the ranks of this node and monitor them until the job has ended; the exit status for the CLI."""
         if self.nodes[1] > 1 and self.rdzv_endpoint is None:
             raise UsageError(
                 f"{self.nodes[1]} nodes need a rendezvous: --rdzv-endpoint HOST:{DEFAULT_PORT}, the same on every node"
             )
+        if self.overlay != "none" and self.rdzv_endpoint is None:
+            raise UsageError(f"--overlay {self.overlay} is for several nodes: give --rdzv-endpoint")
         notifier = Notifier(self.node_policy.notify, self.command)
         before = {name: signal.signal(name, _raise_signal) for name in (signal.SIGINT, signal.SIGTERM)}
         try:
-            with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory:
+            with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory, ExitStack() as stack:
                 notifier.find_run = lambda: find_run_directory(Path(directory))
-                return self._run_until_done(Path(directory), notifier)
+                return self._run_until_done(Path(directory), notifier, stack)
         finally:
             notifier.close()
             for name, handler in before.items():
                 signal.signal(name, handler)
 
-    def _run_until_done(self, directory: Path, notifier: Notifier) -> int:
+    def _run_until_done(self, directory: Path, notifier: Notifier, stack: ExitStack) -> int:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
@@ -145,10 +163,15 @@ class LaunchConfig:
 
         losses = 0  # in a row
         excluded: tuple[ExcludedNode, ...] = ()
+        overlay: WireGuardOverlay | None = None
         while losses < MAX_RENDEZVOUS_LOSSES:
             connected: float | None = None
             try:
-                rendezvous = self._join_rendezvous(excluded)
+                if self.rdzv_endpoint is not None:
+                    wait_for_name(self.rdzv_endpoint, self.patience)
+                if self.overlay != "none":
+                    overlay = overlay or stack.enter_context(self._open_overlay())
+                rendezvous = self._join_rendezvous(excluded, overlay)
                 connected = time.monotonic()
                 rendezvous.on_event = notifier.send
                 try:
@@ -185,18 +208,23 @@ class LaunchConfig:
         say(f"given up: {RENDEZVOUS_ADVICE}")
         return 1
 
-    def _join_rendezvous(self, excluded: tuple[ExcludedNode, ...]) -> Rendezvous:
+    def _open_overlay(self) -> WireGuardOverlay:
+        from zero2all.elastic.addresses import find_node_address
+        from zero2all.elastic.overlay import WireGuardOverlay
+
+        underlay = find_node_address(self.rdzv_endpoint, self.advertise, self.listen_ranks, several=True)
+        return WireGuardOverlay(fingerprint([*self.command]), underlay)
+
+    def _join_rendezvous(self, excluded: tuple[ExcludedNode, ...], overlay: WireGuardOverlay | None) -> Rendezvous:
         from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
         from zero2all.elastic.rendezvous_state import RendezvousSettings
 
         for name in logging.root.manager.loggerDict:
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # the failure reports are clearer
-        if self.rdzv_endpoint is not None:
-            wait_for_name(self.rdzv_endpoint, self.patience)
         config = RendezvousConfig(
             self.rdzv_endpoint, self.listen, self.advertise, self.secret_file, self.patience, self.node_policy.readmit,
-            excluded,
+            excluded, self.listen_ranks, check_network=not self._checks_network_itself, overlay=overlay,
         )  # fmt: skip
         counts = node_counts(self.command, self.procs, self.nodes)
         policy = self.node_policy
@@ -220,7 +248,7 @@ class LaunchConfig:
             args=worker.args,
             max_restarts=restarts if self.max_restarts is None else self.max_restarts,
             monitor_interval=MONITOR_INTERVAL,
-            local_addr=rendezvous.address,
+            local_addr=rendezvous.address.local,
         )
         script = ScriptSettings(self.report_directory.absolute(), watch_activity=self.hang_after is not None)
         agent = Agent(spec, directory, self.hang_after or HANG_AFTER, self.grace, script if worker.is_script else None)
@@ -251,15 +279,19 @@ class LaunchConfig:
         bindings = self.cpu_bindings()
         threads = threads_per_rank(bindings, available_cores())
         settings = {"OMP_NUM_THREADS": str(threads), **spin_settings(os.environ)}
-        if (interface := interface_for_address(rendezvous.address)) is not None:
+        if (interface := interface_for_address(rendezvous.address.local)) is not None:
             settings["GLOO_SOCKET_IFNAME"] = interface
             if self.rdzv_endpoint is None:  # on one machine no other machine needs the ports of the ranks
                 settings["NCCL_SOCKET_IFNAME"] = interface
+            elif self.listen_ranks is not None or self.overlay != "none":
+                settings["NCCL_SOCKET_IFNAME"] = f"={interface}"  # exactly this one, not eth10 for eth1
         own = {
             AGENT_DIR_VARIABLE: str(directory),
-            STORE_VARIABLE: rendezvous.endpoint,
+            STORE_VARIABLE: rendezvous.client.endpoint,
             JOB_SECRET_VARIABLE: rendezvous.secret,
         }
+        if self.backend != "auto":
+            own[BACKEND_VARIABLE] = self.backend
         own |= {AGENT_PID: str(os.getpid()), **encode_bindings(bindings)}
         return {**settings, **os.environ, **own, **self._island_environment()}
 

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,22 @@ from zero2all.console import say
 from zero2all.elastic.addresses import (
     DEFAULT_PORT,
     LOOPBACK,
+    HostPort,
+    NodeAddress,
     default_address,
+    find_node_address,
     is_local_address,
-    local_address_for,
-    refuse_loopback,
     resolve_endpoint,
 )
 from zero2all.elastic.job_events import JobEvent
 from zero2all.elastic.job_secret import find_secret, new_secret
 from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, FailureFacts
 from zero2all.elastic.node_stragglers import SharedClock
+from zero2all.elastic.overlay import CONNECT_TIMEOUT as OVERLAY_TIMEOUT
+from zero2all.elastic.overlay import WireGuardOverlay
 from zero2all.elastic.pair_test import DEVICE_TIMEOUT, REPORT_MARGIN, NextTurn, TurnReport
 from zero2all.elastic.pair_test_process import run_pair_test
+from zero2all.elastic.reach_check import ReachCheck, ReachReport
 from zero2all.elastic.rendezvous_client import JobEndedError, RendezvousClient, RendezvousStore
 from zero2all.elastic.rendezvous_messages import (
     AddToValue,
@@ -54,11 +58,14 @@ from zero2all.elastic.rendezvous_messages import (
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.elastic.rendezvous_state import FailureAnswer, Outcome, RankAssignment, RendezvousSettings
 from zero2all.errors import UsageError, Z2aError
+from zero2all.network import interface_addresses
 from zero2all.records import parse_record
 
 JOIN_TIMEOUT = 600.0  # seconds to wait for enough nodes
 MAX_TURN_SECONDS = DEVICE_TIMEOUT + 2 * REPORT_MARGIN  # for the slowest node to report a turn of the node test
 _POLL_INTERVAL = 0.5
+_FIRST_WORDS = 10.0  # seconds after which the node that hosts the rendezvous says where it waits
+_LAST_WORDS = 5.0  # seconds that it serves the others after the job has failed
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,10 @@ class RendezvousConfig:
     endpoint: str | None = None
     """HOST:PORT; None for a job on one node."""
     listen: str | None = None
-    """The address to bind if this node hosts it; that of ``endpoint`` if not given."""
+    """ADDRESS or ADDRESS:PORT to bind if this node hosts it; that of ``endpoint`` if not given."""
     advertise: str | None = None
-    """The address at which other nodes reach this one; the one from which it reaches the rendezvous if not given."""
+    """HOST or HOST:PORT at which other nodes reach this one, and the store of the ranks if they are on this node; the
+    address from which it reaches the rendezvous if not given."""
     secret_file: Path | None = None
     patience: float = 60.0
     """Seconds to wait for an answer."""
@@ -78,6 +86,20 @@ class RendezvousConfig:
     """Whether this node comes back although it was excluded."""
     excluded: tuple[ExcludedNode, ...] = ()
     """As known from the rendezvous before it was lost."""
+    listen_ranks: str | None = None
+    """Address or interface of this node that its ranks use, and the port of their store."""
+    check_network: bool = False
+    """Whether the nodes try to reach each other before their ranks start."""
+    overlay: WireGuardOverlay | None = None
+    """The private network that the ranks use."""
+
+    def node_address(self, several: bool) -> NodeAddress:
+        """Of this node, without the overlay. ``several``: it is one of several nodes."""
+        return find_node_address(self.endpoint, self.advertise, self.listen_ranks, several)
+
+
+class UnreachableError(Z2aError):
+    """Nodes of the job cannot reach each other."""
 
 
 def serve_rendezvous(port: int = DEFAULT_PORT, listen: str | None = None, secret_file: Path | None = None) -> None:
@@ -107,19 +129,19 @@ class Rendezvous(RendezvousHandler):
     def __init__(self, config: RendezvousConfig, settings: RendezvousSettings, job_id: str, procs: int) -> None:
         """``job_id`` is the same on every node and differs from that of other jobs at the same endpoint."""
         self.job_id, self.settings = job_id, settings
-        self.address = self._own_address(config)
+        self._overlay = config.overlay
+        self.address = config.node_address(settings.max_nodes > 1) if self._overlay is None else self._overlay.address
         self.secret, self.server = self._secret_and_server(config)
         self.endpoint = config.endpoint or (self.server.endpoint if self.server is not None else "")
+        self._check_network, self._was_checked = config.check_network, False
         self.failed = False
         """Whether the ranks of the last round have failed: their peers must not wait for them."""
         self.assignment: RankAssignment | None = None
         self.on_event: Callable[[JobEvent], None] = lambda event: None
         """Called for what the first node of a round, or one for all, has to report."""
         try:
-            self.client = RendezvousClient(
-                self.server.endpoint if self.server is not None else self.endpoint, self.secret, config.patience
-            )
-            own = OwnNode(self.address, os.getpid(), procs)
+            self.client = RendezvousClient(self._own_endpoint(config), self.secret, config.patience)
+            own = OwnNode(self.address.advertised, os.getpid(), procs)
             self.client.request(Enter(job_id, settings, own, config.readmit, config.excluded))
         except BaseException:
             self._stop_server()
@@ -127,15 +149,11 @@ class Rendezvous(RendezvousHandler):
         self.client.start_heartbeat()
         self.clock = SharedClock(lambda: float(self.client.request(ReadClock())))
 
-    def _own_address(self, config: RendezvousConfig) -> str:
-        if config.advertise is not None:
-            return config.advertise
-        if config.endpoint is None:
-            return LOOPBACK
-        address = local_address_for(config.endpoint)
-        if self.settings.max_nodes > 1:
-            refuse_loopback(config.endpoint, address)
-        return address
+    def _own_endpoint(self, config: RendezvousConfig) -> str:
+        """As this node reaches the rendezvous: behind a port map, no packet comes back to its own outer address."""
+        if self.server is not None:
+            return self.server.endpoint
+        return self.endpoint if config.listen is None else str(_bound_address(config.endpoint or "", config.listen))
 
     def _secret_and_server(self, config: RendezvousConfig) -> tuple[str, RendezvousServer | None]:
         """Starts the server if this node hosts it."""
@@ -146,9 +164,9 @@ class Rendezvous(RendezvousHandler):
         secret, _ = find_secret(config.secret_file, make=here, patience=config.patience)
         if not here:
             return secret, None
-        _, (address, port, *_) = resolve_endpoint(config.endpoint)
+        bound = _bound_address(config.endpoint, config.listen)
         try:
-            return secret, _start_server(RendezvousServer(config.listen or address, port, secret))
+            return secret, _start_server(RendezvousServer(bound.host, bound.port or 0, secret))
         except OSError:
             return secret, None  # another process of this machine hosts it
 
@@ -165,15 +183,67 @@ class Rendezvous(RendezvousHandler):
             for event in self.assignment.events:
                 say(event.text)
                 self.on_event(event)
-            if not self.assignment.node_test or not self._test_nodes(self.assignment):
+            failed = False
+            if self.assignment.node_test and self._test_nodes(self.assignment):
+                continue  # a bad node was found, or one was lost: another round
+            if self.assignment.nodes < 2 or self._connect_nodes(self.assignment):
                 break
-            failed = False  # a bad node was found, or one was lost: another round
-        store = RendezvousStoreInfo(self.assignment.master, self.assignment.port)
+        master, port = self.assignment.master, self.assignment.port
+        if self.assignment.rank == 0:  # from behind a port map, this node does not reach its own outer address
+            master, port = self.address.local, self._store_port
+        store = RendezvousStoreInfo(master, port)
         return RendezvousInfo(RendezvousStore(self.client), self.assignment.rank, self.assignment.nodes, store)
 
+    def _connect_nodes(self, assignment: RankAssignment) -> bool:
+        """Whether this round can start. If not, another one must form."""
+
+        def is_interrupted() -> bool:
+            self.client.raise_if_lost()
+            status = self.client.status
+            return bool(status.lost or status.change or status.closed)
+
+        store, wanted = RendezvousStore(self.client), os.environ.get("GLOO_SOCKET_IFNAME", "")
+        if self._overlay is not None and not self._overlay.connect(store, assignment, is_interrupted):
+            return False
+        if not self._check_network:
+            return True
+        check = ReachCheck(
+            store, self.secret, assignment, self.address, self._store_port, self._was_checked, is_interrupted,
+            interface_addresses().get(wanted, ""),
+        )  # fmt: skip
+        if self._overlay is not None:
+            check = replace(check, overlay_endpoint=self._overlay.own.endpoint, timeout=OVERLAY_TIMEOUT)
+        return self._judge_reachability(assignment, check)
+
+    def _judge_reachability(self, assignment: RankAssignment, check: ReachCheck) -> bool:
+        begin = time.monotonic()
+        report = check.run()
+        seconds = time.monotonic() - begin
+        if report.interrupted:
+            return False
+        if not report.unreachable:
+            self._was_checked = True
+            return True
+        if not report.has_checked_nodes:
+            self.close("failed")
+            self._raise_unreachable(report, seconds)
+        if assignment.rank in report.new_nodes:
+            self.leave()
+            self._raise_unreachable(report, seconds)
+        say(str(report))
+        return not report.new_nodes  # those leave; if all nodes have worked before, the node test finds the bad one
+
+    def _raise_unreachable(self, report: ReachReport, seconds: float) -> None:
+        deadline = time.monotonic() + _LAST_WORDS
+        self.client.close()
+        while self.server is not None and self.server.has_nodes() and time.monotonic() < deadline:
+            time.sleep(_POLL_INTERVAL)  # the others still read what was found
+        raise UnreachableError(f"the nodes do not reach each other (found in {seconds:.1f} s)\n{report}")
+
     def _wait_for_assignment(self, failed: bool) -> RankAssignment:
-        pending = self.client.send(JoinNextRound(_free_port(self.address), failed))
-        began, logged = time.monotonic(), False
+        self._store_port = _free_port(self.address.local, self.address.local_port)
+        pending = self.client.send(JoinNextRound(self.address.advertised_port or self._store_port, failed))
+        began, logged, hosting = time.monotonic(), False, self.server is not None and self.settings.max_nodes > 1
         deadline = began + JOIN_TIMEOUT
         while not pending.arrived.wait(_POLL_INTERVAL):
             if self.client.status.running:
@@ -186,6 +256,9 @@ class Rendezvous(RendezvousHandler):
                     logged = True
             elif time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"fewer than {self.settings.counts[0]} nodes came in {JOIN_TIMEOUT:.0f} s")
+            elif hosting and time.monotonic() > began + _FIRST_WORDS:
+                self._report_hosting()
+                hosting = False
             elif not logged and time.monotonic() > began + self.settings.longest_call:
                 self._report_waiting()
                 logged = True
@@ -198,6 +271,11 @@ class Rendezvous(RendezvousHandler):
             return parse_record(NextTurn, self.client.request(ReportTestTurn(report), MAX_TURN_SECONDS), self.endpoint)
 
         return run_pair_test(self.client.endpoint, self.job_id, assignment.rank, submit).again
+
+    def _report_hosting(self) -> None:
+        assert self.server is not None
+        bound = "" if self.server.endpoint == self.endpoint else f", which must lead to {self.server.endpoint} here"
+        say(f"waiting for other nodes; they must reach TCP {self.endpoint}{bound}")
 
     def _report_waiting(self) -> None:
         left_out = "".join(f"; excluded is {node}, {READMIT_ADVICE}" for node in self.client.status.excluded[:3])
@@ -284,12 +362,24 @@ def _start_server(server: RendezvousServer) -> RendezvousServer:
     return server
 
 
-def _free_port(address: str) -> int:
-    """For the store of the ranks. If the address is not local (NAT), on any interface."""
-    for candidate in (address, ""):
-        family = socket.AF_INET6 if ":" in candidate else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
-            probe.bind((candidate, 0))
-            port: int = probe.getsockname()[1]
-            return port
-    raise UsageError(f"no free port on this machine for {address}")
+def _bound_address(endpoint: str, listen: str | None) -> HostPort:
+    """Where the node that hosts the rendezvous listens."""
+    if listen is None:
+        _, (address, port, *_) = resolve_endpoint(endpoint)
+        return HostPort(str(address), port)
+    bound = HostPort.parse(listen, "--rdzv-listen")
+    _, (address, port, *_) = resolve_endpoint(f"{bound.host or '0.0.0.0'}:{bound.port or 0}")
+    return HostPort(str(address), port or HostPort.parse(endpoint, "--rdzv-endpoint").port)
+
+
+def _free_port(address: str, wanted: int | None = None) -> int:
+    """For the store of the ranks."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, wanted or 0))
+        except OSError as error:
+            port = "no free port" if wanted is None else f"port {wanted}"
+            raise UsageError(f"{port} of {address} cannot be bound ({error.strerror}): see --listen") from None
+        port_found: int = probe.getsockname()[1]
+        return port_found

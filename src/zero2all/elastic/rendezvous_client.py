@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from zero2all.console import say
 from zero2all.elastic.rendezvous_messages import (
     AddToValue,
     Attach,
@@ -33,7 +34,13 @@ from zero2all.elastic.rendezvous_messages import (
     SetValues,
     WaitForKeys,
 )
-from zero2all.elastic.rendezvous_protocol import HEARTBEAT_INTERVAL, MAGIC, MAX_NAME_BYTES, RETRY_INTERVAL
+from zero2all.elastic.rendezvous_protocol import (
+    CONNECT_TIMEOUT,
+    HEARTBEAT_INTERVAL,
+    MAGIC,
+    MAX_NAME_BYTES,
+    RETRY_INTERVAL,
+)
 from zero2all.elastic.rendezvous_state import RendezvousStatus
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError, Z2aError
@@ -53,6 +60,7 @@ from zero2all.records import parse_record
 from zero2all.torch_private import Store
 
 SUSPENDED_AFTER = 5 * HEARTBEAT_INTERVAL  # seconds without running after which silence proves nothing
+WAIT_INTERVAL = 0.5  # seconds between two looks at what may interrupt a wait
 STORE_TIMEOUT = timedelta(seconds=300)
 
 
@@ -153,10 +161,13 @@ class RendezvousClient:
 
     def _connect(self, secret: bytes) -> tuple[socket.socket, SignedSession]:
         host, _, port = self.endpoint.rpartition(":")
-        deadline = time.monotonic() + self.patience
+        begin, logged = time.monotonic(), False
+        deadline = begin + self.patience
         while True:
             try:
-                found = socket.create_connection((host.strip("[]"), int(port)), timeout=max(1.0, self.patience))
+                timeout = max(1.0, min(CONNECT_TIMEOUT, self.patience))
+                found = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout)
+                found.settimeout(max(1.0, self.patience))
                 try:
                     return found, self._handshake(found, secret)
                 except BaseException:
@@ -165,6 +176,12 @@ class RendezvousClient:
             except OSError as error:
                 if time.monotonic() >= deadline:
                     raise RendezvousConnectionError(f"{self.endpoint} does not answer ({error})") from None
+                if not logged and time.monotonic() > begin + CONNECT_TIMEOUT:
+                    logged = True
+                    say(
+                        f"this node ({socket.gethostname()}) cannot reach the rendezvous at {self.endpoint} (TCP): "
+                        f"{error}; trying for {self.patience:.0f} s. Is it running, and is the port open from here?"
+                    )
             time.sleep(RETRY_INTERVAL)
 
     def _handshake(self, found: socket.socket, secret: bytes) -> SignedSession:
@@ -285,6 +302,17 @@ class RendezvousStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._wait_for_keys(WaitForKeys, keys, timeout or self.timeout)
+
+    def wait_unless(self, keys: list[str], seconds: float, is_interrupted: Callable[[], bool]) -> bool:
+        """Whether they are set in time, and nothing has interrupted the wait."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not is_interrupted():
+            try:
+                self.wait(keys, timedelta(seconds=WAIT_INTERVAL))
+                return True
+            except DistStoreError:
+                continue
+        return False
 
     def _wait_for_keys(self, request: type[GetValues | WaitForKeys], keys: list[str], timeout: timedelta) -> Any:
         seconds = timeout.total_seconds()

@@ -5,6 +5,7 @@ from __future__ import annotations
 MAGIC = b"z2a-rendezvous-1"
 MAX_NAME_BYTES = 255
 HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats of a node
+CONNECT_TIMEOUT = 5.0  # seconds for one attempt to connect
 RETRY_INTERVAL = 0.5  # seconds between two attempts to connect
 
 

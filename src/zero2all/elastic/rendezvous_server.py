@@ -229,8 +229,8 @@ class RendezvousServer:
                 await self._read_requests(reader, peer)
         except TamperedError as error:
             self._warn_once(address, f"{peer.name if peer else 'a client'} ({address}) sent {error}: disconnected")
-        except (OSError, EOFError, TimeoutError):
-            pass  # disconnected, or never authenticated
+        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+            pass  # disconnected, or never authenticated, or the server ends: then Python would print a traceback
         finally:
             if peer is not None:
                 self._peers.discard(peer)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zero2all.environment import collective_backend
 from zero2all.errors import UsageError
 from zero2all.parallel.tcp_store import tcp_store_from_env
 from zero2all.recipe import ParallelRecipe
@@ -127,7 +128,7 @@ class ParallelMesh:
         if needs_group and not dist.is_initialized():
             if world_size > MAX_FULL_MESH:
                 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            backend = collective_backend(device.type)
             store = tcp_store_from_env(COLLECTIVE_TIMEOUT) if world_size > 1 else HashStore()
             rank = -1 if store is None else int(os.environ.get("RANK", "0"))
             dist.init_process_group(
@@ -137,7 +138,7 @@ class ParallelMesh:
                 rank=rank,
                 world_size=-1 if rank < 0 else world_size,
                 # NCCL connects now, not in the first step, and the groups of the mesh are split from this one.
-                device_id=device if device.type == "cuda" else None,
+                device_id=device if backend.endswith("nccl") else None,
             )
             owns_group = True
         mesh = cls(dims, device, needs_group)

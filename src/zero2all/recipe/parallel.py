@@ -82,6 +82,7 @@ class ParallelRecipe(Section):
     save, or with activation_checkpointing=full their inputs. A side stream copies them while other blocks are computed.
     Blocks are not compiled."""
     sync: SyncRecipe = SyncRecipe()
+    """How replicas of the model are synchronized, for networks that are slower than the GPUs."""
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.dp_replicate == "auto" and self.dp_shard == "auto":

@@ -322,21 +322,25 @@ class Trainer:
         self.peak_flops = peak_flops(self.mesh.device, self.model.dtype)
         say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, self.peak_flops.source, history)
         self.heartbeat.record_phase(StartupPhase.LOADED, done=None if restored is None else restored.step)
-        mode = recipe.parallel.activation_checkpointing
-        recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
-        self.throughput = ThroughputMeter(
-            self.plan,
-            self.config,
-            self.mesh.device,
-            self.peak_flops.flops,
-            self.mesh.dims.world_size * recipe.parallel.islands,
-            recompute,
-            recipe.parallel.activation_checkpointing_every,
-        )
+        self.throughput = self._build_throughput_meter()
         if restored is not None:
             self._restore_state(restored.state)
         elif self.islands is not None:
             self.islands.restore(None)
+
+    def _build_throughput_meter(self) -> ThroughputMeter:
+        parallel = self.recipe.parallel
+        mode = parallel.activation_checkpointing
+        recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
+        return ThroughputMeter(
+            self.plan,
+            self.config,
+            self.mesh.device,
+            self.peak_flops.flops,
+            self.mesh.dims.world_size * parallel.islands,
+            recompute,
+            parallel.activation_checkpointing_every,
+        )
 
     def __enter__(self) -> Trainer:
         return self

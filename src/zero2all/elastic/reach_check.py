@@ -1,0 +1,194 @@
+"""Before the ranks start: whether the nodes of a round reach each other where the ranks will connect.
+
+Ranks that cannot connect would wait for minutes, and then name neither the address nor the direction. Each node listens
+where its ranks will, tells the others through the rendezvous, and connects to them. In large jobs it tries only some of
+them, so that its messages grow with the logarithm of their number.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+from zero2all.doctor.reachability import (
+    CONNECT_TIMEOUT,
+    ProbeListener,
+    ProbeResult,
+    Target,
+    Unreachable,
+    ephemeral_ports,
+    greeting,
+    probe,
+)
+from zero2all.elastic.addresses import NodeAddress, resolve_endpoint
+from zero2all.elastic.rendezvous_client import RendezvousStore
+from zero2all.elastic.rendezvous_state import RankAssignment
+from zero2all.errors import Z2aError
+from zero2all.network import source_address
+from zero2all.records import parse_record
+
+MEETING_TIMEOUT = 8.0  # seconds for the other nodes to begin, and again to finish
+MAX_ALL_PAIRS = 16  # nodes up to which every node tries every other
+MAX_SHOWN = 6  # of the directions that do not work
+MAX_READ = 256
+
+
+@dataclass(frozen=True)
+class ReachableNode:
+    """What a node tells the others."""
+
+    name: str
+    data: Target
+    is_mapped: bool
+    was_checked: bool
+    """Whether it has passed the check in an earlier round."""
+    overlay_endpoint: str | None = None
+    store_port: int | None = None
+    """On the first node: where the store of the ranks listens there."""
+
+
+@dataclass(frozen=True)
+class FailedProbe:
+    found: Unreachable
+    new_nodes: list[int]
+    """Of the two, those that have not passed the check before."""
+
+
+@dataclass(frozen=True)
+class ReachReport:
+    """What the check found, the same on all nodes."""
+
+    unreachable: tuple[Unreachable, ...] = ()
+    new_nodes: frozenset[int] = frozenset()
+    """Those at either end of a direction that does not work, if they have not worked before."""
+    has_checked_nodes: bool = False
+    """Whether some node of the round has passed the check before."""
+    interrupted: bool = False
+    """A node was lost meanwhile: another round must form anyway."""
+
+    def __str__(self) -> str:
+        shown = "\n".join(map(str, self.unreachable[:MAX_SHOWN]))
+        more = len(self.unreachable) - MAX_SHOWN
+        return shown + (f"\nand {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True)
+class ReachCheck:
+    """The part of one node."""
+
+    store: RendezvousStore
+    secret: str
+    assignment: RankAssignment
+    address: NodeAddress
+    store_port: int
+    """Of the ranks, on this node."""
+    was_checked: bool
+    is_interrupted: Callable[[], bool]
+    data_address: str = ""
+    """Of the interface of gloo, if not the local one."""
+    overlay_endpoint: str | None = None
+    timeout: float = CONNECT_TIMEOUT
+
+    def run(self) -> ReachReport:
+        rank, address = self.assignment.rank, self.data_address or self.address.local
+        with ExitStack() as stack:
+            data = stack.enter_context(ProbeListener(address, 0, self._greeting(rank, "data")))
+            if rank == 0:
+                local = ProbeListener(self.address.local, self.store_port, self._greeting(0, "store"))
+                stack.enter_context(local)
+            target = Target(address, data.port, "data", ephemeral_ports())
+            own = ReachableNode(
+                socket.gethostname(), target, self.address.is_mapped, self.was_checked, self.overlay_endpoint,
+                self.store_port if rank == 0 else None,
+            )  # fmt: skip
+            self.store.set(self._key(f"node/{rank}"), json.dumps(asdict(own)))
+            if self.was_checked:
+                self.store.add(self._key("checked"), 1)
+            found = self._probe_all(self._peers())
+            return ReachReport(interrupted=self.is_interrupted()) if found is None else self._collect(found)
+
+    def _key(self, name: str) -> str:
+        return f"reach/{self.assignment.round}/{name}"
+
+    def _greeting(self, rank: int, purpose: str) -> bytes:
+        return greeting(self.secret, f"{self.assignment.round}/{rank}/{purpose}")
+
+    def _peers(self) -> list[int]:
+        return peers_to_try(self.assignment.rank, self.assignment.nodes)
+
+    def _probe_all(self, peers: list[int]) -> list[FailedProbe] | None:
+        """None if a node was lost, or has not come in time."""
+        if not self._wait_for([self._key(f"node/{peer}") for peer in peers]):
+            return None
+        nodes = {
+            peer: parse_record(ReachableNode, json.loads(self.store.get(self._key(f"node/{peer}"))), f"node {peer}")
+            for peer in peers
+        }
+        tries = [(peer, node.data) for peer, node in nodes.items()]
+        if 0 in nodes:
+            inside = str(nodes[0].store_port or "")
+            tries.append((0, Target(self.assignment.master, self.assignment.port, "store", inside)))
+
+        def try_one(one: tuple[int, Target]) -> ProbeResult:
+            peer, target = one
+            return probe(target, self._greeting(peer, target.purpose), self.timeout)
+
+        with ThreadPoolExecutor(len(tries)) as pool:
+            results = list(pool.map(try_one, tries))
+        own = [] if self.was_checked else [self.assignment.rank]
+        return [
+            FailedProbe(
+                self._unreachable(nodes[peer], target, result.problem),
+                own + ([] if nodes[peer].was_checked else [peer]),
+            )
+            for (peer, target), result in zip(tries, results, strict=True)
+            if result.problem is not None
+        ]
+
+    def _unreachable(self, node: ReachableNode, target: Target, problem: str) -> Unreachable:
+        try:
+            here = source_address(*resolve_endpoint(str(target)))
+        except (OSError, Z2aError):
+            here = self.address.local
+        return Unreachable(
+            socket.gethostname(), here, node.name, target, problem, node.is_mapped, node.overlay_endpoint
+        )
+
+    def _collect(self, found: list[FailedProbe]) -> ReachReport:
+        for one in found:
+            number = self.store.add(self._key("failures"), 1)
+            self.store.set(self._key(f"failure/{number}"), json.dumps(asdict(one)))
+        if self.store.add(self._key("done"), 1) == self.assignment.nodes:
+            self.store.set(self._key("complete"), "1")
+        if not self._wait_for([self._key("complete")]):
+            return ReachReport(interrupted=self.is_interrupted())
+        count = min(MAX_READ, self.store.add(self._key("failures"), 0))
+        values = self.store.multi_get([self._key(f"failure/{number}") for number in range(1, count + 1)])
+        failed = [parse_record(FailedProbe, json.loads(value), "reachability") for value in values]
+        unreachable = sorted(
+            (one.found for one in failed), key=lambda one: (one.source, one.node, one.target.purpose != "store")
+        )
+        return ReachReport(
+            tuple(unreachable),
+            frozenset(rank for one in failed for rank in one.new_nodes),
+            self.store.add(self._key("checked"), 0) > 0,
+        )
+
+    def _wait_for(self, keys: list[str]) -> bool:
+        return self.store.wait_unless(keys, MEETING_TIMEOUT + self.timeout, self.is_interrupted)
+
+
+def peers_to_try(rank: int, nodes: int) -> list[int]:
+    """Every other node, or in a large job those at distances of powers of two and the first one.
+
+    >>> peers_to_try(3, 64)
+    [0, 4, 5, 7, 11, 19, 35]
+    """
+    if nodes <= MAX_ALL_PAIRS:
+        return [other for other in range(nodes) if other != rank]
+    distances = (1 << bit for bit in range(nodes.bit_length()))
+    return sorted({(rank + distance) % nodes for distance in distances if distance < nodes} | {0} - {rank})
