@@ -61,7 +61,7 @@ train:
   device: cpu
   compile: false
   optimizer: {{lr: 2e-3}}
-  schedule: {{name: constant, warmup: 10 steps}}
+  schedule: {{shape: constant, warmup: 10 steps}}
 evals: {{tokens: 8192}}
 checkpoint: {{every: 100000 steps}}
 track: {{log_every: 10}}

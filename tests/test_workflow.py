@@ -22,11 +22,17 @@ def test_every_path_that_a_step_names_exists() -> None:
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
-def test_actions_have_a_version_and_no_job_has_secrets_or_may_write() -> None:
+def test_actions_are_pinned_by_commit_and_no_job_has_secrets_or_may_write() -> None:
+    """A tag can be moved to other code; a commit cannot."""
     used = [step["uses"] for _, step in STEPS if "uses" in step]
-    assert [action for action in used if not re.fullmatch(r"actions/[\w-]+@v\d[\d.]*", action)] == []
+    assert [action for action in used if not re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", action)] == []
+    assert len(re.findall(r"uses: \S+ # v\d+\.\d+\.\d+$", TEXT, re.MULTILINE)) == len(used), "say which version it is"
     assert "secrets" not in TEXT
+    assert "${{ github.event.pull_request" not in TEXT, "a branch name or title in a shell line is code"
     assert WORKFLOW["permissions"] == {"contents": "read"}
+    assert [name for name, job in WORKFLOW["jobs"].items() if "permissions" in job] == []
+    checkouts = [step for _, step in STEPS if step.get("uses", "").startswith("actions/checkout@")]
+    assert all(step["with"] == {"persist-credentials": False} for step in checkouts), "no token stays in .git/config"
 
 
 def test_every_python_version_that_the_package_names_is_run_on_linux_and_macos() -> None:

@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -256,6 +257,8 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _is_abandoned(leftover: Path) -> bool:
+    if leftover.is_symlink() or _is_planted(leftover):
+        return False
     match = _SUFFIX_PATTERN.search(leftover.name)
     if match is not None and match["host"] == host_id():
         return not is_process_alive(int(match["pid"])) or (
@@ -266,6 +269,14 @@ def _is_abandoned(leftover: Path) -> bool:
     except OSError:  # somebody is at work there
         return False
     return time.time() - newest > ABANDONED_SECONDS
+
+
+def _is_planted(path: Path) -> bool:
+    """Whether another user put it into a directory in which everybody can, such as ``/tmp``."""
+    try:
+        return bool(path.parent.stat().st_mode & stat.S_ISVTX) and path.lstat().st_uid != os.getuid()
+    except OSError:
+        return True
 
 
 def is_process_alive(pid: int) -> bool:

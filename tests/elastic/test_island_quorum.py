@@ -249,6 +249,22 @@ def test_a_rendezvous_that_was_started_again_learns_who_is_behind() -> None:
     assert isinstance(rendezvous.answer(ahead), QuorumAnswer)
 
 
+def test_who_offers_its_part_when_the_others_have_begun_without_it_is_told_as_soon_as_they_have_completed() -> None:
+    """It must not wait for their next exchange, and never complete this one a second time on its own."""
+    rendezvous = Rendezvous(2)
+    one, other = rendezvous.started(0, 1)
+    rendezvous.quorum.leave(other)
+    rendezvous.ready(one, 4)
+    attempt = rendezvous.answer(one)
+    assert isinstance(attempt, QuorumAnswer)
+    again = rendezvous.enter(1)
+    rendezvous.ready(again, 4)
+    assert again.answer is None
+    rendezvous.report(one, 4, attempt.attempt)
+    assert rendezvous.answer(one) == OutcomeAnswer(is_complete=True)
+    assert rendezvous.answer(again) == QuorumAnswer(is_behind=True)
+
+
 def test_an_island_that_others_cannot_reach_is_left_out_after_some_attempts() -> None:
     rendezvous = Rendezvous(2)
     one, other = rendezvous.started(0, 1)

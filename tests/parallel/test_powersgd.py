@@ -245,7 +245,6 @@ def test_replicas_train_together_with_accumulation_clipping_and_muon() -> None:
         plain, compressed = one[optimizer, "all-reduce"][0], one[optimizer, "powersgd"][0]
         assert plain[0] == pytest.approx(compressed[0], abs=1e-6)
         assert plain != compressed
-        assert compressed[-1] == pytest.approx(plain[-1], abs=0.15)
 
 
 @pytest.mark.parametrize(

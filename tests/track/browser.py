@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,16 @@ FLAGS = (
 
 
 @contextmanager
-def browser(profile: Path, width: int = 1400, height: int = 1000, phone: bool = False) -> Iterator[Any]:
+def browser(
+    profile: Path, width: int = 1400, height: int = 1000, phone: bool = False, flags: Sequence[str] = ()
+) -> Iterator[Any]:
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
         pytest.skip("needs chromium and chromedriver (Debian: chromium chromium-driver)")
     webdriver = pytest.importorskip("selenium.webdriver")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for flag in (*FLAGS, f"--window-size={width},{height}", f"--user-data-dir={profile}"):
+    for flag in (*FLAGS, *flags, f"--window-size={width},{height}", f"--user-data-dir={profile}"):
         options.add_argument(flag)
     if phone:
         metrics = {"width": width, "height": height, "pixelRatio": 2.0, "touch": True}

@@ -17,7 +17,7 @@ from zero2all.elastic.island_client import IslandClient
 from zero2all.elastic.island_messages import EnterIslands
 from zero2all.elastic.rendezvous_client import WrongSecretError
 from zero2all.elastic.rendezvous_server import RendezvousServer
-from zero2all.errors import UsageError, Z2aError
+from zero2all.errors import Interrupted, UsageError, Z2aError
 from zero2all.network import TamperedError
 from zero2all.train import island_link
 from zero2all.train.island_link import (
@@ -156,14 +156,18 @@ def test_a_process_that_must_stop_does_not_wait_for_others(
     rendezvous: RendezvousServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zero2all.elastic.island_client.STOP_PATIENCE", 0.2)
-    place = IslandPlace(0, 2, rendezvous.endpoint, SECRET)
-    one = NetworkLink(place, "run", {"recipe": "r"}, RankGroup(), patience=30, is_stopping=lambda: True)
+    place, stopping = IslandPlace(0, 2, rendezvous.endpoint, SECRET), threading.Event()
+    one = NetworkLink(place, "run", {"recipe": "r"}, RankGroup(), patience=30, is_stopping=stopping.is_set)
     other = link(rendezvous, 1)
     together(lambda: one.start(-1, "d"), lambda: other.start(-1, "d"))
+    stopping.set()
     assert one.exchange(4, -1, torch.ones(5, dtype=torch.uint8)) == "given up"
     exchanged = other.exchange(4, -1, torch.ones(5, dtype=torch.uint8))  # goes on without it
     assert isinstance(exchanged, Exchanged)
     assert exchanged.members == [1]
+    with pytest.raises(Interrupted, match="stopped while waiting"):
+        one.start(-1, "d")
+    one.close(is_done=False)
     other.close(is_done=False)
 
 
@@ -187,10 +191,10 @@ def test_the_rendezvous_may_be_started_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_a_rendezvous_an_island_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.elastic.island_client.RECONNECT_PATIENCE", 0.2)
+    monkeypatch.setattr("zero2all.elastic.island_client.CONNECT_PATIENCE", 0.2)
     monkeypatch.setattr("zero2all.elastic.island_client.ANSWER_TIMEOUT", 0.2)
     own = EnterIslands("run", 0, 2, {}, [], 1.0)
-    with pytest.raises(Z2aError, match="start 'z2a rendezvous' again"):
+    with pytest.raises(Z2aError, match="start 'z2a rendezvous' there"):
         IslandClient("127.0.0.1:1", SECRET, own).start(-1, "d")
 
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tests.conftest import tiny_recipe
 from tests.train.island_threads import ThreadIslands, thread_islands
-from zero2all.errors import Interrupted, UsageError
+from zero2all.errors import Interrupted, RecipeError, UsageError
 from zero2all.recipe import Recipe, parse_recipe
-from zero2all.recipe.load import RecipeError
 from zero2all.track import read_steps
 from zero2all.track.record_lines import EventLine
 from zero2all.track.run_record import read_record_lines
@@ -95,7 +94,7 @@ def test_all_islands_end_with_the_same_weights_and_say_what_they_did(
     step = runs[0].checkpoints.newest()
     assert step is not None
     states = [saved_tensors(run, step) for run in runs]
-    shared = [{name: tensor for name, tensor in state.items() if "islands.outer" in name} for state in states]
+    shared = [{name: tensor for name, tensor in state.items() if name.startswith("sync.outer")} for state in states]
     assert shared[0]
     assert_equal(*shared)
     assert any(not torch.equal(states[0][name], states[1][name]) for name in states[0] if name.startswith("optimizer"))
@@ -153,6 +152,27 @@ def test_islands_that_all_stop_and_resume_are_bitwise_those_that_never_did(
         one, other = run_of(never_stopped, number), run_of(tmp_path, number)
         assert_equal(saved_tensors(one, 12), saved_tensors(other, 12))
         assert other.checkpoints.read_state(12).islands == one.checkpoints.read_state(12).islands
+
+
+def test_fragments_may_change_while_an_exchange_is_in_flight(
+    workspace: Path, tmp_path: Path, islands: ThreadIslands
+) -> None:
+    recipe = recipe_of(workspace, tmp_path, *RESUMED)
+    trainers: dict[int, Trainer] = {}
+    made = [islands.make(recipe, number, stop_at(trainers, 3)(number)) for number in range(2)]
+    trainers |= {number: island.trainer for number, island in enumerate(made)}
+    for island in made:
+        island.start()
+    for island in made:
+        with pytest.raises(Interrupted):
+            island.end()
+    before = run_of(tmp_path, 0).checkpoints.read_state(4).islands
+    assert before is not None
+    assert before.merge_at == 5
+    with pytest.raises(UsageError, match="overlap as it was"):
+        islands.make(recipe_of(workspace, tmp_path, *RESUMED, "parallel.sync.overlap=0"), 0)
+    islands.train(recipe_of(workspace, tmp_path, *RESUMED, "parallel.sync.fragments=1"))
+    assert_equal(weights(run_of(tmp_path, 0)), weights(run_of(tmp_path, 1)))
 
 
 def test_a_lost_island_is_not_waited_for_and_takes_over_the_state_when_it_is_back(

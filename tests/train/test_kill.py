@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,9 @@ def run_trainer(recipe: Path, kill_at: int) -> tuple[int, list[str]]:
 
 
 @pytest.mark.slow
-def test_sigkill_at_random_steps_and_resume_is_bitwise_the_uninterrupted_run(workspace: Path, tmp_path: Path) -> None:
+def test_sigkill_at_random_steps_and_resume_is_bitwise_the_uninterrupted_run(
+    workspace: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     options = [f"train.steps={STEPS}", f"checkpoint.every={EVERY} steps", "track.log_every=1"]
     options += ["model.attention_dropout=0.1", "model.residual_dropout=0.1"]  # masks too
     uninterrupted = tiny_recipe(workspace, f"out={tmp_path}/uninterrupted", *options)
@@ -72,6 +75,7 @@ def test_sigkill_at_random_steps_and_resume_is_bitwise_the_uninterrupted_run(wor
         assert status == (0 if kill_at == STEPS else -signal.SIGKILL), lines
         printed += lines
     assert sum("resuming after step" in line for line in printed) == 2
+    record_property("cases", 3)
 
     one, other = Run.open(uninterrupted.run_dir), Run.open(killed.run_dir)
     expected = {step: repr(values["loss"]) for step, values in read_steps(one.record_path).items()}

@@ -12,6 +12,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import shutil
 import stat
 import sys
@@ -39,6 +40,8 @@ from zero2all.torch_private import foreach_copy_
 from zero2all.units import show_bytes
 
 SHM_DIRECTORY = Path("/dev/shm")
+KEY_FILE = "key"  # in the directory of a run
+_KEY = re.compile(r"[A-Za-z0-9_]{1,64}")
 """The default tmpfs of in-memory checkpoints."""
 ALIGNMENT = 64  # bytes
 HASH_BLOCK = 1 << 20  # bytes under one hash
@@ -445,6 +448,8 @@ def claim_flash_directory(directory: Path, run: Path) -> None:
 
 def _abandoned_directories(parent: Path) -> Iterator[Path]:
     for directory in parent.glob(f"z2a-*-{os.getuid()}"):
+        if privacy_problem(directory) is not None:  # planted: what is in it may never end
+            continue
         try:
             run = Path((directory / "run").read_text(encoding="utf-8").rstrip("\n"))
             newest = max(path.stat().st_mtime for path in directory.rglob("*"))
@@ -456,8 +461,15 @@ def _abandoned_directories(parent: Path) -> Iterator[Path]:
 
 def _belongs_to_run(run: Path, directory: Path) -> bool:
     """Whether a run owns these states: another run may have replaced it, with its own key."""
+    key = read_key(run)
+    return key is not None and flash_directory(directory.parent, key) == directory
+
+
+def read_key(run: Path) -> str | None:
+    """The key in the directory of a run; None if it has none, or none that we write: it becomes part of a path."""
     try:
-        key = (run / "key").read_text(encoding="utf-8").strip()
-    except OSError:
-        return False
-    return flash_directory(directory.parent, key) == directory
+        with open(run / KEY_FILE, encoding="utf-8") as stream:
+            key = stream.read(100).strip()
+    except (OSError, UnicodeDecodeError):  # only the owner of the run may read it
+        return None
+    return key if _KEY.fullmatch(key) else None

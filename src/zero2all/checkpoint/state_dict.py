@@ -52,7 +52,7 @@ def training_state_dict(model: nn.Module, optimizers: list[Optimizer], sync: Syn
 
 def drop_unsaved(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Keep what was ``saved`` of a state to load. A run may resume with another world size, or be synchronized in
-    another way: then it has other generators, and its synchronization begins anew."""
+    another way: then it has other generators, and its synchronization starts from nothing."""
     state["rng"] = {name: value for name, value in state["rng"].items() if f"rng.{name}" in saved}
     sizes = {name: getattr(saved.get(f"sync.{name}"), "size", None) for name in state["sync"]}
     state["sync"] = {name: value for name, value in state["sync"].items() if sizes[name] == value.shape}

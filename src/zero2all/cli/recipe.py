@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,20 +32,40 @@ def show(recipe: RecipePath, overrides: Overrides = None, json: Json = False) ->
 
 @app.command()
 @command
-def check(recipe: RecipePath, overrides: Overrides = None, json: Json = False) -> Result:
+def check(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    no_import: Annotated[
+        bool, typer.Option("--no-import", help="Import no code that the recipe names: for one from somebody else.")
+    ] = False,
+    json: Json = False,
+) -> Result:
     """Validate a recipe and report all its mistakes at once.
 
     Each mistake is shown with its line or override and, for a misspelled key, the closest known key. Local paths of
-    sources must exist; URLs are not looked up. The weights of train.init must be of the recipe's model.
+    sources must exist; URLs are not looked up. The weights of train.init must be of the recipe's model. The code that
+    the recipe names (track.sinks, train.objective.grpo.rewards) is listed with its files.
 
     Example: z2a recipe check recipes/quickstart.yaml
     """
     from zero2all.corpus.corpus_mistakes import corpus_mistakes
     from zero2all.recipe import load_recipe
+    from zero2all.recipe.imported_code import imported_code
     from zero2all.track.sinks import sink_mistakes
 
-    load_recipe(recipe, overrides, checks=(corpus_mistakes, sink_mistakes, _initial_weights_mistakes))
-    return Result({"recipe": str(recipe), "problems": []}, f"{recipe} is valid")
+    importing = () if no_import else (sink_mistakes, _reward_mistakes)
+    loaded = load_recipe(recipe, overrides, checks=(corpus_mistakes, *importing, _initial_weights_mistakes))
+    code = imported_code(loaded)
+    lines = [f"{recipe} is valid", *(["it imports:"] if code else []), *(f"  {one}" for one in code)]
+    return Result({"recipe": str(recipe), "problems": [], "imports": code}, "\n".join(lines))
+
+
+def _reward_mistakes(recipe: Recipe) -> Iterable[Mistake]:
+    if not recipe.train.objective.grpo.rewards:
+        return []
+    from zero2all.train.rollouts import reward_mistakes
+
+    return reward_mistakes(recipe)
 
 
 def _initial_weights_mistakes(recipe: Recipe) -> Iterable[Mistake]:

@@ -23,6 +23,8 @@ RunTargets = Annotated[
 ]
 Ssh = Annotated[str, typer.Option("--ssh", help="The ssh command to use, such as 'ssh -F other.config'.")]
 
+MAX_NAMES = 20  # of runs, in a line of the terminal
+
 
 @command
 def watch(
@@ -50,7 +52,7 @@ def watch(
     from zero2all.console import console
     from zero2all.track.terminal import checked_status, health_report_lines, watch_terminal
 
-    opened = _open_runs(runs, ssh)
+    opened = _open_runs(runs, ssh, read=once or tty)  # the page is there before all of many runs are read
     if once:
         for run in opened:
             run.read_to_end()
@@ -120,12 +122,12 @@ def blame(
     return Result(result, "\n".join(lines))
 
 
-def _open_runs(targets: list[str], ssh: str) -> list[RunView]:
+def _open_runs(targets: list[str], ssh: str, read: bool = True) -> list[RunView]:
     from zero2all.track.run_locations import find_runs
     from zero2all.track.run_view import RunView
 
     opened = [RunView(location) for location in find_runs(targets, ssh)]
-    for run in opened:
+    for run in opened if read else []:
         run.refresh()
     return opened
 
@@ -144,10 +146,10 @@ def _serve_page(runs: list[RunView], local_targets: list[str], host: str, port: 
 
     def ready(bound_port: int) -> None:
         url_host = f"[{host}]" if ":" in host else host
-        names = ", ".join(run.name for run in runs)
+        names = ", ".join(run.name for run in runs) if len(runs) <= MAX_NAMES else f"{len(runs)} runs"
         say(f"watching {names} at http://{url_host}:{bound_port}/?key={key}  (Ctrl-C to stop)")
 
-    search = (lambda: _open_runs(local_targets, "")) if local_targets else None
+    search = (lambda: _open_runs(local_targets, "", read=False)) if local_targets else None
     serve(build_app(runs, key, _documents_of_step, search), host, port, ready)
 
 

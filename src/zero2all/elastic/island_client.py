@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from zero2all.console import say
 from zero2all.elastic.island_messages import (
     EnterIslands,
     LeaveIslands,
@@ -25,7 +26,8 @@ from zero2all.errors import UsageError, Z2aError
 from zero2all.records import parse_record
 
 ANSWER_TIMEOUT = 10.0  # seconds for an answer that waits for nobody, and without a sign of life
-RECONNECT_PATIENCE = 600.0  # seconds without a rendezvous after which the island gives up
+CONNECT_PATIENCE = 60.0  # seconds for the rendezvous to appear
+RECONNECT_PATIENCE = 600.0  # seconds without the rendezvous, once it was there, after which the island gives up
 TAKEN_PATIENCE = 30.0  # seconds: a process of this island that was killed may not be missed yet
 RETRY_INTERVAL = 1.0
 _POLL_INTERVAL = 0.5
@@ -60,6 +62,7 @@ class IslandClient:
         self._endpoint, self._secret, self._on_wait, self._is_stopping = endpoint, secret, on_wait, is_stopping
         self._stop_seen: float | None = None
         self._client: RendezvousClient | None = None
+        self._patience = CONNECT_PATIENCE
 
     def start(self, exchange: int, digest: str) -> StartAnswer:
         return self._ask(StartIsland(exchange, digest), StartAnswer)
@@ -83,18 +86,20 @@ class IslandClient:
             try:
                 if self._client is None:
                     self._client = self._connect()
-                lost_since = None
+                lost_since, self._patience = None, RECONNECT_PATIENCE
                 return parse_record(answer, self._wait(self._client, request), self._endpoint)
             except RendezvousConnectionError as error:
                 if self._client is not None:
                     self._client.close()
                     self._client = None
                 now = time.monotonic()
-                lost_since = now if lost_since is None else lost_since
-                if now - lost_since >= RECONNECT_PATIENCE:
+                if lost_since is None:
+                    lost_since = now
+                    say(f"waiting for the rendezvous of the islands ({error})")
+                if now - lost_since >= self._patience:
                     raise Z2aError(
-                        f"the rendezvous of the islands is lost ({error}): start 'z2a rendezvous' again, then this "
-                        "island; it resumes from its newest checkpoint"
+                        f"no rendezvous of the islands ({error}): start 'z2a rendezvous' there, then this island "
+                        "again; it resumes from its newest checkpoint"
                     ) from None
             self._check_stop()
             time.sleep(RETRY_INTERVAL)

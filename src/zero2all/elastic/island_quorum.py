@@ -113,12 +113,12 @@ class IslandQuorum:
 
     def ready(self, island: Island, request: ReadyToExchange, now: float) -> None:
         if island.is_out_of_reach:
-            island.is_out_of_reach, island.role = False, "entered"
-            island.answer_with(QuorumAnswer(is_behind=True))
+            island.is_out_of_reach = False
+            self._tell_behind(island)
             return
         if island.role != "training":  # its connection was lost, or this rendezvous is a new one
             if self.last is not None and request.last < self.last:
-                island.answer_with(QuorumAnswer(is_behind=True))
+                self._tell_behind(island)
                 return
             island.role, self.last = "training", request.last
         island.ready, island.since = request, now
@@ -179,9 +179,14 @@ class IslandQuorum:
         self.last, self.is_done, self._attempt = exchange, False, None
 
     def _decide_members(self, now: float) -> None:
+        if self._attempt is not None:
+            return
+        for island in self._training():  # it came when the others had begun without it
+            if island.ready is not None and self.last is not None and island.ready.exchange <= self.last:
+                self._tell_behind(island)
         training = self._training()
         ready = [island for island in training if island.ready]
-        if self._attempt is not None or not ready:
+        if not ready:
             return
         if now - min(island.since for island in ready) >= EXCHANGE_PATIENCE:
             for island in training:
@@ -194,12 +199,15 @@ class IslandQuorum:
         self._attempts += 1
         self._attempt = Attempt(exchange, self._attempts, members)
         addresses = {island.number: island.addresses for island in members}
+        for island in members:
+            island.answer_with(QuorumAnswer(self._attempts, addresses))
         for island in ready:
-            if island in members:
-                island.answer_with(QuorumAnswer(self._attempts, addresses))
-            else:
-                island.role = "entered"
-                island.answer_with(QuorumAnswer(is_behind=True))
+            if island not in members:
+                self._tell_behind(island)
+
+    def _tell_behind(self, island: Island) -> None:
+        island.role = "entered"
+        island.answer_with(QuorumAnswer(is_behind=True))
 
     def _decide_outcome(self) -> None:
         if (attempt := self._attempt) is None:

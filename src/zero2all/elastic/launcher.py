@@ -123,6 +123,8 @@ class LaunchConfig:
             )
         if (self.island is None) != (self.islands_endpoint is None):
             raise UsageError("--island and --islands-endpoint go together: the number of this island, and HOST:PORT")
+        if self.islands_endpoint is not None and not self.islands_endpoint.rpartition(":")[2].isdigit():
+            raise UsageError(f"--islands-endpoint is {self.islands_endpoint}: write HOST:{DEFAULT_PORT}")
 
     @property
     def is_script(self) -> bool:

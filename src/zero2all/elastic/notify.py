@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from zero2all.console import say
 from zero2all.elastic.job_events import EventKind, JobEvent
-from zero2all.environment import JOB_SECRET_VARIABLE, NOTIFY_VARIABLE
+from zero2all.environment import ISLANDS_SECRET_VARIABLE, JOB_SECRET_VARIABLE, NOTIFY_VARIABLE
 from zero2all.errors import UsageError
 from zero2all.records import to_json
 from zero2all.redact import REDACTED, redact
@@ -165,7 +165,9 @@ def post(url: str, body: bytes) -> str | None:
 def run_hook(words: Sequence[str], body: bytes) -> str | None:
     """Why it failed, if so."""
     environment = {
-        name: value for name, value in os.environ.items() if name not in (JOB_SECRET_VARIABLE, NOTIFY_VARIABLE)
+        name: value
+        for name, value in os.environ.items()
+        if name not in (JOB_SECRET_VARIABLE, ISLANDS_SECRET_VARIABLE, NOTIFY_VARIABLE)
     }
     try:
         hook = subprocess.Popen(

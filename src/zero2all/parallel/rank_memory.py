@@ -172,7 +172,7 @@ def split_stage(stage: ResolvedStage, parallel: ParallelRecipe, parallel_dims: P
     """How a step of a training stage is split, after any batch ramp."""
     micro = stage.micro_batch_tokens and stage.micro_batch_tokens // stage.seq_len
     pipeline_stages = parallel.pp * parallel.stages_per_rank
-    return split_batch(stage.batch_tokens // stage.seq_len, parallel_dims.dp, micro, pipeline_stages)
+    return split_batch(stage.batch_tokens // stage.seq_len, parallel_dims.dp * parallel.islands, micro, pipeline_stages)
 
 
 @dataclass(frozen=True)

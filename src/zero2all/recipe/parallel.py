@@ -82,6 +82,7 @@ class ParallelRecipe(Section):
     save, or with activation_checkpointing=full their inputs. A side stream copies them while other blocks are computed.
     Blocks are not compiled."""
     sync: SyncRecipe = SyncRecipe()
+    """How replicas of the model are synchronized, for networks that are slower than the GPUs."""
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.dp_replicate == "auto" and self.dp_shard == "auto":
@@ -166,6 +167,11 @@ class ParallelRecipe(Section):
             )
 
     @property
+    def islands(self) -> int:
+        """Number of jobs that each train a part of every batch."""
+        return self.sync.islands if self.sync.method == "diloco" else 1
+
+    @property
     def stages_per_rank(self) -> int:
         return 2 if self.pp > 1 and self.schedule in ("interleaved", *SPLIT_BACKWARD_SCHEDULES) else 1
 
@@ -201,7 +207,7 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
             "adapters (model.lora) are not sharded by tp and ep: use dp_shard, which shards everything",
             ("parallel.tp", "parallel.ep", "model.lora"),
         )
-    if parallel.sync.method == "diloco" and parallel.sync.islands > 1 and train.guard.policy == "rollback":
+    if parallel.islands > 1 and train.guard.policy == "rollback":
         yield Mistake(
             "an island cannot roll back, since the others would go on: set train.guard.policy=skip or warn",
             ("train.guard.policy", "parallel.sync.method"),

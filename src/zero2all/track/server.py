@@ -10,10 +10,12 @@ import asyncio
 import hmac
 import json
 import math
+import re
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zero2all.errors import Z2aError
 from zero2all.track.eval_record import EvalCurve
@@ -44,6 +47,11 @@ PAGE_DIR = Path(__file__).with_name("page")
 MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
 REFRESH_SECONDS = 0.5  # between two refreshes of a run
 HEALTH_CHECK_SECONDS = 5.0
+UNCHANGED_CHECK_SECONDS = 60.0  # between two health checks of a run that has written nothing: time alone can be a sign
+QUIET_SECONDS = 30.0  # without a change, after which a run counts as quiet
+QUIET_REFRESHES_PER_SECOND = 100  # of all quiet runs together
+READERS = 2  # threads that read runs, so that many runs do not take the threads of requests
+OPENING_SECONDS = 2.0  # for which the page waits at the start; what has not been read by then is shown a little later
 DISCOVERY_SECONDS = 5.0  # between two searches for runs that have begun since
 KEEPALIVE_SECONDS = 10.0
 MAX_BYTES_PER_SCRAPE = 16 * 2**20  # of records, for the goodput of runs; one or two seconds
@@ -55,6 +63,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 # (run directory, step, whether to recompute losses) -> the JSON of 'z2a tokens trace' or 'z2a blame'
 DocumentLookup = Callable[[Path, int, bool], object]
 RunSearch = Callable[[], list[RunView]]
@@ -107,20 +116,28 @@ class SeriesBlock:
 class LiveRun:
     """A run, refreshed by one task and read by many requests."""
 
-    def __init__(self, run: RunView) -> None:
+    def __init__(self, run: RunView, read: bool = True) -> None:
+        """With ``read`` False, the first refresh reads it."""
         self.run, self.lock, self.version = run, threading.Lock(), 0
         self._findings: list[HealthFinding] = []
         self._last_health_check, self._failed = -math.inf, False
+        self._changed_since_check, self._last_change = True, time.monotonic()
         self._summary: RunSummary | None = None
         # Where the time went is in every line of the record, and a remote one is not read in full.
         location = run.location
         self._goodput = GoodputReader(location) if isinstance(location, LocalRunLocation) else None
-        self.refresh()
+        if read:
+            self.refresh()
 
     @property
     def summary(self) -> RunSummary:
         """An empty one for a run that has never been read."""
         return self._summary or RunSummary([], RunStatus(self.run.name), [], {}, {}, [], None, None, [])
+
+    def refresh_interval(self, runs: int) -> float:
+        """Seconds until the next refresh, if this is one of so many runs."""
+        is_quiet = time.monotonic() - self._last_change > QUIET_SECONDS
+        return max(REFRESH_SECONDS, runs / QUIET_REFRESHES_PER_SECOND) if is_quiet else REFRESH_SECONDS
 
     def refresh(self) -> None:
         """Never raises: a failure is shown for this run, and the others are followed as before."""
@@ -146,10 +163,13 @@ class LiveRun:
                 return unreadable_run(self.run.name), 0
 
     def _update_summary(self, changed: bool) -> None:
+        if changed:
+            self._changed_since_check, self._last_change = True, time.monotonic()
         finished = self.run.ended is not None and not changed and self._summary is not None
-        if not finished and time.monotonic() - self._last_health_check > HEALTH_CHECK_SECONDS:
+        due = HEALTH_CHECK_SECONDS if self._changed_since_check else max(UNCHANGED_CHECK_SECONDS, HEALTH_CHECK_SECONDS)
+        if not finished and time.monotonic() - self._last_health_check > due:
             before, self._findings = self._findings, check_health(self.run)
-            self._last_health_check = time.monotonic()
+            self._last_health_check, self._changed_since_check = time.monotonic(), False
             changed = changed or before != self._findings
         if changed or self._summary is None:
             self._summary = summarize_run(self.run, self._findings)
@@ -272,15 +292,18 @@ def build_app(
     runs: list[RunView], key: str, documents: DocumentLookup | None = None, search: RunSearch | None = None
 ) -> Starlette:
     """``search`` finds all runs again: those that have begun since are added."""
-    live_runs = [LiveRun(run) for run in runs]
+    opened_until = time.monotonic() + OPENING_SECONDS
+    live_runs = [LiveRun(run, read=time.monotonic() < opened_until) for run in runs]
     handlers = DashboardHandlers(live_runs, key, documents)
 
     @asynccontextmanager
     async def following(app: Starlette) -> AsyncIterator[None]:
+        readers = ThreadPoolExecutor(READERS, thread_name_prefix="z2a-read")
+
         async def follow(live_run: LiveRun) -> None:
             while True:
-                await run_in_threadpool(live_run.refresh)
-                await asyncio.sleep(REFRESH_SECONDS)
+                await asyncio.get_running_loop().run_in_executor(readers, live_run.refresh)
+                await asyncio.sleep(live_run.refresh_interval(len(live_runs)))
 
         async def discover(search: RunSearch) -> None:
             while True:
@@ -295,6 +318,7 @@ def build_app(
         yield
         for task in tasks:
             task.cancel()
+        readers.shutdown(wait=False, cancel_futures=True)
 
     routes = [
         Route("/", handlers.page),
@@ -319,11 +343,33 @@ def _find_new(search: RunSearch, known: list[LiveRun]) -> list[LiveRun]:
     except Z2aError:  # nothing there at the moment
         return []
     places = {getattr(live_run.run.location, "directory", None) for live_run in known}
-    return [LiveRun(run) for run in found if getattr(run.location, "directory", None) not in places]
+    return [LiveRun(run, read=False) for run in found if getattr(run.location, "directory", None) not in places]
 
 
 def _unreachable(request: Request, error: Exception) -> Response:
     return Response(str(error), status_code=503, headers=HEADERS)
+
+
+class LoopbackHosts:
+    """Answers only requests that call this machine by a name of its own.
+
+    By DNS rebinding, a page from elsewhere can make its own name resolve to 127.0.0.1, and the browser then takes what
+    we serve for its own; but it still sends that name.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and not self._is_allowed(scope):
+            refusal = Response("this server answers to 127.0.0.1 and localhost only", status_code=421, headers=HEADERS)
+            await refusal(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        return len(given) == 1 and re.sub(r":\d{1,5}$", "", given[0]).strip("[]").lower() in LOOPBACK_HOSTS
 
 
 def serve(app: Starlette, host: str, port: int, ready: Callable[[int], None]) -> None:
@@ -337,7 +383,8 @@ def serve(app: Starlette, host: str, port: int, ready: Callable[[int], None]) ->
             raise Z2aError(f"cannot listen on {host}:{port} ({error}); choose another --port") from error
         listener.listen()
         ready(listener.getsockname()[1])
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        served = LoopbackHosts(app) if host in LOOPBACK_HOSTS else app
+        config = uvicorn.Config(served, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         uvicorn.Server(config).run([listener])
 
 

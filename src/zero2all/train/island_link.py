@@ -21,7 +21,7 @@ from zero2all.console import say
 from zero2all.elastic.addresses import local_address_for
 from zero2all.elastic.island_client import GivenUpError, IslandClient
 from zero2all.elastic.island_messages import Addresses, EnterIslands, OutcomeAnswer, QuorumAnswer, StartAnswer
-from zero2all.errors import Z2aError
+from zero2all.errors import Interrupted, Z2aError
 from zero2all.network import TamperedError
 
 FETCH_TIMEOUT = 5.0  # seconds without a byte after which a part counts as out of reach
@@ -143,7 +143,7 @@ class NetworkLink:
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """``ranks`` is used by nothing else. ``patience``: seconds that a start waits for all islands."""
-        self.place, self._ranks, self._on_wait = place, ranks, on_wait
+        self.place, self._ranks, self._on_wait, self._is_stopping = place, ranks, on_wait, is_stopping
         self._secret = place.secret.encode()
         self._server = PartServer(local_address_for(place.endpoint), self._secret)
         addresses: Addresses = list(ranks.on_all_ranks(lambda: (self._server.address.host, self._server.address.port)))
@@ -151,7 +151,16 @@ class NetworkLink:
         self._client = IslandClient(place.endpoint, place.secret, own, on_wait, is_stopping)
 
     def start(self, exchange: int, digest: str) -> StartAnswer:
-        return self._ranks.on_rank0(lambda: self._client.start(exchange, digest), self._on_wait)
+        answer = self._ranks.on_rank0(lambda: self._start(exchange, digest), self._on_wait)
+        if answer is None:
+            raise Interrupted("stopped while waiting for the other islands; the same command resumes")
+        return answer
+
+    def _start(self, exchange: int, digest: str) -> StartAnswer | None:
+        try:
+            return self._client.start(exchange, digest)
+        except GivenUpError:
+            return None
 
     def exchange(self, number: int, last: int, part: Tensor) -> Exchanged | Missed:
         self._server.publish("delta", number, part)  # before any island is told that it may fetch
@@ -223,7 +232,7 @@ class NetworkLink:
 
     def _poll_state(self, answer: StartAnswer, size: int) -> tuple[Tensor, int] | None:
         deadline = time.monotonic() + STATE_PATIENCE
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._is_stopping():
             try:
                 address = Address(*answer.addresses[self._ranks.rank])
                 found = fetch_part(address, self._secret, PartRequest("state", answer.exchange), size)

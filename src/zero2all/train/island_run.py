@@ -6,6 +6,9 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 
+import torch.distributed as dist
+from torch import Tensor
+
 from zero2all.checkpoint import RankGroup, RunIdentity
 from zero2all.checkpoint.state_dict import local_shard
 from zero2all.environment import ISLAND_VARIABLE, ISLANDS_ENDPOINT_VARIABLE, ISLANDS_SECRET_VARIABLE
@@ -15,7 +18,7 @@ from zero2all.parallel import ParallelModel
 from zero2all.recipe import Recipe
 from zero2all.train.island_link import IslandPlace, NetworkLink
 from zero2all.train.islands import Islands
-from zero2all.train.outer_optimizer import OuterOptimizer
+from zero2all.train.outer_optimizer import OuterOptimizer, ReplicaShare
 from zero2all.workspace import MAX_NAME_PARTS
 
 START_PATIENCE = 120.0  # seconds that a start waits for all islands; who comes later takes over the state of the others
@@ -23,20 +26,20 @@ START_PATIENCE = 120.0  # seconds that a start waits for all islands; who comes 
 
 def island_place(recipe: Recipe) -> IslandPlace | None:
     """None if the recipe has one island: then nothing is exchanged."""
-    sync = recipe.parallel.sync
-    if sync.method != "diloco" or sync.islands == 1:
+    islands = recipe.parallel.islands
+    if islands == 1:
         if ISLAND_VARIABLE in os.environ:
             raise UsageError("--island is for recipes with parallel.sync.method=diloco and parallel.sync.islands > 1")
         return None
     if ISLAND_VARIABLE not in os.environ:
         raise UsageError(
-            f"the recipe has {sync.islands} islands (parallel.sync.islands): start 'z2a rendezvous', then each of them "
+            f"the recipe has {islands} islands (parallel.sync.islands): start 'z2a rendezvous', then each of them "
             "with 'z2a launch --island NUMBER --islands-endpoint HOST:PORT -- train RECIPE'"
         )
     island = int(os.environ[ISLAND_VARIABLE])
-    if island >= sync.islands:
-        raise UsageError(f"--island {island}: parallel.sync.islands is {sync.islands}, and they are numbered from 0")
-    return IslandPlace(island, sync.islands, os.environ[ISLANDS_ENDPOINT_VARIABLE], os.environ[ISLANDS_SECRET_VARIABLE])
+    if island >= islands:
+        raise UsageError(f"--island {island}: parallel.sync.islands is {islands}, and they are numbered from 0")
+    return IslandPlace(island, islands, os.environ[ISLANDS_ENDPOINT_VARIABLE], os.environ[ISLANDS_SECRET_VARIABLE])
 
 
 def with_island_run(recipe: Recipe, place: IslandPlace | None) -> Recipe:
@@ -50,6 +53,20 @@ def with_island_run(recipe: Recipe, place: IslandPlace | None) -> Recipe:
 
 def _suffix(place: IslandPlace) -> str:
     return f"/island-{place.island}"
+
+
+def build_outer_optimizer(recipe: Recipe, model: ParallelModel) -> OuterOptimizer:
+    mesh, share = model.mesh, None
+    if mesh.dims.dp_replicate > 1:
+        group = mesh.get_mesh("dp_replicate").get_group()
+
+        def add_up(own: Tensor) -> Tensor:
+            total = own.to(mesh.device)
+            dist.all_reduce(total, group=group)
+            return total.cpu()
+
+        share = ReplicaShare(mesh.coordinate("dp_replicate"), mesh.dims.dp_replicate, add_up)
+    return OuterOptimizer(model.model, model.config.num_hidden_layers, recipe.parallel.sync, share)
 
 
 def connect_islands(

@@ -9,26 +9,29 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from zero2all.checkpoint.flash import run_in_background
 from zero2all.checkpoint.training_state import IslandsState
 from zero2all.console import say
-from zero2all.errors import Interrupted
+from zero2all.errors import Interrupted, UsageError
 from zero2all.train.island_link import Exchanged, IslandLink, Missed
 from zero2all.train.outer_optimizer import OuterOptimizer, exchange_offset, fragment_due
 
 WAIT_INTERVAL = 1.0  # seconds between two heartbeats while waiting
+FRAGMENT_NUMBERS = 1 << 16
+"""The number of an exchange is the steps done, times this, plus the number of its fragment. So later exchanges have
+larger numbers, also if the number of fragments is changed between two starts."""
 
 
 class EventRecorder(Protocol):
-    def __call__(self, event: str, **details: object) -> None: ...
+    def __call__(self, event: str, /, **details: Any) -> None: ...
 
 
 @dataclass
@@ -36,7 +39,7 @@ class Flight:
     """An exchange that was begun, and is not merged yet."""
 
     exchange: int
-    fragment: int
+    fragments: Sequence[int]
     merge_at: int
     """After how many steps."""
     result: Future[Exchanged | Missed] | None
@@ -58,7 +61,7 @@ class Islands:
         total_steps: int,
         replica_counts: dict[str, int] | None = None,
         on_wait: Callable[[], None] = lambda: None,
-        on_event: EventRecorder = lambda event, **details: None,
+        on_event: EventRecorder = lambda event, /, **details: None,
     ) -> None:
         """``replica_counts``: how many ranks of this island hold the same shard of a weight, if more than one."""
         self.outer, self.recipe, self.link, self.total_steps = outer, outer.recipe, link, total_steps
@@ -86,7 +89,12 @@ class Islands:
             return
         self.exchange = state.exchange
         if state.merge_at is not None:
-            self._flight = Flight(state.exchange, state.exchange % self.recipe.fragments, state.merge_at, None)
+            if self.recipe.overlap == 0:
+                raise UsageError(
+                    "the newest checkpoint has an exchange in flight: resume with parallel.sync.overlap as it was"
+                )
+            # All fragments, which may be others now: those that were not in flight have nothing to merge.
+            self._flight = Flight(state.exchange, range(self.recipe.fragments), state.merge_at, None)
 
     def start(self, step: int) -> int:
         """Meet the other islands; the number of steps to continue from."""
@@ -129,7 +137,7 @@ class Islands:
     # One exchange
 
     def _begin(self, done: int, fragment: int, merge_at: int) -> None:
-        number, last = done * self.recipe.fragments + fragment, self.exchange
+        number, last = done * FRAGMENT_NUMBERS + fragment, self.exchange
         part = self.outer.begin(fragment)
         result: Future[Exchanged | Missed] = Future()
 
@@ -140,7 +148,7 @@ class Islands:
                 result.set_exception(error)
 
         run_in_background(exchange)
-        self._flight = Flight(number, fragment, merge_at, result)
+        self._flight = Flight(number, [fragment], merge_at, result)
 
     def _settle(self, flight: Flight) -> Missed | None:
         """Wait for the result of an exchange, and make the outer step with it; why not, if not."""
@@ -153,16 +161,17 @@ class Islands:
             self._flight = None
             self.on_event("exchange missed", exchange=flight.exchange, reason=exchanged)
             return exchanged
-        squares = self.outer.update(flight.fragment, exchanged.parts)
+        [fragment] = flight.fragments
+        squares = self.outer.update(fragment, exchanged.parts)
         flight.result, flight.has_takers, self.exchange = None, exchanged.has_takers, flight.exchange
         self._report_present(exchanged.members)
-        done = flight.exchange // self.recipe.fragments
+        done = flight.exchange // FRAGMENT_NUMBERS
         self._metrics = {
-            "islands/round": (done + exchange_offset(flight.fragment, self.recipe)) // self.recipe.every,
+            "islands/round": (done + exchange_offset(fragment, self.recipe)) // self.recipe.every,
             "islands/present": len(exchanged.members),
             "islands/bytes": exchanged.bytes,
             "islands/wait": round(waited, 6),
-            "islands/delta_norm": self._norm(flight.fragment, squares),
+            "islands/delta_norm": self._norm(fragment, squares),
         }
         return None
 
@@ -180,7 +189,8 @@ class Islands:
                 return self._catch_up(done)
             case "given up":
                 return None
-        self.outer.merge(flight.fragment, exactly)
+        for fragment in flight.fragments:
+            self.outer.merge(fragment, exactly)
         self._flight = None
         if flight.has_takers:
             self.link.publish_state(self.exchange, done, self.outer.shared_tensors)
@@ -205,8 +215,7 @@ class Islands:
 
     def _unfinished(self) -> int | None:
         """The next fragment to exchange after the last step."""
-        first = max(self.exchange + 1, self.total_steps * self.recipe.fragments)
-        fragment = first - self.total_steps * self.recipe.fragments
+        fragment = max(0, self.exchange + 1 - self.total_steps * FRAGMENT_NUMBERS)
         return fragment if fragment < self.recipe.fragments else None
 
     def _wait(self, result: Future[Exchanged | Missed]) -> Exchanged | Missed:

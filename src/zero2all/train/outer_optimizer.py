@@ -15,14 +15,40 @@ differently, and machines that differ must still compute the same W.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from zero2all.checkpoint.state_dict import local_shard, wrap_local_like
+from zero2all.parallel.mesh import shard_range
 from zero2all.recipe.sync import SyncRecipe
-from zero2all.train.delta_codec import decode, encode
+from zero2all.train.delta_codec import BLOCK, decode, encode
+
+
+@dataclass(frozen=True)
+class ReplicaShare:
+    """Replicas of an island (``dp_replicate``) hold the same weights: each exchanges a part of them with the other
+    islands, over the slow network, and they tell each other the result."""
+
+    replica: int = 0
+    replicas: int = 1
+    add_up: Callable[[Tensor], Tensor] = lambda own: own
+    """The sum over the replicas."""
+
+    def part(self, size: int) -> slice:
+        """Of a fragment; whole blocks, so that all replicas round as if they sent everything."""
+        first, last = shard_range(-(-size // BLOCK), self.replica, self.replicas)
+        return slice(first * BLOCK, min(last * BLOCK, size))
+
+    def whole(self, own: Tensor, size: int) -> Tensor:
+        """The parts of all replicas, of this one's. Exactly: to each value the others add zeros."""
+        if self.replicas == 1:
+            return own
+        found = torch.zeros(size)
+        found[self.part(size)] = own
+        return self.add_up(found)
 
 
 class OuterOptimizer:
@@ -34,8 +60,8 @@ class OuterOptimizer:
     >>> outer.merge(0)
     """
 
-    def __init__(self, model: nn.Module, layers: int, recipe: SyncRecipe) -> None:
-        self.recipe = recipe
+    def __init__(self, model: nn.Module, layers: int, recipe: SyncRecipe, share: ReplicaShare | None = None) -> None:
+        self.recipe, self.share = recipe, share or ReplicaShare()
         self.fragments = [
             Fragment(part, is_lossy=recipe.exchange_dtype != "fp32", has_overlap=recipe.overlap > 0)
             for part in split_fragments(exchanged_tensors(model), layers, recipe.fragments)
@@ -59,22 +85,22 @@ class OuterOptimizer:
         delta = fragment.rounded_outer() - weights
         if fragment.pending is not None:
             fragment.pending.copy_(weights)
-        if fragment.residual is None:
-            return encode(delta, self.recipe.exchange_dtype)
-        delta += fragment.residual
-        sent = encode(delta, self.recipe.exchange_dtype)
-        fragment.residual.copy_(delta - decode(sent, fragment.size, self.recipe.exchange_dtype))
-        return sent
+        if fragment.residual is not None:
+            delta += fragment.residual
+            everything = encode(delta, self.recipe.exchange_dtype)
+            fragment.residual.copy_(delta - decode(everything, fragment.size, self.recipe.exchange_dtype))
+        return encode(delta[self.share.part(fragment.size)], self.recipe.exchange_dtype)
 
     @torch.no_grad()
     def update(self, number: int, parts: Sequence[Tensor]) -> list[float]:
         """The outer step with what every island present has sent, in the order of islands, this one included; the
         squared norm of the average, for each tensor of the fragment."""
         fragment, recipe = self.fragments[number], self.recipe
-        mean = decode(parts[0], fragment.size, recipe.exchange_dtype)
+        own = range(fragment.size)[self.share.part(fragment.size)]
+        mean = decode(parts[0], len(own), recipe.exchange_dtype)
         for part in parts[1:]:
-            mean += decode(part, fragment.size, recipe.exchange_dtype)
-        mean /= len(parts)
+            mean += decode(part, len(own), recipe.exchange_dtype)
+        mean = self.share.whole(mean / len(parts), fragment.size)
         fragment.momentum.mul_(recipe.outer_momentum).add_(mean)
         fragment.outer.sub_((mean + fragment.momentum * recipe.outer_momentum) * recipe.outer_lr)
         if fragment.pending is not None:
@@ -89,6 +115,8 @@ class OuterOptimizer:
             fragment.write_weights(fragment.outer)
         else:
             fragment.write_weights(fragment.read_weights() + fragment.pending)
+        if fragment.pending is not None:
+            fragment.pending.zero_()
 
     @property
     def shared_tensors(self) -> list[Tensor]:
@@ -162,7 +190,7 @@ def exchanged_tensors(model: nn.Module) -> dict[str, Tensor]:
     return trained | buffers
 
 
-def split_fragments(tensors: dict[str, Tensor], layers: int, count: int) -> list[dict[str, Tensor]]:
+def split_fragments(tensors: Mapping[str, Tensor], layers: int, count: int) -> list[dict[str, Tensor]]:
     """Neighbouring blocks together; the embedding with the first, norm and head with the last."""
     found: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for name, tensor in tensors.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from zero2all.errors import UsageError, Z2aError
 from zero2all.generation import Completion, SamplingParams, generate_batch
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.mesh import shard_range
+from zero2all.recipe import Mistake, Recipe
 from zero2all.recipe.objective import GRPORecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens.token_store import Array
@@ -46,17 +47,30 @@ class Rollout:
 
 def load_rewards(names: Sequence[str]) -> list[Reward]:
     """The functions that a recipe names."""
-    found: list[Reward] = []
-    for name in names:
-        module, _, attribute = name.partition(":")
+    try:
+        return [_load_reward(name) for name in names]
+    except UsageError as error:
+        raise UsageError(f"train.objective.grpo.rewards: {error}") from error
+
+
+def reward_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    """What is wrong with the functions that a recipe names. Their modules are imported; nothing is called."""
+    for number, name in enumerate(recipe.train.objective.grpo.rewards):
         try:
-            target: Any = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise UsageError(f"train.objective.grpo.rewards: {name} cannot be imported ({error})") from error
-        if not callable(target):
-            raise UsageError(f"train.objective.grpo.rewards: {name} is not a function")
-        found.append(target)
-    return found
+            _load_reward(name)
+        except UsageError as error:
+            yield Mistake(str(error), (f"train.objective.grpo.rewards.{number}",))
+
+
+def _load_reward(name: str) -> Reward:
+    module, _, attribute = name.partition(":")
+    try:
+        target: Any = getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # importing runs the module's code
+        raise UsageError(f"{name} cannot be imported ({type(error).__name__}: {error})") from error
+    if not callable(target):
+        raise UsageError(f"{name} is not a function")
+    return target  # type: ignore[no-any-return]
 
 
 def read_prompt(tokens: Array, mask: Array, tokenizer: Tokenizer) -> Prompt:

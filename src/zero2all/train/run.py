@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from zero2all import __version__
 from zero2all.checkpoint import CheckpointStore, InitialWeights, RunIdentity, flash_directory
 from zero2all.checkpoint.checkpoint_store import STATE_FILE
-from zero2all.checkpoint.flash import SHM_DIRECTORY
+from zero2all.checkpoint.flash import KEY_FILE, SHM_DIRECTORY, read_key
 from zero2all.checkpoint.lineage import read_lineage
 from zero2all.console import say
 from zero2all.errors import RecipeError, UsageError, Z2aError
@@ -98,7 +98,7 @@ class Run:
 
         None on a system without the default place for it, such as macOS.
         """
-        place, path = self.recipe.checkpoint.flash_dir, self.directory / "key"
+        place, path = self.recipe.checkpoint.flash_dir, self.directory / KEY_FILE
         if place == SHM_DIRECTORY and not place.is_dir():
             say(
                 f"no in-memory checkpoints: this system has no {place}, so a run that is killed resumes from the last "
@@ -115,11 +115,8 @@ class Run:
 
     @property
     def flash_dir(self) -> Path | None:
-        try:
-            key = (self.directory / "key").read_text(encoding="utf-8").strip()
-        except (FileNotFoundError, PermissionError):  # only the owner of the run may read it
-            return None
-        return flash_directory(self.recipe.checkpoint.flash_dir, key)
+        key = read_key(self.directory)
+        return None if key is None else flash_directory(self.recipe.checkpoint.flash_dir, key)
 
     @property
     def exists(self) -> bool:

@@ -57,7 +57,7 @@ from zero2all.train.device_batch import BatchCopier, HostCopy
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, stored_micro_batch, with_hyperparameters
 from zero2all.train.initial_weights import load_initial_weights
-from zero2all.train.island_run import connect_islands, island_place, with_island_run
+from zero2all.train.island_run import build_outer_optimizer, connect_islands, island_place, with_island_run
 from zero2all.train.islands import Islands
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
@@ -281,9 +281,7 @@ class Trainer:
             optimizer=recipe.train.optimizer.identity,
             init=init_path(recipe),
         )
-        outer = None
-        if self.island_place is not None:
-            outer = OuterOptimizer(self.model.model, self.config.num_hidden_layers, recipe.parallel.sync)
+        outer = None if self.island_place is None else build_outer_optimizer(recipe, self.model)
         self.checkpoint_manager = CheckpointManager(
             run.checkpoints,
             ranks.on_rank0(run.create_flash_dir) if recipe.checkpoint.flash_every is not None else None,
@@ -315,12 +313,7 @@ class Trainer:
             self.initial_weights = None
         elif recipe.train.init is not None and self.initial_weights is None:
             self.initial_weights = load_initial_weights(recipe.train.init, self.model, self.tokenizer, ranks)
-        self.islands: Islands | None = None
-        if self.island_place is not None and outer is not None:
-            self.islands = connect_islands(
-                self.island_place, self.recipe, self.identity, self.plan.total_steps, self.model, outer,
-                self.heartbeat.ping, lambda: self.stop_event.is_set(),
-            )  # fmt: skip
+        self.islands = None if outer is None else self._connect_islands(outer)
         history = None
         if self.mesh.rank == 0:
             run.save_metadata(self.identity, self.tokenizer, self.mesh.device, self.initial_weights)
@@ -329,21 +322,25 @@ class Trainer:
         self.peak_flops = peak_flops(self.mesh.device, self.model.dtype)
         say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, self.peak_flops.source, history)
         self.heartbeat.record_phase(StartupPhase.LOADED, done=None if restored is None else restored.step)
-        mode = recipe.parallel.activation_checkpointing
-        recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
-        self.throughput = ThroughputMeter(
-            self.plan,
-            self.config,
-            self.mesh.device,
-            self.peak_flops.flops,
-            self.mesh.dims.world_size * (1 if self.island_place is None else self.island_place.islands),
-            recompute,
-            recipe.parallel.activation_checkpointing_every,
-        )
+        self.throughput = self._build_throughput_meter()
         if restored is not None:
             self._restore_state(restored.state)
         elif self.islands is not None:
             self.islands.restore(None)
+
+    def _build_throughput_meter(self) -> ThroughputMeter:
+        parallel = self.recipe.parallel
+        mode = parallel.activation_checkpointing
+        recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
+        return ThroughputMeter(
+            self.plan,
+            self.config,
+            self.mesh.device,
+            self.peak_flops.flops,
+            self.mesh.dims.world_size * parallel.islands,
+            recompute,
+            parallel.activation_checkpointing_every,
+        )
 
     def __enter__(self) -> Trainer:
         return self
@@ -467,6 +464,13 @@ class Trainer:
         if self.model.powersgd is not None and grad_norm > 0:
             metrics["sync_error"] = unsent / grad_norm
         return metrics
+
+    def _connect_islands(self, outer: OuterOptimizer) -> Islands:
+        assert self.island_place is not None
+        return connect_islands(
+            self.island_place, self.recipe, self.identity, self.plan.total_steps, self.model, outer,
+            self.heartbeat.ping, lambda: self.stop_event.is_set(),
+        )  # fmt: skip
 
     @contextmanager
     def _meet_islands(self) -> Iterator[None]:

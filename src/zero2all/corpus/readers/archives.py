@@ -45,7 +45,7 @@ def read_zip_members(file: IO[bytes], limits: ReadLimits) -> Iterator[ArchiveMem
     with zipfile.ZipFile(file) as archive:
         total = 0
         for info in archive.infolist():
-            if info.is_dir() or is_hidden(info.filename):
+            if info.filename and (info.is_dir() or is_hidden(info.filename)):
                 continue
             skip_reason = _zip_skip_reason(info, limits)
             total += info.file_size

@@ -187,7 +187,7 @@ def _list_local(pattern: str, follow_links: bool = False) -> Iterator[RawFile]:
             continue
         below = _walk(os.fspath(top), set(), None if follow_links else root) if top.is_dir() else [os.fspath(top)]
         for path in map(Path, sorted(below, key=lambda name: name.split(os.sep))):
-            leaves = not follow_links and path != top and path.is_symlink() and not _is_inside(path, root)
+            leaves = not follow_links and path != top and os.path.islink(path) and not _is_inside(path, root)
             yield RawFile.from_path(path, top, LINK_OUTSIDE_SOURCE if leaves else "")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zero2all.corpus.readers.base import (
+    TOO_DEEP,
     BrokenRecord,
     ReadLimits,
     TextRecord,
@@ -36,6 +37,26 @@ VOID_ELEMENTS = {
 # one before.
 _FORMATTING = re.compile(r"(</?)(?:b|big|code|em|font|i|s|small|strike|strong|tt|u)(?=[\s/>])", re.I | re.A)
 MAX_COPIES = 1_000_000  # of such elements, of 340 bytes each
+# Elements that may stay open without nesting: the next of their kind ends them.
+_OPEN_ENDED = {
+    "p",
+    "li",
+    "dt",
+    "dd",
+    "tr",
+    "td",
+    "th",
+    "thead",
+    "tbody",
+    "tfoot",
+    "colgroup",
+    "option",
+    "optgroup",
+    "a",
+}
+_TAG = re.compile(r"<(/?)([a-z][a-z0-9]*+)", re.I | re.A)
+MAX_DEPTH = 5000  # of elements; browsers flatten what is deeper than 512
+MAX_SCANNED_TAGS = 1_000_000
 MAX_TAGS = 30_000  # of a page that is parsed in this process: at every one, all open elements may be looked at
 PAGE_SECONDS = 20  # of CPU time, for a page with more
 # Codecs of Python that no page is in. Decoding punycode takes quadratic time.
@@ -62,6 +83,8 @@ def _parse_html(html: str, text: bytes, limits: ReadLimits) -> tuple[str, str]:
     tree_of = import_optional("resiliparse.parse.html").HTMLTree.parse
     plain_text = import_optional("resiliparse.extract.html2text").extract_plain_text
     tags = html.count("<")
+    if MAX_DEPTH < tags < MAX_SCANNED_TAGS and _is_too_deep(html):
+        raise UnreadableItemError(TOO_DEEP)
     if tags > MAX_TAGS:
         try:
             with ReaderProcess("html", io.BytesIO(), replace(limits, reader_seconds=PAGE_SECONDS)) as process:
@@ -74,6 +97,18 @@ def _parse_html(html: str, text: bytes, limits: ReadLimits) -> tuple[str, str]:
         html = plain if tags * count > MAX_COPIES else html
     tree = tree_of(html)
     return tree.title or "", plain_text(tree, main_content=text == MAIN_TEXT, alt_texts=False)
+
+
+def _is_too_deep(html: str) -> bool:
+    """Whether elements are nested so deep that a parser, which looks at all open ones, takes minutes."""
+    depth = 0
+    for tag in _TAG.finditer(html):
+        name = tag[2].lower()
+        if name not in _OPEN_ENDED and name not in VOID_ELEMENTS:
+            depth = max(0, depth - 1) if tag[1] else depth + 1
+            if depth > MAX_DEPTH:
+                return True
+    return False
 
 
 def inline_templates(html: str) -> str:

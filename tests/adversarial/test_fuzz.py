@@ -1,0 +1,63 @@
+"""A few seconds of fuzzing in the gate, and proof that the harness finds what it is for."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.adversarial.fuzz import Tally, Target, fuzz, fuzz_all, make_input, table
+from tests.adversarial.fuzz_targets import TARGETS
+
+SECONDS = 0.3  # for each target
+
+
+def _crash(data: bytes) -> None:
+    if b"\xff" in data:
+        os.abort()
+
+
+def _hang(data: bytes) -> None:
+    while b"\xff" in data:
+        pass
+
+
+def _wait(data: bytes) -> None:
+    if b"\xff" in data:
+        time.sleep(3600)
+
+
+def _hog(data: bytes) -> None:
+    if b"\xff" in data:
+        bytearray(b"x") * (80 << 20)
+
+
+def _raise(data: bytes) -> None:
+    if b"\xff" in data:
+        raise KeyError("not an error that a user understands")
+
+
+@pytest.mark.parametrize(
+    ("bug", "said"),
+    [(_crash, "status -6"), (_hang, "more than 0.2 s"), (_wait, "no answer"), (_hog, "MiB"), (_raise, "KeyError")],
+)
+def test_a_planted_bug_is_found_and_the_search_goes_on(bug: Callable[[bytes], None], said: str) -> None:
+    tally, target = Tally(), Target("planted", lambda: [b"some ordinary text"], bug)
+    until = time.monotonic() + 60
+    while not tally.findings or tally.inputs < 20:
+        fuzz(target, 1.0, tally, seconds=0.2, memory=32 << 20)
+        assert time.monotonic() < until, tally
+    assert said in tally.findings[0]
+    number = int(tally.findings[0].split()[1].rstrip(":"))
+    assert b"\xff" in make_input(target, number), "its number makes the same input again"
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_no_input_of_a_few_seconds_is_a_finding(number: int) -> None:
+    targets = TARGETS[number::4]
+    tallies = fuzz_all(targets, 0.0, turn=SECONDS)
+    assert {name: tally.findings for name, tally in tallies.items() if tally.findings} == {}
+    assert all(tally.inputs for tally in tallies.values())
+    assert "**all**" in table(tallies)
