@@ -175,3 +175,39 @@ def test_a_password_in_a_url_still_opens_the_file_and_is_not_in_the_error_withou
     with pytest.raises(Z2aError, match=r"eve:\*\*\*@") as caught:
         list_files(wrong)
     assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "Z2A_JOB_SECRET", "Z2A_API_KEY", "DB_PASSWORD"]
+)
+def test_a_secret_of_the_environment_is_never_shown(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Libraries put what they were given into their errors."""
+    monkeypatch.setenv(name, SECRET)
+    say(f"connecting with {SECRET}")
+    warn(f"refused: {SECRET}!")
+    assert SECRET not in str(Z2aError(f"401 for {SECRET}"))
+    assert SECRET not in capsys.readouterr().err
+    monkeypatch.setenv(name, "a")
+    assert redact("a text") == "a text", "a value of one letter is in every text"
+
+
+@pytest.mark.parametrize("name", ["HOME_DIRECTORY", "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "AWS_ACCESS_KEY_ID"])
+def test_other_variables_are_shown(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "an ordinary value")
+    assert redact("an ordinary value") == "an ordinary value"
+
+
+def test_a_failure_report_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zero2all.elastic.agent import _read_error_file
+
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    trace = f"Traceback\n  get('http://bob:{SECRET}x@host')\nHTTPError: {SECRET} is refused"
+    (tmp_path / "error.json").write_text(
+        json.dumps({"message": {"message": f"401: {SECRET}", "extraInfo": {"py_callstack": trace}}})
+    )
+    message, shown, when = _read_error_file(tmp_path / "error.json")
+    assert SECRET not in message + shown
+    assert "is refused" in shown
+    assert when > 0

@@ -27,6 +27,10 @@ RETRIES = 8  # of a task whose Ray node is lost
 SHUTDOWN_SECONDS = 10.0  # for running tasks to end when the run is stopped
 
 
+Instead = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+"""Makes the arguments of a task that has killed its worker into those of one that does not."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """
@@ -49,22 +53,27 @@ class Engine:
         function: Callable[..., TaskResult],
         tasks: Sequence[tuple[Any, ...]],
         on_done: Callable[[int], None] = lambda number: None,
+        instead: Instead | None = None,
     ) -> list[TaskResult]:
-        """Results in the order of the tasks; ``on_done(number)`` is called as each one ends, in any order."""
+        """Results in the order of the tasks; ``on_done(number)`` is called as each one ends, in any order.
+
+        A local worker that dies is replaced, and its task is tried again. If that kills a worker of its own too, the
+        task that ``instead`` makes of it is run in its place; without ``instead`` that is an error.
+        """
         results: dict[int, TaskResult] = {}
-        for number, result in self._run_unordered(function, tasks):
+        for number, result in self._run_unordered(function, tasks, instead):
             results[number] = result
             on_done(number)
         return [results[number] for number in range(len(tasks))]
 
     def _run_unordered(
-        self, function: Callable[..., TaskResult], tasks: Sequence[tuple[Any, ...]]
+        self, function: Callable[..., TaskResult], tasks: Sequence[tuple[Any, ...]], instead: Instead | None
     ) -> Iterator[tuple[int, TaskResult]]:
         if self.kind == "ray":
             return _on_ray(function, tasks, self.ray_address)
         if self.in_process or len(tasks) <= 1 or not _start_pool(self.workers):
             return ((number, function(*task)) for number, task in enumerate(tasks))
-        return _in_processes(function, tasks, self.workers)
+        return _in_processes(function, tasks, self.workers, instead)
 
 
 def available_cores() -> int:
@@ -101,22 +110,54 @@ def _say_no_workers(reason: str) -> None:
 
 
 def _in_processes(
-    function: Callable[..., TaskResult], tasks: Sequence[tuple[Any, ...]], workers: int
+    function: Callable[..., TaskResult], tasks: Sequence[tuple[Any, ...]], workers: int, instead: Instead | None
 ) -> Iterator[tuple[int, TaskResult]]:
+    left, losses = dict(enumerate(tasks)), 0
+    while left:
+        try:
+            yield from _in_pool(function, left, workers)
+        except BrokenProcessPool:
+            losses += 1
+            say("a worker process was killed, perhaps because memory ran out; what it was doing is tried again")
+            if losses > 1:  # by one of those that were running or about to
+                for number in list(left)[: 2 * workers + 1]:
+                    yield number, _run_alone(function, left.pop(number), instead)
+
+
+def _in_pool(
+    function: Callable[..., TaskResult], left: dict[int, tuple[Any, ...]], workers: int
+) -> Iterator[tuple[int, TaskResult]]:
+    """Tasks that have ended are removed from ``left``. A worker that dies takes the pool with it."""
+    if not _start_pool(workers):
+        for number in list(left):
+            yield number, function(*left.pop(number))
+        return
     pool = _pools[workers]
     try:
-        futures = {pool.submit(function, *task): number for number, task in enumerate(tasks)}
+        futures = {pool.submit(function, *task): number for number, task in left.items()}
         for future in as_completed(futures):
-            yield futures[future], future.result()
-    except BaseException as error:
+            result = future.result()
+            del left[futures[future]]
+            yield futures[future], result
+    except BaseException:
         del _pools[workers]
         _stop_pool(pool)
-        if isinstance(error, BrokenProcessPool):
+        raise
+
+
+def _run_alone(function: Callable[..., TaskResult], task: tuple[Any, ...], instead: Instead | None) -> TaskResult:
+    """In a process that nothing else can end."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_prepare_worker) as pool:
+        try:
+            return pool.submit(function, *task).result()
+        except BrokenProcessPool as error:
+            if instead is not None:
+                return function(*instead(task))
             raise Z2aError(
-                "a worker process was killed, perhaps because memory ran out: finished parts are kept, "
+                "a worker process was killed again and again, perhaps because memory ran out: finished parts are kept, "
                 "so run the same command again, with fewer --workers if it repeats"
             ) from error
-        raise
 
 
 def _stop_pool(pool: ProcessPoolExecutor) -> None:

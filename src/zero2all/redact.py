@@ -1,7 +1,8 @@
-"""Redaction of secrets: passwords, keys and signatures inside URLs."""
+"""Redaction of secrets: passwords, keys and signatures inside URLs, and secrets of the environment."""
 
 from __future__ import annotations
 
+import os
 import re
 
 REDACTED = "***"
@@ -18,12 +19,21 @@ _PARAMETER = re.compile(
     re.IGNORECASE,
 )
 
+# Variables whose value is a secret: HF_TOKEN, AWS_SECRET_ACCESS_KEY, WANDB_API_KEY, Z2A_JOB_SECRET. Not paths to one.
+_SECRET_VARIABLE = re.compile(
+    r"(?:\w*_)?(?:TOKEN|SECRET|SECRET_ACCESS_KEY|PASSWORD|PASSWD|API_KEY|SECRET_KEY)", re.IGNORECASE
+)
+_MIN_SECRET = 8  # characters; a shorter value may be a word of any text
+
 
 def redact(text: str) -> str:
     """
     >>> redact("http://bob:secret@host/a?X-Amz-Signature=0a1b")
     'http://bob:***@host/a?X-Amz-Signature=***'
     """
+    for name, value in os.environ.items():
+        if len(value) >= _MIN_SECRET and value in text and _SECRET_VARIABLE.fullmatch(name):
+            text = text.replace(value, REDACTED)
     if "://" not in text:
         return text
     for pattern in (_PASSWORD, _STORE_KEYS, _TOKEN):

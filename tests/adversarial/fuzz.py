@@ -96,7 +96,7 @@ def try_inputs(target: Target, first: int, deadline: float, seconds: float, memo
     """In the child: announce each number before its input is tried, then send what it cost."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also in code that never returns to Python
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    resource.setrlimit(resource.RLIMIT_DATA, (used + 4 * memory, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + 4 * memory + (1 << 30), resource.RLIM_INFINITY))
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

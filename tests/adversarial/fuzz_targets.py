@@ -70,7 +70,7 @@ def refuses(call: Callable[[], object]) -> None:
 
 
 def recipe_examples() -> Sequence[bytes]:
-    return [builtin_recipe_path("quickstart").read_bytes(), b"train: {steps: 1, optimizer: {lr: 1e-3}}\nseed: 3\n"]
+    return [builtin_recipe_path("quickstart.yaml").read_bytes(), b"train: {steps: 1, optimizer: {lr: 1e-3}}\nseed: 3\n"]
 
 
 @cache

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.adversarial.families import FAMILIES, Family, Tally, files, table
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_every_family_still_has_its_cases() -> None:
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *files()]
     done = subprocess.run(words, capture_output=True, text=True, timeout=280, cwd=ROOT, env=dict(os.environ))

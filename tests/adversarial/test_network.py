@@ -52,7 +52,10 @@ def noise() -> list[bytes]:
     texts = [b"", b"\n", b"\0", b"\xff" * 4096, b"{}", b"[" * 5000, b"null", b"QUIT\r\n", b"SSH-2.0-x\r\n"]
     pickles = [pickle.dumps(list(range(50)), protocol) for protocol in range(6)]
     stores = [struct.pack("<BI", command, 5) + b"a key" for command in range(10)]
-    random_bytes = [BYTES(size) for size in (1, 2, 31, 32, 33, 64, 255, 256, 4095, 4096, 65536, 200_000)]
+    random_bytes = [
+        BYTES(size)
+        for size in (1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 64, 65, 128, 255, 256, 1000, 4095, 4096, 65536, 200_000)
+    ]
     return [*http, *tls, *begun, *hello, *after, *texts, *pickles, *stores, *_lying_lengths(), *random_bytes]
 
 

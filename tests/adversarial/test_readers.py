@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from tests.adversarial.bounds import NOISE, measure, survives
-from tests.adversarial.hostile_files import COMPLEXITY, LONG_FILES, ODD_FILES, READER_FILES
-from zero2all.corpus.readers import BrokenRecord, RawFile, UnreadableFileError, list_files, read_record_chunks
+from tests.adversarial.hostile_files import COMPLEXITY, LONG_FILES, ODD_FILES, READER_FILES, zip_of
+from zero2all.corpus.readers import (
+    BrokenRecord,
+    RawFile,
+    ReadLimits,
+    UnreadableFileError,
+    list_files,
+    read_record_chunks,
+)
 from zero2all.recipe import SourceRecipe
 
 SIZES = (40_000, 160_000)
@@ -44,6 +51,20 @@ def test_a_hostile_file(name: str, tmp_path: Path) -> None:
     _, reasons = survives(lambda: read(RawFile.from_path(tmp_path / file)))
     assert all("\n" not in reason and len(reason) < 200 for reason in reasons)
     assert [path.name for path in tmp_path.iterdir()] == [file], "nothing was unpacked"
+
+
+def test_many_small_bombs_in_one_zip_are_one_bomb(tmp_path: Path) -> None:
+    """Each of them unpacks to less than is looked at."""
+    limits = ReadLimits(ratio_check_bytes=4 << 20)
+    (tmp_path / "a.zip").write_bytes(zip_of({f"{n}.txt": b"0" * (1 << 20) for n in range(30)}))
+    reasons = [
+        record.reason
+        for chunk in read_record_chunks(RawFile.from_path(tmp_path / "a.zip"), limits)
+        for record in chunk
+        if isinstance(record, BrokenRecord)
+    ]
+    assert reasons[-1] == "unpacks to more than 250 times its size"
+    assert len(reasons) < 8
 
 
 @pytest.mark.parametrize("name", ODD_FILES)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import zipfile
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from zero2all.corpus.readers import (
 from zero2all.corpus.readers import parquet as parquet_reader
 from zero2all.corpus.readers.listing import find_file
 from zero2all.corpus.sniff import sniff
-from zero2all.engine import Engine
+from zero2all.engine import Engine, shutdown_workers
 from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
@@ -467,3 +469,41 @@ def test_an_empty_path_is_an_error_of_one_line(tmp_path: Path, listing: str) -> 
     with pytest.raises(UsageError, match="empty path") as caught:
         find_file("") if listing == "one file" else build_corpus(recipe, tmp_path / "documents")
     assert "\n" not in str(caught.value)
+
+
+class KillingFile(RawFile):
+    """Opened, it kills the process that reads it."""
+
+    def open(self, *words: Any) -> Any:
+        if not self.skip_reason:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().open(*words)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_file_that_kills_its_worker_is_tried_again_and_then_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for number in range(6):
+        (raw / f"{number}.jsonl").write_text(f'{{"text": "text of {number}"}}\n')
+    listed = build.list_files
+    monkeypatch.setattr(build, "MIN_PARALLEL_BYTES", 0)
+    monkeypatch.setattr(build, "group_small_files", lambda files: [(file,) for file in files])
+
+    def with_killer(source: SourceRecipe) -> list[RawFile]:
+        files = listed(source)
+        killer = {field.name: getattr(files[3], field.name) for field in fields(files[3])}
+        return [*files[:3], KillingFile(**killer), *files[4:]]
+
+    monkeypatch.setattr(build, "list_files", with_killer)
+    recipe = CorpusRecipe(sources=[SourceRecipe(name="raw", paths=[str(raw)])], filters=[], holdout=0)
+    manifest = build_corpus(recipe, tmp_path / "documents", Engine(workers=2))
+    assert files_left_out(manifest) == {"killed its worker process twice": ["3.jsonl"]}
+    assert contents(tmp_path / "documents") == {f"text of {number}" for number in (0, 1, 2, 4, 5)}
+    monkeypatch.setattr(build, "list_files", listed)  # as after an update of the library that crashed
+    build_corpus(recipe, tmp_path / "documents", Engine(workers=2))
+    assert "text of 3" in contents(tmp_path / "documents")
+    shutdown_workers()

@@ -172,6 +172,7 @@ def test_every_bad_line_at_once_on_a_page_of_two_runs(tmp_path: Path) -> None:
 
 def test_a_bug_of_ours_is_reported_for_its_run_and_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live_run = LiveRun(RunView(LocalRunLocation(make(tmp_path / "a"))))
+    monkeypatch.setattr("zero2all.track.server.UNCHANGED_CHECK_SECONDS", -1.0)
     for name in ("zero2all.track.record_reader.RecordReader.refresh", "zero2all.track.server.check_health"):
         with monkeypatch.context() as broken:
 

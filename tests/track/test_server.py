@@ -204,3 +204,30 @@ def test_runs_that_begin_later_are_found(tmp_path: Path, monkeypatch: pytest.Mon
         assert enough.wait(60)
         runs = client.get("/api/runs", params={"key": KEY}).json()
         assert [run["status"]["name"] for run in runs] == ["first", "second"]
+
+
+def test_only_runs_that_changed_are_checked_and_quiet_ones_are_read_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr("zero2all.track.server.check_health", lambda run: checked.append(run.name) or [])
+    monkeypatch.setattr("zero2all.track.server.HEALTH_CHECK_SECONDS", -1.0)
+    make_run(tmp_path / "a")
+    live_run = LiveRun(RunView(LocalRunLocation(tmp_path / "a")), read=False)
+    assert (checked, live_run.summary.status.step) == ([], None)
+    for _ in range(5):
+        live_run.refresh()
+    assert len(checked) == 1
+    assert live_run.summary.status.step == 29
+    assert live_run.refresh_interval(500) == 0.5
+    with open(tmp_path / "a" / "record.jsonl", "a", encoding="utf-8") as stream:
+        stream.write('{"step": 30, "time": 1, "loss": 1}\n')
+    for _ in range(3):
+        live_run.refresh()
+    assert len(checked) == 2
+    monkeypatch.setattr("zero2all.track.server.QUIET_SECONDS", -1.0)
+    assert live_run.refresh_interval(10) == 0.5
+    assert live_run.refresh_interval(500) == 5.0
+    monkeypatch.setattr("zero2all.track.server.UNCHANGED_CHECK_SECONDS", -1.0)  # time alone can be a sign
+    live_run.refresh()
+    assert len(checked) == 3

@@ -63,6 +63,7 @@ KIND = "documents"
 FORMAT = 6  # raised when the same inputs and options give other documents than before
 MAX_QUARANTINED_PER_SOURCE = 100  # of broken records, per source, in the manifest
 MAX_DROPPED_EXAMPLES_PER_SOURCE = 5  # of dropped documents, per source and reason, in the manifest
+WORKER_KILLED = "killed its worker process twice"
 MIN_PARALLEL_BYTES = 8_000_000  # one process reads and cleans them before other workers would have started
 
 
@@ -208,9 +209,17 @@ def _write_parts(engine: Engine, recipe: CorpusRecipe, tasks: list[PartTask], di
             write_part,
             [(task, _filters_of(recipe, task.source), directory) for task in by_size],
             lambda number: advance(by_size[number].bytes),
+            _without_files,
         )
-    by_key = {part.key: part for part in parts}
+    by_key = {task.key: part for task, part in zip(by_size, parts, strict=True)}
     return [by_key[task.key] for task in tasks]
+
+
+def _without_files(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A part whose files are counted and not read, under another key: the next build tries them again."""
+    task: PartTask = arguments[0]
+    files = tuple(replace(file, skip_reason=WORKER_KILLED) for file in task.files)
+    return (replace(task, files=files, key=fingerprint([task.key, WORKER_KILLED])), *arguments[1:])
 
 
 def _remove_stale_parts(directory: Path, parts: list[PartRecord]) -> None:

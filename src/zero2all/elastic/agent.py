@@ -43,6 +43,7 @@ from zero2all.elastic.stragglers import CHECK_INTERVAL, find_straggler, read_arr
 from zero2all.elastic.worker import collectives_path, dump_thread_path, stacks_path
 from zero2all.elastic.worker_logs import last_lines, trim_log
 from zero2all.environment import record_collective_starts
+from zero2all.redact import redact
 from zero2all.torch_private import Store, forbid_restarts, remaining_restarts, worker_context
 
 EXIT_GRACE = 1.0  # seconds for ranks that lost a peer to exit and report it
@@ -305,7 +306,7 @@ class Agent(LocalElasticAgent):
             or f"restarting{after}"
             + ("" if self.script else " from the newest checkpoint")
             + (f"; {answer.kept}" if answer.kept else ""),
-            command=list(worker_group.spec.args),
+            command=[redact(str(word)) for word in worker_group.spec.args],
             deaths=rank_failures,
             stuck=hung or [],
             gpu_faults=[str(fault) for fault in faults],
@@ -411,9 +412,10 @@ def _failure_kind(rank_failures: list[RankFailure]) -> FailureKind:
 
 
 def _read_error_file(error_file: Path) -> tuple[str, str, float]:
-    """Message, traceback and time from the error file of a rank, if it wrote one."""
+    """Message, traceback and time from the error file of a rank, if it wrote one. Libraries name what they were given."""
     try:
         message = json.loads(error_file.read_text(encoding="utf-8"))["message"]
-        return message["message"], message["extraInfo"]["py_callstack"], error_file.stat().st_mtime
+        text, trace = redact(message["message"]), redact(message["extraInfo"]["py_callstack"])
+        return text, trace, error_file.stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError):
         return "", "", 0.0

@@ -14,9 +14,9 @@ import re
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +48,7 @@ MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css
 REFRESH_SECONDS = 0.5  # between two refreshes of a run
 HEALTH_CHECK_SECONDS = 5.0
 UNCHANGED_CHECK_SECONDS = 60.0  # between two health checks of a run that has written nothing: time alone can be a sign
+CHECK_SHARE = 0.1  # of one core, for the health checks of all runs
 QUIET_SECONDS = 30.0  # without a change, after which a run counts as quiet
 QUIET_REFRESHES_PER_SECOND = 100  # of all quiet runs together
 READERS = 2  # threads that read runs, so that many runs do not take the threads of requests
@@ -113,11 +114,35 @@ class SeriesBlock:
     high: dict[str, list[float | None]] | None
 
 
+class CheckBudget:
+    """Limits the health checks of all runs together to a share of one core."""
+
+    def __init__(self) -> None:
+        self._lock, self._next = threading.Lock(), -math.inf
+
+    def take(self) -> AbstractContextManager[None] | None:
+        """A context for one check, whose time counts; None if the budget is used up for now."""
+        with self._lock:
+            if time.monotonic() < self._next:
+                return None
+            self._next = math.inf  # one at a time
+        return self._spend()
+
+    @contextmanager
+    def _spend(self) -> Iterator[None]:
+        begun = time.thread_time()
+        try:
+            yield
+        finally:
+            self._next = time.monotonic() + (time.thread_time() - begun) / CHECK_SHARE
+
+
 class LiveRun:
     """A run, refreshed by one task and read by many requests."""
 
-    def __init__(self, run: RunView, read: bool = True) -> None:
-        """With ``read`` False, the first refresh reads it."""
+    def __init__(self, run: RunView, read: bool = True, budget: CheckBudget | None = None) -> None:
+        """With ``read`` False, the first refresh reads it. ``budget`` is shared by all runs of a page."""
+        self._budget = budget or CheckBudget()
         self.run, self.lock, self.version = run, threading.Lock(), 0
         self._findings: list[HealthFinding] = []
         self._last_health_check, self._failed = -math.inf, False
@@ -167,8 +192,10 @@ class LiveRun:
             self._changed_since_check, self._last_change = True, time.monotonic()
         finished = self.run.ended is not None and not changed and self._summary is not None
         due = HEALTH_CHECK_SECONDS if self._changed_since_check else max(UNCHANGED_CHECK_SECONDS, HEALTH_CHECK_SECONDS)
-        if not finished and time.monotonic() - self._last_health_check > due:
-            before, self._findings = self._findings, check_health(self.run)
+        is_due = not finished and time.monotonic() - self._last_health_check > due
+        if is_due and (check := self._budget.take()) is not None:
+            with check:
+                before, self._findings = self._findings, check_health(self.run)
             self._last_health_check, self._changed_since_check = time.monotonic(), False
             changed = changed or before != self._findings
         if changed or self._summary is None:
@@ -293,7 +320,8 @@ def build_app(
 ) -> Starlette:
     """``search`` finds all runs again: those that have begun since are added."""
     opened_until = time.monotonic() + OPENING_SECONDS
-    live_runs = [LiveRun(run, read=time.monotonic() < opened_until) for run in runs]
+    budget = CheckBudget()
+    live_runs = [LiveRun(run, time.monotonic() < opened_until, budget) for run in runs]
     handlers = DashboardHandlers(live_runs, key, documents)
 
     @asynccontextmanager
@@ -308,7 +336,7 @@ def build_app(
         async def discover(search: RunSearch) -> None:
             while True:
                 await asyncio.sleep(DISCOVERY_SECONDS)
-                for live_run in await run_in_threadpool(_find_new, search, live_runs):
+                for live_run in await run_in_threadpool(_find_new, search, live_runs, budget):
                     live_runs.append(live_run)
                     tasks.append(asyncio.create_task(follow(live_run)))
 
@@ -337,13 +365,13 @@ def build_app(
     return app
 
 
-def _find_new(search: RunSearch, known: list[LiveRun]) -> list[LiveRun]:
+def _find_new(search: RunSearch, known: list[LiveRun], budget: CheckBudget) -> list[LiveRun]:
     try:
         found = search()
     except Z2aError:  # nothing there at the moment
         return []
     places = {getattr(live_run.run.location, "directory", None) for live_run in known}
-    return [LiveRun(run, read=False) for run in found if getattr(run.location, "directory", None) not in places]
+    return [LiveRun(run, False, budget) for run in found if getattr(run.location, "directory", None) not in places]
 
 
 def _unreachable(request: Request, error: Exception) -> Response:

@@ -43,19 +43,19 @@ def is_unsafe_name(name: str) -> bool:
 def read_zip_members(file: IO[bytes], limits: ReadLimits) -> Iterator[ArchiveMember]:
     _check_zip_entries(file, limits.members)
     with zipfile.ZipFile(file) as archive:
-        total = 0
+        total = packed = 0
         for info in archive.infolist():
             if info.filename and (info.is_dir() or is_hidden(info.filename)):
                 continue
             skip_reason = _zip_skip_reason(info, limits)
-            total += info.file_size
             if skip_reason:
                 yield ArchiveMember(info.filename, skip_reason=skip_reason)
-            elif total > limits.total_bytes:
-                yield ArchiveMember("", skip_reason=f"unpacks to more than {limits.total_bytes >> 20} MiB")
+                continue
+            total, packed = total + info.file_size, packed + info.compress_size
+            if problem := limits.unpacked_problem(total, packed, limits.total_bytes):  # many bombs, each small enough
+                yield ArchiveMember("", skip_reason=problem)
                 return
-            else:
-                yield from _zip_member(archive, info, limits)
+            yield from _zip_member(archive, info, limits)
 
 
 def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, limits: ReadLimits) -> Iterator[ArchiveMember]:
