@@ -192,11 +192,13 @@ class SlowLink:
             processes = self._start(path, nodes, login, is_island)
             try:
                 wire = self._watch(name, record, nodes[0], processes[1:], steps, seconds)
+                wire = _sent_bytes(nodes[0]) - wire
             finally:
                 for process in reversed(processes):
                     process.kill()
                     process.wait()
         done = Progress.of(record)
+        wire /= len(done.step_seconds)
         return self._row(name, done, wire, steps, seconds or sum(done.step_seconds[:steps]), recipe.train.batch_tokens)
 
     def _start(
@@ -227,22 +229,20 @@ class SlowLink:
         steps: int,
         seconds: float,
     ) -> float:
-        """Until the row is complete; returns the bytes that the node sent in a step."""
-        began, said = time.monotonic(), 0.0
-        first: tuple[int, int] | None = None
+        """Until the row is complete; returns the bytes that the node sent before the first step."""
+        began, said, before = time.monotonic(), 0.0, 0
         while True:
             time.sleep(1.0)
             seen, now = Progress.of(record), time.monotonic() - began
             count, trained = len(seen.step_seconds), sum(seen.step_seconds)
-            if first is None and count >= WARM_UP:
-                first = count, _sent_bytes(node)
+            if count == 0:
+                before = _sent_bytes(node)
             if now > said + 15:
                 said = now
                 validated = f", loss {seen.validations[-1][1]:.3f}" if seen.validations else ""
                 say(f"{name}: {count} steps in {trained:.0f} s of training{validated} ({now:.0f} s in all)")
             is_complete = seen.loss_of(steps) is not None and (not seconds or seen.loss_after(seconds) is not None)
-            if is_complete and first is not None and count > first[0]:
-                wire = (_sent_bytes(node) - first[1]) / (count - first[0])
+            if is_complete:
                 break
             if any(process.poll() is not None for process in launchers) or now > MAX_SECONDS:
                 raise Z2aError(f"{name} ended after {count} steps and {now:.0f} s: see the logs in {self.out}")
@@ -253,7 +253,7 @@ class SlowLink:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 warn(f"{name}: a node did not stop in 60 s, and is killed")
-        return wire
+        return before
 
     def _row(self, name: str, done: Progress, wire: float, steps: int, seconds: float, batch: int) -> Row:
         timed = done.step_seconds[WARM_UP:]

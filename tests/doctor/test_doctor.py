@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from zero2all.chaos.simulated_nodes import simulated_nodes, simulation_unavailable_reason
-from zero2all.doctor.network_check import (
+from zero2all.doctor.node_check import check_node
+from zero2all.doctor.pairs import (
+    DeviceCheck,
     PairMeasurement,
     diagnose_pairs,
     min_rounds,
     round_robin_rounds,
     undecided_nodes,
 )
-from zero2all.doctor.node_check import DeviceCheck, check_node
 from zero2all.doctor.preflight import compare_devices, compare_versions, run_checks
 from zero2all.elastic.job_secret import new_secret
 from zero2all.environment import JOB_SECRET_VARIABLE

@@ -16,7 +16,7 @@ from zero2all.doctor.net_check import (
     mtu_findings,
     nccl_findings,
 )
-from zero2all.doctor.network_check import PairMeasurement
+from zero2all.doctor.pairs import PairMeasurement
 from zero2all.doctor.reachability import Target, Unreachable
 from zero2all.doctor.topology import Nic
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.elastic.test_node_exclusion import CRASH, CUT_OFF, excluded, names
 from tests.elastic.test_rendezvous_state import Cluster
-from zero2all.doctor.node_check import DeviceCheck
+from zero2all.doctor.pairs import DeviceCheck
 from zero2all.elastic import pair_test_process
 from zero2all.elastic.node_exclusion import FailureFacts
 from zero2all.elastic.pair_test import DEVICE_TIMEOUT, DEVICE_TURN, REPORT_MARGIN, NextTurn, PairTest, TurnReport
@@ -190,3 +190,9 @@ def test_a_test_process_that_crashes_hangs_or_lies_is_a_failed_turn(
 
     assert run_pair_test("127.0.0.1:1", "job", 0, submit) == NextTurn(0, done=True)
     assert reports == [TurnReport(DEVICE_TURN)]
+
+
+def test_the_rendezvous_server_does_not_import_torch() -> None:
+    """It runs on login nodes, and decides there which nodes are bad."""
+    code = "import sys, zero2all.elastic.serve_rendezvous; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

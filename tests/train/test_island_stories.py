@@ -137,7 +137,7 @@ def test_an_island_killed_in_the_middle_is_not_waited_for_and_comes_back(workspa
     assert len(event_times(tmp_path / "killed", 0)["islands"]) == 3  # both, one, both
     assert longest_step(tmp_path / "killed", 0, before=BACK_AT) < 10
     expected, found = bits_per_byte(tmp_path / "undisturbed", 0), bits_per_byte(tmp_path / "killed", 0)
-    assert found == pytest.approx(expected, rel=0.01)
+    assert found < 1.01 * expected
 
 
 @pytest.mark.long

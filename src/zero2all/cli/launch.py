@@ -75,7 +75,7 @@ Overlay = Annotated[
     OverlayKind,
     typer.Option(
         "--overlay",
-        help="wireguard: connect the nodes by a private network over one UDP port each, where port maps or firewalls "
+        help="Connect the nodes by a private network (wireguard) over one UDP port each, where port maps or firewalls "
         "separate them. Needs root and wireguard-tools.",
     ),
 ]
@@ -83,7 +83,7 @@ Backend = Annotated[
     BackendChoice,
     typer.Option(
         "--backend",
-        help="gloo: use it instead of NCCL on GPUs too, where NCCL hangs although the network works "
+        help="Use gloo instead of NCCL on GPUs too, where NCCL hangs although the network works "
         "('z2a doctor --net'). It is slower. A script chooses its own.",
     ),
 ]
@@ -286,7 +286,7 @@ def rendezvous(
     Example: z2a rendezvous --port 29500 --listen 10.0.0.1
     """
     require_linux("z2a rendezvous")
-    from zero2all.elastic.rendezvous import serve_rendezvous
+    from zero2all.elastic.serve_rendezvous import serve_rendezvous
 
     serve_rendezvous(port, listen, secret_file)
     return Result({}, "")

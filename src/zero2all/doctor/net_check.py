@@ -16,12 +16,8 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from zero2all.doctor.findings import Finding, finding_if
-from zero2all.doctor.network_check import (
-    PairMeasurement,
-    bad_pairs,
-    exchange_through_store,
-    round_robin_rounds,
-)
+from zero2all.doctor.network_check import exchange_through_store
+from zero2all.doctor.pairs import PairMeasurement, bad_pairs, round_robin_rounds
 from zero2all.doctor.reachability import (
     ProbeListener,
     Target,

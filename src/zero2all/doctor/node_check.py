@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from zero2all import __version__
 from zero2all.doctor.findings import Finding, finding_if
+from zero2all.doctor.pairs import DeviceCheck
 from zero2all.hardware import device_name
 from zero2all.units import show_bytes
 
@@ -129,17 +129,6 @@ def free_memory() -> int | None:
         return min(free, limit - used)
     except (OSError, ValueError):
         return free
-
-
-@dataclass(frozen=True)
-class DeviceCheck:
-    """Result of one device for a matrix product that is the same on all devices."""
-
-    device: str
-    seconds: float
-    digest: str
-    steady: bool
-    """Whether it computed the same bits every time."""
 
 
 def check_device(device: torch.device) -> DeviceCheck:

@@ -12,18 +12,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zero2all.doctor.network_check import (
+from zero2all.doctor.pairs import (
     MAX_ROUNDS,
     MIN_SLOW_SECONDS,
     PAIR_TIMEOUT,
     SLOW_FACTOR,
+    DeviceCheck,
     PairMeasurement,
     bad_nodes,
     min_rounds,
     round_robin_rounds,
     undecided_nodes,
 )
-from zero2all.doctor.node_check import DeviceCheck
 
 DEVICE_TURN = -1
 DEVICE_TIMEOUT = 60.0  # seconds to start the test and compute a product on every device

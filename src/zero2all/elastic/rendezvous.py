@@ -24,11 +24,9 @@ from torch.distributed.elastic.rendezvous import (
 
 from zero2all.console import say
 from zero2all.elastic.addresses import (
-    DEFAULT_PORT,
     LOOPBACK,
     HostPort,
     NodeAddress,
-    default_address,
     find_node_address,
     is_local_address,
     resolve_endpoint,
@@ -100,22 +98,6 @@ class RendezvousConfig:
 
 class UnreachableError(Z2aError):
     """Nodes of the job cannot reach each other."""
-
-
-def serve_rendezvous(port: int = DEFAULT_PORT, listen: str | None = None, secret_file: Path | None = None) -> None:
-    """Serve the rendezvous until this process is ended."""
-    secret, path = find_secret(secret_file, make=True)
-    address = default_address() if listen is None else listen
-    try:
-        server = RendezvousServer(address, port, secret)
-    except OSError as error:
-        raise Z2aError(
-            f"{address}:{port} cannot be bound ({error.strerror}): is a rendezvous running? Try --port or --listen"
-        ) from None
-    say(f"nodes meet at {server.endpoint}; Ctrl-C ends it")
-    where = "the variable Z2A_JOB_SECRET" if path is None else f"{path} (mode 0600)"
-    say(f"the job secret is in {where}: every node needs it, in the same place, by --secret-file or Z2A_JOB_SECRET")
-    server.serve()
 
 
 class Rendezvous(RendezvousHandler):
