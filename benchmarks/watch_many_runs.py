@@ -63,7 +63,7 @@ def main() -> None:
             base, _, key = address.partition("/?key=")
             get(f"{base}/")
             size = len(get(f"{base}/api/runs?key={key}"))
-            shown = time.monotonic() - begun
+            shown, used = time.monotonic() - begun, cpu_seconds(process.pid)
             time.sleep(min(90.0, options.idle))  # until every run has been read and judged
             before, since = cpu_seconds(process.pid), time.monotonic()
             time.sleep(options.idle)
@@ -78,9 +78,11 @@ def main() -> None:
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
-        rss = f"{options.runs} runs of {options.steps} steps: listening after {listening:.1f} s, "
-        rss += f"first page after {shown:.1f} s ({size / 1e6:.1f} MB), idle {100 * share:.1f} % of a core, "
-        sys.stdout.write(f"{rss}a new step shown after {followed:.1f} s\n")
+        sys.stdout.write(
+            f"{options.runs} runs of {options.steps} steps: listening after {listening:.1f} s, first page after "
+            f"{shown:.1f} s and {used:.1f} s of CPU ({size / 1e6:.1f} MB), idle {100 * share:.1f} % of a core, a new "
+            f"step shown after {followed:.1f} s\n"
+        )
 
 
 if __name__ == "__main__":

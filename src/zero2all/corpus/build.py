@@ -106,6 +106,8 @@ def build_corpus(
     _remove_stale_parts(work / "parts", parts)
     if not MISSING_REASONS.isdisjoint(reason for part in parts for reason in (*part.unreadable, *part.left_out)):
         key = key_with_missing
+    if any(WORKER_KILLED in part.unreadable for part in parts):  # tried again by the next build
+        key = fingerprint([key, WORKER_KILLED])
     nonempty = [PartFile(part, part_path(work / "parts", part.source, part.key)) for part in parts if part.documents]
     if not nonempty:
         raise Z2aError(_nothing_left_message(recipe, parts))
