@@ -40,9 +40,9 @@ from zero2all.torch_private import foreach_copy_
 from zero2all.units import show_bytes
 
 SHM_DIRECTORY = Path("/dev/shm")
+"""The default tmpfs of in-memory checkpoints."""
 KEY_FILE = "key"  # in the directory of a run
 _KEY = re.compile(r"[A-Za-z0-9_]{1,64}")
-"""The default tmpfs of in-memory checkpoints."""
 ALIGNMENT = 64  # bytes
 HASH_BLOCK = 1 << 20  # bytes under one hash
 BACKGROUND_NICENESS = 10  # relative to training
