@@ -11,7 +11,7 @@ import pytest
 from tests.adversarial.fuzz import Tally, Target, fuzz, fuzz_all, make_input, table
 from tests.adversarial.fuzz_targets import TARGETS
 
-SECONDS = 0.3  # for each target
+SECONDS = 0.2  # for each target
 
 
 def _crash(data: bytes) -> None:

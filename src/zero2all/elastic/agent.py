@@ -412,7 +412,7 @@ def _failure_kind(rank_failures: list[RankFailure]) -> FailureKind:
 
 
 def _read_error_file(error_file: Path) -> tuple[str, str, float]:
-    """Message, traceback and time from the error file of a rank, if it wrote one. Libraries name what they were given."""
+    """Message, traceback and time from the error file of a rank, if it wrote one, without what libraries were given."""
     try:
         message = json.loads(error_file.read_text(encoding="utf-8"))["message"]
         text, trace = redact(message["message"]), redact(message["extraInfo"]["py_callstack"])

@@ -160,7 +160,7 @@ class LiveRun:
         return self._summary or RunSummary([], RunStatus(self.run.name), [], {}, {}, [], None, None, [])
 
     def refresh_interval(self, runs: int) -> float:
-        """Seconds until the next refresh of this run among ``runs`` runs."""
+        """Seconds until the next refresh of one of ``runs`` runs."""
         is_quiet = time.monotonic() - self._last_change > QUIET_SECONDS
         return max(REFRESH_SECONDS, runs / QUIET_REFRESHES_PER_SECOND) if is_quiet else REFRESH_SECONDS
 
