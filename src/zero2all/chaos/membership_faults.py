@@ -28,9 +28,10 @@ def take_in_spare(scenario: Scenario) -> None:
     """Two nodes work and a third one waits; one of the two loses power."""
     with simulated_cluster(scenario, nodes=3) as cluster:
         cluster.start_rendezvous()
-        processes = [cluster.start(number, nodes=(2, 2)) for number in range(2)]
+        hang_after = 8 * scenario.hang_after  # ranks are held while a node starts
+        processes = [cluster.start(number, nodes=(2, 2), hang_after=hang_after) for number in range(2)]
         scenario.wait_until_triggered()
-        spare = cluster.start(2, nodes=(2, 2))
+        spare = cluster.start(2, nodes=(2, 2), hang_after=hang_after)
         scenario.wait_until(lambda: SPARE_MESSAGE in scenario.log_text(), "the spare waits")
         scenario.mark_trigger()
         cluster.power_cycle(1)
