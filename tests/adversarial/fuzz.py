@@ -126,6 +126,7 @@ def try_inputs(target: Target, first: int, deadline: float, seconds: float, memo
 
 def fuzz(target: Target, budget: float, tally: Tally, seconds: float = SECONDS, memory: int = MEMORY) -> None:
     """Try inputs for ``budget`` seconds, after those of the tally."""
+    target.examples()  # what is made once, is made before the children
     deadline, context = time.monotonic() + budget, multiprocessing.get_context("fork")
     number = tally.inputs
     while time.monotonic() < deadline:

@@ -40,11 +40,14 @@ KEY = "a key of the fuzzer"
 
 @cache
 def scratch() -> Path:
-    """Of this process and its children, which remove what they make."""
+    """Of this process and its children, which are forked later: they end without removing anything."""
     directory = Path(tempfile.mkdtemp(prefix="z2a-fuzz-"))
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(directory, ignore_errors=True) if os.getpid() == owner else None)
     return directory
+
+
+scratch()
 
 
 @contextmanager
@@ -182,7 +185,7 @@ def read_slot(data: bytes) -> None:
 
 @cache
 def client() -> TestClient:
-    run = RunView(LocalRunLocation(make(scratch() / "served")))
+    run = RunView(LocalRunLocation(make(Path(tempfile.mkdtemp(dir=scratch())) / "served")))
     run.refresh()
     return TestClient(build_app([run], KEY), raise_server_exceptions=True)
 
