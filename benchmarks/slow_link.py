@@ -2,10 +2,13 @@
 
     python benchmarks/slow_link.py --corpus TEXT... --out bench
 
-Two simulated nodes with one rank each, pinned to a core each, train a model of about 5 million parameters on real text.
-Their link is shaped (tc tbf) so that plain all-reduce of the gradient takes most of a step. Every row trains with the
-same micro-batch and learning rate, a constant one, until it has seen as many tokens and has trained for as many seconds
-as the first row; validation is between steps and costs no time. Rows that are in the report are not measured again.
+Two simulated nodes with one rank each, pinned to a core each, train a model of about 5 million parameters on real text,
+with the same micro-batch and learning rate, a constant one, in every row. Each row is trained twice:
+
+- a few steps over a link that is shaped (tc tbf) so that plain all-reduce takes most of a step: time and bytes;
+- as many tokens as all others over a link that is not: its validation loss after each step, which no link changes.
+
+Equal time is the time in which the fastest row trains all tokens. Rows that are in the report are not measured again.
 Needs root and iproute2.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -43,7 +47,7 @@ from zero2all.track.run_record import read_record_lines
 from zero2all.train.run import resolve_model_config
 from zero2all.units import show_bytes
 
-SEQ_LEN, MICRO_BATCH, NODES = 128, 4, 2
+SEQ_LEN, MICRO_BATCH, NODES = 128, 2, 2
 BATCH = NODES * MICRO_BATCH * SEQ_LEN
 RECIPE = f"""
 name: slow-link
@@ -62,7 +66,7 @@ train:
   compile: false
   optimizer: {{lr: 2e-3}}
   schedule: {{shape: constant, warmup: 10 steps}}
-evals: {{tokens: 8192}}
+evals: {{tokens: 4096}}
 checkpoint: {{every: 100000 steps}}
 track: {{log_every: 10}}
 """
@@ -75,12 +79,15 @@ ROWS = {
     "powersgd 4": f"{REPLICAS} parallel.sync.method=powersgd parallel.sync.powersgd_rank=4",
     "powersgd 16": f"{REPLICAS} parallel.sync.method=powersgd parallel.sync.powersgd_rank=16",
     "diloco 10": f"{DILOCO} parallel.sync.every=10",
+    "diloco 10, overlapped": f"{DILOCO} parallel.sync.every=10 parallel.sync.overlap=5",
     "diloco 50": f"{DILOCO} parallel.sync.every=50",
 }
 FIRST = next(iter(ROWS))
+INITIAL_LOSS = math.log(4096)  # of random weights, and a vocabulary of that size
 WARM_UP = 3  # steps
-EVALUATIONS = 4  # until a row has seen the tokens of all
-MAX_SECONDS = 900.0  # of a row, start and validation included
+EVALUATIONS = 10  # until a row has seen the tokens of all
+TIMED = 22  # steps over the slow link; with DiLoCo as many exchanges as fit, but two
+MAX_SECONDS = 900.0  # of a run, start and validation included
 COMMUNICATION_SHARE = 0.7  # what the link is to cost all-reduce
 
 
@@ -88,33 +95,37 @@ COMMUNICATION_SHARE = 0.7  # what the link is to cost all-reduce
 class Row:
     name: str
     overrides: str
-    steps: int
+    timed_steps: int
     step_seconds: float
-    """Median after the warm-up."""
+    """Mean after the warm-up, over whole rounds of exchanges."""
     wire_bytes: float
     """That a node sent in a step, with headers and acknowledgements: the counter of its network card."""
-    sync_bytes: float | None
-    """The metric of the run, which counts payload."""
     tokens_per_second: float
     communication: float
     """Exposed, as a share of all steps, on rank 0."""
-    loss_at_tokens: float | None
-    loss_at_seconds: float | None
-    """Validation loss in nats a token, between two validations by linear interpolation."""
-    seconds: float
-    """Of all steps."""
+    losses: list[tuple[int, float]]
+    """Tokens before each validation, and its loss in nats a token."""
     load: float
     """Average number of processes that wanted a core."""
+
+    def loss_after(self, tokens: float) -> float | None:
+        """Between two validations by linear interpolation."""
+        for (before, first), (after, second) in pairwise(self.losses):
+            if before <= tokens <= after:
+                return first + (second - first) * (tokens - before) / (after - before)
+        return None
 
 
 @dataclass(frozen=True)
 class Report:
     rate: str
     tokens: int
-    seconds: float
-    """At which losses are compared: those that the first row took for ``tokens``."""
     parameters: int
     rows: list[Row]
+
+    @property
+    def equal_seconds(self) -> float:
+        return self.tokens / max(row.tokens_per_second for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,6 @@ class Progress:
 
     step_seconds: list[float]
     communication: list[float]
-    sync_bytes: list[float]
     validations: list[tuple[int, float]]
     """Steps before each, and its loss."""
 
@@ -138,24 +148,8 @@ class Progress:
                 validations.append((line.step + 1, float(line.details["loss"])))
         timed = [steps[step] for step in sorted(steps) if "step_time" in steps[step]]
         return cls(
-            [one["step_time"] for one in timed],
-            [one.get("time/communication", 0.0) for one in timed],
-            [one["sync_bytes"] for one in timed if "sync_bytes" in one],
-            validations,
+            [one["step_time"] for one in timed], [one.get("time/communication", 0.0) for one in timed], validations
         )
-
-    def loss_after(self, seconds: float) -> float | None:
-        elapsed = [0.0]
-        for one in self.step_seconds:
-            elapsed.append(elapsed[-1] + one)
-        points = [(elapsed[steps], loss) for steps, loss in self.validations if steps < len(elapsed)]
-        for (before, first), (after, second) in pairwise(points):
-            if before <= seconds <= after:
-                return first + (second - first) * (seconds - before) / (after - before)
-        return None
-
-    def loss_of(self, steps: int) -> float | None:
-        return dict(self.validations).get(steps)
 
 
 class SlowLink:
@@ -173,33 +167,50 @@ class SlowLink:
         self.parameters = count_parameters(config).total
 
     def recipe(self, name: str, overrides: str) -> Recipe:
-        every = f"evals.every={self.tokens // EVALUATIONS} tokens"
-        return parse_recipe(RECIPE, [*self._shared, f"run={name.replace(' ', '-')}", every, *overrides.split()])
+        return parse_recipe(RECIPE, [*self._shared, f"run={name}", *overrides.split()])
 
-    def measure(self, name: str, seconds: float) -> Row:
-        """Train until the row has its tokens and has trained for ``seconds``."""
-        recipe = self.recipe(name, ROWS[name])
+    def measure(self, name: str) -> Row:
+        every = self.recipe("base", ROWS[name]).parallel.sync
+        rounds = every.every if every.method == "diloco" else 1
+        steps = WARM_UP + max(2, (TIMED - WARM_UP) // rounds) * rounds
+        slow, batch, wire = self._train(name, "slow", steps, self.rate)
+        fast, _, _ = self._train(name, "fast", self.tokens // batch, None)
+        timed = slow.step_seconds[WARM_UP:steps]
+        seconds = statistics.fmean(timed)
+        return Row(
+            name=name,
+            overrides=ROWS[name],
+            timed_steps=len(timed),
+            step_seconds=seconds,
+            wire_bytes=wire / len(slow.step_seconds),
+            tokens_per_second=batch / seconds,
+            communication=sum(slow.communication[WARM_UP:steps]) / sum(timed),
+            losses=[(0, INITIAL_LOSS), *((done * batch, loss) for done, loss in fast.validations)],
+            load=os.getloadavg()[0],
+        )
+
+    def _train(self, name: str, link: str, steps: int, rate: str | None) -> tuple[Progress, int, float]:
+        """What it recorded, its batch, and the bytes that a node sent in all steps."""
+        validate = f"{self.tokens // EVALUATIONS} tokens" if rate is None else f"{steps + 1000} steps"
+        run = f"{name.replace(' ', '-').replace(',', '')}-{link}"
+        recipe = self.recipe(run, f"{ROWS[name]} evals.every={validate.replace(' ', '')}")
         shutil.rmtree(recipe.run_dir, ignore_errors=True)
-        path = self.out / f"{name.replace(' ', '-')}.yaml"
+        path = self.out / f"{run}.yaml"
         write_text(path, recipe_yaml(recipe))
         is_island = recipe.parallel.sync.method == "diloco"
         record = recipe.run_dir / ("island-0" if is_island else "") / "record.jsonl"
         assert recipe.train.batch_tokens is not None
-        steps = self.tokens // recipe.train.batch_tokens
         with simulated_nodes(NODES + 1) as (*nodes, login):
-            for node in nodes:
-                node.run("tc", *f"qdisc replace dev cable root tbf rate {self.rate} burst 128kb latency 400ms".split())
+            for node in nodes if rate is not None else []:
+                node.run("tc", *f"qdisc replace dev cable root tbf rate {rate} burst 128kb latency 400ms".split())
             processes = self._start(path, nodes, login, is_island)
             try:
-                wire = self._watch(name, record, nodes[0], processes[1:], steps, seconds)
-                wire = _sent_bytes(nodes[0]) - wire
+                wire = self._watch(run, record, nodes[0], processes[1:], steps, validates=rate is None)
             finally:
                 for process in reversed(processes):
                     process.kill()
                     process.wait()
-        done = Progress.of(record)
-        wire /= len(done.step_seconds)
-        return self._row(name, done, wire, steps, seconds or sum(done.step_seconds[:steps]), recipe.train.batch_tokens)
+        return Progress.of(record), recipe.train.batch_tokens, wire
 
     def _start(
         self, recipe: Path, nodes: list[SimulatedNode], login: SimulatedNode, is_island: bool
@@ -227,12 +238,12 @@ class SlowLink:
         node: SimulatedNode,
         launchers: list[subprocess.Popen[bytes]],
         steps: int,
-        seconds: float,
+        validates: bool,
     ) -> float:
-        """Until the row is complete; returns the bytes that the node sent before the first step."""
+        """Until the run has trained and validated these steps; returns the bytes that the node sent meanwhile."""
         began, said, before = time.monotonic(), 0.0, 0
         while True:
-            time.sleep(1.0)
+            time.sleep(0.5)
             seen, now = Progress.of(record), time.monotonic() - began
             count, trained = len(seen.step_seconds), sum(seen.step_seconds)
             if count == 0:
@@ -241,11 +252,11 @@ class SlowLink:
                 said = now
                 validated = f", loss {seen.validations[-1][1]:.3f}" if seen.validations else ""
                 say(f"{name}: {count} steps in {trained:.0f} s of training{validated} ({now:.0f} s in all)")
-            is_complete = seen.loss_of(steps) is not None and (not seconds or seen.loss_after(seconds) is not None)
-            if is_complete:
+            if count >= steps and (not validates or any(done == steps for done, _ in seen.validations)):
                 break
             if any(process.poll() is not None for process in launchers) or now > MAX_SECONDS:
                 raise Z2aError(f"{name} ended after {count} steps and {now:.0f} s: see the logs in {self.out}")
+        sent = _sent_bytes(node) - before
         for process in launchers:
             process.send_signal(signal.SIGTERM)
         for process in launchers:
@@ -253,24 +264,7 @@ class SlowLink:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 warn(f"{name}: a node did not stop in 60 s, and is killed")
-        return before
-
-    def _row(self, name: str, done: Progress, wire: float, steps: int, seconds: float, batch: int) -> Row:
-        timed = done.step_seconds[WARM_UP:]
-        return Row(
-            name=name,
-            overrides=ROWS[name],
-            steps=len(done.step_seconds),
-            step_seconds=statistics.median(timed),
-            wire_bytes=wire,
-            sync_bytes=statistics.fmean(done.sync_bytes) if done.sync_bytes else None,
-            tokens_per_second=batch * len(timed) / sum(timed),
-            communication=sum(done.communication[WARM_UP:]) / sum(timed),
-            loss_at_tokens=done.loss_of(steps),
-            loss_at_seconds=done.loss_of(steps) if name == FIRST else done.loss_after(seconds),
-            seconds=seconds if name == FIRST else sum(done.step_seconds),
-            load=os.getloadavg()[0],
-        )
+        return sent
 
 
 def _sent_bytes(node: SimulatedNode) -> int:
@@ -281,14 +275,15 @@ def _sent_bytes(node: SimulatedNode) -> int:
 def markdown(report: Report) -> str:
     head = [
         f"{report.parameters / 1e6:.1f}M parameters, {NODES} nodes of one rank, link of {report.rate}; loss after "
-        f"{report.tokens:,} tokens, and after {report.seconds:.0f} s of training.",
+        f"{report.tokens:,} tokens, and after {report.equal_seconds:.0f} s of training.",
         "",
         "| method | s a step | sent a step | tokens/s | communication | loss, equal tokens | loss, equal time |",
         "|---|---|---|---|---|---|---|",
     ]
     lines = [
         f"| {row.name} | {row.step_seconds:.2f} | {show_bytes(row.wire_bytes)} | {row.tokens_per_second:,.0f} | "
-        f"{row.communication:.0%} | {_loss(row.loss_at_tokens)} | {_loss(row.loss_at_seconds)} |"
+        f"{row.communication:.0%} | {_loss(row.loss_after(report.tokens))} | "
+        f"{_loss(row.loss_after(min(report.tokens, row.tokens_per_second * report.equal_seconds)))} |"
         for row in report.rows
     ]
     return "\n".join([*head, *lines]) + "\n"
@@ -303,8 +298,8 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, nargs="+", required=True, help="files or directories of text")
     parser.add_argument("--out", type=Path, required=True, help="directory of the report and of all runs")
     parser.add_argument("--only", action="append", choices=list(ROWS), help="measure this row again; may be repeated")
-    parser.add_argument("--rate", default="100mbit", help="of the link, as tc has it")
-    parser.add_argument("--tokens", type=int, default=128 * BATCH, help="at which losses are compared")
+    parser.add_argument("--rate", default="50mbit", help="of the link, as tc has it")
+    parser.add_argument("--tokens", type=int, default=400 * BATCH, help="at which losses are compared")
     options = parser.parse_args()
     if options.tokens % (8 * BATCH * EVALUATIONS):
         parser.error(f"--tokens must be a multiple of {8 * BATCH * EVALUATIONS}, so that every row validates there")
@@ -316,13 +311,10 @@ def main() -> None:
     link = SlowLink(out, options.corpus, options.rate, options.tokens)
     rows = {row.name: row for row in known.rows} if known else {}
     wanted = options.only or [name for name in ROWS if name not in rows]
-    if FIRST not in wanted and FIRST not in rows:
-        wanted.insert(0, FIRST)  # the others are compared at its time
     for name in sorted(wanted, key=list(ROWS).index):
         say(f"{name}: {ROWS[name]}")
-        rows[name] = link.measure(name, 0.0 if name == FIRST else rows[FIRST].seconds)
-        ordered = [rows[one] for one in ROWS if one in rows]
-        report = Report(options.rate, options.tokens, rows[FIRST].seconds, link.parameters, ordered)
+        rows[name] = link.measure(name)
+        report = Report(options.rate, options.tokens, link.parameters, [rows[one] for one in ROWS if one in rows])
         write_report(out, "slow_link", report, markdown(report))
         say(markdown(report))
         if name == FIRST and rows[name].communication < COMMUNICATION_SHARE:
