@@ -27,7 +27,8 @@ ALLOWED = {
 }  # fmt: skip
 # How packages without an SPDX expression call them.
 NAMES = {
-    "Apache 2.0": "Apache-2.0", "Apache 2.0 License": "Apache-2.0", "Apache License, Version 2.0": "Apache-2.0",
+    "Apache": "Apache-2.0", "Apache 2.0": "Apache-2.0", "Apache 2.0 License": "Apache-2.0",
+    "Apache License, Version 2.0": "Apache-2.0",
     "Apache Software License": "Apache-2.0", "BSD": "BSD-3-Clause", "BSD License": "BSD-3-Clause",
     "BSD 2-Clause License": "BSD-2-Clause", "3-Clause BSD License": "BSD-3-Clause", "CC0": "CC0-1.0",
     "ISC License (ISCL)": "ISC", "ISC License": "ISC", "MIT License": "MIT",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -171,8 +172,9 @@ def test_every_bad_line_at_once_on_a_page_of_two_runs(tmp_path: Path) -> None:
 
 
 def test_a_bug_of_ours_is_reported_for_its_run_and_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    live_run = LiveRun(RunView(LocalRunLocation(make(tmp_path / "a"))))
     monkeypatch.setattr("zero2all.track.server.UNCHANGED_CHECK_SECONDS", -1.0)
+    monkeypatch.setattr("zero2all.track.server.CHECK_SHARE", math.inf)
+    live_run = LiveRun(RunView(LocalRunLocation(make(tmp_path / "a"))))
     for name in ("zero2all.track.record_reader.RecordReader.refresh", "zero2all.track.server.check_health"):
         with monkeypatch.context() as broken:
 

@@ -45,6 +45,8 @@ def main() -> None:
     os.nice(NICENESS)
     gc.disable()  # millions of objects, none of them in a cycle
     _write(ChunkIndex.from_bytes(sys.stdin.buffer.read()), Path(sys.argv[1]))
+    # The file is written and synced. A thread of torch's libraries was once seen to abort the interpreter's own exit.
+    os._exit(0)
 
 
 if __name__ == "__main__":

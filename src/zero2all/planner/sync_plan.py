@@ -121,8 +121,7 @@ class _Planner:
         sync = self.recipe.parallel.sync.model_copy(update={"method": "diloco", "islands": nodes, "every": every})
         own = {"dp_replicate": 1, "dp_shard": "auto", "gradient_dtype": "fp32", "sync": sync}
         recipe = self.recipe.model_copy(update={"parallel": self.recipe.parallel.model_copy(update=own)})
-        stage = replace(self.stage, given_batch_tokens=max(self.stage.seq_len, self.stage.batch_tokens // nodes))
-        workload, layout = Workload.of(recipe, stage), Layout.of(recipe, stage, per_node)
+        workload, layout = Workload.of(recipe, self.stage), Layout.of(recipe, self.stage, per_node)
         step = plan_step(workload, layout, replace(self.cluster, gpus=per_node))
         exchange = island_exchange(workload.parts.total, BYTES[sync.exchange_dtype], nodes, per_node)
         seconds = step.expected + exchange / (self.cluster.network_bandwidth * LINK_EFFICIENCY) / every
@@ -136,7 +135,7 @@ class _Planner:
             overrides,
             bytes=exchange / every,
             seconds=seconds,
-            tokens_per_second=nodes * stage.batch_tokens / seconds,
+            tokens_per_second=self.stage.batch_tokens / seconds,
             fits=fits_memory(workload, layout, self.cluster.gpu.memory),
             changes=f"nodes train {every} steps on their own",
         )
