@@ -71,7 +71,7 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line and "event" not in line}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("mount_namespaces")
 def test_a_run_without_linux_has_the_same_losses_after_a_stop(workspace: Path, tmp_path: Path) -> None:
     options = ["evals.every=6 steps", "checkpoint.flash_every=2 steps"]

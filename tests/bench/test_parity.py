@@ -49,7 +49,7 @@ def test_two_ranks_equal_one_process() -> None:
     check(ON_TWO, HARD, MUON, MUON_FP32)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tied_and_width_transfer_equal_one_process() -> None:
     check(("FSDP 2, accumulated", "TP 2 + SP, parallel loss"), training_setup("tied"), training_setup("muP"))
 

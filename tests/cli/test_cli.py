@@ -241,12 +241,15 @@ def test_recipe_show_prints_what_loads_again(tmp_path: Path, workspace: Path) ->
 
 
 def test_model_show_tells_the_same_to_people_and_programs() -> None:
-    shown = json.loads(z2a("model", "show", "z2all-1.1b", "--gpu", "H100", "--json").stdout)
+    def show(*words: str) -> str:
+        return CliRunner().invoke(app, ["model", "show", "z2all-1.1b", *words, "--gpu", "H100"]).stdout
+
+    shown = json.loads(show("--json"))
     assert shown["parameters"]["total"] == 1_255_499_776
     assert shown["flops_per_token"]["6N"] == 6 * (1_255_499_776 - 64320 * 2048)
     assert shown["cache"]["bytes"] == 22 * 2 * 8 * 64 * 2 * 2048
     assert shown["advice"] == []
-    text = z2a("model", "show", "z2all-1.1b", "model.intermediate_size=5461", "--gpu", "H100").stdout
+    text = show("model.intermediate_size=5461")
     assert "1,255,499,776" not in text  # the override counts
     assert "model.intermediate_size=5461 -> 5504: not a multiple of 64 elements" in text
 

@@ -155,7 +155,7 @@ def test_injected_near_duplicates_are_found_and_nothing_else(kind: str, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["zh", "en", "code"])
+@pytest.mark.parametrize("kind", ["zh", "en", pytest.param("code", marks=pytest.mark.long)])
 def test_near_duplicates_injected_into_real_text(kind: str, shared_corpus: Path, tmp_path: Path) -> None:
     if kind == "zh":
         lines = (shared_corpus / "zh/wiki2019zh_style/wiki_zh_00.jsonl").read_text(encoding="utf-8").splitlines()

@@ -354,7 +354,7 @@ fetch_files([sys.argv[1]], Path(sys.argv[2]), FetchOptions(workers=2))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_download_resumes_and_two_at_once_are_refused(server: Server, tmp_path: Path) -> None:
     page = Page(Content(8_000_000), hold_after=700_000)
     url = server.add("/a.bin", page)

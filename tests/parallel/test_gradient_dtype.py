@@ -96,7 +96,7 @@ def every_layout(references: dict[int, dict[str, Tensor]]) -> dict[tuple[str, st
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bf16_halves_what_is_sent_and_rounds_only_that() -> None:
     references = {dp: alone(MICROS * dp, moe=False) for dp in (2, 4)}
     for rank, found in enumerate(on_ranks(RANKS, every_layout, references, detail=False)):

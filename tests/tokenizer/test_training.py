@@ -203,7 +203,7 @@ def test_merges_of_unusual_words_equal_those_of_the_hugging_face_trainer(tmp_pat
     check()
 
 
-@pytest.mark.parametrize("max_pairs", [1 << 19, 64])
+@pytest.mark.parametrize("max_pairs", [1 << 19, pytest.param(64, marks=pytest.mark.long)])
 def test_merges_of_real_text_equal_those_of_the_hugging_face_trainer(
     max_pairs: int, tmp_path: Path, classes: Any, shared_corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

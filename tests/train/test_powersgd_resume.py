@@ -47,7 +47,7 @@ def losses(recipe: Recipe) -> list[str]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_resumes_with_the_same_bits(workspace: Path, tmp_path: Path) -> None:
     whole, killed = recipe_for(workspace, tmp_path / "whole"), recipe_for(workspace, tmp_path / "killed")
     run_ranks(2, trained, whole, seconds=240)

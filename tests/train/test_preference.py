@@ -251,8 +251,8 @@ def test_four_ranks_train_as_one(dpo: Recipe, objective: str, parallel: dict[str
     assert max(float((one[name] - four[name]).abs().max()) for name in one) < 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("objective", ["dpo", pytest.param("kto", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_sigkill_and_resume_is_bitwise_the_uninterrupted_run(dpo: Recipe, objective: str, tmp_path: Path) -> None:
     recipe = elsewhere(family(dpo, objective), tmp_path / "uninterrupted", steps=9)
     recipe = recipe.model_copy(
