@@ -1,4 +1,4 @@
-"""``z2a rendezvous``: the server on a machine of its own. It does not import torch, which would take 260 MB."""
+"""``z2a rendezvous``: the server on a machine of its own. It does not import torch, which takes 200 MB."""
 
 from __future__ import annotations
 
