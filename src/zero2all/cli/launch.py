@@ -240,7 +240,9 @@ def launch(
     if check:
         raise UsageError("--check checks the nodes as they start: with --emit, run 'z2a launch ... -- doctor' there")
     if island is not None:
-        raise UsageError("--emit writes the job of one island without its number: add --island and --islands-endpoint")
+        raise UsageError(
+            "--emit does not write --island: emit the job without it, and add it to each island's 'z2a launch'"
+        )
     text = _job_file(launch_config, emit, JobResources(job_name, gpus, image))
     if to is not None:
         to.write_text(text, encoding="utf-8")
