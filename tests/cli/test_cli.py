@@ -121,10 +121,11 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
     assert result["below_unigram"] > 0.1  # an untrained model is above it
     assert set(result["sources"]) == {"en", "zh"}
 
-    # In this process: each would import torch again. Other text in the same place is refused before anything is touched.
+    # The rest in this process: a new one for each would import torch again.
     def run(*words: object) -> Result:
         return CliRunner().invoke(app, list(map(str, words)))
 
+    # Other text in the same place is refused before anything is touched.
     other = run("quickstart", "--corpus", tmp_path / "raw/code", *SMALL, "--out", out)
     assert other.exit_code == 2
     assert "another corpus" in other.stderr
