@@ -83,7 +83,8 @@ class Scenario:
         """``num_ranks`` of all nodes or of this one; by default those of the class."""
         self._require_open()
         launch_options = {
-            "command": [str(self.recipe_path), str(self.directory)], "procs": num_ranks or self.num_ranks, "nodes": (1, 1),
+            "command": [str(self.recipe_path), str(self.directory)], "nodes": (1, 1),
+            "procs": self.num_ranks if num_ranks is None else num_ranks,
             "hang_after": self.hang_after, "grace": 2 * self.hang_after, "patience": 2 * self.hang_after, **options,
         }  # fmt: skip
         command = [sys.executable, "-m", "zero2all.chaos.chaos_agent", json.dumps(launch_options)]
