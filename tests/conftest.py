@@ -80,9 +80,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Ranks are forked from a process that has imported this module already: each would take a second for it."""
+    """Ranks are forked from a process that has imported this module already, and what torch's optimizers import: each
+    rank would take seconds for them."""
     if (harness := sys.modules.get("zero2all.bench.rank_harness")) is not None:
-        harness.PRELOADED.append(__name__)
+        harness.PRELOADED += [__name__, "torch._dynamo"]
 
 
 def write_raw(root: Path) -> None:

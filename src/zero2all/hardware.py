@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from zero2all.gpu_specs import GPUS, Gpu, find_gpu, lookup_gpu
 
 MPS = "mps"
 """The device type of a Mac's GPU (Metal)."""
-INDUCTOR_VARIABLE = "TORCHINDUCTOR_DETERMINISTIC"
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_DETERMINISTIC = (
     ":4096:8",
@@ -156,11 +154,8 @@ def set_deterministic(on: bool, wanted: str) -> None:
             "train.deterministic is not possible on mps: torch does not say which of its kernels there give the same "
             "bits every time; use train.device=cpu"
         )
-    if "torch._inductor.config" in sys.modules:
-        torch.use_deterministic_algorithms(on)
-    else:  # the same, without an import that takes seconds: torch's compiler reads the variable if it is imported later
-        torch.set_deterministic_debug_mode("error" if on else "default")
-        os.environ[INDUCTOR_VARIABLE] = str(int(on))
+    if on or torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(on)  # imports torch's compiler, which takes a second
     if not on or wanted == "cpu" or not torch.cuda.is_available():
         return
     given = os.environ.get(CUBLAS_VARIABLE)
