@@ -15,7 +15,7 @@ from unittest.mock import patch
 from tests.track.browser import watching
 from zero2all.track import RunRecord
 
-KILL_AT = 20
+KILL_AT = 50
 OnStep = Callable[[int], None]
 
 

@@ -13,7 +13,7 @@ from tests.track.chaos import EXPECTED_WARNINGS, KINDS, NEEDS_MOUNT, chaos, may_
 from zero2all.track import read_steps
 from zero2all.train import Run, TrainerHooks, train
 
-STEPS = 40
+STEPS = 100
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
 
 
 def train_under(kind: str, workspace: Path, work: Path) -> tuple[dict[str, torch.Tensor], Path]:
-    recipe = tiny_recipe(workspace, f"out={work / 'out'}", f"train.steps={STEPS}", "checkpoint.every=30 steps")
+    recipe = tiny_recipe(workspace, f"out={work / 'out'}", f"train.steps={STEPS}", "checkpoint.every=60 steps")
     with chaos(kind, work) as on_step:
         train(recipe, hooks=TrainerHooks(on_batch=lambda batch: on_step(batch.step)))
     return Run.open(recipe.run_dir).load_model().state_dict(), recipe.run_dir / "record.jsonl"
