@@ -209,6 +209,25 @@ def test_a_lost_island_is_not_waited_for_and_takes_over_the_state_when_it_is_bac
     assert caught_up.step == 20
 
 
+def test_a_stop_is_that_of_one_island_and_the_others_train_on(
+    workspace: Path, tmp_path: Path, islands: ThreadIslands
+) -> None:
+    recipe = recipe_of(workspace, tmp_path, "checkpoint.every=50 steps")
+    trainers: dict[int, Trainer] = {}
+    stopped = islands.make(recipe, 0, stop_at(trainers, 5)(0))
+    other = islands.make(recipe, 1)
+    trainers[0] = stopped.trainer
+    stopped.start()
+    other.start()
+    with pytest.raises(Interrupted):
+        stopped.end()
+    assert other.end().steps == 12
+    assert run_of(tmp_path, 0).checkpoints.newest() == 6, "saved after the step in which it was asked to stop"
+    present = [line.details["present"] for line in events(run_of(tmp_path, 1), "islands")]
+    assert present == [[0, 1], [1]]
+    assert events(run_of(tmp_path, 1), "exchange missed") == []
+
+
 def test_islands_that_differ_are_refused(workspace: Path, tmp_path: Path, islands: ThreadIslands) -> None:
     one = islands.make(recipe_of(workspace, tmp_path), 0)
     one.start()
