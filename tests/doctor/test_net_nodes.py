@@ -13,6 +13,7 @@ import pytest
 from tests.elastic.nat_network import load_rules, unavailable_reason
 from tests.elastic.test_nat import DROP, job
 from zero2all.chaos.simulated_nodes import SimulatedNetwork, simulated_network
+from zero2all.console import say
 from zero2all.doctor.findings import Finding
 from zero2all.doctor.reachability import LARGE_PACKETS_VANISH
 from zero2all.records import parse_record
@@ -28,13 +29,19 @@ NODES = 3
 SHAPED = 20_000_000  # bits per second
 
 
-def checked(directory: Path, status: int, prepare: Callable[[SimulatedNetwork], None]) -> dict[str, Finding]:
+def checked(
+    directory: Path,
+    status: int,
+    prepare: Callable[[SimulatedNetwork], None] = lambda network: None,
+    *options: str,
+    nodes: int = NODES,
+) -> dict[str, Finding]:
     """What the first node prints, by what it is about; nodes are called 1, 2 and 3."""
-    with simulated_network(NODES) as network, job(directory) as launched:
+    with simulated_network(nodes) as network, job(directory) as launched:
         prepare(network)
-        endpoint = ["--rdzv-endpoint", f"{network.nodes[0].ip}:29500"]
+        options = ("--rdzv-endpoint", f"{network.nodes[0].ip}:29500", *options)
         for node in network.nodes:
-            launched.launch(node, *endpoint, nodes=NODES, procs=1, command=["doctor", "--net", "--json"])
+            launched.launch(node, *options, nodes=nodes, procs=1, command=["doctor", "--net", "--json"])
         launched.wait(status)
         prefix = network.nodes[0].name.removesuffix("1")
     [line] = [line for line in (directory / "log-0").read_text().splitlines() if line.startswith("{")]
@@ -48,13 +55,18 @@ def directions() -> set[str]:
     return {f"{one} to {other}" for one, other in itertools.permutations(range(1, NODES + 1), 2)}
 
 
+def rate_of(finding: Finding) -> float:
+    """Bytes per second."""
+    return parse_bytes(finding.text.removesuffix("/s"))
+
+
 def test_all_directions_their_bandwidth_and_mtus_that_differ(tmp_path: Path) -> None:
     def prepare(network: SimulatedNetwork) -> None:
         network.nodes[1].limit_bandwidth(f"{SHAPED}bit")  # of what it sends
         network.nodes[2].run("ip", "link", "set", "cable", "mtu", "9000")
 
     found = checked(tmp_path, 0, prepare)
-    rates = {what: parse_bytes(found[what].text.removesuffix("/s")) for what in directions()}
+    rates = {what: rate_of(found[what]) for what in directions()}
     for what, rate in rates.items():
         if what.startswith("2 to"):
             assert rate == pytest.approx(SHAPED / 8, rel=0.2), what
@@ -89,3 +101,18 @@ def test_a_link_with_a_smaller_mtu_that_says_nothing_is_a_problem_of_the_mtu(tmp
         assert finding.text.endswith(LARGE_PACKETS_VANISH)
         assert "lower the MTU of both" in finding.fix
         assert "allow TCP" not in finding.fix
+
+
+NO_WIREGUARD = unavailable_reason("wg", "wireguard-go")
+
+
+@pytest.mark.skipif(NO_WIREGUARD is not None, reason=f"no WireGuard here: {NO_WIREGUARD}")
+def test_the_overlay_is_measured_like_a_direct_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, options, mtu in (("direct", [], 1500), ("overlay", ["--overlay", "wireguard"], 1420)):
+        (tmp_path / name).mkdir()
+        found = checked(tmp_path / name, 0, lambda network: None, *options, nodes=2)
+        assert f"MTU {mtu};" in found["1"].text
+        rates = [rate_of(found[what]) for what in ("1 to 2", "2 to 1")]
+        assert min(rates) > 1e6
+        with capsys.disabled():
+            say(f"{name}: 1 to 2 {rates[0] / 1e6:.0f} MB/s, 2 to 1 {rates[1] / 1e6:.0f} MB/s")

@@ -47,6 +47,8 @@ class OwnLink:
     def publish_state(self, exchange: int, step: int, tensors: Sequence[Tensor]) -> None: ...
 
     def fetch_state(self, answer: StartAnswer, tensors: Sequence[Tensor]) -> int | None:
+        for number, tensor in enumerate(tensors):
+            tensor.fill_(number + 1)
         return self.step_of_provider
 
     def gather(self, own: str) -> list[str]:
@@ -158,3 +160,21 @@ def test_a_state_of_impossible_steps_is_refused(steps: int) -> None:
     _, islands = island(link)
     with pytest.raises(Z2aError, match=f"island 1 says that it has trained {steps} steps"):
         islands.start(0)
+
+
+def test_an_island_that_joins_takes_over_weights_and_momentum_and_forgets_its_own() -> None:
+    """It would hide that it did not: the next exchanges bring it to the others' weights, with a jump for all."""
+    link = OwnLink()
+    model, islands = island(link)
+    trained(model, islands, range(9), settle_at=9)  # with residuals, and an exchange in flight
+    link.start_answer, link.step_of_provider = StartAnswer(7, 1, [("127.0.0.1", 1)], present=[0, 1]), 12
+    assert islands.start(9) == 12
+    assert islands.state() == IslandsState(7, None)
+    for number, fragment in enumerate(islands.outer.fragments):
+        assert (fragment.outer == 2 * number + 1).all()
+        assert (fragment.momentum == 2 * number + 2).all()
+        assert torch.equal(fragment.read_weights(), fragment.outer)
+        assert fragment.residual is not None
+        assert fragment.pending is not None
+        assert not fragment.residual.any()
+        assert not fragment.pending.any()
