@@ -17,7 +17,7 @@ from zero2all.doctor.net_check import (
     nccl_findings,
 )
 from zero2all.doctor.pairs import PairMeasurement
-from zero2all.doctor.reachability import Target, Unreachable
+from zero2all.doctor.reachability import LARGE_PACKETS_VANISH, Target, Unreachable
 from zero2all.doctor.topology import Nic
 
 NAMES = {0: "a", 1: "b", 2: "c"}
@@ -37,6 +37,8 @@ def test_a_missing_firewall_rule_is_one_line() -> None:
     mapped = Unreachable("a", "10.0.0.1", "b", Target("host", 30501, "store", "29501"), "refused", is_mapped=True)
     [finding] = direction_findings([Direction(0, 1, mapped)], NAMES)
     assert finding.fix == "on node b allow TCP 29501 from 10.0.0.1, and check that the port map leads host:30501 to it"
+    hole = Unreachable("a", "10.0.0.1", "b", TARGET, LARGE_PACKETS_VANISH)
+    assert "lower the MTU of both" in hole.fix, "a firewall rule would change nothing"
     overlay = Unreachable("a", "100.64.0.1", "b", TARGET, "no answer", overlay_endpoint="host:31820")
     assert "map or open UDP host:31820 to node b" in overlay.fix
 

@@ -282,6 +282,44 @@ def test_an_island_that_others_cannot_reach_is_left_out_after_some_attempts() ->
     assert rendezvous.complete([one], 4) == [OutcomeAnswer(is_complete=True)]
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_first_island_is_left_out_if_only_it_is_out_of_reach(count: int) -> None:
+    """It reaches the others, and they do not reach it: attempts were once repeated without end."""
+    rendezvous = Rendezvous(count)
+    first, *others = islands = rendezvous.started(*range(count))
+    for _ in range(MAX_BLAME):
+        for island in islands:
+            rendezvous.ready(island, 4)
+        attempt = rendezvous.answer(first)
+        assert isinstance(attempt, QuorumAnswer)
+        rendezvous.report(first, 4, attempt.attempt)
+        for island in others:
+            assert isinstance(rendezvous.answer(island), QuorumAnswer)
+            rendezvous.report(island, 4, attempt.attempt, 0)
+        assert [rendezvous.answer(island) for island in islands] == [OutcomeAnswer(is_complete=False)] * count
+    rendezvous.ready(first, 4)
+    assert rendezvous.answer(first) == QuorumAnswer(is_behind=True)
+    assert rendezvous.complete(others, 4) == [OutcomeAnswer(is_complete=True)] * len(others)
+
+
+def test_of_three_islands_only_one_of_two_that_cannot_reach_each_other_is_left_out() -> None:
+    rendezvous = Rendezvous(3)
+    one, two, three = islands = rendezvous.started(0, 1, 2)
+    for _ in range(MAX_BLAME):
+        for island in islands:
+            rendezvous.ready(island, 4)
+        attempt = rendezvous.answer(one)
+        assert isinstance(attempt, QuorumAnswer)
+        for island, failed in ((one, [1]), (two, [0]), (three, [])):
+            rendezvous.answer(island)
+            rendezvous.report(island, 4, attempt.attempt, *failed)
+        for island in islands:
+            rendezvous.answer(island)
+    rendezvous.ready(two, 4)
+    assert rendezvous.answer(two) == QuorumAnswer(is_behind=True)
+    assert len(rendezvous.complete([one, three], 4)) == 2
+
+
 def test_an_island_that_comes_after_the_end_is_told() -> None:
     rendezvous = Rendezvous(2)
     [one] = rendezvous.started(0)

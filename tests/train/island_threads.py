@@ -18,7 +18,7 @@ from zero2all.train import TrainerHooks, TrainSummary
 from zero2all.train.trainer import Trainer
 
 SECRET = "a secret of this test only"
-TIMEOUT = 120.0
+TIMEOUT = 240.0
 
 
 @dataclass

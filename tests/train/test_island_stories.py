@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +20,44 @@ import torch
 from tests.conftest import tiny_recipe
 from tests.train.island_runs import island_processes
 from tests.train.island_threads import SECRET, thread_islands
+from zero2all.console import say
+from zero2all.corpus import build_corpus
 from zero2all.elastic.rendezvous_server import RendezvousServer
+from zero2all.engine import Engine
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.evals import evaluate_bpb
-from zero2all.recipe import Recipe, recipe_yaml
+from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
+from zero2all.tokenizer import train_tokenizer
+from zero2all.tokens import build_tokens
 from zero2all.track import read_steps
 from zero2all.track.record_lines import EventLine, StepLine
 from zero2all.track.run_record import read_record_lines
 from zero2all.train import Run
 
-STEPS = 160
-KILLED_AT, BACK_AT = 30, 50
+STEPS = 200
+KILLED_AT, BACK_AT = 30, 38
+WORDS, NEXT_WORDS = 300, 8
+# Walks over words, of which each has its own few successors: enough to learn that 200 steps are not the end of it, and
+# learned so evenly that another seed changes the loss by less than a tenth of the bound below.
+WALKS = """
+name: walks
+seed: 11
+corpus: {holdout: 0.1, filters: []}
+tokenizer: {vocab_size: 512, min_frequency: 1}
+model: {hidden_size: 48, intermediate_size: 96,
+  num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}
+train:
+  seq_len: 64
+  batch_tokens: 1024
+  micro_batch_tokens: 256
+  precision: fp32
+  device: cpu
+  optimizer: {lr: 5e-3}
+  schedule: {warmup: 10 steps}
+checkpoint: {every: 10 steps, flash_every: null}
+evals: {tokens: 65536}
+parallel: {sync: {method: diloco, islands: 2, every: 8, fragments: 2, overlap: 2}}
+"""
 # Rank 1 of the second island kills itself at a step, once. The first island trains on, but not past another step before
 # the second one is back: how long a start takes on this machine must not decide how much data is missed.
 TRAINER = """
@@ -118,15 +148,48 @@ def event_times(out: Path, island: int) -> dict[str, list[float]]:
     return found
 
 
+def walks(count: int) -> Iterator[str]:
+    rng = random.Random(1)
+    words = [
+        "".join(rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(rng.randint(1, 3)))
+        for _ in range(WORDS)
+    ]
+    successors = [rng.sample(range(WORDS), NEXT_WORDS) for _ in words]
+    weights = [1 / (place + 1) for place in range(NEXT_WORDS)]
+    for _ in range(count):
+        at, text = rng.randrange(WORDS), []
+        for _ in range(60):
+            text.append(words[at])
+            [at] = rng.choices(successors[at], weights)
+        yield " ".join(text) + "."
+
+
+def walks_recipe(root: Path, out: Path, *overrides: str) -> Recipe:
+    sources = json.dumps([{"name": "walks", "paths": [f"{root}/walks.jsonl"]}])
+    stages = [f"{name}.dir={root}/{name}" for name in ("corpus", "tokenizer", "tokens")]
+    return parse_recipe(WALKS, [f"out={out}", f"train.steps={STEPS}", f"corpus.sources={sources}", *stages, *overrides])
+
+
+@pytest.fixture(scope="module")
+def walks_workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("walks")
+    lines = [json.dumps({"id": number, "text": text}) for number, text in enumerate(walks(4000))]
+    (root / "walks.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    recipe, engine = walks_recipe(root, root), Engine()  # in this process
+    build_corpus(recipe.corpus, recipe.documents_dir, engine)
+    train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir, engine)
+    build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir, engine)
+    return root
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_an_island_killed_in_the_middle_is_not_waited_for_and_comes_back(workspace: Path, tmp_path: Path) -> None:
-    options = [f"train.steps={STEPS}", "checkpoint.every=10 steps", "parallel.sync.method=diloco"]
-    options += ["parallel.sync.islands=2", "parallel.sync.every=8", "parallel.sync.fragments=2"]
-    options += ["parallel.sync.overlap=2", "train.micro_batch_tokens=64"]
+def test_an_island_killed_in_the_middle_is_not_waited_for_and_costs_less_than_one_percent(
+    walks_workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with thread_islands() as islands:  # one rank each
-        islands.train(tiny_recipe(workspace, f"out={tmp_path}/undisturbed", *options))
-    recipe = tiny_recipe(workspace, f"out={tmp_path}/killed", *options)
+        islands.train(walks_recipe(walks_workspace, tmp_path / "undisturbed"))
+    recipe = walks_recipe(walks_workspace, tmp_path / "killed")
     killed = Launchers(tmp_path / "job", recipe, KILLED_AT, BACK_AT)
     killed.wait_until_back()
     killed.end()
@@ -137,7 +200,10 @@ def test_an_island_killed_in_the_middle_is_not_waited_for_and_comes_back(workspa
     assert len(event_times(tmp_path / "killed", 0)["islands"]) == 3  # both, one, both
     assert longest_step(tmp_path / "killed", 0, before=BACK_AT) < 10
     expected, found = bits_per_byte(tmp_path / "undisturbed", 0), bits_per_byte(tmp_path / "killed", 0)
-    assert found < 1.01 * expected
+    with capsys.disabled():
+        say(f"bits per byte of validation text: undisturbed {expected:.4f}, with a loss {found:.4f}")
+    # In both directions: better by more than that would be other data, or another schedule.
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.long

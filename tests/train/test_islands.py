@@ -209,6 +209,49 @@ def test_a_lost_island_is_not_waited_for_and_takes_over_the_state_when_it_is_bac
     assert caught_up.step == 20
 
 
+def test_a_stop_is_that_of_one_island_and_the_others_train_on(
+    workspace: Path, tmp_path: Path, islands: ThreadIslands
+) -> None:
+    recipe = recipe_of(workspace, tmp_path, "checkpoint.every=50 steps")
+    trainers: dict[int, Trainer] = {}
+    stopped = islands.make(recipe, 0, stop_at(trainers, 5)(0))
+    other = islands.make(recipe, 1)
+    trainers[0] = stopped.trainer
+    stopped.start()
+    other.start()
+    with pytest.raises(Interrupted):
+        stopped.end()
+    assert other.end().steps == 12
+    assert run_of(tmp_path, 0).checkpoints.newest() == 6, "saved after the step in which it was asked to stop"
+    present = [line.details["present"] for line in events(run_of(tmp_path, 1), "islands")]
+    assert present == [[0, 1], [1]]
+    assert events(run_of(tmp_path, 1), "exchange missed") == []
+
+
+def test_an_island_that_waits_for_another_can_be_stopped(
+    workspace: Path, tmp_path: Path, islands: ThreadIslands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero2all.elastic.island_client.STOP_PATIENCE", 0.2)
+    recipe, may_train = recipe_of(workspace, tmp_path, "checkpoint.every=50 steps"), threading.Event()
+
+    def wait(batch: Batch) -> None:
+        if batch.step == 5:
+            assert may_train.wait(60)
+
+    stopped = islands.make(recipe, 0).start()
+    other = islands.make(recipe, 1, TrainerHooks(on_batch=wait)).start()
+    islands.wait_until(lambda quorum: any(one.ready and one.ready.last > 0 for one in quorum.present.values()))
+    stopped.trainer.stop_event.set()
+    with pytest.raises(Interrupted):
+        stopped.end()
+    [training] = islands.server._trainings.values()
+    assert not training.quorum.is_done, "the steps are not all trained"
+    assert [line.details["reason"] for line in events(run_of(tmp_path, 0), "exchange missed")] == ["given up"]
+    may_train.set()
+    other.end()
+    assert [line.details["present"] for line in events(run_of(tmp_path, 1), "islands")] == [[0, 1], [1]]
+
+
 def test_islands_that_differ_are_refused(workspace: Path, tmp_path: Path, islands: ThreadIslands) -> None:
     one = islands.make(recipe_of(workspace, tmp_path), 0)
     one.start()

@@ -64,7 +64,7 @@ def test_what_is_not_finite_is_neither_sent_nor_accepted(dtype: ExchangeDtype) -
         encode(bad, dtype)
     with pytest.raises(Z2aError, match="not finite"):
         decode(torch.full((encoded_bytes(BLOCK + 3, dtype),), 0xFF, dtype=torch.uint8), BLOCK + 3, dtype)
-    with pytest.raises(Z2aError, match="bytes are not"):
+    with pytest.raises(Z2aError, match="has sent 7 bytes, which are not 259 values"):
         decode(torch.zeros(7, dtype=torch.uint8), BLOCK + 3, dtype)
 
 

@@ -21,7 +21,9 @@ CONNECT_TIMEOUT = 4.0  # seconds: the kernel repeats a lost packet after one and
 MAX_PROBES = 256  # connections that a listener serves in its life, from anybody
 MAX_RECEIVED = 1 << 28  # bytes from one of them
 _COUNT_BYTES = 8
-_CHUNK = bytes(1 << 18)
+_FIRST_CHUNK, _CHUNK = 1 << 14, bytes(1 << 18)  # larger than any packet
+_QUICK = 0.01  # seconds for a chunk, below which the next one is twice as large
+_MAX_UNSENT = 1 << 15  # bytes in the kernel's buffer: on a slow link it would take longer to empty than anybody waits
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL = "32768-60999"
 
@@ -78,6 +80,11 @@ class Unreachable:
 
     @property
     def fix(self) -> str:
+        if self.problem == LARGE_PACKETS_VANISH:
+            return (
+                f"allow ICMP 'fragmentation needed' (IPv6: 'packet too big') on the way from node {self.source} to "
+                f"node {self.node}, or lower the MTU of both: ip link set dev INTERFACE mtu 1400"
+            )
         if self.overlay_endpoint is not None:
             return (
                 f"both nodes send to each other's UDP port: map or open UDP {self.overlay_endpoint} to node {self.node}"
@@ -155,6 +162,10 @@ def probe(target: Target, expected: bytes, timeout: float = CONNECT_TIMEOUT, sen
         return ProbeResult(_describe(error, connected, send_for > 0))
 
 
+LARGE_PACKETS_VANISH = (
+    "it connects, but large packets vanish: a link on the way has a smaller MTU and the ICMP messages that say so are "
+    "dropped"
+)
 _SOMETHING_ELSE = (
     "something else answers there: another machine has the same address, as containers on different hosts often have, "
     "or the port map leads elsewhere"
@@ -162,10 +173,14 @@ _SOMETHING_ELSE = (
 
 
 def _send(found: socket.socket, seconds: float) -> float:
-    begin, sent = time.monotonic(), 0
-    while time.monotonic() - begin < seconds and sent + len(_CHUNK) <= MAX_RECEIVED:
-        found.sendall(_CHUNK)
-        sent += len(_CHUNK)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT)
+    begin, sent, size = time.monotonic(), 0, _FIRST_CHUNK
+    while (now := time.monotonic()) - begin < seconds and sent + size <= MAX_RECEIVED:
+        found.sendall(memoryview(_CHUNK)[:size])
+        sent += size
+        if time.monotonic() - now < _QUICK:
+            size = min(2 * size, len(_CHUNK))
     found.shutdown(socket.SHUT_WR)
     if int.from_bytes(receive_exactly(found, _COUNT_BYTES), "big") != sent:
         raise ConnectionError("part of the data is lost")
@@ -175,10 +190,7 @@ def _send(found: socket.socket, seconds: float) -> float:
 def _describe(error: OSError, connected: bool, sending: bool) -> str:
     match error:
         case TimeoutError() if connected and sending:
-            return (
-                "it connects, but large packets vanish: a link on the way has a smaller MTU and the ICMP messages that "
-                "say so are dropped"
-            )
+            return LARGE_PACKETS_VANISH
         case TimeoutError():
             return "no answer: a firewall drops it, or no machine has this address"
         case ConnectionRefusedError():

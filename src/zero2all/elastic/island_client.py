@@ -134,7 +134,7 @@ class IslandClient:
                     break
                 if time.monotonic() >= deadline:
                     raise UsageError(str(pending.answer.error))
-                self._on_wait()
+                self._check_stop()
                 time.sleep(RETRY_INTERVAL)
             client.start_heartbeat()
             return client

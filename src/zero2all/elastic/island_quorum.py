@@ -8,6 +8,7 @@ continue with its own state: it waits, and takes that of a member after the next
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,7 +85,8 @@ class IslandQuorum:
     """Whether an island has trained all steps."""
     _attempt: Attempt | None = None
     _attempts: int = 0
-    _blame: dict[int, int] = field(default_factory=dict)
+    _blame: Counter[int] = field(default_factory=Counter)
+    """Attempts that failed because of an island."""
 
     def enter(self, request: EnterIslands, now: float) -> Island:
         if not 0 <= request.island < request.islands:
@@ -219,9 +221,9 @@ class IslandQuorum:
         failed = {number for island in members if island.report for number in island.report.failed}
         # A member that is lost was still of use if all others have its part.
         if not members or failed:
-            self._answer_failed(members, failed)
+            self._answer_failed(members)
             return
-        self.last, self._blame = attempt.exchange, {}
+        self.last, self._blame = attempt.exchange, Counter()
         provider, starting = members[0], self._starting()
         present = sorted(island.number for island in [*members, *starting])
         for island in starting:
@@ -231,10 +233,16 @@ class IslandQuorum:
         for island in members:
             island.answer_with(OutcomeAnswer(True, takers if island is provider else []))
 
-    def _answer_failed(self, members: list[Island], failed: set[int]) -> None:
-        for number in failed:
-            self._blame[number] = self._blame.get(number, 0) + 1
-        for place, island in enumerate(members):
-            # Two that cannot reach each other blame each other: the first one stays.
-            island.is_out_of_reach = place > 0 and self._blame.get(island.number, 0) >= MAX_BLAME
+    def _answer_failed(self, members: list[Island]) -> None:
+        present = {island.number for island in members}
+        failed = Counter(
+            number for island in members if island.report for number in island.report.failed if number in present
+        )
+        self._blame.update(failed.keys())
+        # One at a time, the one that most could not reach. Two that blame each other: the first one stays.
+        worst = max(members, key=lambda one: (self._blame[one.number], failed[one.number], one.number), default=None)
+        if worst is not None and self._blame[worst.number] >= MAX_BLAME:
+            worst.is_out_of_reach = True
+            del self._blame[worst.number]
+        for island in members:
             island.answer_with(OutcomeAnswer(is_complete=False))

@@ -18,7 +18,7 @@ from zero2all.torch_private import (
 )
 
 
-def set_gradient_sync(module: FSDPModule, recipe: ParallelRecipe, is_last: bool) -> None:
+def set_gradient_sync(module: FSDPModule, recipe: ParallelRecipe, replicas: int, is_last: bool) -> None:
     """Between forward and backward of a micro-batch: reduce its gradient, or keep it unsharded until the last one.
 
     Reduce-scattered gradients are accumulated in fp32 shards. Replicas (HSDP) are all-reduced once, with the last.
@@ -28,11 +28,11 @@ def set_gradient_sync(module: FSDPModule, recipe: ParallelRecipe, is_last: bool)
     module.set_requires_all_reduce(is_last or not every)
     if recipe.gradient_dtype == "bf16":
         # Until replicas are all-reduced, FSDP2 adds up their shards in what it sends: those stay in fp32.
-        keeps_sum = recipe.dp_replicate != 1 and every and not is_last
+        keeps_sum = replicas > 1 and every and not is_last
         set_reduce_dtype(fsdp_param_groups(module), torch.float32 if keeps_sum else torch.bfloat16)
 
 
-def pipeline_stage_class(recipe: ParallelRecipe) -> Any:
+def pipeline_stage_class(recipe: ParallelRecipe, replicas: int) -> Any:
     """Torch's pipeline stage, reducing gradients as the recipe asks: torch's own reduces after the last micro-batch."""
     from torch.distributed.pipelining import PipelineStage  # imports the compiler: only a pipeline waits for it
 
@@ -46,7 +46,7 @@ def pipeline_stage_class(recipe: ParallelRecipe) -> Any:
                 return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             module.set_is_last_backward(False)
             module.set_reshard_after_backward(False)
-            set_gradient_sync(module, recipe, last_backward)
+            set_gradient_sync(module, recipe, replicas, last_backward)
             if backward_type == "weight":
                 return self._weight_gradients(bwd_kwargs["param_groups"]), None
             outputs = (bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])

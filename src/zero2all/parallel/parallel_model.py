@@ -521,7 +521,7 @@ class ParallelModel:
     def _set_fsdp_sync(self, last: bool) -> None:
         """Before a backward pass: whether it reduces its gradient and frees the gathered weights."""
         if isinstance(self.model, FSDPModule):
-            set_gradient_sync(self.model, self.recipe, last)
+            set_gradient_sync(self.model, self.recipe, self.mesh.dims.dp_replicate, last)
             # Before the update in any case: what is gathered would keep its old values.
             self.model.set_reshard_after_backward(last or self.recipe.zero == 3)
 

@@ -215,7 +215,8 @@ class Pipeline:
     def _build_schedule(self, n_microbatches: int, stream: Tensor, targets_BS: Tensor) -> Any:
         from torch.distributed import pipelining  # imports the compiler: a restart without a pipeline need not wait
 
-        kind, stage_kind = getattr(pipelining, SCHEDULES[self.recipe.schedule]), pipeline_stage_class(self.recipe)
+        kind = getattr(pipelining, SCHEDULES[self.recipe.schedule])
+        stage_kind = pipeline_stage_class(self.recipe, self.mesh.dims.dp_replicate)
         samples = targets_BS.shape[0] // n_microbatches
         stream = stream.to("meta").requires_grad_()
         tokens = torch.empty(samples, targets_BS.shape[1], dtype=torch.int64, device="meta")

@@ -38,7 +38,7 @@ def encode(values: Tensor, dtype: ExchangeDtype) -> Tensor:
 def decode(encoded: Tensor, count: int, dtype: ExchangeDtype) -> Tensor:
     """The same on every machine, bit by bit; an error if it is not what ``encode`` makes."""
     if len(encoded) != encoded_bytes(count, dtype):
-        raise Z2aError(f"{len(encoded)} bytes are not {count} values in {dtype}")
+        raise Z2aError(f"an island has sent {len(encoded)} bytes, which are not {count} values in {dtype}")
     if dtype == "int8":
         head = 4 * _blocks(count)
         scales, codes = encoded[:head].clone().view(torch.float32), encoded[head:].view(torch.int8)
@@ -46,7 +46,7 @@ def decode(encoded: Tensor, count: int, dtype: ExchangeDtype) -> Tensor:
     else:
         values = encoded.clone().view(torch.float32 if dtype == "fp32" else torch.bfloat16).to(torch.float32)
     if not bool(torch.isfinite(values).all()):
-        raise Z2aError("values that are not finite")
+        raise Z2aError("an island has sent values that are not finite")
     return values
 
 

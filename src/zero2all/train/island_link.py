@@ -114,17 +114,19 @@ class PartServer(PeerServer):
         peer.send_bytes(data.numpy().data)
 
 
-def fetch_part(address: Address, secret: bytes, request: PartRequest, size: int) -> tuple[Tensor, int] | None:
-    """The bytes, and the step of a state; None if they are not there yet."""
+def fetch_part(
+    address: Address, secret: bytes, request: PartRequest, size: int, on_block: Callable[[], None] = lambda: None
+) -> tuple[Tensor, int] | None:
+    """The bytes, and the step of a state; None if they are not there yet. ``on_block`` is called while they arrive."""
     with connect(address, secret, FETCH_TIMEOUT, FETCH_TIMEOUT) as peer:
         peer.send(request)
         reply = peer.receive(PartReply)
         if not reply.is_there:
             return None
         if reply.bytes != size:
-            raise TamperedError(f"{reply.bytes} bytes, not {size}")
+            raise TamperedError(f"it offers {reply.bytes} bytes, not {size}")
         data = torch.empty(size, dtype=torch.uint8)
-        peer.receive_bytes(data.numpy().data)
+        peer.receive_bytes(data.numpy().data, on_block)
         return data, reply.step
 
 
@@ -221,7 +223,8 @@ class NetworkLink:
 
     def fetch_state(self, answer: StartAnswer, tensors: Sequence[Tensor]) -> int | None:
         found = self._poll_state(answer, sum(tensor.nbytes for tensor in tensors))
-        steps = set(self._ranks.on_all_ranks(lambda: None if found is None else found[1]))
+        # Shards of other ranks may arrive much later than that of this one.
+        steps = set(self._ranks.on_all_ranks(lambda: None if found is None else found[1], self._on_wait))
         if found is None or len(steps) > 1:
             return None
         at = 0
@@ -235,7 +238,8 @@ class NetworkLink:
         while time.monotonic() < deadline and not self._is_stopping():
             try:
                 address = Address(*answer.addresses[self._ranks.rank])
-                found = fetch_part(address, self._secret, PartRequest("state", answer.exchange), size)
+                request = PartRequest("state", answer.exchange)
+                found = fetch_part(address, self._secret, request, size, self._on_wait)
             except (OSError, TamperedError, Z2aError, IndexError) as error:
                 say(f"the state of island {answer.provider} is out of reach: {error}")
                 return None

@@ -10,8 +10,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, TimeoutError
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ import torch
 from zero2all.checkpoint.flash import run_in_background
 from zero2all.checkpoint.training_state import IslandsState
 from zero2all.console import say
-from zero2all.errors import Interrupted, UsageError
+from zero2all.errors import Interrupted, UsageError, Z2aError
 from zero2all.train.island_link import Exchanged, IslandLink, Missed
 from zero2all.train.outer_optimizer import OuterOptimizer, exchange_offset, fragment_due
 
@@ -114,11 +113,13 @@ class Islands:
         state of another. ``settle``: a checkpoint follows, so the exchange in flight must have a result."""
         if done == self.total_steps:
             return self._exchange_last()
-        if self._flight is not None and self._flight.merge_at <= done:
+        fragment = fragment_due(done, self.recipe)
+        # One of a checkpoint may still be in flight where the next is due: ``every`` or ``fragments`` was changed.
+        if self._flight is not None and (self._flight.merge_at <= done or fragment is not None):
             moved_to = self._finish_flight(done)
             if moved_to is not None:
                 return moved_to
-        if (fragment := fragment_due(done, self.recipe)) is not None:
+        if fragment is not None:
             self._begin(done, fragment, done + self.recipe.overlap)
             if self.recipe.overlap == 0:
                 return self._finish_flight(done)
@@ -159,6 +160,8 @@ class Islands:
         waited = time.perf_counter() - begin
         if not isinstance(exchanged, Exchanged):
             self._flight = None
+            for fragment in flight.fragments:
+                self.outer.abandon(fragment)
             self.on_event("exchange missed", exchange=flight.exchange, reason=exchanged)
             return exchanged
         [fragment] = flight.fragments
@@ -219,10 +222,10 @@ class Islands:
         return fragment if fragment < self.recipe.fragments else None
 
     def _wait(self, result: Future[Exchanged | Missed]) -> Exchanged | Missed:
-        while True:
-            with suppress(TimeoutError):
-                return result.result(WAIT_INTERVAL)
+        # Not result(timeout): an exchange that failed with a TimeoutError would be waited for without end.
+        while not wait([result], WAIT_INTERVAL).done:
             self._on_wait()
+        return result.result()
 
     # Meeting the others
 
@@ -234,6 +237,8 @@ class Islands:
                 break
             found = self.link.fetch_state(answer, self.outer.shared_tensors)
             if found is not None:
+                if not 0 <= found <= self.total_steps:
+                    raise Z2aError(f"island {answer.provider} says that it has trained {found} steps: is it broken?")
                 self.outer.adopt_shared()
                 self.exchange, self._flight = answer.exchange, None
                 self.on_event("caught up", step=found, island=answer.provider, before=step)

@@ -73,9 +73,8 @@ class OuterOptimizer:
         """Begin with the weights as they are."""
         for fragment in self.fragments:
             fragment.outer.copy_(fragment.read_weights())
-            for other in (fragment.momentum, fragment.residual, fragment.pending):
-                if other is not None:
-                    other.zero_()
+            fragment.momentum.zero_()
+            fragment.forget()
 
     @torch.no_grad()
     def begin(self, number: int) -> Tensor:
@@ -88,7 +87,7 @@ class OuterOptimizer:
         if fragment.residual is not None:
             delta += fragment.residual
             everything = encode(delta, self.recipe.exchange_dtype)
-            fragment.residual.copy_(delta - decode(everything, fragment.size, self.recipe.exchange_dtype))
+            fragment.next_residual = delta - decode(everything, fragment.size, self.recipe.exchange_dtype)
         return encode(delta[self.share.part(fragment.size)], self.recipe.exchange_dtype)
 
     @torch.no_grad()
@@ -105,7 +104,18 @@ class OuterOptimizer:
         fragment.outer.sub_((mean + fragment.momentum * recipe.outer_momentum) * recipe.outer_lr)
         if fragment.pending is not None:
             torch.sub(fragment.outer, fragment.pending, out=fragment.pending)
+        if fragment.residual is not None and fragment.next_residual is not None:
+            fragment.residual.copy_(fragment.next_residual)
+        fragment.next_residual = None
         return [float(view.double().square().sum()) for view in fragment.views(mean).values()]
+
+    @torch.no_grad()
+    def abandon(self, number: int) -> None:
+        """An exchange that was begun has no result: as if it had not been begun."""
+        fragment = self.fragments[number]
+        fragment.next_residual = None
+        if fragment.pending is not None:
+            fragment.pending.zero_()
 
     @torch.no_grad()
     def merge(self, number: int, exactly: bool = False) -> None:
@@ -127,9 +137,7 @@ class OuterOptimizer:
         """After ``shared_tensors`` were filled: continue from them."""
         for number, fragment in enumerate(self.fragments):
             self.merge(number, exactly=True)
-            for own in (fragment.residual, fragment.pending):
-                if own is not None:
-                    own.zero_()
+            fragment.forget()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live tensors, under names and with shards that do not depend on the parallel layout."""
@@ -151,7 +159,16 @@ class Fragment:
         self.outer, self.momentum = torch.zeros(self.size), torch.zeros(self.size)
         self.residual = torch.zeros(self.size) if is_lossy else None
         self.pending = torch.zeros(self.size) if has_overlap else None
-        """The weights at the beginning of an exchange; after it, what is added to them when it is merged."""
+        """The weights at the beginning of an exchange; after it, what is added to them when it is merged; else 0."""
+        self.next_residual: Tensor | None = None
+        """Once the exchange in flight has a result."""
+
+    def forget(self) -> None:
+        """What only this island knows."""
+        self.next_residual = None
+        for own in (self.residual, self.pending):
+            if own is not None:
+                own.zero_()
 
     def state(self) -> dict[str, Tensor]:
         found = {"outer": self.outer, "momentum": self.momentum, "residual": self.residual, "pending": self.pending}
