@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import suppress
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.adversarial.bounds import survives
-from tests.adversarial.fuzz_targets import CONFIG, STORE, load_weights, safetensors
+from tests.adversarial.fuzz_targets import CONFIG, FORMATS, STORE, load_weights, safetensors
 from zero2all.checkpoint.flash import find_staged_slots
+from zero2all.corpus.readers import RawFile, UnreadableFileError, read_records
+from zero2all.corpus.readers.parquet_footer import read_row_groups
 from zero2all.errors import Z2aError
 from zero2all.io import read_json
 from zero2all.model import HFWeights
@@ -60,3 +66,48 @@ def test_a_config_of_no_model_is_refused_in_one_line(changed: dict[str, object],
 
 def test_a_config_that_is_nested_deeply_is_refused() -> None:
     load_weights(DEEP, safetensors())
+
+
+def _parquet(**options: object) -> bytes:
+    words = [f"word {number % 7}" for number in range(500)]
+    sink = io.BytesIO()
+    columns = {"text": words, "tags": [[word, None] for word in words], "number": range(500), "other": words}
+    pq.write_table(pa.table(columns), sink, row_group_size=100, compression="none", **options)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dictionary": False, "column_encoding": {"other": "DELTA_BYTE_ARRAY"}}])
+def test_the_footer_of_a_parquet_file_is_read_as_arrow_reads_it(options: dict[str, object]) -> None:
+    file = io.BytesIO(_parquet(**options))
+    metadata = pq.read_metadata(file)
+    for number, group in enumerate(read_row_groups(file, metadata.num_columns)):
+        theirs = metadata.row_group(number)
+        assert (group.num_rows, group.total_byte_size) == (theirs.num_rows, theirs.total_byte_size)
+        columns = [theirs.column(column) for column in range(theirs.num_columns)]
+        assert [(one.num_values, one.total_uncompressed_size, one.total_compressed_size) for one in group.columns] == [
+            (one.num_values, one.total_uncompressed_size, one.total_compressed_size) for one in columns
+        ]
+        assert [one.is_delta for one in group.columns] == [
+            any(encoding.startswith("DELTA") for encoding in one.encodings) for one in columns
+        ]
+
+
+def test_a_damaged_parquet_file_ends_no_process(tmp_path: Path) -> None:
+    """Every byte of a small one: accessors of the footer abort, and places in dictionaries are not checked."""
+    good = FORMATS["a.parquet"]
+    for place in range(len(good)):
+        data = bytearray(good)
+        data[place] ^= 1 << place % 8 | 2
+        (tmp_path / "a.parquet").write_bytes(data)
+        with suppress(UnreadableFileError):
+            assert len(list(read_records(RawFile.from_path(tmp_path / "a.parquet")))) <= 1
+
+
+def test_an_index_that_is_not_in_its_dictionary_is_a_broken_file() -> None:
+    from zero2all.corpus.readers.parquet import row_sizes
+
+    for place in (2, 116, -1):
+        indices = pa.array([0, 1, None, place], pa.int32())
+        column = pa.DictionaryArray.from_arrays(indices, pa.array(["a", "bb"]), safe=False)
+        with pytest.raises(pa.ArrowInvalid, match="not in its dictionary"):
+            row_sizes(column)
