@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
+import pickletools
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,9 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.adversarial.bounds import survives
+from tests.adversarial.bounds import measure, survives
 from tests.adversarial.fuzz_targets import CONFIG, FORMATS, STORE, load_weights, safetensors
+from zero2all.checkpoint.dcp_reader import read_metadata
 from zero2all.checkpoint.flash import find_staged_slots
+from zero2all.checkpoint.pickle_scan import check_numbers
 from zero2all.corpus.readers import RawFile, UnreadableFileError, read_records
 from zero2all.corpus.readers.parquet_footer import read_row_groups
 from zero2all.errors import Z2aError
@@ -111,3 +115,39 @@ def test_an_index_that_is_not_in_its_dictionary_is_a_broken_file() -> None:
         column = pa.DictionaryArray.from_arrays(indices, pa.array(["a", "bb"]), safe=False)
         with pytest.raises(pa.ArrowInvalid, match="not in its dictionary"):
             row_sizes(column)
+
+
+def _numbered(number: int) -> bytes:
+    return b"\x80\x04]" + b"r" + number.to_bytes(4, "little") + b"."
+
+
+METADATA = {
+    "a number that would take 64 GiB": _numbered(2**32 - 1),
+    "a number that would take 1.6 GiB": _numbered(10**8),
+    "the same as text": b"]p100000000\n.",
+    "behind text that looks like the end": b"\x8c\x03..." + _numbered(10**8),
+    "behind a name": b"ctorch\nSize\n" + _numbered(10**8),
+    "in a damaged one": _numbered(10**8)[:-1] + b"\xff",
+    "a key that overflows the stack": b"\x80\x04})" + b"\x85" * 200_000 + b"Ns.",
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata_of_a_checkpoint_take_memory_in_proportion_to_their_size(name: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(METADATA[name])
+
+    def refused() -> None:
+        with pytest.raises(Z2aError, match=r"\.metadata is damaged"):
+            read_metadata(tmp_path / ".metadata")
+
+    assert measure(refused)[1].memory < 200 << 20
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_what_was_pickled_passes_the_check(protocol: int) -> None:
+    shared = [("a\nname", 1.5, b"bytes\n", 2**70, None, True, number, -number) for number in range(300)]
+    value = {"a": shared, "b": [*shared, frozenset({1, 2}), {"x": ()}, Path("a")], "c": "r" * 70_000}
+    data = pickle.dumps(value, protocol)
+    check_numbers(data)
+    numbered = {str(index) for opcode, index, _ in pickletools.genops(data) if "PUT" in opcode.name}
+    assert len(numbered) > 300 or protocol >= 4, "else the check was not asked anything"
