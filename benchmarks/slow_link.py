@@ -3,20 +3,22 @@
     python benchmarks/slow_link.py --corpus TEXT... --out bench
 
 Two simulated nodes with one rank each, pinned to a core each, train a model of about 5 million parameters on real text,
-with the same micro-batch and learning rate, a constant one, in every row. Each row is trained twice:
+with the same micro-batch and learning rate, a constant one, in every row. All rows begin with the weights of one plain
+run of 1,500 steps: methods that average weights or send approximations need a model that has left its first plateau.
 
-- a few steps over a link that is shaped (tc tbf) so that plain all-reduce takes most of a step: time and bytes;
-- as many tokens as all others over a link that is not: its validation loss after each step, which no link changes.
 
-Equal time is the time in which the fastest row trains all tokens. Rows that are in the report are not measured again.
-Needs root and iproute2.
+- as many tokens as all others over a link that is not shaped: its validation loss, which no link changes;
+- then a few steps over a link that is shaped (tc tbf) so that plain all-reduce takes most of a step: time and bytes.
+  All rows take turns, in two rounds, so that a machine that gets slower spoils no ratio.
+
+Equal time is the time in which the fastest row trains all tokens. What is in the report is not measured again, so that
+a benchmark that was stopped continues. Needs root and iproute2.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import signal
@@ -24,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -53,8 +55,8 @@ RECIPE = f"""
 name: slow-link
 seed: 7
 corpus: {{holdout: 0.05}}
-tokenizer: {{vocab_size: 4096}}
-model: {{hidden_size: 256, intermediate_size: 704, num_hidden_layers: 4, num_attention_heads: 4,
+tokenizer: {{vocab_size: 512}}
+model: {{hidden_size: 256, intermediate_size: 704, num_hidden_layers: 6, num_attention_heads: 4,
   num_key_value_heads: 4, max_position_embeddings: {SEQ_LEN}}}
 train:
   steps: 100000
@@ -64,9 +66,9 @@ train:
   precision: fp32
   device: cpu
   compile: false
-  optimizer: {{lr: 2e-3}}
+  optimizer: {{lr: 1e-3}}
   schedule: {{shape: constant, warmup: 10 steps}}
-evals: {{tokens: 4096}}
+evals: {{tokens: 16384}}
 checkpoint: {{every: 100000 steps}}
 track: {{log_every: 10}}
 """
@@ -83,30 +85,20 @@ ROWS = {
     "diloco 50": f"{DILOCO} parallel.sync.every=50",
 }
 FIRST = next(iter(ROWS))
-INITIAL_LOSS = math.log(4096)  # of random weights, and a vocabulary of that size
+PRETRAINING_STEPS = 1500
+ROUNDS = 2
 WARM_UP = 3  # steps
 EVALUATIONS = 10  # until a row has seen the tokens of all
-TIMED = 22  # steps over the slow link; with DiLoCo as many exchanges as fit, but two
+TIMED = 20  # steps over the slow link in a round; with DiLoCo as many exchanges as fit, but one
 MAX_SECONDS = 900.0  # of a run, start and validation included
 COMMUNICATION_SHARE = 0.7  # what the link is to cost all-reduce
 
 
 @dataclass(frozen=True)
-class Row:
-    name: str
-    overrides: str
-    timed_steps: int
-    step_seconds: float
-    """Mean after the warm-up, over whole rounds of exchanges."""
-    wire_bytes: float
-    """That a node sent in a step, with headers and acknowledgements: the counter of its network card."""
-    tokens_per_second: float
-    communication: float
-    """Exposed, as a share of all steps, on rank 0."""
+class Curve:
+    row: str
     losses: list[tuple[int, float]]
     """Tokens before each validation, and its loss in nats a token."""
-    load: float
-    """Average number of processes that wanted a core."""
 
     def loss_after(self, tokens: float) -> float | None:
         """Between two validations by linear interpolation."""
@@ -117,15 +109,60 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Timing:
+    """A few steps over the slow link."""
+
+    row: str
+    step_seconds: list[float]
+    """After the warm-up, whole rounds of exchanges."""
+    communication: list[float]
+    """Exposed, in seconds of the same steps, on rank 0."""
+    wire_bytes: float
+    """That a node sent in a step, with headers and acknowledgements: the counter of its network card."""
+    batch_tokens: int
+    load: float
+    """Average number of processes that wanted a core."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: all timings of it together."""
+
+    name: str
+    step_seconds: float
+    wire_bytes: float
+    tokens_per_second: float
+    communication: float
+    """Share of all steps."""
+    curve: Curve
+
+
+@dataclass(frozen=True)
 class Report:
     rate: str
     tokens: int
     parameters: int
-    rows: list[Row]
+    curves: list[Curve]
+    timings: list[Timing]
 
-    @property
-    def equal_seconds(self) -> float:
-        return self.tokens / max(row.tokens_per_second for row in self.rows)
+    def rows(self) -> list[Row]:
+        rows = []
+        for curve in self.curves:
+            timings = [timing for timing in self.timings if timing.row == curve.row]
+            if timings:
+                seconds = statistics.fmean(one for timing in timings for one in timing.step_seconds)
+                rows.append(
+                    Row(
+                        name=curve.row,
+                        step_seconds=seconds,
+                        wire_bytes=statistics.fmean(timing.wire_bytes for timing in timings),
+                        tokens_per_second=timings[0].batch_tokens / seconds,
+                        communication=statistics.fmean(one for timing in timings for one in timing.communication)
+                        / seconds,
+                        curve=curve,
+                    )
+                )
+        return rows
 
 
 @dataclass(frozen=True)
@@ -165,41 +202,54 @@ class SlowLink:
         build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir, engine)
         config = resolve_model_config(recipe, Tokenizer(recipe.tokenizer_dir))
         self.parameters = count_parameters(config).total
+        pretrained = self._pretrain()
+        self._shared.append(f"train.init={pretrained}")
+        self._initial_loss = Progress.of(pretrained / "record.jsonl").validations[-1][1]
 
     def recipe(self, name: str, overrides: str) -> Recipe:
         return parse_recipe(RECIPE, [*self._shared, f"run={name}", *overrides.split()])
 
-    def measure(self, name: str) -> Row:
-        every = self.recipe("base", ROWS[name]).parallel.sync
-        rounds = every.every if every.method == "diloco" else 1
-        steps = WARM_UP + max(2, (TIMED - WARM_UP) // rounds) * rounds
-        slow, batch, wire = self._train(name, "slow", steps, self.rate)
-        fast, _, _ = self._train(name, "fast", self.tokens // batch, None)
-        timed = slow.step_seconds[WARM_UP:steps]
-        seconds = statistics.fmean(timed)
-        return Row(
-            name=name,
-            overrides=ROWS[name],
-            timed_steps=len(timed),
-            step_seconds=seconds,
-            wire_bytes=wire / len(slow.step_seconds),
-            tokens_per_second=batch / seconds,
-            communication=sum(slow.communication[WARM_UP:steps]) / sum(timed),
-            losses=[(0, INITIAL_LOSS), *((done * batch, loss) for done, loss in fast.validations)],
+    def _pretrain(self) -> Path:
+        recipe = self.recipe("pretraining", f"{REPLICAS} seed=8 train.steps={PRETRAINING_STEPS} evals.every=100steps")
+        path = self.out / "pretraining.yaml"
+        write_text(path, recipe_yaml(recipe))
+        launch = [sys.executable, "-m", "zero2all.cli", "launch", "--nproc-per-node", str(NODES)]
+        # Resumes, and is over at once if it is finished.
+        subprocess.run([*launch, "--", "train", str(path)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return recipe.run_dir
+
+    def curve(self, name: str) -> Curve:
+        batch = self.recipe("base", ROWS[name]).train.batch_tokens
+        assert batch is not None
+        progress, _ = self._train(name, "curve", self.tokens // batch, None)
+        return Curve(name, [(0, self._initial_loss), *((done * batch, loss) for done, loss in progress.validations)])
+
+    def timing(self, name: str) -> Timing:
+        recipe = self.recipe("base", ROWS[name])
+        assert recipe.train.batch_tokens is not None
+        sync = recipe.parallel.sync
+        period = sync.every if sync.method == "diloco" else 1
+        steps = WARM_UP + max(1, TIMED // period) * period
+        progress, wire = self._train(name, "timing", steps, self.rate)
+        return Timing(
+            row=name,
+            step_seconds=progress.step_seconds[WARM_UP:steps],
+            communication=progress.communication[WARM_UP:steps],
+            wire_bytes=wire / len(progress.step_seconds),
+            batch_tokens=recipe.train.batch_tokens,
             load=os.getloadavg()[0],
         )
 
-    def _train(self, name: str, link: str, steps: int, rate: str | None) -> tuple[Progress, int, float]:
-        """What it recorded, its batch, and the bytes that a node sent in all steps."""
+    def _train(self, name: str, purpose: str, steps: int, rate: str | None) -> tuple[Progress, float]:
+        """What it recorded, and the bytes that a node sent in all steps."""
         validate = f"{self.tokens // EVALUATIONS} tokens" if rate is None else f"{steps + 1000} steps"
-        run = f"{name.replace(' ', '-').replace(',', '')}-{link}"
+        run = f"{name.replace(' ', '-').replace(',', '')}-{purpose}"
         recipe = self.recipe(run, f"{ROWS[name]} evals.every={validate.replace(' ', '')}")
         shutil.rmtree(recipe.run_dir, ignore_errors=True)
         path = self.out / f"{run}.yaml"
         write_text(path, recipe_yaml(recipe))
         is_island = recipe.parallel.sync.method == "diloco"
         record = recipe.run_dir / ("island-0" if is_island else "") / "record.jsonl"
-        assert recipe.train.batch_tokens is not None
         with simulated_nodes(NODES + 1) as (*nodes, login):
             for node in nodes if rate is not None else []:
                 node.run("tc", *f"qdisc replace dev cable root tbf rate {rate} burst 128kb latency 400ms".split())
@@ -210,7 +260,7 @@ class SlowLink:
                 for process in reversed(processes):
                     process.kill()
                     process.wait()
-        return Progress.of(record), recipe.train.batch_tokens, wire
+        return Progress.of(record), wire
 
     def _start(
         self, recipe: Path, nodes: list[SimulatedNode], login: SimulatedNode, is_island: bool
@@ -273,20 +323,25 @@ def _sent_bytes(node: SimulatedNode) -> int:
 
 
 def markdown(report: Report) -> str:
-    head = [
+    rows = report.rows()
+    if not rows:
+        return ""
+    equal_seconds = report.tokens / max(row.tokens_per_second for row in rows)
+    lines = [
         f"{report.parameters / 1e6:.1f}M parameters, {NODES} nodes of one rank, link of {report.rate}; loss after "
-        f"{report.tokens:,} tokens, and after {report.equal_seconds:.0f} s of training.",
+        f"{report.tokens:,} tokens, and after {equal_seconds:.0f} s of training.",
         "",
         "| method | s a step | sent a step | tokens/s | communication | loss, equal tokens | loss, equal time |",
         "|---|---|---|---|---|---|---|",
     ]
-    lines = [
-        f"| {row.name} | {row.step_seconds:.2f} | {show_bytes(row.wire_bytes)} | {row.tokens_per_second:,.0f} | "
-        f"{row.communication:.0%} | {_loss(row.loss_after(report.tokens))} | "
-        f"{_loss(row.loss_after(min(report.tokens, row.tokens_per_second * report.equal_seconds)))} |"
-        for row in report.rows
-    ]
-    return "\n".join([*head, *lines]) + "\n"
+    for row in rows:
+        trained = min(report.tokens, row.tokens_per_second * equal_seconds)
+        lines.append(
+            f"| {row.name} | {row.step_seconds:.2f} | {show_bytes(row.wire_bytes)} | {row.tokens_per_second:,.0f} | "
+            f"{row.communication:.0%} | {_loss(row.curve.loss_after(report.tokens))} | "
+            f"{_loss(row.curve.loss_after(trained))} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _loss(value: float | None) -> str:
@@ -309,16 +364,28 @@ def main() -> None:
     if known is not None and (known.rate, known.tokens) != (options.rate, options.tokens):
         parser.error(f"{saved} is of --rate {known.rate} --tokens {known.tokens}: give those, or another --out")
     link = SlowLink(out, options.corpus, options.rate, options.tokens)
-    rows = {row.name: row for row in known.rows} if known else {}
-    wanted = options.only or [name for name in ROWS if name not in rows]
-    for name in sorted(wanted, key=list(ROWS).index):
-        say(f"{name}: {ROWS[name]}")
-        rows[name] = link.measure(name)
-        report = Report(options.rate, options.tokens, link.parameters, [rows[one] for one in ROWS if one in rows])
-        write_report(out, "slow_link", report, markdown(report))
-        say(markdown(report))
-        if name == FIRST and rows[name].communication < COMMUNICATION_SHARE:
-            warn(f"all-reduce takes {rows[name].communication:.0%} of a step: a slower --rate shows more")
+    report = known or Report(options.rate, options.tokens, link.parameters, [], [])
+    again = options.only or []
+    report = replace(
+        report,
+        curves=[curve for curve in report.curves if curve.row not in again],
+        timings=[timing for timing in report.timings if timing.row not in again],
+    )
+    for name in ROWS:
+        if name not in {curve.row for curve in report.curves}:
+            say(f"{name}: {ROWS[name]}")
+            curves = [*report.curves, link.curve(name)]
+            report = replace(report, curves=sorted(curves, key=lambda curve: list(ROWS).index(curve.row)))
+            write_report(out, "slow_link", report, markdown(report))
+    for number in range(1, ROUNDS + 1):
+        for name in ROWS:
+            if sum(timing.row == name for timing in report.timings) < number:
+                report = replace(report, timings=[*report.timings, link.timing(name)])
+                write_report(out, "slow_link", report, markdown(report))
+    say(markdown(report))
+    [first] = [row for row in report.rows() if row.name == FIRST]
+    if first.communication < COMMUNICATION_SHARE:
+        warn(f"all-reduce takes {first.communication:.0%} of a step: a slower --rate shows more")
 
 
 if __name__ == "__main__":
