@@ -36,7 +36,7 @@ from zero2all.train import Run
 
 STEPS = 200
 KILLED_AT, BACK_AT = 30, 38
-WORDS, NEXT_WORDS = 300, 8
+WORDS, NEXT_WORDS = 100, 4
 # Walks over words, of which each has its own few successors: enough to learn that 200 steps are not the end of it, and
 # learned so evenly that another seed changes the loss by less than a tenth of the bound below.
 WALKS = """
