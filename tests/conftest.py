@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import json
 import random
 import signal
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -76,6 +77,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         test._hypothesis_internal_use_settings = settings(
             own, max_examples=MORE_EXAMPLES * own.max_examples, derandomize=False, print_blob=True
         )
+
+
+def pytest_collection_finish() -> None:
+    """Ranks are forked from a process that has imported this module already, and what torch's optimizers import: each
+    rank would take seconds for them."""
+    if (harness := sys.modules.get("zero2all.bench.rank_harness")) is not None:
+        harness.PRELOADED += [__name__, "torch._dynamo"]
 
 
 def write_raw(root: Path) -> None:

@@ -117,7 +117,7 @@ def test_pool_workers_end_with_their_parent(tmp_path: Path, state: str, number: 
     script.ends(number)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
     script = Started("-c", RANKS, str(tmp_path))
     script.until(lambda: len(list(tmp_path.glob("rank-*"))) == 2)

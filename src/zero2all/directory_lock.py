@@ -18,7 +18,7 @@ from pathlib import Path
 from zero2all.console import warn
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import host_id, is_process_alive
-from zero2all.records import parse_record
+from zero2all.records import decode_json, parse_record
 
 NO_FLOCK_ERRNOS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 LOCK_HEARTBEAT_INTERVAL = 15.0  # seconds between two heartbeats of a holder
@@ -205,6 +205,6 @@ def _describe_holder(identity: bytes) -> str:
 
 def _parse_identity(identity: bytes) -> LockHolder | None:
     try:
-        return parse_record(LockHolder, json.loads(identity), "lock")
+        return parse_record(LockHolder, decode_json(identity), "lock")
     except (ValueError, Z2aError):
         return None

@@ -154,7 +154,8 @@ def set_deterministic(on: bool, wanted: str) -> None:
             "train.deterministic is not possible on mps: torch does not say which of its kernels there give the same "
             "bits every time; use train.device=cpu"
         )
-    torch.use_deterministic_algorithms(on)
+    if on or torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(on)  # imports torch's compiler, which takes a second
     if not on or wanted == "cpu" or not torch.cuda.is_available():
         return
     given = os.environ.get(CUBLAS_VARIABLE)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from zero2all import __version__
 from zero2all.errors import DiskFullError, UsageError, Z2aError, is_disk_full, is_quota_exceeded
 from zero2all.paths import RemotePath, open_bytes, remove_objects
-from zero2all.records import DocumentsManifest, Record, parse_record
+from zero2all.records import DocumentsManifest, Record, decode_json, parse_record
 from zero2all.units import show_bytes
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ def is_process_alive(pid: int) -> bool:
 def _manifest_kind(directory: Path) -> str | None:
     """The kind in a directory's manifest; None without a readable manifest."""
     try:
-        kind: str = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["kind"]
+        kind: str = decode_json((directory / MANIFEST).read_text(encoding="utf-8"))["kind"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return kind
@@ -317,7 +317,7 @@ def write_json(target: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return decode_json(path.read_text(encoding="utf-8"))
     except ValueError as error:  # invalid JSON or UTF-8
         raise Z2aError(f"{path} is damaged ({error}); remove it and run the stage again") from error
 
@@ -353,7 +353,7 @@ def read_finished(
     try:
         data = path.read_bytes()  # outside the inner try: a failing object store does not mean unfinished output
         try:
-            found = parse_record(record, json.loads(data), path)
+            found = parse_record(record, decode_json(data), path)
         except (ValueError, Z2aError):
             return None
         return found if found.key == key and is_intact(found) else None

@@ -2,6 +2,7 @@
 
     python -m tests.adversarial.fuzz --seconds 1800 --jobs 2     # as .ci/long; exit 1 if there is a finding
     python -m tests.adversarial.fuzz --target recipe --input 1234 # one input again
+    python -m tests.adversarial.fuzz --target recipe --target record --first 1000000 # inputs that were never tried
 
 An input is a function of its target and number, so a finding is repeated by its number. Inputs are tried in another
 process, which may crash, hang or take memory: that is then a finding, and the next process goes on after it.
@@ -26,6 +27,7 @@ from multiprocessing.connection import Connection
 from tests.adversarial.bounds import MEMORY, SECONDS, measure
 
 WALL_FACTOR = 20.0  # times the seconds of CPU, for an input that waits
+SHOWN = 10  # findings of a target
 SLICE_SECONDS = 5.0  # that a target has before the next one has its turn
 INTERESTING = (
     b"\0", b"\xff", b"\x80", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\0\0\0\x80", b"\n", b'"', b"\\", b"{", b"}",
@@ -52,6 +54,8 @@ class Tally:
     """Of the slowest."""
     memory: int = 0
     findings: list[str] = field(default_factory=list)
+    next: int = 0
+    """The number of the next input."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ def fuzz(target: Target, budget: float, tally: Tally, seconds: float = SECONDS, 
     """Try inputs for ``budget`` seconds, after those of the tally."""
     target.examples()  # what is made once, is made before the children
     deadline, context = time.monotonic() + budget, multiprocessing.get_context("fork")
-    number = tally.inputs
+    number = tally.next
     while time.monotonic() < deadline:
         ours, theirs = context.Pipe(duplex=False)
         child = context.Process(target=try_inputs, args=(target, number, deadline, seconds, memory, theirs))
@@ -151,8 +155,7 @@ def _follow(
         try:
             if not pipe.poll(WALL_FACTOR * seconds):
                 tally.findings.append(f"input {number}: no answer in {WALL_FACTOR * seconds:.0f} s")
-                tally.inputs = number + 1
-                return number + 1
+                return _count(tally, number)
             message = pipe.recv()
         except (EOFError, OSError):
             child.join(30)
@@ -160,21 +163,26 @@ def _follow(
                 return number
             reason = f"more than {seconds:g} s" if child.exitcode == -signal.SIGPROF else f"status {child.exitcode}"
             tally.findings.append(f"input {number}: ended its process ({reason})")
-            tally.inputs = number + 1
-            return number + 1
+            return _count(tally, number)
         if isinstance(message, int):
             number, pending = message, True
             continue
-        pending, number = False, message.number + 1
-        tally.inputs, tally.seconds = number, max(tally.seconds, message.seconds)
+        pending, number = False, _count(tally, message.number)
+        tally.seconds = max(tally.seconds, message.seconds)
         tally.memory = max(tally.memory, message.memory)
         if message.problem:
             tally.findings.append(f"input {message.number}: {message.problem}")
 
 
-def fuzz_all(targets: Sequence[Target], budget: float, turn: float = SLICE_SECONDS) -> dict[str, Tally]:
+def _count(tally: Tally, number: int) -> int:
+    """The number of the input after this one."""
+    tally.inputs, tally.next = tally.inputs + 1, number + 1
+    return number + 1
+
+
+def fuzz_all(targets: Sequence[Target], budget: float, turn: float = SLICE_SECONDS, first: int = 0) -> dict[str, Tally]:
     """All targets in turn, until the time is over; every one has at least one turn."""
-    tallies = {target.name: Tally() for target in targets}
+    tallies = {target.name: Tally(next=first) for target in targets}
     deadline = time.monotonic() + budget
     while True:
         for target in targets:
@@ -194,10 +202,10 @@ def table(tallies: dict[str, Tally]) -> str:
     return "\n".join([*lines, f"| **all** | {total} | {worst:.2f} s | {peak >> 20} MiB | {found} |"])
 
 
-def _one_job(names: Sequence[str], seconds: float) -> dict[str, Tally]:
+def _one_job(names: Sequence[str], seconds: float, first: int) -> dict[str, Tally]:
     from tests.adversarial.fuzz_targets import TARGETS
 
-    return fuzz_all([target for target in TARGETS if target.name in names], seconds)
+    return fuzz_all([target for target in TARGETS if target.name in names], seconds, first=first)
 
 
 def main() -> None:
@@ -208,23 +216,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--target", choices=[target.name for target in TARGETS])
+    parser.add_argument("--target", choices=[target.name for target in TARGETS], action="append", default=[])
+    parser.add_argument("--first", type=int, default=0, help="The number of the first input.")
     parser.add_argument("--input", type=int, help="Try this input alone, in this process.")
     options = parser.parse_args()
     if options.input is not None:
-        target = next(target for target in TARGETS if target.name == options.target)
+        target = next(target for target in TARGETS if target.name in options.target)
         data = make_input(target, options.input)
         sys.stdout.write(f"{data[:2000]!r}\n")
         sys.stdout.write(f"{measure(lambda: target.attempt(data))[1]}\n")
         return
-    names = [options.target] if options.target else [target.name for target in TARGETS]
+    names = options.target or [target.name for target in TARGETS]
     shares = [names[job :: options.jobs] for job in range(options.jobs) if names[job :: options.jobs]]
     with ThreadPoolExecutor(len(shares)) as pool:
-        done = list(pool.map(lambda share: _one_job(share, options.seconds), shares))
+        done = list(pool.map(lambda share: _one_job(share, options.seconds, options.first), shares))
     tallies = {name: found for part in done for name, found in part.items()}
     sys.stdout.write(f"{table(tallies)}\n")
-    findings = [f"{name} {line}" for name, tally in tallies.items() for line in tally.findings]
-    sys.stdout.write("".join(f"{line}\n" for line in findings[:50]))
+    findings = [f"{name} {line}" for name, tally in tallies.items() for line in tally.findings[:SHOWN]]
+    sys.stdout.write("".join(f"{line}\n" for line in findings))
     sys.exit(bool(findings))
 
 

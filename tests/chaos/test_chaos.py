@@ -13,6 +13,7 @@ from tests.conftest import tiny_recipe
 from zero2all.chaos.faults import FAULTS
 from zero2all.chaos.injections import InjectionPoint
 from zero2all.chaos.sample_audit import SampleAudit, audit_samples, sample_hash
+from zero2all.chaos.scenario import Scenario
 from zero2all.chaos.suite import FaultResult, render_table, run_suite
 from zero2all.elastic.exit_reason import FailureKind
 from zero2all.errors import UsageError
@@ -25,7 +26,10 @@ SHORT = ["kill a rank"]  # `.ci/long` runs all of them
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_job_survives_the_short_suite(tmp_path: Path) -> None:
+def test_a_job_survives_the_short_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two ranks: four would import torch for half a minute more."""
+    monkeypatch.setattr(Scenario, "num_ranks", 2)
+    monkeypatch.setattr("zero2all.chaos.fault.NUM_RANKS", 2)
     rows = run_suite(tmp_path, only=SHORT, seed=1)
     assert [row.fault for row in rows] == SHORT
     for row in rows:

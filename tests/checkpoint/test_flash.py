@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from torch import nn
 
 from tests.checkpoint.helpers import TRAINING_STATE, crashed, losses
 from tests.conftest import tiny_recipe
+from tests.processes import run_preloaded
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.checkpoint import CheckpointManager, CheckpointStore, RankGroup, flash
 from zero2all.errors import Interrupted
@@ -29,12 +28,14 @@ FLASH = ["checkpoint.flash_every=3 steps", "checkpoint.every=8 steps"]
 # background: it dies with the one before its step, however slow the machine is.
 TRAINER = """
 import json, os, signal, sys, time
+import torch
 from zero2all.recipe import load_recipe
 from zero2all.checkpoint import flash
 from zero2all.train import TrainerHooks, train
 
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 
+torch.set_num_threads(1)
 where, when = sys.argv[2], int(sys.argv[3])
 finish, begin = flash.Slot.finish, flash.Slot.begin
 
@@ -119,9 +120,8 @@ def test_the_state_outlives_a_killed_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe))
-    words = [sys.executable, "-c", TRAINER, str(tmp_path / "recipe.yaml"), where, str(when)]
-    killed = subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    killed = run_preloaded(TRAINER, str(tmp_path / "recipe.yaml"), where, str(when))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert train(recipe).resumed_at == kept
     assert losses(Run.open(recipe.run_dir)) == losses(uninterrupted)
     if where != "step":

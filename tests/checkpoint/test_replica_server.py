@@ -242,6 +242,32 @@ def test_a_state_that_training_overwrites_is_given_up(
     assert steps_held(tmp_path / "there") == []
 
 
+class SlowLock:
+    """A lock whose holder loses the processor before it lets go."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        time.sleep(0.2)
+        self._lock.release()
+
+
+def test_the_next_state_is_received_as_soon_as_one_is_confirmed(
+    server: ReplicaServer, slots: Slots, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, (place, _) in server._held.items():
+        server._held[key] = (place, SlowLock())  # type: ignore[assignment]
+    out, sent = sender(server.address)
+    for step in (10, 20):
+        out.offer(committed(slots, step))
+        assert out.wait(30)
+    assert [replica.step for replica in sent] == [10, 20], capsys.readouterr().err
+
+
 def test_states_of_an_abandoned_history_are_overwritten_first(slots: Slots, tmp_path: Path) -> None:
     place = ReplicaSlots(tmp_path / "replica-0-of-2", SIZE)
     abandoned: Lineage = (*LINE, Branch("b", 5))

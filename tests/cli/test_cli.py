@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe, write_raw
@@ -120,28 +121,32 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
     assert result["below_unigram"] > 0.1  # an untrained model is above it
     assert set(result["sources"]) == {"en", "zh"}
 
+    # The rest in this process: a new one for each would import torch again.
+    def run(*words: object) -> Result:
+        return CliRunner().invoke(app, list(map(str, words)))
+
     # Other text in the same place is refused before anything is touched.
-    other = z2a("quickstart", "--corpus", tmp_path / "raw/code", *SMALL, "--out", out)
-    assert other.returncode == 2
+    other = run("quickstart", "--corpus", tmp_path / "raw/code", *SMALL, "--out", out)
+    assert other.exit_code == 2
     assert "another corpus" in other.stderr
 
     # Each stage again, alone: all of it is there already.
     for words in (["corpus", "build"], ["tokenizer", "train"], ["tokens", "build"]):
-        stage = z2a(*words, out / "recipe.yaml", "--json")
-        assert stage.returncode == 0, stage.stderr
+        stage = run(*words, out / "recipe.yaml", "--json")
+        assert stage.exit_code == 0, stage.stderr
         assert json.loads(stage.stdout)["reused"] is True
-    longer = z2a("quickstart", "--corpus", tmp_path / "raw/en.jsonl", tmp_path / "raw/zh", *SMALL, "train.steps=122",
+    longer = run("quickstart", "--corpus", tmp_path / "raw/en.jsonl", tmp_path / "raw/zh", *SMALL, "train.steps=122",
                  "--out", out)  # fmt: skip
-    assert longer.returncode == 2
+    assert longer.exit_code == 2
     assert f"for example: z2a train {out}/recipe.yaml --extend rewarm" in longer.stderr
-    trained = z2a("train", out / "recipe.yaml", "--extend", "rewarm", "--json")
+    trained = run("train", out / "recipe.yaml", "--extend", "rewarm", "--json")
     assert json.loads(trained.stdout)["resumed_at"] == 120
-    traced = json.loads(z2a("tokens", "trace", out, "--step", 3, "--json").stdout)
+    traced = json.loads(run("tokens", "trace", out, "--step", 3, "--json").stdout)
     assert {"gid", "source", "title"} <= set(traced["documents"][0])
-    assert json.loads(z2a("eval", "loss", out, "--json").stdout)["bits_per_byte"] > 0
-    spoken = z2a("generate", out, "--prompt", "the model", "--max-tokens", 10)
+    assert json.loads(run("eval", "loss", out, "--json").stdout)["bits_per_byte"] > 0
+    spoken = run("generate", out, "--prompt", "the model", "--max-tokens", 10)
     assert spoken.stdout.startswith("the model")
-    exported = json.loads(z2a("export", out, "--to", out / "hf", "--check", "--json").stdout)
+    exported = json.loads(run("export", out, "--to", out / "hf", "--check", "--json").stdout)
     assert exported["max_difference"] <= 1e-4
 
 

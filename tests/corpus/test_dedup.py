@@ -272,11 +272,6 @@ def digest_of(directory: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
 
 
-def in_processes(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(function, *zip(*arguments, strict=True)))
-
-
 def test_same_bytes_whatever_the_order_of_shards_and_the_partitions(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", many_documents(), 4)
     _, first = find_duplicates(shards, tmp_path / "a", PARAMS)
@@ -292,7 +287,12 @@ def test_same_bytes_from_other_processes(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", many_documents(), 2)
     params = DedupParams(**{**vars(PARAMS), "partitions": 2})
     _, here = find_duplicates(shards, tmp_path / "a", params)
-    _, there = find_duplicates(shards, tmp_path / "b", params, in_processes)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+
+        def in_processes(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+            return list(pool.map(function, *zip(*arguments, strict=True)))
+
+        _, there = find_duplicates(shards, tmp_path / "b", params, in_processes)
     assert here == there
     assert digest_of(tmp_path / "a" / "drops") == digest_of(tmp_path / "b" / "drops")
 

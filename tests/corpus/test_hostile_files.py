@@ -280,9 +280,10 @@ def test_small_text_does_not_vouch_for_another_column_with_the_same_path(tmp_pat
         pq.write_table(pa.Table.from_arrays(arrays, ordered), path, store_schema=False)
         metadata = pq.read_metadata(path)
         with path.open("rb") as file:
-            assert set(parquet_reader._choose_read_options(file, metadata, 0).dictionaries) == {
-                metadata.schema.column(0).path
-            }
+            group = parquet_reader.read_row_groups(file, metadata.num_columns)[0]
+            part = parquet_reader._RowGroupFile(file, metadata, 0, group)
+            chosen = parquet_reader._choose_read_options(part)
+        assert set(chosen.dictionaries) == {metadata.schema.column(0).path}
 
 
 def test_a_parquet_bomb_is_counted_and_the_rest_is_built(tmp_path: Path) -> None:

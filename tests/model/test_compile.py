@@ -28,7 +28,8 @@ def fresh() -> None:
     ("variant", "packed", "backend"),
     [
         ("plain", False, "aot_eager"),
-        ("plain", True, "inductor"),
+        ("plain", True, "aot_eager"),
+        pytest.param("plain", True, "inductor", marks=pytest.mark.long),
         ("everything", False, "aot_eager"),
         pytest.param("everything", True, "inductor", marks=pytest.mark.long),
     ],

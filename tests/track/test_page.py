@@ -59,10 +59,19 @@ def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with browser(tmp_path_factory.mktemp("browser") / "profile") as started:
+        yield started
+
+
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[Any]:
-    with browser(tmp_path / "profile") as opened:
-        yield opened
+def page(opened: Any) -> Iterator[Any]:
+    """One browser for all tests; nothing that a page has stored or said is left for the next."""
+    yield opened
+    opened.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": "*", "storageTypes": "all"})
+    opened.get("about:blank")
+    opened.get_log("browser")
 
 
 def no_complaints(page: Any) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import tiny_recipe
+from tests.processes import run_preloaded
 from zero2all.recipe import recipe_yaml
 from zero2all.track import read_steps
 from zero2all.train import Run, train
@@ -24,9 +22,11 @@ EVERY = 7
 # test, the trainer and the thread that writes.
 TRAINER = """
 import os, signal, sys, time
+import torch
 from zero2all.recipe import load_recipe
 from zero2all.train import Run, TrainerHooks, train
 
+torch.set_num_threads(1)  # another partition of a sum may round differently
 recipe, kill_at, every = load_recipe(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 checkpoints = Run(recipe, recipe.run_dir).checkpoints
 
@@ -43,10 +43,7 @@ train(recipe, hooks=TrainerHooks(on_batch=kill))
 
 def run_trainer(recipe: Path, kill_at: int) -> tuple[int, list[str]]:
     """Exit status and the lines it printed."""
-    # The number of threads is fixed because another partition of a sum may round differently.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", TRAINER, str(recipe), str(kill_at), str(EVERY)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = run_preloaded(TRAINER, str(recipe), str(kill_at), str(EVERY))
     return done.returncode, done.stderr.splitlines()
 
 

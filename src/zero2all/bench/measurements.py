@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from zero2all import __version__
 from zero2all.errors import UsageError, Z2aError
-from zero2all.records import parse_record
+from zero2all.records import decode_json, parse_record
 
 Unit = Literal["tokens/s", "MB/s", "GB/s", "ms"]
 LOWER_IS_BETTER: tuple[Unit, ...] = ("ms",)
@@ -56,7 +55,7 @@ def this_machine() -> Machine:
 def read_report(path: Path, benchmark: str) -> BenchReport:
     """An earlier report of the same benchmark."""
     try:
-        found = json.loads(path.read_text())
+        found = decode_json(path.read_text())
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist: give the .json file of an earlier 'z2a bench {benchmark}'") from None
     except (ValueError, OSError) as error:

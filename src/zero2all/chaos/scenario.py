@@ -33,6 +33,8 @@ class Scenario:
     0
     """
 
+    num_ranks = NUM_RANKS
+
     def __init__(
         self,
         workspace: Path,
@@ -76,11 +78,13 @@ class Scenario:
         return directory
 
     def start(
-        self, num_ranks: int = NUM_RANKS, node: SimulatedNode | None = None, **options: Any
+        self, num_ranks: int | None = None, node: SimulatedNode | None = None, **options: Any
     ) -> subprocess.Popen[bytes]:
+        """``num_ranks`` of all nodes or of this one; by default those of the class."""
         self._require_open()
         launch_options = {
-            "command": [str(self.recipe_path), str(self.directory)], "procs": num_ranks, "nodes": (1, 1),
+            "command": [str(self.recipe_path), str(self.directory)], "nodes": (1, 1),
+            "procs": self.num_ranks if num_ranks is None else num_ranks,
             "hang_after": self.hang_after, "grace": 2 * self.hang_after, "patience": 2 * self.hang_after, **options,
         }  # fmt: skip
         command = [sys.executable, "-m", "zero2all.chaos.chaos_agent", json.dumps(launch_options)]
@@ -102,7 +106,7 @@ class Scenario:
         self.exits.append((time.time(), status))
         return status
 
-    def run(self, num_ranks: int = NUM_RANKS, node: SimulatedNode | None = None, **options: Any) -> int:
+    def run(self, num_ranks: int | None = None, node: SimulatedNode | None = None, **options: Any) -> int:
         return self.wait(self.start(num_ranks, node, **options))
 
     def is_triggered(self, number: int) -> bool:

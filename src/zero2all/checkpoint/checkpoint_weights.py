@@ -13,6 +13,7 @@ from zero2all.checkpoint.checkpoint_store import STATE_FILE, CheckpointStore, ch
 from zero2all.checkpoint.integrity import IntegrityResult, read_checksums, verify_sizes
 from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe import ModelConfig
+from zero2all.records import first_problem
 
 PREFIX = "model."
 
@@ -34,7 +35,7 @@ class CheckpointWeights:
         try:
             self.config = ModelConfig.model_validate({**state.model, **asdict(state.rope)})
         except ValidationError as error:
-            raise self._damaged(f"{STATE_FILE}: {error.errors()[0]['msg']}") from error
+            raise self._damaged(f"{STATE_FILE}: {first_problem(error)}") from error
         self._reader = store.reader(step)
         self._entries = {
             name.removeprefix(PREFIX): entry

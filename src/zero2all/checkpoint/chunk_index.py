@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from zero2all.checkpoint.integrity import DamagedError
 from zero2all.errors import Z2aError
-from zero2all.records import parse_record
+from zero2all.records import decode_json, parse_record
 from zero2all.torch_private import storage_info
 
 INDEX_FILE: Final = "chunks.parquet"
@@ -167,7 +167,7 @@ class ChunkIndex:
         """Untrusted data: whatever is not an index raises ``DamagedError``."""
         try:
             table = pq.read_table(BytesIO(data))
-            raw = json.loads(table.schema.metadata[HEADER_KEY])
+            raw = decode_json(table.schema.metadata[HEADER_KEY])
             raw["tensors"] = [{"name": name, "dtype": kind, "size": size} for name, kind, size in raw["tensors"]]
             header = parse_record(IndexHeader, raw, INDEX_FILE)
             columns = {name: np.asarray(table[name]).astype(np.int64, copy=False) for name in table.column_names}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping, Sequence
-from io import BufferedIOBase
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -37,6 +37,7 @@ from torch.futures import Future
 
 from zero2all.checkpoint.chunk_index import DTYPES, INDEX_FILE, ChunkIndex, Region
 from zero2all.checkpoint.integrity import DamagedError, read_manifest_of_checkpoint
+from zero2all.checkpoint.pickle_scan import call_with_stack_for, check_numbers
 from zero2all.errors import Z2aError
 from zero2all.paths import RemotePath, open_bytes
 from zero2all.torch_private import fsspec_filesystem, local_shape_and_offset, storage_info
@@ -82,7 +83,7 @@ class _Ignored:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: BufferedIOBase) -> None:
+    def __init__(self, stream: BytesIO) -> None:
         super().__init__(stream)
         # Classes of this one file: a pickle may set attributes of whatever it can name.
         self._known: dict[tuple[str, str], Any] = {key: type(key[1], (_InertObject,), {}) for key in ALLOWED_CLASSES}
@@ -108,7 +109,9 @@ def read_metadata(path: Path) -> Metadata:
     """The tensors of a checkpoint and where they are stored; entries that are not tensors are skipped."""
     try:
         with open_bytes(path) as stream:
-            root = _Unpickler(stream).load()
+            data = stream.read()
+        check_numbers(data)
+        root = call_with_stack_for(data, lambda: _Unpickler(BytesIO(data)).load())
     except _RefusedError as refused:
         raise Z2aError(
             f"{path} contains {refused}, which no checkpoint needs and which could run code: nothing of it was loaded; "
@@ -120,7 +123,7 @@ def read_metadata(path: Path) -> Metadata:
         raise _damaged(path, error) from error
     try:
         return _metadata(root)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise _damaged(path, error) from error
 
 

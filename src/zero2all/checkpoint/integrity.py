@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Literal
 from zero2all.errors import Z2aError
 from zero2all.io import MANIFEST, sha256_file
 from zero2all.paths import RemotePath
-from zero2all.records import parse_record
+from zero2all.records import decode_json, parse_record
 
 MANIFEST_KIND = "checkpoint"
 RETRY_DELAYS = (0.5, 2.0)  # seconds: a file server usually recovers from a glitch by then
@@ -163,7 +162,7 @@ def _read_manifest(path: Path, step: int) -> CheckpointManifest:
 def _parse_manifest(data: bytes) -> CheckpointManifest:
     """A failed read is no damage, so it happens outside."""
     try:
-        return parse_record(CheckpointManifest, json.loads(data), MANIFEST)
+        return parse_record(CheckpointManifest, decode_json(data), MANIFEST)
     except (ValueError, Z2aError):
         raise DamagedError(f"{MANIFEST} is damaged") from None
 

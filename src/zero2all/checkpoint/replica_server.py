@@ -74,15 +74,16 @@ class ReplicaServer(PeerServer):
         if not lock.acquire(blocking=False):
             peer.send(Reply("another state of this rank is being received"))
             return
+        problem = None
         try:
             peer.send(Reply())  # before anything is sent for nothing
             receive_state(peer, slots, request.header, request.layout_bytes)
         except RejectedStateError as error:
-            peer.send(Reply(str(error)))
-        else:
-            peer.send(Reply())
+            problem = str(error)
         finally:
             lock.release()
+        # After the release: a sender that has this reply may send the next state at once.
+        peer.send(Reply(problem))
 
     def _give(self, peer: PeerConnection, request: Request) -> None:
         for slot in find_staged_slots(self._flash_directory):

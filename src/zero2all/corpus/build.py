@@ -16,6 +16,7 @@ from typing import Any
 from zero2all.console import progress, warn
 from zero2all.corpus.dedup_stage import evaluation_files, find_drops, remove_boilerplate
 from zero2all.corpus.document_shards import WrittenShards, group_parts_by_size, write_shards
+from zero2all.corpus.expansion_budget import ExpansionBudget
 from zero2all.corpus.filters import DEFAULT_CHAT_FILTERS, DEFAULT_FILTERS, build_filters
 from zero2all.corpus.filters.quality_classifier import quality_model_checksums
 from zero2all.corpus.manifest import (
@@ -30,7 +31,15 @@ from zero2all.corpus.manifest import (
     SplitShards,
 )
 from zero2all.corpus.mapping import resolve_mapping
-from zero2all.corpus.part_files import PartFile, PartRecord, PartTask, group_small_files, part_path, write_part
+from zero2all.corpus.part_files import (
+    OVER_BUDGET,
+    PartFile,
+    PartRecord,
+    PartTask,
+    group_small_files,
+    part_path,
+    write_part,
+)
 from zero2all.corpus.readers import (
     LINK_OUTSIDE_SOURCE,
     MISSING_REASONS,
@@ -95,7 +104,9 @@ def build_corpus(
     key = fingerprint([[task.key for task in tasks], options, evaluation])
     missing = missing_packages()
     key_with_missing = fingerprint([key, missing])  # of a corpus without the files that need them
-    if is_current(out, KIND, key, verify) or is_current(out, KIND, key_with_missing, verify):
+    within_budget = [OVER_BUDGET, recipe.max_compression_ratio, recipe.ratio_check_bytes]
+    possible = [first for one in (key, key_with_missing) for first in (one, fingerprint([one, within_budget]))]
+    if any(is_current(out, KIND, one, verify) for one in possible):
         return parse_record(BuiltCorpus, {**read_json(out / MANIFEST), "reused": True}, out / MANIFEST)
 
     refuse_strangers(out, KIND)  # like the filters: before hours of reading
@@ -106,6 +117,8 @@ def build_corpus(
     _remove_stale_parts(work / "parts", parts)
     if not MISSING_REASONS.isdisjoint(reason for part in parts for reason in (*part.unreadable, *part.left_out)):
         key = key_with_missing
+    if any(OVER_BUDGET in part.unreadable for part in parts):  # tried again with another budget
+        key = fingerprint([key, within_budget])
     if any(WORKER_KILLED in part.unreadable for part in parts):  # tried again by the next build
         key = fingerprint([key, WORKER_KILLED])
     nonempty = [PartFile(part, part_path(work / "parts", part.source, part.key)) for part in parts if part.documents]
@@ -206,22 +219,22 @@ def _write_parts(engine: Engine, recipe: CorpusRecipe, tasks: list[PartTask], di
     total = sum(task.bytes for task in tasks)
     # Large files first, so that the last task to end is a short one.
     by_size = sorted(tasks, key=lambda task: -task.bytes)
+    budget = ExpansionBudget(recipe, tasks, directory)
     with progress(f"reading {show_bytes(total)}", total) as advance:
         parts = engine.run(
             write_part,
             [(task, _filters_of(recipe, task.source), directory) for task in by_size],
             lambda number: advance(by_size[number].bytes),
             _without_files,
+            budget.count,
         )
     by_key = {task.key: part for task, part in zip(by_size, parts, strict=True)}
     return [by_key[task.key] for task in tasks]
 
 
 def _without_files(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A part whose files are counted and not read, under another key: the next build tries them again."""
     task: PartTask = arguments[0]
-    files = tuple(replace(file, skip_reason=WORKER_KILLED) for file in task.files)
-    return (replace(task, files=files, key=fingerprint([task.key, WORKER_KILLED])), *arguments[1:])
+    return (task.without_files(WORKER_KILLED), *arguments[1:])
 
 
 def _remove_stale_parts(directory: Path, parts: list[PartRecord]) -> None:

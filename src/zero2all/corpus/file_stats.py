@@ -18,7 +18,7 @@ class FileStats:
 
     def __init__(self) -> None:
         self.begin_file("")
-        self._documents_read = self._bytes_read = 0
+        self._documents_read = self._bytes_read = self.unpacked = 0
         self.skipped: Counter[str] = Counter()
         self.changed: Counter[str] = Counter()
         self.record_files: dict[str, SkippedFiles] = {}

@@ -8,8 +8,9 @@ part depends on, so a rerun writes only parts whose files, mapping or filters ch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from zero2all.corpus.file_stats import FileStats, count_drop
 from zero2all.corpus.filters import BoundFilter, FilterOutcome, apply_filters, build_filters
 from zero2all.corpus.ingest import read_documents
 from zero2all.corpus.manifest import DroppedDocuments, ReadCounts, SkippedFiles
-from zero2all.corpus.readers import RawFile
-from zero2all.io import atomic_path, read_finished, sha256_file, write_record
+from zero2all.corpus.readers import RawFile, ReadLimits
+from zero2all.io import atomic_path, fingerprint, read_finished, sha256_file, write_record
 from zero2all.recipe import SourceRecipe
 from zero2all.recipe.source_names import source_file_name
 
@@ -33,6 +34,9 @@ ROW_GROUP_BYTES = 8_000_000
 MAX_PENDING_BATCHES = 256  # a batch of one short document takes kilobytes
 SMALL_FILE_BYTES = 256_000  # below, files share a part
 GROUP_BYTES = 8_000_000  # of small files in a part
+# The files of a part together, which are one large file or small ones of 8 MB: as those of a file, but from 4 GiB on.
+PART_LIMITS = ReadLimits(ratio_check_bytes=4 * 2**30)
+OVER_BUDGET = "its source unpacks to more than corpus.max_compression_ratio allows"
 GROUP_FILES, MAX_GROUP_FILES = 256, 2048  # small files in a part: on average, and at most
 
 
@@ -48,6 +52,11 @@ class PartTask:
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
+
+    def without_files(self, reason: str) -> PartTask:
+        """A part whose files are counted and not read, under another key: a later build tries them again."""
+        files = tuple(replace(file, skip_reason=reason) for file in self.files)
+        return replace(self, files=files, key=fingerprint([self.key, reason]))
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,8 @@ class PartRecord:
     dropped: dict[str, DroppedDocuments]
     """By reason."""
     sha256: str
+    unpacked: int = 0
+    """Bytes of the records in memory, with all their fields; 0 in sidecars of versions that did not count."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,11 @@ class PartFile:
 
 def part_path(directory: Path, source: str, key: str) -> Path:
     return directory / f"{source_file_name(source)}-{key}.parquet"
+
+
+def budget_marker(directory: Path, source: str) -> Path:
+    """A file that is there once the parts of a source are over its budget. See ``expansion_budget``."""
+    return directory / f"{source_file_name(source)}.over-budget"
 
 
 def group_small_files(files: Iterable[RawFile]) -> Iterator[tuple[RawFile, ...]]:
@@ -121,14 +137,15 @@ def write_part(task: PartTask, specs: list[str | dict[str, Any]], directory: Pat
     done = read_finished(PartRecord, sidecar, task.key, lambda record: record.sha256 == sha256_file(data))
     if done is not None:
         return done
+    if budget_marker(directory, task.source.name).exists() and any(not file.skip_reason for file in task.files):
+        return write_part(task.without_files(OVER_BUDGET), specs, directory)
     stats = FileStats()
     filters = build_filters(specs)
     kind = task.source.kind
     apply = apply_filters if kind == "text" else partial(filter_example, kind)
     with atomic_path(data) as partial_path, DocumentWriter(partial_path) as writer:
-        for file in task.files:
-            for batch in read_documents(file, task.source, stats):
-                writer.write(apply_filters_to_batch(batch, filters, stats, apply) if filters else batch)
+        for batch in _read_files(task, stats):
+            writer.write(apply_filters_to_batch(batch, filters, stats, apply) if filters else batch)
     record = PartRecord(
         key=task.key,
         source=task.source.name,
@@ -143,9 +160,23 @@ def write_part(task: PartTask, specs: list[str | dict[str, Any]], directory: Pat
         changed=dict(stats.changed),
         dropped=stats.dropped,
         sha256=sha256_file(data),
+        unpacked=stats.unpacked,
     )
     write_record(sidecar, record)
     return record
+
+
+def _read_files(task: PartTask, stats: FileStats) -> Iterator[pa.RecordBatch]:
+    """The documents of all files, as long as they are not more than the files can plausibly hold."""
+    problem = ""
+    for file in task.files:
+        for batch in read_documents(replace(file, skip_reason=file.skip_reason or problem), task.source, stats):
+            stats.unpacked += batch.nbytes
+            problem = PART_LIMITS.unpacked_problem(stats.unpacked, task.bytes, sys.maxsize)
+            if problem:
+                stats.count_unreadable(problem)
+                break
+            yield batch
 
 
 def apply_filters_to_batch(

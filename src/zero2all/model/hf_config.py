@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
 
 from zero2all.errors import UsageError
 from zero2all.recipe import ModelConfig, MoeConfig, RopeScaling
-from zero2all.records import parse_record
+from zero2all.records import first_problem, parse_record
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -23,6 +25,13 @@ ROPE_FIELDS = {
     "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"},
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }
+
+# A config comes from anywhere, and a model is built of it, if only without its weights: sizes that no model has would
+# take all memory or overflow.
+Width = Annotated[int, Field(ge=1, le=1 << 20)]
+Layers = Annotated[int, Field(ge=0, le=10_000)]
+Experts = Annotated[int, Field(ge=0, le=1 << 16)]
+Positions = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
 @dataclass(frozen=True)
@@ -57,14 +66,14 @@ class HFRope:
 class HFConfig:
     """The fields of a ``config.json`` that are read, with the defaults of transformers."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    vocab_size: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int = 2048
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Width
+    vocab_size: Positions
+    num_key_value_heads: Width | None = None
+    head_dim: Width | None = None
+    max_position_embeddings: Positions = 2048
     rope_theta: float | None = None
     rope_parameters: HFRope | None = None
     rope_scaling: HFRope | None = None
@@ -74,7 +83,7 @@ class HFConfig:
     tie_word_embeddings: bool = False
     use_sliding_window: bool | None = None
     sliding_window: int | None = None
-    max_window_layers: int | None = None
+    max_window_layers: Layers | None = None
     layer_types: list[str] | None = None
     initializer_range: float = 0.02
     hidden_act: str | None = "silu"
@@ -89,9 +98,9 @@ class HFMoeConfig:
     """The fields of a ``config.json`` that describe experts."""
 
     num_experts_per_tok: int
-    moe_intermediate_size: int
-    num_experts: int | None = None
-    num_local_experts: int | None = None
+    moe_intermediate_size: Width
+    num_experts: Experts | None = None
+    num_local_experts: Experts | None = None
     """``num_experts`` in some files."""
     mlp_only_layers: list[int] | None = None
     norm_topk_prob: bool = False
@@ -103,10 +112,10 @@ class HFGlmMoeConfig:
     """The same of GLM-4-MoE: a sigmoid router with a bias, and shared experts."""
 
     num_experts_per_tok: int
-    moe_intermediate_size: int
-    n_routed_experts: int | None = None
-    num_local_experts: int | None = None
-    n_shared_experts: int = 1
+    moe_intermediate_size: Width
+    n_routed_experts: Experts | None = None
+    num_local_experts: Experts | None = None
+    n_shared_experts: Experts = 1
     first_k_dense_replace: int = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
@@ -249,6 +258,13 @@ def _rope_parameters(config: ModelConfig) -> dict[str, str | float]:
 
 def from_hf_config(values: object, source: object = "config.json") -> ModelConfig:
     """Our shape from a ``config.json`` of transformers 4 or 5, or an error that names what we do not compute."""
+    try:
+        return _model_config(values, source)
+    except ValidationError as error:
+        raise UsageError(f"{source}: {first_problem(error)}; no model of the Z2all decoder has that") from error
+
+
+def _model_config(values: object, source: object) -> ModelConfig:
     kind = parse_record(HFArchitecture, values, source).model_type
     if kind not in ARCHITECTURES:
         raise UsageError(f"model_type is {kind!r}; the Z2all decoder computes {', '.join(ARCHITECTURES)}")

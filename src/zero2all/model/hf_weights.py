@@ -175,6 +175,7 @@ class HFWeights:
         return digests
 
     def _check_shapes(self) -> None:
+        self._check_counts()
         wanted = {tensor.name: tensor.shape for tensor in hf_tensors(self.config)}
         for name in self._tensors:
             self._dtype(name)  # first: quantized weights have tensors of their own
@@ -187,6 +188,16 @@ class HFWeights:
         for name in zero_tensors(self.config):
             if self._tensors[name][:].any():
                 raise Z2aError(f"{self.path}: {name} is not zero, and the Z2all decoder has no such bias")
+
+    def _check_counts(self) -> None:
+        """Before a model is built of the config, which may ask for thousands of layers: each has a tensor here."""
+        config, held = self.config, len(self._tensors)
+        asked = {"layers": config.num_hidden_layers, "experts": config.moe.num_experts if config.moe else 0}
+        for what, count in asked.items():
+            if count > held:
+                raise Z2aError(
+                    f"{self.path} lacks weights: {CONFIG} asks for {count} {what}, and it holds {held} tensors"
+                )
 
     def _dtype(self, name: str) -> str:
         stored = self._tensors[name].get_dtype()

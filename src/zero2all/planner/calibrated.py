@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import replace
@@ -18,7 +17,7 @@ from zero2all.planner.cluster import LINK_EFFICIENCY, Cluster
 from zero2all.planner.plan import plan_run
 from zero2all.planner.step_time import MEMORY_EFFICIENCY
 from zero2all.recipe import Recipe
-from zero2all.records import parse_record
+from zero2all.records import decode_json, parse_record
 
 MAX_ENTRY_BYTES = 1 << 16
 MEASURED_LINK, UNKNOWN_LINK = "measured", "not measured"
@@ -99,7 +98,7 @@ def find_entry(name: str) -> Gpu:
         return find_gpu(name)
     try:
         with open(path, "rb") as stream:
-            value = json.loads(stream.read(MAX_ENTRY_BYTES))
+            value = decode_json(stream.read(MAX_ENTRY_BYTES))
         return parse_record(Gpu, value, name)
     except FileNotFoundError:
         raise UsageError(f"--gpu: {name} does not exist; 'z2a doctor --calibrate {name}' writes it") from None

@@ -154,6 +154,11 @@ class CorpusRecipe(Section):
     """How much text from an evaluation set a document may contain."""
     shard_size: Bytes = 200_000_000
     """Bytes of text in one Parquet shard."""
+    max_compression_ratio: Positive = 100.0
+    """Bytes of records that the files of a source, compressed or not, may give for each byte on disk, all together.
+    Text gives fewer than 30. Beyond it no more files of the source are read."""
+    ratio_check_bytes: Bytes = 64 * 2**30
+    """Bytes of records of a source before that ratio is checked."""
     holdout: Fraction = 0.01
     """Fraction of documents in the validation split, chosen by gid. Their near-duplicates are removed from the training
     set. In a source with too few documents, the fraction is taken from inside long ones."""

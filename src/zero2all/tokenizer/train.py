@@ -246,7 +246,7 @@ def _count_words(
     counts, classes = work / "counts", work / "classes.npy"
     with progress("preparing (the first time on a machine takes a minute)"):
         _write_character_classes(classes)
-        _warm_up_jit(work / "compile", np.load(classes))
+        warm_up_jit(work / "compile", np.load(classes))
     stems = [counts / Path(shard).stem for shard in shards]
     records = {
         number: record for number, stem in enumerate(stems) if (record := read_finished_count(stem, keys[number]))
@@ -290,7 +290,7 @@ def _write_character_classes(path: Path) -> None:
         np.save(stream, character_classes())
 
 
-def _warm_up_jit(stem: Path, classes: NDArray[np.uint8]) -> None:
+def warm_up_jit(stem: Path, classes: NDArray[np.uint8]) -> None:
     """Run every JIT function once here, so that workers load them from the cache instead of compiling them too."""
     spills = SpillWriter(stem, PretokenizeConfig("zh-en-code", 8, 1.0), classes, MIN_TABLE_MEMORY)
     spills.count(pa.array(["a text, a text"]), np.ones(1, bool))

@@ -217,22 +217,21 @@ def aggregate_counts(
 ) -> WordCounts:
     """Aggregate all spills into one file of (word, count), sampled until ``memory_cost(words, bytes)`` is in budget."""
     kept: list[WordPartition] = []
-    threshold, different, total = 1, 0, 0
+    threshold, different, total, kept_words, kept_bytes = 1, 0, 0, 0, 0
     for part in _partition_totals(spills, rows, seed, table_memory):
         different, total = different + len(part.words), total + int(part.totals.sum())
         kept.append(_subsample(part, threshold))
-        while (
-            memory_cost(sum(len(part.words) for part in kept), sum(_total_bytes(part.words) for part in kept))
-            > memory_budget
-        ):
+        kept_words, kept_bytes = kept_words + len(kept[-1].words), kept_bytes + _total_bytes(kept[-1].words)
+        while memory_cost(kept_words, kept_bytes) > memory_budget:
             threshold *= 2
             kept = [_subsample(part, threshold) for part in kept]
+            kept_words, kept_bytes = sum(len(one.words) for one in kept), sum(_total_bytes(one.words) for one in kept)
         advance(1)
     with atomic_path(out) as partial, pa.ipc.new_file(str(partial), COUNTS_SCHEMA, options=ZSTD_OPTIONS) as file:
         for part in kept:
             counts = pa.array(np.maximum(part.totals, threshold))
             file.write_batch(pa.record_batch([part.words, counts], schema=COUNTS_SCHEMA))
-    return WordCounts(total, different, sum(len(part.words) for part in kept), threshold)
+    return WordCounts(total, different, kept_words, threshold)
 
 
 def _partition_totals(spills: Sequence[Path], rows: int, seed: int, memory: int) -> Iterator[WordPartition]:

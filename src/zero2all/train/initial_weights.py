@@ -24,7 +24,6 @@ from zero2all.parallel import ParallelModel
 from zero2all.paths import RemotePath
 from zero2all.recipe import Mistake, ModelConfig, Recipe
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokenizer.extend import decompose_new_tokens
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.train.identity_changes import model_changes
 from zero2all.train.run import Run
@@ -213,6 +212,8 @@ def _new_tokens(
                 "('z2a tokenizer extend')"
             )
     known = max(stored_size, tokenizer.vocab_size)
+    from zero2all.tokenizer.extend import decompose_new_tokens  # imports numba, which no other training needs
+
     subtokens = decompose_new_tokens(old, tokenizer)
     return dict(enumerate(subtokens, old.vocab_size)) | {token: [] for token in range(known, size)}
 

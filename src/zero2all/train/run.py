@@ -29,6 +29,7 @@ from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.paths import is_url, to_path
 from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe, load_recipe, recipe_yaml
 from zero2all.recipe.parallel import parallel_mistakes
+from zero2all.records import first_problem
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.tokens import TokenStore
@@ -191,8 +192,7 @@ class Run:
             rope = self.checkpoints.read_state(step).rope
             return ModelConfig.model_validate({**config.model_dump(mode="json"), **asdict(rope)})
         except ValidationError as error:
-            first = error.errors()[0]
-            raise _damaged_error(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+            raise _damaged_error(path, first_problem(error)) from error
 
 
 def _load_saved_recipe(path: Path) -> Recipe:

@@ -12,7 +12,7 @@ from zero2all.corpus.fetch.file_names import MANIFEST_NAME
 from zero2all.corpus.fetch.remote_file import RemoteFile
 from zero2all.errors import Z2aError
 from zero2all.io import read_record, sha256_file, write_record
-from zero2all.records import parse_record
+from zero2all.records import decode_json, parse_record
 from zero2all.redact import redact
 
 
@@ -100,7 +100,7 @@ class FetchRecord:
         found = []
         for line in self._journal.read_bytes().split(b"\n"):
             try:
-                found.append(parse_record(FetchedFile, json.loads(line), self._journal))
+                found.append(parse_record(FetchedFile, decode_json(line), self._journal))
             except (ValueError, Z2aError):
                 continue
         return found

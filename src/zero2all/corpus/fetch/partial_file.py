@@ -12,7 +12,7 @@ from pathlib import Path
 from zero2all.corpus.fetch.remote_file import RemoteFile
 from zero2all.errors import Z2aError
 from zero2all.io import write_text
-from zero2all.records import parse_record
+from zero2all.records import decode_json, parse_record
 
 
 @dataclass(frozen=True, order=True)
@@ -54,7 +54,7 @@ class PartialFile:
         try:
             lines = self.journal_path.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be incomplete
             available = self.data_path.stat().st_size
-            header = parse_record(JournalHeader, json.loads(lines[0]), self.journal_path)
+            header = parse_record(JournalHeader, decode_json(lines[0]), self.journal_path)
             ranges = [ByteRange(*map(int, line.split())) for line in lines[1:]]
         except (OSError, ValueError, TypeError, IndexError, Z2aError):
             return []

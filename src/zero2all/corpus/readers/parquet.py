@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, RecordChunk
+from zero2all.corpus.readers.parquet_footer import RowGroup, read_row_groups
 
 BATCH_ROWS, BATCH_BYTES = 1000, 1 << 20  # at a time; rows of a megabyte exist
 DICTIONARY_ROWS, DICTIONARY_BATCH_BYTES = 10_000, 8 << 20  # the same for rows that are not decoded yet
@@ -37,17 +38,27 @@ def read_parquet(
     size = file.seek(0, 2)
     file.seek(0)
     metadata = pq.read_metadata(file)
-    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    groups = read_row_groups(file, metadata.num_columns)
     first_row = sum(group.num_rows for group in groups[:first_group])
     for group in range(first_group, len(groups) if last_group is None else last_group):
-        yield from _read_row_group(file, metadata, group, first_row, size, limits)
+        yield from _read_row_group(_RowGroupFile(file, metadata, group, groups[group]), first_row, size, limits)
         first_row += groups[group].num_rows
 
 
-def _open_parquet(
-    file: IO[bytes] | pa.BufferReader, metadata: pq.FileMetaData, dictionaries: list[str]
-) -> pq.ParquetFile:
-    return pq.ParquetFile(file, metadata=metadata, read_dictionary=dictionaries, buffer_size=1 << 20, pre_buffer=False)
+@dataclass(frozen=True)
+class _RowGroupFile:
+    """One row group of a file."""
+
+    file: IO[bytes] | pa.BufferReader
+    metadata: pq.FileMetaData
+    number: int
+    group: RowGroup
+
+    def batches(self, rows: int, dictionaries: list[str], columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+        table = pq.ParquetFile(
+            self.file, metadata=self.metadata, read_dictionary=dictionaries, buffer_size=1 << 20, pre_buffer=False
+        )
+        return iter(table.iter_batches(batch_size=rows, row_groups=[self.number], columns=columns, use_threads=False))
 
 
 @dataclass(frozen=True)
@@ -60,51 +71,45 @@ class _RowGroupReadOptions:
     """In one batch."""
 
 
-def _choose_read_options(
-    file: IO[bytes] | pa.BufferReader, metadata: pq.FileMetaData, number: int
-) -> _RowGroupReadOptions:
+def _choose_read_options(part: _RowGroupFile) -> _RowGroupReadOptions:
     """Text is decoded at once where its dictionary has no large values: then the rows of a batch cannot be large."""
-    group = metadata.row_group(number)
-    columns = [group.column(column) for column in range(group.num_columns)]
-    text = _text_columns(metadata, columns)
-    average: int = group.total_byte_size // max(group.num_rows, 1) + 1
+    group, text = part.group, _text_columns(part)
+    average = group.total_byte_size // max(group.num_rows, 1) + 1
     in_one_batch = min(DICTIONARY_BATCH_BYTES // average, DICTIONARY_ROWS)
     # A group that is one batch has its dictionaries read once either way.
-    longest = {} if group.num_rows <= in_one_batch else _longest_values(file, metadata, number, text)
+    longest = {} if group.num_rows <= in_one_batch else _longest_values(part, text)
     decoded = {path: length for path, length in longest.items() if length <= DECODED_BYTES // MIN_BATCH_ROWS}
     dictionaries = [path for path in text if path not in decoded]
     # Every batch brings its dictionaries along, so fewer batches are cheaper.
     rows = in_one_batch if dictionaries else min(BATCH_BYTES // average, BATCH_ROWS)
     rows = min(rows, DECODED_BYTES // (sum(decoded.values()) + 1))
     # A delta is decoded as it is read. One value is at most all that the column has, and each may be that one.
-    largest: int = max((column.total_uncompressed_size for column in columns if _is_delta(column)), default=0)
+    largest = max((column.total_uncompressed_size for column in group.columns if column.is_delta), default=0)
     return _RowGroupReadOptions(dictionaries, max(min(rows, 64 * BATCH_BYTES // (largest + 1)), 1))
 
 
-def _text_columns(metadata: pq.FileMetaData, columns: list[pq.ColumnChunkMetaData]) -> list[str]:
+def _text_columns(part: _RowGroupFile) -> list[str]:
     """Columns of text, but those in an encoding that Arrow cannot read as a dictionary."""
+    schema = part.metadata.schema
     return [
-        metadata.schema.column(number).path
-        for number, column in enumerate(columns)
-        if column.physical_type == "BYTE_ARRAY" and not _is_delta(column)
+        schema.column(number).path
+        for number, column in enumerate(part.group.columns)
+        if schema.column(number).physical_type == "BYTE_ARRAY" and not column.is_delta
     ]
 
 
-def _longest_values(
-    file: IO[bytes] | pa.BufferReader, metadata: pq.FileMetaData, number: int, text: list[str]
-) -> dict[str, int]:
+def _longest_values(part: _RowGroupFile, text: list[str]) -> dict[str, int]:
     """The length of the longest value in the dictionary of each column of text that has one value a row.
 
     From the dictionary itself, which comes with the first row: what the metadata say of it proves nothing. In lists
     one row may have all values, so how long each is bounds nothing.
     """
-    flat = set(metadata.schema.to_arrow_schema().names)
+    flat = set(part.metadata.schema.to_arrow_schema().names)
     # Two columns may have the same path, and the dictionary of one says nothing of the other.
     names = [path for path, columns in Counter(text).items() if columns == 1 and path in flat]
-    if not names:
+    first = next(part.batches(1, names, names), None) if names else None
+    if first is None:
         return {}
-    table = _open_parquet(file, metadata, names)
-    first = next(table.iter_batches(batch_size=1, row_groups=[number], columns=names, use_threads=False))
     return {
         name: int(row_sizes(column.dictionary).max(initial=0))
         for name, column in zip(first.schema.names, first.columns, strict=True)
@@ -112,30 +117,18 @@ def _longest_values(
     }
 
 
-def _is_delta(column: pq.ColumnChunkMetaData) -> bool:
-    return any(encoding.startswith("DELTA") for encoding in column.encodings)
-
-
-def _read_row_group(
-    file: IO[bytes] | pa.BufferReader,
-    metadata: pq.FileMetaData,
-    number: int,
-    first_row: int,
-    file_size: int,
-    limits: ReadLimits,
-) -> Iterator[RecordChunk]:
+def _read_row_group(part: _RowGroupFile, first_row: int, file_size: int, limits: ReadLimits) -> Iterator[RecordChunk]:
     """The rows of one group, unless they are more than its bytes can plausibly hold."""
-    group = metadata.row_group(number)
-    columns = [group.column(column) for column in range(group.num_columns)]
+    columns = part.group.columns
     packed = min(sum(column.total_compressed_size for column in columns), file_size)
-    bomb = BrokenRecord(f"unpacks to more than {limits.max_compression_ratio} times its size", f"row group {number}")
+    problem = f"unpacks to more than {limits.max_compression_ratio} times its size"
+    bomb = BrokenRecord(problem, f"row group {part.number}")
     if _is_bomb(sum(max(column.total_uncompressed_size, 4 * column.num_values) for column in columns), packed, limits):
         yield [bomb]
         return
     decoded = 0
-    options = _choose_read_options(file, metadata, number)
-    table = _open_parquet(file, metadata, options.dictionaries)
-    for batch in table.iter_batches(batch_size=options.batch_rows, row_groups=[number], use_threads=False):
+    options = _choose_read_options(part)
+    for batch in part.batches(options.batch_rows, options.dictionaries):
         sizes = sum((row_sizes(column) for column in batch.columns), np.zeros(len(batch), dtype=np.int64))
         too_large = sizes > limits.record_bytes
         sizes[too_large] = 0
@@ -170,6 +163,9 @@ def row_sizes(column: pa.Array, mean: bool = False) -> RowSizes:
         lengths = np.append(row_sizes(column.dictionary), 0)
         if mean:
             lengths[:] = lengths.sum() // max(len(lengths) - 1, 1)
+        known = column.indices.drop_null().to_numpy(zero_copy_only=False)
+        if len(known) and not 0 <= known.min() <= known.max() < len(column.dictionary):  # Arrow did not look
+            raise pa.ArrowInvalid("a value that is not in its dictionary")
         places = column.indices.fill_null(len(lengths) - 1).to_numpy(zero_copy_only=False)
         return np.asarray(lengths[places], dtype=np.int64)
     if pa.types.is_struct(kind):

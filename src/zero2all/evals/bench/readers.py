@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from zero2all.errors import Z2aError
 from zero2all.evals.bench.items import LABELS, AnswerItem, ChoiceItem, ClozeItem, CodeItem, Item
+from zero2all.records import decode_json
 
 LETTERS = LABELS["letters"]
 Split = tuple[list[Item], list[Item]]
@@ -133,7 +133,7 @@ def _json_lines(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
 def _parse(path: Path, text: str, number: int = 1) -> dict[str, Any]:
     try:
-        parsed = json.loads(text)
+        parsed = decode_json(text)
     except ValueError as error:
         raise Z2aError(f"{path}, line {number}: {error}") from None
     if not isinstance(parsed, dict):
