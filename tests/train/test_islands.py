@@ -214,13 +214,22 @@ def test_a_stop_is_that_of_one_island_and_the_others_train_on(
 ) -> None:
     recipe = recipe_of(workspace, tmp_path, "checkpoint.every=50 steps")
     trainers: dict[int, Trainer] = {}
+    may_end = threading.Event()
+
+    def wait(batch: Batch) -> None:
+        if batch.step == 9:
+            assert may_end.wait(60)
+
     stopped = islands.make(recipe, 0, stop_at(trainers, 5)(0))
-    other = islands.make(recipe, 1)
+    other = islands.make(recipe, 1, TrainerHooks(on_batch=wait))
     trainers[0] = stopped.trainer
     stopped.start()
     other.start()
     with pytest.raises(Interrupted):
         stopped.end()
+    [training] = islands.server._trainings.values()
+    assert not training.quorum.is_done, "the steps are not all trained"
+    may_end.set()
     assert other.end().steps == 12
     assert run_of(tmp_path, 0).checkpoints.newest() == 6, "saved after the step in which it was asked to stop"
     present = [line.details["present"] for line in events(run_of(tmp_path, 1), "islands")]
@@ -244,8 +253,6 @@ def test_an_island_that_waits_for_another_can_be_stopped(
     stopped.trainer.stop_event.set()
     with pytest.raises(Interrupted):
         stopped.end()
-    [training] = islands.server._trainings.values()
-    assert not training.quorum.is_done, "the steps are not all trained"
     assert [line.details["reason"] for line in events(run_of(tmp_path, 0), "exchange missed")] == ["given up"]
     may_train.set()
     other.end()
