@@ -4,7 +4,7 @@
 
 Two simulated nodes with one rank each, pinned to a core each, train a model of about 5 million parameters on real text,
 with the same micro-batch and learning rate, a constant one, in every row. All rows begin with the weights of one plain
-run of 1,500 steps: methods that average weights or send approximations need a model that has left its first plateau.
+run of 1,000 steps: methods that average weights or send approximations need a model that has left its first plateau.
 
 
 - as many tokens as all others over a link that is not shaped: its validation loss, which no link changes;
@@ -85,7 +85,7 @@ ROWS = {
     "diloco 50": f"{DILOCO} parallel.sync.every=50",
 }
 FIRST = next(iter(ROWS))
-PRETRAINING_STEPS = 1500
+PRETRAINING_STEPS = 1000
 ROUNDS = 2
 WARM_UP = 3  # steps
 EVALUATIONS = 10  # until a row has seen the tokens of all
