@@ -119,6 +119,7 @@ FAMILIES = (
         "a_parser_sees_no_credentials", "nothing_leads_out_of_a_7z_or_rar",
         "a_page_that_would_take_hours_is_one_broken_record")),
     Family("new: code that a recipe names", 0, ("recipe/test_imported_code.py",)),
+    Family("new: found by fuzzing", 0, ("adversarial/test_found.py",)),
     Family("new: peer replicas", 0, tests(
         "checkpoint/test_replica_server.py", "a_peer_with_another_secret_gets_and_leaves_nothing",
         "a_server_that_does_not_know_the_secret_is_not_trusted", "a_rank_takes_only_what_was_agreed_on",
