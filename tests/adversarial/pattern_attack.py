@@ -35,8 +35,10 @@ MAX_EXPONENTIAL_GROWTH = 20.0  # by half as many repetitions again: a seventh po
 MAX_SECONDS = 5.0  # of one call with the largest size, and in proportion
 MAX_GROWTH = 8.0  # from one size to the next, which is four times as large: linear is 4, quadratic 16
 NOISE = 0.1  # seconds below which growth is not judged
-INSTANT = NOISE / 4**3  # below it, four times the size is below the noise even in cubic time
+INSTANT = 0.004  # seconds, and growth so far, from which even a cubic part of the time leads to less than the noise
+INSTANT_GROWTH = 6.0
 FOLLOWED = (12, 3)  # the slowest inputs, which are tried at 5 KB, and of these at all sizes
+REPEATS = (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT)
 METHODS = ("match", "fullmatch", "search", "sub", "findall", "finditer", "split", "subn")
 MAX_VARIANTS = 3  # samples of each part of a pattern
 ENDS = ("", "\x00", "\n")
@@ -71,6 +73,12 @@ class Attack:
         if self.problem or (self.seconds and self.seconds[-1] > max(NOISE, MAX_SECONDS * self.sizes[-1] / SIZES[-1])):
             return False
         return all(later <= max(NOISE, MAX_GROWTH * earlier) for earlier, later in pairwise(self.seconds))
+
+    @property
+    def is_instant(self) -> bool:
+        """Whether it is known to be linear at the next size too."""
+        earlier, later = self.seconds[-2:]
+        return later < INSTANT and later <= INSTANT_GROWTH * earlier
 
     def at(self, size: int) -> float | None:
         return dict(zip(self.sizes, self.seconds, strict=True)).get(size)
@@ -153,7 +161,7 @@ class Sampler:
             return text
         if operation is sre.ATOMIC_GROUP:
             return self.items(argument)
-        if operation in (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT):
+        if operation in REPEATS:
             low, high, body = argument
             return self.items(body) * max(low, min(1, high))
         if operation is sre.GROUPREF:
@@ -185,13 +193,45 @@ def _contains(choice: tuple[Any, Any], character: str) -> bool:
     return False
 
 
-def inputs(pattern: str | bytes, flags: int) -> list[Case]:
-    """Without duplicates."""
+def _parse(pattern: str | bytes, flags: int) -> list[tuple[Any, Any]]:
     text = pattern.decode("latin-1") if isinstance(pattern, bytes) else pattern
-    parsed = sre_parser.parse(text, flags & ~(re.UNICODE if isinstance(pattern, bytes) else 0))
+    return list(sre_parser.parse(text, flags & ~(re.UNICODE if isinstance(pattern, bytes) else 0)))
+
+
+def _has_nested_choice(items: Sequence[tuple[Any, Any]], repeated: bool = False) -> bool:
+    """Whether a repetition holds a repetition or a branch. Without one, a pattern takes polynomial time."""
+    for operation, argument in items:
+        is_repeat = operation in REPEATS
+        if repeated and (is_repeat or operation is sre.BRANCH):
+            return True
+        if any(_has_nested_choice(part, repeated or (is_repeat and argument[1] > 1))
+               for part in _parts(operation, argument)):  # fmt: skip
+            return True
+    return False
+
+
+def _parts(operation: Any, argument: Any) -> list[Sequence[tuple[Any, Any]]]:
+    """What an item of a pattern is made of."""
+    if operation in REPEATS:
+        return [argument[2]]
+    if operation is sre.SUBPATTERN:
+        return [argument[3]]
+    if operation is sre.ATOMIC_GROUP:
+        return [argument]
+    if operation in (sre.ASSERT, sre.ASSERT_NOT):
+        return [argument[1]]
+    if operation is sre.BRANCH:
+        return list(argument[1])
+    if operation is sre.GROUPREF_EXISTS:
+        return [part for part in argument[1:] if part]
+    return []
+
+
+def inputs(parsed: Sequence[tuple[Any, Any]]) -> list[Case]:
+    """Without duplicates."""
     cases: dict[Case, None] = {}
     for variant in range(MAX_VARIANTS):
-        for prefix, body, ends in _repeats(list(parsed), "", variant):
+        for prefix, body, ends in _repeats(parsed, "", variant):
             units = [one for one in (body, prefix + body) if one]
             cases |= dict.fromkeys((prefix, unit + more, end) for unit in units for end in ends for more in ("", "\n"))
     return list(cases)
@@ -201,20 +241,11 @@ def _repeats(items: Sequence[tuple[Any, Any]], before: str, variant: int) -> Ite
     """Each repetition with what precedes it, and each beginning of the pattern as something to repeat; with ends."""
     sampler = Sampler(variant)
     for operation, argument in items:
-        if operation in (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT):
-            if argument[1] > 1:
-                yield before, Sampler(variant).items(argument[2]), ENDS
-                yield before, Sampler(variant + 1).items(argument[2]), ENDS
-            yield from _repeats(argument[2], before, variant)
-        elif operation is sre.SUBPATTERN:
-            yield from _repeats(argument[3], before, variant)
-        elif operation is sre.ATOMIC_GROUP:
-            yield from _repeats(argument, before, variant)
-        elif operation in (sre.ASSERT, sre.ASSERT_NOT):
-            yield from _repeats(argument[1], before, variant)
-        elif operation is sre.BRANCH:
-            for branch in argument[1]:
-                yield from _repeats(branch, before, variant)
+        if operation in REPEATS and argument[1] > 1:
+            yield before, Sampler(variant).items(argument[2]), ENDS
+            yield before, Sampler(variant + 1).items(argument[2]), ENDS
+        for part in _parts(operation, argument):
+            yield from _repeats(part, before, variant)
         before += sampler.item(operation, argument)
         yield "", before, ENDS[1:2]  # a search starts again at each of them, however the text ends
 
@@ -240,7 +271,8 @@ class Target:
             if not again.is_linear:  # or the machine was busy with something else
                 again = self._attack((*done.seconds, min(taken, self.seconds(size))), sizes[: number + 1])
             done = again
-            if not done.is_linear or (number == len(sizes) - 2 and done.seconds[-1] < INSTANT):
+            is_enough = size >= SIZES[0] and number == len(sizes) - 2 and done.is_instant
+            if is_enough or not done.is_linear:
                 break
         return done
 
@@ -278,11 +310,12 @@ class Target:
 def attack(found: FoundPattern, sizes: tuple[int, ...] = SIZES) -> Attack:
     """The slowest input of a pattern, or the first that is not linear."""
     compiled = re.compile(found.pattern, found.flags)
-    cases = inputs(found.pattern, found.flags)
+    parsed = _parse(found.pattern, found.flags)
+    cases, may_be_exponential = inputs(parsed), _has_nested_choice(parsed)
     targets = [Target(found, compiled, method, case) for method in found.methods for case in cases]
     timed: list[tuple[float, Target]] = []
     for target in targets:
-        if one := target.exponential():
+        if may_be_exponential and (one := target.exponential()):
             return one
         timed.append((target.seconds(SMALL_SIZES[1]), target))
         if timed[-1][0] > NOISE and not (one := target.follow(SMALL_SIZES[:2])).is_linear:
