@@ -40,7 +40,7 @@ FAMILIES = (
         "a_fifo_put_in_place_between_the_check_and_the_open_does_not_hang")),
     Family("readers: complexity", 18, (
         *tests("adversarial/test_readers.py", "four_times_the_size_takes_about_four_times_as_long"),
-        *tests("adversarial/test_patterns.py", "patterns_take_linear_time"))),
+        *tests("adversarial/test_patterns.py", "patterns_take_linear_time", "the_largest_inputs_take_linear_time"))),
     Family("recipes", 13, tests("recipe/test_hostile.py", "a_hostile_recipe_is_refused_with_its_position")),
     Family("overrides", 14, tests("recipe/test_hostile.py", "a_hostile_override_is_refused")),
     Family("sinks", 1, tests("track/test_sinks.py", "what_is_not_a_sink_class_is_refused_and_never_called")),
@@ -119,6 +119,7 @@ FAMILIES = (
         "a_parser_sees_no_credentials", "nothing_leads_out_of_a_7z_or_rar",
         "a_page_that_would_take_hours_is_one_broken_record")),
     Family("new: code that a recipe names", 0, ("recipe/test_imported_code.py",)),
+    Family("new: found by fuzzing", 0, ("adversarial/test_found.py",)),
     Family("new: peer replicas", 0, tests(
         "checkpoint/test_replica_server.py", "a_peer_with_another_secret_gets_and_leaves_nothing",
         "a_server_that_does_not_know_the_secret_is_not_trusted", "a_rank_takes_only_what_was_agreed_on",

@@ -3,7 +3,8 @@
     python -m tests.adversarial.pattern_attack          # the table of the slowest, and what grows faster than its input
 
 For each repetition of a pattern: what precedes it, its body many times, and an end that does not match; and each
-beginning of the pattern many times, which makes a search start again at every place.
+beginning of the pattern many times, which makes a search start again at every place. Few of these are followed to large
+sizes: time that grows faster than the input is seen in a few thousand characters, exponential time in tens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from re import _constants as sre
 from re import _parser as sre_parser
@@ -23,15 +26,24 @@ from typing import Any
 
 import zero2all
 
-SIZES = (20_000, 80_000, 320_000)
-GATE_SIZES = SIZES[:2]  # quadratic time is seen in these too: what takes 5 s at 320 KB takes 0.3 s at 80 KB
-FIRST_SIZE = 2_000  # at which all families are tried
-MAX_SECONDS = 5.0  # of one call
+SMALL_SIZES = (312, 1_250, 5_000)  # all inputs at the second, the slowest of them at the third
+SIZES = (20_000, 80_000, 320_000)  # what follows, also four times as large each
+GATE_SIZES = SIZES[:2]
+FEW_UNITS = (3, 4, 6, 9, 13, 20, 30, 45)  # repetitions in which exponential time shows, before it becomes hours
+MIN_EXPONENTIAL = 0.005  # seconds, for tens of characters
+MAX_EXPONENTIAL_GROWTH = 20.0  # by half as many repetitions again: a seventh power is 17
+MAX_SECONDS = 5.0  # of one call with the largest size, and in proportion
 MAX_GROWTH = 8.0  # from one size to the next, which is four times as large: linear is 4, quadratic 16
 NOISE = 0.1  # seconds below which growth is not judged
+INSTANT = 0.004  # seconds, and growth so far, from which even a cubic part of the time leads to less than the noise
+INSTANT_GROWTH = 6.0
+FOLLOWED = (12, 3)  # the slowest inputs, which are tried at 5 KB, and of these at all sizes
+REPEATS = (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT)
 METHODS = ("match", "fullmatch", "search", "sub", "findall", "finditer", "split", "subn")
 MAX_VARIANTS = 3  # samples of each part of a pattern
 ENDS = ("", "\x00", "\n")
+
+Case = tuple[str, str, str]  # what comes first, what is repeated, how it ends
 
 
 @dataclass(frozen=True)
@@ -51,17 +63,25 @@ class Attack:
     place: str
     method: str
     family: str
-    seconds: tuple[float, ...]
-    """By size; shorter where one took too long."""
-    sizes: tuple[int, ...] = SIZES
+    seconds: tuple[float, ...] = ()
+    sizes: tuple[int, ...] = ()
+    """In characters; up to the one at which it was clear."""
+    problem: str = ""
 
     @property
     def is_linear(self) -> bool:
-        # In proportion: time for the largest of all sizes, if it grows no more than linearly from the last one here.
-        if len(self.seconds) < len(self.sizes) or self.seconds[-1] > MAX_SECONDS * self.sizes[-1] / SIZES[-1]:
+        if self.problem or (self.seconds and self.seconds[-1] > max(NOISE, MAX_SECONDS * self.sizes[-1] / SIZES[-1])):
             return False
-        pairs = zip(self.seconds, self.seconds[1:], strict=False)
-        return all(later <= max(NOISE, MAX_GROWTH * earlier) for earlier, later in pairs)
+        return all(later <= max(NOISE, MAX_GROWTH * earlier) for earlier, later in pairwise(self.seconds))
+
+    @property
+    def is_instant(self) -> bool:
+        """Whether it is known to be linear at the next size too."""
+        earlier, later = self.seconds[-2:]
+        return later < INSTANT and later <= INSTANT_GROWTH * earlier
+
+    def at(self, size: int) -> float | None:
+        return dict(zip(self.sizes, self.seconds, strict=True)).get(size)
 
 
 def find_patterns() -> list[FoundPattern]:
@@ -141,7 +161,7 @@ class Sampler:
             return text
         if operation is sre.ATOMIC_GROUP:
             return self.items(argument)
-        if operation in (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT):
+        if operation in REPEATS:
             low, high, body = argument
             return self.items(body) * max(low, min(1, high))
         if operation is sre.GROUPREF:
@@ -173,115 +193,204 @@ def _contains(choice: tuple[Any, Any], character: str) -> bool:
     return False
 
 
-def inputs(pattern: str | bytes, flags: int) -> Iterator[tuple[str, str, str]]:
-    """(what comes first, what is repeated, how it ends), without duplicates."""
+def _parse(pattern: str | bytes, flags: int) -> list[tuple[Any, Any]]:
     text = pattern.decode("latin-1") if isinstance(pattern, bytes) else pattern
-    parsed = sre_parser.parse(text, flags & ~(re.UNICODE if isinstance(pattern, bytes) else 0))
-    seen: set[tuple[str, str, str]] = set()
+    return list(sre_parser.parse(text, flags & ~(re.UNICODE if isinstance(pattern, bytes) else 0)))
+
+
+def _has_nested_choice(items: Sequence[tuple[Any, Any]], repeated: bool = False) -> bool:
+    """Whether a repetition holds a repetition or a branch. Without one, a pattern takes polynomial time."""
+    for operation, argument in items:
+        is_repeat = operation in REPEATS
+        if repeated and (is_repeat or operation is sre.BRANCH):
+            return True
+        if any(_has_nested_choice(part, repeated or (is_repeat and argument[1] > 1))
+               for part in _parts(operation, argument)):  # fmt: skip
+            return True
+    return False
+
+
+def _parts(operation: Any, argument: Any) -> list[Sequence[tuple[Any, Any]]]:
+    """What an item of a pattern is made of."""
+    if operation in REPEATS:
+        return [argument[2]]
+    if operation is sre.SUBPATTERN:
+        return [argument[3]]
+    if operation is sre.ATOMIC_GROUP:
+        return [argument]
+    if operation in (sre.ASSERT, sre.ASSERT_NOT):
+        return [argument[1]]
+    if operation is sre.BRANCH:
+        return list(argument[1])
+    if operation is sre.GROUPREF_EXISTS:
+        return [part for part in argument[1:] if part]
+    return []
+
+
+def inputs(parsed: Sequence[tuple[Any, Any]]) -> list[Case]:
+    """Without duplicates."""
+    cases: dict[Case, None] = {}
     for variant in range(MAX_VARIANTS):
-        for prefix, body in _repeats(list(parsed), "", variant):
-            for unit in {body, prefix + body}:
-                for end in ENDS:
-                    for case in ((prefix, unit, end), (prefix, unit + "\n", end)):
-                        if unit and case not in seen:
-                            seen.add(case)
-                            yield case
+        for prefix, body, ends in _repeats(parsed, "", variant):
+            units = [one for one in (body, prefix + body) if one]
+            cases |= dict.fromkeys((prefix, unit + more, end) for unit in units for end in ends for more in ("", "\n"))
+    return list(cases)
 
 
-def _repeats(items: Sequence[tuple[Any, Any]], before: str, variant: int) -> Iterator[tuple[str, str]]:
-    """Each repetition with what precedes it, and each beginning of the pattern as something to repeat."""
+def _repeats(items: Sequence[tuple[Any, Any]], before: str, variant: int) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Each repetition with what precedes it, and each beginning of the pattern as something to repeat; with ends."""
     sampler = Sampler(variant)
     for operation, argument in items:
-        if operation in (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT):
-            yield before, Sampler(variant).items(argument[2])
-            yield before, Sampler(variant + 1).items(argument[2])
-            yield from _repeats(argument[2], before, variant)
-        elif operation is sre.SUBPATTERN:
-            yield from _repeats(argument[3], before, variant)
-        elif operation is sre.ATOMIC_GROUP:
-            yield from _repeats(argument, before, variant)
-        elif operation is sre.BRANCH:
-            for branch in argument[1]:
-                yield from _repeats(branch, before, variant)
+        if operation in REPEATS and argument[1] > 1:
+            yield before, Sampler(variant).items(argument[2]), ENDS
+            yield before, Sampler(variant + 1).items(argument[2]), ENDS
+        for part in _parts(operation, argument):
+            yield from _repeats(part, before, variant)
         before += sampler.item(operation, argument)
-        yield "", before
+        yield "", before, ENDS[1:2]  # a search starts again at each of them, however the text ends
+
+
+@dataclass(frozen=True)
+class Target:
+    """A pattern with one method and one input."""
+
+    found: FoundPattern
+    compiled: re.Pattern[Any]
+    method: str
+    case: Case
+
+    def seconds(self, size: int) -> float:
+        return self._seconds(size // len(self.case[1]))
+
+    def follow(self, sizes: Sequence[int]) -> Attack:
+        """Up to the size at which it is clear."""
+        done = self._attack((), ())
+        for number, size in enumerate(sizes):
+            taken = self.seconds(size)
+            again = self._attack((*done.seconds, taken), sizes[: number + 1])
+            if not again.is_linear:  # or the machine was busy with something else
+                again = self._attack((*done.seconds, min(taken, self.seconds(size))), sizes[: number + 1])
+            done = again
+            is_enough = size >= SIZES[0] and number == len(sizes) - 2 and done.is_instant
+            if is_enough or not done.is_linear:
+                break
+        return done
+
+    def exponential(self) -> Attack | None:
+        before = self._seconds(FEW_UNITS[0])
+        for number, units in enumerate(FEW_UNITS[1:], 1):
+            taken = self._seconds(units)
+            if taken > MIN_EXPONENTIAL and min(taken, self._seconds(units)) > max(
+                MIN_EXPONENTIAL, MAX_EXPONENTIAL_GROWTH * before
+            ):
+                sizes = tuple(len(self.case[1]) * some for some in FEW_UNITS[number - 1 : number + 1])
+                return self._attack((before, taken), sizes, "exponential")
+            before = taken
+        return None
+
+    def _attack(self, seconds: tuple[float, ...], sizes: Sequence[int], problem: str = "") -> Attack:
+        return Attack(self.found.place, self.method, repr(self.case), seconds, tuple(sizes), problem)
+
+    def _seconds(self, units: int) -> float:
+        before, unit, end = self.case
+        text: Any = before + unit * units + end
+        if isinstance(self.compiled.pattern, bytes):
+            text = text.encode("latin-1", "replace")
+        begin = time.process_time()
+        if self.method in ("sub", "subn"):
+            getattr(self.compiled, self.method)(lambda _: text[:0], text)
+        elif self.method == "finditer":
+            for _ in self.compiled.finditer(text):
+                pass
+        else:
+            getattr(self.compiled, self.method)(text)
+        return time.process_time() - begin
 
 
 def attack(found: FoundPattern, sizes: tuple[int, ...] = SIZES) -> Attack:
-    """The slowest input of a pattern: every family at the smallest size, the worst three at all sizes."""
+    """The slowest input of a pattern, or the first that is not linear."""
     compiled = re.compile(found.pattern, found.flags)
-    cases = list(inputs(found.pattern, found.flags))
-    first: list[tuple[float, str, tuple[str, str, str]]] = []
-    for method in found.methods:
-        first += [(_seconds(compiled, method, case, FIRST_SIZE), method, case) for case in cases]
-    first.sort(key=lambda entry: -entry[0])
-    worst = Attack(found.place, found.methods[0], "", (0.0,) * len(sizes), sizes)
-    for _, method, case in first[:3]:
-        seconds: list[float] = []
-        for size in sizes:
-            seconds.append(_seconds(compiled, method, case, size))
-            if seconds[-1] > MAX_SECONDS:
-                break
-        attacked = Attack(found.place, method, repr(case), tuple(seconds), sizes)
-        if (attacked.is_linear, -seconds[-1]) < (worst.is_linear, -worst.seconds[-1]):
-            worst = attacked
+    parsed = _parse(found.pattern, found.flags)
+    cases, may_be_exponential = inputs(parsed), _has_nested_choice(parsed)
+    targets = [Target(found, compiled, method, case) for method in found.methods for case in cases]
+    timed: list[tuple[float, Target]] = []
+    for target in targets:
+        if may_be_exponential and (one := target.exponential()):
+            return one
+        timed.append((target.seconds(SMALL_SIZES[1]), target))
+        if timed[-1][0] > NOISE and not (one := target.follow(SMALL_SIZES[:2])).is_linear:
+            return one
+    worst = Attack(found.place, found.methods[0], "")
+    for count, more in zip(FOLLOWED, (SMALL_SIZES, (SMALL_SIZES[-1], *sizes)), strict=True):
+        slowest = [target for _, target in sorted(timed, key=lambda entry: -entry[0])[:count]]
+        timed = []
+        for target in slowest:
+            one = target.follow(more)
+            if not one.is_linear:
+                return one
+            worst = max(worst, one, key=lambda one: (one.sizes[-1:], one.seconds[-1:]))
+            timed.append((one.seconds[-1], target))
     return worst
 
 
-def _seconds(compiled: re.Pattern[Any], method: str, case: tuple[str, str, str], size: int) -> float:
-    before, unit, end = case
-    text: Any = before + unit * (size // len(unit)) + end
-    if isinstance(compiled.pattern, bytes):
-        text = text.encode("latin-1", "replace")
-    begin = time.process_time()
-    if method in ("sub", "subn"):
-        getattr(compiled, method)(lambda _: text[:0], text)
-    elif method == "finditer":
-        for _ in compiled.finditer(text):
-            pass
-    else:
-        getattr(compiled, method)(text)
-    return time.process_time() - begin
+def attack_all(
+    patterns: Sequence[FoundPattern], seconds: float = 30.0, sizes: tuple[int, ...] = SIZES
+) -> Iterator[Attack]:
+    """In another process, which is killed where a call does not end: a running match cannot be interrupted.
 
-
-def attack_in_time(found: FoundPattern, seconds: float = 30.0, sizes: tuple[int, ...] = SIZES) -> Attack:
-    """In another process, which is killed if a call does not end: a running match cannot be interrupted."""
+    The process takes one pattern after the other, as a fork of a process with torch in it takes longer than a pattern.
+    """
     context = get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: send.send(attack(found, sizes)))
-    child.start()
-    try:
-        if receive.poll(seconds):
-            result: Attack = receive.recv()
-            return result
-        return Attack(found.place, found.methods[0], f"not done in {seconds:.0f} s", (), sizes)
-    finally:
-        child.kill()
-        child.join()
+    done = 0
+    while done < len(patterns):
+        receive, send = context.Pipe(duplex=False)
+        child = context.Process(target=_send_attacks, args=(send, patterns[done:], sizes))
+        child.start()
+        send.close()
+        try:
+            for found in patterns[done:]:
+                result = receive.recv() if receive.poll(seconds) else None
+                done += 1
+                yield result or Attack(found.place, found.methods[0], "", problem=f"not done in {seconds:.0f} s")
+                if result is None:
+                    break
+        finally:
+            child.kill()
+            child.join()
+            receive.close()
+
+
+def _send_attacks(send: Connection, patterns: Sequence[FoundPattern], sizes: tuple[int, ...]) -> None:
+    for found in patterns:
+        send.send(attack(found, sizes))
 
 
 def table(attacks: Sequence[Attack], rows: int = 5) -> str:
     lines = [
-        "| pattern | method | " + " | ".join(f"{size // 1000} KB" for size in SIZES) + " |",
-        "|---|---|---|---|---|",
+        "| pattern | method | " + " | ".join(f"{size // 1000} KB" for size in SIZES) + " | growth |",
+        "|---|---|" + "--:|" * (len(SIZES) + 1),
     ]
-    for one in sorted(attacks, key=lambda one: -(one.seconds[-1] if one.is_linear else 1e9))[:rows]:
-        times = [f"{value:.4f} s" for value in one.seconds]
-        lines.append(f"| {one.place} | {one.method} | {' | '.join(times)} |")
+    for one in sorted(attacks, key=lambda one: (one.is_linear, one.sizes[-1:] < SIZES[-1:], -sum(one.seconds)))[:rows]:
+        times = ["" if (taken := one.at(size)) is None else f"{taken:.4f} s" for size in SIZES]
+        growth = [f"{later / earlier:.1f}" for earlier, later in pairwise(one.seconds[-len(SIZES) :])]
+        lines.append(f"| {one.place} | {one.method} | {' | '.join(times)} | {', '.join(growth)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     patterns = find_patterns()
-    attacks = []
-    for found in patterns:
-        begin = time.perf_counter()
-        attacks.append(attack_in_time(found))
-        sys.stderr.write(f"{time.perf_counter() - begin:.1f} s {found.place}\n")
+    attacks: list[Attack] = []
+    begin = time.perf_counter()
+    for one in attack_all(patterns):
+        attacks.append(one)
+        if len(attacks) % 10 == 0 or not one.is_linear:
+            taken = time.perf_counter() - begin
+            sys.stderr.write(f"{len(attacks)} of {len(patterns)} patterns, {taken:.0f} s, now {one.place}\n")
     sys.stdout.write(f"{len(attacks)} patterns\n{table(attacks)}\n")
-    for one in attacks:
-        if not one.is_linear:
-            sys.stdout.write(f"NOT LINEAR {one}\n")
+    slow = [one for one in attacks if not one.is_linear]
+    for one in slow:
+        sys.stdout.write(f"NOT LINEAR {one}\n")
+    sys.exit(bool(slow))
 
 
 if __name__ == "__main__":

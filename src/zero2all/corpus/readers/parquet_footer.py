@@ -15,7 +15,7 @@ from typing import IO
 
 import pyarrow as pa
 
-MAX_FOOTER_BYTES = 32 << 20  # of 250,000 column chunks; half a microsecond each
+MAX_FOOTER_BYTES = 32 << 20  # of 250,000 column chunks; half a microsecond a byte, 17 s in all
 TAIL_BYTES = 8  # the length of the footer, and the magic
 MAX_DEPTH = 16  # of what is skipped; the format has six levels
 MAX_VARINT_BITS = 63
