@@ -74,6 +74,7 @@ track: {{log_every: 10}}
 """
 REPLICAS = "parallel.dp_replicate=2 parallel.dp_shard=1"
 DILOCO = f"parallel.sync.method=diloco parallel.sync.islands={NODES} parallel.sync.exchange_dtype=int8"
+AVERAGES = "parallel.sync.outer_lr=1 parallel.sync.outer_momentum=0"
 ROWS = {
     "all-reduce": REPLICAS,
     "accumulation x8": f"{REPLICAS} train.batch_tokens={8 * BATCH}",
@@ -81,8 +82,9 @@ ROWS = {
     "powersgd 4": f"{REPLICAS} parallel.sync.method=powersgd parallel.sync.powersgd_rank=4",
     "powersgd 16": f"{REPLICAS} parallel.sync.method=powersgd parallel.sync.powersgd_rank=16",
     "diloco 10": f"{DILOCO} parallel.sync.every=10",
-    "diloco 10, overlapped": f"{DILOCO} parallel.sync.every=10 parallel.sync.overlap=5",
     "diloco 50": f"{DILOCO} parallel.sync.every=50",
+    "diloco 10, averages, overlapped": f"{DILOCO} {AVERAGES} parallel.sync.every=10 parallel.sync.overlap=5",
+    "diloco 50, averages": f"{DILOCO} {AVERAGES} parallel.sync.every=50",
 }
 FIRST = next(iter(ROWS))
 PRETRAINING_STEPS = 1000
