@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.adversarial.families import FAMILIES, Tally, files, table
+from tests.adversarial.families import CHECK_OF_TABLE, FAMILIES, Tally, files, table
 
 
 class Counter:
@@ -22,14 +22,15 @@ class Counter:
         self.failed: list[str] = []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        for item in session.items:
-            for tally in self._of(item.nodeid):
-                tally.cases += 1
+        if session.config.option.collectonly:
+            for item in session.items:
+                for tally in self._of(item.nodeid):
+                    tally.cases += 1
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         more = dict(report.user_properties).get("cases", 1) - 1 if report.when == "call" else 0
         for tally in self._of(report.nodeid):
-            tally.cases += more
+            tally.cases += more + (report.when == "setup")  # what pytest-xdist collects is known to its workers only
             tally.survived += (1 + more) * (report.when == "call" and report.passed)
             tally.skipped += report.skipped
         if report.failed:
@@ -46,18 +47,12 @@ class Counter:
 def main() -> None:
     counter = Counter()
     options = sys.argv[1:] if any(word.startswith("-m") for word in sys.argv[1:]) else ["-m", "", *sys.argv[1:]]
-    status = pytest.main(["-q", "--timeout=900", *options, *files()], plugins=[counter, Selected()])
+    plugin = ["-p", "tests.adversarial.selection"]
+    status = pytest.main(["-q", "--timeout=900", *plugin, *options, *files(), CHECK_OF_TABLE], plugins=[counter])
     sys.stdout.write(f"\n{table(counter.tallies)}\n")
     for node in counter.failed:
         sys.stdout.write(f"not survived: {node}\n")
     sys.exit(int(status) or (counter.too_few() if "--collect-only" not in options else 0))
-
-
-class Selected:
-    """Only tests of a family, though their files hold others."""
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if any(family.holds(item.nodeid) for family in FAMILIES)]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+CHECK_OF_TABLE = "tests/adversarial/test_families.py"
+
 
 @dataclass(frozen=True)
 class Family:
