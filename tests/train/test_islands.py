@@ -259,6 +259,18 @@ def test_an_island_that_waits_for_another_can_be_stopped(
     assert [line.details["present"] for line in events(run_of(tmp_path, 1), "islands")] == [[0, 1], [1]]
 
 
+def test_a_state_in_memory_does_not_undo_the_overlap_of_an_exchange(
+    workspace: Path, tmp_path: Path, islands: ThreadIslands
+) -> None:
+    sync = ["parallel.sync.every=4", "parallel.sync.overlap=2", "train.steps=12"]
+    islands.train(recipe_of(workspace, tmp_path, *sync, "checkpoint.flash_every=4steps", "checkpoint.every=100steps"))
+    steps = read_steps(run_of(tmp_path, 0).record_path)
+    settled = [step + 1 for step, metrics in steps.items() if "islands/wait" in metrics]
+    saved = [step + 1 for step, metrics in steps.items() if "checkpoint_stall" in metrics]
+    assert settled == [6, 10, 12], "when they are merged, not when the state is due"
+    assert saved == [6, 10]
+
+
 def test_islands_that_differ_are_refused(workspace: Path, tmp_path: Path, islands: ThreadIslands) -> None:
     one = islands.make(recipe_of(workspace, tmp_path), 0)
     one.start()

@@ -12,6 +12,7 @@ from zero2all.errors import Z2aError
 ExchangeDtype = Literal["fp32", "bf16", "int8"]
 BLOCK = 256  # values that share a scale: 1.6 % more bytes
 MAX_CODE = 127
+MIN_CODE = -128  # which no island of ours sends
 
 
 def encoded_bytes(count: int, dtype: ExchangeDtype) -> int:
@@ -21,14 +22,17 @@ def encoded_bytes(count: int, dtype: ExchangeDtype) -> int:
 
 def encode(values: Tensor, dtype: ExchangeDtype) -> Tensor:
     """A flat fp32 tensor as bytes; an error if a value is not finite: nobody should average with it."""
-    if not bool(torch.isfinite(values).all()):
+    if dtype == "int8":
+        blocks = _in_blocks(values)
+        low, high = torch.aminmax(blocks, dim=1)
+        largest = torch.maximum(high.abs_(), low.abs_())  # not finite if a value of the block is not
+    if not bool(torch.isfinite(largest if dtype == "int8" else values).all()):
         raise Z2aError("the weights of this island have become infinite or not a number: they are not sent to others")
     if dtype == "fp32":
         return values.clone().view(torch.uint8)
     if dtype == "bf16":
         return values.to(torch.bfloat16).view(torch.uint8)
-    blocks = _in_blocks(values)
-    scales = blocks.abs().amax(dim=1) / MAX_CODE
+    scales = largest / MAX_CODE
     # Blocks of zeros have no scale. Division, not a product with the inverse: the largest value must not exceed 127.
     codes = (blocks / torch.where(scales > 0, scales, 1.0)[:, None]).round_().clamp_(-MAX_CODE, MAX_CODE)
     payload = codes.to(torch.int8).flatten()[: len(values)]
@@ -42,10 +46,14 @@ def decode(encoded: Tensor, count: int, dtype: ExchangeDtype) -> Tensor:
     if dtype == "int8":
         head = 4 * _blocks(count)
         scales, codes = encoded[:head].clone().view(torch.float32), encoded[head:].view(torch.int8)
-        values = (_in_blocks(codes.to(torch.float32)) * scales[:, None]).flatten()[:count]
+        blocks = torch.zeros(_blocks(count) * BLOCK)
+        blocks[:count] = codes
+        blocks.view(-1, BLOCK).mul_(scales[:, None])
+        values, checked = blocks[:count], scales * -MIN_CODE
     else:
         values = encoded.clone().view(torch.float32 if dtype == "fp32" else torch.bfloat16).to(torch.float32)
-    if not bool(torch.isfinite(values).all()):
+        checked = values
+    if not bool(torch.isfinite(checked).all()):
         raise Z2aError("an island has sent values that are not finite")
     return values
 
@@ -55,5 +63,5 @@ def _blocks(count: int) -> int:
 
 
 def _in_blocks(values: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(values, (0, _blocks(len(values)) * BLOCK - len(values)))
-    return padded.view(-1, BLOCK)
+    missing = _blocks(len(values)) * BLOCK - len(values)
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)

@@ -127,6 +127,11 @@ class Islands:
             return self._catch_up(done)
         return None
 
+    @property
+    def has_flight(self) -> bool:
+        """Whether a checkpoint would have to wait for the result of an exchange."""
+        return self._flight is not None and self._flight.result is not None
+
     def take_metrics(self) -> dict[str, float]:
         """Of the exchange that was merged or settled last, once."""
         metrics, self._metrics = self._metrics, {}
@@ -139,12 +144,12 @@ class Islands:
 
     def _begin(self, done: int, fragment: int, merge_at: int) -> None:
         number, last = done * FRAGMENT_NUMBERS + fragment, self.exchange
-        part = self.outer.begin(fragment)
+        delta = self.outer.begin(fragment)
         result: Future[Exchanged | Missed] = Future()
 
         def exchange() -> None:
             try:
-                result.set_result(self.link.exchange(number, last, part))
+                result.set_result(self.link.exchange(number, last, self.outer.encode(fragment, delta)))
             except BaseException as error:  # raised where it is waited for
                 result.set_exception(error)
 

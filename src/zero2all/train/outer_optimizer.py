@@ -55,7 +55,7 @@ class OuterOptimizer:
     """Outer weights and momentum of what this rank holds, in main memory; one flat tensor for each fragment.
 
     >>> outer = OuterOptimizer(model, 12, recipe.parallel.sync)
-    >>> own = outer.begin(fragment=0)
+    >>> own = outer.encode(0, outer.begin(0))
     >>> norm = outer.update(0, [own, *received])
     >>> outer.merge(0)
     """
@@ -78,17 +78,24 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def begin(self, number: int) -> Tensor:
-        """What this island sends, in bytes."""
+        """What this island has gained since the last exchange."""
         fragment = self.fragments[number]
         weights = fragment.read_weights()
-        delta = fragment.rounded_outer() - weights
+        delta = fragment.rounded_outer().sub_(weights)
         if fragment.pending is not None:
             fragment.pending.copy_(weights)
-        if fragment.residual is not None:
-            delta += fragment.residual
-            everything = encode(delta, self.recipe.exchange_dtype)
-            fragment.next_residual = delta - decode(everything, fragment.size, self.recipe.exchange_dtype)
-        return encode(delta[self.share.part(fragment.size)], self.recipe.exchange_dtype)
+        return delta
+
+    @torch.no_grad()
+    def encode(self, number: int, delta: Tensor) -> Tensor:
+        """What this island sends of it, in bytes. May be called in a thread, while the next steps are trained."""
+        fragment, dtype = self.fragments[number], self.recipe.exchange_dtype
+        if fragment.residual is None:
+            return encode(delta[self.share.part(fragment.size)], dtype)
+        delta += fragment.residual
+        everything = encode(delta, dtype)
+        fragment.next_residual = delta - decode(everything, fragment.size, dtype)
+        return everything if self.share.replicas == 1 else encode(delta[self.share.part(fragment.size)], dtype)
 
     @torch.no_grad()
     def update(self, number: int, parts: Sequence[Tensor]) -> list[float]:
@@ -99,15 +106,16 @@ class OuterOptimizer:
         mean = decode(parts[0], len(own), recipe.exchange_dtype)
         for part in parts[1:]:
             mean += decode(part, len(own), recipe.exchange_dtype)
-        mean = self.share.whole(mean / len(parts), fragment.size)
+        mean = self.share.whole(mean.div_(len(parts)), fragment.size)
         fragment.momentum.mul_(recipe.outer_momentum).add_(mean)
-        fragment.outer.sub_((mean + fragment.momentum * recipe.outer_momentum) * recipe.outer_lr)
+        fragment.outer.sub_((fragment.momentum * recipe.outer_momentum).add_(mean).mul_(recipe.outer_lr))
         if fragment.pending is not None:
             torch.sub(fragment.outer, fragment.pending, out=fragment.pending)
         if fragment.residual is not None and fragment.next_residual is not None:
             fragment.residual.copy_(fragment.next_residual)
         fragment.next_residual = None
-        return [float(view.double().square().sum()) for view in fragment.views(mean).values()]
+        views = fragment.views(mean).values()
+        return [float(torch.linalg.vector_norm(view, dtype=torch.float64)) ** 2 for view in views]
 
     @torch.no_grad()
     def abandon(self, number: int) -> None:

@@ -266,6 +266,7 @@ class Trainer:
         self.guard = SpikeDetector(options.guard)
         self._late_step: LaunchedStep | None = None  # whose metrics are not read yet
         self._stop_seen = False
+        self._flash_due_at: int | None = None  # the step of a state in memory that waits for an exchange
         self._retried_steps: set[int] = set()  # steps that were repeated with the same data
         self._consecutive_spikes = 0
 
@@ -493,7 +494,7 @@ class Trainer:
             return False
         done = batch.step + 1
         with self.timer.part("communication"):
-            moved_to = self.islands.after_update(done, settle=result.stop_requested or self._is_save_due(done))
+            moved_to = self.islands.after_update(done, settle=result.stop_requested or self._needs_exchange(done))
         if moved_to is None:
             return False
         self.resume_step = moved_to
@@ -734,8 +735,14 @@ class Trainer:
         With ``wait`` it is due in any case, and on durable storage when this returns.
         """
         options, plan, model = self.recipe.checkpoint, self.plan, self.model
-        if not (wait or self._is_save_due(done)):
+        if self._flash_due_at is None and plan.is_due(options.flash_every, done):
+            self._flash_due_at = done
+        is_durable = wait or plan.is_due(options.every, done)
+        # To wait for an exchange in flight would undo its overlap, so a state in memory waits until it is merged.
+        has_flight = self.islands is not None and self.islands.has_flight
+        if not is_durable and (self._flash_due_at is None or has_flight):
             return None
+        self._flash_due_at = None
         theta, scaling = plan.rope(plan.stage_of(done - 1))
         scaler, validation = model.loss_scaler, self.last_validation
         state = TrainingState(
@@ -748,14 +755,18 @@ class Trainer:
             permanent=plan.is_due(options.keep_every, done),
             bits_per_byte=validation[1].bits_per_byte if validation is not None and validation[0] == done else None,
         )
-        stall = self.checkpoint_manager.save(done, state, durable=wait or plan.is_due(options.every, done))
+        stall = self.checkpoint_manager.save(done, state, durable=is_durable)
         if wait:
             self.checkpoint_manager.wait_until_saved()
         return stall
 
-    def _is_save_due(self, done: int) -> bool:
-        options = self.recipe.checkpoint
-        return self.plan.is_due(options.every, done) or self.plan.is_due(options.flash_every, done)
+    def _needs_exchange(self, done: int) -> bool:
+        """Whether a checkpoint follows that must not wait until the exchange in flight is merged; a state in memory
+        that has waited for one exchange does not wait for the next."""
+        due_at, overlap = self._flash_due_at, self.recipe.parallel.sync.overlap
+        return self.plan.is_due(self.recipe.checkpoint.every, done) or (
+            due_at is not None and done - due_at >= max(overlap, 1)
+        )
 
     def _save_last(self) -> None:
         """Save the final checkpoint to durable storage, unless a valid one is there."""
