@@ -107,7 +107,7 @@ def try_inputs(target: Target, first: int, deadline: float, seconds: float, memo
     os.dup2(null, 1)
     os.dup2(null, 2)
     number = first
-    while time.monotonic() < deadline:
+    while number == first or time.monotonic() < deadline:  # one at least, however busy the machine is
         data = make_input(target, number)
         pipe.send(number)
         signal.setitimer(signal.ITIMER_PROF, seconds)
