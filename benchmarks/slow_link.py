@@ -83,7 +83,8 @@ ROWS = {
     "powersgd 16": f"{REPLICAS} parallel.sync.method=powersgd parallel.sync.powersgd_rank=16",
     "diloco 10": f"{DILOCO} parallel.sync.every=10",
     "diloco 50": f"{DILOCO} parallel.sync.every=50",
-    "diloco 10, averages, overlapped": f"{DILOCO} {AVERAGES} parallel.sync.every=10 parallel.sync.overlap=8",
+    "diloco 10, averages, overlapped": f"{DILOCO} {AVERAGES} parallel.sync.every=10 parallel.sync.overlap=5",
+    "diloco 20, averages, overlapped": f"{DILOCO} {AVERAGES} parallel.sync.every=20 parallel.sync.overlap=10",
     "diloco 50, averages": f"{DILOCO} {AVERAGES} parallel.sync.every=50",
 }
 FIRST = next(iter(ROWS))
@@ -225,12 +226,13 @@ class SlowLink:
         assert recipe.train.batch_tokens is not None
         sync = recipe.parallel.sync
         period = sync.every if sync.method == "diloco" else 1
-        steps = WARM_UP + max(1, TIMED // period) * period
+        first = WARM_UP + sync.overlap  # so that as many exchanges are merged as begin
+        steps = first + max(1, TIMED // period) * period
         progress, wire = self._train(name, "timing", steps, self.rate)
         return Timing(
             row=name,
-            step_seconds=progress.step_seconds[WARM_UP:steps],
-            communication=progress.communication[WARM_UP:steps],
+            step_seconds=progress.step_seconds[first:steps],
+            communication=progress.communication[first:steps],
             wire_bytes=wire / len(progress.step_seconds),
             batch_tokens=recipe.train.batch_tokens,
             load=os.getloadavg()[0],
