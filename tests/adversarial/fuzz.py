@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from tests.adversarial.bounds import MEMORY, SECONDS, measure
 
@@ -100,7 +101,7 @@ def make_input(target: Target, number: int) -> bytes:
 def try_inputs(target: Target, first: int, deadline: float, seconds: float, memory: int, pipe: Connection) -> None:
     """In the child: announce each number before its input is tried, then send what it cost."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also in code that never returns to Python
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()  # reserved, not only touched
     resource.setrlimit(resource.RLIMIT_DATA, (used + 4 * memory + (1 << 30), resource.RLIM_INFINITY))
     null = os.open(os.devnull, os.O_WRONLY)
     faulthandler.disable()  # a crash is reported by its number
