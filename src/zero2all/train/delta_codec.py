@@ -22,11 +22,10 @@ def encoded_bytes(count: int, dtype: ExchangeDtype) -> int:
 
 def encode(values: Tensor, dtype: ExchangeDtype) -> Tensor:
     """A flat fp32 tensor as bytes; an error if a value is not finite: nobody should average with it."""
-    if dtype == "int8":
-        blocks = _in_blocks(values)
-        low, high = torch.aminmax(blocks, dim=1)
-        largest = torch.maximum(high.abs_(), low.abs_())  # not finite if a value of the block is not
-    if not bool(torch.isfinite(largest if dtype == "int8" else values).all()):
+    blocks = _in_blocks(values)
+    low, high = torch.aminmax(blocks, dim=1)
+    largest = torch.maximum(high.abs_(), low.abs_())  # not finite if a value of the block is not
+    if not bool(torch.isfinite(largest).all()):
         raise Z2aError("the weights of this island have become infinite or not a number: they are not sent to others")
     if dtype == "fp32":
         return values.clone().view(torch.uint8)
