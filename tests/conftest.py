@@ -8,6 +8,7 @@ import os
 # would mostly wait for those of another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import json
 import random
 import signal
@@ -115,6 +116,13 @@ def tiny_recipe(workspace: Path, *overrides: str) -> Recipe:
         + [{"name": name, "paths": [f"{workspace}/raw/{name}"]} for name in ("zh", "code")]
     )
     return parse_recipe(TINY, [f"out={workspace}", f"corpus.sources={sources}", *directories, *overrides])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fewer_objects() -> None:
+    """Each training run ends with a garbage collection: it need not visit what was imported before."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

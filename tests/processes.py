@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -59,6 +60,7 @@ def run_preloaded(program: str, *words: str, seconds: float = 240.0) -> subproce
 
 def _run_program(program: str, words: tuple[str, ...], environment: dict[str, str], directory: str) -> None:
     watch_parent()
+    gc.freeze()  # what was imported before the fork
     os.environ.clear()  # of the first call
     os.environ.update(environment)
     for number, name in ((1, "stdout"), (2, "stderr")):

@@ -25,7 +25,7 @@ START = 120.0  # seconds until a command has started what it starts, on a busy m
 ENGINE = """
 import sys, time
 from pathlib import Path
-from tests.test_processes import work
+from tests.process_work import work
 from zero2all.engine import Engine
 if __name__ == "__main__":
     Engine(workers=2).run(work, [(sys.argv[1], number, sys.argv[2] == "busy") for number in range(2)])
@@ -34,7 +34,7 @@ if __name__ == "__main__":
 """
 RANKS = """
 import sys
-from tests.test_processes import spin
+from tests.process_work import spin
 from zero2all.bench.rank_harness import run_ranks
 if __name__ == "__main__":
     run_ranks(2, spin, sys.argv[1], seconds=1000)
@@ -47,20 +47,6 @@ path = os.pathsep.join([sys.argv[1], os.environ["PYTHONPATH"]])
 rank = [sys.executable, "-m", "zero2all.cli", "--version"]
 subprocess.run(rank, env={**os.environ, **own, "PYTHONPATH": path})
 """
-
-
-def work(directory: str, number: int, busy: bool) -> None:
-    Path(directory, f"worker-{number}").touch()
-    while busy or len(list(Path(directory).glob("worker-*"))) < 2:  # both workers have started
-        time.sleep(0.01)
-
-
-def spin(directory: str) -> None:
-    import torch.distributed as dist
-
-    Path(directory, f"rank-{dist.get_rank()}").touch()
-    while True:
-        sum(range(10_000))
 
 
 class Started:

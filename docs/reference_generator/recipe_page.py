@@ -133,7 +133,7 @@ def alternatives(hint: Any, metadata: Iterable[Any] = ()) -> list[str]:
         return [f"`{value}`" for value in parts]
     if origin in (Union, types.UnionType):
         return [text for part in parts for text in alternatives(part, metadata)]
-    if origin is list:
+    if origin is list or (origin is tuple and parts[-1] is Ellipsis):
         inner = hint_text(parts[0])
         return [f"list of ({inner})" if " or " in inner else f"list of {inner}"]
     if origin is tuple:

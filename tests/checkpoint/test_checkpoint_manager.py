@@ -291,6 +291,18 @@ def test_memory_that_cannot_be_pinned_costs_speed_only(
     assert cleared == [True]
 
 
+def test_a_background_thread_has_a_low_priority_unless_training_waits_for_it() -> None:
+    seen: list[int] = []
+
+    def note_priority() -> None:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    flash.run_in_background(note_priority).result(30)
+    flash.run_in_background(lambda: flash.run_in_background(note_priority, niceness=0).result(30)).result(30)
+    own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    assert seen == [min(19, own + flash.BACKGROUND_NICENESS), own]
+
+
 def test_a_background_thread_works_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[tuple[int, int]] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -48,6 +49,20 @@ def test_a_counterpart_gets_what_was_published_and_nothing_else(server: PartServ
     assert torch.equal(found[0], PART)
     assert fetch_part(server.address, SECRET.encode(), PartRequest("delta", 9), len(PART)) is None
     assert fetch_part(server.address, SECRET.encode(), PartRequest("state", 8), len(PART)) is None
+
+
+def test_a_counterpart_is_served_with_the_priority_of_training() -> None:
+    seen: list[int] = []
+
+    class Observed(PartServer):
+        def answer(self, peer: PeerConnection) -> None:
+            seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            super().answer(peer)
+
+    server = Observed("127.0.0.1", SECRET.encode())
+    assert fetch_part(server.address, SECRET.encode(), DELTA, len(PART)) is None
+    server.close()
+    assert seen == [os.getpriority(os.PRIO_PROCESS, os.getpid())]
 
 
 def test_a_wrong_secret_gets_nothing(server: PartServer) -> None:

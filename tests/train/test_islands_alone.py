@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 
@@ -28,6 +29,7 @@ class OwnLink:
     def __init__(self) -> None:
         self.answers: dict[int, Missed | Exception] = {}
         self.numbers: list[int] = []
+        self.priorities: list[int] = []
         self.start_answer = StartAnswer(-1, present=[0])
         self.step_of_provider = 0
         self.may_answer = threading.Event()
@@ -38,6 +40,7 @@ class OwnLink:
 
     def exchange(self, number: int, last: int, part: Tensor) -> Exchanged | Missed:
         self.numbers.append(number)
+        self.priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         assert self.may_answer.wait(10)
         answer = self.answers.get(number)
         if isinstance(answer, Exception):
@@ -85,6 +88,13 @@ def test_an_exchange_that_fails_with_a_timeout_is_not_waited_for_without_end(mon
     islands._on_wait = lambda: pytest.fail("it has an answer")
     with pytest.raises(TimeoutError, match="of a socket"):
         trained(model, islands, range(4))
+
+
+def test_an_exchange_is_as_urgent_as_training() -> None:
+    link = OwnLink()
+    model, islands = island(link)
+    trained(model, islands, range(8))
+    assert {*link.priorities} == {os.getpriority(os.PRIO_PROCESS, os.getpid())}
 
 
 def test_who_waits_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:

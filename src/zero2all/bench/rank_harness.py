@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -159,6 +160,7 @@ def _rank_main(
     args: Any,
 ) -> None:
     watch_parent()
+    gc.freeze()  # what was imported before the fork: a collection would only copy its pages
     os.environ.clear()  # of the first call
     os.environ.update(environment)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing leaves this machine

@@ -294,15 +294,16 @@ def clear_cuda_error() -> None:
         torch.zeros(1, device="cuda")
 
 
-def run_in_background(function: Callable[[], None]) -> Future[None]:
-    """On a daemon thread: one that waits for a lost rank must not keep the process alive."""
+def run_in_background(function: Callable[[], None], niceness: int = BACKGROUND_NICENESS) -> Future[None]:
+    """On a daemon thread: one that waits for a lost rank must not keep the process alive. ``niceness`` is relative to
+    the main thread: 0 for work that training soon waits for."""
     outcome: Future[None] = Future()
 
     def run() -> None:
         if sys.platform == "linux":  # per-thread priority: training goes first
             # That of the main thread: one that a background thread starts has inherited a lower one.
-            niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + BACKGROUND_NICENESS
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, niceness))
+            priority = os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, priority))
         try:
             function()
         except BaseException as error:

@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from functools import partial
 
-from zero2all.checkpoint.flash import run_in_background
+from zero2all.checkpoint.flash import BACKGROUND_NICENESS, run_in_background
 from zero2all.checkpoint.peer_connection import Address, PeerConnection, accept
 from zero2all.console import warn
 from zero2all.errors import Z2aError
@@ -20,6 +20,9 @@ BACKLOG = 1024
 class PeerServer:
     """Serves each connection in a thread of its own."""
 
+    niceness = BACKGROUND_NICENESS
+    """Of these threads, relative to training."""
+
     def __init__(self, host: str, secret: bytes) -> None:
         """Binds only that address, at a free port."""
         self._secret = secret
@@ -29,7 +32,7 @@ class PeerServer:
         self._unauthenticated = threading.BoundedSemaphore(MAX_UNAUTHENTICATED)
         self._open: set[PeerConnection] = set()
         self._closed, self._warned = False, set[str]()
-        run_in_background(self._listen)
+        run_in_background(self._listen, self.niceness)
 
     def answer(self, peer: PeerConnection) -> None:
         """Called with each connection once it is authenticated."""
@@ -54,7 +57,7 @@ class PeerServer:
             if not self._unauthenticated.acquire(blocking=False):
                 connection.close()
                 continue
-            run_in_background(partial(self._serve, connection, host))
+            run_in_background(partial(self._serve, connection, host), self.niceness)
 
     def _serve(self, connection: socket.socket, host: str) -> None:
         with connection:

@@ -107,7 +107,7 @@ class LoraConfig(Section):
     """Rank of the adapters (r)."""
     alpha: Positive = 16.0
     """The adapter is scaled by alpha / rank."""
-    target_modules: list[LoraTarget] = list(get_args(LoraTarget))
+    target_modules: tuple[LoraTarget, ...] = get_args(LoraTarget)
     """Matrices with an adapter. Default: all of attention and feed-forward."""
 
     def mistakes(self) -> Iterator[Mistake]:

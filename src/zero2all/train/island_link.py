@@ -94,6 +94,8 @@ class IslandLink(Protocol):
 class PartServer(PeerServer):
     """Gives counterparts what this rank has published, one part of each kind at a time."""
 
+    niceness = 0  # their training waits for it
+
     def __init__(self, host: str, secret: bytes) -> None:
         self._parts: dict[Kind, tuple[int, int, Tensor]] = {}
         super().__init__(host, secret)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -63,10 +65,11 @@ def non_embedding_parameters(config: ModelConfig) -> int:
     return counts.active - counts.parts["embedding"] - counts.parts.get("head", 0)
 
 
-def _meta_parameters(config: ModelConfig) -> list[tuple[str, nn.Parameter]]:
+@lru_cache(maxsize=16)
+def _meta_parameters(config: ModelConfig) -> Sequence[tuple[str, nn.Parameter]]:
     """Every parameter without its memory. Ops named in a recipe may not run here, and change no parameter."""
     with torch.device("meta"):
-        return list(Z2all(config).named_parameters())
+        return tuple(Z2all(config).named_parameters())
 
 
 def kv_cache_bytes_per_token(config: ModelConfig, element: int = 2) -> int:
