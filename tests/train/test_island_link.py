@@ -14,6 +14,7 @@ from tests.train.island_threads import SECRET
 from zero2all.checkpoint import RankGroup
 from zero2all.checkpoint.peer_connection import Address, PeerConnection, connect
 from zero2all.checkpoint.peer_server import PeerServer
+from zero2all.elastic import island_quorum
 from zero2all.elastic.island_client import IslandClient
 from zero2all.elastic.island_messages import EnterIslands
 from zero2all.elastic.rendezvous_client import WrongSecretError
@@ -129,7 +130,7 @@ def together(*functions: object) -> list[object]:
     def call(number: int) -> None:
         results[number] = functions[number]()  # type: ignore[operator]
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(functions))]
+    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(len(functions))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -165,6 +166,20 @@ def test_a_part_out_of_reach_leaves_its_island_out_and_it_hears_of_that(rendezvo
     assert found[1] == "behind"
     one.close(is_done=False)
     other.close(is_done=False)
+
+
+def test_an_island_whose_connection_closes_is_not_waited_for(
+    rendezvous: RendezvousServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was killed: its connection is closed, with no word of leaving."""
+    monkeypatch.setattr(island_quorum, "SILENT_AFTER", 1000.0)  # the other rule, which would find it 8 s later
+    one, other = link(rendezvous, 0), link(rendezvous, 1)
+    together(lambda: one.start(-1, "d"), lambda: other.start(-1, "d"))
+    other.close(is_done=False)
+    [found] = together(lambda: one.exchange(4, -1, torch.ones(5, dtype=torch.uint8)))
+    assert isinstance(found, Exchanged)
+    assert found.members == [0]
+    one.close(is_done=True)
 
 
 def test_a_process_that_must_stop_does_not_wait_for_others(
