@@ -3,11 +3,13 @@
     python benchmarks/slow_link.py --corpus TEXT... --out bench
 
 Two simulated nodes with one rank each, pinned to a core each, train a model of about 5 million parameters on real text,
-with the same micro-batch and learning rate, a constant one, in every row. All rows begin with the weights of one plain
-run of 1,000 steps: methods that average weights or send approximations need a model that has left its first plateau.
+with the same micro-batch and learning rate in every row. All rows begin with the weights of one plain run, of 500 short
+steps or that of ``--init``: methods that average weights or send approximations lose less the later they begin. Each
+row is trained
 
-
-- as many tokens as all others over a link that is not shaped: its validation loss, which no link changes;
+- to the end of its schedule, with as many tokens as all others, over a link that is not shaped: its validation loss,
+  which no link changes. DiLoCo ends with an exchange, so its last loss is that of the merged weights. Repeated with
+  other seeds (``--seeds``), which change the order of data;
 - then a few steps over a link that is shaped (tc tbf) so that plain all-reduce takes most of a step: time and bytes.
   All rows are measured one after another, on a machine that does nothing else.
 
@@ -49,8 +51,8 @@ from zero2all.track.run_record import read_record_lines
 from zero2all.train.run import resolve_model_config
 from zero2all.units import show_bytes
 
-SEQ_LEN, MICRO_BATCH, NODES = 128, 2, 2
-BATCH = NODES * MICRO_BATCH * SEQ_LEN
+SEQ_LEN, MICRO_BATCH, ACCUMULATION, NODES = 128, 4, 4, 2
+BATCH = NODES * ACCUMULATION * MICRO_BATCH * SEQ_LEN
 RECIPE = f"""
 name: slow-link
 seed: 7
@@ -67,14 +69,14 @@ train:
   device: cpu
   compile: false
   optimizer: {{lr: 1e-3}}
-  schedule: {{shape: constant, warmup: 10 steps}}
+  schedule: {{warmup: {10 * BATCH} tokens}}
 evals: {{tokens: 16384}}
 checkpoint: {{every: 100000 steps}}
 track: {{log_every: 10}}
 """
 REPLICAS = "parallel.dp_replicate=2 parallel.dp_shard=1"
 DILOCO = f"parallel.sync.method=diloco parallel.sync.islands={NODES} parallel.sync.exchange_dtype=int8"
-AVERAGES = "parallel.sync.outer_lr=1 parallel.sync.outer_momentum=0"
+AVERAGES = f"{DILOCO} parallel.sync.outer_lr=1 parallel.sync.outer_momentum=0 parallel.sync.overlap=2"
 ROWS = {
     "all-reduce": REPLICAS,
     "accumulation x8": f"{REPLICAS} train.batch_tokens={8 * BATCH}",
@@ -83,22 +85,23 @@ ROWS = {
     "powersgd 16": f"{REPLICAS} parallel.sync.method=powersgd parallel.sync.powersgd_rank=16",
     "diloco 10": f"{DILOCO} parallel.sync.every=10",
     "diloco 50": f"{DILOCO} parallel.sync.every=50",
-    "diloco 10, averages, overlapped": f"{DILOCO} {AVERAGES} parallel.sync.every=10 parallel.sync.overlap=5",
-    "diloco 20, averages, overlapped": f"{DILOCO} {AVERAGES} parallel.sync.every=20 parallel.sync.overlap=10",
-    "diloco 50, averages": f"{DILOCO} {AVERAGES} parallel.sync.every=50",
+    "diloco 10, averages": f"{AVERAGES} parallel.sync.every=10",
+    "diloco 50, averages": f"{AVERAGES} parallel.sync.every=50",
 }
 FIRST = next(iter(ROWS))
-PRETRAINING_STEPS = 1000
+SEEDS = (7, 8, 9)
+PRETRAINING_STEPS = 500
 WARM_UP = 3  # steps
-EVALUATIONS = 10  # until a row has seen the tokens of all
-TIMED = 20  # steps over the slow link; with DiLoCo as many exchanges as fit, but one
-MAX_SECONDS = 900.0  # of a run, start and validation included
+EVALUATIONS = 5  # until a row has seen the tokens of all
+TIMED = 10  # steps over the slow link; with DiLoCo as many exchanges as fit, but one
+MAX_SECONDS = 1200.0  # of a run, start and validation included
 COMMUNICATION_SHARE = 0.7  # what the link is to cost all-reduce
 
 
 @dataclass(frozen=True)
 class Curve:
     row: str
+    seed: int
     losses: list[tuple[int, float]]
     """Tokens before each validation, and its loss in nats a token."""
 
@@ -118,7 +121,7 @@ class Timing:
     step_seconds: list[float]
     """After the warm-up, whole rounds of exchanges."""
     communication: list[float]
-    """Exposed, in seconds of the same steps, on rank 0."""
+    """Exposed, in seconds of the same steps, on the first node."""
     wire_bytes: float
     """That a node sent in a step, with headers and acknowledgements: the counter of its network card."""
     batch_tokens: int
@@ -136,7 +139,16 @@ class Row:
     tokens_per_second: float
     communication: float
     """Share of all steps."""
-    curve: Curve
+    curves: list[Curve]
+    """One for each seed."""
+
+    def loss_after(self, tokens: float) -> str:
+        """The mean over the seeds, and half the distance between the smallest and the largest."""
+        losses = [loss for curve in self.curves if (loss := curve.loss_after(tokens)) is not None]
+        if not losses:
+            return "-"
+        spread = f" ± {(max(losses) - min(losses)) / 2:.3f}" if len(losses) > 1 else ""
+        return f"{statistics.fmean(losses):.3f}{spread}"
 
 
 @dataclass(frozen=True)
@@ -148,7 +160,6 @@ class Report:
     timings: list[Timing]
 
     def rows(self) -> list[Row]:
-        curves = {curve.row: curve for curve in self.curves}
         return [
             Row(
                 name=timing.row,
@@ -156,7 +167,7 @@ class Report:
                 wire_bytes=timing.wire_bytes,
                 tokens_per_second=timing.batch_tokens / seconds,
                 communication=statistics.fmean(timing.communication) / seconds,
-                curve=curves[timing.row],
+                curves=[curve for curve in self.curves if curve.row == timing.row],
             )
             for timing in sorted(self.timings, key=lambda timing: list(ROWS).index(timing.row))
         ]
@@ -189,7 +200,8 @@ class Progress:
 class SlowLink:
     """The workspace of all rows, and the nodes of one."""
 
-    def __init__(self, out: Path, corpus: list[Path], rate: str, tokens: int) -> None:
+    def __init__(self, out: Path, corpus: list[Path], rate: str, tokens: int, init: Path | None) -> None:
+        """``init``: the run whose weights all rows begin with, if it is not to be trained here."""
         self.out, self.rate, self.tokens = out, rate, tokens
         sources = json.dumps([{"name": "text", "paths": [str(path.absolute()) for path in corpus]}])
         self._shared = [f"out={out / 'workspace'}", f"corpus.sources={sources}"]
@@ -199,7 +211,7 @@ class SlowLink:
         build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir, engine)
         config = resolve_model_config(recipe, Tokenizer(recipe.tokenizer_dir))
         self.parameters = count_parameters(config).total
-        pretrained = self._pretrain()
+        pretrained = init or self._pretrain()
         self._shared.append(f"train.init={pretrained}")
         self._initial_loss = Progress.of(pretrained / "record.jsonl").validations[-1][1]
 
@@ -207,7 +219,10 @@ class SlowLink:
         return parse_recipe(RECIPE, [*self._shared, f"run={name}", *overrides.split()])
 
     def _pretrain(self) -> Path:
-        recipe = self.recipe("pretraining", f"{REPLICAS} seed=8 train.steps={PRETRAINING_STEPS} evals.every=100steps")
+        batch = BATCH // ACCUMULATION
+        length = f"train.batch_tokens={batch} train.steps={PRETRAINING_STEPS} evals.every=100steps"
+        schedule = "train.schedule.shape=constant train.schedule.warmup=10steps"
+        recipe = self.recipe("pretraining", f"{REPLICAS} seed=1 {length} {schedule}")
         path = self.out / "pretraining.yaml"
         write_text(path, recipe_yaml(recipe))
         launch = [sys.executable, "-m", "zero2all.cli", "launch", "--nproc-per-node", str(NODES)]
@@ -215,11 +230,12 @@ class SlowLink:
         subprocess.run([*launch, "--", "train", str(path)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         return recipe.run_dir
 
-    def curve(self, name: str) -> Curve:
+    def curve(self, name: str, seed: int) -> Curve:
         batch = self.recipe("base", ROWS[name]).train.batch_tokens
         assert batch is not None
-        progress, _ = self._train(name, "curve", self.tokens // batch, None)
-        return Curve(name, [(0, self._initial_loss), *((done * batch, loss) for done, loss in progress.validations)])
+        progress, _ = self._train(name, f"seed-{seed}", self.tokens // batch, None, seed)
+        losses = [(0, self._initial_loss), *((done * batch, loss) for done, loss in progress.validations)]
+        return Curve(name, seed, losses)
 
     def timing(self, name: str) -> Timing:
         recipe = self.recipe("base", ROWS[name])
@@ -238,11 +254,16 @@ class SlowLink:
             load=os.getloadavg()[0],
         )
 
-    def _train(self, name: str, purpose: str, steps: int, rate: str | None) -> tuple[Progress, float]:
-        """What it recorded, and the bytes that a node sent in all steps."""
-        validate = f"{self.tokens // EVALUATIONS} tokens" if rate is None else f"{steps + 1000} steps"
+    def _train(
+        self, name: str, purpose: str, steps: int, rate: str | None, seed: int = SEEDS[0]
+    ) -> tuple[Progress, float]:
+        """What it recorded, and the bytes that a node sent in all steps. Over a slow link the run is stopped long
+        before its end, which would have exchanges of its own."""
+        length = f"evals.every={self.tokens // EVALUATIONS}tokens train.steps={steps}"
+        if rate is not None:
+            length = "evals.every=100000steps"
         run = f"{name.replace(' ', '-').replace(',', '')}-{purpose}"
-        recipe = self.recipe(run, f"{ROWS[name]} evals.every={validate.replace(' ', '')}")
+        recipe = self.recipe(run, f"{ROWS[name]} {length} seed={seed}")
         shutil.rmtree(recipe.run_dir, ignore_errors=True)
         path = self.out / f"{run}.yaml"
         write_text(path, recipe_yaml(recipe))
@@ -291,7 +312,8 @@ class SlowLink:
         """Until the run has trained and validated these steps; returns the bytes that the node sent meanwhile."""
         began, said, before = time.monotonic(), 0.0, 0
         while True:
-            time.sleep(0.5)
+            time.sleep(1)
+            has_ended = any(process.poll() is not None for process in launchers)  # before its record is read
             seen, now = Progress.of(record), time.monotonic() - began
             count, trained = len(seen.step_seconds), sum(seen.step_seconds)
             if count == 0:
@@ -302,7 +324,7 @@ class SlowLink:
                 say(f"{name}: {count} steps in {trained:.0f} s of training{validated} ({now:.0f} s in all)")
             if count >= steps and (not validates or any(done == steps for done, _ in seen.validations)):
                 break
-            if any(process.poll() is not None for process in launchers) or now > MAX_SECONDS:
+            if has_ended or now > MAX_SECONDS:
                 raise Z2aError(f"{name} ended after {count} steps and {now:.0f} s: see the logs in {self.out}")
         sent = _sent_bytes(node) - before
         for process in launchers:
@@ -336,23 +358,20 @@ def markdown(report: Report) -> str:
         trained = min(report.tokens, row.tokens_per_second * equal_seconds)
         lines.append(
             f"| {row.name} | {row.step_seconds:.2f} | {show_bytes(row.wire_bytes)} | {row.tokens_per_second:,.0f} | "
-            f"{row.communication:.0%} | {_loss(row.curve.loss_after(report.tokens))} | "
-            f"{_loss(row.curve.loss_after(trained))} |"
+            f"{row.communication:.0%} | {row.loss_after(report.tokens)} | {row.loss_after(trained)} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, nargs="+", required=True, help="files or directories of text")
     parser.add_argument("--out", type=Path, required=True, help="directory of the report and of all runs")
-    parser.add_argument("--only", action="append", choices=list(ROWS), help="measure this row again; may be repeated")
-    parser.add_argument("--rate", default="50mbit", help="of the link, as tc has it")
-    parser.add_argument("--tokens", type=int, default=400 * BATCH, help="at which losses are compared")
+    parser.add_argument("--init", type=Path, help="run to begin with instead of 500 short steps")
+    parser.add_argument("--only", action="append", choices=list(ROWS), help="a row to measure; may be repeated")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS], help="orders of data for the losses")
+    parser.add_argument("--rate", default="25mbit", help="of the link, as tc has it")
+    parser.add_argument("--tokens", type=int, default=120 * BATCH, help="at which losses are compared")
     options = parser.parse_args()
     if options.tokens % (8 * BATCH * EVALUATIONS):
         parser.error(f"--tokens must be a multiple of {8 * BATCH * EVALUATIONS}, so that every row validates there")
@@ -361,27 +380,23 @@ def main() -> None:
     known = read_record(Report, saved) if saved.exists() else None
     if known is not None and (known.rate, known.tokens) != (options.rate, options.tokens):
         parser.error(f"{saved} is of --rate {known.rate} --tokens {known.tokens}: give those, or another --out")
-    link = SlowLink(out, options.corpus, options.rate, options.tokens)
+    init = None if options.init is None else options.init.absolute()
+    link = SlowLink(out, options.corpus, options.rate, options.tokens, init)
     report = known or Report(options.rate, options.tokens, link.parameters, [], [])
-    again = options.only or []
-    report = replace(
-        report,
-        curves=[curve for curve in report.curves if curve.row not in again],
-        timings=[timing for timing in report.timings if timing.row not in again],
-    )
-    for name in ROWS:
-        if name not in {curve.row for curve in report.curves}:
-            say(f"{name}: {ROWS[name]}")
-            curves = [*report.curves, link.curve(name)]
-            report = replace(report, curves=sorted(curves, key=lambda curve: list(ROWS).index(curve.row)))
-            write_report(out, "slow_link", report, markdown(report))
-    for name in ROWS:
+    rows = options.only or list(ROWS)
+    for seed in options.seeds:
+        for name in rows:
+            if (name, seed) not in {(curve.row, curve.seed) for curve in report.curves}:
+                say(f"{name}: {ROWS[name]} seed={seed}")
+                report = replace(report, curves=[*report.curves, link.curve(name, seed)])
+                write_report(out, "slow_link", report, markdown(report))
+    for name in rows:
         if name not in {timing.row for timing in report.timings}:
             report = replace(report, timings=[*report.timings, link.timing(name)])
             write_report(out, "slow_link", report, markdown(report))
     say(markdown(report))
-    [first] = [row for row in report.rows() if row.name == FIRST]
-    if first.communication < COMMUNICATION_SHARE:
+    first = next((row for row in report.rows() if row.name == FIRST), None)
+    if first is not None and first.communication < COMMUNICATION_SHARE:
         warn(f"all-reduce takes {first.communication:.0%} of a step: a slower --rate shows more")
 
 
