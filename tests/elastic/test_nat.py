@@ -48,6 +48,7 @@ dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
 open(os.path.join(sys.argv[1], os.environ["RANK"]), "w").write(str(int(total)))
+dist.destroy_process_group()  # gloo may abort in a process that ends without it
 """
 WAIT = "import sys, time; open(sys.argv[1], 'w'); time.sleep(600)"
 DROP = """
