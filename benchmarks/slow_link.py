@@ -155,6 +155,8 @@ class Row:
 class Report:
     rate: str
     tokens: int
+    init: str
+    """The run that all rows begin with; empty if it was trained here."""
     parameters: int
     curves: list[Curve]
     timings: list[Timing]
@@ -378,11 +380,17 @@ def main() -> None:
     out = options.out.absolute()
     saved = out / "slow_link.json"
     known = read_record(Report, saved) if saved.exists() else None
-    if known is not None and (known.rate, known.tokens) != (options.rate, options.tokens):
-        parser.error(f"{saved} is of --rate {known.rate} --tokens {known.tokens}: give those, or another --out")
     init = None if options.init is None else options.init.absolute()
+    same = (options.rate, options.tokens, str(init or ""))
+    if known is not None and (known.rate, known.tokens, known.init) != same:
+        began = f" --init {known.init}" if known.init else " and no --init"
+        parser.error(f"{saved} is of --rate {known.rate} --tokens {known.tokens}{began}: give those, or another --out")
+    if init is not None and not Progress.of(init / "record.jsonl").validations:
+        parser.error(
+            f"--init {init} is no run with a validation: give the directory of a run that has its record.jsonl"
+        )
     link = SlowLink(out, options.corpus, options.rate, options.tokens, init)
-    report = known or Report(options.rate, options.tokens, link.parameters, [], [])
+    report = known or Report(*same, link.parameters, [], [])
     rows = options.only or list(ROWS)
     for seed in options.seeds:
         for name in rows:

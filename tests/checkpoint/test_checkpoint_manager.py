@@ -298,7 +298,7 @@ def test_a_background_thread_has_a_low_priority_unless_training_waits_for_it() -
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     flash.run_in_background(note_priority).result(30)
-    flash.run_in_background(lambda: flash.run_in_background(note_priority, niceness=0).result(30)).result(30)
+    flash.run_in_background(note_priority, niceness=0).result(30)
     own = os.getpriority(os.PRIO_PROCESS, os.getpid())
     assert seen == [min(19, own + flash.BACKGROUND_NICENESS), own]
 

@@ -303,7 +303,8 @@ def run_in_background(function: Callable[[], None], niceness: int = BACKGROUND_N
         if sys.platform == "linux":  # per-thread priority: training goes first
             # That of the main thread: one that a background thread starts has inherited a lower one.
             priority = os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, priority))
+            with suppress(PermissionError):  # only root may raise one that was inherited
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, priority))
         try:
             function()
         except BaseException as error:
