@@ -11,7 +11,6 @@ from torch import Tensor
 
 from zero2all.checkpoint import RankGroup
 from zero2all.io import fingerprint
-from zero2all.model import document_starts
 from zero2all.model.ops.soft_loss import SoftTargets
 from zero2all.objectives import RolloutBatch
 from zero2all.parallel import ParallelModel
@@ -49,18 +48,12 @@ class DistillObjective(TokenObjective):
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
         if self._options.on_policy:
             batch = self._sampled(model, batch)
-            rows = self._teacher.likeliest(batch.inputs, self._document_starts(batch.inputs))
+            rows = self._teacher.likeliest(batch.inputs, batch.doc_starts)
             ids, logps = rows.ids_BSK, rows.logps_BSK
         else:
             ids, logps = self._cached(model, batch)
         soft = SoftTargets(ids, logps, self._options.weight)
         return StepLoss(batch.global_valid_tokens, batch=batch, soft=soft)
-
-    def _document_starts(self, inputs: Tensor) -> Tensor | None:
-        options = self._recipe.train
-        if not options.masks_documents:
-            return None
-        return document_starts(inputs, self._tokenizer.eos_token_id, options.end_of_text_first)
 
     def _cached(self, model: ParallelModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """What the teacher expects of this rank's rows: from disk, or computed now and kept."""
@@ -73,8 +66,8 @@ class DistillObjective(TokenObjective):
         ids, logps, there = cache.read(located)
         missing = np.flatnonzero(~there)
         if len(missing):
-            inputs = batch.inputs[torch.from_numpy(missing)]
-            rows = self._teacher.likeliest(inputs, self._document_starts(inputs))
+            chosen, starts = torch.from_numpy(missing), batch.doc_starts
+            rows = self._teacher.likeliest(batch.inputs[chosen], None if starts is None else starts[chosen])
             ids[missing] = rows.ids_BSK.cpu().numpy()
             logps[missing] = rows.logps_BSK.cpu().numpy()
             real = [place for place in missing.tolist() if place < last - first]
