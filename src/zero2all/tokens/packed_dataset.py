@@ -103,12 +103,13 @@ class PackedDataset:
     ) -> None:
         self.store, self.seq_len = store, seq_len
         self.masks_documents = document_mask or conversations != "cut"
+        self.end_of_text_first = conversations == "cut"
         whole = {name for name, kind in store.kinds.items() if kind != "text" and conversations != "cut"}
         pairs = {name for name in whole if conversations == "pairs" and store.kinds[name] == "preference"}
         self._sequences: dict[str, PackedSequences | ConversationRows] = {
             name: ConversationRows(shards, seq_len, conversations != "padded", 2 if name in pairs else 1)
             if name in whole
-            else PackedSequences(shards, store.shard_tokens[name], seq_len, end_of_text_first=conversations == "cut")
+            else PackedSequences(shards, store.shard_tokens[name], seq_len, self.end_of_text_first)
             for name, shards in store.sources.items()
         }
         self.order = SampleOrder({name: len(packed) for name, packed in self._sequences.items()}, mixture, seed, stage)

@@ -52,7 +52,7 @@ class AnswerSources:
                 self.rows[split, name] = ConversationRows(shards, self.seq_len, per_example=per_example)
         self.mismatched: dict[str, MismatchedAnswers] = {}
         if recipe.train.objective.name == "kto":
-            self.mismatched = {name: MismatchedAnswers(self.rows["train", name]) for name in plan.sources}
+            self.mismatched = {name: MismatchedAnswers(self.rows["train", name], name) for name in plan.sources}
 
     @property
     def validation(self) -> dict[str, ConversationRows]:

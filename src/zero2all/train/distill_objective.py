@@ -23,7 +23,7 @@ from zero2all.train.grpo_objective import pack_rollouts, read_prompts
 from zero2all.train.rollouts import Rollout, sample_answers, sampling_params
 from zero2all.train.source_losses import SourceLosses
 from zero2all.train.step_objective import StepLoss, TokenObjective
-from zero2all.train.teacher import CACHE, Teacher, TeacherCache
+from zero2all.train.teacher import CACHE, Teacher, TeacherCache, TeacherCacheKey
 
 
 class DistillObjective(TokenObjective):
@@ -78,12 +78,14 @@ class DistillObjective(TokenObjective):
     def _cache(self, batch: Batch) -> TeacherCache:
         name = batch.stage.name
         if name not in self._caches:
-            dataset = batch.stage.dataset
-            key = TeacherCache.key(self._teacher.fingerprint, dataset.fingerprint, dataset.seq_len, self._options.top_k)
-            self._caches[name] = TeacherCache(
-                self._recipe.out / CACHE / key, dataset.sequences_per_source, dataset.seq_len, self._options.top_k,
-                self._ranks,
+            dataset, top_k = batch.stage.dataset, self._options.top_k
+            key = TeacherCacheKey(
+                self._teacher.identity, dataset.fingerprint, dataset.seq_len, top_k, dataset.masks_documents,
+                dataset.end_of_text_first,
             )  # fmt: skip
+            self._caches[name] = TeacherCache(
+                self._recipe.out / CACHE / key.name, dataset.sequences_per_source, dataset.seq_len, top_k, self._ranks
+            )
         return self._caches[name]
 
     def _sampled(self, model: ParallelModel, batch: Batch) -> Batch:

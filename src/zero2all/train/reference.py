@@ -42,7 +42,8 @@ class Reference:
 
 
 def reference_key(init_fingerprint: str | None, stores: list[str], seq_len: int, dtype: str, mismatched: bool) -> str:
-    return fingerprint([1, init_fingerprint, stores, seq_len, dtype, mismatched])
+    """The number counts changes of how answers are packed, masked and paired."""
+    return fingerprint([2, init_fingerprint, stores, seq_len, dtype, mismatched])
 
 
 def read_reference(directory: Path, key: str) -> Reference | None:
