@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +95,9 @@ class Z2all(OpsModule):
     rotary_2SE: Tensor
     has_auxiliary_losses = True
     """Whether training adds the gradients of balance loss, z-loss and multi-token prediction."""
+    blocks_per_group = 1
+    recompute_group: Callable[..., Any] | None = None
+    """Runs a group of blocks so that backward recomputes it from its input (``parallel.activation_checkpoint``)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -210,11 +214,17 @@ class Z2all(OpsModule):
             masks = {window: cache.mask(window) for window in self._windows()}
         x_BSD = self.residual(self.embed_tokens(tokens_BS))
         balance_losses: list[Tensor] = []
-        for layer in self.layers:
-            assert isinstance(layer, Block)
-            _seed_dropout(dropout_seed_1, layer.self_attn.layer)
-            x_BSD, routed = layer(x_BSD, rotary, masks.get(layer.window), cache)
-            balance_losses += _record_expert_load(layer, routed)
+        blocks = list(self.layers)
+        for first in range(0, len(blocks), self.blocks_per_group):
+            group = blocks[first : first + self.blocks_per_group]
+            if self.recompute_group is not None and torch.is_grad_enabled():
+                x_BSD, statistics = self.recompute_group(
+                    _run_blocks, group, x_BSD, rotary, masks, cache, dropout_seed_1
+                )
+            else:
+                x_BSD, statistics = _run_blocks(group, x_BSD, rotary, masks, cache, dropout_seed_1)
+            for layer, routed in zip(group, statistics, strict=True):
+                balance_losses += _record_expert_load(layer, routed)
         if targets_BS is None:
             wanted = {"counts_B": counts_B, "scored": scored} if isinstance(self.lm_head, LMHead) else {}
             logits: Tensor = self.lm_head(self.norm(x_BSD), **wanted)
@@ -314,6 +324,24 @@ class Z2all(OpsModule):
         if self.config.residual_fp32:
             return x.float()
         return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
+
+
+def _run_blocks(
+    blocks: Sequence[nn.Module],
+    x_BSD: Tensor,
+    rotary: Tensor,
+    masks: Mapping[int | None, Any],
+    cache: KVCache | Branches | None,
+    dropout_seed_1: Tensor | int | None,
+) -> tuple[Tensor, list[RoutingStats | None]]:
+    """The residual stream, and the routing statistics of each block."""
+    statistics = []
+    for block in blocks:
+        assert isinstance(block, Block)
+        _seed_dropout(dropout_seed_1, block.self_attn.layer)
+        x_BSD, routed = block(x_BSD, rotary, masks.get(block.window), cache)
+        statistics.append(routed)
+    return x_BSD, statistics
 
 
 def _seed_dropout(seed_1: Tensor | int | None, layer: int) -> None:

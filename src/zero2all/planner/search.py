@@ -28,7 +28,7 @@ SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved", "zero-bubble",
 """gpipe has the bubble of 1f1b and holds more micro-batches: it is never better."""
 RECOMPUTE: tuple[dict[str, object], ...] = tuple(
     {"activation_checkpointing": mode, "activation_checkpointing_every": every}
-    for mode, every in (("none", 1), ("selective", 1), ("full", 2), ("full", 1))
+    for mode, every in (("none", 1), ("selective", 1), ("full", 1), ("full", 2), ("full", 4))
 )
 """Keys of ``parallel``, fastest first: more recomputation is tried only where less does not fit."""
 
