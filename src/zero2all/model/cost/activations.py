@@ -51,7 +51,8 @@ def activation_bytes(
 
     ``micro_batches`` are those that a pipeline rank has run forward and not backward; only one is recomputed at a time.
     With ``full``, groups of ``every`` blocks are recomputed together. With ``offload``, of blocks that are offloaded
-    one is computed while another is copied. ``score_bytes`` are what attention keeps of a token and head (``dropout_score_bytes``).
+    one is computed while another is copied. ``score_bytes`` are what attention keeps of a token and head
+    (``dropout_score_bytes``).
     """
     element = 2 if half else 4
     layers = list(range(config.num_hidden_layers) if layers is None else layers)
