@@ -43,7 +43,8 @@ def test_a_reference_takes_no_memory_of_the_gpu(name: str) -> None:
 def test_the_cache_of_sampled_answers_is_that_of_the_decoder() -> None:
     sizes = ["model={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
              "num_key_value_heads: 2, max_position_embeddings: 64, vocab_size: 8192}", "tokenizer.vocab_size=8192",
-             "train.seq_len=32", "train.batch_tokens=128", "train.micro_batch_tokens=64", "train.precision=fp32"]  # fmt: skip
+             "train.seq_len=32", "train.batch_tokens=128", "train.micro_batch_tokens=64",
+             "train.precision=fp32"]  # fmt: skip
     recipe = recipe_with(*sizes, *GRPO)
     stage = largest_stage(recipe)
     rollouts = plan_rollouts(Workload.of(recipe, stage), Layout.of(recipe, stage, 1))
@@ -85,9 +86,9 @@ def test_the_precision_is_that_of_the_named_gpu(gpu: str, precision: str) -> Non
 
 
 def test_a_precision_that_the_gpu_does_not_have_is_an_error() -> None:
-    with pytest.raises(UsageError, match="V100 has no bf16, which train.precision needs"):
+    with pytest.raises(UsageError, match=r"V100 has no bf16, which train\.precision needs"):
         planned("train.precision=bf16", gpu="V100")
-    with pytest.raises(UsageError, match="T4 has no bf16, which train.optimizer.name=adamw-bf16 needs"):
+    with pytest.raises(UsageError, match=r"T4 has no bf16, which train\.optimizer\.name=adamw-bf16 needs"):
         planned("train.optimizer.name=adamw-bf16", gpu="T4")
     with pytest.raises(UsageError, match="A100 has no fp8 products"):
         planned("train.float8=rowwise", gpu="A100")
