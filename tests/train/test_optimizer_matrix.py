@@ -77,9 +77,10 @@ def test_two_steps_or_one_rule(name: str, case: str) -> None:
             loss = model(tokens, tokens.roll(-1, 1)).mean()
         loss.backward()
         set_learning_rate(optimizers, options, 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles its update, which takes minutes
+            for optimizer in optimizers:
+                optimizer.step()
+        model.zero_grad()
     after = dict(model.named_parameters())
     assert all(torch.equal(after[key], value) for key, value in frozen.items())
     moved = [key for key, value in trained.items() if not torch.equal(after[key], value)]
