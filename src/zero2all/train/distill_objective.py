@@ -54,7 +54,7 @@ class DistillObjective(TokenObjective):
         else:
             ids, logps = self._cached(model, batch)
         soft = SoftTargets(ids, logps, self._options.weight)
-        return StepLoss(batch.global_valid_tokens, batch=batch, soft=soft)
+        return StepLoss(max(1, batch.global_valid_tokens), batch=batch, soft=soft)
 
     def _document_starts(self, inputs: Tensor) -> Tensor | None:
         options = self._recipe.train
