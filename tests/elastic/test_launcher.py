@@ -51,6 +51,26 @@ def test_a_command_that_fails_fails_the_launch() -> None:
     assert "not tried again" in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "backend"), [((), "cpu:gloo,cuda:nccl"), (("--backend", "gloo"), "cpu:gloo,cuda:gloo")]
+)
+def test_the_ranks_get_the_backend_that_was_chosen(tmp_path: Path, options: tuple[str, ...], backend: str) -> None:
+    """In the environment, and in the process group that a rank opens."""
+    (tmp_path / "script.py").write_text(
+        "import torch.distributed as dist\n"
+        "from zero2all.environment import collective_backend\n"
+        "print('on GPUs:', collective_backend('cuda'))\n"
+        "dist.init_process_group(collective_backend('cpu'))\n"
+        "print('here:', dist.get_backend())\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = launch(*options, "--procs", "2", "--", "python", str(tmp_path / "script.py"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"on GPUs: {backend}\n") == 2
+    assert done.stdout.count("here: gloo\n") == 2
+
+
 def lose_the_rendezvous(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     """Attempts so far; after ``times`` that lost the rendezvous one succeeds."""
     attempts: list[int] = []
