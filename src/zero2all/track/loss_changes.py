@@ -107,8 +107,8 @@ def fall_below_trend(source: SourceCurve, first_step: float) -> LossChange | Non
     worst = int(np.argmax(np.where(counts, errors, 0.0)))
     if not counts[worst]:
         return None
-    values_there = (float(column[worst]) for column in (expected, after, errors))
-    return LossChange(source.name, *values_there, int(steps[worst]))
+    before_it, now, by = (float(column[worst]) for column in (expected, after, errors))
+    return LossChange(source.name, before_it, now, by, int(steps[worst]))
 
 
 def trailing_median(values: Array, width: int) -> Array:
