@@ -214,7 +214,7 @@ class Z2all(OpsModule):
             masks = {window: cache.mask(window) for window in self._windows()}
         x_BSD = self.residual(self.embed_tokens(tokens_BS))
         balance_losses: list[Tensor] = []
-        blocks = list(self.layers)
+        blocks = [block for block in self.layers if isinstance(block, Block)]
         for first in range(0, len(blocks), self.blocks_per_group):
             group = blocks[first : first + self.blocks_per_group]
             if self.recompute_group is not None and torch.is_grad_enabled():
@@ -327,7 +327,7 @@ class Z2all(OpsModule):
 
 
 def _run_blocks(
-    blocks: Sequence[nn.Module],
+    blocks: Sequence[Block],
     x_BSD: Tensor,
     rotary: Tensor,
     masks: Mapping[int | None, Any],
@@ -337,7 +337,6 @@ def _run_blocks(
     """The residual stream, and the routing statistics of each block."""
     statistics = []
     for block in blocks:
-        assert isinstance(block, Block)
         _seed_dropout(dropout_seed_1, block.self_attn.layer)
         x_BSD, routed = block(x_BSD, rotary, masks.get(block.window), cache)
         statistics.append(routed)
