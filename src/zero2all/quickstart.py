@@ -125,9 +125,8 @@ def quickstart(
     recipe = quickstart_recipe(out, corpus or [], overrides or [])
     _refuse_other_recipe(recipe, out / "recipe.yaml", overrides or [])
     write_text(out / "recipe.yaml", recipe_yaml(recipe))
-    if chat and (own := [text for text in overrides or [] if not text.startswith(SHARED_KEYS)]):
-        fine_tuning = out / CHAT / "recipe.yaml"
-        say(f"{', '.join(own)}: for pretraining, stages 1 to 5. Fine-tuning has its own recipe, {fine_tuning}")
+    if chat:
+        _say_stage_of_overrides(out, overrides or [])
     seconds: dict[str, float] = {}
     if not corpus:
         with _timed_stage("0/5 stories: a corpus for the first model", "stories", seconds):
@@ -186,6 +185,12 @@ def quickstart(
         seconds=seconds,
         chat=_fine_tune(recipe, model, seconds) if chat else None,
     )
+
+
+def _say_stage_of_overrides(out: Path, overrides: list[str]) -> None:
+    if own := [text for text in overrides if not text.startswith(SHARED_KEYS)]:
+        recipe = out / CHAT / "recipe.yaml"
+        say(f"{', '.join(own)}: for pretraining, stages 1 to 5. Fine-tuning has its own recipe, {recipe}")
 
 
 def _fine_tune(base: Recipe, base_model: Z2all, seconds: dict[str, float]) -> ChatResult:
