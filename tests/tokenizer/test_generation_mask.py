@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokenizer.chat import ChatTemplateError
+from zero2all.tokenizer.template_process import ChatTemplateError
 
 CALL = {"type": "function", "function": {"name": "search", "arguments": {"q": "中文", "limit": 1}}}
 CONVERSATIONS: list[list[dict[str, Any]]] = [

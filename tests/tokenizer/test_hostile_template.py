@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from zero2all.tokenizer import template_process
-from zero2all.tokenizer.chat import ChatInput, ChatTemplate, ChatTemplateError, RenderedChat
-from zero2all.tokenizer.template_process import TemplateLimitError, shared_process
+from zero2all.tokenizer.chat import ChatInput, ChatTemplate, RenderedChat
+from zero2all.tokenizer.template_process import ChatTemplateError, TemplateLimitError, shared_process
 
 QUESTION = [{"role": "user", "content": "hello"}]
 SPIN = "{{ range(99999) | reject('in', range(-99999, 0) | list) | list | length }}"
@@ -56,6 +56,7 @@ def peak_of_children() -> int:
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_process, "MAX_SECONDS", 1)
     monkeypatch.setattr(template_process, "MAX_MEMORY", 192 << 20)
+    monkeypatch.setattr(template_process, "WALL_FACTOR", 60)  # a busy machine may take long to start a process
     shared_process().close()  # the next one has the limits above
 
 

@@ -26,7 +26,7 @@ WALL_FACTOR = 6  # times the CPU time, for a child that neither computes nor ans
 MAX_MEMORY = 1 << 30
 MAX_ITERATIONS = 1_000_000  # of all loops of a template together
 MAX_OUTPUT_BYTES = 16 << 20  # beside several times the size of the conversation
-MAX_SOURCE_CHARACTERS = 1 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
 MESSAGE_BYTES = 1 << 20  # of conversations sent at once
 
 
@@ -67,14 +67,15 @@ class TemplateProcess:
     """Started with the first conversation, and again after one that exceeds the limits."""
 
     def __init__(self) -> None:
-        self._lock, self._process = threading.Lock(), None  # type: LimitedProcess | None
+        self._lock = threading.Lock()
+        self._process: LimitedProcess | None = None
 
     def render(
         self, template: TemplateSource, conversations: Sequence[bytes]
     ) -> list[RenderedText | ChatTemplateError]:
         """The text of each conversation, or why the template does not take it."""
-        if len(template.source) > MAX_SOURCE_CHARACTERS:
-            raise ChatTemplateError(f"{template.name} has more than {MAX_SOURCE_CHARACTERS:,} characters")
+        if len(template.source) > MAX_TEMPLATE_BYTES:
+            raise ChatTemplateError(f"{template.name} has more than {MAX_TEMPLATE_BYTES:,} characters")
         header = {
             "source": template.source,
             "variables": dict(template.variables),
