@@ -231,7 +231,7 @@ def compare(cell: Cell, step: ObservedStep, tokenizer: TransformersTokenizer, mo
         cell,
         max(_logp_differences(given, objective.by_token)),
         abs(recorded.item() - step.loss),
-        _gradient_difference(step, models.trained),
+        gradient_difference(step, models.trained),
     )
 
 
@@ -253,7 +253,7 @@ def _answers(targets: Sequence[bool]) -> Iterator[tuple[int, int]]:
         done += len(run)
 
 
-def _gradient_difference(step: ObservedStep, model: TransformersModel) -> float:
+def gradient_difference(step: ObservedStep, model: TransformersModel) -> float:
     theirs = dict(model.model.named_parameters())
     if {hf_name(name) for name in step.gradients} != theirs.keys():
         return math.inf
