@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from zero2all.bench import parity
-from zero2all.bench.parity_cases import TRAINING_SETUPS, ParityCase, TrainingSetup, cases, training_setup
+from zero2all.bench.parity_cases import (
+    TRAINING_SETUPS,
+    ParityCase,
+    TrainingSetup,
+    cases,
+    select_cases,
+    training_setup,
+)
+from zero2all.cli.main import app
+from zero2all.errors import UsageError
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe
 
@@ -62,6 +74,33 @@ def test_four_ranks_equal_one_process() -> None:
 @pytest.mark.slow
 def test_copies_equal_one_process() -> None:
     check(("DDP 2, accumulated",), training_setup("SGD"), MUON_FP32, detail=False)
+
+
+@pytest.mark.slow
+def test_the_command_compares_the_layouts_that_it_is_given(tmp_path: Path) -> None:
+    """Every setup of three layouts, through ``z2a bench parity``: what runs for the table of the docs."""
+    names = {"TP 2", "PP 2 1f1b", "CP 2 ulysses"}
+    words = [word for name in sorted(names) for word in ("--only", name)]
+    done = CliRunner().invoke(app, ["bench", "parity", "--steps", "1", "--out", str(tmp_path), "--json", *words])
+    assert done.exit_code == 0, done.output
+    outcomes = json.loads((tmp_path / "bench-parity.json").read_text())["outcomes"]
+    found = [(outcome["layout"], outcome["kind"]) for outcome in outcomes]
+    assert sorted(found) == sorted(
+        (case.name, setup.name) for case in chosen(*names) for setup in TRAINING_SETUPS if setup.supports(case)
+    )
+    assert all(outcome["equal"] for outcome in outcomes)
+
+
+def test_layouts_are_selected_by_name_or_pattern() -> None:
+    def names(*patterns: str) -> list[str]:
+        return [case.name for case in select_cases(patterns)]
+
+    assert names("TP 2") == ["TP 2"]  # and not "TP 2 + SP"
+    assert names("TP ?", "CP 2 r*g") == ["TP 2", "TP 4", "CP 2 ring"]
+    assert names("*ring*") == ["CP 2 ring", "CP 4 ring", "CP 2 ring x TP 2"]
+    assert names() == [case.name for case in cases()]
+    with pytest.raises(UsageError, match="no layout matches 'tp 2'"):
+        names("CP 2 ring", "tp 2")
 
 
 def test_every_choice_of_a_recipe_is_in_the_table() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero2all.bench.rank_harness import RankCrashError, stream_jobs, stream_ranks
+from zero2all.bench.rank_harness import RankCrashError, run_ranks, stream_jobs, stream_ranks
 from zero2all.errors import Z2aError
 
 
@@ -39,6 +39,15 @@ def test_values_before_a_failure_are_kept(end: str, message: str) -> None:
     assert [next(values), next(values)] == [[1, 1], [3, 3]]
     with pytest.raises(Z2aError, match=message):
         next(values)
+
+
+def sum_of(tensors: list[torch.Tensor]) -> float:
+    return float(sum(tensors).sum())
+
+
+def test_arguments_may_hold_many_tensors() -> None:
+    """multiprocessing sends a tensor as a file descriptor, and a fork server takes 253 of them."""
+    assert run_ranks(2, sum_of, [torch.ones(2)] + [torch.ones(2) for _ in range(299)]) == [600.0, 600.0]
 
 
 def squares_with_crashes(numbers: list[int], crashes: str) -> Iterator[int]:

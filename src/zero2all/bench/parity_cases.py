@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from zero2all.errors import UsageError
 from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe
 from zero2all.recipe.parallel import SPLIT_BACKWARD_SCHEDULES
 
@@ -154,6 +157,16 @@ def cases() -> list[ParityCase]:
         _case("FSDP 2 x TP 2 x PP 2 interleaved", 8, tp=2, pp=2, schedule="interleaved"),
         _case("ZeRO-1 x TP 2 x PP 2 interleaved", 8, zero=1, tp=2, pp=2, schedule="interleaved"),
     ]
+
+
+def select_cases(patterns: Sequence[str] | None) -> list[ParityCase]:
+    """Layouts that match any of the patterns, as shells match file names; all of them without patterns."""
+    table = cases()
+    names = [case.name for case in table]
+    for pattern in patterns or ():
+        if not fnmatch.filter(names, pattern):
+            raise UsageError(f"no layout matches {pattern!r}; there are {', '.join(names)}")
+    return [case for case in table if not patterns or any(fnmatch.fnmatchcase(case.name, p) for p in patterns)]
 
 
 def _zero_cases() -> list[ParityCase]:

@@ -59,11 +59,13 @@ def stream_ranks(
     """As :func:`run_ranks` for a function that yields: the first value of every rank once all have it, and so on."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    # Pickled here: multiprocessing would send every tensor as a file descriptor, and a fork server takes 253 of them.
+    call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as directory:
         processes, pipes = [], []
         for rank in range(ranks):
             receive, send = context.Pipe(duplex=False)
-            job = (rank, ranks, directory, seconds, detail, backend, dict(os.environ), send, function, args)
+            job = (rank, ranks, directory, seconds, detail, backend, dict(os.environ), send, call)
             processes.append(context.Process(target=_rank_main, args=job, daemon=True))
             processes[-1].start()
             send.close()
@@ -156,8 +158,7 @@ def _rank_main(
     backend: Backend,
     environment: dict[str, str],
     send: Connection,
-    function: Callable[..., Iterator[Any]],
-    args: Any,
+    call: bytes,
 ) -> None:
     watch_parent()
     gc.freeze()  # what was imported before the fork: a collection would only copy its pages
@@ -182,6 +183,7 @@ def _rank_main(
         if backend == "nccl":
             torch.cuda.set_device(rank)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds))
+        function, args = pickle.loads(call)
         for value in function(*args):
             send_message("value", value)
     except BaseException:

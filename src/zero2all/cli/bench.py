@@ -97,7 +97,8 @@ def shapes(
 def parity(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Number of training steps to compare.")] = 20,
     only: Annotated[
-        str | None, typer.Option("--only", help="Run only layouts whose name contains this, such as 'PP 2'.")
+        list[str] | None,
+        typer.Option("--only", help="Run only this layout, or those that match a pattern such as 'PP 2*'. Repeatable."),
     ] = None,
     out: Out = None,
     json: Json = False,
@@ -106,16 +107,14 @@ def parity(
 
     Each layout trains a small model and is compared with a single process, step by step.
 
-    Example: z2a bench parity --only FSDP
+    Example: z2a bench parity --only 'FSDP*' --only 'TP 2'
     """
     from zero2all.bench import write_report
     from zero2all.bench.parity import ParityReport, ParityResult, measure_parity, parity_markdown
-    from zero2all.bench.parity_cases import cases
-    from zero2all.errors import UsageError, Z2aError
+    from zero2all.bench.parity_cases import select_cases
+    from zero2all.errors import Z2aError
 
-    chosen = [case for case in cases() if only is None or only in case.name]
-    if not chosen:
-        raise UsageError(f"no layout has {only!r} in its name; there are {', '.join(case.name for case in cases())}")
+    chosen = select_cases(only)
     outcomes: list[ParityResult] = []
     for outcome in measure_parity(chosen, steps):
         outcomes.append(outcome)

@@ -253,7 +253,8 @@ class LaunchConfig:
         script = ScriptSettings(self.report_directory.absolute(), watch_activity=self.hang_after is not None)
         agent = Agent(spec, directory, self.hang_after or HANG_AFTER, self.grace, script if worker.is_script else None)
         try:
-            result = agent.run()
+            with agent.poll_gpu_errors():
+                result = agent.run()
         except SignalException as stop:
             if stop.sigval == signal.SIGINT:  # a person stops the job, a scheduler takes this node
                 rendezvous.close("failed")

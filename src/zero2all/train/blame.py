@@ -24,10 +24,9 @@ def blame_step(run: Run, step: int, lowest: bool = False) -> dict[str, Any]:
     model, tokenizer = run.load_model(checkpoint), run.tokenizer()
     traced = trace_step(run, step)
     first, last = traced["samples"]
-    batch = torch.from_numpy(run.plan().stage_of(step).dataset.tokens(first, last))
-    options, starts = run.recipe.train, None
-    if options.masks_documents:
-        starts = document_starts(batch[:, :-1], tokenizer.eos_token_id, options.end_of_text_first)
+    samples = run.plan().stage_of(step).dataset.read(first, last)
+    batch = torch.from_numpy(samples.tokens)
+    starts = None if samples.is_first is None else document_starts(torch.from_numpy(samples.is_first[:, :-1]))
     losses = torch.cat(
         [
             model(

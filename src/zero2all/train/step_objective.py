@@ -94,7 +94,6 @@ class TokenObjective:
 class AnswerData:
     """What an objective that compares answers reads beside batches."""
 
-    end_of_text: int
     validation: dict[str, ConversationRows]
     """By source."""
     reference: Reference | None
@@ -123,9 +122,8 @@ class AnswerData:
         for source, rows in self.validation.items():
             used = rows.used_documents
             scores = score_answers(
-                model, rows.document_lengths, rows.read_document, rows.seq_len, self.end_of_text,
-                f"answers of {source} (validation)",
-            )  # fmt: skip
+                model, rows.document_lengths, rows.read_document, rows.seq_len, f"answers of {source} (validation)"
+            )
             logps.append(scores[used])
             of_source = np.zeros(len(scores)) if self.reference is None else self.reference.of("valid", source)
             reference.append(of_source[used])
@@ -210,7 +208,7 @@ class KTOObjective:
             fitting = numbers[pairs.lengths[numbers] <= pairs.seq_len + 1]
             scores = score_answers(
                 model, pairs.lengths[fitting], lambda n, own=fitting, pairs=pairs: pairs.read(int(own[n])),  # type: ignore[misc]
-                pairs.seq_len, self._data.end_of_text,
+                pairs.seq_len,
             )  # fmt: skip
             ratios.append(scores - self._data.reference.of_mismatched(source)[fitting])
         both = np.concatenate(ratios)

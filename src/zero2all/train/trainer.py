@@ -33,7 +33,6 @@ from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
 from zero2all.environment import set_cuda_environment, set_dump_file
 from zero2all.errors import Interrupted, Z2aError
 from zero2all.hardware import MPS, compute_dtype, peak_flops, pick_device, set_deterministic
-from zero2all.model import document_starts
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.model.cost.optimizer_state import weight_dtype
@@ -261,7 +260,7 @@ class Trainer:
             self.rank_group.on_all_ranks(partial(map_optimizer_state, self.optimizers, directory))
         if self.evaluate is not None and self.recipe.evals.every is not None and not self.model.is_replicated:
             say("validation generates no samples: the weights are sharded; use 'z2a generate' with a checkpoint")
-        self.copier = BatchCopier(device, self._document_starts, self.model.micro_batch_rows)
+        self.copier = BatchCopier(device, self.model.micro_batch_rows)
         self.timer = StepTimer.for_device(device)
         self.guard = SpikeDetector(options.guard)
         self._late_step: LaunchedStep | None = None  # whose metrics are not read yet
@@ -543,7 +542,9 @@ class Trainer:
 
     def _forward_backward(self, batch: Batch, step_loss: StepLoss) -> Tensor:
         with self.timer.part("data"):
-            tensors = batch.on_device or self.copier.copy(batch.inputs, batch.targets, batch.micro_batch_size)
+            tensors = batch.on_device or self.copier.copy(
+                batch.inputs, batch.targets, batch.doc_starts, batch.micro_batch_size
+            )
             tensors.wait()
         with self.timer.part("backward"):  # forward passes and losses are found by hooks of the model
             return self.model.forward_backward(
@@ -596,11 +597,6 @@ class Trainer:
         config = self.model.model.config
         if rope != (config.rope_theta, config.rope_scaling):
             self.model.set_rope(*rope)
-
-    def _document_starts(self, inputs: Tensor) -> Tensor | None:
-        """Where the document of each token begins, if the recipe masks across documents."""
-        options, end_of_text = self.recipe.train, self.tokenizer.eos_token_id
-        return document_starts(inputs, end_of_text, options.end_of_text_first) if options.masks_documents else None
 
     # Record and validation
 
