@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any
 
 import torch
@@ -76,7 +78,7 @@ def observe(recipe: Recipe) -> ObservedStep:
         observed.weights = {name: _full(parameter) for name, parameter in parameters.items()}
         observed.gradients = {name: _full(p.grad) for name, p in parameters.items() if p.grad is not None}
 
-    with Trainer(recipe, TrainerHooks(on_gradients=keep)) as trainer:
+    with redirect_stderr(StringIO()), Trainer(recipe, TrainerHooks(on_gradients=keep)) as trainer:
         trainer.objective = Spy(trainer.objective, observed)
         trainer.train()
     return observed

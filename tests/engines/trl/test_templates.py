@@ -77,9 +77,7 @@ def test_sft(workspace: Workspace, template: Template, tmp_path: Path) -> None:
     records = [{"messages": workspace.records.chats[one.example[1]]} for one in given.sequences]
     config = SFTConfig(output_dir=str(tmp_path), assistant_only_loss=True, **LOGGING)
     model = given.model.model.train()
-    trainer = SFTTrainer(
-        model, args=config, train_dataset=Dataset.from_list(records), processing_class=tokenizer
-    )
+    trainer = SFTTrainer(model, args=config, train_dataset=Dataset.from_list(records), processing_class=tokenizer)
     batch = trainer.data_collator([trainer.train_dataset[number] for number in range(len(records))])
     assert_same(given.step, given, trainer.compute_loss(model, dict(batch)))
 
