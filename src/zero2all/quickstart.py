@@ -125,8 +125,7 @@ def quickstart(
     recipe = quickstart_recipe(out, corpus or [], overrides or [])
     _refuse_other_recipe(recipe, out / "recipe.yaml", overrides or [])
     write_text(out / "recipe.yaml", recipe_yaml(recipe))
-    if chat:
-        _say_stage_of_overrides(out, overrides or [])
+    _say_stage_of_overrides(out, overrides if chat and overrides else [])
     seconds: dict[str, float] = {}
     if not corpus:
         with _timed_stage("0/5 stories: a corpus for the first model", "stories", seconds):
