@@ -44,20 +44,23 @@ def check(
 
     Each mistake is shown with its line or override and, for a misspelled key, the closest known key. Local paths of
     sources must exist; URLs are not looked up. The weights of train.init must be of the recipe's model. The code that
-    the recipe names (track.sinks, train.objective.grpo.rewards) is listed with its files.
+    the recipe names (track.sinks, train.objective.grpo.rewards) is listed with its files. Warns where the parallel
+    layout changes losses by more than rounding.
 
     Example: z2a recipe check recipes/quickstart.yaml
     """
     from zero2all.corpus.corpus_mistakes import corpus_mistakes
     from zero2all.recipe import load_recipe
     from zero2all.recipe.imported_code import imported_code
+    from zero2all.recipe.layout_notes import layout_notes
     from zero2all.track.sinks import sink_mistakes
 
     importing = () if no_import else (sink_mistakes, _reward_mistakes)
     loaded = load_recipe(recipe, overrides, checks=(corpus_mistakes, *importing, _initial_weights_mistakes))
-    code = imported_code(loaded)
-    lines = [f"{recipe} is valid", *(["it imports:"] if code else []), *(f"  {one}" for one in code)]
-    return Result({"recipe": str(recipe), "problems": [], "imports": code}, "\n".join(lines))
+    code, notes = imported_code(loaded), list(layout_notes(loaded))
+    lines = [f"{recipe} is valid", *(f"warning: {note}" for note in notes)]
+    lines += [*(["it imports:"] if code else []), *(f"  {one}" for one in code)]
+    return Result({"recipe": str(recipe), "problems": [], "warnings": notes, "imports": code}, "\n".join(lines))
 
 
 def _reward_mistakes(recipe: Recipe) -> Iterable[Mistake]:

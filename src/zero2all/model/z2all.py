@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zero2all.model.blocks import Attention, FeedForward, LMHead, OpsModule, RMSNorm, ScoredTargets
 from zero2all.model.kv_cache import Branches, KVCache
 from zero2all.model.lora import ADAPTER_MARK, freeze_all_but_adapters, initial_adapter_std
-from zero2all.model.moe import MoE, RoutingStats
+from zero2all.model.moe import MoE, RoutingStats, balance_loss
 from zero2all.model.ops import Ops, choose_kernels
 from zero2all.model.ops.attention import SdpaMask, with_dense_mask
 from zero2all.model.ops.kernels import IGNORE_INDEX
@@ -209,12 +209,12 @@ class Z2all(OpsModule):
             rotary = self.cached_rotary(positions_BS, cache.lengths_B + (length if counts_B is None else counts_B))
             masks = {window: cache.mask(window) for window in self._windows()}
         x_BSD = self.residual(self.embed_tokens(tokens_BS))
-        balance_losses: list[Tensor] = []
+        routings: list[RoutingStats] = []
         for layer in self.layers:
             assert isinstance(layer, Block)
             _seed_dropout(dropout_seed_1, layer.self_attn.layer)
             x_BSD, routed = layer(x_BSD, rotary, masks.get(layer.window), cache)
-            balance_losses += _record_expert_load(layer, routed)
+            routings += _record_expert_load(layer, routed)
         if targets_BS is None:
             wanted = {"counts_B": counts_B, "scored": scored} if isinstance(self.lm_head, LMHead) else {}
             logits: Tensor = self.lm_head(self.norm(x_BSD), **wanted)
@@ -231,11 +231,22 @@ class Z2all(OpsModule):
             _seed_dropout(dropout_seed_1, self.config.num_hidden_layers)
             mtp_losses, routed = self._mtp_losses(self.mtp, x_BSD, targets_BS, rotary, masks, doc_starts_BS)
             extra = extra + self.config.mtp_weight * mtp_losses
-            balance_losses += _record_expert_load(self.mtp.block, routed)
-        for balance_loss in balance_losses:
-            assert self.config.moe is not None
-            extra = extra + self.config.moe.router_aux_loss_coef * balance_loss * (targets_BS != IGNORE_INDEX)
+            routings += _record_expert_load(self.mtp.block, routed)
+        if routings and self.config.moe is not None and self.config.moe.load_balancing == "aux":
+            counts_LE = torch.stack([routed.counts_E for routed in routings])
+            counts_LE, weights_BS = self.balance_inputs(counts_LE, targets_BS != IGNORE_INDEX)
+            for counts_E, routed in zip(counts_LE, routings, strict=True):
+                assert routed.mean_score_E is not None
+                balance = balance_loss(counts_E, routed.mean_score_E)
+                extra = extra + self.config.moe.router_aux_loss_coef * balance * weights_BS
         return losses + (extra - extra.detach())
+
+    def balance_inputs(self, counts_LE: Tensor, wanted_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of each layer's experts, and how often each position counts in the balance loss.
+
+        Here as given. Context parallelism replaces it: the rows of a micro-batch are on several ranks.
+        """
+        return counts_LE, wanted_BS
 
     def attention_masks(
         self, length: int, doc_starts_BS: Tensor | None, cu_seqlens_1N: Tensor | None = None
@@ -327,13 +338,13 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest())
 
 
-def _record_expert_load(block: Block, routed: RoutingStats | None) -> list[Tensor]:
-    """Add the load of a block's experts, once for each pass; the block's balance loss, if there is one."""
+def _record_expert_load(block: Block, routed: RoutingStats | None) -> list[RoutingStats]:
+    """Add the load of a block's experts, once for each pass; the statistics, if there are any."""
     if routed is None:
         return []
     assert isinstance(block.mlp, MoE)
     block.mlp.load += routed.counts_E
-    return [] if routed.balance_loss is None else [routed.balance_loss]
+    return [routed]
 
 
 def _init_normal(values: Tensor, std: float, name: str) -> None:
