@@ -173,7 +173,13 @@ def test_what_is_wrong_with_a_layout_is_seen(wrong: str, monkeypatch: pytest.Mon
     backward, clip = ParallelModel.forward_backward, ParallelModel.clip_grad_norm_
 
     def broken(
-        self: ParallelModel, tokens: Tensor, targets: Tensor, divisor: float, starts: Tensor | None, size: int | None
+        self: ParallelModel,
+        tokens: Tensor,
+        targets: Tensor,
+        divisor: float,
+        starts: Tensor | None,
+        size: int | None,
+        dropout_seed: int,
     ) -> Tensor:
         divisor = divisor * 1.0001 if wrong == "scale" else divisor
         return backward(self, tokens, targets, divisor, None if wrong == "mask" else starts, size)

@@ -7,11 +7,13 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import pytest
 from tests.corpus.download_server import Content, Page, Server, Text, serving
 from zero2all.cli.main import app
 from zero2all.corpus.fetch import FetchOptions, FetchResult, fetch_files
+from zero2all.corpus.fetch import connections as connections_module
 from zero2all.corpus.fetch import download as download_module
 from zero2all.corpus.fetch import fetch as fetch_module
 from zero2all.corpus.fetch import retry as retry_module
@@ -315,22 +318,179 @@ def test_another_version_on_the_server_starts_over(
     assert files_in(tmp_path) == {"a.bin": Content(2_000_000, seed=1).read(0, 2_000_000)}
 
 
-def test_a_file_that_changes_during_the_download_is_not_mixed(server: Server, tmp_path: Path) -> None:
-    page = Page(Content(2_000_000), cut_after=600_000)
-    url = server.add("/a.bin", page)
-    real, calls = page.content.read, []
+class Replaced(Content):
+    """A file that a server replaces, with its validator, after some reads."""
 
-    class Changing(Content):
-        def read(self, start: int, stop: int) -> bytes:
-            calls.append(start)
-            if len(calls) == 5:
-                page.etag = '"v2"'
-            return real(start, stop)
+    page: Page
+    every = 5
+    versions = 2
+    reads = 0
 
-    page.content = Changing(2_000_000)
+    def read(self, start: int, stop: int) -> bytes:
+        type(self).reads += 1
+        if self.reads % self.every == 0 and self.reads < self.versions * self.every:
+            self.page.etag = f'"v{self.reads}"'
+        return Content(self.size, seed=int((self.page.etag or '"v1"')[2:-1])).read(start, stop)
+
+
+def replaced(every: int, versions: int, **options: Any) -> Page:
+    kind = type("One", (Replaced,), {"every": every, "versions": versions})
+    page = Page(kind(2_000_000), **options)
+    kind.page = page
+    return page
+
+
+def test_a_file_that_changes_during_the_download_starts_over_and_is_not_mixed(server: Server, tmp_path: Path) -> None:
+    page = replaced(5, 2, cut_after=300_000)
+    fetch(server.add("/a.bin", page), tmp_path)
+    content = files_in(tmp_path)["a.bin"]
+    assert content == Content(2_000_000, seed=int((page.etag or "")[2:-1])).read(0, 2_000_000)
+    assert page.etag != '"v1"'
+    assert any("If-Range" in one.headers for one in server.seen)
+    assert entries(tmp_path)["a.bin"]["identity"].endswith(f"etag:{page.etag}")
+
+
+def test_a_file_that_changes_all_the_time_is_given_up(server: Server, tmp_path: Path) -> None:
+    page = replaced(3, 1000, cut_after=300_000)
     with pytest.raises(Z2aError, match="has changed on the server"):
-        fetch(url, tmp_path)
+        fetch(server.add("/a.bin", page), tmp_path)
     assert "a.bin" not in files_in(tmp_path)
+    assert len(server.seen) < 100
+
+
+@pytest.mark.parametrize("later", [None, '"v2"', 'W/"v1"'])
+def test_parts_without_the_validator_of_the_first_answer_are_not_combined(
+    later: str | None, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "MIN_RANGE_BYTES", 1 << 19)
+    page = Page(Content(2_000_000))
+    url = server.add("/a.bin", page)
+    real = server.answer
+
+    def answer(request: Any) -> None:
+        page.etag = '"v1"' if request.headers.get("Range") == "bytes=0-0" else later
+        real(request)
+
+    monkeypatch.setattr(server, "answer", answer)
+    with pytest.raises(Z2aError, match="has changed on the server"):
+        fetch(url, tmp_path, workers=1)
+    assert "a.bin" not in files_in(tmp_path)
+    assert len(server.seen) < 100
+
+
+@pytest.mark.parametrize("etag", [None, 'W/"v1"'])
+def test_without_a_strong_validator_a_file_comes_from_one_response(
+    etag: str | None, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "MIN_RANGE_BYTES", 1 << 19)
+    page = Page(Content(2_000_000), etag=etag, cut_after=1_500_000, cuts=2)
+    fetch(server.add("/a.bin", page), tmp_path)
+    assert files_in(tmp_path) == {"a.bin": page.content.read(0, 2_000_000)}
+    assert [one.headers.get("Range") for one in server.requests("/a.bin")] == ["bytes=0-0", None, None, None]
+    never = server.add("/b.bin", Page(Content(2_000_000), etag=etag, cut_after=1_500_000))
+    with pytest.raises(Z2aError, match="6 times in a row"):
+        fetch(never, tmp_path)
+
+
+def test_a_stream_without_a_size_that_always_breaks_is_given_up(server: Server, tmp_path: Path) -> None:
+    url = server.add("/a.bin", Page(Content(700_000), ranges=False, chunked=True, cut_after=300_000))
+    with pytest.raises(Z2aError, match="6 times in a row"):
+        fetch(url, tmp_path)
+    assert len(server.seen) <= 2 * retry_module.MAX_FAILURES
+
+
+@contextmanager
+def raw_server(answer: Callable[[socket.socket], None], address: str = "127.0.0.1") -> Iterator[str]:
+    """A server that sends what it likes, until the other side closes the connection."""
+    with socket.create_server((address, 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    threading.Thread(target=one, args=(connection,), daemon=True).start()
+
+        def one(connection: socket.socket) -> None:
+            with connection, suppress(OSError):
+                connection.recv(65536)
+                answer(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://{address}:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def _drip(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+    while True:
+        connection.sendall(b"x")
+        time.sleep(0.02)
+
+
+def _interim(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        time.sleep(0.001)
+
+
+def _interim_flood(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
+
+
+@pytest.mark.parametrize("answer", [_drip, _interim, _interim_flood])
+def test_headers_that_do_not_end_are_given_up(
+    answer: Callable[[socket.socket], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry_module, "MAX_FAILURES", 2)
+    with raw_server(answer) as url:
+        started = time.monotonic()
+        with pytest.raises(Z2aError, match=r"of headers|headers without end|timed out"):
+            fetch(f"{url}/a.bin", tmp_path, timeout=0.3)
+        assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "169.254.169.254"])
+def test_a_redirect_from_the_internet_does_not_lead_into_a_private_network(
+    name: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """127.0.0.2 stands for a server on the internet."""
+    real = connections_module.is_private_address
+    monkeypatch.setattr(
+        connections_module, "is_private_address", lambda address: address != "127.0.0.2" and real(address)
+    )
+    if name == "169.254.169.254":  # the address of a name is that of the connection, not of an earlier lookup
+        lookup = socket.getaddrinfo
+        monkeypatch.setattr(
+            socket,
+            "getaddrinfo",
+            lambda host, *more, **named: lookup("127.0.0.1" if host == name else host, *more, **named),
+        )
+    server.add("/secret.txt", Page(Text(b"secret")))
+    target = server.url.replace("127.0.0.1", name) + "/secret.txt"
+
+    def redirect(connection: socket.socket) -> None:
+        connection.sendall(f"HTTP/1.1 302 Found\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n".encode())
+
+    message = "a private network: if that is right, name the URL there yourself"
+    with raw_server(redirect, "127.0.0.2") as public, pytest.raises(Z2aError, match=message):
+        fetch(f"{public}/a.txt", tmp_path)
+    assert server.seen == []
+    assert files_in(tmp_path) == {}
+    with raw_server(redirect) as private:  # what the user named is in the private network itself
+        fetch(f"{private}/a.txt", tmp_path)
+    assert files_in(tmp_path) == {"a.txt": b"secret"}
+
+
+def test_behind_a_proxy_the_name_of_a_redirect_is_checked() -> None:
+    guard = connections_module.RedirectGuard()
+    guard.check_name("example.org")
+    for name in ("localhost", "10.0.0.1", "::1"):
+        with pytest.raises(connections_module.PrivateAddressError):
+            guard.check_name(name)
+    for address in ("::ffff:127.0.0.1", "100.64.0.1", "fe80::1", "0.0.0.0", "192.168.1.1"):
+        assert connections_module.is_private_address(address)
+    assert not connections_module.is_private_address("8.8.8.8")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

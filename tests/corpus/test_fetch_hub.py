@@ -213,6 +213,18 @@ def test_a_hostile_name_downloads_nothing(name: str, hub: FakeHub, store: Server
     assert list(files_in(tmp_path)) == ["inner/to/stories/good.bin"]
 
 
+def test_files_in_hidden_directories_are_left_out(
+    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (".git/hooks/post-checkout", ".GIT/config", "a/.vscode/tasks.json", ".gitattributes", "good.bin"):
+        hub.add_file(name, Content(500))
+    fetch(hub, tmp_path)
+    assert sorted(files_in(tmp_path)) == ["stories/.gitattributes", "stories/good.bin"]
+    assert "3 files in hidden directories are left out: stories/.git/hooks/post-checkout" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="in hidden directories"):
+        fetch(hub, tmp_path, selection=select(include=(".git",)))
+
+
 def test_names_of_devices_are_plain_files(hub: FakeHub, tmp_path: Path) -> None:
     names = ["NUL", "con.txt", "aux/COM1", "dev/null", "~root", "-rf", "$HOME", "…", "a'b\"c"]
     for name in names:

@@ -26,7 +26,7 @@ def journals_of_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def remote(**changes: Any) -> RemoteFile:
     given = {"source": "s", "url": "http://h/a", "path": "a", "size": 1000, "validator": 'etag:"1"'} | changes
-    return RemoteFile(**given)
+    return RemoteFile(**{"has_strong_validator": True, **given})
 
 
 def begin(work: Path, file: RemoteFile) -> PartialFile:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from zero2all.errors import UsageError, Z2aError
 from zero2all.sandbox import Limits, Sandbox, open_sandbox
 from zero2all.sandbox import sandbox as sandbox_module
+from zero2all.sandbox.backends import Launch
 from zero2all.sandbox.sandbox import BackendName
 
 MIB = 2**20
@@ -49,6 +51,13 @@ def named_processes() -> list[str]:
         except OSError:
             continue  # it has ended
     return found
+
+
+def wait_for_named_processes() -> None:
+    deadline = time.monotonic() + 30  # the kernel ends the processes of a namespace after its first one
+    while named_processes():
+        assert time.monotonic() < deadline, named_processes()
+        time.sleep(0.05)
 
 
 def test_the_result_says_how_code_ended(sandbox: Sandbox) -> None:
@@ -103,10 +112,7 @@ time.sleep(1000)
         result = Sandbox(backend, limits).run_python(NAMED + code.replace("time.sleep(1000)", ending))
         assert result.stdout == "started\n"
         assert result.status == ("ok" if ending == "pass" else "timeout")
-        deadline = time.monotonic() + 30  # the kernel ends the processes of a namespace after its first one
-        while named_processes():
-            assert time.monotonic() < deadline, named_processes()
-            time.sleep(0.05)
+        wait_for_named_processes()
 
 
 def test_a_fork_bomb_ends(sandbox: Sandbox) -> None:
@@ -117,7 +123,7 @@ def test_a_fork_bomb_ends(sandbox: Sandbox) -> None:
     nested = Sandbox(sandbox.backend, Limits(seconds=1, processes=8))
     endless = "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass"
     assert nested.run_python(NAMED + endless).status == "timeout"
-    assert named_processes() == []
+    wait_for_named_processes()
     assert sandbox.run_python("print(1)").stdout == "1\n"
 
 
@@ -222,7 +228,7 @@ def test_the_disk_cannot_be_filled(sandbox: Sandbox) -> None:
 
 
 def test_what_code_leaves_is_removed(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sandbox_module.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     deep = "import os\nfor _ in range(1500):\n  os.mkdir('d'); os.chdir('d')\nos.chmod('.', 0)"
     assert sandbox.run_python(deep).status in ("ok", "failed")
     assert list(tmp_path.iterdir()) == []
@@ -285,7 +291,7 @@ def test_without_a_sandbox_code_is_refused_unless_asked_for(monkeypatch: pytest.
 
 
 def test_a_backend_that_fails_is_an_error_and_not_a_failed_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = sandbox_module.Launch(["sh", "-c", "echo no namespaces here >&2; exit 1"], None, {})
+    broken = Launch(["sh", "-c", "echo no namespaces here >&2; exit 1"], None, {})
     monkeypatch.setitem(sandbox_module.BACKENDS, "bubblewrap", lambda directory, limits: broken)
     with pytest.raises(Z2aError, match="no namespaces here"):
         Sandbox("bubblewrap").run_python("pass")

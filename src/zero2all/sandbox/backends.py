@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 MIB = 2**20
+PidNamespace = Literal["own", "host"]
 SYSTEM_LIBRARIES = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
@@ -47,7 +49,10 @@ Backend = Callable[[Path, Limits], Launch]
 
 
 def child_command() -> list[str]:
-    """Python without a virtual environment: the standard library is all that the code can import."""
+    """Python without a virtual environment: the standard library is all that the code can import.
+
+    Takes a :data:`PidNamespace` as its last argument.
+    """
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     return [python, "-I", "-S", "-c", Path(__file__).with_name("child.py").read_text(encoding="utf-8")]
 
@@ -67,7 +72,7 @@ def base_rlimits(limits: Limits) -> dict[str, int]:
 
 
 def sandlock(directory: Path, limits: Limits) -> Launch:
-    """Landlock and seccomp; needs neither root nor namespaces."""
+    """Landlock and seccomp, and a PID namespace where the kernel gives one; needs neither root nor namespaces."""
     work, layer = directory / "work", directory / "layer"
     work.mkdir()
     layer.mkdir()
@@ -79,7 +84,7 @@ def sandlock(directory: Path, limits: Limits) -> Launch:
         "max_disk": limits.disk,
         "cwd": str(work),
         "max_memory": limits.memory + 64 * MIB,  # above RLIMIT_AS, so that one process gets a MemoryError
-        "max_processes": limits.processes,
+        "max_processes": limits.processes + 1,  # the one that reports
         "clean_env": True,
         "env": clean_env(str(work)),
         "no_coredump": True,
@@ -113,10 +118,10 @@ def bubblewrap(directory: Path, limits: Limits) -> Launch:
     for name, value in clean_env("/tmp").items():
         command += ["--setenv", name, value]
     uid = 10**9 + secrets.randbelow(10**9) if is_root else None  # nobody else's: only these processes are counted
-    rlimits = base_rlimits(limits) | {"RLIMIT_NPROC": limits.processes}
-    return Launch([*command, *child_command()], clean_env("/"), rlimits, uid)
+    rlimits = base_rlimits(limits) | {"RLIMIT_NPROC": limits.processes + 1}
+    return Launch([*command, *child_command(), "own"], clean_env("/"), rlimits, uid)
 
 
 def unconfined(directory: Path, limits: Limits) -> Launch:
     """The limits of the system alone: code can read and delete what the user can, and use the network."""
-    return Launch(child_command(), clean_env(str(directory)), base_rlimits(limits), is_confined=False)
+    return Launch([*child_command(), "host"], clean_env(str(directory)), base_rlimits(limits), is_confined=False)

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 import shutil
-import signal
-import subprocess
-import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from zero2all.errors import UsageError, Z2aError
-from zero2all.sandbox.backends import Backend, Launch, Limits, bubblewrap, sandlock, unconfined
-from zero2all.sandbox.seccomp import seccomp_filter
+from zero2all.sandbox.backends import Backend, Limits, bubblewrap, sandlock, unconfined
+from zero2all.sandbox.processes import (
+    GRACE_SECONDS,
+    REPORTED,
+    START_SECONDS,
+    Output,
+    SandboxProcess,
+    Status,
+    end,
+    ends_within,
+    framed,
+    sandbox_process,
+    start_error,
+)
 
 BackendName = Literal["sandlock", "bubblewrap", "none"]
-Status = Literal["ok", "failed", "timeout", "memory", "killed"]
-REPORTED: tuple[Status, ...] = ("ok", "failed", "memory")  # by the child
 BACKENDS: dict[BackendName, Backend] = {"sandlock": sandlock, "bubblewrap": bubblewrap, "none": unconfined}
 DEFAULT_LIMITS = Limits()
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit statuses
-START_SECONDS = 60.0  # of a backend on a busy machine
-GRACE_SECONDS = 10.0  # for a backend to end the processes of the code
+_ENDED = framed({"failed": "its process ended or sent too much"})
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,9 @@ class CodeResult:
     status: Status
     """``ok``: it ran to its last line. ``failed``: an exception, also ``SystemExit``. ``timeout``. ``memory``: an
     allocation failed, or SIGKILL, by which sandlock and the kernel end processes that use too much. ``killed``: the
-    process ended in another way, by a signal or by ``os._exit``."""
+    process ended in another way, by a signal or by ``os._exit``. ``unsupported``: tests need more than plain data."""
     stdout: str
+    """Empty after :meth:`Sandbox.run_tests`."""
     stderr: str
     """With the traceback."""
     seconds: float
@@ -56,35 +55,65 @@ class Sandbox:
     def run_python(self, code: str) -> CodeResult:
         """Run code as ``__main__`` with the standard library, in an empty directory, without input and network.
 
+        The status is what the code says of itself, and hostile code can forge it: grade with :meth:`run_tests`.
+
         >>> open_sandbox().run_python("print(1 + 1)").stdout
         '2\\n'
         """
-        mark = f"\0{secrets.token_hex(16)}\0"
-        with _empty_directory() as directory:
-            launch = BACKENDS[self.backend](directory, self.limits)
-            request = {
-                "code": code,
-                "mark": mark,
-                "uid": launch.uid,
-                "filter": seccomp_filter().hex() if launch.is_confined else None,
-                "rlimits": launch.rlimits,
-            }
-            with _started(launch, directory) as process:
-                assert process.stdin is not None
-                assert process.stdout is not None
-                assert process.stderr is not None
-                stdout = _Output(process.stdout, self.limits.output + len(mark))
-                stderr = _Output(process.stderr, self.limits.output)
-                _send(process.stdin, json.dumps(request).encode())
-                stdout.first.wait(START_SECONDS)  # the time of the backend is not that of the code
-                started = time.monotonic()
-                timed_out = not _ends_within(process, self.limits.seconds)
-                seconds = time.monotonic() - started
-                _end(process)
-                stdout.join(GRACE_SECONDS)
-                stderr.join(GRACE_SECONDS)
-        status: Status = "timeout" if timed_out else "memory" if process.returncode in KILLED else "killed"
-        return _result(mark.encode(), stdout, stderr, status, seconds, self.backend)
+        with sandbox_process(BACKENDS[self.backend], self.limits) as one:
+            stdout = Output(one.stdout, self.limits.output + len(one.mark))
+            one.start({"role": "script", "code": code})
+            stdout.first.wait(START_SECONDS)  # the time of the backend is not that of the code
+            started = time.monotonic()
+            timed_out = not ends_within(one.process, self.limits.seconds)
+            seconds = time.monotonic() - started
+            end(one.process)
+            stdout.join(GRACE_SECONDS)
+            one.stderr.join(GRACE_SECONDS)
+        if not stdout.head.startswith(one.mark):
+            raise start_error(self.backend, one.stderr)
+        status, size = ("timeout" if timed_out else one.ending()), stdout.total
+        for reported in REPORTED if not timed_out else ():
+            trailer = one.mark + reported.encode()
+            if stdout.tail.endswith(trailer):
+                status, size = reported, stdout.total - len(trailer)
+        return CodeResult(status, stdout.head[len(one.mark) : size].decode(errors="replace"), one.stderr.text, seconds)
+
+    def run_tests(self, answer: str, tests: str, function: str, context: str = "") -> CodeResult:
+        """Test a function of an answer: the answer runs in one sandbox, the tests in a different one.
+
+        The tests call ``function``, and the call runs in the answer's process. Only plain data crosses: None, numbers,
+        strings, bytes, and lists, tuples, sets and dicts of them. Tests that pass or get anything else end as
+        ``unsupported``. ``context`` runs in the process of the tests, before them: helper functions that they use.
+
+        >>> open_sandbox().run_tests("def double(x): return 2 * x", "assert double(2) == 4", "double").status
+        'ok'
+        """
+        backend = BACKENDS[self.backend]
+        with sandbox_process(backend, self.limits) as answering, sandbox_process(backend, self.limits) as testing:
+            answering.start({"role": "answer", "code": answer, "function": function})
+            testing.start({"role": "tests", "code": tests, "function": function, "context": context})
+            answering.wait_ready(self.backend)
+            testing.wait_ready(self.backend)
+            started = time.monotonic()
+            status: Status | None = None
+            try:
+                _exchange(testing, answering, started + self.limits.seconds)
+            except TimeoutError:
+                status = "timeout"
+            seconds = time.monotonic() - started
+            for one in (testing, answering):
+                end(one.process)
+                one.stderr.join(GRACE_SECONDS)
+        status = status or testing.status or testing.ending()
+        return CodeResult(status, "", answering.stderr.text + testing.stderr.text, seconds)
+
+
+def _exchange(testing: SandboxProcess, answering: SandboxProcess, deadline: float) -> None:
+    """Pass calls and results on, until the tests end."""
+    while (call := testing.receive(deadline)) is not None:
+        answering.send(call, deadline)
+        testing.send(answering.receive(deadline) or _ENDED, deadline)
 
 
 def open_sandbox(limits: Limits = DEFAULT_LIMITS, unsafe: bool = False) -> Sandbox:
@@ -113,95 +142,3 @@ def open_sandbox(limits: Limits = DEFAULT_LIMITS, unsafe: bool = False) -> Sandb
         + "; ".join(reasons)
         + ". --unsafe-code runs it without a sandbox: only on a machine that you can lose"
     )
-
-
-class _Output:
-    """Reads a stream to its end in a thread, and keeps its beginning and the last bytes."""
-
-    def __init__(self, stream: IO[bytes], limit: int) -> None:
-        self.head, self.tail, self.total = bytearray(), b"", 0
-        self.first = threading.Event()
-        """Set with the first bytes, or at the end."""
-        self._stream, self._limit = stream, limit
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def join(self, seconds: float) -> None:
-        self._thread.join(seconds)
-
-    def _read(self) -> None:
-        while chunk := os.read(self._stream.fileno(), 65536):
-            self.head += chunk[: self._limit - len(self.head)]
-            self.tail = (self.tail + chunk)[-256:]
-            self.total += len(chunk)
-            self.first.set()
-        self.first.set()
-
-
-def _result(
-    mark: bytes, stdout: _Output, stderr: _Output, status: Status, seconds: float, backend: BackendName
-) -> CodeResult:
-    errors = stderr.head.decode(errors="replace")
-    if not stdout.head.startswith(mark):
-        raise Z2aError(f"the sandbox ({backend}) did not start: {errors.strip()[-500:] or 'no message'}")
-    end = stdout.total
-    for reported in REPORTED if status != "timeout" else ():
-        trailer = mark + reported.encode()
-        if stdout.tail.endswith(trailer):
-            status, end = reported, stdout.total - len(trailer)
-    return CodeResult(status, stdout.head[len(mark) : end].decode(errors="replace"), errors, seconds)
-
-
-@contextmanager
-def _empty_directory() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="z2a-sandbox-"))
-    try:
-        yield directory
-    finally:
-        # rm: directories that code has nested a thousand deep are too deep for Python's own recursion.
-        subprocess.run(["rm", "-rf", "--", str(directory)], check=False, stderr=subprocess.DEVNULL)
-
-
-@contextmanager
-def _started(launch: Launch, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
-        launch.command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=directory,
-        env=launch.env,
-        start_new_session=True,
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            _end(process)
-
-
-def _send(stream: IO[bytes], content: bytes) -> None:
-    with suppress(BrokenPipeError):  # it did not start
-        stream.write(content)
-        stream.flush()
-    with suppress(BrokenPipeError):
-        stream.close()
-
-
-def _ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its group. SIGTERM first: the process of sandlock then ends those that left the group."""
-    if process.poll() is None:
-        process.terminate()
-        if not _ends_within(process, GRACE_SECONDS):
-            process.kill()
-            process.wait()
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -5,55 +5,59 @@ from __future__ import annotations
 import errno
 import platform
 import struct
+from functools import cache
 
 from zero2all.errors import Z2aError
+from zero2all.sandbox.system_call_rules import MACHINES, RULES, Check, Rule, system_calls
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# memfd_create, memfd_secret, shmget, msgget: memory that counts for no process.
-# unshare, setns: namespaces, in which further file systems can be mounted.
-# chmod, chown, utime, setxattr, removexattr and their variants, file_setattr: Landlock has no rule for them.
-_DENIED = {
-    "x86_64": (
-        *(319, 447, 29, 68, 272, 308),
-        *(90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280, 188, 189, 190, 463, 197, 198, 199, 466, 469),
-    ),
-    "aarch64": (
-        *(279, 447, 194, 186, 97, 268),
-        *(52, 53, 452, 54, 55, 88, 5, 6, 7, 463, 14, 15, 16, 466, 469),
-    ),
-}
-_CLONE = {"x86_64": 56, "aarch64": 220}
-_CLONE3 = 435
-_NEW_NAMESPACES = 0x7E020080  # CLONE_NEW*
 _X32 = 0x40000000
 
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _JUMP_EQUAL, _JUMP_ABOVE, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
+Instruction = tuple[int, int, int, int]
 
-def seccomp_filter() -> bytes:
-    """The filter for this machine."""
-    machine = platform.machine()
-    if machine not in _DENIED:
-        raise Z2aError(f"the sandbox has no system call numbers of {machine}, only of {' and '.join(_DENIED)}")
-    program = [
+
+@cache
+def seccomp_filter(has_pid_namespace: bool, machine: str = platform.machine()) -> bytes:
+    """The filter for a machine."""
+    if machine not in MACHINES:
+        raise Z2aError(f"the sandbox has no system call numbers of {machine}, only of {' and '.join(MACHINES)}")
+    numbers = {call.name: call.numbers[machine] for call in system_calls() if machine in call.numbers}
+    program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
         (_JUMP_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
+        (_JUMP_ABOVE, 0, 1, max(numbers.values())),  # of a newer kernel: nobody has looked at what it takes
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
     ]
-    for number in _DENIED[machine]:
-        program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
-    # The flags of clone3 are in memory, which a filter cannot read; C libraries then use clone.
-    program += [(_JUMP_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
-    program += [
-        (_JUMP_EQUAL, 0, 3, _CLONE[machine]),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        (_JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES),
-        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+    for name, rule in RULES.items():
+        if name in numbers:
+            block = _block(rule, has_pid_namespace)
+            program += [(_JUMP_EQUAL, 0, len(block), numbers[name]), *block]
+    program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def _block(rule: Rule, has_pid_namespace: bool) -> list[Instruction]:
+    checks = rule.namespaced if has_pid_namespace else rule.checks
+    denied = (_RETURN, 0, 0, _ERRNO | rule.error)
+    if checks is None:
+        return [denied]
+    return [*(one for check in checks for one in _checked(check, denied)), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _checked(check: Check, denied: Instruction) -> list[Instruction]:
+    """Continues behind the last instruction if the check holds."""
+    block: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * check.argument)]  # the low half: little-endian
+    if check.forbidden_bits:
+        block += [(_JUMP_ANY_BIT, 0, 1, check.forbidden_bits), denied]
+    for index, (low, high) in enumerate(check.ranges):
+        rest = 2 * (len(check.ranges) - index - 1) + 1
+        block += [(_JUMP_AT_LEAST, 0, 1, low), (_JUMP_ABOVE, 0, rest, high)]
+    return [*block, denied]

@@ -14,7 +14,7 @@ from zero2all.checkpoint import RankGroup
 from zero2all.errors import Z2aError
 from zero2all.hardware import fp64_device
 from zero2all.io import fingerprint
-from zero2all.model import IGNORE_INDEX
+from zero2all.model import IGNORE_INDEX, document_starts
 from zero2all.objectives import RolloutBatch, group_advantages, grpo_losses, rollout_metrics
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.batch_split import split_batch
@@ -150,8 +150,9 @@ def read_prompts(
 class PackedRollouts:
     """All answers of a step in rows, the same on every rank."""
 
-    def __init__(self, tokens: Array, columns: list[Array], divisor: float) -> None:
-        self._tokens, self._columns, self.divisor = tokens, columns, divisor
+    def __init__(self, tokens: Array, is_first: Array, columns: list[Array], divisor: float) -> None:
+        """``is_first`` marks the first token of each prompt."""
+        self._tokens, self._is_first, self._columns, self.divisor = tokens, is_first, columns, divisor
 
     def share_of(self, model: ParallelModel, batch: Batch) -> tuple[Batch, RolloutBatch]:
         """The rows of this data-parallel rank, padded to as many as every rank has."""
@@ -170,6 +171,7 @@ class PackedRollouts:
             batch,
             inputs=tokens[:, :-1],
             targets=targets,
+            doc_starts=document_starts(torch.from_numpy(self._is_first[chosen, :-1])),
             sources=[SOURCE if one else PADDING_SOURCE for one in real.tolist()],
             micro_batch_size=batch.micro_batch_size and split.samples,
             on_device=None,
@@ -186,7 +188,7 @@ def pack_rollouts(
     lengths = np.array([len(one.prompt.tokens) + len(one.completion.tokens) + 1 for one, _ in flat])
     order, starts = best_fit_decreasing(lengths, seq_len + 1)
     shape = (len(starts) - 1, seq_len + 1)
-    tokens = np.full(shape, end_of_text, dtype=np.int64)
+    tokens, is_first = np.full(shape, end_of_text, dtype=np.int64), np.zeros(shape, dtype=bool)
     mask, values, sampler, weights = (np.zeros(shape, dtype=np.float32) for _ in range(4))
     tokens_counted = 0
     for row, (begin, end) in enumerate(pairwise(starts)):
@@ -200,10 +202,12 @@ def pack_rollouts(
                 mask[row, inside] = 1.0
                 tokens_counted += len(answer)
             weights[row, inside] = _token_weight(options, len(answer))
+            is_first[row, place] = True
             place = inside.stop + 1
+        is_first[row, place:] = True  # padding
     divisor = tokens_counted if options.loss == "dapo" else len(flat)
     columns = [column[:, 1:] for column in (mask, values, sampler, weights)]
-    return PackedRollouts(tokens, columns, max(1.0, divisor))
+    return PackedRollouts(tokens, is_first, columns, max(1.0, divisor))
 
 
 def _token_weight(options: GRPORecipe, length: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from zero2all.checkpoint import RankGroup
 from zero2all.console import say
 from zero2all.errors import UsageError
+from zero2all.hardware import dtype_name
 from zero2all.io import fingerprint, write_json
 from zero2all.model.ops.soft_loss import likeliest_tokens
 from zero2all.model.weights import load_model
@@ -39,6 +40,20 @@ class TeacherRows:
     logps_BSK: Tensor
 
 
+@dataclass(frozen=True)
+class TeacherIdentity:
+    """The function that a teacher computes: different weights at the same path are a different teacher."""
+
+    weights: str
+    """Checksum."""
+    config: dict[str, Any]
+    """With the kernels: weights say nothing about RoPE, windows or scales."""
+    dtype: str
+    """Of computation."""
+    device: str
+    """Its type: kernels, and so the last bits, are its own."""
+
+
 class Teacher:
     """A frozen model on this rank's device."""
 
@@ -52,8 +67,13 @@ class Teacher:
             )
         self.top_k = top_k
         parts = ranks.on_all_ranks(lambda: weights.checksums(ranks.rank, ranks.world_size))
-        self.fingerprint = fingerprint({name: digest for part in parts for name, digest in part.items()})
         self.model = load_model(weights, device).eval()
+        self.identity = TeacherIdentity(
+            fingerprint({name: digest for part in parts for name, digest in part.items()}),
+            weights.config.model_dump(mode="json"),
+            dtype_name(next(self.model.parameters()).dtype),
+            device.type,
+        )
 
     @torch.no_grad()
     def likeliest(self, tokens_BS: Tensor, doc_starts_BS: Tensor | None) -> TeacherRows:
@@ -70,6 +90,26 @@ class Teacher:
         return TeacherRows(torch.cat(ids), torch.cat(logps))
 
 
+@dataclass(frozen=True)
+class TeacherCacheKey:
+    """Everything that changes what the teacher expects of a row, or how it is stored."""
+
+    teacher: TeacherIdentity
+    samples: str
+    """The fingerprint of the dataset: which tokens are in which row."""
+    seq_len: int
+    top_k: int
+    masks_documents: bool
+    """Whether the teacher sees the document of a token alone, from where the dataset lets it start."""
+    end_of_text_first: bool
+    version: int = 2
+    """Counts changes of how rows are computed from the same inputs."""
+
+    @property
+    def name(self) -> str:
+        return fingerprint(asdict(self))
+
+
 class TeacherCache:
     """Rows of a stage on disk: token ids, log-probabilities in fp16, and which rows are there.
 
@@ -81,11 +121,6 @@ class TeacherCache:
         self._paths = {name: directory / f"{number}" for number, name in enumerate(self._names)}
         self._shapes = {name: (count, seq_len, top_k) for name, count in rows.items()}
         ranks.on_rank0(lambda: self._create(directory))
-
-    @staticmethod
-    def key(teacher: str, samples: str, seq_len: int, top_k: int) -> str:
-        """``teacher`` and ``samples`` are fingerprints: other weights at the same path are another teacher."""
-        return fingerprint([1, teacher, samples, seq_len, top_k])
 
     def _create(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,10 @@ MAX_RANGE_BYTES = 256 << 20
 RANGES_PER_WORKER = 4  # of the largest file, so that no worker is alone with the end of it
 
 
+class ChangedError(FetchError):
+    """The server has a different version of the file, or does not say which one it has sent."""
+
+
 @dataclass(frozen=True)
 class DownloadContext:
     """What all downloads of a command share."""
@@ -42,7 +46,7 @@ class Download:
         self.file, self.context = file, context
         self.partial = PartialFile(file, work)
         self._accepts_ranges = bool(file.accepts_ranges)
-        self._direct_url: str | None = None  # where the last redirect led to
+        self._direct: tuple[str, bool] | None = None  # where the last redirect led to, and whether it may be private
 
     def open(self) -> list[ByteRange]:
         """The ranges to fetch. Of a file of unknown size it is one that is too long."""
@@ -52,7 +56,8 @@ class Download:
         if file.accepts_ranges is None and file.size > MIN_RANGE_BYTES:
             self._accepts_ranges = ProbedUrl.of(self.context.client, file.url, self.context.stop).accepts_ranges
         share = file.size // (self.context.workers * RANGES_PER_WORKER)
-        step = max(MIN_RANGE_BYTES, min(MAX_RANGE_BYTES, share)) if self._accepts_ranges else file.size
+        in_ranges = self._accepts_ranges and file.can_combine
+        step = max(MIN_RANGE_BYTES, min(MAX_RANGE_BYTES, share)) if in_ranges else file.size
         return missing_ranges(present, file.size, step)
 
     def fetch(self, part: ByteRange) -> None:
@@ -73,8 +78,10 @@ class Download:
                                 saved = position
                     break
                 except TransientError as error:
-                    backoff.wait(error, position - began >= MIN_PROGRESS)
-                    if self.file.size is None:  # the next answer may be another text
+                    can_continue = self.file.size is not None and self.file.can_combine
+                    # Without that, the next answer may be a different text: nothing has been gained.
+                    backoff.wait(error, can_continue and position - began >= MIN_PROGRESS)
+                    if not can_continue:
                         self.context.advance(-position)
                         position = saved = 0
         finally:
@@ -100,10 +107,17 @@ class Download:
         if not self.partial.read_ranges():
             self.partial.remove()
 
+    def discard(self) -> None:
+        """Keep nothing. Only when no thread fetches a range any more."""
+        self.partial.close()
+        self.partial.remove()
+
     def _receive(self, start: int, stop: int) -> Generator[bytes]:
         """The bytes from start to stop. Raises TransientError if fewer arrive; more are not read."""
         size = self.file.size
         headers = {} if start == 0 and (size is None or stop == size) else {"Range": f"bytes={start}-{stop - 1}"}
+        if headers and self.file.http_validator is not None:
+            headers["If-Range"] = self.file.http_validator
         with self._get(headers) as response:
             position = self._first_byte(response, start)
             while position < stop:
@@ -130,19 +144,19 @@ class Download:
 
     def _get(self, headers: dict[str, str]) -> Response:
         """From where the last redirect led to, if that is another server: the Hub limits the number of requests."""
-        direct = self._direct_url
+        direct, may_be_private = self._direct or (None, None)
         try:
-            response = self.context.client.get(direct or self.file.url, headers)
+            response = self.context.client.get(direct or self.file.url, headers, may_be_private)
         except FetchError as error:
             if direct is None:
                 raise
-            self._direct_url = None  # such URLs expire
+            self._direct = None  # such URLs expire
             raise TransientError(f"the server refused a URL that it gave before (status {error.status})") from error
         except TransientError:
-            self._direct_url = None
+            self._direct = None
             raise
         if HttpOrigin.of(response.url) != HttpOrigin.of(self.file.url):
-            self._direct_url = response.url
+            self._direct = response.url, response.may_be_private
         return response
 
     def _first_byte(self, response: Response, start: int) -> int:
@@ -150,8 +164,8 @@ class Download:
         file = self.file
         if response.status not in (200, 206):
             raise TransientError(f"status {response.status} in answer to a download")
-        if file.validator is not None and not file.has_checksum and response.validator not in (None, file.validator):
-            raise FetchError(f"{file.path} has changed on the server: run the same command again to start over")
+        if file.http_validator is not None and response.validator != file.validator:
+            raise ChangedError(f"{file.path} has changed on the server: run the same command again to start over")
         if response.status == 206:
             part = response.content_range
             if part is None or part.start != start or part.total not in (None, file.size):

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from zero2all.console import progress
-from zero2all.corpus.fetch.download import Download, DownloadContext
+from zero2all.console import progress, say
+from zero2all.corpus.fetch.download import ChangedError, Download, DownloadContext
 from zero2all.corpus.fetch.fetch_manifest import FetchedFile, FetchRecord
-from zero2all.corpus.fetch.file_names import WORK_DIRECTORY, check_paths
+from zero2all.corpus.fetch.file_names import WORK_DIRECTORY, check_paths, is_in_hidden_directory
 from zero2all.corpus.fetch.http_client import FetchError, HttpClient, split_url
 from zero2all.corpus.fetch.hub import check_token
 from zero2all.corpus.fetch.jobs import Job, run_jobs
 from zero2all.corpus.fetch.partial_file import ByteRange, PartialFile
 from zero2all.corpus.fetch.recipe_entry import recipe_sources
-from zero2all.corpus.fetch.remote_file import FileDigests, RemoteFile
+from zero2all.corpus.fetch.remote_file import FileDigests, ProbedUrl, RemoteFile
 from zero2all.corpus.fetch.sources import FileSelection, SourceLister, parse_source
 from zero2all.directory_lock import LockUser, lock_directory
 from zero2all.errors import UsageError, Z2aError, is_disk_full
@@ -33,6 +33,7 @@ DEFAULT_WORKERS = 8
 HUB_ENDPOINT = "https://huggingface.co"
 UNKNOWN_SIZE_LIMIT = 10 * 10**9  # of files whose size the server does not say
 MAX_FAILED_FILES = 10  # after which the rest is not tried
+MAX_VERSIONS = 4  # of a file that changes during its download
 LOCK_PATIENCE = 0.0  # seconds
 
 
@@ -118,14 +119,23 @@ def _list_files(
     with progress("listing files"):
         files = lister.list_files([parse_source(text) for text in sources])
     check_paths([file.path for file in files])
-    limit = options.max_size
+    hidden = [file.path for file in files if is_in_hidden_directory(file.path)]
+    if hidden:
+        say(f"{len(hidden)} files in hidden directories are left out: {', '.join(hidden[:3])[:200]}")
+        files = [file for file in files if not is_in_hidden_directory(file.path)]
+        if not files:
+            raise UsageError("all selected files are in hidden directories, which are never downloaded")
     for file in files:
-        if limit is not None and file.size is not None and file.size > limit:
-            raise UsageError(
-                f"{file.path} has {show_bytes(file.size)}, more than {show_bytes(limit)}: leave it out with --exclude, "
-                "or raise --max-size"
-            )
+        _check_size(file, options.max_size)
     return files if options.sha256 is None else [_with_checksum(files, options.sha256)]
+
+
+def _check_size(file: RemoteFile, limit: int | None) -> None:
+    if limit is not None and file.size is not None and file.size > limit:
+        raise UsageError(
+            f"{file.path} has {show_bytes(file.size)}, more than {show_bytes(limit)}: leave it out with --exclude, "
+            "or raise --max-size"
+        )
 
 
 def _with_checksum(files: list[RemoteFile], sha256: str) -> RemoteFile:
@@ -185,11 +195,12 @@ class _FetchRun:
         self, to: Path, record: FetchRecord, options: FetchOptions, client: HttpClient, stop: threading.Event
     ) -> None:
         self._to, self._record, self._workers = to, record, options.workers
+        self._max_size = options.max_size
         limit = options.max_size or UNKNOWN_SIZE_LIMIT
         self._context = DownloadContext(client, stop, self._advance, options.workers, limit)
         self._show_progress: Callable[[float], None] = lambda amount: None
         self._lock = threading.Lock()
-        self._failures: dict[str, FetchError] = {}
+        self._failures: dict[str, Z2aError] = {}
         self._not_tried = 0
 
     def run(self, files: list[RemoteFile], remaining: int) -> None:
@@ -203,11 +214,11 @@ class _FetchRun:
         with self._lock:
             self._show_progress(amount)
 
-    def _open(self, file: RemoteFile) -> list[Job]:
+    def _open(self, file: RemoteFile, version: int = 1) -> list[Job]:
         if len(self._failures) >= MAX_FAILED_FILES:
             self._not_tried += 1
             return []
-        parts = _FileParts(Download(file, self._to / WORK_DIRECTORY, self._context))
+        parts = _FileParts(Download(file, self._to / WORK_DIRECTORY, self._context), version)
         try:
             ranges = parts.download.open()
         except FetchError as error:
@@ -228,7 +239,27 @@ class _FetchRun:
             is_last = parts.left == 0
         if not is_last:
             return []
+        if isinstance(parts.error, ChangedError) and parts.version < MAX_VERSIONS:
+            return self._start_over(parts)
         return self._finish(parts) if parts.error is None else self._fail(parts, parts.error)
+
+    def _start_over(self, parts: _FileParts) -> list[Job]:
+        """Download the version that the server has now."""
+        old = parts.download.file
+        try:
+            now = ProbedUrl.of(self._context.client, old.url, self._context.stop)
+            file = replace(
+                old,
+                size=now.size,
+                validator=now.validator,
+                accepts_ranges=now.accepts_ranges,
+                has_strong_validator=now.has_strong_validator,
+            )
+            _check_size(file, self._max_size)
+        except Z2aError as error:
+            return self._fail(parts, error)
+        parts.download.discard()
+        return [partial(self._open, file, parts.version + 1)]
 
     def _finish(self, parts: _FileParts) -> list[Job]:
         try:
@@ -240,7 +271,7 @@ class _FetchRun:
         parts.download.place(self._to / fetched.path)
         return []
 
-    def _fail(self, parts: _FileParts, error: FetchError) -> list[Job]:
+    def _fail(self, parts: _FileParts, error: Z2aError) -> list[Job]:
         parts.download.abandon()
         self._failures[parts.download.file.path] = error
         return []
@@ -257,5 +288,7 @@ class _FileParts:
     """A download and how many of its ranges are still to be fetched. When the command is stopped, some are."""
 
     download: Download
+    version: int
+    """How many versions of the file the server has had so far."""
     left: int = 0
     error: FetchError | None = None

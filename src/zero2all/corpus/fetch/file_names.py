@@ -30,6 +30,11 @@ def name_problem(path: str) -> str | None:
     return None
 
 
+def is_in_hidden_directory(path: str) -> bool:
+    """Whether other programs may run or read a file as their own, such as ``.git/hooks/…``. Corpora skip these."""
+    return any(part.startswith(".") and part not in (".", "..") for part in path.split("/")[:-1])
+
+
 def check_paths(paths: list[str]) -> None:
     """Raise unless all files can be written side by side, each below one directory."""
     taken: set[str] = set()

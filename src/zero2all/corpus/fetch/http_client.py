@@ -1,7 +1,7 @@
 """GET requests with bounded redirects. Credentials go only to the origin that they are for.
 
 Built on urllib, which honours the proxy variables of the environment and opens a connection for each request. Its own
-redirects are not used: they would send credentials along, and follow ``ftp://``.
+redirects are not used: they would send credentials along, and follow ``ftp://`` and links into private networks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from types import TracebackType
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
 from zero2all import __version__
+from zero2all.corpus.fetch.connections import PrivateAddressError, RedirectGuard, web_opener
 from zero2all.errors import UsageError, Z2aError
 
 MAX_REDIRECTS = 10
 REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 TRANSIENT_STATUSES = (408, 425, 429)  # and those of 500 and above
 MIN_RATE = 1024  # bytes a second; a slower connection counts as stalled
+MIN_AGE = 60.0  # seconds; a file that was changed just now may be changed again within the same second
 _KEPT_CHARACTERS = "%/:=&?~#+!$,;'@()*[]"  # of a URL that may contain spaces and letters of any script
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)")
 _LENGTH = re.compile(r"\d{1,18}")
@@ -90,8 +92,10 @@ def split_url(url: str) -> SplitResult:
 class Response:
     """A response whose body is read in pieces, each within the time limit."""
 
-    def __init__(self, url: str, inner: http.client.HTTPResponse, timeout: float) -> None:
+    def __init__(self, url: str, inner: http.client.HTTPResponse, timeout: float, may_be_private: bool) -> None:
         self.url, self.status, self.headers = url, inner.status, inner.headers
+        self.may_be_private = may_be_private
+        """Whether the URL that the user named is in a private network, and a redirect may lead there."""
         self._inner, self._timeout = inner, timeout
         self._window_seconds, self._window_bytes = 0.0, 0
 
@@ -124,6 +128,14 @@ class Response:
             if value := self.headers.get(name, "").strip():
                 return f"{name.lower()}:{value[:512]}"
         return None
+
+    @property
+    def has_strong_validator(self) -> bool:
+        """Whether the validator changes with every byte of the file, so that parts can be combined (RFC 9110, 8.8)."""
+        if self.headers.get("ETag", "").strip():
+            return not self.headers["ETag"].strip().startswith("W/")
+        sent, modified = (_timestamp(self.headers.get(name, "")) for name in ("Date", "Last-Modified"))
+        return sent is not None and modified is not None and sent - modified >= MIN_AGE
 
     def read(self, size: int) -> bytes:
         """At most ``size`` bytes; none at the end of the body, also if it ends early."""
@@ -164,13 +176,16 @@ class HttpClient:
     timeout: float = 30.0
     """Seconds to wait for a connection or for data."""
 
-    def get(self, url: str, headers: Mapping[str, str] | None = None) -> Response:
-        """The response after redirects, with a status below 400, or 416 for a range that the file does not have."""
-        authorization, home = self._authorization(url), HttpOrigin.of(url)
+    def get(self, url: str, headers: Mapping[str, str] | None = None, may_be_private: bool | None = None) -> Response:
+        """The response after redirects, with a status below 400, or 416 for a range that the file does not have.
+
+        ``may_be_private``: of the response that redirected to this URL; None for one that the user named.
+        """
+        authorization, home, guard = self._authorization(url), HttpOrigin.of(url), RedirectGuard(may_be_private)
         current = _without_login(url)
         for _ in range(MAX_REDIRECTS + 1):
             here = authorization if HttpOrigin.of(current) == home else {}
-            response = self._send(current, {**(headers or {}), **here})
+            response = self._send(current, {**(headers or {}), **here}, guard)
             if response.status not in REDIRECT_STATUSES:
                 return _checked(url, response)
             with response:
@@ -186,15 +201,19 @@ class HttpClient:
             return {"Authorization": f"Bearer {self.token}"}
         return {}
 
-    def _send(self, url: str, headers: dict[str, str]) -> Response:
-        opener = urllib.request.OpenerDirector()  # with no handler for other schemes, redirects and error statuses
-        for handler in (urllib.request.ProxyHandler(), urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()):
-            opener.add_handler(handler)
-        host = split_url(url).hostname
+    def _send(self, url: str, headers: dict[str, str], guard: RedirectGuard) -> Response:
+        parts = split_url(url)
+        host = parts.hostname or ""
         try:
+            opener = web_opener(parts.scheme, host, guard)
             agent = {"User-Agent": f"zero2all/{__version__}"}
             request = urllib.request.Request(quote(url, safe=_KEPT_CHARACTERS), headers=agent | headers)
             inner = opener.open(request, timeout=self.timeout)
+        except PrivateAddressError as error:
+            raise FetchError(
+                f"redirected to {host}, which is {error}, an address of this machine or of a private network: if that "
+                "is right, name the URL there yourself"
+            ) from error
         except ssl.SSLCertVerificationError as error:
             raise _untrusted(host, error) from error
         except urllib.error.URLError as error:
@@ -205,7 +224,7 @@ class HttpClient:
             raise TransientError(f"no answer from {host} ({_reason(error)})") from error
         except (http.client.HTTPException, ValueError) as error:  # its text may quote a header
             raise FetchError(f"{url}: no valid HTTP ({type(error).__name__})") from error
-        return Response(url, inner, self.timeout)
+        return Response(url, inner, self.timeout, bool(guard.may_be_private))
 
 
 def _without_login(url: str) -> str:
@@ -241,8 +260,13 @@ def _retry_after(text: str) -> float | None:
     """Seconds, given as such or as a date."""
     if _LENGTH.fullmatch(text.strip()):
         return float(text)
+    until = _timestamp(text)
+    return None if until is None else max(0.0, until - time.time())
+
+
+def _timestamp(text: str) -> float | None:
     try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+        return parsedate_to_datetime(text).timestamp()
     except (TypeError, ValueError, OverflowError):
         return None
 

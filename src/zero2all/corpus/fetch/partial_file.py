@@ -44,7 +44,7 @@ class PartialFile:
         stem = hashlib.sha256(file.path.encode()).hexdigest()[:32]
         self.data_path, self.journal_path = work / f"{stem}.partial", work / f"{stem}.journal"
         self._header: JournalHeader | None = None  # without one, nothing can be continued later
-        if file.size is not None and file.size > self.SAVE_BYTES and file.identity is not None:
+        if file.size is not None and file.size > self.SAVE_BYTES and file.identity is not None and file.can_combine:
             self._header = JournalHeader(file.path, file.size, file.identity)
         self._data: FileIO | None = None
         self._journal: FileIO | None = None

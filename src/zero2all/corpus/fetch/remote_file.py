@@ -29,6 +29,18 @@ class RemoteFile:
     """The commit, on the Hub."""
     accepts_ranges: bool | None = None
     """None: not known yet."""
+    has_strong_validator: bool = False
+    """Whether the validator, if it is that of a web server, changes with every byte."""
+
+    @property
+    def can_combine(self) -> bool:
+        """Whether parts from several requests make one file: they are of one version, or the checksum tells."""
+        return self.has_checksum or self.has_strong_validator
+
+    @property
+    def http_validator(self) -> str | None:
+        """As it was in the header of the web server; None if there was none, or if there is a checksum."""
+        return None if self.validator is None or self.has_checksum else self.validator.partition(":")[2]
 
     @property
     def has_checksum(self) -> bool:
@@ -72,6 +84,7 @@ class ProbedUrl:
 
     size: int | None
     validator: str | None
+    has_strong_validator: bool
     accepts_ranges: bool
 
     @classmethod
@@ -86,11 +99,11 @@ class ProbedUrl:
     @classmethod
     def _ask(cls, client: HttpClient, url: str) -> ProbedUrl:
         with client.get(url, {"Range": "bytes=0-0"}) as response:
-            part = response.content_range
+            part, is_strong = response.content_range, response.has_strong_validator
             if response.status == 206 and part is not None and part.start == 0 and part.total is not None:
-                return cls(part.total, response.validator, accepts_ranges=True)
+                return cls(part.total, response.validator, is_strong, accepts_ranges=True)
             if response.status == 416 and part is not None and part.total == 0:
-                return cls(0, response.validator, accepts_ranges=False)
+                return cls(0, response.validator, is_strong, accepts_ranges=False)
             if response.status == 200:
-                return cls(response.length, response.validator, accepts_ranges=False)
+                return cls(response.length, response.validator, is_strong, accepts_ranges=False)
             raise TransientError(f"status {response.status} without a valid Content-Range")

@@ -109,6 +109,7 @@ class SourceLister:
                     size=probed.size,
                     validator=probed.validator,
                     accepts_ranges=probed.accepts_ranges,
+                    has_strong_validator=probed.has_strong_validator,
                 )
             ]
             return []

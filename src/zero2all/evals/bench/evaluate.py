@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,6 +39,8 @@ class ItemResult:
     """-log P(right answer); of several right options the sum."""
     bytes: int = 0
     """Of the right answer; 0 if it was not scored, since it is longer than the model's context."""
+    is_unsupported: bool = False
+    """Whether code could not be tested, since it passes more than plain data; it does not count as right."""
 
 
 def evaluate_task(
@@ -162,16 +166,29 @@ def _same_number(text: str, answer: str) -> bool:
 def _ask_codes(scorer: Scorer, items: Sequence[CodeItem], sandbox: Sandbox) -> list[ItemResult]:
     scores = scorer.score([(item.prompt, item.solution) for item in items])
     texts = scorer.generate([item.prompt for item in items], CODE_TOKENS, CODE_STOP)
-    programs = [
-        f"{item.prompt}{text}\n{item.test}\ncheck({item.entry_point})\n"
-        for item, text in zip(items, texts, strict=True)
-    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = list(pool.map(sandbox.run_python, programs))
+        statuses = list(pool.map(lambda item, text: _code_status(sandbox, item, text), items, texts))
     return [
-        _with_answer(item.id, run.status == "ok", score, item.solution)
-        for item, run, score in zip(items, runs, scores, strict=True)
+        replace(
+            _with_answer(item.id, status == "ok", score, item.solution),
+            is_unsupported=status == "unsupported",
+        )
+        for item, status, score in zip(items, statuses, scores, strict=True)
     ]
+
+
+def _code_status(sandbox: Sandbox, item: CodeItem, text: str) -> str:
+    tests = f"{item.test}\ncheck({item.entry_point})\n"
+    return sandbox.run_tests(item.prompt + text, tests, item.entry_point, _context(item.prompt)).status
+
+
+def _context(prompt: str) -> str:
+    """What a prompt defines before the function to complete; some tests use it."""
+    for code in (prompt, prompt + "    pass\n"):
+        with suppress(SyntaxError, ValueError):
+            ast.parse(code)
+            return code
+    return ""
 
 
 def _with_answer(item_id: str, is_right: bool, score: Score | None, answer: str) -> ItemResult:

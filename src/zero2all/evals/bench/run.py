@@ -21,6 +21,7 @@ from zero2all.sandbox import Sandbox, open_sandbox
 from zero2all.train import Run
 
 UNKNOWN_DATA = "{} may have been trained on these questions: --mutate shows signs of it"
+UNTESTED = "{}: {}: {} answers were not tested and count as wrong, since they pass more than plain data: {}"
 GENERATED = "generate"  # in place of a form, where nothing is chosen
 QUESTION_TRAINED = "after question training"
 
@@ -86,6 +87,9 @@ def run_bench(
     }
     # What a run was trained on is known; what a Hugging Face model was trained on is not.
     notes = [] if options.mutate else [UNKNOWN_DATA.format(target.name) for target in targets if target.step is None]
+    for one in evaluations:
+        if unsupported := [item.id for item in one.items if item.is_unsupported]:
+            notes.append(UNTESTED.format(one.target, one.task, len(unsupported), ", ".join(unsupported[:5])))
     results = [summarize(one) for one in evaluations]
     return BenchReport(results, _differences(evaluations), cores, list(contamination.values()), notes)
 
