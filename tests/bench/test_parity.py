@@ -110,7 +110,7 @@ def test_layouts_are_selected_by_name_or_pattern() -> None:
 
     assert names("TP 2") == ["TP 2"]  # and not "TP 2 + SP"
     assert names("TP ?", "CP 2 r*g") == ["TP 2", "TP 4", "CP 2 ring"]
-    assert names("*ring*") == ["CP 2 ring", "CP 4 ring", "CP 2 ring x TP 2"]
+    assert names("*ring*") == ["CP 2 ring", "CP 4 ring", "CP 2 ring, experts", "CP 2 ring x TP 2"]
     assert names() == [case.name for case in cases()]
     with pytest.raises(UsageError, match="no layout matches 'tp 2'"):
         names("CP 2 ring", "tp 2")
