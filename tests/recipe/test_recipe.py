@@ -217,13 +217,16 @@ def test_a_directory_without_a_recipe_says_what_is_missing(tmp_path: Path) -> No
         load_recipe(tmp_path)
 
 
+EXPERTS = "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 64"
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
         ("{preset: z2all-3m}", []),
         ("{preset: z2all-3m, residual_dropout: 0.1}", ["dropout"]),
-        ("{preset: z2all-3m, moe: {num_experts: 4, load_balancing: aux}}", ["model.moe.load_balancing=aux"]),
-        ("{preset: z2all-3m, moe: {num_experts: 4, load_balancing: bias}}", []),
+        (f"{{preset: z2all-3m, moe: {{{EXPERTS}, load_balancing: aux}}}}", ["model.moe.load_balancing=aux"]),
+        (f"{{preset: z2all-3m, moe: {{{EXPERTS}, load_balancing: bias}}}}", []),
     ],
 )
 def test_the_check_warns_where_losses_depend_on_the_layout(model: str, said: list[str], tmp_path: Path) -> None:
