@@ -233,6 +233,6 @@ def test_the_check_warns_where_losses_depend_on_the_layout(model: str, said: lis
     (tmp_path / "recipe.yaml").write_text(f"model: {model}\n")
     done = CliRunner().invoke(app, ["recipe", "check", str(tmp_path / "recipe.yaml"), "--json"])
     assert done.exit_code == 0, done.output
-    assert [warning.split(" ")[0].rstrip(":") for warning in json.loads(done.stdout)["warnings"]] == said
+    assert [remark.split(" ")[0].rstrip(":") for remark in json.loads(done.stdout)["remarks"]] == said
     shown = CliRunner().invoke(app, ["recipe", "check", str(tmp_path / "recipe.yaml")]).stdout
-    assert shown.count("warning: ") == len(said)
+    assert shown.count("remark: ") == len(said)
