@@ -44,18 +44,19 @@ export function plotted(lines, options) {
   const tables = [], series = [{}], bands = [];
   for (const line of lines) {
     const x = xOf(line.block, options.axis, line.begun);
-    const fit = (values) => (options.logy ? positive(values) : values);
+    const scaled = (values) => (options.scale === 1 ? values : values.map((value) => (value == null ? null : options.scale * value)));
+    const fit = (values) => scaled(options.logy ? positive(values) : values);
     const mean = line.block.mean[line.name];
     const columns = [fit(smoothed(mean, options.smooth))];
     series.push({ line, stroke: line.colour, width: 1.6, dash: line.dash, spanGaps: true, points: { show: lonely(mean) } });
     if (line.block.low) {
       columns.push(fit(line.block.high[line.name]), fit(line.block.low[line.name]));
-      const hidden = { faint: true, stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
+      const hidden = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
       bands.push({ series: [series.length, series.length + 1], fill: line.colour + "2e" });
       series.push(hidden, { ...hidden });
     } else if (options.smooth) {
       columns.push(fit(mean));
-      series.push({ faint: true, stroke: line.colour + "45", width: 1, spanGaps: true, points: { show: false } });
+      series.push({ raw: true, stroke: line.colour + "45", width: 1, spanGaps: true, points: { show: false } });
     }
     tables.push(options.logx ? dropNonPositive([x, ...columns]) : [x, ...columns]);
   }

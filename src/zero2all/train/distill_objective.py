@@ -53,7 +53,7 @@ class DistillObjective(TokenObjective):
         else:
             ids, logps = self._cached(model, batch)
         soft = SoftTargets(ids, logps, self._options.weight)
-        return StepLoss(batch.global_valid_tokens, batch=batch, soft=soft)
+        return StepLoss(max(1, batch.global_valid_tokens), batch=batch, soft=soft)
 
     def _cached(self, model: ParallelModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """What the teacher expects of this rank's rows: from disk, or computed now and kept."""

@@ -75,13 +75,13 @@ class TokenObjective:
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
         # Divided by the valid targets of the global batch, so that gradients are summed over micro-batches and ranks,
         # and each target has the same weight.
-        return StepLoss(batch.global_valid_tokens)
+        return StepLoss(max(1, batch.global_valid_tokens))
 
     def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
         return self._source_losses.sums(losses, model.local_targets(batch.device_targets), batch.sources)
 
     def loss(self, rows: Rows, batch: Batch) -> float:
-        return sum(row[LOSS] for row in rows) / batch.global_valid_tokens
+        return sum(row[LOSS] for row in rows) / max(1, batch.global_valid_tokens)
 
     def metrics(self, rows: Rows) -> dict[str, float]:
         return self._source_losses.metrics(rows)

@@ -12,7 +12,7 @@ from torch import Tensor
 from zero2all.console import progress
 from zero2all.doctor.node_check import free_memory
 from zero2all.errors import Z2aError
-from zero2all.hardware import PeakFlops, compute_dtype, peak_flops, synchronize
+from zero2all.hardware import PeakFlops, compute_dtype, peak_at_least, peak_flops, synchronize
 from zero2all.model import document_starts
 from zero2all.model.cost.activations import activation_bytes, dropout_score_bytes, loss_bytes
 from zero2all.model.cost.flops import flops_per_token
@@ -87,10 +87,11 @@ def time_steps(
             pass_seconds.append(middle - begin)
             update_seconds.append(time.perf_counter() - middle)
             advance(1)
+    flops = samples * sample_flops / statistics.median(pass_seconds[1:])
     return StepTiming(
-        flops=samples * sample_flops / statistics.median(pass_seconds[1:]),
+        flops=flops,
         update_seconds=statistics.median(update_seconds[1:]),
-        peak=peak,
+        peak=peak_at_least(flops, peak, device, dtype),
         samples=samples,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -32,7 +32,7 @@ from zero2all.device_watch import DEVICE_WATCH
 from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
 from zero2all.environment import set_cuda_environment, set_dump_file
 from zero2all.errors import Interrupted, Z2aError
-from zero2all.hardware import MPS, compute_dtype, peak_flops, pick_device, set_deterministic
+from zero2all.hardware import MPS, PeakFlops, compute_dtype, peak_flops, pick_device, set_deterministic
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.model.cost.optimizer_state import weight_dtype
@@ -41,6 +41,7 @@ from zero2all.numa import rank_binding
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.float8 import check_float8
 from zero2all.recipe import ExtendMode, Recipe
+from zero2all.recipe.run_settings import run_settings
 from zero2all.records import to_json
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore, verify_store
@@ -55,6 +56,7 @@ from zero2all.train.data_loader import Batch, DataLoader
 from zero2all.train.device_batch import BatchCopier, HostCopy
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, stored_micro_batch, with_hyperparameters
+from zero2all.train.idle_step import idle_reason
 from zero2all.train.initial_weights import load_initial_weights
 from zero2all.train.island_run import build_outer_optimizer, connect_islands, island_place, with_island_run
 from zero2all.train.islands import Islands
@@ -63,13 +65,13 @@ from zero2all.train.optimizer import build_optimizers, set_learning_rate
 from zero2all.train.optimizer_files import map_optimizer_state
 from zero2all.train.outer_optimizer import OuterOptimizer
 from zero2all.train.plan import Plan, StagePlan
-from zero2all.train.resume import load_newest, restore_state
+from zero2all.train.resume import load_newest, plan_resume, restore_state
 from zero2all.train.run import TEST_SETS, Run, init_path, model_identity, require_data, resolve_model_config
 from zero2all.train.samples import record_samples
 from zero2all.train.show_plan import read_lr_history, say_run
 from zero2all.train.signals import stop_requested
 from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
-from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spike
+from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spike, shown_norms
 from zero2all.train.step_objective import StepLoss, TokenObjective
 from zero2all.train.step_timer import StepMarks, StepTime, StepTimer
 from zero2all.train.throughput import PER_RANK_METRICS, ThroughputMeter
@@ -137,6 +139,8 @@ class LaunchedStep:
     batch: Batch
     metrics: HostCopy
     """Sums of the objective, stop flags, norm of the gradient."""
+    layer_norms: HostCopy
+    """Norm of the gradient by layer."""
     marks: StepMarks
     """Complete when the metrics are."""
 
@@ -268,6 +272,7 @@ class Trainer:
         self._flash_due_at: int | None = None  # the step of a state in memory that waits for an exchange
         self._retried_steps: set[int] = set()  # steps that were repeated with the same data
         self._consecutive_spikes = 0
+        self._was_idle = False  # whether a step without anything to learn has been reported
 
     def _init_checkpoints(self, extend: ExtendMode | None) -> None:
         recipe, run, ranks = self.recipe, self.run, self.rank_group
@@ -280,6 +285,7 @@ class Trainer:
             model=model_identity(self.config),
             optimizer=recipe.train.optimizer.identity,
             init=init_path(recipe),
+            settings=run_settings(recipe),
         )
         outer = None if self.island_place is None else build_outer_optimizer(recipe, self.model)
         self.checkpoint_manager = CheckpointManager(
@@ -301,11 +307,13 @@ class Trainer:
             ReplicaOptions(recipe.checkpoint.replicas, recipe.checkpoint.replica_rate),
             outer or self.model.powersgd,
         )
+        # A recipe that cannot continue the run fails here, before a teacher or a reference is computed.
+        resumed = plan_resume(self.checkpoint_manager, run, self.plan, self.identity, ranks, extend)
         # The reference is computed while the model has its initial weights.
         objective, self.initial_weights = build_objective(
             run, self.plan, self.model, self.tokenizer, self.rank_group, self.heartbeat.ping
         )
-        resumed = load_newest(self.checkpoint_manager, run, self.plan, self.identity, ranks, extend)
+        load_newest(self.checkpoint_manager, resumed)
         restored, self.recipe, run.recipe, self.plan = resumed.restored, resumed.recipe, resumed.recipe, resumed.plan
         self.first_step = self.resume_step = 0 if restored is None else restored.step  # a rollback changes the latter
         self.objective = objective
@@ -319,16 +327,16 @@ class Trainer:
             run.save_metadata(self.identity, self.tokenizer, self.mesh.device, self.initial_weights)
             self.hooks.on_run(run, self.config, self.mesh.device, self.mesh.dims.world_size)
             history = read_lr_history(run.directory, self.first_step)
-        self.peak_flops = peak_flops(self.mesh.device, self.model.dtype)
-        say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, self.peak_flops.source, history)
+        peak = peak_flops(self.mesh.device, self.model.dtype)
+        say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, peak.source, history)
         self.heartbeat.record_phase(StartupPhase.LOADED, done=None if restored is None else restored.step)
-        self.throughput = self._build_throughput_meter()
+        self.throughput = self._build_throughput_meter(peak)
         if restored is not None:
             self._restore_state(restored.state)
         elif self.islands is not None:
             self.islands.restore(None)
 
-    def _build_throughput_meter(self) -> ThroughputMeter:
+    def _build_throughput_meter(self, peak: PeakFlops) -> ThroughputMeter:
         parallel = self.recipe.parallel
         mode = parallel.activation_checkpointing
         recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
@@ -336,7 +344,8 @@ class Trainer:
             self.plan,
             self.config,
             self.mesh.device,
-            self.peak_flops.flops,
+            peak,
+            self.model.dtype,
             self.mesh.dims.world_size * parallel.islands,
             recompute,
             parallel.activation_checkpointing_every,
@@ -430,7 +439,6 @@ class Trainer:
         batch = step_loss.batch or batch
         losses = self._forward_backward(batch, step_loss)
         self.hooks.on_gradients(model)
-        self._record_layer_norms(batch.step)
         with self.timer.part("optimizer"):
             grad_norm = model.clip_grad_norm_(self.recipe.train.optimizer.max_grad_norm)  # by the norm over all ranks
         with self.timer.part("logging"):
@@ -440,21 +448,32 @@ class Trainer:
             norms = grad_norm.to(sums).expand(1, sums.shape[1])
             unsent = model.unsent_norm().to(sums).expand(1, sums.shape[1])
             marks = self.timer.finish_step()  # before the copy, so that they are complete when it is
-            return LaunchedStep(batch, HostCopy(torch.cat([sums, norms, unsent])), marks)
+            layer_norms = HostCopy(model.layer_grad_norms)
+            return LaunchedStep(batch, HostCopy(torch.cat([sums, norms, unsent])), layer_norms, marks)
 
     def _judge_step(self, launched: LaunchedStep) -> StepResult:
         """Read the metrics, the one place where the host waits for the device, and check for a spike."""
         batch = launched.batch
         with self.timer.part("logging"):
             *rows, stop_flags, (norm, *_), (unsent, *_) = launched.metrics.tolist()
+            layer_norms = launched.layer_norms.tolist()
             step_time = launched.marks.read()
+            self._record_layer_norms(batch.step, layer_norms)
         loss = self.objective.loss(rows, batch)
         # The loss of reinforcement learning is near 0 by construction: its changes mean nothing.
         is_around_zero = self.recipe.train.objective.name == "grpo" and math.isfinite(loss)
-        action = self.check_spike(batch, 0.0 if is_around_zero else loss, norm)
+        action = self.check_spike(batch, 0.0 if is_around_zero else loss, norm, layer_norms)
         lr = self.recipe.train.optimizer.peak_lr * batch.stage.lr_multiplier(batch.step)
         metrics = {**self.objective.metrics(rows), **self._sync_metrics(unsent, norm)}
+        self._warn_if_idle(batch, metrics)
         return StepResult(loss, norm, lr, metrics, action, any(stop_flags), step_time)
+
+    def _warn_if_idle(self, batch: Batch, metrics: Mapping[str, float]) -> None:
+        """Once: training goes on, and would look as if it learned."""
+        reason = None if self._was_idle else idle_reason(batch, self.recipe.train.objective, metrics)
+        if reason is not None:
+            self._was_idle = True
+            warn(f"step {batch.step + 1} learns nothing: {reason}")
 
     def _sync_metrics(self, unsent: float, grad_norm: float) -> dict[str, float]:
         """What synchronization sent, and with PowerSGD what it has left to send, as a share of the gradient."""
@@ -563,6 +582,8 @@ class Trainer:
         """Record the step; at intervals log it, validate, save a checkpoint. Stop here if it was requested."""
         step, done, last = batch.step, batch.step + 1, batch.step + 1 == self.plan.total_steps
         self.throughput.update(step, self.loader.data_wait_seconds)
+        with self.timer.paused():
+            self.throughput.check_peak(step)
         self.hooks.on_step(step, result.time)
         with self.timer.part("logging"):
             self._record_step(step, result)
@@ -618,7 +639,7 @@ class Trainer:
             **({} if self.islands is None else self.islands.take_metrics()),
         }
         if self.mesh.rank > 0:
-            metrics = {name: metrics[name] for name in PER_RANK_METRICS}
+            metrics = {name: metrics[name] for name in PER_RANK_METRICS if name in metrics}
         self.record.step(step, **metrics, **result.time.metrics(self.mesh.rank))
 
     def _validate(self, step: int, evaluate: Evaluator) -> None:
@@ -637,13 +658,10 @@ class Trainer:
         if self.mesh.rank == 0:
             record_samples(self.record, step, self.model, self.tokenizer, self.recipe)
 
-    def _record_layer_norms(self, step: int) -> None:
+    def _record_layer_norms(self, step: int, norms: list[float]) -> None:
         every = self.recipe.track.layer_norms_every
-        if every is not None and (step + 1) % every == 0:
-            with self.timer.part("logging"):
-                norms = self.model.layer_grad_norms()
-                if self.mesh.rank == 0:
-                    self.record.histogram(step, "gradient norm by layer", norms, range(len(norms) + 1))
+        if self.mesh.rank == 0 and every is not None and (step + 1) % every == 0:
+            self.record.histogram(step, "gradient norm by layer", norms, range(len(norms) + 1))
 
     def _record_replica(self, sent: SentReplica) -> None:
         self.record.event("replica", **asdict(replace(sent, seconds=round(sent.seconds, 3))))
@@ -663,7 +681,9 @@ class Trainer:
 
     # Loss spikes
 
-    def check_spike(self, batch: Batch, loss: float, grad_norm: float) -> SpikeAction:
+    def check_spike(
+        self, batch: Batch, loss: float, grad_norm: float, layer_norms: Sequence[float] = ()
+    ) -> SpikeAction:
         """Whether to update, to skip the update, or to resume at ``resume_step`` after a rollback; all ranks agree."""
         step, policy = batch.step, self.guard.recipe.policy
         scale = self.model.loss_scaler
@@ -676,10 +696,11 @@ class Trainer:
             return "update"
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if not finite and policy == "warn":
-            self.record.event("not finite", step=step, loss=str(loss), grad_norm=str(grad_norm))
+            norms = shown_norms(layer_norms)
+            self.record.event("not finite", step=step, loss=str(loss), grad_norm=str(grad_norm), layer_norms=norms)
             raise Z2aError(self._not_finite_message(step, loss, grad_norm))
         if self.mesh.rank == 0:  # every rank sees the same spike
-            report_spike(batch, reason, policy, self.run.directory, self.record)
+            report_spike(batch, reason, policy, layer_norms, self.run.directory, self.record)
         if policy == "warn":
             return "update"
         self._consecutive_spikes += 1
