@@ -45,8 +45,8 @@ def check(
     Each mistake is shown with its line or override and, for a misspelled key, the closest known key. Local paths of
     sources must exist; URLs are not looked up. The weights of train.init must be of the recipe's model. A vocabulary of
     the tokenizer that differs from the model's is reported. The code that the recipe names (track.sinks,
-    train.objective.grpo.rewards) is listed with its files. Remarks say where the parallel layout changes losses by more than
-    rounding.
+    train.objective.grpo.rewards) is listed with its files. Remarks say where the parallel layout changes
+    losses by more than rounding.
 
     Example: z2a recipe check recipes/quickstart.yaml
     """
