@@ -154,7 +154,7 @@ def kernel_cases(settings: Settings, dtype: torch.dtype) -> list[tuple[str, str,
     ]
     for case, starts, window in (
         ("causal", None, None),
-        ("packed", document_starts(tokens, 0), None),
+        ("packed", document_starts(tokens == 0), None),
         ("window", None, length // 4),
     ):
         cases.append(

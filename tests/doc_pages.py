@@ -10,6 +10,7 @@ import contextlib
 import getpass
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -98,6 +99,19 @@ class Page:
     own_venv: bool = False
 
 
+# Lines of libraries: Python warnings, log lines of torch and absl, tqdm's bars, libraries that a wheel does not load.
+FOREIGN_LINE = re.compile(
+    r"^.*(?:\w+Warning: |^[WE]\d{4} \d\d:\d\d:|^\d{4}-\d\d-\d\d .*(?:WARNING|ERROR)|\d+(?:\.\d+)?(?:it/s|s/it)\b"
+    r"|Failed to load .*\.so|Skipping import of cpp extensions).*$",
+    re.MULTILINE,
+)
+
+
+def foreign_lines(printed: str) -> list[str]:
+    """What libraries printed into the output of a command."""
+    return [match[0] for match in FOREIGN_LINE.finditer(printed)]
+
+
 class Sandbox:
     """A directory with its own home, where a page's blocks run one after another."""
 
@@ -145,6 +159,7 @@ class Sandbox:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS, text=True, errors="replace",
         )  # fmt: skip
         assert finished.returncode == 0, f"status {finished.returncode}:\n{finished.stdout[-4000:]}"
+        assert foreign_lines(finished.stdout) == []
         return finished.stdout
 
     def z2a(self, *arguments: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doc_pages import ROOT, Page, Sandbox, sandbox
+from tests.doc_pages import ROOT, Page, Sandbox, foreign_lines, sandbox
 from tests.interrupted import answers
 from tests.test_doc_blocks import Blocks, code
 from tests.test_reference import all_commands, schema_keys
@@ -157,6 +157,7 @@ def test_the_commands_of_the_tutorial_run_in_order_on_a_terminal(tmp_path: Path)
             run = watch_on_terminal if command.startswith("z2a watch") else on_terminal
             shown = run(box, command)
             print("$", command, shown, sep="\n", file=log, flush=True)
+            assert foreign_lines(shown) == []
             for name in [name for name in CHECKS if name in command]:
                 CHECKS[name](box, shown)
                 unchecked.remove(name)

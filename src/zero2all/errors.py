@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import importlib
+import logging
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -104,10 +108,27 @@ class RecipeError(UsageError):
         super().__init__("\n".join([f"{origin}: {count}", *(f"  - {problem}" for problem in self.problems)]))
 
 
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Drop the warnings and log lines of libraries: a user cannot act on a kernel that torchao was not built with.
+
+    Errors still show. Use it around imports, and around calls that import lazily.
+    """
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
 def need(module: str, extra: str) -> ModuleType:
     """Import an optional dependency, or raise an error that names what to install."""
     try:
-        return importlib.import_module(module)
+        with quiet_libraries():
+            return importlib.import_module(module)
     except ImportError as error:
         if error.name and error.name.split(".")[0] != module.split(".")[0]:
             raise  # installed, but broken inside: hiding that would send people in circles

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import stat
 import sys
 import threading
 import time
@@ -72,21 +73,36 @@ def require_linux(command: str) -> None:
         raise UsageError(f"'{command}' runs on Linux only, and this is {sys.platform}: use 'z2a train', in one process")
 
 
-def stop_on_sigterm() -> None:
-    """SIGTERM ends a command as Ctrl-C does: with its child processes, and no partial files."""
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Those that end a command: of Ctrl-C, of schedulers, and of a terminal that closes, unless nohup ignores it."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *(() if is_ignored else (signal.SIGHUP,)))
+
+
+def leave_terminal() -> None:
+    """Discard what would be printed on a terminal. To be called on SIGHUP: the terminal is gone, and writing fails."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), descriptor)
+
+
+def stop_on_signals() -> None:
+    """SIGTERM and SIGHUP end a command as Ctrl-C does: with its child processes, and no partial files."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupt)
+        for number in stop_signals()[1:]:
+            signal.signal(number, _interrupt)
 
 
 @contextmanager
 def hold_back_interrupts() -> Iterator[None]:
-    """Ctrl-C and SIGTERM that arrive inside take effect at the end. Signals interrupt the main thread only."""
+    """Ctrl-C, SIGTERM and SIGHUP that arrive inside take effect at the end. Signals interrupt the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     pending: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda sent, frame: pending.append(sent)) for number in numbers}
+    before = {number: signal.signal(number, lambda sent, frame: pending.append(sent)) for number in stop_signals()}
     try:
         yield
     finally:
@@ -97,6 +113,8 @@ def hold_back_interrupts() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGHUP:
+        leave_terminal()
     raise KeyboardInterrupt
 
 

@@ -44,7 +44,7 @@ WORK = (
         (7, "", "crash", "exit status 7"),
         (126, "", "crash", "exit status 126: the command cannot be executed"),
         (127, "", "crash", "exit status 127: the command was not found"),
-        (128, "", "crash", "exit status 128: no signal"),
+        (128, "", "crash", "exit status 128: no signal; in a container on Kubernetes, usually a device or driver"),
         (143, "", "crash", "SIGTERM (exit status 143)"),
         (255, "", "crash", "exit status 255: exit(-1)"),
     ],

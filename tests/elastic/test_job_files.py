@@ -56,6 +56,40 @@ def test_the_slurm_script_quotes_and_is_written(tmp_path: Path) -> None:
     assert "#SBATCH --job-name=big\n" in script
 
 
+CPU_RECIPE = "name: small\ntrain: {steps: 5, device: cpu}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "gpus"),
+    [
+        (["train", "my.yaml"], [], 8),
+        (["train", "my.yaml", "train.device=cuda"], [], 8),
+        (["train", "elsewhere.yaml"], [], 8),
+        (["python", "script.py", "--lr=3"], [], 8),
+        (["train", "cpu.yaml"], [], 0),
+        (["train", "my.yaml", "train.device=cpu"], [], 0),
+        (["train", "elsewhere.yaml", "train.device=cpu"], [], 0),
+        (["train", "my.yaml"], ["--gpus", "4"], 4),
+        (["train", "my.yaml"], ["--gpus", "0"], 0),
+        (["train", "cpu.yaml"], ["--gpus", "2"], 2),
+    ],
+)
+def test_a_job_requests_a_gpu_for_each_rank_unless_the_recipe_is_for_the_cpu(
+    command: list[str], options: list[str], gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("name: small\ntrain: {steps: 5}\n")
+    Path("cpu.yaml").write_text(CPU_RECIPE)
+    words = ["launch", "--nproc-per-node", "8", "--nnodes", "2", *options, "--emit"]
+    found = {
+        kind: CliRunner().invoke(app, [*words, kind, "--", *command]).stdout for kind in ("slurm", "k8s", "trainjob")
+    }
+    asked = [line for line in found["slurm"].splitlines() if line.startswith("#SBATCH --gpus-per-node")]
+    assert asked == ([f"#SBATCH --gpus-per-node={gpus}"] if gpus else [])
+    for kind in ("k8s", "trainjob"):
+        assert (f"nvidia.com/gpu: {gpus}\n" in found[kind]) == bool(gpus)
+
+
 def run_script(script: str, tmp_path: Path, srun: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """With commands of Slurm that do as told."""
     scontrol = 'echo "scontrol $*" >&2; echo head-node'

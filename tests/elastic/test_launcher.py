@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import ClassVar
 
@@ -49,6 +50,26 @@ def test_a_command_that_fails_fails_the_launch() -> None:
     assert done.returncode == 2, done.stderr
     assert "no recipe at no-such-file.yaml" in done.stderr
     assert "not tried again" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "backend"), [((), "cpu:gloo,cuda:nccl"), (("--backend", "gloo"), "cpu:gloo,cuda:gloo")]
+)
+def test_the_ranks_get_the_backend_that_was_chosen(tmp_path: Path, options: tuple[str, ...], backend: str) -> None:
+    """In the environment, and in the process group that a rank opens."""
+    (tmp_path / "script.py").write_text(
+        "import torch.distributed as dist\n"
+        "from zero2all.environment import collective_backend\n"
+        "print('on GPUs:', collective_backend('cuda'))\n"
+        "dist.init_process_group(collective_backend('cpu'))\n"
+        "print('here:', dist.get_backend())\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = launch(*options, "--procs", "2", "--", "python", str(tmp_path / "script.py"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"on GPUs: {backend}\n") == 2
+    assert done.stdout.count("here: gloo\n") == 2
 
 
 def lose_the_rendezvous(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
@@ -106,6 +127,9 @@ class LosesRendezvousOnce:
     def __init__(self, *of_an_agent: object) -> None:
         self.secrets.append(os.environ[JOB_SECRET_VARIABLE])
         assert os.environ[AGENT_PID] == str(os.getpid())
+
+    def poll_gpu_errors(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def run(self) -> RunResult:
         if len(self.secrets) > 1:

@@ -37,7 +37,7 @@ def fresh() -> None:
 def test_a_block_is_one_graph_and_gives_the_same(variant: str, packed: bool, backend: str) -> None:
     model = make(**VARIANTS[variant], num_hidden_layers=1).train()
     tokens = some_tokens(below=20)
-    starts = document_starts(tokens, 7) if packed else None
+    starts = document_starts(tokens == 7) if packed else None
     rotary, mask = model.rotary(40, starts), model.attention_masks(40, starts)[model.config.layer_window(0)]
     results = []
     for block in (model.layers[0], torch.compile(model.layers[0], fullgraph=True, backend=backend)):
@@ -71,7 +71,7 @@ def test_the_loss_is_one_graph_and_gives_the_same(kernel: str, backend: str) -> 
 def test_a_full_training_pass_is_one_graph() -> None:
     model = make(moe=EXPERTS, z_loss=1e-3, mtp_weight=0.3).train()
     tokens = some_tokens(below=20)
-    starts = document_starts(tokens, 7)
+    starts = document_starts(tokens == 7)
     gradients = []
     for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         model.zero_grad()

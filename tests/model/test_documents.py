@@ -37,7 +37,7 @@ def next_inside(tokens: torch.Tensor) -> torch.Tensor:
 
 def test_where_documents_begin() -> None:
     tokens = torch.tensor([[1, 2, END, END, 3, 4], [END, 1, 1, 1, 1, END]])
-    assert document_starts(tokens, END).tolist() == [[0, 0, 2, 3, 3, 3], [0, 0, 0, 0, 0, 5]]
+    assert document_starts(tokens == END).tolist() == [[0, 0, 2, 3, 3, 3], [0, 0, 0, 0, 0, 5]]
 
 
 @pytest.mark.parametrize("kernel", ["reference", "sdpa"])
@@ -45,7 +45,7 @@ def test_where_documents_begin() -> None:
 def test_packed_loss_is_that_of_the_documents_alone(variant: str, kernel: str) -> None:
     model, rows = make(**VARIANTS[variant], ops={"attention": kernel}), packed_rows()
     with torch.inference_mode():
-        packed = model(rows, targets_BS=next_inside(rows), doc_starts_BS=document_starts(rows, END))
+        packed = model(rows, targets_BS=next_inside(rows), doc_starts_BS=document_starts(rows == END))
         alone = []
         for row, lengths in zip(rows, LENGTHS, strict=True):
             for document in row.split(lengths):
@@ -60,8 +60,8 @@ def test_another_documents_text_changes_no_bit(variant: str, kernel: str) -> Non
     model, rows = make(**VARIANTS[variant], ops={"attention": kernel}), packed_rows()
     changed = rows.clone()
     changed[0, 11:32] = torch.randint(8, 320, (21,), generator=torch.Generator().manual_seed(8))  # the third document
-    starts = document_starts(rows, END)
-    assert torch.equal(starts, document_starts(changed, END))
+    starts = document_starts(rows == END)
+    assert torch.equal(starts, document_starts(changed == END))
     with torch.inference_mode():
         before, after = model(rows, doc_starts_BS=starts), model(changed, doc_starts_BS=starts)
     same = torch.ones(4, 40, dtype=torch.bool)
@@ -77,7 +77,7 @@ def test_without_starts_documents_do_see_each_other() -> None:
     """Else the tests above would pass for no reason."""
     model, rows = make(), packed_rows()
     with torch.inference_mode():
-        one, other = model(rows), model(rows, doc_starts_BS=document_starts(rows, END))
+        one, other = model(rows), model(rows, doc_starts_BS=document_starts(rows == END))
     assert (one[0, 10:] - other[0, 10:]).abs().max() > 1e-2
     torch.testing.assert_close(one[1], other[1], atol=1e-5, rtol=1e-5)
 

@@ -175,7 +175,7 @@ def packed(draw: st.DrawFn) -> tuple[Tensor | None, int, int | None]:
         kind = draw(st.sampled_from(["some", "none", "all"]))
         cuts = {"some": draw(st.lists(st.integers(0, length - 1), max_size=5)), "none": [], "all": range(length)}[kind]
         row[list(cuts)] = 1
-    return document_starts(tokens, 1), length, window
+    return document_starts(tokens == 1), length, window
 
 
 @pytest.fixture(autouse=True)
@@ -238,7 +238,7 @@ def test_backward_in_bf16_is_computed_in_fp32_up_to_a_length(
     monkeypatch.setattr("zero2all.model.ops.document_attention.MAX_FP32_BACKWARD", limit)
     tokens = torch.zeros(2, 48, dtype=torch.int64)
     tokens[:, 8] = 1  # documents of 8 and 40
-    length, starts = (48, document_starts(tokens, 1)) if has_documents else (40, None)
+    length, starts = (48, document_starts(tokens == 1)) if has_documents else (40, None)
     inputs = [random(n, 2, heads, length, 16, dtype=torch.bfloat16) for n, heads in enumerate((4, 2, 2))]
     found, seen = [], set()
 
@@ -264,7 +264,7 @@ def test_flex_attention_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens[0, [0, 1, 2, 77, 150]] = 1
     inputs = [random(n, 2, heads, 200, 16) for n, heads in enumerate((4, 2, 2))]
     with torch.no_grad():
-        for starts, window in ((None, None), (document_starts(tokens, 1), None), (document_starts(tokens, 1), 20)):
+        for starts, window in ((None, None), (document_starts(tokens == 1), None), (document_starts(tokens == 1), 20)):
             masks = (kernel.mask_for(starts, 200, window, CPU) for kernel in (flex, reference))
             one, other = (kernel.attend(*inputs, mask) for kernel, mask in zip((flex, reference), masks, strict=True))
             torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
@@ -274,7 +274,7 @@ def test_no_segment_is_larger_than_it_has_to_be() -> None:
     """Work and memory grow with the documents and the window, not with the square of the row."""
     tokens = torch.zeros(1, 1000, dtype=torch.int64)
     tokens[0, [100, 101, 600]] = 1
-    found = [(segment.rows.start, *segment[1:]) for segment in segments(document_starts(tokens, 1), 250)]
+    found = [(segment.rows.start, *segment[1:]) for segment in segments(document_starts(tokens == 1), 250)]
     assert found == [
         (0, 0, 0, 100),
         (0, 100, 100, 101),
@@ -329,7 +329,7 @@ def test_torch_counts_our_operations_as_it_does_the_plain_ones() -> None:
     def counted(**kernels: str) -> int:
         model = make(moe=EXPERTS, ops=kernels).train()
         tokens = some_tokens()
-        starts = document_starts(tokens, 7)
+        starts = document_starts(tokens == 7)
         with FlopCounterMode(display=False) as counter:
             model(tokens, targets_BS=tokens, doc_starts_BS=starts).sum().backward()
         return int(counter.get_total_flops())

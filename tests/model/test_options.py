@@ -86,7 +86,7 @@ def test_the_token_after_next_is_never_of_another_document() -> None:
         changed = tokens.clone()
         changed[0, 21:] = (changed[0, 21:] + shift).clamp(max=319)
         model = make(mtp_weight=0.5, num_hidden_layers=1).train()
-        starts = document_starts(changed[:, :-1], 7)
+        starts = document_starts(changed[:, :-1] == 7)
         targets = changed[:, 1:].clone()
         targets[:, 19:] = IGNORE_INDEX  # the second document, and the first one's end
         model(changed[:, :-1], targets_BS=targets, doc_starts_BS=starts).sum().backward()

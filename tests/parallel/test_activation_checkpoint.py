@@ -47,7 +47,7 @@ def step(parallel_model: ParallelModel, masked: bool = True) -> Tensor:
     tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
     first, last = parallel_model.mesh.sample_range(4)
     inputs, targets = tokens[first:last, :-1], tokens[first:last, 1:]
-    starts = document_starts(inputs, 7) if masked else None
+    starts = document_starts(inputs == 7) if masked else None
     return parallel_model.forward_backward(inputs, targets, 128, starts)
 
 

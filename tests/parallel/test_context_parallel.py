@@ -37,7 +37,7 @@ def starts(kind: str, batch: int = 2) -> Tensor | None:
     tokens = torch.zeros(batch, LENGTH, dtype=torch.int64)
     tokens[0, [3, 8, 9, 16, 40]] = 1
     tokens[1, [21]] = 1
-    return document_starts(tokens, 1)
+    return document_starts(tokens == 1)
 
 
 def tensors(*heads: int, length: int = LENGTH, seed: int = 0) -> list[Tensor]:

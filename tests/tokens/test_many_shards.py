@@ -50,12 +50,13 @@ def few_descriptors() -> Iterator[None]:
 
 @pytest.mark.usefixtures("few_descriptors")
 def test_shards_beyond_the_descriptor_limit_are_read_and_released(store: Path) -> None:
-    dataset = PackedDataset(TokenStore(store, "train"), 32)
+    dataset = PackedDataset(TokenStore(store, "train"), 32, document_mask=True)
     seen = set()
     for first in range(0, dataset.samples_per_epoch, 8):
         seen |= {int(row[0]) for row in dataset.tokens(first, min(first + 8, dataset.samples_per_epoch))}
     assert len(seen) == 256
     assert mapped_files(store, ".bin") <= MAX_OPEN_SHARDS
+    assert mapped_files(store, ".idx") <= MAX_OPEN_SHARDS
 
 
 @pytest.mark.usefixtures("few_descriptors")

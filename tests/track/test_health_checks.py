@@ -60,7 +60,8 @@ def starts_low(rows: list[dict[str, float]]) -> None:
 
 def diverges(rows: list[dict[str, float]]) -> None:
     for number, row in enumerate(rows[450:]):
-        row["loss"] += 0.02 * number
+        for name in ("loss", "loss/zh", "loss/en"):
+            row[name] += 0.02 * number
 
 
 def plateaus(rows: list[dict[str, float]]) -> None:
@@ -74,7 +75,8 @@ def jumps(rows: list[dict[str, float]]) -> None:
 
 def repeats(rows: list[dict[str, float]]) -> None:
     for row in rows[400:]:
-        row["loss"] *= 0.7
+        for name in ("loss", "loss/zh", "loss/en"):
+            row[name] *= 0.7
 
 
 def loses_source(rows: list[dict[str, float]]) -> None:

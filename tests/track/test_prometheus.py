@@ -105,7 +105,7 @@ def write_run(directory: Path, extra: dict[str, float] | None = None, steps: int
         values = {
             "loss": 8.0 - step / 100, "loss/zh": 3.5, "loss/en": 3.25, "bpb/zh": 1.5, "lr": 1e-3, "grad_norm": 0.5,
             "tokens_per_second": 1e5, "tflops": 120.5, "mfu": 0.4, "mfu_palm": 0.44, "hfu": 0.45,
-            "memory": 2**30, "data_wait": 0.01, "rewards/margins": 0.75,
+            "memory": 2**30, "memory_reserved": 2**31, "data_wait": 0.01, "rewards/margins": 0.75,
         }  # fmt: skip
         lines.append(json_line(step=step, time=now + step, **values, **(extra or {})))
     last = now + steps
@@ -161,6 +161,7 @@ def test_every_family_of_a_run_that_records_everything(tmp_path: Path) -> None:
         ("validation_bpb", "name", "poems (test set)"): 2.0,
         ("validation_metric", "name", "rewards/accuracies"): 0.625,
         ("evaluation", "kind", "probes", "suite", "stories", "name", "sum-en", "metric", "probability"): 0.7,
+        ("memory_reserved_bytes", "rank", "0"): 2**31,
         ("memory_bytes", "rank", "0"): 2**30, ("memory_bytes", "rank", "3"): 2**31,
         ("data_wait_ratio", "rank", "0"): 0.01, ("checkpoint_stall_seconds", "rank", "0"): 0.5,
         ("metric", "name", "rewards/margins", "rank", "0"): 0.75,

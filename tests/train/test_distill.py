@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -29,7 +30,7 @@ from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import build_tokens
 from zero2all.train import Run, train
 from zero2all.train.run import resolve_model_config
-from zero2all.train.teacher import Teacher, teacher_dtype
+from zero2all.train.teacher import Teacher, TeacherCacheKey, TeacherIdentity, teacher_dtype
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,47 @@ def test_the_teacher_is_asked_once(
     train(again)
     assert sum(asked) == 3 * 8
     assert losses(Run.open(again.run_dir)) == losses(Run.open(recipe.run_dir))
+
+
+def test_the_cache_of_a_different_context_is_not_read(
+    workspace: Path, teacher: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same rows with and without a document mask: the teacher sees different tokens before each."""
+    asked: list[int] = []
+    original = Teacher.likeliest
+
+    def count(self: Teacher, *args: Any) -> Any:
+        asked.append(len(args[0]))
+        return original(self, *args)
+
+    monkeypatch.setattr(Teacher, "likeliest", count)
+    runs = {}
+    for name, out, mask in (("plain", "one", False), ("masked", "one", True), ("alone", "two", True)):
+        recipe = student(workspace, teacher, tmp_path / out, "train.steps=2", f"train.document_mask={mask}".lower())
+        recipe = recipe.model_copy(update={"run": name})
+        train(recipe)
+        runs[name] = losses(Run.open(recipe.run_dir))
+    assert sum(asked) == 3 * 2 * 8
+    assert runs["masked"] == runs["alone"]
+    assert runs["masked"][1] != runs["plain"][1]
+
+
+def test_the_key_of_the_cache_covers_what_the_teacher_computes() -> None:
+    """Every field: one that is added later must change it too."""
+
+    def names(key: TeacherCacheKey) -> set[str]:
+        identity = {field.name: changed(getattr(key.teacher, field.name)) for field in fields(key.teacher)}
+        others = {field.name: changed(getattr(key, field.name)) for field in fields(key) if field.name != "teacher"}
+        made = [replace(key, teacher=replace(key.teacher, **{name: value})) for name, value in identity.items()]
+        return {one.name for one in [key, *made, *(replace(key, **{name: value}) for name, value in others.items())]}
+
+    def changed(value: Any) -> Any:
+        return {**value, "rope_theta": 1.0} if isinstance(value, dict) else value + type(value)("1")
+
+    key = TeacherCacheKey(TeacherIdentity("w", {"rope_theta": 5e5}, "fp32", "cpu"), "s", 64, 8, False, False)
+    assert {"dtype", "config", "weights", "device"} <= {field.name for field in fields(key.teacher)}
+    assert {"masks_documents", "end_of_text_first", "samples"} <= {field.name for field in fields(key)}
+    assert len(names(key)) == len(fields(key)) + len(fields(key.teacher))
 
 
 def test_mistakes_are_named(workspace: Path, teacher: Run, tmp_path: Path) -> None:

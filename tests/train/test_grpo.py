@@ -109,7 +109,7 @@ def test_micro_batches_do_not_change_the_steps(grpo: Recipe, tmp_path: Path) -> 
     assert runs[0] == pytest.approx(runs[1], abs=1e-5)
 
 
-def test_truncated_answers_do_not_count(grpo: Recipe, tmp_path: Path) -> None:
+def test_truncated_answers_do_not_count(grpo: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With one token each, nothing is left to learn from."""
     recipe = elsewhere(grpo, tmp_path, mask_truncated=True, max_answer_tokens=1)
     train(recipe)
@@ -117,6 +117,9 @@ def test_truncated_answers_do_not_count(grpo: Recipe, tmp_path: Path) -> None:
     all_cut = [values for values in steps_of(recipe).values() if values["truncated_answers"] == 1]
     assert all_cut
     assert all(values["loss"] == 0 == values["grad_norm"] for values in all_cut)
+    printed = " ".join(capsys.readouterr().err.split())
+    assert printed.count("learns nothing: all answers were cut at 1 tokens") == 1
+    assert "raise train.objective.grpo.max_answer_tokens" in printed
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,10 @@ from zero2all.export import export_run
 from zero2all.model import IGNORE_INDEX
 from zero2all.recipe import ParallelRecipe, Recipe, recipe_yaml
 from zero2all.tokens import TokenStore, build_tokens
+from zero2all.tokens.token_store import Array
 from zero2all.train import Run, train
 from zero2all.train.data_loader import read_batch
+from zero2all.train.mismatched import MismatchedAnswers
 from zero2all.train.plan import Plan
 from zero2all.units import Duration
 
@@ -216,21 +218,70 @@ def test_kto_starts_at_one_half_and_micro_batches_do_not_change_it(dpo: Recipe, 
     assert runs[0][-1] < 0.5
 
 
-def test_the_divergence_of_kto_is_the_mean_log_ratio_of_mismatched_answers(dpo: Recipe, base: Run) -> None:
-    """With weights other than the reference, against each mismatched sequence alone."""
-    from zero2all.train.mismatched import MismatchedAnswers
-
+@pytest.mark.parametrize("source", ["ratings", "pairs"])
+def test_kto_pairs_a_prompt_with_the_answer_to_the_next_different_prompt(dpo: Recipe, source: str) -> None:
     plan = Plan(kto(dpo), TokenStore(dpo.tokens_dir, "train"))
-    rows = plan.stages[0].dataset.conversation_rows["ratings"]
-    pairs = MismatchedAnswers(rows)
+    rows = plan.stages[0].dataset.conversation_rows[source]
+    pairs = MismatchedAnswers(rows, source)
     used = rows.used_documents.tolist()
     assert len(used) > 20
-    for number, following in zip(used, [*used[1:], used[0]], strict=True):
+    for place, number in enumerate(used):
+        prompt, _ = split(*rows.read_document(number))
+        others = (split(*rows.read_document(following)) for following in used[place:] + used[:place])
+        answer = next(answer for other, answer in others if other != prompt)
         tokens, mask = pairs.read(number)
-        (prompt, own), (other, answer) = rows.read_document(number), rows.read_document(following)
-        assert tokens[mask].tolist() == other[answer].tolist()
-        assert tokens[: int(mask.argmax())].tolist() == prompt[: int(own.argmax())].tolist()
+        assert split(tokens, mask) == (prompt, answer)
         assert pairs.lengths[number] == len(tokens)
+
+
+def split(tokens: Array, mask: Array) -> tuple[list[int], list[int]]:
+    """Prompt and answer."""
+    return tokens[: int(mask.argmax())].tolist(), tokens[mask].tolist()
+
+
+class Conversations:
+    """Rows of conversations with these prompts and answers, as ``MismatchedAnswers`` reads them."""
+
+    seq_len = 64
+
+    def __init__(self, prompts: list[list[int]], left_out: tuple[int, ...] = ()) -> None:
+        self.num_documents = len(prompts)
+        self._prompts = prompts
+        self.used_documents = np.array([n for n in range(len(prompts)) if n not in left_out], dtype=np.int64)
+
+    def read_document(self, number: int) -> tuple[Array, Array]:
+        prompt, answer = self._prompts[number], [100 + number] * (1 + number % 3)
+        mask = [False] * len(prompt) + [True] * len(answer) + [False]
+        return np.array([*prompt, *answer, 0]), np.array(mask)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "left_out"),
+    [
+        ([[1], [1], [2], [2], [1], [1]], ()),  # a prompt that comes again, also around the end
+        ([[1], [1], [1], [2]], ()),
+        ([[1, 2], [1], [1, 2], [1, 2]], (1,)),
+        ([[1], [2]] * 5, (3, 4)),
+        ([[n // 2 % 3] for n in range(20)], (0, 7)),
+    ],
+)
+def test_repeated_prompts_never_get_an_answer_of_their_own(prompts: list[list[int]], left_out: tuple[int, ...]) -> None:
+    rows = Conversations(prompts, left_out)
+    if len({tuple(prompts[number]) for number in rows.used_documents.tolist()}) == 1:
+        with pytest.raises(Z2aError, match=r"all conversations of talk have the same prompt.*train\.mixture"):
+            MismatchedAnswers(rows, "talk")  # type: ignore[arg-type]
+        return
+    pairs = MismatchedAnswers(rows, "talk")  # type: ignore[arg-type]
+    for number in rows.used_documents.tolist():
+        prompt, answer = split(*pairs.read(number))
+        assert prompt == prompts[number]
+        assert prompts[answer[0] - 100] != prompt
+        assert answer[0] - 100 not in left_out
+        assert pairs.lengths[number] == len(prompt) + len(answer) + 1
+
+
+def test_a_source_without_conversations_has_no_mismatched_answers() -> None:
+    assert len(MismatchedAnswers(Conversations([]), "talk").lengths) == 0  # type: ignore[arg-type]
 
 
 def family(dpo: Recipe, name: str) -> Recipe:

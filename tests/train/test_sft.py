@@ -192,13 +192,13 @@ def test_ranks_share_the_rows_and_agree_on_the_number_of_targets(sft: Recipe, ra
 @torch.inference_mode()
 def losses_by_conversation(recipe: Recipe, base: Run) -> dict[str, float]:
     model, dataset = base.load_model(), make_plan(recipe).stages[0].dataset
-    end_of_text = Tokenizer(recipe.tokenizer_dir).eos_token_id
     found = {}
     for sample in range(dataset.samples_per_epoch):
         one = dataset.read(sample, sample + 1)
         inputs, targets = torch.from_numpy(one.tokens[:, :-1]), torch.from_numpy(one.tokens[:, 1:]).clone()
         targets[~torch.from_numpy(one.mask[:, 1:])] = IGNORE_INDEX
-        nats = model(inputs, targets_BS=targets, doc_starts_BS=document_starts(inputs, end_of_text, False))[0]
+        starts = document_starts(torch.from_numpy(one.is_first)[:, :-1])
+        nats = model(inputs, targets_BS=targets, doc_starts_BS=starts)[0]
         begin = 0
         for span in dataset.documents(sample, sample + 1):
             found[span.gid] = float(nats[max(0, begin - 1) : begin + span.tokens - 1].sum())

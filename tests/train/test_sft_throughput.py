@@ -22,11 +22,11 @@ from zero2all.tokens.conversation_rows import ConversationRows
 SEQ_LEN, BATCH, ROUNDS = 1024, 4, 6
 
 
-def step(model: Z2all, tokens: torch.Tensor, mask: torch.Tensor, end_of_text: int) -> float:
+def step(model: Z2all, tokens: torch.Tensor, mask: torch.Tensor, is_first: torch.Tensor) -> float:
     """Seconds of a forward and backward pass."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:].masked_fill(~mask[:, 1:], IGNORE_INDEX)
     begin = time.perf_counter()
-    model(inputs, targets_BS=targets, doc_starts_BS=document_starts(inputs, end_of_text, False)).sum().backward()
+    model(inputs, targets_BS=targets, doc_starts_BS=document_starts(is_first[:, :-1])).sum().backward()
     model.zero_grad()
     return time.perf_counter() - begin
 
@@ -53,7 +53,7 @@ def test_packing_doubles_the_useful_tokens_a_second(shared_corpus: Path, workspa
     useful, seconds = {"packed": 0, "padded": 0}, {"packed": 0.0, "padded": 0.0}
     numbers = iter(documents.tolist())
     for turn in range(ROUNDS + 1):
-        packed = [rows.read(turn * BATCH + row) for row in range(BATCH)]
+        packed = [(*rows.read(row), rows.is_first(row)) for row in range(turn * BATCH, (turn + 1) * BATCH)]
         # As many positions as a packed batch, padded to the longest conversation of the batch, as others do.
         batch: list[tuple[np.ndarray, np.ndarray]] = []  # type: ignore[type-arg]
         while not batch or (len(batch) + 1) * max(len(ids) for ids, _ in batch) < BATCH * SEQ_LEN:
@@ -62,13 +62,14 @@ def test_packing_doubles_the_useful_tokens_a_second(shared_corpus: Path, workspa
         padded = []
         for ids, mask in batch:
             rest = (0, width - len(ids))
-            padded.append((np.pad(ids, rest, constant_values=end_of_text), np.pad(mask, rest)))
+            is_first = np.arange(width) >= len(ids)
+            padded.append((np.pad(ids, rest, constant_values=end_of_text), np.pad(mask, rest), is_first))
         for name, made, count in (
             ("packed", packed, sum(one.tokens for row in range(BATCH) for one in rows.documents(turn * BATCH + row))),
             ("padded", padded, sum(len(ids) for ids, _ in batch)),
         ):
-            tokens, mask = (torch.from_numpy(np.stack(parts)) for parts in zip(*made, strict=True))
-            took = step(model, tokens.long(), mask, end_of_text)
+            tokens, mask, first = (torch.from_numpy(np.stack(parts)) for parts in zip(*made, strict=True))
+            took = step(model, tokens.long(), mask, first)
             if turn:  # the first warms up
                 useful[name], seconds[name] = useful[name] + count, seconds[name] + took
     speed = {name: useful[name] / seconds[name] for name in useful}

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.conftest import tiny_recipe
+from zero2all.errors import Z2aError
+from zero2all.parallel import ParallelModel
 from zero2all.tokens import DocumentSpan
-from zero2all.train import Trainer
+from zero2all.train import Trainer, train
+from zero2all.train.hooks import TrainerHooks
 from zero2all.train.spike_report import MAX_SAMPLES_READ
 
 
@@ -58,3 +65,35 @@ def test_all_documents_of_a_small_batch_are_named() -> None:
     dataset, [event] = handle_spike(0, (8, 16))
     assert dataset.read == list(range(8, 16))
     assert {document["gid"] for document in event["documents"]} == {f"{sample:04x}" for sample in range(8, 16)}
+
+
+def events_of(run: Path, name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("event") == name]
+
+
+@pytest.mark.parametrize("factor", [1000.0, math.nan], ids=["spike", "not finite"])
+def test_the_event_of_a_spike_has_the_gradient_norm_of_each_layer(
+    workspace: Path, tmp_path: Path, factor: float
+) -> None:
+    """The gradient of layer 1 is wrong at one step: the event shows which layer, before clipping."""
+    steps = iter(range(100))
+
+    def spoil(model: ParallelModel) -> None:
+        if next(steps) == 40:
+            for name, weight in model.model.named_parameters():
+                if name.startswith("layers.1.") and weight.grad is not None:
+                    weight.grad *= factor
+
+    recipe = tiny_recipe(workspace, f"out={tmp_path}", "train.steps=42", "checkpoint.every=100 steps")
+    if math.isnan(factor):
+        with pytest.raises(Z2aError, match="step 40"):
+            train(recipe, TrainerHooks(on_gradients=spoil))
+        [event] = events_of(recipe.run_dir, "not finite")
+        assert event["layer_norms"][1] is None
+        assert event["layer_norms"][0] > 0
+    else:
+        train(recipe, TrainerHooks(on_gradients=spoil))
+        [event] = [one for one in events_of(recipe.run_dir, "spike") if one["step"] == 40]
+        first, second = event["layer_norms"]
+        assert second > 100 * first > 0

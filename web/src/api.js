@@ -40,7 +40,7 @@ export const planOf = (run) => report?.plans?.[run] ?? null;
 export async function getDocuments(run, step, losses) {
   if (!report) return get(`runs/${run}/documents`, [["step", step], ["losses", losses ? "1" : "0"]]);
   const event = report.runs[run].events.findLast((one) => one.step === step && one.documents);
-  return event ? { documents: event.documents } : { elsewhere: `z2a blame RUN --step ${step}` };
+  return event ? { documents: event.documents, layer_norms: event.layer_norms } : { elsewhere: `z2a blame RUN --step ${step}` };
 }
 
 // onUpdate(value) for each message; onState(connected) when the connection changes. The browser reconnects automatically.

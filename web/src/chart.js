@@ -3,7 +3,7 @@ import { getSeries } from "./api.js";
 import { append, positionOf, plotted, stacked, stepAt, xOf } from "./columns.js";
 import { element } from "./element.js";
 import { compact, duration, number } from "./format.js";
-import { isProbe } from "./probes.js";
+import { lineLabel } from "./groups.js";
 import { change, hiddenRuns, state } from "./state.js";
 import { say } from "./words.js";
 
@@ -94,14 +94,10 @@ export class Chart {
       Object.keys(block.mean).map((name) => ({
         run, name, block,
         begun: run.begun,
-        label: [shown.length > 1 ? run.status.name : null, byRun ? null : this.labelOf(name)].filter(Boolean).join(" · "),
+        label: [shown.length > 1 ? run.status.name : null, byRun ? null : lineLabel(name)].filter(Boolean).join(" · "),
         colour: COLOURS[(byRun ? run.id : this.group.names.indexOf(name)) % COLOURS.length],
         dash: byRun ? undefined : DASHES[run.id % DASHES.length],
       }))));
-  }
-
-  labelOf(name) {
-    return this.group.stacked ? say({ communication: "exposed communication" }[shortened(name)] ?? shortened(name)) : shortened(name);
   }
 
   // Several runs are lines: their stacks would hide each other.
@@ -112,7 +108,7 @@ export class Chart {
   }
 
   options() {
-    return { axis: state.x, smooth: Number(state.smooth), logx: Boolean(state.logx), logy: Boolean(state.logy) };
+    return { axis: state.x, smooth: this.group.exact ? 0 : Number(state.smooth), scale: this.group.percent ? 100 : 1, logx: Boolean(state.logx), logy: Boolean(state.logy) };
   }
 
   update() {
@@ -137,7 +133,7 @@ export class Chart {
       height: HEIGHT,
       series, bands,
       padding: [10, 10, 0, 0],
-      scales: { x: { time: false, distr: state.logx ? 3 : 1 }, y: this.stacks ? { range: (_, low, high) => [0, 1.05 * high] } : { distr: state.logy ? 3 : 1 } },
+      scales: { x: { time: false, distr: state.logx ? 3 : 1, ...this.rangeOfPoint(data[0]) }, y: this.scaleY(data) },
       axes: [
         { ...axis, size: 28, values: (_, splits) => splits.map((value) => (value == null ? "" : shown(value))) },
         { ...axis, size: 52, values: (_, splits) => splits.map((value) => (value == null ? "" : compact(value))) },
@@ -157,6 +153,20 @@ export class Chart {
     }, data, this.canvas);
     this.readOut(this.plot);
     performance.mark(`drawn ${this.group.id}`);  // for benchmarks
+  }
+
+  // A single point has no range of its own: the axis of steps is that of the run.
+  rangeOfPoint(x) {
+    if (state.logx || x.length !== 1) return {};
+    const last = state.x === "step" ? Math.max(...this.shown.map((run) => run.status.step ?? 0)) : 0;
+    return { range: () => (last >= x[0] ? [0, last || 1] : around(x[0], x[0])) };
+  }
+
+  scaleY(data) {
+    if (this.stacks) return { range: (_, low, high) => [0, 1.05 * high] };
+    if (state.logy) return { distr: 3 };
+    if (this.group.percent) return { range: (_, low, high) => [0, high == null ? 100 : Math.min(100, 1.1 * high) || 1] };
+    return data.slice(1).some((column) => new Set(column.filter((value) => value != null)).size > 1) ? {} : { range: (_, low, high) => around(low, high) };
   }
 
   // On the container, which outlives the plots.
@@ -263,7 +273,12 @@ export class Chart {
   }
 }
 
-const shortened = (name) => (name.includes("/") ? name.slice((isProbe(name) ? name.lastIndexOf("/") : name.indexOf("/")) + 1) : name);
+// A tenth more on both sides, for values that hardly differ.
+function around(low, high) {
+  if (low == null) return [0, 1];
+  const margin = 0.1 * Math.max(Math.abs(low), Math.abs(high)) || 1;
+  return [low < 0 ? low - margin : Math.max(0, low - margin), high + margin];
+}
 
 // The value at a row, or the last one before it: columns of several runs have gaps.
 function near(values, idx, reach) {

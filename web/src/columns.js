@@ -44,7 +44,8 @@ export function plotted(lines, options) {
   const tables = [], series = [{}], bands = [];
   for (const line of lines) {
     const x = xOf(line.block, options.axis, line.begun);
-    const fit = (values) => (options.logy ? positive(values) : values);
+    const scaled = (values) => (options.scale === 1 ? values : values.map((value) => (value == null ? null : options.scale * value)));
+    const fit = (values) => scaled(options.logy ? positive(values) : values);
     const mean = line.block.mean[line.name];
     const columns = [fit(smoothed(mean, options.smooth))];
     series.push({ line, stroke: line.colour, width: 1.6, dash: line.dash, spanGaps: true, points: { show: lonely(mean) } });

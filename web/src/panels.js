@@ -6,6 +6,9 @@ import { compact, duration, number } from "./format.js";
 import { change, hiddenRuns, state } from "./state.js";
 import { language, say, sayName } from "./words.js";
 
+const LEVELS = ["bad", "note", "good"];
+const FIRST_WORDS = 60;  // characters that stand for the name of a document without one
+
 export function runCard(run) {
   const { status } = run, hidden = hiddenRuns();
   const { loss, tokens_per_second: speed, mfu } = status.latest;
@@ -14,19 +17,21 @@ export function runCard(run) {
     change({ hide: [...hidden].join(".") });
   };
   const share = status.steps ? Math.min(1, (status.step + 1) / status.steps) : null;
-  return element("article", { class: "run" + (hidden.has(run.id) ? " hidden" : "") },
+  const level = (finding) => LEVELS.indexOf(finding.level), findings = [...run.verdicts].sort((a, b) => level(a) - level(b));
+  const alarm = findings.some((finding) => finding.level === "bad");
+  return element("article", { class: "run" + (hidden.has(run.id) ? " hidden" : "") + (alarm ? " alarm" : "") },
     element("button", { class: "name", onclick: toggle, title: run.directory ?? "" },
       element("i", { style: `background:${COLOURS[run.id % COLOURS.length]}` }), status.name),
     element("div", { class: "metrics" },
       metric(say("step"), status.step == null ? "–" : status.step + 1 + (status.steps ? ` / ${status.steps}` : "")),
       metric(say("loss"), number(loss)),
       speed == null ? null : metric("tok/s", compact(speed)),
-      mfu == null ? null : metric("MFU", `${(100 * mfu).toFixed(1)} %`),
+      mfu == null || mfu > 1 ? null : metric("MFU", `${(100 * mfu).toFixed(1)} %`),
       status.goodput == null ? null : metric(say("goodput"), `${(100 * status.goodput).toFixed(0)} %`),
       status.ended ? metric(say("ended"), say(status.ended)) : metric(say("left"), duration(status.seconds_left))),
     share == null ? null : element("div", { class: "bar" }, element("div", { style: `width:${100 * share}%` })),
     status.trouble ? element("p", { class: "trouble" }, `${say("cannot be read")}: ${status.trouble}`) : null,
-    element("ul", { class: "findings" }, ...run.verdicts.map((finding) => element("li", { class: finding.level },
+    element("ul", { class: "findings" }, ...findings.map((finding) => element("li", { class: finding.level, role: finding.level === "bad" ? "alert" : null },
       element("b", {}, say(finding.rule)), " ", language() === "zh" ? finding.text_zh : finding.text))));
 }
 
@@ -86,7 +91,7 @@ export function factsPanel(runs) {
         element("h3", {}, say("recipe")), element("pre", {}, facts.recipe),
         element("h3", {}, say("environment")), element("pre", {}, JSON.stringify(facts.environment, null, 2)),
         element("h3", {}, say("events")), element("pre", {}, run.events.slice(-200).map((event) =>
-          `${new Date(1000 * event.time).toLocaleString()}  ${event.event}  ${event.step ?? ""}`).join("\n")));
+          `${new Date(1000 * event.time).toLocaleString()}  ${say(event.event)}  ${event.step ?? ""}`).join("\n")));
     };
     return element("details", { ontoggle: open }, element("summary", {}, run.status.name), body);
   }));
@@ -104,10 +109,16 @@ export async function openDocuments(run, step, highest) {
   document.body.append(dialog);
   dialog.showModal();
   change({ step: `${run.id}:${step}` });
+  // Names and text come at once. Losses follow where they take about a second, and else when they are asked for.
   const load = async (losses) => {
-    body.replaceChildren(losses ? say("computing…") : say("loading…"));
+    if (!losses) body.replaceChildren(say("loading…"));
+    else body.querySelector("button")?.replaceWith(element("small", {}, say("computing…")));
     try {
-      body.replaceChildren(documentTable(await getDocuments(run.id, step, losses), load));
+      const found = await getDocuments(run.id, step, losses);
+      const failed = losses && found.error;
+      if (failed) return void body.prepend(element("p", {}, found.error));
+      body.replaceChildren(documentTable(found, load));
+      if (found.quick && !losses) await load(true);
     } catch (error) {
       body.replaceChildren(String(error));
     }
@@ -121,11 +132,19 @@ function documentTable(found, load) {
     return element("p", {}, say("the documents are on the machine of the run; run there: "), element("code", {}, found.elsewhere));
   const known = found.documents.some((one) => one.loss != null);
   const rows = [...found.documents].sort((a, b) => (b.loss ?? 0) - (a.loss ?? 0));
+  const name = (one) => one.title || firstWords(one.text) || one.gid || "";
   return element("div", {},
+    found.layer_norms?.length ? element("section", {}, element("h3", {}, say("gradient norm by layer")),
+      histogramBars({ counts: found.layer_norms.map((norm) => norm ?? 0), edges: found.layer_norms.map((_, layer) => layer).concat(found.layer_norms.length) })) : null,
     known ? null : element("button", { onclick: () => load(true) }, say("compute the loss of each")),
     rows.length ? element("table", {}, element("tr", {}, ...["loss", "source", "document", "tokens", "part of the document"]
-      .map((name) => element("th", {}, say(name)))), ...rows.map((one) => element("tr", {},
+      .map((head) => element("th", {}, say(head)))), ...rows.map((one) => element("tr", {},
       element("td", {}, number(one.loss)), element("td", {}, one.source ?? ""),
-      element("td", {}, one.title || one.gid || ""), element("td", {}, String(one.tokens ?? "")),
+      element("td", { class: "document", title: one.gid ?? "" }, name(one)), element("td", {}, String(one.tokens ?? "")),
       element("td", { class: "text" }, one.text ?? "")))) : say("no documents"));
+}
+
+function firstWords(text) {
+  const words = (text ?? "").replace(/\s+/g, " ").trim();
+  return words.length > FIRST_WORDS ? `${words.slice(0, FIRST_WORDS)}…` : words;
 }

@@ -9,15 +9,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from zero2all.bench.measurements import BenchReport, Measurement, this_machine
 from zero2all.console import progress
 from zero2all.hardware import pick_device, synchronize
-from zero2all.model import document_starts
 from zero2all.parallel.batch_split import split_batch
 from zero2all.recipe import Recipe
-from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.train.data_loader import DataLoader, read_batch
 from zero2all.train.device_batch import BatchCopier
@@ -30,20 +27,16 @@ READERS = (1, 2, 4)  # threads that read at once: ranks of one machine share its
 def bench_loader(recipe: Recipe, batches: int = 50, rounds: int = 3) -> BenchReport:
     """Tokens per second of reading alone, by several readers at once, and of the loader that training uses."""
     require_data(recipe)
-    tokenizer = Tokenizer(recipe.tokenizer_dir)
-    plan = Plan(recipe, TokenStore(recipe.tokens_dir, "train"))
+    store = TokenStore(recipe.tokens_dir, "train")
+    plan, masked = (Plan(_with_mask(recipe, on), store) for on in (False, True))
     count = min(batches, plan.total_steps)
     tokens = sum(_step_tokens(plan, step) for step in range(count))
     device = pick_device(recipe.train.device)
     sides: dict[str, Callable[[], None]] = {f"read, readers {n}": partial(_read, plan, count, n) for n in READERS}
     sides["loader"] = partial(_iterate, plan, count, None, device)
-    starts = partial(document_starts, end_of_text=tokenizer.eos_token_id, end_of_text_first=True)
-    copiers: dict[str, Callable[[Tensor], Tensor | None]] = {
-        "loader, copied to the device": lambda inputs: None,
-        "loader, copied to the device, with document starts": starts,
-    }
-    for name, find_starts in copiers.items():
-        sides[name] = partial(_iterate, plan, count, BatchCopier(device, find_starts, _micro_batch_rows), device)
+    copier = BatchCopier(device, _micro_batch_rows)
+    sides["loader, copied to the device"] = partial(_iterate, plan, count, copier, device)
+    sides["loader, copied to the device, with document starts"] = partial(_iterate, masked, count, copier, device)
     if device.type == "cuda":
         sides["copy from pageable memory"] = partial(_copy, plan, count, device, False)
         sides["copy from pinned memory"] = partial(_copy, plan, count, device, True)
@@ -59,6 +52,11 @@ def bench_loader(recipe: Recipe, batches: int = 50, rounds: int = 3) -> BenchRep
     stage = plan.stages[0].recipe
     title = f"{count} batches of {stage.batch_tokens:,} tokens in rows of {stage.seq_len}, fastest of {rounds} rounds"
     return BenchReport("loader", title, this_machine(), rows)
+
+
+def _with_mask(recipe: Recipe, document_mask: bool) -> Recipe:
+    train = recipe.train.model_copy(update={"document_mask": document_mask})
+    return recipe.model_copy(update={"train": train})
 
 
 def _step_tokens(plan: Plan, step: int) -> int:

@@ -19,7 +19,16 @@ from zero2all.bench.step import Clock, StepOptions, bench_config, measure_in_pro
 from zero2all.bench.variants import KERNELS_TABLE, Sweep, Variant, kernel_variants, sweep_variants
 from zero2all.console import say
 from zero2all.errors import Z2aError
-from zero2all.hardware import PeakFlops, compute_dtype, device_title, peak_flops, pick_device, wants_compile
+from zero2all.hardware import (
+    PeakFlops,
+    compute_dtype,
+    device_title,
+    measure_peak_again,
+    peak_at_least,
+    peak_flops,
+    pick_device,
+    wants_compile,
+)
 from zero2all.model.cost.flops import flops_per_token, palm_flops_per_token
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.recipe import ModelConfig, OpsRecipe, Recipe
@@ -126,10 +135,10 @@ def bench_ops(
     for number in range(rounds):
         for row in rows if number % 2 == 0 else rows[::-1]:
             _measure_row(row, steps, timeout)
-        peak_flops.cache_clear()  # a machine that was busy at first has a higher peak than it seemed
-        peak = max(peak, peak_flops(device, dtype), key=lambda measured: measured.flops)
+        peak = measure_peak_again(peak, device, dtype)
         say(f"round {number + 1} of {rounds} done")
     options = recipe.train
+    peak = peak_at_least(max((_row_flops(row) for row in rows if not row.error), default=0.0), peak, device, dtype)
     return OpsReport(
         device=device_title(device),
         dtype=str(dtype).removeprefix("torch."),
@@ -161,6 +170,14 @@ def _measure_row(row: OpsMeasurement, steps: int, timeout: float) -> None:
     row.seconds = min(row.round_seconds)
     row.peak_bytes = max(row.peak_bytes, measured.peak_bytes)
     row.loss, row.clock = measured.loss, measured.clock
+
+
+def _row_flops(row: OpsMeasurement) -> float:
+    """FLOPs per second, by the larger of both counts."""
+    recipe, config = row.variant.recipe, bench_config(row.variant.recipe, row.variant.options)
+    seq_len = recipe.train.seq_len
+    palm_flops = palm_flops_per_token(config, count_parameters(config).active, seq_len)
+    return recipe.train.tokens_per_step / row.seconds * max(palm_flops, flops_per_token(config, seq_len).model)
 
 
 def _report_row(row: OpsMeasurement, peak: PeakFlops) -> OpsRow | FailedOpsRow:

@@ -163,14 +163,14 @@ class _RunMetrics:
     gradients: dict[str, Tensor]
 
 
-def _synthetic_batch(step: int) -> Tensor:
+def _synthetic_batch(step: int) -> tuple[Tensor, Tensor]:
     """Something to learn: sequences that count up, with random document ends. [SAMPLES, LENGTH + 1]"""
     generator = torch.Generator().manual_seed(1000 + step)
     first = torch.randint(1, VOCAB, (SAMPLES, 1), generator=generator)
     stride = torch.randint(1, 8, (SAMPLES, 1), generator=generator)
     tokens = 1 + (first + stride * torch.arange(LENGTH + 1)) % (VOCAB - 1)
     ends = torch.rand(tokens.shape, generator=generator) < 0.08
-    return torch.where(ends, END_OF_TEXT, tokens)
+    return torch.where(ends, END_OF_TEXT, tokens), ends
 
 
 def _run(trial: Trial) -> _RunMetrics:
@@ -193,9 +193,9 @@ def _run(trial: Trial) -> _RunMetrics:
     run = _RunMetrics([], [], {})
     first, last = mesh.sample_range(SAMPLES)
     for step in range(trial.steps):
-        batch = _synthetic_batch(step)[first:last]
+        batch, ends = (rows[first:last] for rows in _synthetic_batch(step))
         tokens, targets = batch[:, :-1], batch[:, 1:]
-        starts = document_starts(tokens, END_OF_TEXT) if setup.document_mask else None
+        starts = document_starts(ends[:, :-1]) if setup.document_mask else None
         losses = parallel_model.forward_backward(tokens, targets, SAMPLES * LENGTH, starts, case.micro_batch_size)
         if step == 0:
             run.gradients.update(

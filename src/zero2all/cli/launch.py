@@ -13,7 +13,7 @@ from zero2all.cli.conventions import Json, Result, command
 from zero2all.elastic.addresses import OverlayKind
 from zero2all.elastic.node_policy import NodePolicy, StragglerPolicy
 from zero2all.environment import NOTIFY_VARIABLE, BackendChoice
-from zero2all.errors import UsageError
+from zero2all.errors import UsageError, Z2aError
 from zero2all.numa import BindingMode
 from zero2all.processes import require_linux
 
@@ -174,7 +174,12 @@ Emit = Annotated[
 JobName = Annotated[str, typer.Option("--job-name", help="Name of the job, for --emit.")]
 To = Annotated[Path | None, typer.Option("--to", help="The file that --emit writes. Default: stdout.")]
 Image = Annotated[str, typer.Option("--image", help="Container image of the Kubernetes job.")]
-Gpus = Annotated[int, typer.Option("--gpus", min=0, help="Number of GPUs per node, for --emit.")]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus", min=0, help="GPUs per node, for --emit. Default: one per rank, or none if train.device is cpu."
+    ),
+]
 
 
 @command
@@ -205,7 +210,7 @@ def launch(
     emit: Emit = None,
     to: To = None,
     image: Image = "zero2all:latest",
-    gpus: Gpus = 0,
+    gpus: Gpus = None,
     job_name: JobName = "z2a",
     json: Json = False,
 ) -> Result:
@@ -243,6 +248,8 @@ def launch(
         raise UsageError(
             "--emit does not write --island: emit the job without it, and add it to each island's 'z2a launch'"
         )
+    if gpus is None:
+        gpus = nproc_per_node if _uses_gpus(rank_command) else 0
     text = _job_file(launch_config, emit, JobResources(job_name, gpus, image))
     if to is not None:
         to.write_text(text, encoding="utf-8")
@@ -254,6 +261,20 @@ def _node_range(nodes: str) -> tuple[int, int]:
     if not min_nodes.isdigit() or not (max_nodes or min_nodes).isdigit():
         raise UsageError(f"--nnodes is {nodes}: write a number, or MIN:MAX such as 2:4")
     return int(min_nodes), int(max_nodes or min_nodes)
+
+
+def _uses_gpus(rank_command: list[str]) -> bool:
+    """Whether the ranks of a job want a GPU each. All do but those of a recipe for the CPU."""
+    from zero2all.recipe import load_recipe
+
+    recipe, overrides = (
+        Path(rank_command[1] if len(rank_command) > 1 else ""),
+        [w for w in rank_command[2:] if "=" in w],
+    )
+    try:
+        return load_recipe(recipe, [word for word in overrides if not word.startswith("-")]).train.device != "cpu"
+    except (Z2aError, OSError):  # a script, another command, or a recipe that is only on the cluster
+        return "train.device=cpu" not in overrides
 
 
 def _job_file(launch_config: LaunchConfig, emit: JobFile, resources: JobResources) -> str:

@@ -37,7 +37,7 @@ from zero2all.cli import plan as plan_command
 from zero2all.cli import quickstart as quickstart_command
 from zero2all.cli.conventions import ERROR_FILE, print_json
 from zero2all.cli.groups import PanelGroup
-from zero2all.processes import stop_on_sigterm
+from zero2all.processes import stop_on_signals
 
 app = typer.Typer(
     name="z2a",
@@ -97,7 +97,7 @@ def root(
 
 def main() -> None:
     if ERROR_FILE not in os.environ:  # an agent reads from the way a rank ends what has happened to it
-        stop_on_sigterm()
+        stop_on_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # text in any script must come out on any console
             stream.reconfigure(encoding="utf-8", errors="replace")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
-import os
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -115,10 +111,11 @@ def blame(
     result = blame_step(Run.open(run), step, lowest)
     lines = [f"step {step}: mean loss {result['loss']:.4f} with the weights of step {result['checkpoint']}"]
     for document in result["documents"][:top]:
-        lines.append(
-            f"{document['loss']:>8.4f}  {document['source']:<12} {document['tokens']:>6} tokens  {document['title']}"
-        )
-        lines.append(f"          {' '.join(document['text'].split())[:100]}")
+        words = " ".join(document["text"].split())[:100]
+        facts = f"{document['loss']:>8.4f}  {document['source']:<12} {document['tokens']:>6} tokens"
+        lines.append(f"{facts}  {document['title'] or words}")
+        if document["title"]:
+            lines.append(f"          {words}")
     return Result(result, "\n".join(lines))
 
 
@@ -139,6 +136,7 @@ def _serve_page(runs: list[RunView], local_targets: list[str], host: str, port: 
 
     need("starlette", "track")
     need("uvicorn", "track")
+    from zero2all.cli.documents_process import DocumentsProcess
     from zero2all.track.access_key import load_key, new_key
     from zero2all.track.server import build_app, serve
 
@@ -150,23 +148,7 @@ def _serve_page(runs: list[RunView], local_targets: list[str], host: str, port: 
         say(f"watching {names} at http://{url_host}:{bound_port}/?key={key}  (Ctrl-C to stop)")
 
     search = (lambda: _open_runs(local_targets, "", read=False)) if local_targets else None
-    serve(build_app(runs, key, _documents_of_step, search), host, port, ready)
-
-
-def _documents_of_step(directory: Path, step: int, losses: bool) -> object:
-    """The JSON of ``z2a tokens trace`` or ``z2a blame``, in a subprocess: the page's server stays small."""
-    from zero2all.errors import Z2aError
-
-    subcommand = ["blame"] if losses else ["tokens", "trace"]
-    setup = f"from zero2all.processes import end_with_parent; end_with_parent({os.getpid()})"
-    program = [sys.executable, "-c", f"{setup}; from zero2all.cli.main import main; main()"]
-    completed = subprocess.run(
-        [*program, *subcommand, str(directory), "--step", str(step), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    answer: object = jsonlib.loads(completed.stdout or '{"error": "no answer"}')
-    if isinstance(answer, dict) and "error" in answer:
-        raise Z2aError(answer["error"])
-    return answer
+    with DocumentsProcess() as documents:
+        if local_targets:
+            documents.start()  # it imports torch while the reader looks at the curves
+        serve(build_app(runs, key, documents, search), host, port, ready)

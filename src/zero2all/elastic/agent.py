@@ -32,7 +32,7 @@ from zero2all.elastic.failure_report import (
     write_failure_report,
     write_node_report,
 )
-from zero2all.elastic.gpu_errors import GpuErrors, fatal_texts
+from zero2all.elastic.gpu_errors import GpuErrorPoll, GpuErrors, GpuFault, fatal_texts
 from zero2all.elastic.hang_detection import HungRank, collect_stacks, is_hung, request_abort, request_dump
 from zero2all.elastic.heartbeat import Heartbeat, HeartbeatStatus, StartupPhase, create_heartbeat, find_run_directory
 from zero2all.elastic.job_events import JobEvent
@@ -352,6 +352,15 @@ class Agent(LocalElasticAgent):
         with suppress(OSError):
             return None if self.run_directory is None else write_failure_report(self.run_directory)
         return None
+
+    def poll_gpu_errors(self) -> GpuErrorPoll:
+        """A context in which new faults of this node's GPUs are logged and sent to --notify."""
+        return GpuErrorPoll(self._gpu_errors, self._report_gpu_fault)
+
+    def _report_gpu_fault(self, fault: GpuFault) -> None:
+        advice = "; the ranks will probably fail, and the node is excluded then" if fault.fatal else ""
+        say(f"warning: {socket.gethostname()}: {fault}{advice}")
+        self.rendezvous.on_event(JobEvent("GPU error", str(fault), socket.gethostname()))
 
     def end_event(self) -> JobEvent:
         """For a job that has failed."""

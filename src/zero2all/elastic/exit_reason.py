@@ -20,7 +20,9 @@ _TIME_OUT = re.compile(r"timed out waiting|collective operation timeout|wait tim
 _STATUSES = {
     126: "the command cannot be executed: check its permissions, and the interpreter in its first line",
     127: "the command was not found: check PATH, and that the environment is the same on every node",
-    128: "no signal, but an invalid argument to exit; some programs (git) exit this way: see the last log lines",
+    128: "no signal; in a container on Kubernetes, usually a device or driver that the container does not get: "
+    "check 'kubectl describe pod', the nvidia.com/gpu limit and nvidia-smi in the container. Elsewhere an invalid "
+    "argument to exit, or a program such as git: see the last log lines",
     255: "exit(-1), or an ssh connection that failed: see the last log lines",
 }
 _SIGNALS = {

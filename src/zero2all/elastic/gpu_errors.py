@@ -1,10 +1,12 @@
-"""Hardware errors of GPUs: Xids that NVIDIA's driver writes to the kernel log, and its counters of memory errors."""
+"""Hardware errors of GPUs: Xids in the kernel log, and the driver's counters of ECC and NVLink errors."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -46,6 +48,9 @@ _SWITCH_LINE = re.compile(
     r"^\[\s{0,20}([\d.]{1,30})\].{0,200}?nvidia-nvswitch(\d{1,4}): SXid \([^)\n]{0,64}\): (\d{1,6}), Fatal",
     re.MULTILINE,
 )
+_LINK_LINE = re.compile(r"^\s{0,20}Link (\d{1,3}): ([A-Za-z ]{1,40}) Errors?: (\d{1,18})\s*$")
+_GPU_LINE = re.compile(r"^(GPU \d{1,4}): ")
+POLL_INTERVAL = 60.0  # seconds: each poll starts nvidia-smi twice
 _COUNTERS = "pci.bus_id,ecc.errors.uncorrected.volatile.total,remapped_rows.failure"
 
 
@@ -84,15 +89,56 @@ class GpuErrors:
     def __init__(self, since: float) -> None:
         self._since = since
         self._before = _uncorrected_errors(_read_counters())
+        self._links_before = _read_link_errors()
 
     def faults(self) -> list[GpuFault]:
         rows = _read_counters()
         found = xid_faults(self._since)
+        for (card, link, kind), count in _read_link_errors().items():
+            if (new := count - self._links_before.get((card, link, kind), 0)) > 0:
+                # Links retry by themselves: the link is slow, but data is right. Xid 74 says when it is dead.
+                found.append(GpuFault(card, f"NVLink {link} has {new} new {kind} errors: check the link", fatal=False))
         for card, count in _uncorrected_errors(rows).items():
             if (new := count - self._before.get(card, 0)) > 0:
                 found.append(GpuFault(card, f"{new} memory errors that could not be corrected (ECC)", fatal=True))
         failed = [row[0] for row in rows if row[2].lower() in ("yes", "1")]
         return [*found, *(GpuFault(card, "memory rows could not be remapped", fatal=True) for card in failed)]
+
+
+class GpuErrorPoll:
+    """Reports each new fault once, while the ranks train: a bad card is known before it stops the job.
+
+    >>> with GpuErrorPoll(errors, report=lambda fault: say(f"warning: {fault}")):
+    ...     agent.run()
+    """
+
+    def __init__(self, errors: GpuErrors, report: Callable[[GpuFault], None], interval: float | None = None) -> None:
+        self._errors, self._report = errors, report
+        self._interval = POLL_INTERVAL if interval is None else interval
+        self._reported: set[tuple[str, str]] = set()
+        self._stop = threading.Event()
+        # nvidia-smi takes seconds on a sick node, so it must not block the loop that detects failures.
+        self._thread = threading.Thread(target=self._run, name="z2a-gpu-errors", daemon=True)
+
+    def __enter__(self) -> GpuErrorPoll:
+        if shutil.which("nvidia-smi") is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+
+    def poll(self) -> None:
+        for fault in self._errors.faults():
+            # A counter that goes on growing is one fault, not one per minute.
+            kind = (fault.device, re.sub(r"\d+ (new|memory)", r"N \1", fault.text))
+            if kind not in self._reported:
+                self._reported.add(kind)
+                self._report(fault)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self.poll()
 
 
 def fatal_texts(faults: Iterable[GpuFault]) -> tuple[str, ...]:
@@ -108,6 +154,17 @@ def _read_counters() -> list[list[str]]:
     lines = _run("nvidia-smi", f"--query-gpu={_COUNTERS}", "--format=csv,noheader").splitlines()
     rows = [[word.strip() for word in line.split(",")] for line in lines]
     return [row for row in rows if len(row) == len(_COUNTERS.split(","))]
+
+
+def _read_link_errors() -> Mapping[tuple[str, str, str], int]:
+    """Card, link and kind of error (CRC, replay, recovery), each with its count since the driver was loaded."""
+    card, found = "", {}
+    for line in _run("nvidia-smi", "nvlink", "-e").splitlines():
+        if heading := _GPU_LINE.match(line):
+            card = heading[1]
+        elif row := _LINK_LINE.match(line):
+            found[card, row[1], row[2]] = int(row[3])
+    return found
 
 
 def _run(*command: str) -> str:

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 EventKind = Literal[
-    "node lost", "node excluded", "spare taken in", "job restarted", "job waits", "job gave up", "job finished"
+    "node lost",
+    "node excluded",
+    "spare taken in",
+    "GPU error",
+    "job restarted",
+    "job waits",
+    "job gave up",
+    "job finished",
 ]
 
 

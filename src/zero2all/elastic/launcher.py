@@ -45,7 +45,7 @@ from zero2all.numa import (
     threads_per_rank,
 )
 from zero2all.openmp import spin_settings
-from zero2all.processes import AGENT_PID
+from zero2all.processes import AGENT_PID, leave_terminal, stop_signals
 
 if TYPE_CHECKING:
     from zero2all.elastic.node_exclusion import ExcludedNode
@@ -145,7 +145,9 @@ class LaunchConfig:
         if self.overlay != "none" and self.rdzv_endpoint is None:
             raise UsageError(f"--overlay {self.overlay} is for several nodes: give --rdzv-endpoint")
         notifier = Notifier(self.node_policy.notify, self.command)
-        before = {name: signal.signal(name, _raise_signal) for name in (signal.SIGINT, signal.SIGTERM)}
+        before = {name: signal.signal(name, _raise_signal) for name in stop_signals()}
+        # Torch would handle SIGHUP even under nohup, and print to a terminal that is gone.
+        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
         try:
             with tempfile.TemporaryDirectory(prefix="z2a-agent-") as directory, ExitStack() as stack:
                 notifier.find_run = lambda: find_run_directory(Path(directory))
@@ -253,7 +255,8 @@ class LaunchConfig:
         script = ScriptSettings(self.report_directory.absolute(), watch_activity=self.hang_after is not None)
         agent = Agent(spec, directory, self.hang_after or HANG_AFTER, self.grace, script if worker.is_script else None)
         try:
-            result = agent.run()
+            with agent.poll_gpu_errors():
+                result = agent.run()
         except SignalException as stop:
             if stop.sigval == signal.SIGINT:  # a person stops the job, a scheduler takes this node
                 rendezvous.close("failed")
@@ -365,6 +368,8 @@ def _raise_signal(number: int, frame: FrameType | None) -> None:
     """As torch does once its ranks have started; here from the beginning."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
+    if number == signal.SIGHUP:
+        leave_terminal()
     raise SignalException("", signal.Signals(number))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zero2all.processes import end_with_parent, stop_on_sigterm
+from zero2all.processes import end_with_parent, stop_on_signals
 
 START_TIMEOUT = 10.0  # seconds
 CONTROL_SOCKETS = Path("/var/run/wireguard")  # of wireguard-go; fixed in its source
@@ -72,7 +72,7 @@ def _start_user_space(name: str) -> subprocess.Popen[bytes]:
 
 
 def main(name: str) -> None:
-    stop_on_sigterm()
+    stop_on_signals()
     with suppress(KeyboardInterrupt):
         try:
             with wireguard_interface(name) as kind:

@@ -95,6 +95,8 @@ class Stream:
     """The positions that count, also those without text."""
     mask: Array
     """Which tokens may be scored; bool [N]."""
+    is_first: Array
+    """Which tokens are the first that attention sees of a document, where it stays inside documents; bool [N]."""
 
 
 def read_stream(text: EvalText, end_of_text: int, scoring: Scoring) -> Stream:
@@ -103,21 +105,25 @@ def read_stream(text: EvalText, end_of_text: int, scoring: Scoring) -> Stream:
     if text.answers_only and isinstance(scoring, Packed):
         return _read_conversations(text, scoring.seq_len)
     limit = None if text.max_tokens is None else text.max_tokens + 1
-    tokens, starts = _read_tokens(text.shards, limit)
+    tokens, starts, is_cut = _read_tokens(text.shards, limit)
     is_whole = text.max_tokens is None or isinstance(scoring, Windowed)
     if is_whole:
         tokens, starts = np.concatenate([[end_of_text], tokens]).astype(np.int32), starts + 1
     if isinstance(scoring, Windowed):
-        rows = list(_window_rows(tokens, end_of_text, starts, scoring))
+        rows = list(_window_rows(len(tokens) + is_cut, starts, scoring))
+        first = starts
     else:
         rows = list(_packed_rows(len(tokens), scoring.seq_len, is_whole))
+        first = starts - scoring.end_of_text_first
+    is_first = np.zeros(len(tokens), dtype=bool)
+    is_first[first[first >= 0]] = True
     targets = range(1, len(tokens) if is_whole else 1 + sum(row.length for row in rows))
     positions = np.arange(len(tokens))
     units = np.maximum(np.searchsorted(starts, positions, side="right") - 1, 0)
     documents = len(np.unique(units[targets.start : targets.stop]))
     if documents < MIN_DOCUMENTS and documents < len(tokens) // BLOCK_TOKENS:
         units = positions // BLOCK_TOKENS
-    return Stream(tokens, units.astype(np.int32), documents, rows, targets, np.ones(len(tokens), dtype=bool))
+    return Stream(tokens, units.astype(np.int32), documents, rows, targets, np.ones(len(tokens), dtype=bool), is_first)
 
 
 def _read_conversations(text: EvalText, seq_len: int) -> Stream:
@@ -126,30 +132,33 @@ def _read_conversations(text: EvalText, seq_len: int) -> Stream:
     count = len(packed) if text.max_tokens is None else min(len(packed), max(1, text.max_tokens // seq_len))
     width, documents = seq_len + 1, 0
     tokens, mask = np.zeros(count * width, dtype=np.int32), np.zeros(count * width, dtype=bool)
-    units = np.zeros(count * width, dtype=np.int32)
+    units, is_first = np.zeros(count * width, dtype=np.int32), np.zeros(count * width, dtype=bool)
     for row in range(count):
-        tokens[row * width : (row + 1) * width], mask[row * width : (row + 1) * width] = packed.read(row)
-        begin = row * width
+        begin, whole = row * width, slice(row * width, (row + 1) * width)
+        tokens[whole], mask[whole] = packed.read(row)
+        is_first[whole] = packed.is_first(row)
         for document in packed.documents(row):
             units[begin : begin + document.tokens] = documents
             begin, documents = begin + document.tokens, documents + 1
         units[begin : (row + 1) * width] = documents - 1  # padding, which is not scored
     rows = [Row(row * width, seq_len, 0) for row in range(count)]
-    return Stream(tokens, units, documents, rows, range(count * width), mask)
+    return Stream(tokens, units, documents, rows, range(count * width), mask, is_first)
 
 
-def _read_tokens(shards: Sequence[TokenShard], limit: int | None) -> tuple[Array, Array]:
-    """The first tokens of some shards, and where documents begin in them."""
+def _read_tokens(shards: Sequence[TokenShard], limit: int | None) -> tuple[Array, Array, bool]:
+    """The first tokens of some shards, where documents start in them, and whether the limit cuts the last one."""
     parts, starts, count = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int64)], 0
+    is_cut = False
     for shard in shards:
         if limit is not None and count >= limit:
             break
         stop = len(shard.tokens) if limit is None else limit - count
         parts.append(shard.read(0, stop).astype(np.int32))
-        offsets = shard.document_offsets[:-1]
+        offsets = shard.document_offsets
         starts.append(offsets[offsets < len(parts[-1])] + count)
+        is_cut = len(parts[-1]) not in offsets
         count += len(parts[-1])
-    return np.concatenate(parts), np.concatenate(starts)
+    return np.concatenate(parts), np.concatenate(starts), is_cut
 
 
 def _packed_rows(num_tokens: int, seq_len: int, is_whole: bool) -> Iterator[Row]:
@@ -160,10 +169,12 @@ def _packed_rows(num_tokens: int, seq_len: int, is_whole: bool) -> Iterator[Row]
             yield Row(start, length, 0)
 
 
-def _window_rows(tokens: Array, end_of_text: int, starts: Array, scoring: Windowed) -> Iterator[Row]:
-    """The windows of each document, which begins with the end-of-text token before it."""
-    is_cut = tokens[-1] != end_of_text  # the last document, by a limit
-    for first, next_start in zip(starts.tolist(), [*starts[1:].tolist(), len(tokens) + is_cut], strict=True):
+def _window_rows(stop: int, starts: Array, scoring: Windowed) -> Iterator[Row]:
+    """The windows of each document, which starts with the end-of-text token before it.
+
+    ``stop`` is where a document after the last one would start; one that a limit cuts has no end-of-text token.
+    """
+    for first, next_start in zip(starts.tolist(), [*starts[1:].tolist(), stop], strict=True):
         begin, end = first - 1, next_start - 2  # the last one is the last token of the text
         scored = begin
         while scored < end:

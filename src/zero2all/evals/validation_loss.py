@@ -110,7 +110,7 @@ def evaluate_texts(
     streams = [read_stream(text, tokenizer.eos_token_id, scoring) for text in texts]
     if not any(stream.rows for stream in streams):
         raise UsageError("there is nothing to evaluate on: give test sets or a validation set")
-    nats = _score_streams(model, streams, byte_lengths, scoring, tokenizer.eos_token_id)
+    nats = _score_streams(model, streams, byte_lengths, scoring)
     sums = {
         (text.kind, text.name): _sum_units(stream, of_stream, byte_lengths, unigram)
         for text, stream, of_stream in zip(texts, streams, nats, strict=True)
@@ -136,10 +136,12 @@ class _Batch:
     """IGNORE_INDEX where a token is not scored."""
     units_BS: Tensor
     """Over all streams."""
+    doc_starts_BS: Tensor | None
+    """None if attention crosses documents."""
 
 
 def _score_streams(
-    model: Z2all | ParallelModel, streams: Sequence[Stream], byte_lengths: Array, scoring: Scoring, end_of_text: int
+    model: Z2all | ParallelModel, streams: Sequence[Stream], byte_lengths: Array, scoring: Scoring
 ) -> list[Array]:
     """The loss of each unit of each stream, in nats; the same on every rank."""
     firsts = np.cumsum([0, *(_num_units(stream) for stream in streams)])
@@ -148,14 +150,15 @@ def _score_streams(
     batches = _split_rows(rows, equal_lengths=isinstance(scoring, Windowed) and depends_on_length(model.config))
     # Sequences have the length of training, which all layouts can divide.
     width = scoring.seq_len if isinstance(scoring, Packed) else None
+    masks_documents = isinstance(scoring, Packed) and scoring.document_mask
     rank, ranks = (model.mesh.dp_rank, model.mesh.dims.dp) if isinstance(model, ParallelModel) else (0, 1)
     nats = torch.zeros(int(firsts[-1]), dtype=torch.float64)
     with progress("evaluating the loss", len(batches)) as advance:
         for first in range(0, len(batches), ranks):
             # Sharded weights are gathered by all ranks at once: one without a batch repeats the first, uncounted.
             mine = first + rank
-            batch = _make_batch(batches[mine % len(batches)], streams, firsts, byte_lengths, end_of_text, width)
-            losses_BS = _compute_losses(model, batch, scoring, end_of_text).cpu().double()  # a Mac has no fp64
+            batch = _make_batch(batches[mine % len(batches)], streams, firsts, byte_lengths, width, masks_documents)
+            losses_BS = _compute_losses(model, batch).cpu().double()  # a Mac has no fp64
             if mine < len(batches):
                 scored = batch.targets_BS != IGNORE_INDEX
                 nats.index_add_(0, batch.units_BS[scored], losses_BS[scored])
@@ -182,28 +185,27 @@ def _make_batch(
     streams: Sequence[Stream],
     firsts: Array,
     byte_lengths: Array,
-    end_of_text: int,
     width: int | None,
+    masks_documents: bool,
 ) -> _Batch:
     shape = (len(rows), width or rows[0][0].length)
-    padding = int(end_of_text == 0)  # another token: an end of text would begin a document
-    inputs, units = np.full(shape, padding, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    inputs, units = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    targets, is_first = np.full(shape, IGNORE_INDEX, dtype=np.int64), np.zeros(shape, dtype=bool)
     for place, (row, number) in enumerate(rows):
         stream, stop = streams[number], row.start + row.length
         inputs[place, : row.length] = stream.tokens[row.start : stop]
+        is_first[place, : row.length] = stream.is_first[row.start : stop]
         wanted = stream.tokens[row.start + 1 : stop + 1]
         mask = stream.mask[row.start + 1 : stop + 1]
         is_scored = mask & (np.arange(row.length) >= row.first_scored) & (byte_lengths[wanted] > 0)
         targets[place, : row.length] = np.where(is_scored, wanted, IGNORE_INDEX)
         units[place, : row.length] = stream.units[row.start + 1 : stop + 1] + firsts[number]
-    return _Batch(torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(units))
+    starts = document_starts(torch.from_numpy(is_first)) if masks_documents else None
+    return _Batch(torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(units), starts)
 
 
-def _compute_losses(model: Z2all | ParallelModel, batch: _Batch, scoring: Scoring, end_of_text: int) -> Tensor:
-    doc_starts_BS = None
-    if isinstance(scoring, Packed) and scoring.document_mask:
-        doc_starts_BS = document_starts(batch.inputs_BS, end_of_text, scoring.end_of_text_first)
+def _compute_losses(model: Z2all | ParallelModel, batch: _Batch) -> Tensor:
+    doc_starts_BS = batch.doc_starts_BS
     if isinstance(model, ParallelModel):
         return model.eval_losses(batch.inputs_BS, batch.targets_BS, doc_starts_BS)
     device = model.rotary_2SE.device

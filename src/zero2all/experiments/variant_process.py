@@ -18,7 +18,7 @@ from zero2all.errors import Z2aError, is_out_of_memory
 from zero2all.evals import evaluate_bpb
 from zero2all.experiments.evaluate import EVALUATION_FILE, evaluate
 from zero2all.io import write_record
-from zero2all.processes import process_start_time, stop_on_sigterm
+from zero2all.processes import process_start_time, stop_on_signals
 from zero2all.recipe import load_recipe
 from zero2all.train import Run, train
 
@@ -39,7 +39,7 @@ def start_variant(recipe: Path, ranks: int, log: IO[bytes]) -> subprocess.Popen[
 
 def main() -> None:
     """Arguments: the recipe, the number of ranks. The exit status is that of ``z2a train``."""
-    stop_on_sigterm()
+    stop_on_signals()
     try:
         sys.exit(_run_variant(Path(sys.argv[1]), int(sys.argv[2])))
     except Z2aError as error:

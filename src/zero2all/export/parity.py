@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zero2all.errors import Z2aError, need
+from zero2all.errors import Z2aError, need, quiet_libraries
 from zero2all.model import Z2all
 from zero2all.tokenizer import Tokenizer
 
@@ -31,8 +31,10 @@ TIMEOUT = 600.0  # of one request
 def transformers_difference(model: Z2all, tokenizer: Tokenizer, exported: Path, begin_id: int | None) -> float:
     """Largest absolute logit difference between our model and transformers, in fp32."""
     transformers = need("transformers", "hf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    theirs_tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    transformers.utils.logging.disable_progress_bar()
+    with quiet_libraries():  # it imports what it finds installed, torchao among it
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+        theirs_tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     differences = []
     for text in PROBES:
         ids = prompt_ids(tokenizer, text, begin_id)

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from zero2all.device_watch import DEVICE_WATCH
 from zero2all.errors import UsageError
 from zero2all.hardware import fp64_device
 from zero2all.model import IGNORE_INDEX, KVCache, Z2all
@@ -102,6 +101,8 @@ class ParallelModel:
         self._uses_fsdp = local_model.uses_fsdp
         self._ran_without_backward = False
         self._replica_counts: dict[tuple[int, ...], Tensor] = {}
+        self._layer_numbers: dict[tuple[int, ...], Tensor] = {}
+        self.layer_grad_norms = torch.zeros(0)  # of each decoder layer over all ranks, before clipping
         self._ddp: DistributedDataParallel | None = None
         self.powersgd: PowerSGD | None = None
         self._sync_bytes: dict[int, int] = {}  # by number of micro-batches
@@ -334,12 +335,15 @@ class ParallelModel:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradient so that its norm over the parameters of all ranks is at most ``max_norm``; the old norm.
 
-        A shard that several ranks hold counts once. One all-reduce, whatever the parallel layout.
+        A shard that several ranks hold counts once. One all-reduce, whatever the parallel layout. ``layer_grad_norms``
+        are then those of this gradient.
         """
-        square = self._local_square_norms().sum()
+        own_squares = self._local_square_norms()
+        squares = torch.cat([own_squares.sum()[None], self._sum_by_layer(own_squares)])
         if self.mesh.dims.world_size > 1:
-            dist.all_reduce(square)
-        norm = square.sqrt().float() / self._loss_scale_factor
+            dist.all_reduce(squares)
+        self.layer_grad_norms = squares[1:].sqrt() / self._loss_scale_factor
+        norm = squares[0].sqrt().float() / self._loss_scale_factor
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self._loss_scale_factor
         gradients = [to_local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
         foreach_mul_(gradients, factor.to(self._shard_device))
@@ -349,18 +353,15 @@ class ParallelModel:
         """With PowerSGD: norm of what this rank has left to send."""
         return torch.zeros((), device=self.mesh.device) if self.powersgd is None else self.powersgd.error_norm()
 
-    def layer_grad_norms(self) -> list[float]:
-        """The gradient norm of each decoder layer over all ranks, before clipping. One all-reduce."""
-        count, own_squares = self.config.num_hidden_layers, self._local_square_norms()
+    def _sum_by_layer(self, own_squares: Tensor) -> Tensor:
+        """Of the decoder layers; embeddings and head are in none."""
+        count = self.config.num_hidden_layers
         names = [name for name, parameter in self.model.named_parameters() if parameter.grad is not None]
-        layers = [int(name.split(".")[1]) if name.startswith("layers.") else count for name in names]
-        squares = own_squares.new_zeros(count + 1)  # the last one: embeddings, head
-        squares.index_add_(0, torch.tensor(layers, device=squares.device), own_squares)
-        if self.mesh.dims.world_size > 1:
-            dist.all_reduce(squares)
-        with DEVICE_WATCH.host_waits():
-            norms: list[float] = (squares[:-1].sqrt() / self._loss_scale_factor).tolist()
-        return norms
+        layers = tuple(int(name.split(".")[1]) if name.startswith("layers.") else count for name in names)
+        if layers not in self._layer_numbers:  # once: a copy to the device is a host sync
+            self._layer_numbers[layers] = torch.tensor(layers, device=own_squares.device)
+        squares = own_squares.new_zeros(count + 1)
+        return squares.index_add_(0, self._layer_numbers[layers], own_squares)[:-1]
 
     def _local_square_norms(self) -> Tensor:
         """Squared norm of this rank's gradient of each parameter that has one, divided by the ranks that hold it."""

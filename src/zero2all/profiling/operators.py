@@ -31,7 +31,7 @@ class Operator:
     flops: float
     """0: torch counts those of matrix products and attention. A product inside of a fused operator is in both rows."""
     peak_share: float | None
-    """FLOPs per second, of the peak of the device."""
+    """FLOPs per second, of the peak of the device; None if it is faster than what that was measured with."""
 
 
 def flop_counter() -> FlopCounterMode:
@@ -72,7 +72,14 @@ def list_operators(
     total = sum(seconds for _, _, seconds, _ in rows)
     rows.sort(key=lambda row: -row[2])
     return [
-        Operator(name, calls, seconds, seconds / total, flops, flops / seconds / peak_flops if flops else None)
+        Operator(
+            name,
+            calls,
+            seconds,
+            seconds / total,
+            flops,
+            flops / seconds / peak_flops if 0 < flops / seconds <= peak_flops else None,
+        )
         for name, calls, seconds, flops in rows
     ]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from zero2all.errors import Interrupted, UsageError
-from zero2all.hardware import synchronize
+from zero2all.hardware import peak_at_least, synchronize
 from zero2all.io import write_json, write_text
 from zero2all.profiling.advice import RankTimes, mean_time, suggest
 from zero2all.profiling.memory import MemoryTracker, cuda_memory_history
@@ -152,9 +152,10 @@ class ProfiledRun:
         assert self.profiler is not None
         assert self.tracker is not None
         trainer, times, memory = self.trainer, RankTimes(self.ranks), self.tracker.timeline()
-        device, peak = trainer.mesh.device, trainer.peak_flops
-        operators = list_operators(self.profiler, self.counter, self.traced_steps, device, peak.flops)
+        device = trainer.mesh.device
         flops = float(self.counter.get_total_flops())
+        peak = peak_at_least(flops / times.seconds, trainer.throughput.peak, device, trainer.model.dtype)
+        operators = list_operators(self.profiler, self.counter, self.traced_steps, device, peak.flops)
         stage = trainer.plan.stage_of(WARMUP_STEPS)
         start, stop = stage.sample_range(WARMUP_STEPS)
         profile = Profile(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from zero2all.console import warn
 from zero2all.conversation import ChatExample, SourceKind
 from zero2all.errors import Z2aError
 from zero2all.tokenizer import Tokenizer
@@ -108,10 +107,4 @@ def check_chat_template(tokenizer: Tokenizer, source: str) -> None:
             f"source {source!r} holds conversations, but the tokenizer in {tokenizer.directory} {problem}: write a "
             f"chat_template.jinja there that marks every message with its special tokens ({names}, ...), or train a "
             "tokenizer with 'z2a tokenizer train RECIPE', which has a template"
-        )
-    end = next(name for name, id in tokenizer.special_ids.items() if id == tokenizer.eos_token_id)
-    if end in markers:
-        warn(
-            f"the chat template of {tokenizer.directory} writes {end}, which also ends documents: with "
-            "train.document_mask, attention does not cross it inside a conversation"
         )

@@ -122,6 +122,14 @@ class ConversationRows:
         tokens[begin:] = tokens[begin - 1]  # the end-of-text token, which every document ends with
         return tokens, mask
 
+    def is_first(self, row: int) -> Array:
+        """Which tokens of a row are the first of a conversation; each token of the padding stands alone."""
+        ends = np.cumsum(self._lengths[self._members(row)])
+        found = np.zeros(self.seq_len + 1, dtype=bool)
+        found[ends[:-1]] = True
+        found[ends[-1] :] = True
+        return found
+
     def read_document(self, number: int) -> tuple[Array, Array]:
         """The tokens of a document, counted over all shards, and which of them are targets."""
         document = self._document(number)

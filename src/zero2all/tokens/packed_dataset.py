@@ -28,6 +28,9 @@ class Samples:
     """Which tokens are targets; of the same shape."""
     sources: list[str]
     """Of each sample."""
+    is_first: Array | None
+    """Which tokens are the first that attention sees of a document, of the same shape; None if it crosses documents.
+    The first token of a sample need not be marked."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,10 @@ class DocumentSpan:
 class PackedSequences:
     """Concatenate and split: sequence i of a shard is its tokens [i*S, i*S + S], the last one only as a target."""
 
-    def __init__(self, shards: list[TokenShard], shard_tokens: list[int], seq_len: int) -> None:
-        self.shards, self.seq_len = shards, seq_len
+    def __init__(
+        self, shards: list[TokenShard], shard_tokens: list[int], seq_len: int, end_of_text_first: bool = True
+    ) -> None:
+        self.shards, self.seq_len, self.end_of_text_first = shards, seq_len, end_of_text_first
         counts = [max(0, (tokens - 1) // seq_len) for tokens in shard_tokens]
         self._first_sequences = np.cumsum([0, *counts])
 
@@ -66,6 +71,19 @@ class PackedSequences:
         shard, first, last = self.token_range(sequence)
         return shard.read(first, last), np.ones(last - first, dtype=bool)
 
+    def is_first(self, sequence: int) -> Array:
+        """Which tokens are the first of a document.
+
+        A document starts at the end-of-text token of the one before it, as a prompt does in generation: so its first
+        word has something to be predicted from, and nothing is predicted from a different document. Without
+        ``end_of_text_first`` it starts after that token, as a conversation does that a chat template renders.
+        """
+        shard, first, last = self.token_range(sequence)
+        shift = int(self.end_of_text_first)
+        found = np.zeros(last - first, dtype=bool)
+        found[shard.document_starts(first + shift, last + shift) - (first + shift)] = True
+        return found
+
     def count_targets(self, sequence: int) -> int:
         return self.seq_len
 
@@ -81,14 +99,17 @@ class PackedDataset:
         stage: str = "main",
         mixture: Mapping[str, float] | None = None,
         conversations: Conversations = "cut",
+        document_mask: bool = False,
     ) -> None:
         self.store, self.seq_len = store, seq_len
+        self.masks_documents = document_mask or conversations != "cut"
+        self.end_of_text_first = conversations == "cut"
         whole = {name for name, kind in store.kinds.items() if kind != "text" and conversations != "cut"}
         pairs = {name for name in whole if conversations == "pairs" and store.kinds[name] == "preference"}
         self._sequences: dict[str, PackedSequences | ConversationRows] = {
             name: ConversationRows(shards, seq_len, conversations != "padded", 2 if name in pairs else 1)
             if name in whole
-            else PackedSequences(shards, store.shard_tokens[name], seq_len)
+            else PackedSequences(shards, store.shard_tokens[name], seq_len, self.end_of_text_first)
             for name, shards in store.sources.items()
         }
         self.order = SampleOrder({name: len(packed) for name, packed in self._sequences.items()}, mixture, seed, stage)
@@ -129,9 +150,13 @@ class PackedDataset:
     def read(self, start: int, stop: int) -> Samples:
         """The samples [start, stop)."""
         shape = (stop - start, self.seq_len + 1)
-        samples = Samples(np.empty(shape, dtype=np.int64), np.empty(shape, dtype=bool), [])
+        is_first = np.empty(shape, dtype=bool) if self.masks_documents else None
+        samples = Samples(np.empty(shape, dtype=np.int64), np.empty(shape, dtype=bool), [], is_first)
         for row, (name, sequence) in enumerate(self.locate(start, stop)):
-            samples.tokens[row], samples.mask[row] = self._sequences[name].read(sequence)
+            packed = self._sequences[name]
+            samples.tokens[row], samples.mask[row] = packed.read(sequence)
+            if is_first is not None:
+                is_first[row] = packed.is_first(sequence)
             samples.sources.append(name)
         return samples
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import struct
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -211,6 +212,16 @@ class TokenShard:
         """Where each document begins in ``tokens``, and finally where the last one ends."""
         return _load_document_index(self).document_offsets
 
+    def document_starts(self, start: int, stop: int) -> Array:
+        """The documents that start at the tokens [start, stop): where, in order.
+
+        A binary search in the mapped index reads a few pages of it: a sample of a large corpus may be in any shard.
+        """
+        offsets, itemsize = _map_document_offsets(self), self._header[0].itemsize
+        first, last = (bisect_left(offsets, token * itemsize) for token in (start, stop))
+        starts: Array = offsets[first:last] // itemsize
+        return starts
+
     def documents_between(self, start: int, stop: int) -> range:
         """Indexes of the documents that hold the tokens [start, stop)."""
         first = int(np.searchsorted(self.document_offsets, start, side="right")) - 1
@@ -242,6 +253,18 @@ class DocumentIndex:
 def _map_tokens(shard: TokenShard) -> Array:
     shard.check_sizes()
     return np.memmap(shard.stem.with_suffix(".bin"), dtype=shard._header[0], mode="r")
+
+
+@lru_cache(maxsize=MAX_OPEN_SHARDS)
+def _map_document_offsets(shard: TokenShard) -> Array:
+    """In bytes of ``.bin``, for a binary search in Python: numpy would copy a column that is not aligned."""
+    dtype, count = shard._header
+    path, start = shard.stem.with_suffix(".idx"), len(MAGIC) + HEADER.size
+    index: Array = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))[start : start + 12 * count]
+    lengths, offsets = index[: 4 * count].view("<i4"), index[4 * count :].view("<i8")
+    if count and int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize != len(shard.tokens) * dtype.itemsize:
+        raise damaged_error(path, "does not describe the .bin beside it")
+    return offsets
 
 
 @lru_cache(maxsize=MAX_OPEN_SHARDS)

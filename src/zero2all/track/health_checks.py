@@ -19,6 +19,18 @@ from numpy.lib.stride_tricks import sliding_window_view
 from zero2all.cpu_use import NOTICEABLE_SHARE
 from zero2all.io import read_record
 from zero2all.recipe import builtin_recipe_path
+from zero2all.track.loss_changes import (
+    CHANGE_ERRORS,
+    DROP_ERRORS,
+    SMOOTH,
+    SourceCurve,
+    fall_below_trend,
+    is_certain,
+    median_error,
+    rise_since_best,
+    source_curves,
+    trailing_median,
+)
 from zero2all.track.record_reader import Array
 from zero2all.track.run_view import RunView
 from zero2all.units import show_count, show_seconds
@@ -26,6 +38,7 @@ from zero2all.units import show_count, show_seconds
 MAX_POINTS = 4000
 MIN_POINTS = 50  # that a rule about a curve needs
 WINDOW = 50
+GAP_CHANCE = 1e-8  # of a gap in a source that is alive
 MAX_DAMAGED_FILES = 5  # reported per run
 OTHER_CPU = "system/other_cpu"
 Level = Literal["good", "note", "bad"]
@@ -60,6 +73,8 @@ class LossCurve:
     steps: Array
     loss: Array
     high: Array
+    sources: list[SourceCurve]
+    """Each is compared with itself: in a small batch the loss follows the share of each source."""
     reference: Path | None
 
 
@@ -73,7 +88,8 @@ def check_health(run: RunView, references: Path | None = None) -> list[HealthFin
     reference = (
         (references or builtin_recipe_path("reference")) / f"{run.metadata.name}.json" if is_plain_name else None
     )
-    curve = LossCurve(run, table.steps[valid], loss[valid], high[valid], reference)
+    sources = source_curves(run, table, MAX_POINTS)
+    curve = LossCurve(run, table.steps[valid], loss[valid], high[valid], sources, reference)
     # The loss of other objectives is no cross-entropy: it has another start, may be 0, and falls differently.
     is_cross_entropy = run.metadata.objective.name in ("pretrain", "sft", "distill")
     rules = [rule for rule in RULES if is_cross_entropy or rule not in CROSS_ENTROPY_RULES]
@@ -114,11 +130,13 @@ def compare_to_reference(curve: LossCurve) -> Iterator[HealthFinding]:
     if not reference.tokens[0] <= tokens <= reference.tokens[-1] * 1.02:
         return
     expected = float(np.interp(tokens, reference.tokens, reference.loss))
-    latest = float(np.median(curve.loss[-max(5, len(curve.loss) // 50) :]))
+    recent = curve.loss[-max(3 * SMOOTH, len(curve.loss) // 50) :]
+    latest = float(np.median(recent))
     deviation = latest / expected - 1
+    has_noise = latest - expected < CHANGE_ERRORS * median_error(curve.loss, 1 / len(recent))
     details = f"{latest:.3f} after {show_count(tokens)} tokens, reference {expected:.3f}"
     details_zh = f"{show_count(tokens)} 个 token 后为 {latest:.3f}，参考曲线 {expected:.3f}"
-    if deviation > 0.05:
+    if deviation > 0.05 and not has_noise:
         yield HealthFinding("reference", "bad", f"{100 * deviation:.0f} % above the reference curve ({details})",
                       f"比参考曲线高 {100 * deviation:.0f} %（{details_zh}）")  # fmt: skip
     else:
@@ -138,19 +156,19 @@ def not_finite(curve: LossCurve) -> Iterator[HealthFinding]:
 
 
 def divergence(curve: LossCurve) -> Iterator[HealthFinding]:
-    """The smoothed loss is more than 10 % above its earlier minimum."""
-    if len(curve.loss) < MIN_POINTS:
+    """The smoothed losses of all sources are above their earlier minima, by 10 % and by far more than their noise."""
+    changes = [change for source in curve.sources if (change := rise_since_best(source)) is not None]
+    mean = sum(change.share for change in changes) / max(1, len(changes))
+    if mean < 0.1 or not is_certain(changes):
         return
-    smooth = _trailing_median(curve.loss, max(5, len(curve.loss) // 20))
-    best = int(np.argmin(smooth))
-    if smooth[-1] > 1.1 * smooth[best] and best < len(smooth) * 0.9:
-        step = int(curve.steps[best])
-        yield HealthFinding(
-            "divergence", "bad", f"rises: {smooth[best]:.3f} around step {step}, {smooth[-1]:.3f} now; "
-            "try a lower learning rate, or roll back to an earlier checkpoint",
-            f"损失回升：第 {step} 步附近 {smooth[best]:.3f}，现在 {smooth[-1]:.3f}；请降低学习率，或回到之前的检查点",
-            step,
-        )  # fmt: skip
+    worst = max(changes, key=lambda change: change.share)
+    yield HealthFinding(
+        "divergence", "bad", f"{worst.prefix}rises: {worst.before:.3f} around step {worst.step}, {worst.now:.3f} now; "
+        "try a lower learning rate, or roll back to an earlier checkpoint",
+        f"{worst.prefix}损失回升：第 {worst.step} 步附近 {worst.before:.3f}，现在 {worst.now:.3f}；"
+        "请降低学习率，或回到之前的检查点",
+        worst.step,
+    )  # fmt: skip
 
 
 def plateau(curve: LossCurve) -> Iterator[HealthFinding]:
@@ -194,44 +212,50 @@ def _median_of_next_five(loss: Array) -> Array:
 
 
 def sudden_drop(curve: LossCurve) -> Iterator[HealthFinding]:
-    """The median of 20 points is 8 % and 8 MAD below that of the 50 before, after the first tenth."""
-    if len(curve.loss) < WINDOW + MIN_POINTS:
-        return
-    baseline, mad = _trailing_median_and_mad(curve.loss)
-    after = np.median(sliding_window_view(curve.loss[WINDOW:], 20), axis=-1)
-    fall = baseline[: len(after)] - after
-    drops = np.flatnonzero(fall > np.maximum(0.08 * baseline[: len(after)], 8 * mad[: len(after)]))
-    drops = drops[drops + WINDOW >= len(curve.loss) // 10]
-    if len(drops):
-        first = int(drops[0])
-        step, high, low = int(curve.steps[WINDOW + first]), baseline[first], after[first]
+    """The loss of a source falls below its trend, by 8 % and by far more than its noise, after the first tenth."""
+    first_step = (curve.run.total_steps or 0) / 10
+    changes = [change for source in curve.sources if (change := fall_below_trend(source, first_step)) is not None]
+    change = max(changes, key=lambda change: change.errors, default=None)
+    if change is not None and change.is_large(0.08) and change.errors > DROP_ERRORS:
+        step, where = change.step, f"{change.prefix}falls from {change.before:.3f} to {change.now:.3f}"
         yield HealthFinding(
             "sudden drop", "bad",
-            f"falls from {high:.3f} to {low:.3f} around step {step}: does the data repeat, or do the targets leak? "
+            f"{where} around step {step}: does the data repeat, or do the targets leak? "
             f"'z2a blame RUN --step {step} --lowest' shows the text that it knows",
-            f"第 {step} 步附近由 {high:.3f} 突降到 {low:.3f}：数据是否重复，或目标是否泄漏？"
+            f"{change.prefix}第 {step} 步附近由 {change.before:.3f} 突降到 {change.now:.3f}："
+            "数据是否重复，或目标是否泄漏？"
             f"用 z2a blame RUN --step {step} --lowest 查看模型已经熟悉的文本",
             step,
         )  # fmt: skip
 
 
 def dead_source(curve: LossCurve) -> Iterator[HealthFinding]:
-    """The loss of a source is missing or constant over the last fifth of the steps."""
+    """A source of the current stage has had no loss for longer than chance explains, or a constant one."""
     names = [name for name in curve.run.readers[0].names if name.startswith("loss/")]
     if not names or len(curve.steps) < MIN_POINTS:
         return
+    stage = next((event for event in reversed(curve.run.events) if event.event == "stage"), None)
+    left_out = () if stage is None else curve.run.metadata.sources_left_out.get(str(stage.details.get("name")), ())
     table = curve.run.table(names, points=MAX_POINTS)
-    since = len(table.steps) - len(table.steps) // 5
+    of_stage = table.steps >= (-math.inf if stage is None or stage.step is None else stage.step)
     for name in names:
-        late = table.mean[name][since:]
-        late = late[np.isfinite(late)]
-        if not len(late) or (len(late) > 5 and np.ptp(late) == 0):
-            what, what_zh = (
-                ("no value", "没有值") if not len(late) else (f"constant at {late[0]:g}", f"恒为 {late[0]:g}")
-            )
-            step = int(table.steps[since])
-            yield HealthFinding("dead source", "bad", f"{name}: {what} since step {step}",
-                          f"{name}：第 {step} 步以来{what_zh}", step)  # fmt: skip
+        values, steps = table.mean[name][of_stage], table.steps[of_stage]
+        present = np.flatnonzero(np.isfinite(values))
+        if name.removeprefix("loss/") in left_out or len(present) < SMOOTH:
+            continue
+        gap = len(values) - 1 - int(present[-1])
+        # How likely such a gap is for a source that is in as many steps as before.
+        chance = (1 - len(present) / (int(present[-1]) + 1)) ** gap if gap else 1.0
+        late = present[-max(SMOOTH, len(present) // 5) :]
+        if chance < GAP_CHANCE and gap >= SMOOTH:
+            what, what_zh, step = "no value", "没有值", int(steps[present[-1]]) + 1
+        elif np.ptp(values[late]) == 0:
+            constant = f"{values[late[0]]:g}"
+            what, what_zh, step = f"constant at {constant}", f"恒为 {constant}", int(steps[late[0]])
+        else:
+            continue
+        yield HealthFinding("dead source", "bad", f"{name}: {what} since step {step}",
+                      f"{name}：第 {step} 步以来{what_zh}", step)  # fmt: skip
 
 
 def throughput_drop(curve: LossCurve) -> Iterator[HealthFinding]:
@@ -270,9 +294,10 @@ def busy_machine(curve: LossCurve) -> Iterator[HealthFinding]:
 
 
 def silence(curve: LossCurve) -> Iterator[HealthFinding]:
-    """A run that has not ended has written nothing for 20 step times, and at least a minute."""
+    """A run that has not ended has written nothing for 20 step times, a minute, and twice its longest pause so far."""
     silent, pace = curve.run.silent_seconds, curve.run.status().step_seconds
-    if silent is not None and pace is not None and silent > max(60.0, 20 * pace):
+    pauses = np.diff(curve.run.readers[0].step_times()[1])  # validation and checkpoints
+    if silent is not None and pace is not None and silent > max(60.0, 20 * pace, 2 * float(pauses.max(initial=0.0))):
         long = show_seconds(silent)
         yield HealthFinding(
             "silence", "bad",
@@ -315,11 +340,12 @@ def chosen_falls(curve: LossCurve) -> Iterator[HealthFinding]:
         return
     table = curve.run.table(names, points=MAX_POINTS)
     chosen, rejected = (table.mean[name][np.isfinite(table.mean[name])] for name in names)
-    tenth = max(5, len(chosen) // 10)
+    tenth = max(SMOOTH, len(chosen) // 10)
     if min(len(chosen), len(rejected)) < 2 * tenth:
         return
     falls = [float(np.median(one[:tenth]) - np.median(one[-tenth:])) for one in (chosen, rejected)]
-    if falls[0] > 0.05 * abs(float(np.median(chosen[:tenth]))) and falls[1] > 0:
+    limit = max(0.05 * abs(float(np.median(chosen[:tenth]))), CHANGE_ERRORS * median_error(chosen, 2 / tenth))
+    if falls[0] > limit and falls[1] > 0:
         has_term = curve.run.metadata.objective.has_sft_term
         remedy = "" if has_term else ": add the SFT term (train.objective.dpo.sft_weight)"
         remedy_zh = "" if has_term else "：请加上 SFT 项（train.objective.dpo.sft_weight）"
@@ -364,7 +390,7 @@ def reference_curve(run: RunView, points: int = 200) -> ReferenceCurve:
     table = run.table(["loss"])
     valid = np.isfinite(table.mean["loss"])  # lines of other metrics have none
     steps, loss = table.steps[valid], table.mean["loss"][valid]
-    smooth = _trailing_median(loss, max(5, len(steps) // 50))
+    smooth = trailing_median(loss, max(5, len(steps) // 50))
     rows = np.unique(np.linspace(0, len(smooth) - 1, points).astype(int))
     batch = run.metadata.batch_tokens or 1
     return ReferenceCurve(
@@ -380,10 +406,3 @@ def _trailing_median_and_mad(values: Array) -> tuple[Array, Array]:
     windows = sliding_window_view(values, WINDOW)[:-1]
     baseline = np.median(windows, axis=-1)
     return baseline, np.median(np.abs(windows - baseline[:, None]), axis=-1)
-
-
-def _trailing_median(values: Array, width: int) -> Array:
-    """The median of the last ``width`` points at every point."""
-    padded = np.pad(values, (width - 1, 0), mode="edge")
-    smoothed: Array = np.median(sliding_window_view(padded, width), axis=-1)
-    return smoothed

@@ -93,6 +93,9 @@ GLOBAL_METRICS = {
 }
 RANK_METRICS = {
     "memory": MetricFamily("zero2all_memory_bytes", "Peak memory of a rank.", ("rank",)),
+    "memory_reserved": MetricFamily(
+        "zero2all_memory_reserved_bytes", "Peak memory that the CUDA allocator of a rank holds.", ("rank",)
+    ),
     "data_wait": MetricFamily(
         "zero2all_data_wait_ratio", "Share of the step time spent on waiting for data.", ("rank",)
     ),

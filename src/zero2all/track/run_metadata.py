@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from zero2all.errors import UsageError, Z2aError
@@ -74,6 +74,8 @@ class RunMetadata:
     vocab_size: int | None = None
     batch_tokens: int | None = None
     objective: ObjectiveMetadata = ObjectiveMetadata()
+    sources_left_out: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By stage: those that its mixture does not have."""
     recipe: str = ""
     environment: dict[str, Any] | None = None
     plan: PlannedRun | None = None
@@ -124,19 +126,30 @@ def read_run_metadata(location: RunLocation, sizes: dict[str, int]) -> RunMetada
             plan = parse_record(PlannedRun, mapping, PLAN_FILE)
         except Z2aError as error:
             damage.append(f"{PLAN_FILE}: {str(error)[:200]}")
+    names = tuple(
+        str(source.get("name")) for source in typed_value("recipe.yaml", corpus, "sources", _are_mappings) or []
+    )
     return RunMetadata(
         name=typed_value("recipe.yaml", recipe, "name", lambda name: isinstance(name, str)) or "",
-        sources=tuple(
-            str(source.get("name")) for source in typed_value("recipe.yaml", corpus, "sources", _are_mappings) or []
-        ),
+        sources=names,
         vocab_size=typed_value("identity.json", model, "vocab_size", _is_positive),
         batch_tokens=typed_value("recipe.yaml", train, "batch_tokens", _is_positive),
         objective=ObjectiveMetadata.from_recipe(train),
+        sources_left_out=_sources_left_out(train, names),
         recipe=recipe_text,
         environment=parse_mapping("environment.json", read_text("environment.json"), json.loads),
         plan=plan,
         damage=tuple(damage),
     )
+
+
+def _sources_left_out(train: dict[str, Any], sources: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    stages, left_out = train.get("stages"), {}
+    for stage in stages if isinstance(stages, list) else []:
+        mixture = stage.get("mixture") if isinstance(stage, dict) else None
+        if isinstance(mixture, dict):
+            left_out[str(stage.get("name"))] = tuple(source for source in sources if not mixture.get(source))
+    return left_out
 
 
 def _is_mapping(value: Any) -> bool:

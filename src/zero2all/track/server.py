@@ -255,17 +255,21 @@ class DashboardHandlers:
     async def documents(self, request: Request) -> Response:
         run, step = self._find_run(request).run, _integer(request.query_params.get("step", ""))
         losses = request.query_params.get("losses") == "1"
-        recorded = [event.details.get("documents") for event in run.events if event.step == step]
-        documents = next((found for found in reversed(recorded) if found), None)
-        if documents and not losses:
-            return json_response({"documents": documents})
+        details = {key: value for event in run.events if event.step == step for key, value in event.details.items()}
+        recorded = {key: details[key] for key in ("documents", "layer_norms") if details.get(key)}
+        has_losses = any(isinstance(one, dict) and "loss" in one for one in recorded.get("documents", ()))
+        is_local = self._documents is not None and isinstance(run.location, LocalRunLocation)
+        if "documents" in recorded and not losses and (has_losses or not is_local):
+            return json_response(recorded)
         if self._documents is None or not isinstance(run.location, LocalRunLocation):
             return json_response({"elsewhere": f"z2a blame RUN --step {step}"})
         async with self._documents_semaphore:
             try:
-                return json_response(await run_in_threadpool(self._documents, run.location.directory, step, losses))
+                found = await run_in_threadpool(self._documents, run.location.directory, step, losses)
             except Z2aError as error:
-                return json_response({"error": str(error)})
+                is_enough = "documents" in recorded and not losses
+                return json_response(recorded if is_enough else {"error": str(error)})
+        return json_response({**recorded, **found} if isinstance(found, dict) else found)
 
     def metrics(self, request: Request) -> Response:
         """For Prometheus. Long records are read over several scrapes, each of which has a time limit."""

@@ -22,7 +22,7 @@ ReadSequence = Callable[[int], tuple[Array, Array]]
 
 
 def score_answers(
-    model: ParallelModel, lengths: Array, read: ReadSequence, seq_len: int, end_of_text: int, label: str | None = None
+    model: ParallelModel, lengths: Array, read: ReadSequence, seq_len: int, label: str | None = None
 ) -> Array:
     """The log-probability of the targets of each sequence, in fp64; NaN if it is longer than ``seq_len`` + 1.
 
@@ -40,19 +40,22 @@ def score_answers(
             # Sharded weights are gathered by all ranks at once: one without a batch repeats the first, uncounted.
             mine = first + mesh.dp_rank
             own = batches[mine % len(batches)]
-            tokens = np.full((len(own), seq_len + 1), end_of_text, dtype=np.int64)
+            tokens = np.empty((len(own), seq_len + 1), dtype=np.int64)
             numbers = np.full((len(own), seq_len + 1), -1, dtype=np.int64)
+            is_first = np.zeros((len(own), seq_len + 1), dtype=bool)
             for row, members in enumerate(own):
                 begin = 0
                 for number in members.tolist():
                     ids, mask = read(number)
                     tokens[row, begin : begin + len(ids)] = ids
                     numbers[row, begin : begin + len(ids)] = np.where(mask, number, -1)
+                    is_first[row, begin] = True
                     begin += len(ids)
+                tokens[row, begin:], is_first[row, begin:] = ids[-1], True  # padding
             inputs, numbers_BS = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(numbers[:, 1:])
             targets = torch.from_numpy(tokens[:, 1:].copy())
             targets[numbers_BS < 0] = IGNORE_INDEX
-            doc_starts_BS = document_starts(inputs, end_of_text, end_of_text_first=False)
+            doc_starts_BS = document_starts(torch.from_numpy(is_first[:, :-1]))
             losses_BS = model.eval_losses(inputs, targets, doc_starts_BS).cpu().double()  # a Mac has no fp64
             if mine < len(batches):
                 scored = numbers_BS >= 0

@@ -52,7 +52,7 @@ class AnswerSources:
                 self.rows[split, name] = ConversationRows(shards, self.seq_len, per_example=per_example)
         self.mismatched: dict[str, MismatchedAnswers] = {}
         if recipe.train.objective.name == "kto":
-            self.mismatched = {name: MismatchedAnswers(self.rows["train", name]) for name in plan.sources}
+            self.mismatched = {name: MismatchedAnswers(self.rows["train", name], name) for name in plan.sources}
 
     @property
     def validation(self) -> dict[str, ConversationRows]:
@@ -85,7 +85,7 @@ def open_reference(
             f"{loaded.path} is not what {run.directory} began with, and the log-probabilities by it are not in "
             f"{directory}: restore it, or train another run (--name)"
         )
-    reference = compute_reference(model, answers.rows, answers.mismatched, tokenizer.eos_token_id)
+    reference = compute_reference(model, answers.rows, answers.mismatched)
     key = reference_key(loaded.fingerprint, *settings)
     ranks.on_rank0(lambda: write_reference(directory, key, reference))
     say(f"reference log-probabilities of {sum(map(len, reference.logps.values())):,} answers are in {directory}")

@@ -8,26 +8,26 @@ import torch
 
 from zero2all.errors import Z2aError
 from zero2all.model import document_starts
-from zero2all.train.run import Run
-from zero2all.train.trace import trace_step
+from zero2all.model.cost.flops import flops_per_token
+from zero2all.train.run import Run, resolve_model_config
+from zero2all.train.trace import trace_text
 
-MAX_TEXT_CHARS = 200  # of each document span
+QUICK_FLOPS = 1e11
 
 
 @torch.inference_mode()
 def blame_step(run: Run, step: int, lowest: bool = False) -> dict[str, Any]:
-    """What ``trace_step`` returns, each document span with its mean loss and its first words, highest loss first.
+    """What ``trace_text`` returns, each document span with its mean loss, highest loss first.
 
     With ``lowest`` the lowest is first: text that the model knows already, such as repeated text.
     """
     checkpoint = _nearest_checkpoint(run, step)
-    model, tokenizer = run.load_model(checkpoint), run.tokenizer()
-    traced = trace_step(run, step)
+    model = run.load_model(checkpoint)
+    traced = trace_text(run, step)
     first, last = traced["samples"]
-    batch = torch.from_numpy(run.plan().stage_of(step).dataset.tokens(first, last))
-    options, starts = run.recipe.train, None
-    if options.masks_documents:
-        starts = document_starts(batch[:, :-1], tokenizer.eos_token_id, options.end_of_text_first)
+    samples = run.plan().stage_of(step).dataset.read(first, last)
+    batch = torch.from_numpy(samples.tokens)
+    starts = None if samples.is_first is None else document_starts(torch.from_numpy(samples.is_first[:, :-1]))
     losses = torch.cat(
         [
             model(
@@ -45,19 +45,28 @@ def blame_step(run: Run, step: int, lowest: bool = False) -> dict[str, Any]:
         # Loss j is of token j + 1; the first token of a sample is never a target.
         predicted = losses[sample - first, max(0, offset - 1) : end - 1]
         if len(predicted):
-            text = tokenizer.decode(batch[sample - first, offset:end].numpy())[:MAX_TEXT_CHARS]
-            spans.append({**span, "loss": round(predicted.mean().item(), 4), "text": text})
+            spans.append({**span, "loss": round(predicted.mean().item(), 4)})
         offset = end
     spans.sort(key=lambda span: span["loss"], reverse=not lowest)
     return {**traced, "checkpoint": checkpoint, "loss": round(losses.mean().item(), 4), "documents": spans}
 
 
 def _nearest_checkpoint(run: Run, step: int) -> int:
-    """The newest checkpoint from before the step's update; else the first after it."""
-    problems = {saved: run.checkpoints.problem(saved) for saved in run.checkpoints.steps()}
-    valid = [saved for saved, problem in problems.items() if problem is None]
-    if not valid:
-        why = "".join(f"; {run.checkpoints.path(saved)}: {problem}" for saved, problem in problems.items())
-        raise Z2aError(f"no checkpoint in {run.directory} to compute losses with ('z2a tokens trace' needs none){why}")
-    before = [saved for saved in valid if saved <= step]
-    return before[-1] if before else valid[0]
+    """The newest checkpoint from before the step's update; else the first after it. Only that one is verified."""
+    saved = run.checkpoints.steps()
+    nearest_first = [one for one in reversed(saved) if one <= step] + [one for one in saved if one > step]
+    why = ""
+    for one in nearest_first:
+        if (problem := run.checkpoints.problem(one)) is None:
+            return one
+        why += f"; {run.checkpoints.path(one)}: {problem}"
+    raise Z2aError(f"no checkpoint in {run.directory} to compute losses with ('z2a tokens trace' needs none){why}")
+
+
+def is_quick(run: Run, step: int) -> bool:
+    """Whether losses take about a second on a CPU, so that nobody need ask for them."""
+    stage, has_checkpoint = run.plan().stage_of(step), bool(run.checkpoints.steps())
+    start, stop = stage.sample_range(step)
+    tokens = (stop - start) * stage.recipe.seq_len
+    model = resolve_model_config(run.recipe, run.tokenizer())
+    return has_checkpoint and tokens * flops_per_token(model, stage.recipe.seq_len).forward <= QUICK_FLOPS

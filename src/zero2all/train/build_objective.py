@@ -40,7 +40,7 @@ def build_objective(
         assert recipe.train.init is not None
         found = open_reference(run, model, tokenizer, answers, ranks)
         reference, loaded = found.reference, found.loaded
-    data = AnswerData(tokenizer.eos_token_id, answers.validation, reference, answers.mismatched)
+    data = AnswerData(answers.validation, reference, answers.mismatched)
     if options.name == "dpo":
         return PreferenceObjective(options.dpo, data), loaded
     return KTOObjective(options.kto, data), loaded

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero2all.hardware import on_current_device
-from zero2all.model import IGNORE_INDEX
+from zero2all.model import IGNORE_INDEX, document_starts
 from zero2all.parallel.batch_split import split_batch
 from zero2all.parallel.mesh import shard_range
 from zero2all.tokens.conversation_rows import AnswerCounts, RowAnswers
@@ -42,6 +42,7 @@ class Batch:
     stage: StagePlan
     inputs: Tensor  # int64 [rows, seq_len], rows a multiple of the micro-batch
     targets: Tensor  # the same shape
+    doc_starts: Tensor | None  # where the document of each position starts, of the same shape; None: no mask
     sources: list[str]  # of each row
     micro_batch_size: int | None  # rows of one forward pass, if the recipe sets it
     sample_range: tuple[int, int]  # of the global batch, or of the part of it that this island trains
@@ -68,14 +69,13 @@ def read_batch(
     first, last = (start + row for row in shard_range(count, dp_rank, dp_world_size))
     split = split_batch(count, dp_world_size, stage.micro_batch_size)
     rows = split.micro_batches * split.samples
-    tokens = np.zeros((rows, stage.recipe.seq_len + 1), dtype=np.int64)
     samples = stage.dataset.read(first, last)
-    tokens[: last - first] = samples.tokens
     # Padding repeats text of the batch: constant rows would all go to the same experts and distort their load.
-    text = samples.tokens if last > first else stage.dataset.tokens(start, start + 1)
-    tokens[last - first :] = text[np.arange(rows - (last - first)) % len(text)]
-    token_tensor = torch.from_numpy(tokens)
+    text = samples if last > first else stage.dataset.read(start, start + 1)
+    chosen = np.arange(rows) % len(text.tokens)
+    token_tensor = torch.from_numpy(text.tokens[chosen])
     inputs, targets = token_tensor[:, :-1].contiguous(), token_tensor[:, 1:].clone()
+    doc_starts = None if text.is_first is None else document_starts(torch.from_numpy(text.is_first[chosen, :-1]))
     targets[: last - first][~torch.from_numpy(samples.mask[:, 1:])] = IGNORE_INDEX
     targets[last - first :] = IGNORE_INDEX
     answers = None
@@ -87,6 +87,7 @@ def read_batch(
         stage=stage,
         inputs=inputs,
         targets=targets,
+        doc_starts=doc_starts,
         sources=samples.sources + padding,
         micro_batch_size=stage.micro_batch_size and split.samples,
         sample_range=(start, stop),
@@ -159,9 +160,8 @@ class DataLoader:
                     continue
                 batch = read_batch(self._plan, step, self._dp_rank, self._dp_world_size, *self._island)
                 if self._copier is not None:
-                    batch = replace(
-                        batch, on_device=self._copier.copy(batch.inputs, batch.targets, batch.micro_batch_size)
-                    )
+                    tensors = (batch.inputs, batch.targets, batch.doc_starts)
+                    batch = replace(batch, on_device=self._copier.copy(*tensors, batch.micro_batch_size))
                 self._queue.put(batch)
                 if self._closed.is_set():
                     return

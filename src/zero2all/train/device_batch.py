@@ -21,7 +21,7 @@ class DeviceBatch:
     inputs: Tensor
     targets: Tensor
     doc_starts: Tensor | None
-    """``document_starts``, if the recipe masks across documents."""
+    """``document_starts``, if attention stays inside documents."""
     cu_seqlens_MN: Tensor | None
     """``document_cu_seqlens`` of its micro-batches, where a kernel needs them."""
     copied: torch.cuda.Event | None = None
@@ -38,24 +38,21 @@ class DeviceBatch:
 
 
 class BatchCopier:
-    """Finds the documents of a batch and copies it to a device, on a CUDA stream of its own.
+    """Copies a batch to a device, on a CUDA stream of its own.
 
-    >>> copier = BatchCopier(device, partial(document_starts, end_of_text=0), model.micro_batch_rows)
-    >>> copier.copy(inputs, targets, micro_batch_size=4)  # in the thread of the loader
+    >>> copier = BatchCopier(device, model.micro_batch_rows)
+    >>> copier.copy(inputs, targets, doc_starts=None, micro_batch_size=4)  # in the thread of the loader
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        find_starts: Callable[[Tensor], Tensor | None],
-        micro_batch_rows: Callable[[int, int | None], int],
-    ) -> None:
-        self._device, self._find_starts, self._micro_batch_rows = device, find_starts, micro_batch_rows
+    def __init__(self, device: torch.device, micro_batch_rows: Callable[[int, int | None], int]) -> None:
+        self._device, self._micro_batch_rows = device, micro_batch_rows
         self._stream: torch.cuda.Stream | None = None
 
-    def copy(self, inputs: Tensor, targets: Tensor, micro_batch_size: int | None) -> DeviceBatch:
+    def copy(
+        self, inputs: Tensor, targets: Tensor, doc_starts: Tensor | None, micro_batch_size: int | None
+    ) -> DeviceBatch:
         """On a CPU nothing is copied."""
-        starts, device = self._find_starts(inputs), self._device
+        starts, device = doc_starts, self._device
         if device.type != "cuda":
             return DeviceBatch(
                 inputs.to(device), targets.to(device), None if starts is None else starts.to(device), None

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from zero2all.checkpoint import RankGroup
 from zero2all.io import fingerprint
-from zero2all.model import document_starts
 from zero2all.model.ops.soft_loss import SoftTargets
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.mesh import shard_range
@@ -23,7 +22,7 @@ from zero2all.train.grpo_objective import pack_rollouts, read_prompts, require_p
 from zero2all.train.rollouts import Rollout, RolloutRanks, sample_answers, sampling_params, total_rollouts
 from zero2all.train.source_losses import SourceLosses
 from zero2all.train.step_objective import StepLoss, TokenObjective
-from zero2all.train.teacher import CACHE, Teacher, TeacherCache
+from zero2all.train.teacher import CACHE, Teacher, TeacherCache, TeacherCacheKey
 
 
 class DistillObjective(TokenObjective):
@@ -48,18 +47,12 @@ class DistillObjective(TokenObjective):
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
         if self._options.on_policy:
             batch = self._sampled(model, batch)
-            rows = self._teacher.likeliest(batch.inputs, self._document_starts(batch.inputs))
+            rows = self._teacher.likeliest(batch.inputs, batch.doc_starts)
             ids, logps = rows.ids_BSK, rows.logps_BSK
         else:
             ids, logps = self._cached(model, batch)
         soft = SoftTargets(ids, logps, self._options.weight)
-        return StepLoss(batch.global_valid_tokens, batch=batch, soft=soft)
-
-    def _document_starts(self, inputs: Tensor) -> Tensor | None:
-        options = self._recipe.train
-        if not options.masks_documents:
-            return None
-        return document_starts(inputs, self._tokenizer.eos_token_id, options.end_of_text_first)
+        return StepLoss(max(1, batch.global_valid_tokens), batch=batch, soft=soft)
 
     def _cached(self, model: ParallelModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """What the teacher expects of this rank's rows: from disk, or computed now and kept."""
@@ -71,8 +64,8 @@ class DistillObjective(TokenObjective):
         cache = self._cache(batch)
         ids, logps, there = cache.read(located)
         missing = np.flatnonzero(~there)
-        inputs = batch.inputs[torch.from_numpy(missing)]
-        rows = self._teacher.likeliest(inputs, self._document_starts(inputs))
+        chosen, starts = torch.from_numpy(missing), batch.doc_starts
+        rows = self._teacher.likeliest(batch.inputs[chosen], None if starts is None else starts[chosen])
         if len(missing):
             ids[missing] = rows.ids_BSK.cpu().numpy()
             logps[missing] = rows.logps_BSK.cpu().numpy()
@@ -84,12 +77,14 @@ class DistillObjective(TokenObjective):
     def _cache(self, batch: Batch) -> TeacherCache:
         name = batch.stage.name
         if name not in self._caches:
-            dataset = batch.stage.dataset
-            key = TeacherCache.key(self._teacher.fingerprint, dataset.fingerprint, dataset.seq_len, self._options.top_k)
-            self._caches[name] = TeacherCache(
-                self._recipe.out / CACHE / key, dataset.sequences_per_source, dataset.seq_len, self._options.top_k,
-                self._ranks,
+            dataset, top_k = batch.stage.dataset, self._options.top_k
+            key = TeacherCacheKey(
+                self._teacher.identity, dataset.fingerprint, dataset.seq_len, top_k, dataset.masks_documents,
+                dataset.end_of_text_first,
             )  # fmt: skip
+            self._caches[name] = TeacherCache(
+                self._recipe.out / CACHE / key.name, dataset.sequences_per_source, dataset.seq_len, top_k, self._ranks
+            )
         return self._caches[name]
 
     def _sampled(self, model: ParallelModel, batch: Batch) -> Batch:

@@ -338,14 +338,18 @@ def _time_largest_stage(
     largest = max(range(len(stages)), key=lambda number: stages[number].flops or 0.0)
     stage, samples = recipe.train.resolved_stages()[largest], stages[largest].batch.samples
     if isinstance(store, TokenStore):
-        conversations = recipe.train.conversations
-        dataset = PackedDataset(store, stage.seq_len, recipe.seed, stage.name, stage.mixture, conversations)
-        tokens = torch.from_numpy(dataset.tokens(0, samples))
+        dataset = PackedDataset(
+            store, stage.seq_len, recipe.seed, stage.name, stage.mixture, recipe.train.conversations,
+            recipe.train.document_mask,
+        )  # fmt: skip
+        read = dataset.read(0, samples)
+        tokens = torch.from_numpy(read.tokens)
+        is_first = None if read.is_first is None else torch.from_numpy(read.is_first)
     else:
         shape, generator = (samples, stage.seq_len + 1), torch.Generator().manual_seed(recipe.seed)
         tokens = torch.randint(0, recipe.model.vocab_size or 1, shape, generator=generator)
-    separator = Tokenizer(recipe.tokenizer_dir).eos_token_id if _has_tokenizer(recipe) else 0
-    return time_steps(recipe, stage, tokens, separator, device)
+        is_first = torch.zeros(shape, dtype=torch.bool) if recipe.train.masks_documents else None
+    return time_steps(recipe, stage, tokens, is_first, device)
 
 
 def _total_time(

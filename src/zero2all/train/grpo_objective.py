@@ -14,7 +14,7 @@ from zero2all.errors import Z2aError
 from zero2all.generation import Completion
 from zero2all.hardware import fp64_device
 from zero2all.io import fingerprint
-from zero2all.model import IGNORE_INDEX
+from zero2all.model import IGNORE_INDEX, document_starts
 from zero2all.objectives import RolloutBatch, group_advantages, grpo_losses, rollout_metrics
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.batch_split import split_batch
@@ -156,9 +156,9 @@ def require_prompts(totals: RolloutTotals, room: int) -> None:
 class PackedRollouts:
     """The answers of one rank in rows."""
 
-    def __init__(self, tokens: Array, columns: list[Array], count: int) -> None:
-        """The rows after ``count`` are padding."""
-        self._tokens, self._columns, self.count = tokens, columns, count
+    def __init__(self, tokens: Array, is_first: Array, columns: list[Array], count: int) -> None:
+        """``is_first`` marks the first token of each prompt. The rows after ``count`` are padding."""
+        self._tokens, self._is_first, self._columns, self.count = tokens, is_first, columns, count
 
     def to_batch(self, batch: Batch, most_rows: int) -> tuple[Batch, RolloutBatch]:
         """Padded, so that every rank runs the micro-batches of the one with ``most_rows``."""
@@ -175,6 +175,7 @@ class PackedRollouts:
             batch,
             inputs=tokens[:, :-1],
             targets=targets,
+            doc_starts=document_starts(torch.from_numpy(self._is_first[chosen, :-1])),
             sources=[SOURCE if one else PADDING_SOURCE for one in real.tolist()],
             micro_batch_size=batch.micro_batch_size and split.samples,
             on_device=None,
@@ -191,7 +192,7 @@ def pack_rollouts(
     lengths = np.array([len(one.prompt.tokens) + len(one.completion.tokens) + 1 for one, _ in flat])
     order, starts = best_fit_decreasing(lengths, seq_len + 1)
     shape = (max(1, len(starts) - 1), seq_len + 1)
-    tokens = np.full(shape, end_of_text, dtype=np.int64)
+    tokens, is_first = np.full(shape, end_of_text, dtype=np.int64), np.zeros(shape, dtype=bool)
     mask, values, sampler, weights = (np.zeros(shape, dtype=np.float32) for _ in range(4))
     for row, (begin, end) in enumerate(pairwise(starts)):
         place = 0
@@ -203,9 +204,12 @@ def pack_rollouts(
             if not (one.truncated and options.mask_truncated):
                 mask[row, inside] = 1.0
             weights[row, inside] = _token_weight(options, len(answer))
+            is_first[row, place] = True
             place = inside.stop + 1
+        is_first[row, place:] = True  # padding
+    is_first[len(starts) - 1 :] = True
     columns = [column[:, 1:] for column in (mask, values, sampler, weights)]
-    return PackedRollouts(tokens, columns, len(starts) - 1)
+    return PackedRollouts(tokens, is_first, columns, len(starts) - 1)
 
 
 def _token_weight(options: GRPORecipe, length: int) -> float:

@@ -103,8 +103,9 @@ class Plan:
         first, previous_lr_multiplier = 0, 1.0
         for stage in recipe.train.resolved_stages():
             datasets = partial(
-                PackedDataset, store, stage.seq_len, recipe.seed, stage.name, conversations=recipe.train.conversations
-            )
+                PackedDataset, store, stage.seq_len, recipe.seed, stage.name,
+                conversations=recipe.train.conversations, document_mask=recipe.train.document_mask,
+            )  # fmt: skip
             planned = _plan_stage(stage, datasets, first, previous_lr_multiplier)
             self.stages.append(planned)
             first, previous_lr_multiplier = planned.end_step, planned.schedule.end_lr_multiplier

@@ -42,7 +42,8 @@ class Reference:
 
 
 def reference_key(init_fingerprint: str | None, stores: list[str], seq_len: int, dtype: str, mismatched: bool) -> str:
-    return fingerprint([1, init_fingerprint, stores, seq_len, dtype, mismatched])
+    """The number counts changes of how answers are packed, masked and paired."""
+    return fingerprint([2, init_fingerprint, stores, seq_len, dtype, mismatched])
 
 
 def read_reference(directory: Path, key: str) -> Reference | None:
@@ -64,7 +65,6 @@ def compute_reference(
     model: ParallelModel,
     rows: Mapping[tuple[Split, str], ConversationRows],
     mismatched: Mapping[str, MismatchedAnswers],
-    end_of_text: int,
 ) -> Reference:
     """With the model as it is now; every rank calls it."""
     logps = {}
@@ -74,12 +74,11 @@ def compute_reference(
             of_source.document_lengths,
             of_source.read_document,
             of_source.seq_len,
-            end_of_text,
             f"reference log-probabilities of {source} ({split})",
         )
     for source, pairs in mismatched.items():
         logps[f"mismatched/{source}"] = score_answers(
-            model, pairs.lengths, pairs.read, pairs.seq_len, end_of_text, f"reference divergence of {source}"
+            model, pairs.lengths, pairs.read, pairs.seq_len, f"reference divergence of {source}"
         )
     return Reference(logps)
 

@@ -1,4 +1,4 @@
-"""Graceful shutdown on Ctrl-C and SIGTERM."""
+"""Graceful shutdown on Ctrl-C, SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 from zero2all.console import say
+from zero2all.processes import leave_terminal, stop_signals
 
 
 @contextmanager
 def stop_requested() -> Iterator[threading.Event]:
-    """Set by Ctrl-C or SIGTERM: the current step is finished and saved first. A second Ctrl-C stops at once.
+    """Set by Ctrl-C, SIGTERM, or SIGHUP when the terminal closes: the current step is finished and saved first.
+
+    A second Ctrl-C stops at once.
 
     A second SIGTERM changes nothing: schedulers send it to a rank and to its agent, which forwards it.
     """
@@ -25,10 +28,12 @@ def stop_requested() -> Iterator[threading.Event]:
     def request(number: int, frame: FrameType | None) -> None:
         if stop_event.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if number == signal.SIGHUP:
+            leave_terminal()
         stop_event.set()
         say("stopping after this step; the state will be saved")
 
-    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, request) for number in stop_signals()}
     try:
         yield stop_event
     finally:

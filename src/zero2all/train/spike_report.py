@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,10 +38,18 @@ def batch_documents(batch: Batch) -> list[BatchDocument]:
     return [documents[gid] for gid in sorted(documents, key=lambda gid: -tokens[gid])]
 
 
-def report_spike(batch: Batch, reason: str, policy: str, run_directory: Path, record: RunRecord) -> None:
+def shown_norms(layer_norms: Iterable[float]) -> list[float | None]:
+    """For the record, which has no NaN in an event."""
+    return [float(f"{norm:.4g}") if math.isfinite(norm) else None for norm in layer_norms]
+
+
+def report_spike(
+    batch: Batch, reason: str, policy: str, layer_norms: Iterable[float], run_directory: Path, record: RunRecord
+) -> None:
     documents = batch_documents(batch)
     recorded = [asdict(document) for document in documents[:MAX_RECORDED_DOCUMENTS]]
-    record.event("spike", step=batch.step, reason=reason, policy=policy, documents=recorded)
+    norms = shown_norms(layer_norms)
+    record.event("spike", step=batch.step, reason=reason, policy=policy, layer_norms=norms, documents=recorded)
     first = ", ".join(document.title or document.gid for document in documents[:MAX_PRINTED_DOCUMENTS])
     warn(
         f"step {batch.step}: {reason}; documents of the batch: {first}, …; 'z2a blame {run_directory} "

@@ -75,13 +75,13 @@ class TokenObjective:
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
         # Divided by the valid targets of the global batch, so that gradients are summed over micro-batches and ranks,
         # and each target has the same weight.
-        return StepLoss(batch.global_valid_tokens)
+        return StepLoss(max(1, batch.global_valid_tokens))
 
     def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
         return self._source_losses.sums(losses, model.local_targets(batch.device_targets), batch.sources)
 
     def loss(self, rows: Rows, batch: Batch) -> float:
-        return sum(row[LOSS] for row in rows) / batch.global_valid_tokens
+        return sum(row[LOSS] for row in rows) / max(1, batch.global_valid_tokens)
 
     def metrics(self, rows: Rows) -> dict[str, float]:
         return self._source_losses.metrics(rows)
@@ -94,7 +94,6 @@ class TokenObjective:
 class AnswerData:
     """What an objective that compares answers reads beside batches."""
 
-    end_of_text: int
     validation: dict[str, ConversationRows]
     """By source."""
     reference: Reference | None
@@ -123,9 +122,8 @@ class AnswerData:
         for source, rows in self.validation.items():
             used = rows.used_documents
             scores = score_answers(
-                model, rows.document_lengths, rows.read_document, rows.seq_len, self.end_of_text,
-                f"answers of {source} (validation)",
-            )  # fmt: skip
+                model, rows.document_lengths, rows.read_document, rows.seq_len, f"answers of {source} (validation)"
+            )
             logps.append(scores[used])
             of_source = np.zeros(len(scores)) if self.reference is None else self.reference.of("valid", source)
             reference.append(of_source[used])
@@ -210,7 +208,7 @@ class KTOObjective:
             fitting = numbers[pairs.lengths[numbers] <= pairs.seq_len + 1]
             scores = score_answers(
                 model, pairs.lengths[fitting], lambda n, own=fitting, pairs=pairs: pairs.read(int(own[n])),  # type: ignore[misc]
-                pairs.seq_len, self._data.end_of_text,
+                pairs.seq_len,
             )  # fmt: skip
             ratios.append(scores - self._data.reference.of_mismatched(source)[fitting])
         both = np.concatenate(ratios)

@@ -12,7 +12,7 @@ from torch import Tensor
 from zero2all.console import progress
 from zero2all.doctor.node_check import free_memory
 from zero2all.errors import Z2aError
-from zero2all.hardware import PeakFlops, compute_dtype, peak_flops, synchronize
+from zero2all.hardware import PeakFlops, compute_dtype, peak_at_least, peak_flops, synchronize
 from zero2all.model import document_starts
 from zero2all.model.cost.activations import activation_bytes, dropout_score_bytes, loss_bytes
 from zero2all.model.cost.flops import flops_per_token
@@ -44,12 +44,12 @@ class StepTiming:
 
 
 def time_steps(
-    recipe: Recipe, stage: ResolvedStage, tokens: Tensor, separator: int, device: torch.device
+    recipe: Recipe, stage: ResolvedStage, tokens: Tensor, is_first: Tensor | None, device: torch.device
 ) -> StepTiming:
     """Train samples ``tokens`` [samples, seq_len + 1] for a few steps in memory; fewer if all would take too long.
 
-    The recipe has its vocabulary and its hyperparameters; ``separator`` ends documents, for the document mask. Blocks
-    are not compiled, which could take minutes.
+    The recipe has its vocabulary and its hyperparameters; ``is_first`` marks the first token of each document, for the
+    document mask. Blocks are not compiled, which could take minutes.
     """
     options, config = recipe.train, recipe.model
     dtype = compute_dtype(options.compute_precision, device)
@@ -71,7 +71,7 @@ def time_steps(
     optimizers = build_optimizers(model.model, options.optimizer, model.param_groups, config.mup_width_mult)
     set_learning_rate(optimizers, options.optimizer, lr_multiplier=0.01)
     inputs, targets = tokens[:samples, :-1], tokens[:samples, 1:]
-    starts = document_starts(inputs, separator) if options.masks_documents else None
+    starts = None if is_first is None else document_starts(is_first[:samples, :-1])
     pass_seconds, update_seconds = [], []
     with progress("timing a few steps", 1 + TIMED_STEPS) as advance:
         for _ in range(1 + TIMED_STEPS):
@@ -87,10 +87,11 @@ def time_steps(
             pass_seconds.append(middle - begin)
             update_seconds.append(time.perf_counter() - middle)
             advance(1)
+    flops = samples * sample_flops / statistics.median(pass_seconds[1:])
     return StepTiming(
-        flops=samples * sample_flops / statistics.median(pass_seconds[1:]),
+        flops=flops,
         update_seconds=statistics.median(update_seconds[1:]),
-        peak=peak,
+        peak=peak_at_least(flops, peak, device, dtype),
         samples=samples,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,20 @@ class TeacherRows:
     logps_BSK: Tensor
 
 
+@dataclass(frozen=True)
+class TeacherIdentity:
+    """The function that a teacher computes: different weights at the same path are a different teacher."""
+
+    weights: str
+    """Checksum."""
+    config: dict[str, Any]
+    """With the kernels: weights say nothing about RoPE, windows or scales."""
+    dtype: str
+    """Of computation."""
+    device: str
+    """Its type: kernels, and so the last bits, are its own."""
+
+
 class Teacher:
     """A frozen model, sharded like the student. On GPUs in bf16 where the student is."""
 
@@ -55,15 +69,15 @@ class Teacher:
                 f"model {config.vocab_size}: teacher and student need the same tokenizer"
             )
         self.top_k = top_k
-        self.fingerprint = ranks.gather(
+        checksum = ranks.gather(
             lambda: weights.checksums(ranks.rank, ranks.world_size),
             lambda parts: fingerprint(functools.reduce(operator.or_, parts)),
         )
-        self._device = mesh.device
-        self.dtype = teacher_dtype(student.dtype, mesh.device)
-        if self.dtype != torch.float32:
-            self.fingerprint += f"-{dtype_name(self.dtype)}"
-        self.model = load_frozen_model(weights, student.recipe, mesh, self.dtype)
+        self._device, dtype = mesh.device, teacher_dtype(student.dtype, mesh.device)
+        self.model = load_frozen_model(weights, student.recipe, mesh, dtype)
+        self.identity = TeacherIdentity(
+            checksum, weights.config.model_dump(mode="json"), dtype_name(dtype), mesh.device.type
+        )
         self._shards = mesh.get_mesh("dp_shard").get_group() if mesh.dims.dp_shard > 1 else None
 
     @torch.no_grad()
@@ -97,6 +111,26 @@ def teacher_dtype(student: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" and student == torch.bfloat16 else torch.float32
 
 
+@dataclass(frozen=True)
+class TeacherCacheKey:
+    """Everything that changes what the teacher expects of a row, or how it is stored."""
+
+    teacher: TeacherIdentity
+    samples: str
+    """The fingerprint of the dataset: which tokens are in which row."""
+    seq_len: int
+    top_k: int
+    masks_documents: bool
+    """Whether the teacher sees the document of a token alone, from where the dataset lets it start."""
+    end_of_text_first: bool
+    version: int = 2
+    """Counts changes of how rows are computed from the same inputs."""
+
+    @property
+    def name(self) -> str:
+        return fingerprint(asdict(self))
+
+
 class TeacherCache:
     """Rows of a stage on disk: token ids, log-probabilities in fp16, and which rows are there.
 
@@ -108,11 +142,6 @@ class TeacherCache:
         self._paths = {name: directory / f"{number}" for number, name in enumerate(self._names)}
         self._shapes = {name: (count, seq_len, top_k) for name, count in rows.items()}
         ranks.on_rank0(lambda: self._create(directory))
-
-    @staticmethod
-    def key(teacher: str, samples: str, seq_len: int, top_k: int) -> str:
-        """``teacher`` and ``samples`` are fingerprints: other weights at the same path are another teacher."""
-        return fingerprint([1, teacher, samples, seq_len, top_k])
 
     def _create(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
 
 import torch
 
+from zero2all.console import say
 from zero2all.cpu_use import OtherCpuUse, busy_note
-from zero2all.hardware import MPS
+from zero2all.hardware import MPS, PeakFlops, measure_peak_again
 from zero2all.model.cost.flops import Recompute, flops_per_token, palm_flops_per_token
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.recipe import ModelConfig
 from zero2all.train.plan import Plan
 from zero2all.units import show_bytes, show_count, show_seconds
 
+PEAK_CHECK_SECONDS = 30.0  # between two measurements of the peak
 EMA_DECAY = 0.9  # averages over about ten steps
 
+UTILIZATION = ("mfu", "mfu_palm", "hfu")
 SHOWN_METRICS = ("reward", "rewards/accuracies", "rewards/margins")
 """Metrics of objectives that say more than their loss."""
-PER_RANK_METRICS = ("memory", "data_wait")
+PER_RANK_METRICS = ("memory", "memory_reserved", "data_wait")
 """Metrics that differ from rank to rank, beside ``StepTime.metrics``; all others are global, and the record of rank 0
 has them."""
 
@@ -33,18 +37,21 @@ class ThroughputMeter:
         plan: Plan,
         config: ModelConfig,
         device: torch.device,
-        peak_flops: float,
+        peak: PeakFlops,
+        dtype: torch.dtype,
         world_size: int = 1,
         recompute: Recompute = "none",
         recompute_every: int = 1,
     ) -> None:
-        """``peak_flops`` is that of one of the ``world_size`` devices."""
-        self.plan, self.config, self.device = plan, config, device
-        self.peak_flops, self.world_size = peak_flops, world_size
+        """``peak`` is that of one of the ``world_size`` devices, in ``dtype``."""
+        self.plan, self.config, self.device, self.dtype = plan, config, device, dtype
+        self.peak, self.world_size = peak, world_size
         self.recompute, self.recompute_every = recompute, recompute_every
         self.parameters = count_parameters(config).active
         self.tokens_per_second = self.data_wait = 0.0
         self._others = OtherCpuUse() if device.type == "cpu" else None
+        self._is_quiet = False  # whether other programs left the CPU alone until the last log line
+        self._peak_checked = -math.inf
         self._updates = 0
         self._last_update = time.perf_counter()  # or the end of what came after it: only training counts
 
@@ -60,36 +67,66 @@ class ThroughputMeter:
         self.tokens_per_second = decay * self.tokens_per_second + (1 - decay) * rate
         self.data_wait = decay * self.data_wait + (1 - decay) * data_wait_seconds / step_seconds
 
+    def check_peak(self, step: int) -> None:
+        """Measure the peak again where it was too low: training is faster, or the machine is no longer busy.
+
+        Not at every step, since it takes a second.
+        """
+        is_wrong = max(self._device_rates(step)) > self.peak.flops or (self.peak.was_busy and self._is_quiet)
+        now = time.monotonic()
+        if not (is_wrong and self.peak.is_measured and now - self._peak_checked > PEAK_CHECK_SECONDS):
+            return
+        self._peak_checked, before = now, self.peak
+        self.peak = measure_peak_again(self.peak, self.device, self.dtype)
+        if self.peak.flops > before.flops:
+            say(f"utilisation is now against {self.peak.source}: {self.peak.flops / before.flops:.2f} times as fast")
+
+    def _device_rates(self, step: int) -> tuple[float, float, float]:
+        """FLOPs per second of a device: as MFU counts them, by PaLM's formula, and with what is recomputed."""
+        seq_len = self.plan.stage_of(step).recipe.seq_len
+        flops = flops_per_token(self.config, seq_len)
+        palm_flops = palm_flops_per_token(self.config, self.parameters, seq_len)
+        hardware_flops = flops.hardware(self.recompute, every=self.recompute_every)
+        rate = self.tokens_per_second / self.world_size
+        return rate * flops.model, rate * palm_flops, rate * hardware_flops
+
     def restart_timer(self) -> None:
         """Do not count the time since the last update (a checkpoint, an evaluation) as training."""
         self._last_update = time.perf_counter()
 
     def metrics(self, step: int) -> dict[str, float]:
-        """For the record. MFU counts the FLOPs of the model, HFU also those of recomputation; TFLOP/s of a device."""
-        seq_len = self.plan.stage_of(step).recipe.seq_len
-        flops = flops_per_token(self.config, seq_len)
-        palm_flops = palm_flops_per_token(self.config, self.parameters, seq_len)
-        hardware_flops = flops.hardware(self.recompute, every=self.recompute_every)
-        device_rate = self.tokens_per_second / self.world_size
+        """For the record. MFU counts the FLOPs of the model, HFU also those of recomputation; TFLOP/s of a device.
+
+        Without utilization if training is faster than the peak, which is then wrong.
+        """
+        rates, utilization = self._device_rates(step), {}
+        if max(rates) <= self.peak.flops:
+            utilization = {
+                name: round(rate / self.peak.flops, 4) for name, rate in zip(UTILIZATION, rates, strict=True)
+            }
         return {
             "tokens_per_second": round(self.tokens_per_second, 1),
-            "tflops": round(device_rate * flops.model / 1e12, 4),
-            "mfu": round(device_rate * flops.model / self.peak_flops, 4),
-            "mfu_palm": round(device_rate * palm_flops / self.peak_flops, 4),
-            "hfu": round(device_rate * hardware_flops / self.peak_flops, 4),
+            "tflops": round(rates[0] / 1e12, 4),
+            **utilization,
             "memory": peak_memory_bytes(self.device),
+            **reserved_memory(self.device),
             "data_wait": round(self.data_wait, 4),
         }
 
     def step_line(self, step: int, loss: float, lr: float, grad_norm: float, source_metrics: dict[str, float]) -> str:
         """The log line. On a CPU it says if other programs used the machine since the line before."""
         busy = "" if self._others is None else busy_note(self._others.share())
+        self._is_quiet = not busy
         total, metrics = self.plan.total_steps, self.metrics(step)
         by_source = [
             f"{name.removeprefix('loss/')} {value:.3f}" for name, value in source_metrics.items() if "loss/" in name
         ]
         shown = [f"{name} {source_metrics[name]:.3f}" for name in SHOWN_METRICS if name in source_metrics]
         left = (self.plan.tokens_before(total) - self.plan.tokens_before(step + 1)) / self.tokens_per_second
+        utilization = [f"({busy})"] if busy else []
+        if "mfu" in metrics:
+            mfu, palm, hfu = (f"{100 * metrics[name]:.1f}%" for name in UTILIZATION)
+            utilization = [" ".join([f"MFU {mfu} (PaLM {palm}) HFU {hfu}", *utilization])]
         return "  ".join(
             [
                 f"step {step + 1}/{total} {100 * (step + 1) / total:5.1f}%",
@@ -99,13 +136,17 @@ class ThroughputMeter:
                 f"grad {grad_norm:.3f}",
                 f"{show_count(self.tokens_per_second)} tok/s",
                 f"{metrics['tflops']:.3g} TFLOP/s",
-                f"MFU {100 * metrics['mfu']:.1f}% (PaLM {100 * metrics['mfu_palm']:.1f}%) "
-                f"HFU {100 * metrics['hfu']:.1f}%" + (f" ({busy})" if busy else ""),
+                *utilization,
                 show_bytes(metrics["memory"]),
                 f"wait {100 * self.data_wait:.1f}%",
                 f"left {show_seconds(left)}",
             ]
         )
+
+
+def reserved_memory(device: torch.device) -> dict[str, float]:
+    """Peak bytes that the CUDA allocator holds, for tensors and in its cache: what the GPU lacks for anything else."""
+    return {"memory_reserved": torch.cuda.max_memory_reserved(device)} if device.type == "cuda" else {}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

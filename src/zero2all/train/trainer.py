@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -32,8 +32,7 @@ from zero2all.device_watch import DEVICE_WATCH
 from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
 from zero2all.environment import set_cuda_environment, set_dump_file
 from zero2all.errors import Interrupted, Z2aError
-from zero2all.hardware import MPS, compute_dtype, peak_flops, pick_device, set_deterministic
-from zero2all.model import document_starts
+from zero2all.hardware import MPS, PeakFlops, compute_dtype, peak_flops, pick_device, set_deterministic
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.model.cost.optimizer_state import weight_dtype
@@ -56,6 +55,7 @@ from zero2all.train.data_loader import Batch, DataLoader
 from zero2all.train.device_batch import BatchCopier, HostCopy
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, stored_micro_batch, with_hyperparameters
+from zero2all.train.idle_step import idle_reason
 from zero2all.train.initial_weights import load_initial_weights
 from zero2all.train.island_run import build_outer_optimizer, connect_islands, island_place, with_island_run
 from zero2all.train.islands import Islands
@@ -70,7 +70,7 @@ from zero2all.train.samples import record_samples
 from zero2all.train.show_plan import read_lr_history, say_run
 from zero2all.train.signals import stop_requested
 from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
-from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spike
+from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spike, shown_norms
 from zero2all.train.step_objective import StepLoss, TokenObjective
 from zero2all.train.step_timer import StepMarks, StepTime, StepTimer
 from zero2all.train.throughput import PER_RANK_METRICS, ThroughputMeter
@@ -138,6 +138,8 @@ class LaunchedStep:
     batch: Batch
     metrics: HostCopy
     """Sums of the objective, stop flags, norm of the gradient."""
+    layer_norms: HostCopy
+    """Norm of the gradient by layer."""
     marks: StepMarks
     """Complete when the metrics are."""
 
@@ -261,7 +263,7 @@ class Trainer:
             self.rank_group.on_all_ranks(partial(map_optimizer_state, self.optimizers, directory))
         if self.evaluate is not None and self.recipe.evals.every is not None and not self.model.is_replicated:
             say("validation generates no samples: the weights are sharded; use 'z2a generate' with a checkpoint")
-        self.copier = BatchCopier(device, self._document_starts, self.model.micro_batch_rows)
+        self.copier = BatchCopier(device, self.model.micro_batch_rows)
         self.timer = StepTimer.for_device(device)
         self.guard = SpikeDetector(options.guard)
         self._late_step: LaunchedStep | None = None  # whose metrics are not read yet
@@ -269,6 +271,7 @@ class Trainer:
         self._flash_due_at: int | None = None  # the step of a state in memory that waits for an exchange
         self._retried_steps: set[int] = set()  # steps that were repeated with the same data
         self._consecutive_spikes = 0
+        self._was_idle = False  # whether a step without anything to learn has been reported
 
     def _init_checkpoints(self, extend: ExtendMode | None) -> None:
         recipe, run, ranks = self.recipe, self.run, self.rank_group
@@ -320,16 +323,16 @@ class Trainer:
             run.save_metadata(self.identity, self.tokenizer, self.mesh.device, self.initial_weights)
             self.hooks.on_run(run, self.config, self.mesh.device, self.mesh.dims.world_size)
             history = read_lr_history(run.directory, self.first_step)
-        self.peak_flops = peak_flops(self.mesh.device, self.model.dtype)
-        say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, self.peak_flops.source, history)
+        peak = peak_flops(self.mesh.device, self.model.dtype)
+        say_run(self.plan, self.model, recipe.train.optimizer.peak_lr, self.chosen, peak.source, history)
         self.heartbeat.record_phase(StartupPhase.LOADED, done=None if restored is None else restored.step)
-        self.throughput = self._build_throughput_meter()
+        self.throughput = self._build_throughput_meter(peak)
         if restored is not None:
             self._restore_state(restored.state)
         elif self.islands is not None:
             self.islands.restore(None)
 
-    def _build_throughput_meter(self) -> ThroughputMeter:
+    def _build_throughput_meter(self, peak: PeakFlops) -> ThroughputMeter:
         parallel = self.recipe.parallel
         mode = parallel.activation_checkpointing
         recompute: Recompute = "none" if mode == "budget" else mode  # what the compiler recomputes is unknown
@@ -337,7 +340,8 @@ class Trainer:
             self.plan,
             self.config,
             self.mesh.device,
-            self.peak_flops.flops,
+            peak,
+            self.model.dtype,
             self.mesh.dims.world_size * parallel.islands,
             recompute,
             parallel.activation_checkpointing_every,
@@ -431,7 +435,6 @@ class Trainer:
         batch = step_loss.batch or batch
         losses = self._forward_backward(batch, step_loss)
         self.hooks.on_gradients(model)
-        self._record_layer_norms(batch.step)
         with self.timer.part("optimizer"):
             grad_norm = model.clip_grad_norm_(self.recipe.train.optimizer.max_grad_norm)  # by the norm over all ranks
         with self.timer.part("logging"):
@@ -441,21 +444,32 @@ class Trainer:
             norms = grad_norm.to(sums).expand(1, sums.shape[1])
             unsent = model.unsent_norm().to(sums).expand(1, sums.shape[1])
             marks = self.timer.finish_step()  # before the copy, so that they are complete when it is
-            return LaunchedStep(batch, HostCopy(torch.cat([sums, norms, unsent])), marks)
+            layer_norms = HostCopy(model.layer_grad_norms)
+            return LaunchedStep(batch, HostCopy(torch.cat([sums, norms, unsent])), layer_norms, marks)
 
     def _judge_step(self, launched: LaunchedStep) -> StepResult:
         """Read the metrics, the one place where the host waits for the device, and check for a spike."""
         batch = launched.batch
         with self.timer.part("logging"):
             *rows, stop_flags, (norm, *_), (unsent, *_) = launched.metrics.tolist()
+            layer_norms = launched.layer_norms.tolist()
             step_time = launched.marks.read()
+            self._record_layer_norms(batch.step, layer_norms)
         loss = self.objective.loss(rows, batch)
         # The loss of reinforcement learning is near 0 by construction: its changes mean nothing.
         is_around_zero = self.recipe.train.objective.name == "grpo" and math.isfinite(loss)
-        action = self.check_spike(batch, 0.0 if is_around_zero else loss, norm)
+        action = self.check_spike(batch, 0.0 if is_around_zero else loss, norm, layer_norms)
         lr = self.recipe.train.optimizer.peak_lr * batch.stage.lr_multiplier(batch.step)
         metrics = {**self.objective.metrics(rows), **self._sync_metrics(unsent, norm)}
+        self._warn_if_idle(batch, metrics)
         return StepResult(loss, norm, lr, metrics, action, any(stop_flags), step_time)
+
+    def _warn_if_idle(self, batch: Batch, metrics: Mapping[str, float]) -> None:
+        """Once: training goes on, and would look as if it learned."""
+        reason = None if self._was_idle else idle_reason(batch, self.recipe.train.objective, metrics)
+        if reason is not None:
+            self._was_idle = True
+            warn(f"step {batch.step + 1} learns nothing: {reason}")
 
     def _sync_metrics(self, unsent: float, grad_norm: float) -> dict[str, float]:
         """What synchronization sent, and with PowerSGD what it has left to send, as a share of the gradient."""
@@ -543,7 +557,9 @@ class Trainer:
 
     def _forward_backward(self, batch: Batch, step_loss: StepLoss) -> Tensor:
         with self.timer.part("data"):
-            tensors = batch.on_device or self.copier.copy(batch.inputs, batch.targets, batch.micro_batch_size)
+            tensors = batch.on_device or self.copier.copy(
+                batch.inputs, batch.targets, batch.doc_starts, batch.micro_batch_size
+            )
             tensors.wait()
         with self.timer.part("backward"):  # forward passes and losses are found by hooks of the model
             return self.model.forward_backward(
@@ -562,6 +578,8 @@ class Trainer:
         """Record the step; at intervals log it, validate, save a checkpoint. Stop here if it was requested."""
         step, done, last = batch.step, batch.step + 1, batch.step + 1 == self.plan.total_steps
         self.throughput.update(step, self.loader.data_wait_seconds)
+        with self.timer.paused():
+            self.throughput.check_peak(step)
         self.hooks.on_step(step, result.time)
         with self.timer.part("logging"):
             self._record_step(step, result)
@@ -597,11 +615,6 @@ class Trainer:
         if rope != (config.rope_theta, config.rope_scaling):
             self.model.set_rope(*rope)
 
-    def _document_starts(self, inputs: Tensor) -> Tensor | None:
-        """Where the document of each token begins, if the recipe masks across documents."""
-        options, end_of_text = self.recipe.train, self.tokenizer.eos_token_id
-        return document_starts(inputs, end_of_text, options.end_of_text_first) if options.masks_documents else None
-
     # Record and validation
 
     def _open_record(self) -> RunRecord:
@@ -622,7 +635,7 @@ class Trainer:
             **({} if self.islands is None else self.islands.take_metrics()),
         }
         if self.mesh.rank > 0:
-            metrics = {name: metrics[name] for name in PER_RANK_METRICS}
+            metrics = {name: metrics[name] for name in PER_RANK_METRICS if name in metrics}
         self.record.step(step, **metrics, **result.time.metrics(self.mesh.rank))
 
     def _validate(self, step: int, evaluate: Evaluator) -> None:
@@ -641,13 +654,10 @@ class Trainer:
         if self.mesh.rank == 0:
             record_samples(self.record, step, self.model, self.tokenizer, self.recipe)
 
-    def _record_layer_norms(self, step: int) -> None:
+    def _record_layer_norms(self, step: int, norms: list[float]) -> None:
         every = self.recipe.track.layer_norms_every
-        if every is not None and (step + 1) % every == 0:
-            with self.timer.part("logging"):
-                norms = self.model.layer_grad_norms()
-                if self.mesh.rank == 0:
-                    self.record.histogram(step, "gradient norm by layer", norms, range(len(norms) + 1))
+        if self.mesh.rank == 0 and every is not None and (step + 1) % every == 0:
+            self.record.histogram(step, "gradient norm by layer", norms, range(len(norms) + 1))
 
     def _record_replica(self, sent: SentReplica) -> None:
         self.record.event("replica", **asdict(replace(sent, seconds=round(sent.seconds, 3))))
@@ -667,7 +677,9 @@ class Trainer:
 
     # Loss spikes
 
-    def check_spike(self, batch: Batch, loss: float, grad_norm: float) -> SpikeAction:
+    def check_spike(
+        self, batch: Batch, loss: float, grad_norm: float, layer_norms: Sequence[float] = ()
+    ) -> SpikeAction:
         """Whether to update, to skip the update, or to resume at ``resume_step`` after a rollback; all ranks agree."""
         step, policy = batch.step, self.guard.recipe.policy
         scale = self.model.loss_scaler
@@ -680,10 +692,11 @@ class Trainer:
             return "update"
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if not finite and policy == "warn":
-            self.record.event("not finite", step=step, loss=str(loss), grad_norm=str(grad_norm))
+            norms = shown_norms(layer_norms)
+            self.record.event("not finite", step=step, loss=str(loss), grad_norm=str(grad_norm), layer_norms=norms)
             raise Z2aError(self._not_finite_message(step, loss, grad_norm))
         if self.mesh.rank == 0:  # every rank sees the same spike
-            report_spike(batch, reason, policy, self.run.directory, self.record)
+            report_spike(batch, reason, policy, layer_norms, self.run.directory, self.record)
         if policy == "warn":
             return "update"
         self._consecutive_spikes += 1

@@ -62,7 +62,7 @@ def forward(model_config: ModelConfig, packed: bool = False, autograd: bool = Tr
         documents = {}
         if packed:
             cu_seqlens_1N = torch.zeros(1, DOCUMENTS + 1, dtype=torch.int32)  # the loader finds them, on the CPU
-            documents = {"doc_starts_BS": document_starts(tokens_BS, 0), "cu_seqlens_1N": cu_seqlens_1N}
+            documents = {"doc_starts_BS": document_starts(tokens_BS == 0), "cu_seqlens_1N": cu_seqlens_1N}
         losses_BS = model(tokens_BS, targets_BS=tokens_BS, **documents)
     assert losses_BS.device == CUDA
     assert losses_BS.dtype == torch.float32

@@ -83,22 +83,24 @@ def assert_same(ours: Z2all, loss: Tensor, model: Any, their_loss: Tensor) -> No
     assert compared > 10
 
 
-def packed_rows(sequences: list[tuple[list[int], list[int]]], end_of_text: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Prompts and answers in one row: inputs, targets, and the answer that each target is of."""
-    tokens, segments = [], []
+def packed_rows(
+    sequences: list[tuple[list[int], list[int]]], end_of_text: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Prompts and answers in one row: inputs, targets, the answer that each target is of, and first tokens."""
+    tokens, segments, first = [], [], []
     for number, (prompt, answer) in enumerate(sequences, 1):
         tokens += [*prompt, *answer, end_of_text]
         segments += [0] * len(prompt) + [number] * len(answer) + [0]
+        first += [True] + [False] * (len(tokens) - len(first) - 1)
     inputs, targets = torch.tensor([tokens[:-1]]), torch.tensor([tokens[1:]])
     segments_BS = torch.tensor([segments[1:]])
     targets[segments_BS == 0] = IGNORE_INDEX
-    return inputs, targets, segments_BS
+    return inputs, targets, segments_BS, torch.tensor([first[:-1]])
 
 
 def our_losses(model: Z2all, sequences: list[tuple[list[int], list[int]]], end_of_text: int) -> tuple[Tensor, Tensor]:
-    inputs, targets, segments_BS = packed_rows(sequences, end_of_text)
-    starts = document_starts(inputs, end_of_text, end_of_text_first=False)
-    losses: Tensor = model(inputs, targets_BS=targets, doc_starts_BS=starts)
+    inputs, targets, segments_BS, is_first_BS = packed_rows(sequences, end_of_text)
+    losses: Tensor = model(inputs, targets_BS=targets, doc_starts_BS=document_starts(is_first_BS))
     return losses, segments_BS
 
 

@@ -56,18 +56,17 @@ class AttentionBackend:
     """The same with attention weights dropped with the probability given last; None if the kernel cannot."""
 
 
-def document_starts(tokens_BS: Tensor, end_of_text: int, end_of_text_first: bool = True) -> Tensor:
-    """Where the document of each position begins, int32 [B, S].
+def document_starts(is_first_BS: Tensor) -> Tensor:
+    """Where the document of each position starts, int32 [B, S], from the positions that are the first of a document.
 
-    A document begins at the end-of-text token that stands before it, as a prompt does in generation: so its first
-    word has something to be predicted from, and nothing is predicted from another document. Without
-    ``end_of_text_first`` it begins after that token, as a conversation does that a chat template renders.
+    >>> document_starts(torch.tensor([[False, False, True, False]]))
+    tensor([[0, 0, 2, 2]], dtype=torch.int32)
+
+    These positions come from whatever packed the rows: no token says that it ends a document, since a chat template
+    may write the end-of-text token after every message.
     """
-    places = torch.arange(tokens_BS.shape[1], device=tokens_BS.device, dtype=torch.int32)
-    begins = tokens_BS == end_of_text
-    if not end_of_text_first:
-        begins = torch.nn.functional.pad(begins[:, :-1], (1, 0))
-    starts: Tensor = torch.where(begins, places, 0).cummax(dim=1).values
+    places = torch.arange(is_first_BS.shape[1], device=is_first_BS.device, dtype=torch.int32)
+    starts: Tensor = torch.where(is_first_BS, places, 0).cummax(dim=1).values
     return starts
 
 
