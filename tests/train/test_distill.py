@@ -214,7 +214,9 @@ def likeliest_on_ranks(path: Path, recipe: Recipe) -> dict[str, Any]:
     model = ParallelModel(resolve_model_config(recipe, Tokenizer(recipe.tokenizer_dir)), recipe.parallel, mesh, seed=0)
     teacher = Teacher(path, model, 4, RankGroup())
     rows = ROWS[: len(ROWS) if mesh.dp_rank == 0 else 0]
-    found = teacher.likeliest(rows, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero2all.train.teacher.BATCH_TOKENS", 32)  # three passes for rank 0, none for rank 1
+        found = teacher.likeliest(rows, None)
     parameters = list(teacher.model.parameters())
     return {
         "ids": found.ids_BSK, "logps": found.logps_BSK, "trained": any(one.requires_grad for one in parameters),
@@ -225,10 +227,7 @@ def likeliest_on_ranks(path: Path, recipe: Recipe) -> dict[str, Any]:
 ROWS = torch.randint(1, 200, (3, 32), generator=torch.Generator().manual_seed(1))
 
 
-def test_a_teacher_is_sharded_like_the_student(
-    workspace: Path, teacher: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zero2all.train.teacher.BATCH_TOKENS", 32)  # three passes for rank 0, none for rank 1
+def test_a_teacher_is_sharded_like_the_student(workspace: Path, teacher: Run, tmp_path: Path) -> None:
     recipe = student(workspace, teacher, tmp_path)
     alone = likeliest_on_ranks(teacher.directory, recipe)
     logits = teacher.load_model()(ROWS)
