@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import secrets
+import shlex
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,13 +18,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zero2all.console import warn
+from zero2all.console import sanitize, say, warn
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import host_id, is_process_alive
+from zero2all.paths import RemotePath
 from zero2all.records import decode_json, parse_record
+from zero2all.redact import redact
 
 NO_FLOCK_ERRNOS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 LOCK_HEARTBEAT_INTERVAL = 15.0  # seconds between two heartbeats of a holder
+MAX_COMMAND_CHARACTERS = 200
+TELL_AFTER = 2.0  # seconds of waiting before the user hears of it
 STALE_AFTER = 120.0  # seconds without a heartbeat after which a holder is dead
 
 
@@ -34,6 +41,26 @@ class LockUser:
     """What the lock is for; the lock file may be somewhere else."""
     option: str
     """How the user chooses another directory."""
+
+
+@contextmanager
+def lock_output(out: Path, stage: str) -> Iterator[None]:
+    """One process at a time writes the output of a stage; others wait for it.
+
+    The lock is beside the output, since a stage replaces its output as a whole. Object stores have no locks, and
+    where nothing can be written no lock is needed.
+    """
+    place = out.with_name(f".{out.name}.lock")
+    if isinstance(out, RemotePath) or not _is_writable(place):
+        yield
+        return
+    with lock_directory(place, LockUser(stage, out, "out"), patience=math.inf):
+        yield
+
+
+def _is_writable(directory: Path) -> bool:
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    return os.access(existing, os.W_OK)
 
 
 @contextmanager
@@ -67,8 +94,12 @@ def lock_directory(place: Path, user: LockUser, patience: float) -> Iterator[Non
 
 
 def _wait_for_lock(acquire: Callable[[], bool], patience: float, user: LockUser, holder: Callable[[], str]) -> None:
-    deadline = time.monotonic() + patience
+    start = time.monotonic()
+    deadline, is_told = start + patience, False
     while not acquire():
+        if patience > TELL_AFTER and not is_told and time.monotonic() - start > TELL_AFTER:
+            say(f"waiting for another {user.name} in {user.directory} ({holder()})")
+            is_told = True
         if time.monotonic() > deadline:
             raise UsageError(
                 f"another {user.name} works in {user.directory} ({holder()}): wait for it, stop it, or give "
@@ -183,13 +214,18 @@ class LockHolder:
     pid: int
     host: str
     host_id: str = ""
+    command: str = ""
     token: str = ""
     """Tells holders apart where a file that was created exclusively is the lock."""
 
 
 def _own_identity(token: str = "") -> bytes:
-    identity = asdict(LockHolder(os.getpid(), socket.gethostname(), host_id(), token))
+    identity = asdict(LockHolder(os.getpid(), socket.gethostname(), host_id(), _own_command(), token))
     return json.dumps({name: value for name, value in identity.items() if value}).encode()
+
+
+def _own_command() -> str:
+    return redact(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))[:MAX_COMMAND_CHARACTERS]
 
 
 def _is_dead(identity: bytes) -> bool:
@@ -200,7 +236,9 @@ def _is_dead(identity: bytes) -> bool:
 
 def _describe_holder(identity: bytes) -> str:
     holder = _parse_identity(identity)
-    return "unknown process" if holder is None else f"process {holder.pid} on {holder.host}"
+    if holder is None:
+        return "unknown process"
+    return f"process {holder.pid} on {holder.host}" + (f": {sanitize(holder.command)}" if holder.command else "")
 
 
 def _parse_identity(identity: bytes) -> LockHolder | None:

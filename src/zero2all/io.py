@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 1 << 16, 16  # 1 MiB of each file
+MAX_FILE_BYTES = 1 << 28  # of a JSON file or a tokenizer
 HISTORY_FILE = "history.json"  # of a run: see checkpoint/lineage.py
 
 
@@ -315,11 +316,39 @@ def write_json(target: Path, value: Any) -> None:
     write_text(target, json_text(value))
 
 
+def check_regular(path: Path, most: int | None = None) -> None:
+    """Raise unless a file that may come from elsewhere is a regular one, of up to ``most`` bytes.
+
+    To read a pipe or a device may take for ever.
+    """
+    if isinstance(path, RemotePath):
+        return
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise Z2aError(f"{path} is not a regular file")
+    if most is not None and found.st_size > most:
+        raise Z2aError(f"{path} has {show_bytes(found.st_size)}; at most {show_bytes(most)} are read")
+
+
+def read_regular(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
+    """The bytes of a file that may come from elsewhere, such as the directory of a model."""
+    check_regular(path, most)
+    return path.read_bytes()
+
+
 def read_json(path: Path) -> Any:
     try:
-        return decode_json(path.read_text(encoding="utf-8"))
+        return decode_json(read_regular(path).decode("utf-8"))
     except ValueError as error:  # invalid JSON or UTF-8
         raise Z2aError(f"{path} is damaged ({error}); remove it and run the stage again") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file from elsewhere that has to hold an object."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise Z2aError(f"{path} is damaged: it holds no JSON object")
+    return value
 
 
 def read_record(record: type[Record], path: Path) -> Record:

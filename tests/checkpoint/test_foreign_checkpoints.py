@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import shutil
 import tracemalloc
 import types
@@ -109,18 +110,34 @@ def z2a(words: list[str], run: Path) -> tuple[int, str]:
     return done.exit_code, json.loads(done.stdout).get("error", "")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+VERIFY = ["ckpt", "verify", "RUN", "--step", "8"]
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "verify"])
 def test_no_command_runs_what_a_checkpoint_brings(name: str, run: Path, tmp_path: Path) -> None:
-    assert z2a(COMMANDS[name], run) == (0, "")
+    command = {**COMMANDS, "verify": VERIFY}[name]
+    assert z2a(command, run) == (0, "")
     shutil.rmtree(run / "hf", ignore_errors=True)
     for step in (run / "checkpoints").glob("step-*"):
         add_payload(step, tmp_path / "mark")
-    code, error = z2a(COMMANDS[name], run)
+    code, error = z2a(command, run)
     assert not (tmp_path / "mark").exists()
     assert code == 1
     assert "/.metadata contains" in error
     assert "io.open" in error  # the refused type
     assert "\n" not in error
+
+
+def test_verify_compares_sizes_with_the_manifest(run: Path, tmp_path: Path) -> None:
+    step = run / "checkpoints" / "step-00000008"
+    sizes = json.loads((step / "manifest.json").read_text())["sizes"]
+    add_payload(step, tmp_path / "mark")
+    manifest = json.loads((step / "manifest.json").read_text())
+    (step / "manifest.json").write_text(json.dumps(manifest | {"sizes": sizes}))
+    code, error = z2a(VERIFY, run)
+    assert code == 1
+    assert re.search(rf"\.metadata has \d+ bytes instead of {sizes['.metadata']}", error)
+    assert not (tmp_path / "mark").exists()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

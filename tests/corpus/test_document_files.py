@@ -19,6 +19,7 @@ import tracemalloc
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -26,6 +27,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus import document_files as make
+from zero2all import limited_child, limited_process
 from zero2all.corpus import BuiltCorpus, build_corpus, summary_lines
 from zero2all.corpus.file_stats import FileStats
 from zero2all.corpus.ingest import read_documents
@@ -53,6 +55,7 @@ from zero2all.corpus.readers.web_pages import close_empty_elements, html_to_text
 from zero2all.corpus.readers.xml_parts import TextOf, parse_xml
 from zero2all.corpus.sniff import sniff
 from zero2all.recipe import CorpusRecipe, SourceRecipe
+from zero2all.tokenizer import template_child
 
 pytest.importorskip("pypdf")
 try:
@@ -85,7 +88,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
             super().__init__(*args, **options)
             started.append(self)
 
-    monkeypatch.setattr(reader_process.subprocess, "Popen", Noted)
+    monkeypatch.setattr(limited_process.subprocess, "Popen", Noted)
     return started
 
 
@@ -397,8 +400,9 @@ def _measured(function: Callable[..., T], *args: object) -> tuple[T, int]:
 
 
 def build_with_strict_limits(recipe: CorpusRecipe, documents: Path) -> BuiltCorpus:
+    limits = replace(STRICT, reader_seconds=3)  # to import a parser takes a second on a busy machine
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "ReadLimits", lambda: STRICT)
+        patch.setattr(records, "ReadLimits", lambda: limits)
         return build_corpus(recipe, documents)
 
 
@@ -571,13 +575,10 @@ def test_a_zip_directory_is_counted_not_believed(tmp_path: Path) -> None:
 
 PROGRAM = """
 import os, sys
-from multiprocessing.connection import Connection
-sys.path.insert(0, {directory!r})
-from reader_child import limit_resources
-connection = Connection(int(sys.argv[2]))
-limit_resources(int(sys.argv[4]), int(sys.argv[5]))
-connection.recv_bytes()
-{action}
+
+def main(connection, *words):
+    connection.recv_bytes()
+    {action}
 """
 
 
@@ -596,8 +597,7 @@ def test_a_parser_that_hangs_or_crashes_takes_only_its_file_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen[bytes]], action: str, reason: str
 ) -> None:
     program = tmp_path / "program.py"
-    directory = str(Path(reader_child.__file__).parent)
-    program.write_text(PROGRAM.format(directory=directory, action=action))
+    program.write_text(PROGRAM.format(action=action))
     monkeypatch.setattr(reader_process, "PROGRAM", program)
     start = time.monotonic()
     with pytest.raises(UnreadableFileError, match=re.escape(reason)):
@@ -608,9 +608,7 @@ def test_a_parser_that_hangs_or_crashes_takes_only_its_file_with_it(
 
 def test_a_parser_that_neither_computes_nor_answers_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "program.py"
-    program.write_text(
-        PROGRAM.format(directory=str(Path(reader_child.__file__).parent), action="connection.recv_bytes()")
-    )
+    program.write_text(PROGRAM.format(action="connection.recv_bytes()"))
     monkeypatch.setattr(reader_process, "PROGRAM", program)
     monkeypatch.setattr(reader_process, "WALL_FACTOR", 0.5)
     with pytest.raises(UnreadableFileError, match="takes more than 1 s"):
@@ -627,7 +625,7 @@ def test_a_parser_gets_no_more_memory_than_its_limit(tmp_path: Path) -> None:
 def test_a_parser_sees_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "program.py"
     action = "connection.send_bytes(b'F' + repr(sorted(os.environ)).encode()); connection.recv_bytes()"
-    program.write_text(PROGRAM.format(directory=str(Path(reader_child.__file__).parent), action=action))
+    program.write_text(PROGRAM.format(action=action))
     monkeypatch.setattr(reader_process, "PROGRAM", program)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with pytest.raises(UnreadableFileError) as caught:
@@ -658,8 +656,9 @@ def test_damaged_files_raise_nothing_but_reasons(tmp_path: Path, name: str) -> N
         outcomes(tmp_path / name, STRICT)
 
 
-def test_the_program_that_parses_imports_nothing_large() -> None:
+def test_programs_for_untrusted_input_import_nothing_large() -> None:
     code = "import sys, runpy; runpy.run_path(sys.argv[1]); print(*sorted(sys.modules))"
-    words = [sys.executable, "-P", "-c", code, reader_child.__file__]
-    loaded = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
-    assert not {"zero2all", "numpy", "pyarrow", "pypdf"} & set(loaded)
+    for program in (limited_child, reader_child, template_child):
+        words = [sys.executable, "-P", "-c", code, program.__file__]
+        loaded = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+        assert not {"zero2all", "numpy", "pyarrow", "pypdf"} & set(loaded)

@@ -19,6 +19,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from zero2all.elastic import rendezvous_client as client_module
+from zero2all.elastic import serve_rendezvous as serve_module
 from zero2all.elastic.job_events import JobEvent
 from zero2all.elastic.job_secret import find_secret, new_secret
 from zero2all.elastic.node_exclusion import FailureFacts
@@ -512,3 +513,21 @@ def test_two_nodes_test_each_other_after_a_hang(cluster: Cluster) -> None:
     assert sorted(cluster.meet(*nodes)) == [0, 1]
     assert [node.assignment.node_test for node in nodes if node.assignment is not None] == [True, True]
     assert nodes[0].client.status.excluded == ()
+
+
+@pytest.mark.parametrize("listen", [None, "127.0.0.2"])
+def test_without_listen_the_command_serves_its_own_machine(
+    listen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bound: list[tuple[str, int]] = []
+
+    class Bound(RendezvousServer):
+        def serve(self) -> None:
+            bound.append(self._socket.getsockname())
+            self._socket.close()
+
+    monkeypatch.setattr(serve_module, "RendezvousServer", Bound)
+    monkeypatch.setattr(serve_module, "default_address", lambda: "10.1.2.3")
+    serve_module.serve_rendezvous(0, listen, tmp_path / "secret")
+    assert [address for address, _ in bound] == [listen or "127.0.0.1"]
+    assert ("start it with --listen 10.1.2.3" in capsys.readouterr().err) == (listen is None)

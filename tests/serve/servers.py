@@ -14,6 +14,7 @@ import uvicorn
 from zero2all.serve.api_answers import ServedModel
 from zero2all.serve.app import ServerLimits, build_api
 from zero2all.serve.engine import Engine
+from zero2all.track.server import server_config
 
 KEY = "a key of the tests"
 
@@ -31,7 +32,7 @@ def serve(engine: Engine, model: ServedModel, limits: ServerLimits | None = None
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        server = uvicorn.Server(server_config(app))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         try:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ from tests.serve.servers import KEY, Served, serve, wait_until_idle
 from zero2all.generation import SamplingParams
 from zero2all.generation.decoder import Request
 from zero2all.serve.app import ServerLimits
-from zero2all.serve.engine import Engine, Failure
+from zero2all.serve.engine import Engine, Failure, TooManyAnswersError
 from zero2all.serve.tool_calls import parse_tool_calls
 from zero2all.train import Run
 
@@ -352,3 +353,138 @@ def test_the_decoder_never_generates_a_special_token_that_was_not_allowed(served
         engine.submit([Request(0, [5, 6], 20, SamplingParams(max_tokens=20, temperature=1.0))], receive)
         assert ended.wait(30)
     assert set(found[0]) & set(ids) <= set(tokenizer.stop_token_ids)
+
+
+class RaisingConstraint:
+    """Allows all tokens, and raises after some."""
+
+    def __init__(self, vocab_size: int, in_accept: bool) -> None:
+        self._everything, self._in_accept, self._left = torch.ones(vocab_size, dtype=torch.bool), in_accept, 3
+
+    def allowed(self) -> torch.Tensor:
+        self._left -= 1
+        if self._left < 0 and not self._in_accept:
+            raise RuntimeError("grammar")
+        return self._everything
+
+    def accept(self, token: int) -> None:
+        if self._left <= 0 and self._in_accept:
+            raise RuntimeError("grammar")
+
+
+def poison_row(engine: Engine, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of one request become NaN after some tokens."""
+    decoder, original = engine._decoder, engine._decoder._model_logits
+
+    def logits(*given: Any) -> Any:
+        found = original(*given)
+        for number, row in enumerate(decoder._rows[len(decoder._rows) - len(found) :]):
+            if row.request.index == index and len(row.pieces) > 2:
+                found[number] = torch.nan
+        return found
+
+    monkeypatch.setattr(decoder, "_model_logits", logits)
+
+
+def stream_all(engine: Engine, requests: list[Request]) -> dict[int, list[Any]]:
+    """All pieces of each request; submitted before the engine starts, so that they share their steps."""
+    pieces: dict[int, list[Any]] = {number: [] for number in range(len(requests))}
+    left, done = [len(requests)], threading.Event()
+
+    def receive(place: int, piece: Any) -> None:
+        pieces[place].append(piece)
+        if isinstance(piece, Failure) or piece.completion is not None:
+            left[0] -= 1
+            if not left[0]:
+                done.set()
+
+    for place, request in enumerate(requests):
+        engine.submit([request], lambda piece, place=place: receive(place, piece))
+    with engine:
+        assert done.wait(120)
+        wait_until_idle(engine)
+    return pieces
+
+
+@pytest.mark.parametrize("bad", ["allowed", "accept", "nan"])
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_request_that_fails_ends_alone(
+    served_run: Run, monkeypatch: pytest.MonkeyPatch, bad: str, place: int
+) -> None:
+    tokenizer = served_run.tokenizer()
+    params = SamplingParams(max_tokens=12, seed=5)
+    good = [Request(0, [5 + number, 6, 7], 12, params) for number in range(4)]
+
+    def run(requests: list[Request], poisoned: bool) -> dict[int, list[Any]]:
+        engine = Engine(served_run.load_model(), tokenizer, rows=4, max_waiting=4)
+        if poisoned:
+            poison_row(engine, place, monkeypatch)
+        found = stream_all(engine, requests)
+        assert engine.stats.failed == sum(isinstance(pieces[-1], Failure) for pieces in found.values())
+        return found
+
+    expected = run(good, poisoned=False)
+    constraint = None if bad == "nan" else RaisingConstraint(tokenizer.vocab_size, bad == "accept")
+    broken = [replace(one, constraint=constraint) if n == place else one for n, one in enumerate(good)]
+    found = run(broken, poisoned=bad == "nan")
+    assert isinstance(found[place][-1], Failure)
+    assert ("NaN" if bad == "nan" else "RuntimeError") in found[place][-1].reason
+    for other in set(found) - {place}:
+        assert [piece.text for piece in found[other]] == [piece.text for piece in expected[other]]
+        ours, theirs = found[other][-1].completion, expected[other][-1].completion
+        assert replace(ours, logprobs=[]) == replace(theirs, logprobs=[])
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)  # batches of other sizes round differently
+
+
+def test_without_memory_all_requests_fail_with_the_reason(served_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(served_run.load_model(), served_run.tokenizer(), rows=2, max_waiting=4)
+
+    def fail(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(engine._decoder, "_note_token", fail)
+    found = stream_all(engine, [Request(0, [5], 4, SamplingParams(max_tokens=4)) for _ in range(2)])
+    assert [pieces[-1].reason for pieces in found.values()] == ["OutOfMemoryError"] * 2
+
+
+def test_one_large_request_shuts_nobody_out(served_run: Run) -> None:
+    """Rows go to all requests in turn, and a request that no queue could hold is an error of its own."""
+    tokenizer = served_run.tokenizer()
+    engine = Engine(served_run.load_model(), tokenizer, rows=4, max_waiting=4)
+    order: list[str] = []
+    ended = threading.Event()
+
+    def receive(name: str, piece: Any) -> None:
+        if piece.completion is not None:
+            order.append(name)
+            if len(order) == 31:
+                ended.set()
+
+    request = Request(0, [5, 6], 4, SamplingParams(max_tokens=4))
+    with pytest.raises(TooManyAnswersError, match="33 answers, and this server takes up to 32"):
+        engine.submit([request] * 33, print)
+    engine.submit([request] * 30, lambda piece: receive("large", piece))
+    engine.submit([request], lambda piece: receive("small", piece))
+    with engine:
+        assert ended.wait(120)
+    assert order.index("small") < 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_surrogate_is_an_answer(http: httpx.Client, stream: bool) -> None:
+    body = b'{"prompt": "a\\uD800b", "max_tokens": 1, "echo": true, "stream": %s}' % str(stream).lower().encode()
+    answer = http.post("/v1/completions", content=body)
+    assert answer.status_code == 200
+    assert "a\ufffdb" in answer.text
+    assert stream == answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_message_of_all_private_use_characters_is_a_400(http: httpx.Client) -> None:
+    said = "".join(map(chr, range(0x100000, 0x10FFFE)))
+    answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": said}]})
+    check_error(answer, 400, "private-use")
+
+
+def test_a_request_for_more_answers_than_the_server_takes_is_a_400(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": ["a"] * 128, "n": 16, "max_tokens": 120})
+    check_error(answer, 400, "2048 answers")

@@ -88,6 +88,30 @@ def test_a_conversation(page: Any, shown: Served, language: str, size: tuple[int
     assert [line for line in page.get_log("browser") if line["level"] == "SEVERE"] == []
 
 
+@pytest.mark.parametrize(("language", "said"), [("en", "base model"), ("zh", "基座模型")])
+def test_a_base_model_is_named_and_its_page_completes_text(
+    page: Any, served_run: Run, language: str, said: str
+) -> None:
+    tokenizer = served_run.tokenizer()
+    engine = Engine(served_run.load_model(), tokenizer, rows=2, max_waiting=8)
+    with serve(engine, ServedModel("base", tokenizer, tokenizer.eos_token_id, is_base=True)) as served:
+        page.get(f"{served.url}/#key={KEY}&lang={language}")
+        notice = "const one = document.getElementById('base'); return !one.hidden && one.textContent"
+        assert said in until(page, notice)
+        page.execute_script("document.getElementById('max_tokens').value = 20")
+        write(page, "Once upon a time")
+        answered(page, 1)
+        [shown] = page.execute_script("return [...document.querySelectorAll('.message')].map(one => one.textContent)")
+        assert shown.startswith("Once upon a time")
+        assert len(shown) > len("Once upon a time")
+        assert engine.stats.prompt_tokens == 1 + len(tokenizer.encode("Once upon a time"))  # no template around it
+        page.find_element("id", "mode").click()
+        write(page, "a question")
+        answered(page, 1)
+        assert len(page.find_elements("css selector", ".user")) == 1
+        assert [line for line in page.get_log("browser") if line["level"] == "SEVERE"] == []
+
+
 def test_an_answer_can_be_stopped_and_frees_its_slot(
     page: Any, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from zero2all.checkpoint.checkpoint_store import CheckpointStore
+from zero2all.checkpoint.dcp_reader import read_metadata
 from zero2all.checkpoint.flash import StagedSlot, find_staged_slots
 from zero2all.checkpoint.restore import StorageTier
 from zero2all.errors import UsageError, Z2aError
@@ -85,10 +86,13 @@ def _is_finished(path: Path) -> bool:
 def find_problems(
     checkpoints: CheckpointStore, flash_directory: Path | None, step: int | None = None
 ) -> dict[str, str]:
-    """Problems by checkpoint; every checksum is recomputed."""
+    """Problems by checkpoint; every checksum is recomputed, and the pickle of DCP may contain nothing but its types."""
     problems = {}
     for number in checkpoints.steps():
-        if step in (None, number) and (problem := checkpoints.problem(number)) is not None:
+        if step not in (None, number):
+            continue
+        problem = checkpoints.problem(number) or _metadata_problem(checkpoints.path(number))
+        if problem is not None:
             problems[str(checkpoints.path(number))] = problem
     for number, slots in _by_step(flash_directory).items():
         for slot in slots:
@@ -96,6 +100,15 @@ def find_problems(
             if slot.header.hash is not None and step in (None, number) and (problem := slot.problem()) is not None:
                 problems[str(slot.data)] = problem
     return problems
+
+
+def _metadata_problem(path: Path) -> str | None:
+    """A checksum proves nothing about a checkpoint from elsewhere: its author wrote the checksums, too."""
+    try:
+        read_metadata(path / ".metadata")
+    except (Z2aError, OSError) as error:
+        return str(error)
+    return None
 
 
 def remove_checkpoint(checkpoints: CheckpointStore, step: int, force: bool) -> None:

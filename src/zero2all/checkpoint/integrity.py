@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -59,12 +60,13 @@ def verify_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)
     """
 
     def check() -> None:
-        manifest = _read_manifest(path, step)
+        manifest, sizes = _read_manifest(path, step), _sizes(path)
         unchanged: set[str] = set()
         if isinstance(path, RemotePath) and manifest.etags:
             marks = {inner.relative_to(path).as_posix(): mark for inner, mark in path.etags().items()}
             unchanged = {name for name, mark in manifest.etags.items() if marks.get(name) == mark}
         for name, recorded in _slice(manifest.files, rank_slice).items():
+            _check_size(name, sizes, manifest)
             if name in unchanged:
                 continue
             try:
@@ -93,12 +95,16 @@ def verify_sizes(path: Path, step: int) -> IntegrityResult:
     def check() -> None:
         manifest, sizes = _read_manifest(path, step), _sizes(path)
         for name in manifest.files:
-            if name not in sizes:
-                raise DamagedError(f"{name} is missing")
-            if sizes[name] != manifest.sizes.get(name, sizes[name]):
-                raise DamagedError(f"{name} has {sizes[name]} bytes instead of {manifest.sizes[name]}")
+            _check_size(name, sizes, manifest)
 
     return check_with_retries(check)
+
+
+def _check_size(name: str, sizes: dict[str, int], manifest: CheckpointManifest) -> None:
+    if name not in sizes:
+        raise DamagedError(f"{name} is missing")
+    if sizes[name] != manifest.sizes.get(name, sizes[name]):
+        raise DamagedError(f"{name} has {sizes[name]} bytes instead of {manifest.sizes[name]}")
 
 
 def worst_result(results: Sequence[IntegrityResult]) -> IntegrityResult:
@@ -173,5 +179,9 @@ def _parse_manifest(data: bytes) -> CheckpointManifest:
 def _sizes(path: Path) -> dict[str, int]:
     if isinstance(path, RemotePath):
         return {inner.relative_to(path).as_posix(): size for inner, size in path.sizes().items()}
+    sizes = {}
     with os.scandir(path) as entries:
-        return {entry.name: entry.stat().st_size for entry in entries}
+        for entry in entries:
+            with suppress(FileNotFoundError):  # a link to nothing
+                sizes[entry.name] = entry.stat().st_size
+    return sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -109,8 +109,26 @@ def _handle(session: ChatSession, line: str, write: Callable[[str], object]) -> 
         raise UsageError(f"there is no command {name}: /help lists them")
 
 
+@contextmanager
+def _without_echo() -> Iterator[None]:
+    """What is typed meanwhile stands at the next prompt, not inside the answer."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    silent = [*before[:3], before[3] & ~(termios.ECHO | termios.ECHONL), *before[4:]]
+    termios.tcsetattr(descriptor, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
 def _answer(session: ChatSession, text: str, write: Callable[[str], object]) -> None:
-    with closing(session.answer(text)) as pieces:
+    with _without_echo(), closing(session.answer(text)) as pieces:
         try:
             for piece in pieces:
                 write(sanitize(piece))

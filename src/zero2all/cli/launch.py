@@ -295,7 +295,11 @@ def rendezvous(
         int, typer.Option("--port", min=0, max=65535, help="Port to listen on. 0 picks a free port.")
     ] = 29500,
     listen: Annotated[
-        str | None, typer.Option("--listen", help="Address to bind. Default: the address of this machine's host name.")
+        str | None,
+        typer.Option(
+            "--listen",
+            help="Address or name at which other nodes reach it. Default: 127.0.0.1, for this machine alone.",
+        ),
     ] = None,
     secret_file: Annotated[
         Path | None, typer.Option("--secret-file", help="File with the job secret. It is created if it does not exist.")

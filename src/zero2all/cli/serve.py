@@ -66,7 +66,8 @@ def serve(
 
     found = find_target(target, step)
     begin_id = begin_token(found.run) if found.run is not None else found.tokenizer.begin_token_id
-    served = ServedModel(name or _default_name(found), found.tokenizer, begin_id)
+    is_base = not found.run.recipe.train.objective.is_chat if found.run else found.tokenizer.chat_template is None
+    served = ServedModel(name or _default_name(found), found.tokenizer, begin_id, is_base)
     engine = Engine(_load(found, dtype), found.tokenizer, slots, max_waiting, context)
     given = os.environ.get(KEY_VARIABLE)
     key = given or secrets.token_urlsafe(24)
@@ -81,6 +82,8 @@ def serve(
         else:
             say(f"API: http://{shown}:{bound}/v1, key {key}")
             say(f"page: http://{shown}:{bound}/#key={key}")
+        if is_base:
+            say("this is a base model: it continues text, and the page opens in completion mode")
         say("Ctrl-C ends the server")
 
     with suppress(KeyboardInterrupt):

@@ -50,6 +50,7 @@ from zero2all.corpus.readers import (
 from zero2all.corpus.summary import count_text, reasons_text
 from zero2all.corpus.validation_blocks import LONG_CHARACTERS
 from zero2all.corpus.validation_stage import split_parts
+from zero2all.directory_lock import lock_output
 from zero2all.engine import Engine, available_cores
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import (
@@ -88,7 +89,13 @@ def build_corpus(
     ``before_replace`` is called before other documents in ``out`` are replaced, and may raise. With ``verify`` every
     byte of finished output is compared with its checksum, not only samples.
     """
-    engine = engine or Engine()
+    with lock_output(out, "corpus build"):
+        return _build_corpus(recipe, out, engine or Engine(), before_replace, verify)
+
+
+def _build_corpus(
+    recipe: CorpusRecipe, out: Path, engine: Engine, before_replace: Callable[[], None], verify: bool
+) -> BuiltCorpus:
     if not recipe.sources:
         raise UsageError("the recipe names no text: add corpus.sources, each with a name and paths")
     specs = list(DEFAULT_FILTERS) if recipe.filters is None else recipe.filters

@@ -10,7 +10,7 @@ from zero2all.checkpoint.checkpoint_store import checkpoint_step
 from zero2all.checkpoint.checkpoint_weights import CheckpointWeights
 from zero2all.errors import UsageError, Z2aError
 from zero2all.hardware import pick_device
-from zero2all.io import read_json
+from zero2all.io import read_json_object
 from zero2all.model import HFWeights, Z2all, load_model
 from zero2all.model.hf_weights import CONFIG, read_hf_config
 from zero2all.model.weights import GrownVocabulary, MergedAdapters
@@ -136,7 +136,7 @@ def _hf_tokenizer(directory: Path) -> Tokenizer:
         with tempfile.TemporaryDirectory() as temporary:
             import_tokenizer(directory, Path(temporary) / "tokenizer")
             tokenizer = Tokenizer(Path(temporary) / "tokenizer")
-    rows = read_json(directory / CONFIG).get("vocab_size")
+    rows = read_json_object(directory / CONFIG).get("vocab_size")
     if isinstance(rows, int) and tokenizer.vocab_size > rows:
         raise Z2aError(
             f"the tokenizer in {directory} has {tokenizer.vocab_size} tokens, and the model {rows} rows: it is the "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -24,6 +24,7 @@ from zero2all.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 8192  # of one forward pass, with padding; bounds its memory
 ECHO_TOKENS = 256  # of one forward pass whose logits are all kept
+NAN_LOGITS = "the model's logits are NaN: its weights are damaged, try an earlier checkpoint"
 REFILL_SHARE = 1 / 8  # free rows before waiting prompts are read: few passes of many prompts, not one for each
 
 
@@ -182,14 +183,17 @@ class Decoder:
         width: int | None = None,
         every_token: bool = True,
         refill_share: float = 0.0,
+        on_failure: Callable[[int, Exception], None] | None = None,
     ) -> None:
         """``length`` bounds prompt and text of a request together, ``width`` its text.
 
         Without ``every_token`` text is decoded once at the end. Waiting prompts are read when ``refill_share`` of the
-        rows are free.
+        rows are free. ``on_failure`` is called with the index of a request that fails alone, such as by its constraint;
+        without it, that raises.
         """
         device = model.device
         self._model, self._every_token, self._refill_share = model, every_token, refill_share
+        self._on_failure = on_failure
         self._vocab_size, self._token_bytes = tokenizer.vocab_size, tokenizer.token_bytes
         forbidden_ids = sorted(set(tokenizer.control_ids) - set(tokenizer.stop_token_ids))
         self._end_ids = torch.tensor(tokenizer.stop_token_ids, dtype=torch.int64, device=device)
@@ -304,7 +308,8 @@ class Decoder:
     def _generate(self, first: int, logits_BV: Tensor | None) -> list[TextPiece]:
         """The next token of all rows from ``first`` on, given their logits."""
         rows = slice(first, len(self._rows))
-        chosen = None if logits_BV is None else self._choose(first, logits_BV)
+        broken: dict[int, Exception] = {}
+        chosen = None if logits_BV is None else self._choose(first, logits_BV, broken)
         chosen = self._model.broadcast(chosen, len(self._rows) - first)
         self._tensors.append(rows, chosen)
         new_B = chosen.tokens_B
@@ -319,25 +324,35 @@ class Decoder:
         if not numbers:
             return []
         new, ended, full = new_B.tolist(), ended_B.tolist(), full_B.tolist()
+        broken |= {number: Z2aError(NAN_LOGITS) for number in chosen.logprobs_B.isnan().nonzero()[:, 0].tolist()}
         pieces = []
         active = len(self._rows)
         for number in reversed(list(numbers)):  # from the last on, so that the row that moves has been looked at
-            self._note_token(self._rows[first + number], new[number], logits_BV, number)
-            if self._every_token or self._rows[first + number].request.needs_every_token:
-                tokens = [] if ended[number] else [new[number]]
-            else:
-                count = int(self._tensors.counts_R[first + number])
-                tokens = self._tensors.tokens_RT[first + number, : count - ended[number]].tolist()
-            piece = self._add_text(first + number, tokens, ended[number], full[number])
+            try:
+                if number in broken:
+                    raise broken[number]
+                self._note_token(self._rows[first + number], new[number], logits_BV, number)
+                piece = self._add_token(first + number, new[number], ended[number], full[number])
+            except Exception as error:  # of this row alone
+                self._fail_row(first + number, error)
+                continue
             if piece.text or piece.completion or piece.logprobs or piece.prompt_logprobs:
                 pieces.append(piece)
         if len(self._rows) < active:
             self._cache.select(0, len(self._rows))
         return pieces
 
-    def _choose(self, first: int, logits_BV: Tensor) -> Chosen:
-        """Rows with the same parameters together."""
-        allowed_BV = self._mask_forbidden(first, logits_BV)
+    def _fail_row(self, number: int, error: Exception) -> None:
+        """Without memory no row can go on; any other error is the row's own."""
+        if self._on_failure is None or isinstance(error, MemoryError | torch.OutOfMemoryError):
+            raise error
+        index = self._rows[number].request.index
+        self._remove_row(number)
+        self._on_failure(index, error)
+
+    def _choose(self, first: int, logits_BV: Tensor, broken: dict[int, Exception]) -> Chosen:
+        """Rows with the same parameters together. ``broken`` gets the rows whose constraint fails."""
+        allowed_BV = self._mask_forbidden(first, logits_BV, broken)
         groups: dict[SamplingParams, list[int]] = {}
         for number, row in enumerate(self._rows[first:]):
             groups.setdefault(row.choice_params, []).append(number)
@@ -351,16 +366,20 @@ class Decoder:
                 tokens_B[places] = self._tensors.choose(first + places, allowed_BV[places], params)
         return Chosen(tokens_B, logits_BV.gather(1, tokens_B[:, None])[:, 0] - logits_BV.logsumexp(-1))
 
-    def _mask_forbidden(self, first: int, logits_BV: Tensor) -> Tensor:
+    def _mask_forbidden(self, first: int, logits_BV: Tensor, broken: dict[int, Exception]) -> Tensor:
         """-inf for special tokens that do not end the text, and for what a constraint does not allow."""
         allowed_BV = logits_BV.index_fill(1, self._forbidden_ids, -math.inf)
         for number, row in enumerate(self._rows[first:]):
             if row.request.special_tokens:
                 ids = list(row.request.special_tokens)
                 allowed_BV[number, ids] = logits_BV[number, ids]
-            if row.request.constraint is not None:
+            if row.request.constraint is None:
+                continue
+            try:
                 mask_V = row.request.constraint.allowed().to(logits_BV.device)
                 allowed_BV[number] = torch.where(mask_V, logits_BV[number], -math.inf)
+            except Exception as error:  # a grammar is a program: it can fail in any way
+                broken[number] = error
         return allowed_BV
 
     def _note_token(self, row: _Row, token: int, logits_BV: Tensor | None, number: int) -> None:
@@ -369,8 +388,13 @@ class Decoder:
         if row.request.top_logprobs is not None and logits_BV is not None:
             row.logprobs += _token_logprobs(logits_BV[number : number + 1], [token], row.request.top_logprobs)
 
-    def _add_text(self, number: int, tokens: list[int], ended: bool, full: bool) -> TextPiece:
+    def _add_token(self, number: int, token: int, ended: bool, full: bool) -> TextPiece:
         row = self._rows[number]
+        if self._every_token or row.request.needs_every_token:
+            tokens = [] if ended else [token]
+        else:
+            count = int(self._tensors.counts_R[number])
+            tokens = self._tensors.tokens_RT[number, : count - ended].tolist()
         text = row.text.push(tokens)
         logprobs, row.logprobs = row.logprobs, []
         prompt_logprobs, row.prompt_logprobs = row.prompt_logprobs, []
@@ -381,7 +405,7 @@ class Decoder:
         count = int(self._tensors.counts_R[number])
         own_logprobs = self._tensors.logprobs_RT[number, :count].tolist()
         if any(math.isnan(logprob) for logprob in own_logprobs):
-            raise Z2aError("the model's logits are NaN: its weights are damaged, try an earlier checkpoint")
+            raise Z2aError(NAN_LOGITS)
         completion = Completion(
             text="".join(row.pieces),
             tokens=self._tensors.tokens_RT[number, :count].tolist(),

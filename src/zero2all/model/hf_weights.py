@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zero2all.errors import UsageError, Z2aError
-from zero2all.io import MANIFEST, read_json, read_record, sha256_file
+from zero2all.io import MANIFEST, check_regular, read_json, read_json_object, read_record, sha256_file
 from zero2all.model.hf_config import from_hf_config, hf_model_type
 from zero2all.model.lora import ADAPTER_MARK
 from zero2all.model.weights import VOCABULARY_WEIGHTS, WeightReader, part_slices
@@ -131,7 +131,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
     path = directory / CONFIG
     if not path.exists():
         raise UsageError(f"no Hugging Face model in {directory}: {CONFIG} is missing")
-    return from_hf_config(read_json(path), path)
+    return from_hf_config(read_json_object(path), path)
 
 
 class HFWeights:
@@ -216,6 +216,7 @@ def _open_tensors(files: Sequence[Path], config: ModelConfig) -> Mapping[str, An
     tensors = {}
     for path in files:
         try:
+            check_regular(path)
             file: Any = safe_open(str(path), framework="pt")
             names = [name for name in file.keys() if not name.endswith(UNUSED_SUFFIX)]  # noqa: SIM118 - not a dict
             if config.tie_word_embeddings:

@@ -27,6 +27,8 @@ class ServedModel:
     tokenizer: Tokenizer
     begin_id: int | None
     """The token that a text begins with, as in training."""
+    is_base: bool = False
+    """Whether it was only pretrained: it continues text and has not learned to answer."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 

@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from zero2all.console import warn
 from zero2all.errors import UsageError, Z2aError
 from zero2all.generation.decoder import Request as Generation
 from zero2all.generation.decoder import TextPiece
@@ -45,11 +46,12 @@ from zero2all.serve.api_requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from zero2all.serve.engine import BusyError, Engine, Failure
+from zero2all.serve.engine import BusyError, Engine, Failure, TooManyAnswersError
 from zero2all.serve.grammar import ANY_OBJECT, JsonConstraint, JsonGrammars
 from zero2all.serve.openapi import openapi_schema
 from zero2all.serve.server_metrics import metrics_text
-from zero2all.tokenizer.chat import ChatTemplateError
+from zero2all.tokenizer.template_process import ChatTemplateError, TemplateLimitError
+from zero2all.tokenizer.tokenizer import repair_surrogates
 from zero2all.tokenizer.vocabulary import TOOL_CALL, TOOL_CALL_END
 from zero2all.track.server import HEADERS
 
@@ -169,6 +171,7 @@ class Api:
             "created": model.created,
             "owned_by": "zero2all",
             "max_model_len": self._engine.context,
+            "base_model": model.is_base,
         }
 
     async def tokenize(self, request: Request) -> Response:
@@ -253,7 +256,10 @@ class Api:
             if len(data) > self._limits.body_bytes:
                 raise ApiError(413, f"the request has more than {self._limits.body_bytes:,} bytes")
         try:
-            return kind.model_validate(json.loads(bytes(data)))
+            value = json.loads(bytes(data))
+            if b"\\ud" in data.lower():  # an escaped surrogate, which no answer could repeat
+                value = _repair_texts(value)
+            return kind.model_validate(value)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"]))
@@ -286,6 +292,9 @@ class Api:
     def _render(self, messages: list[Json], tools: list[Json] | None) -> list[int]:
         try:
             return self._model.tokenizer.render_chat(messages, tools, add_generation_prompt=True)
+        except TemplateLimitError as error:
+            warn(str(error))
+            raise ApiError(400, "messages: the chat template takes too long or needs too much memory") from error
         except ChatTemplateError as error:
             raise ApiError(400, f"messages: {error}") from error
         except RecursionError:
@@ -338,6 +347,8 @@ class Api:
             channel = Channel(self._engine, requests, self._limits.seconds)
         except BusyError as error:
             raise ApiError(429, str(error), "busy") from error
+        except TooManyAnswersError as error:
+            raise ApiError(400, str(error)) from error
         if body.stream:
             return StreamingResponse(
                 self._stream(request, channel, answer),
@@ -371,6 +382,15 @@ class Api:
             yield f"data: {json.dumps(error.to_json())}\n\n"
         finally:
             channel.cancel()
+
+
+def _repair_texts(value: Any) -> Any:
+    """With U+FFFD for each lone surrogate, as the tokenizer reads it."""
+    if isinstance(value, str):
+        return repair_surrogates(value)
+    if isinstance(value, dict):
+        return {_repair_texts(name): _repair_texts(inner) for name, inner in value.items()}
+    return [_repair_texts(inner) for inner in value] if isinstance(value, list) else value
 
 
 def build_api(engine: Engine, model: ServedModel, key: str | None, limits: ServerLimits | None = None) -> Starlette:

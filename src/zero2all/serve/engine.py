@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +18,12 @@ from zero2all.model import Z2all
 from zero2all.model.decode_step import join_projections
 from zero2all.tokenizer import Tokenizer
 
+REQUEST_CAPACITY = 4  # times the answers that are generated and wait: the most that one request may ask for
 IDLE_SECONDS = 0.5  # between two looks at whether the server stops
+
+
+class TooManyAnswersError(Z2aError):
+    """One request asks for more answers than the server ever takes."""
 
 
 class BusyError(Z2aError):
@@ -56,6 +62,8 @@ class EngineStats:
 @dataclass
 class _Job:
     receive: Receive
+    group: int
+    """Number of the first of those that were submitted together."""
     submitted: float
     answered: bool = False
 
@@ -80,10 +88,11 @@ class Engine:
         self.rows, self._max_waiting = rows, max_waiting
         self.stats = EngineStats()
         join_projections(model)  # it is the engine's own
-        self._decoder = Decoder(LocalModel(model), tokenizer, rows, self.context)
+        self._decoder = Decoder(LocalModel(model), tokenizer, rows, self.context, on_failure=self._fail)
         self._lock, self._jobs = threading.Lock(), dict[int, _Job]()
-        # Requests, and the numbers of those to cancel.
-        self._orders: queue.SimpleQueue[Request | int] = queue.SimpleQueue()
+        # Requests that belong together, and the numbers of those to cancel.
+        self._orders: queue.SimpleQueue[list[Request] | int] = queue.SimpleQueue()
+        self._groups: deque[deque[Request]] = deque()  # that wait; only the thread has them
         self._next, self._stopped = 0, threading.Event()
         self._thread = threading.Thread(target=on_current_device(self._run), name="engine", daemon=True)
 
@@ -112,19 +121,26 @@ class Engine:
     def submit(self, requests: Sequence[Request], receive: Receive) -> list[int]:
         """Start to generate all of them; their numbers, for ``cancel``, are those that pieces name.
 
-        Raises ``BusyError`` if too many wait already. An idle engine takes any number.
+        They count as at most one per row of the engine, so that a large request shuts nobody out: rows go to all
+        groups in turn. Raises ``BusyError`` if too many wait already.
         """
+        most = REQUEST_CAPACITY * (self.rows + self._max_waiting)
+        if len(requests) > most:
+            raise TooManyAnswersError(
+                f"it asks for {len(requests)} answers, and this server takes up to {most} at once"
+            )
         with self._lock:
-            if self._jobs and len(self._jobs) + len(requests) > self._max_waiting + self.rows:
+            sizes = Counter(job.group for job in self._jobs.values())
+            taken = sum(min(size, self.rows) for size in sizes.values())
+            if taken and taken + min(len(requests), self.rows) > self._max_waiting + self.rows:
                 self.stats.refused += 1
                 raise BusyError(f"{len(self._jobs)} answers are generated or wait: try again later")
             numbers = list(range(self._next, self._next + len(requests)))
             self._next += len(requests)
-            self._jobs |= {number: _Job(receive, time.monotonic()) for number in numbers}
+            self._jobs |= {number: _Job(receive, numbers[0], time.monotonic()) for number in numbers}
             self.stats.requests += len(requests)
             self.stats.prompt_tokens += sum(len(request.prompt_tokens) for request in requests)
-        for number, request in zip(numbers, requests, strict=True):
-            self._orders.put(replace(request, index=number))
+        self._orders.put([replace(request, index=number) for number, request in zip(numbers, requests, strict=True)])
         return numbers
 
     def cancel(self, number: int) -> None:
@@ -138,14 +154,15 @@ class Engine:
     def _run(self) -> None:
         while not self._stopped.is_set():
             self._take_orders()
+            self._fill_rows()
             if self._decoder.finished:
                 continue
             begin = time.monotonic()
             try:
                 pieces = self._decoder.step()
-            except Exception as error:  # of the model or a constraint: the server must go on answering
+            except Exception as error:  # of the model: the server must go on answering
                 warn(f"generation failed: {type(error).__name__}: {error}")
-                self._fail_all(str(error) if isinstance(error, Z2aError) else type(error).__name__)
+                self._fail_all(_reason(error))
                 continue
             self.stats.steps += 1
             self.stats.busy_seconds += time.monotonic() - begin
@@ -154,20 +171,29 @@ class Engine:
 
     def _take_orders(self) -> None:
         """All that were given; waits for one if there is nothing to do."""
-        wait = self._decoder.finished
+        wait = self._decoder.finished and not self._groups
         while True:
             try:
                 order = self._orders.get(timeout=IDLE_SECONDS) if wait else self._orders.get_nowait()
             except queue.Empty:
                 return
             wait = False
-            if isinstance(order, Request):
-                with self._lock:
-                    is_wanted = order.index in self._jobs
-                if is_wanted:
-                    self._decoder.add(order)
+            if isinstance(order, list):
+                self._groups.append(deque(order))
             else:
                 self._decoder.remove(order)
+
+    def _fill_rows(self) -> None:
+        """One request of each group in turn."""
+        while self._groups and self._decoder.active + self._decoder.waiting < self.rows:
+            group = self._groups.popleft()
+            request = group.popleft()
+            if group:
+                self._groups.append(group)
+            with self._lock:
+                is_wanted = request.index in self._jobs  # not cancelled
+            if is_wanted:
+                self._decoder.add(request)
 
     def _deliver(self, piece: TextPiece) -> None:
         with self._lock:
@@ -184,11 +210,25 @@ class Engine:
                 self.stats.generated_tokens += len(piece.completion.tokens)
         job.receive(piece)
 
+    def _fail(self, number: int, error: Exception) -> None:
+        """One request alone; the decoder has removed it."""
+        warn(f"an answer failed: {type(error).__name__}: {error}")
+        with self._lock:
+            job = self._jobs.pop(number, None)
+            self.stats.failed += job is not None
+        if job is not None:
+            job.receive(Failure(number, _reason(error)))
+
     def _fail_all(self, reason: str) -> None:
         """After an error nothing is known of the rows, so none of them is used again."""
         with self._lock:
             jobs, self._jobs = self._jobs, {}
             self.stats.failed += len(jobs)
         self._decoder.clear()
+        self._groups.clear()
         for number, job in jobs.items():
             job.receive(Failure(number, reason))
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, Z2aError) else type(error).__name__

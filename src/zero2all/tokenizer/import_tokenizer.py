@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zero2all.errors import Z2aError
-from zero2all.io import atomic_dir, checksums, fingerprint, read_json, write_manifest
+from zero2all.io import atomic_dir, checksums, fingerprint, read_json_object, read_regular, write_manifest
 from zero2all.tokenizer.backends import parity_texts
 from zero2all.tokenizer.hf_directory import write_hf_directory
 from zero2all.tokenizer.manifest import KIND, ImportedTokenizer, is_other_tokenizer
 from zero2all.tokenizer.sentencepiece_convert import to_tokenizer_json
 from zero2all.tokenizer.sentencepiece_model import MODEL_FILE, read_model
-from zero2all.tokenizer.tokenizer import Tokenizer, named_tokens
+from zero2all.tokenizer.tokenizer import Tokenizer, named_tokens, read_template
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _read_source(source: Path) -> _Source:
     """A directory's ``tokenizer.json`` comes first: it is what transformers uses."""
     directory = source if source.is_dir() else source.parent
     if (path := source / "tokenizer.json" if source.is_dir() else source).name == "tokenizer.json" and path.exists():
-        return _Source(path.read_bytes(), _read_named_tokens(directory), _read_chat_template(directory), None)
+        return _Source(read_regular(path), _read_named_tokens(directory), _read_chat_template(directory), None)
     path = source / MODEL_FILE if source.is_dir() else source
     if not path.exists():
         raise Z2aError(f"no tokenizer in {source}: give a .model file of sentencepiece, or a Hugging Face directory")
@@ -69,21 +69,23 @@ def _read_source(source: Path) -> _Source:
     named = {**model.named_tokens, **_read_named_tokens(directory)} if source.is_dir() else model.named_tokens
     template = _read_chat_template(directory) if source.is_dir() else None
     definition = json.dumps(to_tokenizer_json(model), ensure_ascii=False, indent=1)
-    return _Source(definition.encode(), named, template, path.read_bytes())
+    return _Source(definition.encode(), named, template, read_regular(path))
 
 
 def _read_named_tokens(directory: Path) -> dict[str, str]:
     """From both files that Hugging Face has had for them."""
     files = [directory / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
-    named = {role: token for path in files if path.exists() for role, token in named_tokens(read_json(path)).items()}
+    named = {
+        role: token for path in files if path.exists() for role, token in named_tokens(read_json_object(path)).items()
+    }
     return dict(sorted(named.items()))
 
 
 def _read_chat_template(directory: Path) -> str | None:
     path, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if path.exists():
-        return path.read_text("utf-8")
-    template = read_json(config).get("chat_template") if config.exists() else None
+        return read_template(path)
+    template = read_json_object(config).get("chat_template") if config.exists() else None
     return template if isinstance(template, str) else None
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from zero2all.errors import Z2aError
+from zero2all.io import read_regular
 from zero2all.tokenizer.text_vocabulary import SPACE_MARK, byte_token
 
 MODEL_FILE = "tokenizer.model"
@@ -66,7 +67,7 @@ def read_model(path: Path) -> SentencePieceModel:
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise _unusable(path, f"it has {size} bytes, more than a vocabulary can have")
-    return parse_model(path, path.read_bytes())
+    return parse_model(path, read_regular(path))
 
 
 def parse_model(path: Path, data: bytes) -> SentencePieceModel:

@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from zero2all.errors import Z2aError
-from zero2all.io import fingerprint, read_json
+from zero2all.io import fingerprint, read_json_object, read_regular
 from zero2all.tokenizer.backends import BackendName, Encoder, HuggingFace, Ids, choose_backend
-from zero2all.tokenizer.chat import ChatTemplate, JsonObject, RenderedChat
+from zero2all.tokenizer.chat import ChatInput, ChatTemplate, JsonObject, RenderedChat
 from zero2all.tokenizer.hf_directory import without_begin_token
 from zero2all.tokenizer.special_tokens import AllowSpecial, allowed_names, split_special
+from zero2all.tokenizer.template_process import MAX_TEMPLATE_BYTES, ChatTemplateError
 from zero2all.tokenizer.tokenizer_json import read_tokenizer_json
 from zero2all.tokenizer.vocabulary import END_OF_TEXT, IM_END
 
@@ -61,7 +62,7 @@ class Tokenizer:
         if not path.exists():
             made_by = "'z2a tokenizer train RECIPE', or take one over with 'z2a tokenizer import'"
             raise Z2aError(f"no tokenizer in {directory}: make one with {made_by}")
-        self.__setstate__((Path(directory), backend, path.read_bytes(), *_chat_settings(Path(directory))))
+        self.__setstate__((Path(directory), backend, read_regular(path), *_chat_settings(Path(directory))))
 
     def __getstate__(self) -> tuple[Any, ...]:
         """All that defines a tokenizer, so that a copy, also in another process, is built in the same safe way."""
@@ -195,7 +196,7 @@ class Tokenizer:
         return np.concatenate(masks)
 
     def _normalized_bytes(self, text: str) -> bytes:
-        return self.normalize(_repair_surrogates(text)).encode()
+        return self.normalize(repair_surrogates(text)).encode()
 
     def render_chat(
         self,
@@ -219,10 +220,18 @@ class Tokenizer:
         mark_generated: bool = True,
     ) -> RenderedChat:
         """A conversation by the chat template, as text and special tokens, for ``encode_chats``."""
+        return self._template.render(messages, tools, add_generation_prompt, mark_generated)
+
+    def split_chats(self, chats: Sequence[ChatInput]) -> list[RenderedChat | ChatTemplateError]:
+        """Many conversations at once, which is faster; for each that the template does not take, the reason."""
+        return self._template.render_many(chats)
+
+    @property
+    def _template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise Z2aError(f"the tokenizer in {self.directory} has no chat template")
-        template = ChatTemplate(self.chat_template, frozenset(self.special_ids), self._named_tokens)
-        return template.render(messages, tools, add_generation_prompt, mark_generated)
+        name = f"the chat template of {self.directory}"
+        return ChatTemplate(self.chat_template, frozenset(self.special_ids), self._named_tokens, name)
 
     @property
     def chat_fingerprint(self) -> str:
@@ -288,26 +297,33 @@ def _encode_with_surrogates(backend: Encoder, texts: list[str]) -> list[Ids]:
     try:
         return backend.encode(texts)
     except (TypeError, UnicodeError):
-        repaired = [_repair_surrogates(text) for text in texts]
+        repaired = [repair_surrogates(text) for text in texts]
         if repaired == texts:
             raise
         return backend.encode(repaired)
 
 
-def _repair_surrogates(text: str) -> str:
+def repair_surrogates(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _chat_settings(directory: Path) -> tuple[str | None, dict[str, str], list[int]]:
     """The chat template, the named tokens that it may use, and where generation ends, from Hugging Face's files."""
     path = directory / "tokenizer_config.json"
-    config = read_json(path) if path.exists() else {}
+    config = read_json_object(path) if path.exists() else {}
     template = directory / "chat_template.jinja"
-    source = template.read_text("utf-8") if template.exists() else config.get("chat_template")
+    source = read_template(template) if template.exists() else config.get("chat_template")
     generation = directory / "generation_config.json"
-    ends = (read_json(generation) if generation.exists() else {}).get("eos_token_id")
+    ends = (read_json_object(generation) if generation.exists() else {}).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     return source, named_tokens(config), [id for id in ends if type(id) is int and id >= 0]
+
+
+def read_template(path: Path) -> str:
+    try:
+        return read_regular(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Z2aError(f"{path} is no text in UTF-8") from error
 
 
 def named_tokens(config: dict[str, Any]) -> dict[str, str]:

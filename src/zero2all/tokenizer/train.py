@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders as hf_decoders
 
 from zero2all.console import progress
+from zero2all.directory_lock import lock_output
 from zero2all.engine import Engine, available_cores, shutdown_workers
 from zero2all.errors import UsageError
 from zero2all.io import (
@@ -102,7 +103,13 @@ def train_tokenizer(
     Intermediate results are in ``<out>.work``; after an interruption, the same call resumes from there.
     ``before_replace`` is called before another tokenizer in ``out`` is replaced, and may raise.
     """
-    engine = engine or Engine()
+    with lock_output(out, "tokenizer training"):
+        return _train_tokenizer(recipe, documents, out, engine or Engine(), before_replace)
+
+
+def _train_tokenizer(
+    recipe: TokenizerRecipe, documents: Path, out: Path, engine: Engine, before_replace: Callable[[], None]
+) -> TrainedTokenizer:
     corpus = read_documents_manifest(documents)
     key = fingerprint([FORMAT, corpus.key, training_settings(recipe)])
     if is_current(out, KIND, key):

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from zero2all.console import progress, warn
 from zero2all.conversation import SourceKind
+from zero2all.directory_lock import lock_output
 from zero2all.engine import Engine
 from zero2all.errors import Z2aError
 from zero2all.io import (
@@ -61,7 +62,19 @@ def build_tokens(
     ``before_replace`` is called before the tokens in ``out`` are replaced by others, and may raise. With ``verify``
     every byte of finished shards is compared with its checksum, not only samples.
     """
-    engine = engine or Engine()
+    with lock_output(out, "tokens build"):
+        return _build_tokens(recipe, documents, tokenizer_dir, out, engine or Engine(), before_replace, verify)
+
+
+def _build_tokens(
+    recipe: TokensRecipe,
+    documents: Path,
+    tokenizer_dir: Path,
+    out: Path,
+    engine: Engine,
+    before_replace: Callable[[], None],
+    verify: bool,
+) -> BuiltStore:
     corpus = read_documents_manifest(documents)
     tokenizer = Tokenizer(tokenizer_dir)
     shards = [

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from zero2all.conversation import ChatExample, SourceKind
+from zero2all.conversation import ChatExample, Conversation, SourceKind
 from zero2all.errors import Z2aError
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokenizer.chat import ChatTemplateError, RenderedChat
+from zero2all.tokenizer.chat import ChatInput, RenderedChat
+from zero2all.tokenizer.template_process import ChatTemplateError, TemplateLimitError
 
 COLUMNS = ["gid", "data_src", "title", "content"]
 CHAT_COLUMNS = [*COLUMNS, "others"]
 MAX_NAMES = 6  # special tokens in a message
 MAX_REASON_CHARACTERS = 200
+MAX_OVER_LIMITS = 3  # conversations of a batch that the template takes too long or too much memory for
 DESIRABLE, UNDESIRABLE = 1, 2  # what marks the tokens of an answer
 PROBE = [
     {"role": "system", "content": "first"},
@@ -49,36 +52,45 @@ def render_text(batch: pa.RecordBatch) -> RenderedDocuments:
 
 def render_chats(batch: pa.RecordBatch, tokenizer: Tokenizer, kind: SourceKind) -> RenderedDocuments:
     """A pair is two documents, one after the other."""
-    rows, chats, labels, refused = [], [], [], []
-    for number, (gid, others) in enumerate(zip(batch["gid"].to_pylist(), batch["others"].to_pylist(), strict=True)):
+    gids = batch["gid"].to_pylist()
+    examples = [ChatExample.from_json(json.loads(others), kind) for others in batch["others"].to_pylist()]
+    inputs = [ChatInput(**one.to_json()) for example in examples for one in _conversations(example)]
+    rendered = iter(tokenizer.split_chats(inputs))
+    rows, chats, labels, refused, over_limits = [], [], [], [], 0
+    for number, (gid, example) in enumerate(zip(gids, examples, strict=True)):
+        found = list(islice(rendered, len(_conversations(example))))
         try:
-            rendered = _render_example(ChatExample.from_json(json.loads(others), kind), tokenizer)
+            learned = [
+                _learned_part(chat, one, example) for chat, one in zip(found, _conversations(example), strict=True)
+            ]
         except ChatTemplateError as error:
+            over_limits += isinstance(error, TemplateLimitError)
+            if over_limits > MAX_OVER_LIMITS:  # each takes seconds: a build would never end
+                raise
             refused.append(f"{gid}: {error}"[:MAX_REASON_CHARACTERS])
             continue
-        for chat, label in rendered:
-            rows.append(number)
-            chats.append(chat)
-            labels.append(label)
+        first = DESIRABLE if example.desirable is not False else UNDESIRABLE
+        rows += [number] * len(learned)
+        chats += learned
+        labels += [first, UNDESIRABLE][: len(learned)]
     sizes = pa.array([sum(len(text.encode()) for text in chat.parts[::2]) for chat in chats], pa.int64())
     return RenderedDocuments(batch.take(pa.array(rows, pa.int64())), chats, labels, sizes, refused)
 
 
-def _render_example(example: ChatExample, tokenizer: Tokenizer) -> list[tuple[RenderedChat, int]]:
-    """Each conversation with its label. Only messages after the prompt count as generated."""
-    first = DESIRABLE if example.desirable is not False else UNDESIRABLE
-    conversations = [(example.conversation, first)]
-    if example.rejected is not None:
-        conversations.append((example.rejected, UNDESIRABLE))
-    rendered = []
-    for conversation, label in conversations:
-        chat = tokenizer.split_chat(**conversation.to_json())
-        answers = [message.role == "assistant" for message in conversation.messages]
-        if example.first_learned and len(chat.generated) != sum(answers):
-            raise ChatTemplateError("the chat template does not tell which answer is the last")
-        skipped = sum(answers[: example.first_learned])
-        rendered.append((replace(chat, generated=chat.generated[skipped:]), label))
-    return rendered
+def _conversations(example: ChatExample) -> list[Conversation]:
+    return [example.conversation] if example.rejected is None else [example.conversation, example.rejected]
+
+
+def _learned_part(
+    chat: RenderedChat | ChatTemplateError, conversation: Conversation, example: ChatExample
+) -> RenderedChat:
+    """Only messages after the prompt count as generated."""
+    if isinstance(chat, ChatTemplateError):
+        raise chat
+    answers = [message.role == "assistant" for message in conversation.messages]
+    if example.first_learned and len(chat.generated) != sum(answers):
+        raise ChatTemplateError("the chat template does not tell which answer is the last")
+    return replace(chat, generated=chat.generated[sum(answers[: example.first_learned]) :])
 
 
 def _render_probe(tokenizer: Tokenizer) -> tuple[list[dict[str, str]], list[str]]:

@@ -36,6 +36,7 @@ from zero2all.track.eval_record import EvalCurve
 from zero2all.track.experiment_record import find_experiments
 from zero2all.track.goodput import GoodputReader
 from zero2all.track.health_checks import HealthFinding, check_health
+from zero2all.track.http_connections import ConnectionLimits
 from zero2all.track.prometheus import CONTENT_TYPE, RunSeries, exposition, run_series, unreadable_run
 from zero2all.track.record_lines import EventLine, LoggedLine, RecordLine, line_to_json, restart_step
 from zero2all.track.record_reader import Array, MetricTable
@@ -416,8 +417,15 @@ def serve(app: Starlette, host: str, port: int, ready: Callable[[int], None]) ->
         listener.listen()
         ready(listener.getsockname()[1])
         served = LoopbackHosts(app) if host in LOOPBACK_HOSTS else app
-        config = uvicorn.Config(served, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-        uvicorn.Server(config).run([listener])
+        uvicorn.Server(server_config(served)).run([listener])
+
+
+def server_config(app: ASGIApp) -> uvicorn.Config:
+    """Of ``z2a watch`` and ``z2a serve``."""
+    connection: Any = ConnectionLimits().make
+    return uvicorn.Config(
+        app, http=connection, ws="none", backlog=128, log_level="warning", access_log=False, timeout_graceful_shutdown=1
+    )
 
 
 def summarize_run(run: RunView, findings: list[HealthFinding]) -> RunSummary:

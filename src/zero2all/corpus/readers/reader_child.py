@@ -1,7 +1,7 @@
 """A program of its own that parses one untrusted PDF, .7z or .rar file, or HTML, for ``reader_process``.
 
-It imports nothing of zero2all, so that it starts quickly and its memory limit is the parser's. It opens no file: it
-asks for the bytes. Every message begins with one of the codes below; the rest is its body.
+It imports nothing of zero2all (``limited_child`` says why). It opens no file: it asks for the bytes. Every message
+begins with one of the codes below; the rest is its body.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ from __future__ import annotations
 import io
 import json
 import re
-import resource
 import struct
-import sys
 from collections.abc import Callable, Generator
-from contextlib import suppress
 from ctypes import POINTER, c_char, c_int, c_void_p, cast
 from multiprocessing.connection import Connection
 from typing import Any
@@ -171,19 +168,6 @@ READERS: dict[str, Callable[[io.BufferedReader[ParentFile]], Answers]] = {
 }
 
 
-def limit_resources(seconds: int, memory: int) -> None:
-    """Of this process, for good: the kernel ends it if it computes for longer; it can write to no file."""
-    limits = {
-        resource.RLIMIT_CPU: (seconds, seconds + 5),  # first by SIGXCPU, which tells the reason
-        resource.RLIMIT_AS: (memory, memory),
-        resource.RLIMIT_FSIZE: (0, 0),
-        resource.RLIMIT_CORE: (0, 0),
-    }
-    for kind, values in limits.items():
-        with suppress(ValueError, OSError):  # not on every system
-            resource.setrlimit(kind, values)
-
-
 def serve(connection: Connection, answers: Answers, memory: int, largest: int) -> None:
     """Answer commands, with up to ``largest`` bytes, until the parent closes the connection."""
     command = connection.recv_bytes()
@@ -204,14 +188,6 @@ def serve(connection: Connection, answers: Answers, memory: int, largest: int) -
         command = connection.recv_bytes()
 
 
-def main() -> None:
-    kind = sys.argv[1]
-    descriptor, size, seconds, memory, largest = map(int, sys.argv[2:])
-    limit_resources(seconds, memory)
-    with Connection(descriptor) as connection, suppress(EOFError, BrokenPipeError):
-        file = io.BufferedReader(ParentFile(connection, size), BLOCK_BYTES)
-        serve(connection, READERS[kind](file), memory, largest)
-
-
-if __name__ == "__main__":
-    main()
+def main(connection: Connection, kind: str, size: str, memory: str, largest: str) -> None:
+    file = io.BufferedReader(ParentFile(connection, int(size)), BLOCK_BYTES)
+    serve(connection, READERS[kind](file), int(memory), int(largest))

@@ -1,23 +1,16 @@
 """Parsers that nobody should run on untrusted files in their own process: each file is parsed in a child process.
 
-The child has limits on CPU time and memory, and no credentials in its environment. It may hang, crash or take all its
-memory: that is then the reason why this one file is skipped.
+It may hang, crash or take all its memory: that is then the reason why this one file is skipped.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import io
-import os
-import signal
-import socket
 import struct
-import subprocess
-import sys
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Self
 
 from zero2all.corpus.readers import reader_child
 from zero2all.corpus.readers.base import (
@@ -27,13 +20,11 @@ from zero2all.corpus.readers.base import (
     UnreadableFileError,
     UnreadableItemError,
 )
-from zero2all.errors import Z2aError
+from zero2all.limited_process import LimitedProcess
 
 PROGRAM = Path(reader_child.__file__)
 OPTIONAL_PACKAGES = ("ijson", "ftfy", "resiliparse", "pypdf", "cryptography")
-ENVIRONMENT = ("PATH", "HOME", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "LD_LIBRARY_PATH", "LIBARCHIVE")
 SECONDS_PER_MIB = 8  # of the file, beside the seconds that every file may take
-EXIT_SECONDS = 10.0  # for a child to end by itself
 WALL_FACTOR = 30  # times the CPU time, for a child that neither computes nor answers; the CPU may be shared by many
 
 
@@ -66,38 +57,19 @@ class ReaderProcess:
     """A child process that parses one file, which it reads through this one."""
 
     def __init__(self, kind: str, file: IO[bytes], limits: ReadLimits) -> None:
-        self._file, self._is_late = file, False
+        self._file = file
         size = file.seek(0, io.SEEK_END)
         self._seconds = limits.reader_seconds + SECONDS_PER_MIB * (size >> 20)
-        ours, theirs = socket.socketpair()
         largest = max(limits.record_bytes, reader_child.BLOCK_BYTES)
-        numbers = (theirs.fileno(), size, self._seconds, limits.reader_memory, largest)
-        command = [sys.executable, "-P", "-B", os.fspath(PROGRAM), kind, *map(str, numbers)]
-        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env={**environment, "LC_CTYPE": "C.UTF-8"},
-                    process_group=0,  # Ctrl-C is this process's to handle
-                )
-            except OSError as error:  # not the file's fault
-                ours.close()
-                raise Z2aError(f"cannot start a process that reads {kind} files: {error.strerror}") from error
-        self._connection: Connection[Any, Any] = Connection(ours.detach())
+        words = (kind, size, limits.reader_memory, largest)
+        self._process = LimitedProcess(PROGRAM, words, self._seconds, limits.reader_memory)
         self._message_bytes = largest + 1  # and a code
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        self._process.close()
 
     def parse_html(self, html: str, text: bytes) -> tuple[str, str]:
         """Title and text of a page, from a child of the kind ``html`` that was asked for its first answer."""
@@ -122,10 +94,7 @@ class ReaderProcess:
         deadline = time.monotonic() + WALL_FACTOR * self._seconds
         while True:
             try:
-                if not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                    self._is_late = True
-                    self._process.kill()
-                message = self._connection.recv_bytes(self._message_bytes)
+                message = self._process.receive(deadline, self._message_bytes)
                 code, body = message[:1], message[1:]
                 if code != reader_child.READ:
                     return code, body
@@ -137,18 +106,10 @@ class ReaderProcess:
 
     def _send(self, message: bytes) -> None:
         try:
-            self._connection.send_bytes(message)
+            self._process.connection.send_bytes(message)
         except OSError as error:
             raise UnreadableFileError(self._exit_reason()) from error
 
     def _exit_reason(self) -> str:
-        self._connection.close()  # it has nothing left to wait for
-        try:
-            status = self._process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
-        if self._is_late or status == -signal.SIGXCPU:
-            return f"takes more than {self._seconds} s to read"
-        name = signal.Signals(-status).name if status < 0 else f"status {status}"
-        return f"crashed its reader ({name})"
+        reason = self._process.exit_reason()
+        return f"crashed its reader ({reason})" if reason else f"takes more than {self._seconds} s to read"
