@@ -138,7 +138,7 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
     longer = run("quickstart", "--corpus", tmp_path / "raw/en.jsonl", tmp_path / "raw/zh", *SMALL, "train.steps=122",
                  "--out", out)  # fmt: skip
     assert longer.exit_code == 2
-    assert f"for example: z2a train {out}/recipe.yaml --extend rewarm" in longer.stderr
+    assert f"for example: z2a train {out}/recipe.yaml --extend constant" in longer.stderr
     trained = run("train", out / "recipe.yaml", "--extend", "rewarm", "--json")
     assert json.loads(trained.stdout)["resumed_at"] == 120
     traced = json.loads(run("tokens", "trace", out, "--step", 3, "--json").stdout)

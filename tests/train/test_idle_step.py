@@ -27,7 +27,7 @@ def reason(
     [
         (GRPO, {"truncated_answers": 1.0, "groups_without_spread": 0.2}, {}, "cut at 16 tokens"),
         (GRPO, {"truncated_answers": 1.0, "groups_without_spread": 0.2}, {}, "train.objective.grpo.max_answer_tokens"),
-        (GRPO, {"truncated_answers": 0.9, "groups_without_spread": 1.0}, {}, "the same reward"),
+        (GRPO, {"truncated_answers": 0.9, "groups_without_spread": 1.0}, {}, ""),
         (GRPO, {"truncated_answers": 0.9, "groups_without_spread": 0.9}, {}, ""),
         (UNMASKED, {"truncated_answers": 1.0, "groups_without_spread": 0.0}, {}, ""),
         ({"name": "sft"}, {}, {"targets": 0}, "z2a align inspect"),

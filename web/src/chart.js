@@ -214,7 +214,9 @@ export class Chart {
     const over = plot.cursor.idx != null, idx = plot.cursor.idx ?? plot.data[0].length - 1;
     const reach = over ? 200 : Infinity, total = near(plot.data.at(-1), idx, reach);
     const shareOf = (value) => (this.stacks && total ? ` (${Math.round((100 * value) / total)} %)` : "");
-    const items = plot.series.map((series, column) => [series.line, near(series.own ?? plot.data[column], idx, reach)])
+    // What was recorded; the line is smoothed.
+    const valuesOf = (series, column) => series.own ?? plot.data[plot.series[column + 1]?.raw ? column + 1 : column];
+    const items = plot.series.map((series, column) => [series.line, near(valuesOf(series, column), idx, reach)])
       .filter(([line]) => line).map(([line, value]) => element("span", {},
         element("i", { style: `background:${line.colour}` }), line.label, " ", element("b", {}, number(value)), shareOf(value)));
     const where = { step: (x) => say("step {}").replace("{}", Math.round(x)), tokens: compact, time: duration }[state.x];

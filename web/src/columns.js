@@ -51,12 +51,12 @@ export function plotted(lines, options) {
     series.push({ line, stroke: line.colour, width: 1.6, dash: line.dash, spanGaps: true, points: { show: lonely(mean) } });
     if (line.block.low) {
       columns.push(fit(line.block.high[line.name]), fit(line.block.low[line.name]));
-      const hidden = { faint: true, stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
+      const hidden = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
       bands.push({ series: [series.length, series.length + 1], fill: line.colour + "2e" });
       series.push(hidden, { ...hidden });
     } else if (options.smooth) {
       columns.push(fit(mean));
-      series.push({ faint: true, stroke: line.colour + "45", width: 1, spanGaps: true, points: { show: false } });
+      series.push({ raw: true, stroke: line.colour + "45", width: 1, spanGaps: true, points: { show: false } });
     }
     tables.push(options.logx ? dropNonPositive([x, ...columns]) : [x, ...columns]);
   }

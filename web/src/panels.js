@@ -132,16 +132,19 @@ function documentTable(found, load) {
     return element("p", {}, say("the documents are on the machine of the run; run there: "), element("code", {}, found.elsewhere));
   const known = found.documents.some((one) => one.loss != null);
   const rows = [...found.documents].sort((a, b) => (b.loss ?? 0) - (a.loss ?? 0));
-  const name = (one) => one.title || firstWords(one.text) || one.gid || "";
+  // Without names, the text stands for the document.
+  const named = rows.some((one) => one.title || !one.text);
+  const columns = ["loss", "source", ...(named ? ["document"] : []), "tokens", named ? "part of the document" : "document"];
   return element("div", {},
     found.layer_norms?.length ? element("section", {}, element("h3", {}, say("gradient norm by layer")),
       histogramBars({ counts: found.layer_norms.map((norm) => norm ?? 0), edges: found.layer_norms.map((_, layer) => layer).concat(found.layer_norms.length) })) : null,
     known ? null : element("button", { onclick: () => load(true) }, say("compute the loss of each")),
-    rows.length ? element("table", {}, element("tr", {}, ...["loss", "source", "document", "tokens", "part of the document"]
-      .map((head) => element("th", {}, say(head)))), ...rows.map((one) => element("tr", {},
-      element("td", {}, number(one.loss)), element("td", {}, one.source ?? ""),
-      element("td", { class: "document", title: one.gid ?? "" }, name(one)), element("td", {}, String(one.tokens ?? "")),
-      element("td", { class: "text" }, one.text ?? "")))) : say("no documents"));
+    rows.length ? element("table", {}, element("tr", {}, ...columns.map((head) => element("th", {}, say(head)))),
+      ...rows.map((one) => element("tr", { title: one.gid ?? "" },
+        element("td", {}, number(one.loss)), element("td", {}, one.source ?? ""),
+        named ? element("td", { class: "document" }, one.title || firstWords(one.text) || one.gid || "") : null,
+        element("td", {}, String(one.tokens ?? "")),
+        element("td", { class: named ? "text" : "text document" }, one.text ?? "")))) : say("no documents"));
 }
 
 function firstWords(text) {

@@ -3,7 +3,7 @@ const DEFAULTS = {
   x: "step",        // step, tokens, time
   logx: "",
   logy: "",
-  smooth: "0.9",
+  smooth: "0.8",
   from: "",         // steps
   to: "",
   hide: "",         // runs, by number

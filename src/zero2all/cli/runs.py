@@ -32,7 +32,9 @@ PipelineParallel = Annotated[
 Extend = Annotated[
     Literal["constant", "rewarm", "as-planned"] | None,
     typer.Option(
-        "--extend", help="The learning rate of a resumed stage whose length or schedule has changed. Default: refuse."
+        "--extend",
+        help="Resume with a changed length, schedule, optimizer setting, guard, precision or sync, with this learning "
+        "rate. Default: a change is an error.",
     ),
 ]
 
@@ -95,8 +97,9 @@ def train(
         summary = train(loaded, hooks, evaluate=evaluate_bpb, start_time=process_start_time(), extend=extend)
     except ScheduleChangedError as error:
         launched = "launch ... -- " if "RANK" in os.environ else ""
-        with_choice = shlex.join([*sys.argv[1:], "--extend", "rewarm"])
-        raise ScheduleChangedError(f"{error}\nfor example: z2a {launched}{with_choice}") from error
+        with_choice = shlex.join([*sys.argv[1:], "--extend", error.suggestion])
+        message = f"{error}\nfor example: z2a {launched}{with_choice}"
+        raise ScheduleChangedError(message, error.suggestion) from error
     is_rank0 = os.environ.get("RANK", "0") == "0"  # only one of several ranks reports it
     text = f"trained {summary.steps} steps; the run is in {summary.run}" if is_rank0 else ""
     return Result(asdict(summary), text)

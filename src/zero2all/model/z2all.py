@@ -6,8 +6,10 @@ leading ``model.``, so that export is a renaming. Shapes: B batch, S sequence, D
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +96,9 @@ class Z2all(OpsModule):
     rotary_2SE: Tensor
     has_auxiliary_losses = True
     """Whether training adds the gradients of balance loss, z-loss and multi-token prediction."""
+    blocks_per_group = 1
+    recompute_group: Callable[..., Any] | None = None
+    """Runs a group of blocks so that backward recomputes it from its input (``parallel.activation_checkpoint``)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -211,12 +216,7 @@ class Z2all(OpsModule):
             rotary = self.cached_rotary(positions_BS, cache.lengths_B + (length if counts_B is None else counts_B))
             masks = {window: cache.mask(window) for window in self._windows()}
         x_BSD = self.residual(self.embed_tokens(tokens_BS))
-        balance_losses: list[Tensor] = []
-        for layer in self.layers:
-            assert isinstance(layer, Block)
-            _seed_dropout(dropout_seed_1, layer.self_attn.layer)
-            x_BSD, routed = layer(x_BSD, rotary, masks.get(layer.window), cache)
-            balance_losses += _record_expert_load(layer, routed)
+        x_BSD, balance_losses = self._run_layers(x_BSD, rotary, masks, cache, dropout_seed_1)
         if targets_BS is None:
             wanted = {"counts_B": counts_B, "scored": scored, "likeliest": likeliest}
             wanted = wanted if isinstance(self.lm_head, LMHead) else {}
@@ -239,6 +239,27 @@ class Z2all(OpsModule):
             assert self.config.moe is not None
             extra = extra + self.config.moe.router_aux_loss_coef * balance_loss * (targets_BS != IGNORE_INDEX)
         return losses + (extra - extra.detach())
+
+    def _run_layers(
+        self,
+        x_BSD: Tensor,
+        rotary: Tensor,
+        masks: Mapping[int | None, Any],
+        cache: KVCache | Branches | None,
+        dropout_seed_1: Tensor | int | None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The residual stream after all blocks, and the balance losses of their experts."""
+        balance_losses: list[Tensor] = []
+        blocks = [block for block in self.layers if isinstance(block, Block)]
+        for first in range(0, len(blocks), self.blocks_per_group):
+            group = blocks[first : first + self.blocks_per_group]
+            run: Callable[..., Any] = _run_blocks
+            if self.recompute_group is not None and torch.is_grad_enabled():
+                run = functools.partial(self.recompute_group, _run_blocks)
+            x_BSD, statistics = run(group, x_BSD, rotary, masks, cache, dropout_seed_1)
+            for layer, routed in zip(group, statistics, strict=True):
+                balance_losses += _record_expert_load(layer, routed)
+        return x_BSD, balance_losses
 
     def attention_masks(
         self, length: int, doc_starts_BS: Tensor | None, cu_seqlens_1N: Tensor | None = None
@@ -317,6 +338,23 @@ class Z2all(OpsModule):
         if self.config.residual_fp32:
             return x.float()
         return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
+
+
+def _run_blocks(
+    blocks: Sequence[Block],
+    x_BSD: Tensor,
+    rotary: Tensor,
+    masks: Mapping[int | None, Any],
+    cache: KVCache | Branches | None,
+    dropout_seed_1: Tensor | int | None,
+) -> tuple[Tensor, list[RoutingStats | None]]:
+    """The residual stream, and the routing statistics of each block."""
+    statistics = []
+    for block in blocks:
+        _seed_dropout(dropout_seed_1, block.self_attn.layer)
+        x_BSD, routed = block(x_BSD, rotary, masks.get(block.window), cache)
+        statistics.append(routed)
+    return x_BSD, statistics
 
 
 def _seed_dropout(seed_1: Tensor | int | None, layer: int) -> None:

@@ -94,7 +94,7 @@ def _run_compiled_block(
         model = Z2all(config.model_copy(update=small)).init_weights(0)
     if float8 is not None:
         apply_float8(model.layers, float8, device)
-    apply_ac(model.layers, parallel, config, device)
+    apply_ac(model, parallel, config, device)
     model.layers[0].compile()
     length = min(PROBE_TOKENS, config.max_position_embeddings)
     tokens = torch.arange(length, device=device)[None] % PROBE_VOCABULARY

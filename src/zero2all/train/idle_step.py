@@ -11,17 +11,12 @@ from zero2all.train.data_loader import Batch
 def idle_reason(batch: Batch, objective: ObjectiveRecipe, metrics: Mapping[str, float]) -> str | None:
     """Why no token of the step is trained on; None if some are. ``metrics`` are those of the objective."""
     if objective.name == "grpo":
-        if metrics.get("truncated_answers") == 1.0 and objective.grpo.mask_truncated:
-            return (
-                f"all answers were cut at {objective.grpo.max_answer_tokens} tokens, and cut answers are not trained "
-                "on: raise train.objective.grpo.max_answer_tokens, or set train.objective.grpo.mask_truncated=false"
-            )
-        if metrics.get("groups_without_spread") == 1.0:
-            return (
-                "all answers to the same prompt have the same reward: choose prompts that are neither solved nor too "
-                "hard, or a reward with more values"
-            )
-        return None
+        if metrics.get("truncated_answers") != 1.0 or not objective.grpo.mask_truncated:
+            return None
+        return (
+            f"all answers were cut at {objective.grpo.max_answer_tokens} tokens, and cut answers are not trained on: "
+            "raise train.objective.grpo.max_answer_tokens, or set train.objective.grpo.mask_truncated=false"
+        )
     if batch.answers is not None:
         return "its batch has no answers to compare" if batch.answers.counts.examples == 0 else None
     if batch.global_valid_tokens > 0:

@@ -183,7 +183,7 @@ def config_changes(stored: ModelConfig, config: ModelConfig) -> list[str]:
             values["moe"] = model.moe.model_dump(mode="json", exclude=FREE_MOE_KEYS)
         return values
 
-    changes = model_changes(computed(stored), computed(config))
+    changes = list(map(str, model_changes(computed(stored), computed(config))))
     if stored.lora is not None and stored.lora != config.lora:
         changes.append("adapters (model.lora) that are not merged: 'z2a export' merges them, or keep model.lora")
     if stored.moe is not None and config.moe is not None:

@@ -172,7 +172,7 @@ def shared_weight_model(model: ParallelModel, compile: bool) -> Z2all:
         if part is not None:
             part.to_empty(device=device)
     stand_in.init_weights(0)
-    apply_ac(stand_in.layers, model.recipe, model.config, device)
+    apply_ac(stand_in, model.recipe, model.config, device)
     if compile:
         for block in stand_in.layers:
             block.compile()

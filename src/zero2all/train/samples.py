@@ -49,7 +49,7 @@ def _record_stories(record: RunRecord, step: int, model: ParallelModel, tokenize
 def _record_completions(
     record: RunRecord, step: int, model: ParallelModel, tokenizer: Tokenizer, recipe: Recipe
 ) -> None:
-    prompts = (recipe.evals.prompts or opening_prompts(recipe.tokens_dir, tokenizer, NUM_SAMPLES))[:NUM_SAMPLES]
+    prompts = recipe.evals.prompts[:NUM_SAMPLES] or opening_prompts(recipe.tokens_dir, tokenizer, NUM_SAMPLES)
     params = SamplingParams(max_tokens=SAMPLE_TOKENS, seed=recipe.seed)
     completions = generate_batch(model, tokenizer, prompts, params)
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), 1):
