@@ -184,6 +184,7 @@ class Z2all(OpsModule):
         soft_logps_BSK: Tensor | None = None,
         soft_weight: float = 0.0,
         dropout_seed_1: Tensor | int | None = None,
+        likeliest: int = 0,
     ) -> Tensor:
         """Logits [B, S, V], or with targets the loss of each token [B, S] in fp32, zero where it is IGNORE_INDEX.
 
@@ -196,6 +197,7 @@ class Z2all(OpsModule):
         lengths are padded on the right: row b has ``counts_B[b]`` tokens, and the logits [B, 1, V] are of its last.
 
         With ``scored`` only its targets are scored: the losses, and 1 where a target is the likeliest token, [2, N].
+        With ``likeliest`` the ids and log-probabilities of that many tokens, [2, B, S, K].
         With ``soft_ids_BSK`` the gradient is also that of the distance to a teacher: see ``SoftTargets``.
 
         With ``dropout_seed_1``, one number in main memory, dropout masks are a function of it and of the layer.
@@ -216,7 +218,8 @@ class Z2all(OpsModule):
         x_BSD = self.residual(self.embed_tokens(tokens_BS))
         x_BSD, routings = self._run_layers(x_BSD, rotary, masks, cache, dropout_seed_1)
         if targets_BS is None:
-            wanted = {"counts_B": counts_B, "scored": scored} if isinstance(self.lm_head, LMHead) else {}
+            wanted = {"counts_B": counts_B, "scored": scored, "likeliest": likeliest}
+            wanted = wanted if isinstance(self.lm_head, LMHead) else {}
             logits: Tensor = self.lm_head(self.norm(x_BSD), **wanted)
             return logits
         with_auxiliary = self.training and self.has_auxiliary_losses
