@@ -36,18 +36,21 @@ serve(Starlette(routes=routes), "127.0.0.1", 0, lambda port: print(port, flush=T
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    command = [sys.executable, "-c", SERVER, str(DESCRIPTORS)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    command, log = [sys.executable, "-c", SERVER, str(DESCRIPTORS)], tmp_path_factory.mktemp("server") / "log"
+    with (
+        open(log, "w") as stream,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True) as process,
+    ):
         assert process.stdout is not None
         yield int(process.stdout.readline())
         process.terminate()
-        _, said = process.communicate(timeout=60)
-    assert "Traceback" not in said  # such as of accept() without descriptors
+        process.wait(60)
+    assert "Traceback" not in log.read_text()  # such as of accept() without descriptors, or of a client that goes away
 
 
 def connect(port: int, data: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), 10)
+    connection = socket.create_connection(("127.0.0.1", port), 30)
     connection.sendall(data)
     return connection
 
@@ -69,8 +72,10 @@ UNFINISHED = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", UNFINISHED)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "kind", ["heads", "bodies", *(pytest.param(one, marks=pytest.mark.long) for one in ("nothing", "a second head"))]
+)
 def test_a_request_is_answered_during_a_flood_of_unfinished_ones(port: int, kind: str) -> None:
     if raise_descriptor_limit() < CONNECTIONS + 200:
         pytest.skip(f"this process may open only {resource.getrlimit(resource.RLIMIT_NOFILE)[1]} files")
@@ -78,9 +83,9 @@ def test_a_request_is_answered_during_a_flood_of_unfinished_ones(port: int, kind
         for _ in range(CONNECTIONS):
             stack.enter_context(connect(port, UNFINISHED[kind]))
         for _ in range(3):
-            start = time.monotonic()
-            assert ask(port).endswith(b"a page")
-            assert time.monotonic() - start < 10
+            assert ask(port).endswith(
+                b"a page"
+            )  # a busy machine takes some of the 30 s; without a limit nobody answers
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ without these tags it is found by rendering the conversation up to each answer.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from zero2all.tokenizer.special_tokens import split_special
@@ -75,36 +76,58 @@ class ChatTemplate:
 
     def render_many(self, inputs: Sequence[ChatInput]) -> list[RenderedChat | ChatTemplateError]:
         """Each conversation, or why the template does not take it."""
-        disguises = [self._disguise(one) for one in inputs]
-        lines = [
-            encode_conversation(_translate(one.messages, disguise), _translate(one.tools, disguise), *one[2:])
-            for one, disguise in zip(inputs, disguises, strict=True)
-        ]
-        texts = shared_process().render(TemplateSource(self.name, self.source, self.variables), lines)
+        hidden = [self._hide(one) for one in inputs]
+        source = TemplateSource(self.name, self.source, self.variables)
         chats: list[RenderedChat | ChatTemplateError] = []
-        for found, disguise in zip(texts, disguises, strict=True):
+        for found, one in zip(shared_process().render(source, [one.line for one in hidden]), hidden, strict=True):
             if isinstance(found, ChatTemplateError):
                 chats.append(found)
                 continue
-            revealed = {ord(hidden): chr(edge) for edge, hidden in disguise.items()}
-            parts = [part.translate(revealed) for part in split_special(found.text, self.markers)]
+            parts = split_special(found.text, self.markers)
+            if one.revealed:
+                parts = [part.translate(one.revealed) for part in parts]
             chats.append(RenderedChat(parts, found.generated))
         return chats
 
-    def _disguise(self, chat: ChatInput) -> dict[int, str]:
+    def _hide(self, chat: ChatInput) -> _HiddenChat:
+        """Most conversations have none of the characters that begin or end a marker, and nothing to hide."""
+        content = encode_conversation(chat.messages, chat.tools)
+        revealed: dict[int, str] = {}
+        if self._edge_pattern.search(content):
+            disguise = self._disguise(content)
+            content = encode_conversation(_translate(chat.messages, disguise), _translate(chat.tools, disguise))
+            revealed = {ord(hidden): chr(edge) for edge, hidden in disguise.items()}
+        options = json.dumps([chat.add_generation_prompt, chat.mark_generated])
+        return _HiddenChat(f"{content[:-1]}, {options[1:]}".encode("utf-8", "surrogatepass"), revealed)
+
+    def _disguise(self, content: str) -> dict[int, str]:
         """For every character that begins or ends a marker, one that occurs nowhere."""
-        content = json.dumps([chat.messages, chat.tools], ensure_ascii=False, default=str) + self.source
-        used = frozenset[str]() if content.isascii() else frozenset(content)
+        used = frozenset(content + self.source)
         unused = (chr(code) for code in PRIVATE_USE_CHARACTERS if chr(code) not in used)
         try:
-            return {edge: next(unused) for edge in self._edges}
+            return {ord(edge): next(unused) for edge in sorted(_edges(self.markers))}
         except StopIteration:
             raise ChatTemplateError("the messages use all private-use characters of Unicode") from None
 
-    @cached_property
-    def _edges(self) -> list[int]:
-        edges = {edge for name in self.markers for edge in (name[0], name[-1])} | {BEGIN_GENERATION, END_GENERATION}
-        return sorted(map(ord, edges))
+    @property
+    def _edge_pattern(self) -> re.Pattern[str]:
+        return _any_of(_edges(self.markers))
+
+
+class _HiddenChat(NamedTuple):
+    line: bytes
+    revealed: dict[int, str]
+    """What the characters stand for that replace others."""
+
+
+@lru_cache(maxsize=8)
+def _edges(markers: frozenset[str]) -> frozenset[str]:
+    return frozenset({edge for name in markers for edge in (name[0], name[-1])} | {BEGIN_GENERATION, END_GENERATION})
+
+
+@lru_cache(maxsize=8)
+def _any_of(characters: frozenset[str]) -> re.Pattern[str]:
+    return re.compile("[" + re.escape("".join(sorted(characters))) + "]")
 
 
 def _translate(value: Any, table: dict[int, str]) -> Any:

@@ -52,15 +52,12 @@ class TemplateSource:
     variables: Mapping[str, Any]
 
 
-def encode_conversation(
-    messages: Sequence[Any], tools: Sequence[Any] | None, add_generation_prompt: bool, mark_generated: bool
-) -> bytes:
-    """A line for ``TemplateProcess.render``."""
+def encode_conversation(messages: Any, tools: Any) -> str:
+    """As one line."""
     try:
-        text = json.dumps([messages, tools, add_generation_prompt, mark_generated], ensure_ascii=False)
+        return json.dumps([messages, tools], ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise ChatTemplateError(f"the messages are not JSON: {error}") from error
-    return text.encode("utf-8", "surrogatepass")
 
 
 class TemplateProcess:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -37,7 +39,14 @@ from zero2all.recipe import TokensRecipe
 from zero2all.records import DocumentsManifest
 from zero2all.tokenizer import Ids, Tokenizer
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
-from zero2all.tokens.chat_documents import CHAT_COLUMNS, COLUMNS, check_chat_template, render_chats, render_text
+from zero2all.tokens.chat_documents import (
+    CHAT_COLUMNS,
+    COLUMNS,
+    RenderedDocuments,
+    check_chat_template,
+    render_chats,
+    render_text,
+)
 from zero2all.tokens.manifest import BuiltStore, ShardChecksums, ShardRecord, SourceShards, StoreManifest
 from zero2all.tokens.token_store import DOCS_SCHEMA, FORMAT, KIND, MASK_SUFFIX, TokenShardWriter
 from zero2all.tokens.verify import block_checksums
@@ -253,10 +262,8 @@ def _encode_shard(
         TokenShardWriter(unverified_stem, tokenizer.vocab_size, with_mask=kind != "text") as writer,
         pq.ParquetFile(arrow_source(parquet)) as table,
     ):
-        for record_batch in table.iter_batches(
-            batch_size=ENCODE_BATCH_DOCUMENTS, columns=COLUMNS if kind == "text" else CHAT_COLUMNS
-        ):
-            rendered = render_text(record_batch) if kind == "text" else render_chats(record_batch, tokenizer, kind)
+        batches = table.iter_batches(ENCODE_BATCH_DOCUMENTS, columns=COLUMNS if kind == "text" else CHAT_COLUMNS)
+        for rendered in _render_ahead(batches, tokenizer, kind):
             refused += rendered.refused
             gids = rendered.batch["gid"].to_pylist()
             parts = [chat.parts for chat in rendered.chats]
@@ -284,6 +291,23 @@ def _encode_shard(
     )
     write_record(stem.with_suffix(".json"), record)
     return record
+
+
+def _render_ahead(
+    batches: Iterator[pa.RecordBatch], tokenizer: Tokenizer, kind: SourceKind
+) -> Iterator[RenderedDocuments]:
+    """Conversations are rendered in a child process: those of the next batch while this one is encoded."""
+    if kind == "text":
+        yield from map(render_text, batches)
+        return
+    with ThreadPoolExecutor(1) as pool:
+        pending: deque[Future[RenderedDocuments]] = deque()
+        for batch in batches:
+            pending.append(pool.submit(render_chats, batch, tokenizer, kind))
+            if len(pending) > 1:
+                yield pending.popleft().result()
+        for last in pending:
+            yield last.result()
 
 
 def shard_checksums(stem: Path) -> ShardChecksums:

@@ -6,8 +6,11 @@ uvicorn waits for ever for the rest of a request, and stops accepting without de
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from zero2all.processes import raise_descriptor_limit
@@ -16,6 +19,17 @@ HEAD_SECONDS = 5.0  # for the head of a request
 BODY_SECONDS = 30.0  # for its body, from its head on
 WRITE_SECONDS = 30.0  # for a client that does not read
 MAX_CONNECTIONS = 4096
+
+
+class QuietDisconnects:
+    """A client that goes away inside its request is no error of the server: no traceback in its log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientDisconnect):
+            await self._app(scope, receive, send)
 
 
 class ConnectionLimits:

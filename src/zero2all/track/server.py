@@ -36,7 +36,7 @@ from zero2all.track.eval_record import EvalCurve
 from zero2all.track.experiment_record import find_experiments
 from zero2all.track.goodput import GoodputReader
 from zero2all.track.health_checks import HealthFinding, check_health
-from zero2all.track.http_connections import ConnectionLimits
+from zero2all.track.http_connections import ConnectionLimits, QuietDisconnects
 from zero2all.track.prometheus import CONTENT_TYPE, RunSeries, exposition, run_series, unreadable_run
 from zero2all.track.record_lines import EventLine, LoggedLine, RecordLine, line_to_json, restart_step
 from zero2all.track.record_reader import Array, MetricTable
@@ -424,7 +424,13 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
     """Of ``z2a watch`` and ``z2a serve``."""
     connection: Any = ConnectionLimits().make
     return uvicorn.Config(
-        app, http=connection, ws="none", backlog=128, log_level="warning", access_log=False, timeout_graceful_shutdown=1
+        QuietDisconnects(app),
+        http=connection,
+        ws="none",
+        backlog=128,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=1,
     )
 
 
