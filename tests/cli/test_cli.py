@@ -216,6 +216,34 @@ def test_a_users_mistake_gives_a_line_to_act_on(
             assert "error" in json.loads(failed.stdout)
 
 
+@pytest.mark.parametrize(
+    ("words", "called", "said"),
+    [
+        (["bench", "ops", "z2all-3m"], "zero2all.bench.bench_ops", "error: interrupted"),
+        (["bench", "shapes", "z2all-3m"], "zero2all.bench.bench_shapes", "error: interrupted"),
+        (
+            ["corpus", "build", "recipe.yaml"],
+            "zero2all.corpus.build_corpus",
+            "error: interrupted; finished work is kept: run the same command again to continue",
+        ),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_an_interrupted_command_says_that_work_is_kept_only_where_it_is(
+    words: list[str], called: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "recipe.yaml").write_text("out: out\ncorpus: {sources: [{name: a, paths: [a.txt]}]}\n")
+    monkeypatch.setattr(called, interrupt)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1
+    assert " ".join(done.stderr.split()).endswith(said), done.stderr
+
+
 @pytest.mark.parametrize("words", [["train"], ["recipe", "check", "bad.yaml"]], ids=" ".join)
 def test_a_mistake_is_one_json_object_of_the_installed_program(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "bad.yaml").write_text("train: {stepz: 5}")

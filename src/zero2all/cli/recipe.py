@@ -45,13 +45,15 @@ def check(
     Each mistake is shown with its line or override and, for a misspelled key, the closest known key. Local paths of
     sources must exist; URLs are not looked up. The weights of train.init must be of the recipe's model. A vocabulary of
     the tokenizer that differs from the model's is reported. The code that the recipe names (track.sinks,
-    train.objective.grpo.rewards) is listed with its files.
+    train.objective.grpo.rewards) is listed with its files. Remarks say where the parallel layout changes
+    losses by more than rounding.
 
     Example: z2a recipe check recipes/quickstart.yaml
     """
     from zero2all.corpus.corpus_mistakes import corpus_mistakes
     from zero2all.recipe import load_recipe
     from zero2all.recipe.imported_code import imported_code
+    from zero2all.recipe.layout_notes import layout_notes
     from zero2all.track.sinks import sink_mistakes
 
     importing = () if no_import else (sink_mistakes, _reward_mistakes)
@@ -59,7 +61,7 @@ def check(
     loaded = load_recipe(recipe, overrides, checks=checks)
     code, remark = imported_code(loaded), _vocabulary_remark(loaded)
     lines = [f"{recipe} is valid", *(["it imports:"] if code else []), *(f"  {one}" for one in code)]
-    remarks = [] if remark is None else [remark]
+    remarks = [*([] if remark is None else [remark]), *layout_notes(loaded)]
     lines += [f"remark: {one}" for one in remarks]
     return Result({"recipe": str(recipe), "problems": [], "imports": code, "remarks": remarks}, "\n".join(lines))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, RunPath, command
+from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, RunPath, command, resumable_command
 from zero2all.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ GpuName = Annotated[
 Mfu = Annotated[float | None, typer.Option("--mfu", min=0.01, max=1.0, help="MFU for --gpu. Default: 0.4.")]
 
 
-@command
+@resumable_command
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
