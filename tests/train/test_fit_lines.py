@@ -21,9 +21,9 @@ def lines(total: int, memory: int | None) -> list[str]:
 
 
 def test_the_dry_run_says_whether_a_named_gpu_is_large_enough() -> None:
-    assert lines(10**9, 80 * 10**9) == ["it fits: 1GB of the 80GB of H100"]
+    assert lines(10**9, 80 * 10**9) == ["it fits: 1.00GB of the 80.00GB of H100"]
     [line] = lines(90 * 10**9, 80 * 10**9)
-    assert line.startswith("it does not fit: 90GB on each rank, and H100 has 80GB")
+    assert line.startswith("it does not fit: 90.00GB on each rank, and H100 has 80.00GB")
     assert "z2a plan RECIPE --gpu H100 --gpus 4" in line
     assert lines(10**9, None) == []
 
