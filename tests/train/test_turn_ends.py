@@ -181,9 +181,9 @@ def test_answers_depend_on_their_question_and_on_no_other_document(
         blame_step(run, 0)
     model, checked = base.load_model().eval(), []
     assert captured
-    for tokens_BS, starts_BS in captured:
-        assert starts_BS is not None
-        for row, starts in zip(tokens_BS, starts_BS, strict=True):
+    for tokens_BS, doc_starts_BS in captured:
+        assert doc_starts_BS is not None
+        for row, starts in zip(tokens_BS, doc_starts_BS, strict=True):
             checked.append(check_row(model, row, starts, tokenizer))
     places = {place for place in checked if place is not None}
     assert max(places) > 0 or "one in a row" in objective, "no conversation follows a different one"

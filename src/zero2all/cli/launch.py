@@ -233,11 +233,8 @@ def launch(
     )  # fmt: skip
     if emit is None:
         require_linux("z2a launch")
-        status = (
-            replace(launch_config, command=["doctor"], max_restarts=0, node_policy=NodePolicy()).run() if check else 0
-        )
-        status = status or launch_config.run()
-        if status:
+        doctor = replace(launch_config, command=["doctor"], max_restarts=0, node_policy=NodePolicy())
+        if status := (doctor.run() if check else 0) or launch_config.run():
             raise typer.Exit(status if status > 0 else 1)
         return Result({"ranks": nproc_per_node, "command": rank_command}, f"{nproc_per_node} ranks finished")
     from zero2all.elastic.job_files import JobResources
