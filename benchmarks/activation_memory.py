@@ -33,10 +33,9 @@ ROWS, LENGTH = 2, 256
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none": ({}, {}),
     "selective": ({"activation_checkpointing": "selective"}, {}),
-    "selective, every 2": ({"activation_checkpointing": "selective", "activation_checkpointing_every": 2}, {}),
     "full": ({"activation_checkpointing": "full"}, {}),
-    "full, every 2": ({"activation_checkpointing": "full", "activation_checkpointing_every": 2}, {}),
-    "full, every 4": ({"activation_checkpointing": "full", "activation_checkpointing_every": 4}, {}),
+    "full, groups of 2": ({"activation_checkpointing": "full", "activation_checkpointing_every": 2}, {}),
+    "full, groups of 4": ({"activation_checkpointing": "full", "activation_checkpointing_every": 4}, {}),
     "offload": ({"activation_offload": True}, {}),
     "offload, full": ({"activation_checkpointing": "full", "activation_offload": True}, {}),
     "residual dropout": ({}, {"residual_dropout": 0.1}),

@@ -63,7 +63,7 @@ def timed(directory: Path, is_cold: bool, group: RankGroup, function: Callable[[
         group.on_rank0(lambda: drop_pages(directory / "step-00000001"))
     begin = time.perf_counter()
     function()
-    return max(group.on_all_ranks(lambda: time.perf_counter() - begin))
+    return group.reduce(lambda: time.perf_counter() - begin, max)
 
 
 def measure(directory: Path, gib: float) -> list[dict[str, object]]:

@@ -26,7 +26,7 @@ from typing import Any
 
 from zero2all.chaos.scale_model import simulate
 from zero2all.checkpoint.lineage import Branch
-from zero2all.checkpoint.rank_tree import RankTree, pack, unpack
+from zero2all.checkpoint.rank_tree import RankTree
 from zero2all.checkpoint.restore import DurableReport, decide_restore
 from zero2all.checkpoint.restore_parts import RankReport, SlotReport
 from zero2all.io import write_manifest
@@ -58,7 +58,7 @@ def rendezvous(work: Path) -> Iterator[Row]:
 
 
 def ranks(work: Path) -> Iterator[Row]:
-    """A call of ``RankGroup.on_all_ranks`` with 200 bytes from each rank."""
+    """200 bytes from each rank to all."""
     for kind, sizes in (("full mesh", (32, 128)), ("tree", (32, 128, 512))):
         for size in sizes:
             connected, call, sockets = _measure_group(kind, size)
@@ -118,8 +118,7 @@ def _use_group(kind: str, store: Any, rank: int, size: int, calls: int = 5) -> t
         tree = RankTree(PrefixStore("tree", store), rank, size, TIMEOUT)
 
         def exchange() -> object:
-            gathered = tree.gather(payload)
-            return unpack(tree.broadcast(pack(gathered) if rank == 0 else b""))
+            return tree.broadcast(tree.gather(payload, b"".join))
     else:
         group, mine = gloo_group(PrefixStore("mesh", store), rank, size, TIMEOUT), torch.zeros(200, dtype=torch.uint8)
 

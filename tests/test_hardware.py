@@ -147,3 +147,19 @@ def test_the_gpu_of_a_mac_is_measured_with_its_own_functions(monkeypatch: pytest
     assert device_title(MPS) == "Apple M3"
     assert peak_memory_bytes(MPS) == 3 << 30
     assert peak_flops.__wrapped__(MPS, torch.float32).source == "fp32 matrix products of 4096 measured here"
+
+
+def test_products_of_fp32_are_not_rounded_to_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment had set before a device is chosen, as containers for GPUs do."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert pick_device("cuda").type == "cuda"
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cuda.matmul.fp32_precision in ("ieee", "none")
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from zero2all.errors import UsageError
 
@@ -54,6 +55,8 @@ class Gpu:
     """The fastest bf16 matrix product that was measured, as a share of ``flops``."""
     matmul_source: str = _LIKE_HOPPER
     gpus_per_node: int = 8
+    has_bf16: bool = True
+    """Whether it computes bf16 natively; without, ``flops`` are those of fp16."""
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -70,6 +73,11 @@ class Gpu:
         """Share of the peak that the matrix products of a training step reach."""
         return TRAINING_SHARE * self.matmul_share
 
+    @property
+    def auto_precision(self) -> Literal["bf16", "fp16"]:
+        """What ``train.precision: auto`` selects on it."""
+        return "bf16" if self.has_bf16 else "fp16"
+
     def peak_flops(self, precision: str) -> float | None:
         """Of ``fp32`` (as TF32), ``bf16``, ``fp16``, ``fp8`` or ``fp4``; None if the GPU has no such products."""
         peaks = {"fp32": self.fp32_flops or self.flops / 2, "fp8": self.fp8_flops, "fp4": self.fp4_flops}
@@ -82,9 +90,13 @@ _H100_SOURCE = "NVIDIA H100 Tensor Core GPU data sheet; DGX H100: 8 x NDR 400 Gb
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        # V100 and T4 have no bf16: the numbers are those of fp16.
-        Gpu("V100", 125e12, 80, 8, 32 * _GIB, 900e9, "NVLink 2", 150e9, 100 * _GBPS, "NVIDIA V100 data sheet"),
-        Gpu("T4", 65e12, 40, 8, 16 * _GIB, 320e9, "PCIe 3", 16e9, 12.5 * _GBPS, "NVIDIA T4 data sheet"),
+        Gpu(
+            "V100", 125e12, 80, 8, 32 * _GIB, 900e9, "NVLink 2", 150e9, 100 * _GBPS, "NVIDIA V100 data sheet",
+            has_bf16=False,
+        ),
+        Gpu(
+            "T4", 65e12, 40, 8, 16 * _GIB, 320e9, "PCIe 3", 16e9, 12.5 * _GBPS, "NVIDIA T4 data sheet", has_bf16=False
+        ),
         Gpu("A10", 125e12, 72, 64, 24 * _GIB, 600e9, "PCIe 4", 32e9, 12.5 * _GBPS, "NVIDIA A10 data sheet"),
         Gpu(
             "A100", 312e12, 108, 64, 80 * _GIB, 2039e9, "NVLink 3", 300e9, 200 * _GBPS, _A100_SOURCE,

@@ -78,7 +78,11 @@ def pick_device(wanted: str) -> torch.device:
     """``train.device`` of a recipe: auto is the GPU that the launcher assigned if there is one, else the CPU.
 
     auto does not select the GPU of a Mac: no run has been made on one.
+
+    Matrix products of fp32 are computed in fp32 from then on, without TF32, whatever the environment sets: what a
+    recipe computes in fp32, such as the scores of a router, must not turn on rounding.
     """
+    torch.set_float32_matmul_precision("highest")
     if wanted == MPS:
         return _pick_mps()
     if wanted == "cuda" and not torch.cuda.is_available():

@@ -40,6 +40,7 @@ STORIES_PER_LANGUAGE = 4500  # the quickstart reads each of them less than twice
 CONVERSATIONS_PER_LANGUAGE = 3000
 HELD_OUT_PER_LANGUAGE = 50
 CHAT = "chat"  # the directory below ``out`` of the fine-tuned model
+SHARED_KEYS = ("seed=", "tokenizer.", "model.", "model=", "train.seq_len=", "train.device=")  # of both recipes
 SHOWN_KINDS = ("question", "sum", "refusal")
 CHECKED_STORIES = 200
 NUM_GENERATIONS = 3
@@ -124,6 +125,7 @@ def quickstart(
     recipe = quickstart_recipe(out, corpus or [], overrides or [])
     _refuse_other_recipe(recipe, out / "recipe.yaml", overrides or [])
     write_text(out / "recipe.yaml", recipe_yaml(recipe))
+    _say_stage_of_overrides(out, overrides if chat and overrides else [])
     seconds: dict[str, float] = {}
     if not corpus:
         with _timed_stage("0/5 stories: a corpus for the first model", "stories", seconds):
@@ -159,7 +161,8 @@ def quickstart(
         try:
             trained = train(recipe, evaluate=evaluate_bpb if has_validation else None)
         except ScheduleChangedError as error:
-            raise ScheduleChangedError(f"{error}\nfor example: z2a train {out}/recipe.yaml --extend rewarm") from error
+            example = f"z2a train {out}/recipe.yaml --extend {error.suggestion}"
+            raise ScheduleChangedError(f"{error}\nfor example: {example}", error.suggestion) from error
     with _timed_stage("5/5 evals: the model on text it has not seen", "evals", seconds):
         run = Run.open(recipe.run_dir)
         model, tokenizer = run.load_model(), run.tokenizer()
@@ -181,6 +184,12 @@ def quickstart(
         seconds=seconds,
         chat=_fine_tune(recipe, model, seconds) if chat else None,
     )
+
+
+def _say_stage_of_overrides(out: Path, overrides: list[str]) -> None:
+    if own := [text for text in overrides if not text.startswith(SHARED_KEYS)]:
+        recipe = out / CHAT / "recipe.yaml"
+        say(f"{', '.join(own)}: for pretraining, stages 1 to 5. Fine-tuning has its own recipe, {recipe}")
 
 
 def _fine_tune(base: Recipe, base_model: Z2all, seconds: dict[str, float]) -> ChatResult:
@@ -256,10 +265,10 @@ def _story_samples(stories: StoryEvaluation) -> list[Sample]:
 
 
 def _prompted_samples(model: Z2all, tokenizer: Tokenizer, recipe: Recipe) -> list[Sample]:
-    prompts = recipe.evals.prompts or opening_prompts(recipe.tokens_dir, tokenizer, NUM_GENERATIONS)
+    prompts = recipe.evals.prompts[:NUM_GENERATIONS] or opening_prompts(recipe.tokens_dir, tokenizer, NUM_GENERATIONS)
     params = SamplingParams(max_tokens=80, temperature=0.6, seed=recipe.seed)
-    completions = generate_batch(model, tokenizer, prompts[:NUM_GENERATIONS], params)
-    return [Sample(prompt, completion.text) for prompt, completion in zip(prompts, completions, strict=False)]
+    completions = generate_batch(model, tokenizer, prompts, params)
+    return [Sample(prompt, completion.text) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
 def quickstart_recipe(out: Path, corpus: list[Path], overrides: list[str]) -> Recipe:

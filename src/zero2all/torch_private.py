@@ -298,6 +298,14 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return _ProcessGroupGloo(store, rank, size, timeout)
 
 
+def receive_from_any(group: Any, tensor: Tensor, tag: int) -> int:
+    """Receive from whichever rank of a ``gloo_group`` sends first, and return that rank. Tested with 2.13. No public
+    one for such a group."""
+    work = group.recv_anysource([tensor], tag)
+    work.wait()
+    return int(work._source_rank())
+
+
 def default_store() -> Store:
     """The store through which the ranks of the default process group found each other. Tested with 2.13. No public
     one."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -17,6 +19,20 @@ MAX_DEPTH = 1 + MAX_NAME_PARTS  # below a directory of workspaces
 # Directories that may have a million files, and no run; .work has the intermediate files of a stage.
 UNSEARCHED_PATTERNS = (*STAGE_DIRECTORIES, "checkpoints", "*.work", ".?*")
 NEW_RUN_COMMAND = "'z2a train RECIPE --name NAME', with the same overrides"  # for messages
+
+
+def did_you_mean(path: Path) -> str:
+    """The entry beside a path that does not exist with a name much like it, as the end of a message."""
+    for depth, parent in enumerate(path.parents):
+        if parent.is_dir():
+            wrong = path.parts[len(path.parts) - 1 - depth]
+            with suppress(OSError):
+                names = [entry.name for entry in parent.iterdir() if not entry.name.startswith(".")]
+                if close := difflib.get_close_matches(wrong, names, 1, cutoff=0.7):
+                    rest = path.parts[len(path.parts) - depth :]
+                    return f"; did you mean {parent.joinpath(close[0], *rest)}?"
+            break
+    return ""
 
 
 def find_directories(top: Path, file: str, depth: int = MAX_DEPTH) -> list[Path]:

@@ -108,7 +108,7 @@ FAMILIES = (
         "serve/test_hostile.py", *tests("serve/test_page.py", "without_the_key_it_says_where_the_key_is",
                                         "the_page_loads_nothing_from_elsewhere_and_cannot_be_framed"),
         *tests("serve/test_schema.py", "no_random_request_is_a_server_error"))),
-    Family("new: sandboxes", 0, ("sandbox/test_sandbox.py",)),
+    Family("new: sandboxes", 0, ("sandbox/test_sandbox.py", "sandbox/test_system_calls.py", "sandbox/test_answers.py")),
     Family("new: fetch", 0, (
         *tests("corpus/test_fetch_hub.py", "a_hostile_name_downloads_nothing", "a_damaged_listing_is_an_error",
                "content_that_is_not_as_listed_is_refused_and_removed", "a_size_that_is_not_as_listed_is_refused",

@@ -14,12 +14,14 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from zero2all.bench import parity
+from zero2all.bench.parity import SEPARATE_COLUMNS
 from zero2all.bench.parity_cases import (
     TRAINING_SETUPS,
     ParityCase,
     TrainingSetup,
     cases,
     select_cases,
+    select_setups,
     training_setup,
 )
 from zero2all.cli.main import app
@@ -78,17 +80,28 @@ def test_copies_equal_one_process() -> None:
 
 @pytest.mark.slow
 def test_the_command_compares_the_layouts_that_it_is_given(tmp_path: Path) -> None:
-    """Every setup of three layouts, through ``z2a bench parity``: what runs for the table of the docs."""
-    names = {"TP 2", "PP 2 1f1b", "CP 2 ulysses"}
+    """Three layouts, through ``z2a bench parity``: what runs for the table of the docs."""
+    names, setups = {"TP 2", "PP 2 1f1b", "CP 2 ulysses, experts"}, ["LoRA", "balance loss", "dropout", "windows"]
     words = [word for name in sorted(names) for word in ("--only", name)]
+    words += [word for name in setups for word in ("--setup", name)]
     done = CliRunner().invoke(app, ["bench", "parity", "--steps", "1", "--out", str(tmp_path), "--json", *words])
     assert done.exit_code == 0, done.output
     outcomes = json.loads((tmp_path / "bench-parity.json").read_text())["outcomes"]
     found = [(outcome["layout"], outcome["kind"]) for outcome in outcomes]
-    assert sorted(found) == sorted(
-        (case.name, setup.name) for case in chosen(*names) for setup in TRAINING_SETUPS if setup.supports(case)
-    )
+    assert sorted(found) == [
+        ("CP 2 ulysses, experts", "balance loss"),
+        ("CP 2 ulysses, experts", "dropout"),
+        ("CP 2 ulysses, experts", "windows"),
+        ("PP 2 1f1b", "LoRA"),
+        ("PP 2 1f1b", "dropout"),
+        ("PP 2 1f1b", "windows"),
+        ("TP 2", "dropout"),
+        ("TP 2", "windows"),
+    ]
     assert all(outcome["equal"] for outcome in outcomes)
+    assert [outcome["layout"] for outcome in outcomes if outcome["differs_by_design"]] == ["CP 2 ulysses, experts"]
+    [row] = [line for line in (tmp_path / "bench-parity.md").read_text().splitlines() if "experts" in line]
+    assert row.endswith("| yes, but not dropout |")
 
 
 def test_layouts_are_selected_by_name_or_pattern() -> None:
@@ -97,10 +110,22 @@ def test_layouts_are_selected_by_name_or_pattern() -> None:
 
     assert names("TP 2") == ["TP 2"]  # and not "TP 2 + SP"
     assert names("TP ?", "CP 2 r*g") == ["TP 2", "TP 4", "CP 2 ring"]
-    assert names("*ring*") == ["CP 2 ring", "CP 4 ring", "CP 2 ring x TP 2"]
+    assert names("*ring*") == ["CP 2 ring", "CP 4 ring", "CP 2 ring, experts", "CP 2 ring x TP 2"]
     assert names() == [case.name for case in cases()]
     with pytest.raises(UsageError, match="no layout matches 'tp 2'"):
         names("CP 2 ring", "tp 2")
+    assert [setup.name for setup in select_setups(["Muon*", "LoRA"])] == ["Muon", "Muon in fp32", "LoRA"]
+    with pytest.raises(UsageError, match="no setup matches 'lora'"):
+        select_setups(["lora"])
+
+
+def test_every_setup_is_in_the_table_and_compared_in_some_layout() -> None:
+    plain = [setup for setup in TRAINING_SETUPS if setup.model_variant == "plain" and not setup.name.startswith("Muon")]
+    assert {setup.name for setup in TRAINING_SETUPS} == {*SEPARATE_COLUMNS, *(setup.name for setup in plain)}
+    for setup in TRAINING_SETUPS:
+        assert sum(setup.supports(case) for case in cases()) >= 5, setup.name
+    balanced = [case for case in cases() if training_setup("balance loss").supports(case)]
+    assert {case.parallel.cp for case in balanced} == {1, 2}
 
 
 def test_every_choice_of_a_recipe_is_in_the_table() -> None:
@@ -148,7 +173,13 @@ def test_what_is_wrong_with_a_layout_is_seen(wrong: str, monkeypatch: pytest.Mon
     backward, clip = ParallelModel.forward_backward, ParallelModel.clip_grad_norm_
 
     def broken(
-        self: ParallelModel, tokens: Tensor, targets: Tensor, divisor: float, starts: Tensor | None, size: int | None
+        self: ParallelModel,
+        tokens: Tensor,
+        targets: Tensor,
+        divisor: float,
+        starts: Tensor | None,
+        size: int | None,
+        dropout_seed: int,
     ) -> Tensor:
         divisor = divisor * 1.0001 if wrong == "scale" else divisor
         return backward(self, tokens, targets, divisor, None if wrong == "mask" else starts, size)

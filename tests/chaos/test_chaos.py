@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
 from zero2all.chaos.faults import FAULTS
@@ -15,6 +16,7 @@ from zero2all.chaos.injections import InjectionPoint
 from zero2all.chaos.sample_audit import SampleAudit, audit_samples, sample_hash
 from zero2all.chaos.scenario import Scenario
 from zero2all.chaos.suite import FaultResult, render_table, run_suite
+from zero2all.cli.main import app
 from zero2all.elastic.exit_reason import FailureKind
 from zero2all.errors import UsageError
 from zero2all.tokens import TokenStore
@@ -27,10 +29,13 @@ SHORT = ["kill a rank"]  # `.ci/long` runs all of them
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_job_survives_the_short_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two ranks: four would import torch for half a minute more."""
+    """Through ``z2a chaos``. With two ranks: four would import torch for half a minute more."""
     monkeypatch.setattr(Scenario, "num_ranks", 2)
     monkeypatch.setattr("zero2all.chaos.fault.NUM_RANKS", 2)
-    rows = run_suite(tmp_path, only=SHORT, seed=1)
+    only = [word for fault in SHORT for word in ("--only", fault)]
+    done = CliRunner().invoke(app, ["chaos", "--out", str(tmp_path), *only, "--seed", "1", "--json"])
+    assert done.exit_code == 0, done.output
+    rows = [FaultResult(**row) for row in json.loads(done.stdout)["rows"]]
     assert [row.fault for row in rows] == SHORT
     for row in rows:
         assert row.problems == [], render_table(rows)

@@ -20,6 +20,7 @@ from torch import nn
 
 import zero2all.checkpoint.integrity as integrity
 from tests.checkpoint.helpers import TRAINING_STATE
+from tests.checkpoint.threads import SharedRankGroup
 from tests.conftest import tiny_recipe
 from zero2all.checkpoint import CheckpointStore, RankGroup, checkpoint_store
 from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, Branch, Lineage
@@ -127,11 +128,11 @@ class Ranks:
         return found
 
 
-class Rank(RankGroup):
+class Rank(SharedRankGroup):
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks, self.rank, self.world_size = ranks, rank, len(ranks.found)
 
-    def on_all_ranks(self, function: Callable[[], Any], while_waiting: Callable[[], None] | None = None) -> list[Any]:
+    def collect(self, function: Callable[[], Any]) -> list[Any]:
         return self.ranks.gather(self.rank, function)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -12,17 +13,51 @@ from zero2all.checkpoint.lineage import Lineage
 from zero2all.errors import Z2aError
 
 T = TypeVar("T")
+R = TypeVar("R")
 _LOCK = threading.RLock()
 
 
-class ThreadRankGroup(RankGroup):
+class SharedRankGroup(RankGroup):
+    """A ``RankGroup`` whose ranks share one memory: ``collect`` gives each the results of all."""
+
+    def collect(self, function: Callable[[], T]) -> list[T]:
+        raise NotImplementedError
+
+    def on_all_ranks(self, function: Callable[[], T], while_waiting: Callable[[], None] | None = None) -> T:
+        return self.collect(function)[self.rank]
+
+    def reduce(
+        self, function: Callable[[], T], combine: Callable[[T, T], T], while_waiting: Callable[[], None] | None = None
+    ) -> T:
+        return functools.reduce(combine, self.collect(function))
+
+    def gather(
+        self,
+        function: Callable[[], T],
+        summarize: Callable[[list[T]], R],
+        while_waiting: Callable[[], None] | None = None,
+    ) -> R:
+        found = self.collect(function)
+        return self.on_rank0(lambda: summarize(found))
+
+    def scatter(
+        self,
+        function: Callable[[], T],
+        assign: Callable[[list[T]], Sequence[R]],
+        while_waiting: Callable[[], None] | None = None,
+    ) -> R:
+        found = self.collect(function)
+        return self.on_rank0(lambda: assign(found))[self.rank]
+
+
+class ThreadRankGroup(SharedRankGroup):
     """A ``RankGroup``, for the threads of ``run_threads``."""
 
     def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, shared: list[Any]) -> None:
         self.rank, self.world_size = rank, world_size
         self._barrier, self._shared = barrier, shared
 
-    def on_all_ranks(self, function: Callable[[], T], while_waiting: Callable[[], None] | None = None) -> list[T]:
+    def collect(self, function: Callable[[], T]) -> list[T]:
         own_error: Exception | None = None
         try:
             with _LOCK:  # temporary file names contain the process id

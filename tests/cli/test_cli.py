@@ -138,7 +138,7 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
     longer = run("quickstart", "--corpus", tmp_path / "raw/en.jsonl", tmp_path / "raw/zh", *SMALL, "train.steps=122",
                  "--out", out)  # fmt: skip
     assert longer.exit_code == 2
-    assert f"for example: z2a train {out}/recipe.yaml --extend rewarm" in longer.stderr
+    assert f"for example: z2a train {out}/recipe.yaml --extend constant" in longer.stderr
     trained = run("train", out / "recipe.yaml", "--extend", "rewarm", "--json")
     assert json.loads(trained.stdout)["resumed_at"] == 120
     traced = json.loads(run("tokens", "trace", out, "--step", 3, "--json").stdout)
@@ -214,6 +214,34 @@ def test_a_users_mistake_gives_a_line_to_act_on(
             assert failed.stdout == ""
         elif failed.stdout:  # a command line that does not parse: the next test
             assert "error" in json.loads(failed.stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "called", "said"),
+    [
+        (["bench", "ops", "z2all-3m"], "zero2all.bench.bench_ops", "error: interrupted"),
+        (["bench", "shapes", "z2all-3m"], "zero2all.bench.bench_shapes", "error: interrupted"),
+        (
+            ["corpus", "build", "recipe.yaml"],
+            "zero2all.corpus.build_corpus",
+            "error: interrupted; finished work is kept: run the same command again to continue",
+        ),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_an_interrupted_command_says_that_work_is_kept_only_where_it_is(
+    words: list[str], called: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "recipe.yaml").write_text("out: out\ncorpus: {sources: [{name: a, paths: [a.txt]}]}\n")
+    monkeypatch.setattr(called, interrupt)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1
+    assert " ".join(done.stderr.split()).endswith(said), done.stderr
 
 
 @pytest.mark.parametrize("words", [["train"], ["recipe", "check", "bad.yaml"]], ids=" ".join)

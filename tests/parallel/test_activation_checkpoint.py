@@ -19,7 +19,6 @@ from zero2all.model import document_starts
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.moe import MoE
 from zero2all.parallel import ParallelMesh, ParallelModel
-from zero2all.parallel.activation_checkpoint import apply_ac
 from zero2all.recipe import ModelConfig, ParallelRecipe
 
 SHAPE: dict[str, Any] = {
@@ -117,9 +116,8 @@ DROPOUT = {"attention_dropout": 0.2, "residual_dropout": 0.3}
 @pytest.mark.parametrize(
     ("changes", "moe"), [({}, None), (DROPOUT, None), (DROPOUT, MOE)], ids=["plain", "dropout", "experts"]
 )
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_every_nth_block_gives_the_same_bits(
+@pytest.mark.parametrize(("mode", "every"), [("selective", 1), ("full", 1), ("full", 2), ("full", 3), ("full", 8)])
+def test_groups_of_blocks_give_the_same_bits(
     mode: str, every: int, changes: dict[str, Any], moe: dict[str, Any] | None
 ) -> None:
     found = []
@@ -130,17 +128,73 @@ def test_every_nth_block_gives_the_same_bits(
         assert torch.equal(found[0][name], value), name
 
 
-def test_every_counts_layers_of_the_full_model() -> None:
-    """So that stages of a pipeline checkpoint the blocks that one process would."""
-    parallel_model = build_model("full", None, {"activation_checkpointing_every": 2}, num_hidden_layers=5)
-    names = [name for name, block in parallel_model.model.layers.named_children() if "forward" in vars(block)]
-    assert names == ["0", "2", "4"]
-    blocks = nn.ModuleDict({"3": nn.Identity(), "4": nn.Identity()})  # of a stage
-    recipe = ParallelRecipe(activation_checkpointing="full", activation_checkpointing_every=2)
-    apply_ac(blocks, recipe, parallel_model.config, torch.device("cpu"))
-    assert [name for name, block in blocks.items() if "forward" in vars(block)] == ["4"]
-    with pytest.raises(ValueError, match="set activation_checkpointing=full or selective"):
-        ParallelRecipe(activation_checkpointing_every=2)
+def inputs_of_blocks(every: int, layers: int) -> tuple[list[int], list[int]]:
+    """The blocks whose input is alive after the forward pass, and all blocks in the order of their forward passes."""
+    parallel_model = build_model("full", None, {"activation_checkpointing_every": every}, num_hidden_layers=layers)
+    inputs: dict[int, StorageWeakRef] = {}
+    order: list[int] = []
+
+    def remember(block: nn.Module, args: tuple[Any, ...]) -> None:
+        layer = block.self_attn.layer
+        inputs.setdefault(layer, StorageWeakRef(args[0].untyped_storage()))
+        order.append(layer)
+
+    for block in parallel_model.model.layers:
+        block.register_forward_pre_hook(remember)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    losses = parallel_model.model(tokens, targets_BS=tokens)
+    gc.collect()
+    alive = [layer for layer, storage in inputs.items() if not storage.expired()]
+    losses.sum().backward()
+    return alive, order
+
+
+@pytest.mark.parametrize(("every", "kept"), [(2, [0, 2, 4]), (3, [0, 3]), (4, [0, 4]), (8, [0])])
+def test_one_input_is_kept_per_group_and_the_group_is_recomputed(every: int, kept: list[int]) -> None:
+    alive, order = inputs_of_blocks(every, layers=5)
+    assert alive == kept
+    assert order[:5] == [0, 1, 2, 3, 4]
+    ends = [*kept[1:], 5]
+    recomputed = [list(range(first, end)) for first, end in zip(kept, ends, strict=True)]
+    assert order[5:] == [layer for group in reversed(recomputed) for layer in group], "the last group first, each once"
+
+
+def peak_bytes(every: int, layers: int) -> int:
+    """Bytes of tensors that autograd holds at the worst moment of forward and backward."""
+    parallel_model = build_model("full", None, {"activation_checkpointing_every": every}, num_hidden_layers=layers)
+    tokens = torch.zeros(8, 32, dtype=torch.int64)
+    live: dict[int, int] = {}
+    peak = 0
+
+    class Held:
+        def __init__(self, tensor: Tensor) -> None:
+            nonlocal peak
+            self.tensor = tensor
+            live[id(self)] = tensor.untyped_storage().nbytes()
+            peak = max(peak, sum(live.values()))
+
+        def __del__(self) -> None:
+            live.pop(id(self), None)
+
+    with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
+        parallel_model.model(tokens, targets_BS=tokens).sum().backward()
+    return peak
+
+
+def test_a_larger_group_keeps_fewer_inputs() -> None:
+    """Hooks outside of a checkpoint see its inputs alone: those of groups, head and embedding."""
+    peaks = [peak_bytes(every, layers=8) for every in (1, 2, 4, 8)]
+    assert peaks == sorted(peaks, reverse=True)
+    stream = 8 * 32 * SHAPE["hidden_size"] * 4
+    assert peaks[0] - peaks[1] == pytest.approx(4 * stream, rel=0.3)
+
+
+def test_groups_are_for_full_checkpointing() -> None:
+    for mode in ("none", "selective", "budget"):
+        with pytest.raises(ValueError, match="set activation_checkpointing=full, or activation_checkpointing_every=1"):
+            ParallelRecipe(activation_checkpointing=mode, activation_checkpointing_every=2)
+    with pytest.raises(ValueError, match="the inputs of groups of blocks are not offloaded"):
+        ParallelRecipe(activation_checkpointing="full", activation_checkpointing_every=2, activation_offload=True)
 
 
 def test_the_balance_loss_is_in_the_gradient_with_checkpointing_too() -> None:
@@ -212,7 +266,7 @@ def test_operations_of_packages_are_known_by_name() -> None:
 
 @pytest.mark.parametrize("moe", [None, MOE], ids=["dense", "experts"])
 def test_hardware_flops_are_those_that_torch_counts(moe: dict[str, Any] | None) -> None:
-    for mode, every in (*((mode, 1) for mode in MODES), ("full", 2), ("full", 3), ("selective", 2)):
+    for mode, every in (*((mode, 1) for mode in MODES), ("full", 2), ("full", 3)):
         sizes = {"activation_checkpointing_every": every}
         parallel_model = build_model(mode, moe, sizes, ops={"cross_entropy": "reference"})
         with FlopCounterMode(display=False) as counter:
@@ -225,6 +279,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "tp": ({"tp": 2}, None),
     "ep": ({"ep": 2}, MOE),
     "pipeline": ({"pp": 2}, {**MOE, "load_balancing": "bias"}),
+    "groups over shards": ({"dp_shard": 2}, None),
 }
 
 
@@ -232,7 +287,8 @@ def on_every_layout() -> dict[tuple[str, str], tuple[float, dict[str, Tensor], l
     found = {}
     for name, (sizes, moe) in LAYOUTS.items():
         for mode in MODES:
-            parallel_model = build_model(mode, moe, sizes)
+            groups = {"activation_checkpointing_every": 2} if mode == "full" and name.startswith("groups") else {}
+            parallel_model = build_model(mode, moe, {**sizes, **groups})
             total = float(parallel_model.all_reduce_sum(step(parallel_model).sum()))
             found[name, mode] = total, gradients(parallel_model), loads(parallel_model)
     return found

@@ -80,19 +80,16 @@ def test_the_estimate_is_close_to_what_is_kept(
 
 
 @pytest.mark.parametrize("every", [2, 3])
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_the_estimate_of_every_nth_block(mode: Recompute, every: int) -> None:
-    """Of two depths that differ by one block that is stored and one that is not, or two of three."""
+def test_the_estimate_of_groups_of_blocks(every: int) -> None:
+    """Of two depths that differ by one group: its input. Once recomputed, all blocks of a group are there."""
     depths = (2 * every, every)
     sizes = {"activation_checkpointing_every": every}
-    kept = [kept_bytes(mode, None, layers, sizes) for layers in depths]
-    estimates = [
-        activation_bytes(
-            ModelConfig.model_validate({**SHAPE, "num_hidden_layers": layers}), TOKENS, False, mode, every=every
-        )
-        for layers in depths
-    ]
+    kept = [kept_bytes("full", None, layers, sizes) for layers in depths]
+    configs = [ModelConfig.model_validate({**SHAPE, "num_hidden_layers": layers}) for layers in depths]
+    estimates = [activation_bytes(config, TOKENS, False, "full", every=every) for config in configs]
     assert estimates[0] - estimates[1] == pytest.approx(kept[0] - kept[1], rel=0.05)
+    one_group = activation_bytes(configs[1], TOKENS, False, "full", every=every)
+    assert one_group == activation_bytes(configs[1], TOKENS, False)
 
 
 def test_the_estimate_of_residual_dropout() -> None:

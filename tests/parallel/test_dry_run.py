@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from zero2all.cli.main import app
 from zero2all.errors import UsageError
 from zero2all.parallel.dry_run import dry_run
 from zero2all.parallel.rank_memory import RankMemory
@@ -99,6 +102,17 @@ def test_gathered_weights_are_counted_where_they_are_kept() -> None:
 def test_a_layout_that_does_not_fit_is_refused() -> None:
     with pytest.raises(UsageError, match="there are 12"):
         dry_run(parse_recipe(SMALL, ["parallel={tp: 8}", "model.num_key_value_heads=8"]), 12)
+
+
+def test_the_command_shows_the_shards_of_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(SMALL)
+    words = ["parallel", "show", str(tmp_path / "recipe.yaml"), "--world", "4", "parallel={tp: 2}", "--json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    shown = json.loads(done.stdout)
+    assert shown["mesh"]["tp"] == 2
+    assert shown["mesh"]["dp_shard"] == 2
+    assert shown["parameters"] / 4 <= shown["stages"][0]["most"] < shown["parameters"] / 3
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from zero2all.cli.main import app
 from zero2all.errors import RecipeError, UsageError
 from zero2all.recipe import (
     PRESETS,
@@ -213,3 +215,24 @@ def test_a_directory_without_a_recipe_says_what_is_missing(tmp_path: Path) -> No
     (tmp_path / "mine.yaml").touch()
     with pytest.raises(UsageError, match=r"neither recipe\.yaml nor run/recipe\.yaml.*there are mine\.yaml$"):
         load_recipe(tmp_path)
+
+
+EXPERTS = "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 64"
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("{preset: z2all-3m}", []),
+        ("{preset: z2all-3m, residual_dropout: 0.1}", ["dropout"]),
+        (f"{{preset: z2all-3m, moe: {{{EXPERTS}, load_balancing: aux}}}}", ["model.moe.load_balancing=aux"]),
+        (f"{{preset: z2all-3m, moe: {{{EXPERTS}, load_balancing: bias}}}}", []),
+    ],
+)
+def test_the_check_warns_where_losses_depend_on_the_layout(model: str, said: list[str], tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"model: {model}\n")
+    done = CliRunner().invoke(app, ["recipe", "check", str(tmp_path / "recipe.yaml"), "--json"])
+    assert done.exit_code == 0, done.output
+    assert [remark.split(" ")[0].rstrip(":") for remark in json.loads(done.stdout)["remarks"]] == said
+    shown = CliRunner().invoke(app, ["recipe", "check", str(tmp_path / "recipe.yaml")]).stdout
+    assert shown.count("remark: ") == len(said)

@@ -287,7 +287,9 @@ def test_without_a_sandbox_code_is_refused_unless_asked_for(monkeypatch: pytest.
     assert unsafe.backend == "none"
     assert unsafe.run_python("print(2)").stdout == "2\n"
     assert unsafe.run_python("x = bytearray(1 << 30)").status == "memory"
-    assert unsafe.run_python("while True: pass").status == "timeout"
+    assert unsafe.run_python(NAMED + "while True: pass").status == "timeout"
+    assert unsafe.run_tests(NAMED + "def f(): return 1", "assert f() == 1", "f").status == "ok"
+    wait_for_named_processes()
 
 
 def test_a_backend_that_fails_is_an_error_and_not_a_failed_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,44 @@ def test_a_conversation(page: Any, shown: Served, language: str, size: tuple[int
     assert [line for line in page.get_log("browser") if line["level"] == "SEVERE"] == []
 
 
+def test_an_empty_answer_and_an_error_stay_in_view(page: Any, server: Served) -> None:
+    """A model may end its answer at the first token. The next message must not take the earlier ones away."""
+    page.get(f"{server.url}/#key={KEY}&lang=en")
+    until(page, "return document.title === 'tiny'")
+    page.execute_script(
+        """
+        const usage = {choices: [], usage: {completion_tokens: 1}};
+        const answers = [
+            () => new Response(`data: ${JSON.stringify(usage)}\n\ndata: [DONE]\n\n`),
+            () => new Response(JSON.stringify({error: {message: "busy"}}), {status: 503}),
+        ];
+        const real = window.fetch;
+        window.bodies = [];
+        window.fetch = async (url, options) => {
+            window.bodies.push(JSON.parse(options.body));
+            return answers.length ? answers.shift()() : real(url, options);
+        };
+        document.getElementById('max_tokens').value = 4;
+        """
+    )
+    write(page, "no answer")
+    answered(page, 1)
+    assert "The answer is empty." in page.find_element("id", "messages").text
+    page.find_element("id", "language").click()
+    write(page, "an error")
+    until(page, "return document.querySelector('.error')")
+    write(page, "an answer")
+    until(page, "return document.querySelectorAll('.note').length === 2 && !document.getElementById('send').hidden")
+    assert page.execute_script("return [...document.querySelectorAll('.user')].map(one => one.textContent)") == [
+        "no answer",
+        "an error",
+        "an answer",
+    ]
+    assert page.find_element("css selector", ".error").text == "busy"
+    sent = page.execute_script("return window.bodies.map(body => body.messages.map(one => one.content))")
+    assert sent == [["no answer"], ["an error"], ["an answer"]], "templates take turns only: user, assistant, user"
+
+
 @pytest.mark.parametrize(("language", "said"), [("en", "base model"), ("zh", "基座模型")])
 def test_a_base_model_is_named_and_its_page_completes_text(
     page: Any, served_run: Run, language: str, said: str

@@ -16,16 +16,21 @@ import torch.nn.functional as F
 from tests.checkpoint.helpers import losses
 from tests.conftest import tiny_recipe
 from tests.ranks import on_ranks
+from zero2all.checkpoint import RankGroup
 from zero2all.corpus import build_corpus
 from zero2all.errors import RecipeError
 from zero2all.evals import evaluate_bpb
 from zero2all.export import export_run
 from zero2all.model.ops.cross_entropy import HeadConfig
 from zero2all.model.ops.soft_loss import likeliest_tokens, soft_cross_entropy
+from zero2all.parallel import ParallelMesh, ParallelModel
+from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import ParallelRecipe, Recipe
+from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import build_tokens
 from zero2all.train import Run, train
-from zero2all.train.teacher import Teacher, TeacherCacheKey, TeacherIdentity
+from zero2all.train.run import resolve_model_config
+from zero2all.train.teacher import Teacher, TeacherCacheKey, TeacherIdentity, teacher_dtype
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +206,45 @@ def test_other_weights_at_the_same_path_are_another_teacher(workspace: Path, tea
     export_run(teacher, tmp_path / "hf", dtype="bf16")
     train(recipe.model_copy(update={"run": "again"}))
     assert len(list((tmp_path / "out" / "teacher").iterdir())) == 2
+
+
+def likeliest_on_ranks(path: Path, recipe: Recipe) -> dict[str, Any]:
+    """What the teacher expects of this rank's rows: rank 1 has none. And what this rank holds of its weights."""
+    mesh = ParallelMesh.init_distributed(recipe.parallel, torch.device("cpu"))
+    model = ParallelModel(resolve_model_config(recipe, Tokenizer(recipe.tokenizer_dir)), recipe.parallel, mesh, seed=0)
+    teacher = Teacher(path, model, 4, RankGroup())
+    rows = ROWS[: len(ROWS) if mesh.dp_rank == 0 else 0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero2all.train.teacher.BATCH_TOKENS", 32)  # three passes for rank 0, none for rank 1
+        found = teacher.likeliest(rows, None)
+    parameters = list(teacher.model.parameters())
+    return {
+        "ids": found.ids_BSK, "logps": found.logps_BSK, "trained": any(one.requires_grad for one in parameters),
+        "held": sum(to_local(one).numel() for one in parameters), "all": sum(one.numel() for one in parameters),
+    }  # fmt: skip
+
+
+ROWS = torch.randint(1, 200, (3, 32), generator=torch.Generator().manual_seed(1))
+
+
+def test_a_teacher_is_sharded_like_the_student(workspace: Path, teacher: Run, tmp_path: Path) -> None:
+    recipe = student(workspace, teacher, tmp_path)
+    alone = likeliest_on_ranks(teacher.directory, recipe)
+    logits = teacher.load_model()(ROWS)
+    ids, logps = likeliest_tokens(logits, 4)
+    assert torch.equal(alone["ids"], ids)
+    assert torch.allclose(alone["logps"], logps, atol=1e-5)
+    sharded = recipe.model_copy(update={"parallel": ParallelRecipe(dp_shard=2)})
+    first, second = on_ranks(2, likeliest_on_ranks, teacher.directory, sharded)
+    assert torch.equal(first["ids"], ids)
+    assert torch.allclose(first["logps"], logps, atol=1e-5)
+    assert second["ids"].shape == (0, 32, 4)
+    for found in (first, second):
+        assert not found["trained"]
+        assert found["held"] <= 0.55 * found["all"]
+
+
+def test_a_teacher_is_in_bf16_on_gpus() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert teacher_dtype(torch.bfloat16, cuda) == torch.bfloat16
+    assert teacher_dtype(torch.float32, cuda) == teacher_dtype(torch.bfloat16, cpu) == torch.float32

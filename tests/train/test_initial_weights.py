@@ -176,7 +176,9 @@ def test_a_resumed_run_does_not_read_the_initial_weights_again(source: Recipe, w
         trainer.train()
     assert Run.open(tmp_path).initial_weights() is not None
     other = tiny_recipe(workspace, f"out={tmp_path}", f"train.init={source.out}", "train.steps=3")
-    with pytest.raises(UsageError, match=rf"train\.init={tmp_path / 'source'}, not {source.out}: train another run"):
+    with pytest.raises(
+        UsageError, match=rf"train\.init={tmp_path / 'source'}, not {source.out}\. Set the recipe as it was"
+    ):
         train(other)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -54,8 +54,8 @@ class OwnLink:
             tensor.fill_(number + 1)
         return self.step_of_provider
 
-    def gather(self, own: str) -> list[str]:
-        return [own]
+    def gather(self, own: str, summarize: Callable[[list[str]], str]) -> str:
+        return summarize([own])
 
     def close(self, is_done: bool) -> None: ...
 

@@ -131,7 +131,9 @@ def test_the_command_line_prints_the_command_to_choose_with(
     monkeypatch.setattr(sys, "argv", ["z2a", *words])
     refused = CliRunner().invoke(app, words)
     assert refused.exit_code == 2
-    assert f"for example: z2a train '{recipe}' {LONGER} --extend rewarm" in refused.stderr
+    # A second warm-up of three steps would take most of the four that are left.
+    assert "Only 4 steps are left: a shorter warm-up leaves more of them to decay" in refused.stderr
+    assert f"for example: z2a train '{recipe}' {LONGER} --extend constant" in refused.stderr
     done = CliRunner().invoke(app, [*words, "train.optimizer.lr=1e-3", "--extend", "constant"])
     assert done.exit_code == 0, done.output
     assert "train.optimizer.lr is 0.001, before 0.005: 5.00e-04 at step 5, 1.00e-04 at step 6" in done.stderr

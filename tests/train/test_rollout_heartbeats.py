@@ -8,7 +8,6 @@ import threading
 import pytest
 
 from zero2all.checkpoint import RankGroup, rank_group
-from zero2all.checkpoint.rank_tree import pack
 from zero2all.generation import Completion
 from zero2all.train.rollouts import Prompt, score_rollouts
 
@@ -27,12 +26,13 @@ def test_a_rank_that_waits_for_slow_rewards_sends_heartbeats(monkeypatch: pytest
             enough.set()
 
     class Tree:
-        def gather(self, mine: bytes) -> None:
-            assert pickle.loads(mine) == (None, None), "rewards are computed on rank 0"
+        def gather(self, mine: bytes, merge: object) -> bytes:
+            assert pickle.loads(mine) == (None, None), "rewards are computed on the first rank with these prompts"
+            return mine
 
         def broadcast(self, mine: bytes) -> bytes:
             assert enough.wait(SECONDS), "a rank that waits sent no heartbeat"
-            return pack({0: pickle.dumps(([[0.5, 0.25]], None)), 1: pickle.dumps((None, None))})
+            return pickle.dumps(([[0.5, 0.25]], None))
 
     monkeypatch.setattr(rank_group, "CALL_INTERVAL", 0.01)
     ranks = RankGroup()

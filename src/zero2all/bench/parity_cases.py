@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zero2all.errors import UsageError
-from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe
-from zero2all.recipe.parallel import SPLIT_BACKWARD_SCHEDULES
+from zero2all.parallel.batch_split import even_micro_batch_size
+from zero2all.parallel.mesh import ParallelDims
+from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe, TrainRecipe
+from zero2all.recipe.model import LoraConfig
+from zero2all.recipe.parallel import parallel_mistakes
 
 SAMPLES, LENGTH, VOCAB = 16, 32, 250
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-6, 1e-5
@@ -17,6 +20,19 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-6, 1e-5
 # them at once after 20 steps (with experts, whose few tokens give gradients of low rank, 7e-4): rounding alone.
 # Orthogonalizing halves of matrices instead of whole ones is 1e-2 off. With the iteration in fp32 all are within 5e-6.
 MUON_LOSS_TOLERANCE, MUON_EXPERTS_LOSS_TOLERANCE = 2e-4, 2e-3
+MODEL_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "muP": {"mup_base": 16},
+    "balance loss": {},  # see model_config
+    "LoRA": {"lora": LoraConfig(rank=4)},
+    "MTP": {"mtp_weight": 0.3},
+    "windows": {"sliding_window": 8, "full_attention_interval": 2},
+    "soft-cap": {"final_logit_softcapping": 10.0, "z_loss": 1e-2},
+    "dropout": {"residual_dropout": 0.1},
+}
+# Its masks depend on the ranks, so that only a gross mistake shows: the loss falls from 5.5 in these steps.
+DROPOUT_LOSS_TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,24 @@ class ParityCase:
     micro_batch_size: int | None = None
     """Samples in a micro-batch; gradients are accumulated over the rest."""
 
+    @property
+    def dims(self) -> ParallelDims:
+        return ParallelDims.from_recipe(self.parallel, self.ranks)
+
+    @property
+    def samples_per_micro_batch(self) -> int:
+        """As ``ParallelModel`` takes them."""
+        own = SAMPLES // self.dims.dp
+        stages = self.parallel.pp * self.parallel.stages_per_rank
+        return self.micro_batch_size or (even_micro_batch_size(own, 2 * stages) if stages > 1 else own)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether variants of the model are compared in it: two ranks, or several kinds of parallelism at once. How
+        gradients are accumulated and weights gathered does not depend on the model."""
+        used = sum(size > 1 for size in (self.dims.dp, self.dims.tp, self.dims.pp, self.dims.cp, self.dims.ep))
+        return self.micro_batch_size is None and self.ranks > 1 and (self.ranks == 2 or used > 1)
+
 
 @dataclass(frozen=True)
 class TrainingSetup:
@@ -38,30 +72,54 @@ class TrainingSetup:
 
     name: str
     optimizer: Literal["adamw", "adafactor", "sgd", "muon"]
-    model_variant: Literal["plain", "tied", "muP"] = "plain"
+    model_variant: str = "plain"
+    """A key of ``MODEL_VARIANTS``."""
     document_mask: bool = False
     checkpointing: Literal["none", "full", "selective"] = "none"
     muon_dtype: Literal["bf16", "fp32"] = "bf16"
 
+    def differs_by_design(self, case: ParityCase) -> bool:
+        """Whether the layout trains something else on purpose: ranks with different tokens draw different masks."""
+        dims = case.dims
+        shares = dims.dp * dims.cp * (dims.tp if case.parallel.sp else 1)
+        return self.model_variant == "dropout" and shares > 1
+
+    @property
+    def depends_on_micro_batches(self) -> bool:
+        """Whether one process must take as many samples at a time as the layout."""
+        return self.model_variant in ("balance loss", "dropout")
+
     def loss_tolerance(self, case: ParityCase) -> float:
+        if self.differs_by_design(case):
+            return DROPOUT_LOSS_TOLERANCE
         if self.optimizer != "muon" or self.muon_dtype == "fp32":
             return LOSS_TOLERANCE
         return MUON_EXPERTS_LOSS_TOLERANCE if case.moe else MUON_LOSS_TOLERANCE
 
     def supports(self, case: ParityCase) -> bool:
-        """Whether a recipe may ask for it: see ``recipe.parallel``."""
-        pipeline = case.parallel.pp > 1
-        if self.checkpointing == "selective" and pipeline and case.parallel.schedule in SPLIT_BACKWARD_SCHEDULES:
+        """Whether a recipe may ask for it, and the comparison says something."""
+        if self.model_variant not in ("plain", "tied", "muP") and not case.is_plain:
             return False
-        return not (self.model_variant == "tied" and pipeline)
+        if case.moe and self.model_variant == "LoRA":  # experts have no adapters
+            return False
+        if not case.moe and self.model_variant == "balance loss":
+            return False
+        parallel = case.parallel.model_copy(update={"activation_checkpointing": self.checkpointing})
+        train = TrainRecipe(steps=1, seq_len=LENGTH, batch_tokens=LENGTH * SAMPLES)
+        return not any(parallel_mistakes(self.model_config(case), train, parallel))
 
     def model_config(self, case: ParityCase) -> ModelConfig:
         """As small as every layout allows: heads for tp 4 with grouped queries, a layer for each stage."""
-        moe = (
-            MoeConfig(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, load_balancing="bias")
-            if case.moe
-            else None
-        )
+        moe = None
+        if case.moe:
+            is_aux = self.model_variant == "balance loss"
+            moe = MoeConfig(
+                num_experts=8,
+                num_experts_per_tok=2,
+                moe_intermediate_size=32,
+                load_balancing="aux" if is_aux else "bias",
+                router_aux_loss_coef=0.1,  # a hundred times what is usual, so that a mistake shows
+            )
         return ModelConfig(
             hidden_size=32,
             intermediate_size=64,
@@ -74,8 +132,7 @@ class TrainingSetup:
             qk_norm=True,
             initializer_range=0.05,
             moe=moe,
-            tie_word_embeddings=self.model_variant == "tied",
-            mup_base=16 if self.model_variant == "muP" else None,
+            **MODEL_VARIANTS[self.model_variant],
         )
 
     def optimizer_recipe(self) -> OptimizerRecipe:
@@ -104,6 +161,10 @@ TRAINING_SETUPS = (
     TrainingSetup("Adafactor", "adafactor"),
     TrainingSetup("Muon", "muon"),
     TrainingSetup("Muon in fp32", "muon", muon_dtype="fp32"),
+    *(
+        TrainingSetup(name, "sgd", model_variant=name, document_mask=True)
+        for name in ("balance loss", "LoRA", "MTP", "windows", "soft-cap", "dropout")
+    ),
 )
 
 
@@ -141,6 +202,7 @@ def cases() -> list[ParityCase]:
         *(_case(f"CP {n} gather", n, cp=n) for n in (2, 4)),
         *(_case(f"CP {n} ulysses", n, cp=n, cp_attention="ulysses") for n in (2, 4)),
         *(_case(f"CP {n} ring", n, cp=n, cp_attention="ring") for n in (2, 4)),
+        *(_case(f"CP 2 {kind}, experts", 2, moe=True, cp=2, cp_attention=kind) for kind in ("ulysses", "ring")),
         *(_case(f"EP {n}", n, moe=True, ep=n) for n in (2, 4)),
         _case("EP 2 x FSDP 2", 4, moe=True, ep=2),
         _case("FSDP 2 x TP 2", 4, tp=2),
@@ -161,12 +223,21 @@ def cases() -> list[ParityCase]:
 
 def select_cases(patterns: Sequence[str] | None) -> list[ParityCase]:
     """Layouts that match any of the patterns, as shells match file names; all of them without patterns."""
-    table = cases()
-    names = [case.name for case in table]
+    chosen = _match("layout", [case.name for case in cases()], patterns)
+    return [case for case in cases() if case.name in chosen]
+
+
+def select_setups(patterns: Sequence[str] | None) -> list[TrainingSetup]:
+    """As :func:`select_cases`."""
+    chosen = _match("setup", [setup.name for setup in TRAINING_SETUPS], patterns)
+    return [setup for setup in TRAINING_SETUPS if setup.name in chosen]
+
+
+def _match(kind: str, names: list[str], patterns: Sequence[str] | None) -> set[str]:
     for pattern in patterns or ():
         if not fnmatch.filter(names, pattern):
-            raise UsageError(f"no layout matches {pattern!r}; there are {', '.join(names)}")
-    return [case for case in table if not patterns or any(fnmatch.fnmatchcase(case.name, p) for p in patterns)]
+            raise UsageError(f"no {kind} matches {pattern!r}; there are {', '.join(names)}")
+    return {name for name in names if not patterns or any(fnmatch.fnmatchcase(name, one) for one in patterns)}
 
 
 def _zero_cases() -> list[ParityCase]:

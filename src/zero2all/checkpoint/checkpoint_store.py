@@ -6,7 +6,9 @@ shard with a flipped bit silently. Checksums do not say who wrote it, so ``dcp_r
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 import os
 import re
 import shutil
@@ -204,16 +206,14 @@ class CheckpointStore:
             place = partial
             if isinstance(partial, RemotePath):  # written here, then uploaded
                 # A full disk on one rank must stop all of them: the next step is a collective.
-                place = rank_group.on_all_ranks(lambda: stack.enter_context(staging_dir()))[rank_group.rank]
+                place = rank_group.on_all_ranks(lambda: stack.enter_context(staging_dir()))
             on_phase("persist")
             shards = dict(flatten_tensors(tensors))  # DCP would pickle everything else
             shown = place if isinstance(partial, RemotePath) else self.path(step)
             own = self._writer.write(place, shards, rank_group, lambda error: _write_error(shown, place, shards, error))
 
-            published = rank_group.on_all_ranks(lambda: {path.name: _publish(path, partial) for path in own})
-            files = {name: file for of_rank in published for name, file in of_rank.items()}
-
-            def finish() -> None:
+            def finish(published: list[dict[str, _PublishedFile]]) -> None:
+                files = functools.reduce(operator.or_, published)
                 fields = {"step": step, "time": round(time.time(), 3), **asdict(state), "lineage": lineage}
                 text = json_text(fields)
                 write_text(partial / STATE_FILE, text)
@@ -226,7 +226,7 @@ class CheckpointStore:
                 write_manifest(partial, MANIFEST_KIND, body)
                 stack.close()
 
-            rank_group.on_rank0(finish)
+            rank_group.gather(lambda: {path.name: _publish(path, partial) for path in own}, finish)
             self._verified.add(step)
         try:
             self._apply_retention(step, rank_group)
@@ -321,7 +321,7 @@ class CheckpointStore:
         result = rank_group.on_rank0(lambda: verify_sizes(self.path(step), step) if step in self._verified else None)
         if result is None:
             rank_slice = (rank_group.rank, rank_group.world_size)
-            result = worst_result(rank_group.on_all_ranks(lambda: verify_checksums(self.path(step), step, rank_slice)))
+            result = rank_group.gather(lambda: verify_checksums(self.path(step), step, rank_slice), worst_result)
             if result == VALID:
                 self._verified.add(step)
         return result

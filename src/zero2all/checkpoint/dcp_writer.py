@@ -6,6 +6,7 @@ Each rank writes its file and keeps the index of the chunks in it. Rank 0 merges
 
 from __future__ import annotations
 
+import operator
 import os
 import zlib
 from collections.abc import Callable
@@ -68,10 +69,9 @@ class CheckpointWriter:
             mine = zlib.compress(index.to_bytes(), 1)
             return mine == self._sent
 
-        if not all(rank_group.on_all_ranks(write_shards)):
-            indexes = rank_group.on_all_ranks(lambda: mine)
+        if not rank_group.reduce(write_shards, operator.and_):
+            self._indexes = rank_group.scatter(lambda: mine, lambda parts: [parts, *[[]] * (len(parts) - 1)])
             self._sent, self._shared = mine, None
-            self._indexes = indexes if rank_group.rank == 0 else []
         if rank_group.rank == 0:
             files.extend([place / ".metadata", place / INDEX_FILE])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,14 @@ RETRY_DELAYS = (0.5, 2.0)  # seconds: a file server usually recovers from a glit
 MISSING_FILE_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
+IntegrityKind = Literal["valid", "damaged", "unreadable"]
+
+
 @dataclass(frozen=True)
 class IntegrityResult:
     """``damaged``: the data is wrong, permanently. ``unreadable``: unknown, so nothing may be removed for it."""
 
-    kind: Literal["valid", "damaged", "unreadable"]
+    kind: IntegrityKind
     reason: str = ""
 
 
@@ -104,7 +107,7 @@ def _check_size(name: str, sizes: dict[str, int], manifest: CheckpointManifest) 
         raise DamagedError(f"{name} has {sizes[name]} bytes instead of {manifest.sizes[name]}")
 
 
-def worst_result(results: list[IntegrityResult]) -> IntegrityResult:
+def worst_result(results: Sequence[IntegrityResult]) -> IntegrityResult:
     """The worst of the results of all ranks."""
     for kind in ("damaged", "unreadable"):
         for rank, result in enumerate(results):

@@ -36,6 +36,16 @@ class ReplicaOptions:
     """That a node sends at most; its ranks share it."""
 
 
+@dataclass(frozen=True)
+class _Room:
+    """Memory for replicas."""
+
+    sizes: dict[int, int]
+    """Bytes of each state that this rank holds, by the rank that saves it."""
+    largest_node: int
+    """Bytes that the node with most needs."""
+
+
 class Replicas:
     """Of this rank's states on other nodes, and of other ranks' states here. Create it with ``connect``."""
 
@@ -73,13 +83,12 @@ class Replicas:
             return memory or memory_id(flash_directory.parent), bool(secret)
 
         try:
-            identities = rank_group.on_all_ranks(identify)
+            nodes, has_secrets = rank_group.gather(identify, _number_nodes)
         except (OSError, Z2aError):
             return None  # nothing is kept in memory there: a warning follows at the first save
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in identities))}
-        if len(numbers) == 1:
+        if max(nodes) == 0:
             return None
-        if not all(has_secret for _, has_secret in identities):
+        if not has_secrets:
             warn(
                 f"no replicas of in-memory checkpoints: {JOB_SECRET_VARIABLE}, which authenticates the nodes, is not "
                 "set on every node ('z2a launch' sets it)"
@@ -93,8 +102,7 @@ class Replicas:
                 server.close()
             warn(f"no replicas of in-memory checkpoints: {error}")
             return None
-        addresses = rank_group.on_all_ranks(lambda: servers[0].address)
-        nodes = [numbers[name] for name, _ in identities]
+        addresses = rank_group.gather(lambda: servers[0].address, list)  # a restore may copy from any of them
         return cls(options, flash_directory, rank_group, nodes, servers[0], addresses, secret)
 
     @property
@@ -110,12 +118,12 @@ class Replicas:
     def open(self, state_bytes: int, on_sent: Callable[[SentReplica], None]) -> None:
         """Called on all ranks, with the bytes of this rank's state: allocate memory for replicas, or turn them off."""
         rank, world_size = self._rank_group.rank, self._rank_group.world_size
-        sizes = self._rank_group.on_all_ranks(lambda: padded_bytes(state_bytes))
+        room = self._rank_group.scatter(lambda: padded_bytes(state_bytes), self._plan_room)
         held: dict[tuple[int, int], ReplicaSlots] = {}
 
         def allocate() -> None:
-            for other in self._held_ranks():
-                held[other, world_size] = ReplicaSlots(self._directory(other), sizes[other])
+            for other, size in room.sizes.items():
+                held[other, world_size] = ReplicaSlots(self._directory(other), size)
 
         try:
             self._rank_group.on_all_ranks(allocate)
@@ -123,12 +131,11 @@ class Replicas:
             held.clear()
             for other in self._held_ranks():
                 shutil.rmtree(self._directory(other), ignore_errors=True)
-            needed = self._bytes_of_largest_node(sizes)
             warn(
                 f"not enough space for replicas of in-memory checkpoints in {self._flash_directory.parent}: {error}; "
                 "the states of this rank stay in memory, but the loss of a node costs the steps since the last durable "
-                f"checkpoint. With replicas a node needs {show_bytes(needed)} there (checkpoint.replicas: 0 turns them "
-                "off)"
+                f"checkpoint. With replicas a node needs {show_bytes(room.largest_node)} there (checkpoint.replicas: 0 "
+                "turns them off)"
             )
             return
         self._server.hold(held)
@@ -161,19 +168,29 @@ class Replicas:
         self.stop_sending()
         self._server.close()
 
-    def _bytes_of_largest_node(self, sizes: list[int]) -> int:
+    def _plan_room(self, sizes: list[int]) -> list[_Room]:
         """Two slots for each state that a node keeps: those of its own ranks, and replicas of others."""
         by_node = dict.fromkeys(self.nodes, 0)
         for rank, size in enumerate(sizes):
             for holder in (rank, *self._holders[rank]):
                 by_node[self.nodes[holder]] += 2 * size
-        return max(by_node.values())
+        rooms = [_Room({}, max(by_node.values())) for _ in sizes]
+        for rank, holders in enumerate(self._holders):
+            for holder in holders:
+                rooms[holder].sizes[rank] = sizes[rank]
+        return rooms
 
     def _held_ranks(self) -> list[int]:
         return [rank for rank, holders in enumerate(self._holders) if self._rank_group.rank in holders]
 
     def _directory(self, rank: int) -> Path:
         return rank_directory(self._flash_directory, rank, self._rank_group.world_size, replica=True)
+
+
+def _number_nodes(identities: list[tuple[str, bool]]) -> tuple[list[int], bool]:
+    """The node of each rank, and whether all have the secret."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in identities))}
+    return [numbers[name] for name, _ in identities], all(has_secret for _, has_secret in identities)
 
 
 def _own_address() -> str:

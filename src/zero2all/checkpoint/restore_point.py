@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +23,8 @@ from zero2all.checkpoint.flash import (
 from zero2all.checkpoint.integrity import (
     MISSING_FILE_ERRORS,
     DamagedError,
+    IntegrityKind,
+    IntegrityResult,
     check_with_retries,
     verify_sizes,
     worst_result,
@@ -59,6 +63,51 @@ class RestorePoint:
         return "in memory" if self.slots else "on durable storage"
 
 
+@dataclass(frozen=True)
+class _Share:
+    """What one rank gets of a decision: ``sources`` of itself alone, and the ``fetches`` of its node. Rank 0 gets all
+    of these, since it reports them."""
+
+    decision: RestoreDecision
+    copies: bool
+    """Whether any rank copies a part."""
+
+
+def _with_short_lineage(slot: SlotReport) -> SlotReport:
+    return slot if slot.lineage is None else replace(slot, lineage=slot.lineage[-1:])
+
+
+def _with_lineage(slot: SlotReport, lineages: dict[str | None, Lineage | None]) -> SlotReport:
+    return replace(slot, lineage=lineages[slot.history])
+
+
+def _shares(decision: RestoreDecision, ranks: Sequence[RankReport]) -> list[_Share]:
+    chosen = decision.chosen
+    if chosen is None or chosen.tier == "durable":
+        return [_Share(decision, copies=False)] * len(ranks)
+    by_node: dict[int | None, list[Fetch]] = {}
+    for fetch in chosen.fetches:
+        for node in {ranks[fetch.to].node, ranks[fetch.holder].node}:
+            by_node.setdefault(node, []).append(fetch)
+    shares = []
+    for rank, sources in enumerate(chosen.sources):
+        fetches = chosen.fetches if rank == 0 else tuple(by_node.get(ranks[rank].node, ()))
+        short = tuple(map(_with_short_lineage, sources))
+        copied = tuple(replace(fetch, slot=_with_short_lineage(fetch.slot)) for fetch in fetches)
+        own = replace(chosen, sources=(short,), fetches=copied)
+        shares.append(_Share(replace(decision, chosen=own), bool(chosen.fetches)))
+    return shares
+
+
+def _worst_problems(results: Sequence[IntegrityResult]) -> tuple[IntegrityKind, list[str]]:
+    """The worst kind of result, and the first problems of that kind."""
+    kind = worst_result(results).kind
+    found = [(rank, result.reason) for rank, result in enumerate(results) if result.kind == kind != "valid"]
+    return kind, [
+        f"{reason} (rank {rank})" if len(results) > 1 else reason for rank, reason in found[:MAX_RANKS_IN_REASON]
+    ]
+
+
 MAX_ROUNDS = 8  # of copying between nodes, before each reads only what it holds
 SlotPart = tuple[int, int, int, str | None]
 
@@ -88,9 +137,8 @@ class RestorePointFinder:
         run_lineage = self.rank_group.on_rank0(self._read_run_lineage)
         while True:
             report = RankReport(tuple(mine), layout, self._node if rounds < MAX_ROUNDS else None, self._free_bytes())
-            ranks = self.rank_group.on_all_ranks(lambda: report)  # noqa: B023 - called at once
-            decision = decide_restore(ranks, durable, run_lineage, max_step)
-            if decision.chosen is not None and decision.chosen.fetches:
+            decision, copies = self._decide(report, durable, run_lineage, max_step)
+            if decision.chosen is not None and copies:
                 copied, rounds = copied + self._fetch(decision.chosen, mine), rounds + 1
                 continue  # what was copied is now held here
             # Checksums only of the state that would be restored: a state is as large as the memory.
@@ -108,10 +156,29 @@ class RestorePointFinder:
             size = show_bytes(sum(fetch.slot.bytes for fetch in used))
             reason = f"{decision.reason}, {len(used)} parts copied from other nodes ({size})"
             decision = replace(decision, reason=reason)
-        slots = tuple(mine[report] for report in chosen.sources[self.rank_group.rank])
+        slots = tuple(mine[report] for report in chosen.sources[0])
         held = slots[0].header.state
         assert held is not None  # slots that are not finished are not chosen
         return decision, RestorePoint(chosen.step, held, chosen.lineage, slots)
+
+    def _decide(
+        self, report: RankReport, durable: list[DurableReport], run_lineage: Lineage | None, max_step: float
+    ) -> tuple[RestoreDecision, bool]:
+        """Rank 0 decides. Lineages, which may have hundreds of histories, are sent once, not with every slot."""
+        own = {slot.history: slot.lineage for slot in report.slots}
+        lineages = self.rank_group.reduce(lambda: own, operator.or_)
+
+        def decide(ranks: list[RankReport]) -> list[_Share]:
+            whole = [replace(one, slots=tuple(_with_lineage(slot, lineages) for slot in one.slots)) for one in ranks]
+            return _shares(decide_restore(whole, durable, run_lineage, max_step), ranks)
+
+        short = replace(report, slots=tuple(map(_with_short_lineage, report.slots)))
+        share = self.rank_group.scatter(lambda: short, decide)
+        chosen = share.decision.chosen
+        if chosen is not None and chosen.tier == "memory":
+            sources = tuple(_with_lineage(slot, lineages) for slot in chosen.sources[0])
+            chosen = replace(chosen, sources=(sources,))
+        return replace(share.decision, chosen=chosen), share.copies
 
     def _scan_flash(self) -> dict[SlotReport, StagedSlot]:
         """The slots in this machine's memory."""
@@ -145,7 +212,7 @@ class RestorePointFinder:
         return shutil.disk_usage(self.flash_directory.parent).free
 
     def _fetch(self, chosen: RestoreChoice, mine: dict[SlotReport, StagedSlot]) -> list[Fetch]:
-        """Copy what this rank is to copy, and update ``mine``; returns what all ranks have copied."""
+        """Copy what this rank is to copy, and update ``mine``; returns what was copied, of what this rank knows."""
         assert self.replicas is not None
         replicas, rank = self.replicas, self.rank_group.rank
         mine_to_fetch = [fetch for fetch in chosen.fetches if fetch.to == rank]
@@ -159,7 +226,7 @@ class RestorePointFinder:
                 replicas.fetch(fetch.holder, request, slot.bytes, own)
             except (OSError, Z2aError, TamperedError) as error:
                 failed.append((fetch, str(error) or type(error).__name__))
-        failures = [failure for part in self.rank_group.on_all_ranks(lambda: failed) for failure in part]
+        failures = self.rank_group.reduce(lambda: failed, operator.add)
         for fetch, why in failures:
             source = f"the part of rank {fetch.slot.rank} from the node of rank {fetch.holder}"
             warn(f"rank {fetch.to} cannot copy {source}: {why}")
@@ -228,23 +295,20 @@ class RestorePointFinder:
         """
         if chosen.tier == "memory":
             bad = {}
-            for report in chosen.sources[self.rank_group.rank]:
+            for report in chosen.sources[0]:
                 if (problem := mine[report].problem()) is not None:
                     bad[report] = f"{mine[report].data.name} {problem}"
-            found = self.rank_group.on_all_ranks(lambda: (self._node, bad))
-            here = [theirs for node, theirs in found if node is not None and node == self._node]
-            for report, problem in [item for theirs in (bad, *here) for item in theirs.items()]:
+            own = [(self._node, report, problem) for report, problem in bad.items()]
+            found = self.rank_group.reduce(lambda: own, operator.add)  # none, as a rule
+            here = {report: problem for node, report, problem in found if node is not None and node == self._node}
+            for report, problem in (bad | here).items():
                 if report in mine:  # ranks of a node report the same
                     mine[replace(report, problem=problem)] = mine.pop(report)
-            return not any(theirs for _, theirs in found)
+            return not found
         rank_slice = (self.rank_group.rank, self.rank_group.world_size)
-        results = self.rank_group.on_all_ranks(lambda: self.checkpoints.verify(chosen.step, rank_slice))
-        kind = worst_result(results).kind
-        problems = [
-            f"{result.reason} (rank {rank})" if self.rank_group.world_size > 1 else result.reason
-            for rank, result in enumerate(results)
-            if result.kind == kind != "valid"
-        ][:MAX_RANKS_IN_REASON]
+        kind, problems = self.rank_group.gather(
+            lambda: self.checkpoints.verify(chosen.step, rank_slice), _worst_problems
+        )
         [index] = [number for number, report in enumerate(durable) if report.step == chosen.step]
         durable[index] = replace(durable[index], problems=tuple(problems), unreadable=kind == "unreadable")
         return not problems

@@ -1,13 +1,14 @@
 """Plans a durable save without a coordinator: which of the tensors that several ranks hold does each rank write?
 
 DCP gathers the plans of all ranks on rank 0, in Python, at every save: minutes at a thousand ranks, while training
-waits for the same interpreter. Here ranks exchange one hash for each shard, once for a layout, and each computes the
-same assignment from them.
+waits for the same interpreter. Here rank 0 gets one hash for each shard, once for a layout, and each rank one bit for
+each of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -39,9 +40,10 @@ class SavePlanCache:
         ]
         keys = shard_keys(items)
         is_known = self._keys is not None and np.array_equal(self._keys, keys)
-        if not all(rank_group.on_all_ranks(lambda: is_known)):
-            everybody = [np.frombuffer(data, KEY_DTYPE) for data in rank_group.on_all_ranks(keys.tobytes)]
-            self._chosen = assign_writers(everybody)[rank_group.rank]
+        if not rank_group.reduce(lambda: is_known, operator.and_):
+            self._chosen = np.unpackbits(
+                np.frombuffer(rank_group.scatter(keys.tobytes, _pack_writers), np.uint8), count=len(keys)
+            ).astype(bool)
             self._keys = keys
         return [item for item, is_chosen in zip(items, self._chosen, strict=True) if is_chosen]
 
@@ -83,6 +85,11 @@ def assign_writers(keys: Sequence[Keys]) -> list[NDArray[np.bool_]]:
     chosen = np.zeros(len(order), bool)
     chosen[order[starts[dealt] + np.where(forward, position, count - 1 - position)]] = True
     return np.split(chosen, np.cumsum([len(of_rank) for of_rank in keys])[:-1])
+
+
+def _pack_writers(keys: Sequence[bytes]) -> list[bytes]:
+    """``assign_writers`` in bits: all that a rank gets."""
+    return [np.packbits(chosen).tobytes() for chosen in assign_writers([np.frombuffer(one, KEY_DTYPE) for one in keys])]
 
 
 def _mix(rank: NDArray[np.int64]) -> NDArray[np.uint64]:

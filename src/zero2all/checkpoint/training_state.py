@@ -25,6 +25,8 @@ class StageIdentity:
     """Batch size, the first two offsets of its ramp, steps of the ramp."""
     rope: list[float | RopeScalingValues | None]
     """RoPE theta and scaling that the stage sets."""
+    settings: dict[str, Any] = field(default_factory=dict, compare=False)
+    """The keys of the recipe that decide the values above, for messages; earlier versions did not save them."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class RunIdentity:
     optimizer: str
     init: str | None = field(default=None, kw_only=True)
     """``train.init``: what the run began with, as an absolute path."""
+    settings: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    """All other keys that affect training (``recipe.run_settings``); earlier versions did not save them."""
 
     @model_validator(mode="before")
     @classmethod

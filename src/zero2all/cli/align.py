@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, command
+from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, command, resumable_command
 
 app = typer.Typer(help="Look at the data of fine-tuning, and generate more.", no_args_is_help=True)
 
@@ -36,7 +36,7 @@ def inspect(
 
 
 @app.command()
-@command
+@resumable_command
 def generate(
     seeds: Annotated[Path, typer.Argument(help="Conversations to start from, as JSON lines.")],
     to: Annotated[Path, typer.Option("--to", help="File of JSON lines to append to.")],

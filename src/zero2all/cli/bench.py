@@ -100,6 +100,10 @@ def parity(
         list[str] | None,
         typer.Option("--only", help="Run only this layout, or those that match a pattern such as 'PP 2*'. Repeatable."),
     ] = None,
+    setup: Annotated[
+        list[str] | None,
+        typer.Option("--setup", help="Run only this training setup, or those that match a pattern. Repeatable."),
+    ] = None,
     out: Out = None,
     json: Json = False,
 ) -> Result:
@@ -111,12 +115,14 @@ def parity(
     """
     from zero2all.bench import write_report
     from zero2all.bench.parity import ParityReport, ParityResult, measure_parity, parity_markdown
-    from zero2all.bench.parity_cases import select_cases
-    from zero2all.errors import Z2aError
+    from zero2all.bench.parity_cases import select_cases, select_setups
+    from zero2all.errors import UsageError, Z2aError
 
-    chosen = select_cases(only)
+    chosen, setups = select_cases(only), select_setups(setup)
+    if not any(setup.supports(case) for setup in setups for case in chosen):
+        raise UsageError("none of these layouts is compared with any of these setups: leave out --only or --setup")
     outcomes: list[ParityResult] = []
-    for outcome in measure_parity(chosen, steps):
+    for outcome in measure_parity(chosen, steps, setups):
         outcomes.append(outcome)
         report, markdown = ParityReport(steps, outcomes), parity_markdown(outcomes)
         # After every layout: all of them take a while, and an interrupted benchmark keeps its results.

@@ -79,7 +79,15 @@ class Result:
 
 def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None]:
     """Run a command under the conventions above."""
+    return _with_conventions(function, "interrupted")
 
+
+def resumable_command(function: Callable[Parameters, Result]) -> Callable[Parameters, None]:
+    """As :func:`command`, for one that continues where it stopped if it is run again."""
+    return _with_conventions(function, "interrupted; finished work is kept: run the same command again to continue")
+
+
+def _with_conventions(function: Callable[Parameters, Result], interrupted: str) -> Callable[Parameters, None]:
     @functools.wraps(function)
     def wrapped(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
         global json_printed
@@ -92,7 +100,7 @@ def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None
         except Z2aError as error:
             _exit_with_error(str(error), error.exit_code, as_json, error)
         except KeyboardInterrupt:
-            _exit_with_error("interrupted; finished work is kept: run the same command again to continue", 1, as_json)
+            _exit_with_error(interrupted, 1, as_json)
         except Exception as error:
             if is_disk_full(error):
                 _exit_with_error(_disk_full_message(error), 1, as_json, error)

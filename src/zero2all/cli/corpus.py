@@ -19,6 +19,7 @@ from zero2all.cli.conventions import (
     Workers,
     command,
     parse_size,
+    resumable_command,
 )
 from zero2all.errors import UsageError
 from zero2all.paths import to_path
@@ -66,7 +67,7 @@ def corpus_group() -> None:
 
 
 @app.command()
-@command
+@resumable_command
 def fetch(
     sources: Annotated[
         list[str],
@@ -121,7 +122,7 @@ def fetch(
 
 
 @app.command()
-@command
+@resumable_command
 def build(
     recipe: RecipePath,
     overrides: Overrides = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, command
+from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, resumable_command
 from zero2all.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ Html = Annotated[Path | None, typer.Option("--html", help="Also write a standalo
 Svg = Annotated[Path | None, typer.Option("--svg", help="Also write the plot to this SVG file.")]
 
 
-@command
+@resumable_command
 def compare(
     targets: Targets,
     budget: BudgetOption = None,
@@ -103,7 +103,7 @@ def compare(
     return _report(comparison, curves_plot(comparison), html, svg)
 
 
-@command
+@resumable_command
 def sweep(
     recipe: RecipePath,
     axes: Axes = None,
@@ -150,7 +150,7 @@ def sweep(
     return Result(result.data, f"{result.text}\n\n{text}")
 
 
-@command
+@resumable_command
 def ladder(
     recipe: RecipePath,
     overrides: Overrides = None,

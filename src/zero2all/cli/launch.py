@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from zero2all.cli.conventions import Json, Result, command
+from zero2all.cli.conventions import Json, Result, command, resumable_command
 from zero2all.elastic.addresses import OverlayKind
 from zero2all.elastic.node_policy import NodePolicy, StragglerPolicy
 from zero2all.environment import NOTIFY_VARIABLE, BackendChoice
@@ -182,7 +182,7 @@ Gpus = Annotated[
 ]
 
 
-@command
+@resumable_command
 def launch(
     rank_command: RankCommand,
     nproc_per_node: NprocPerNode = 1,

@@ -25,7 +25,10 @@ def show(
     overrides: Overrides = None,
     gpu: Annotated[
         str,
-        typer.Option("--gpu", help="GPU for the shape advice, such as H100. This machine does not need one."),
+        typer.Option(
+            "--gpu",
+            help="Precision, memory and shape advice for this GPU, such as H100. This machine does not need one.",
+        ),
     ] = "",
     json: Json = False,
 ) -> Result:
@@ -36,8 +39,11 @@ def show(
 
     Example: z2a model show z2all-1.1b train.seq_len=2048 --gpu H100
     """
+    import torch
+
     from zero2all.hardware import pick_device, pick_gpu
     from zero2all.model.cost.describe import describe_model, model_text
+    from zero2all.model.cost.named_gpu import with_precision_of
     from zero2all.model.hf_weights import CONFIG, read_hf_config, summarize_hf
     from zero2all.recipe import load_recipe_or_preset, recipe_for_model
     from zero2all.train.hyperparameters import fill_hyperparameters
@@ -48,5 +54,8 @@ def show(
     else:
         recipe = load_recipe_or_preset(target, overrides)
     recipe = fill_hyperparameters(recipe)
-    shown = describe_model(recipe, pick_device(recipe.train.device), pick_gpu(gpu), weights)
+    device, named = pick_device(recipe.train.device), pick_gpu(gpu)
+    if gpu:
+        device, recipe = torch.device("cuda"), with_precision_of(recipe, named)
+    shown = describe_model(recipe, device, named, weights)
     return Result(shown, model_text(shown))

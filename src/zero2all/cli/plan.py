@@ -57,6 +57,7 @@ def plan(
 
     Example: z2a plan recipes/70b-1024.yaml --gpus 1024 --gpu h100 --price 2.1
     """
+    from zero2all.model.cost.named_gpu import with_precision_of
     from zero2all.planner.calibrated import check_links, find_entry
     from zero2all.planner.cluster import Cluster
     from zero2all.train.hyperparameters import fill_hyperparameters
@@ -64,6 +65,7 @@ def plan(
     loaded = fill_hyperparameters(_load(recipe, overrides))
     entry, bandwidth = find_entry(gpu), None if net is None else parse_bandwidth(net)
     cluster = Cluster.of(entry, gpus, bandwidth, per_node)
+    loaded = with_precision_of(loaded, cluster.gpu)
     check_links(entry, cluster, bandwidth is not None)
     if not search:
         count = None if tokens is None else _count(tokens)

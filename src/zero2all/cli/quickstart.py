@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from zero2all.cli.conventions import Json, Result, command
+from zero2all.cli.conventions import Json, Result, resumable_command
 
 
-@command
+@resumable_command
 def quickstart(
     out: Annotated[Path, typer.Option("--out", help="Output directory of all stages.")],
     corpus: Annotated[

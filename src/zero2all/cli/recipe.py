@@ -43,21 +43,43 @@ def check(
     """Validate a recipe and report all its mistakes at once.
 
     Each mistake is shown with its line or override and, for a misspelled key, the closest known key. Local paths of
-    sources must exist; URLs are not looked up. The weights of train.init must be of the recipe's model. The code that
-    the recipe names (track.sinks, train.objective.grpo.rewards) is listed with its files.
+    sources must exist; URLs are not looked up. The weights of train.init must be of the recipe's model. A vocabulary of
+    the tokenizer that differs from the model's is reported. The code that the recipe names (track.sinks,
+    train.objective.grpo.rewards) is listed with its files. Remarks say where the parallel layout changes
+    losses by more than rounding.
 
     Example: z2a recipe check recipes/quickstart.yaml
     """
     from zero2all.corpus.corpus_mistakes import corpus_mistakes
     from zero2all.recipe import load_recipe
     from zero2all.recipe.imported_code import imported_code
+    from zero2all.recipe.layout_notes import layout_notes
     from zero2all.track.sinks import sink_mistakes
 
     importing = () if no_import else (sink_mistakes, _reward_mistakes)
-    loaded = load_recipe(recipe, overrides, checks=(corpus_mistakes, *importing, _initial_weights_mistakes))
-    code = imported_code(loaded)
+    checks = (corpus_mistakes, *importing, _initial_weights_mistakes, _vocabulary_mistakes)
+    loaded = load_recipe(recipe, overrides, checks=checks)
+    code, remark = imported_code(loaded), _vocabulary_remark(loaded)
     lines = [f"{recipe} is valid", *(["it imports:"] if code else []), *(f"  {one}" for one in code)]
-    return Result({"recipe": str(recipe), "problems": [], "imports": code}, "\n".join(lines))
+    remarks = [*([] if remark is None else [remark]), *layout_notes(loaded)]
+    lines += [f"remark: {one}" for one in remarks]
+    return Result({"recipe": str(recipe), "problems": [], "imports": code, "remarks": remarks}, "\n".join(lines))
+
+
+def _vocabulary_mistakes(recipe: Recipe) -> Iterable[Mistake]:
+    if recipe.model.vocab_size is None:
+        return []  # that of the tokenizer, which need not be read
+    from zero2all.tokenizer.vocabulary_check import vocabulary_mistakes
+
+    return vocabulary_mistakes(recipe)
+
+
+def _vocabulary_remark(recipe: Recipe) -> str | None:
+    if recipe.model.vocab_size is None:
+        return None
+    from zero2all.tokenizer.vocabulary_check import vocabulary_remark
+
+    return vocabulary_remark(recipe)
 
 
 def _reward_mistakes(recipe: Recipe) -> Iterable[Mistake]:

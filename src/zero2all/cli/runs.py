@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, RunPath, command
+from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, RunPath, command, resumable_command
 from zero2all.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ PipelineParallel = Annotated[
 Extend = Annotated[
     Literal["constant", "rewarm", "as-planned"] | None,
     typer.Option(
-        "--extend", help="The learning rate of a resumed stage whose length or schedule has changed. Default: refuse."
+        "--extend",
+        help="Resume with a changed length, schedule, optimizer setting, guard, precision or sync, with this learning "
+        "rate. Default: a change is an error.",
     ),
 ]
 
@@ -59,7 +61,7 @@ GpuName = Annotated[
 Mfu = Annotated[float | None, typer.Option("--mfu", min=0.01, max=1.0, help="MFU for --gpu. Default: 0.4.")]
 
 
-@command
+@resumable_command
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -95,8 +97,9 @@ def train(
         summary = train(loaded, hooks, evaluate=evaluate_bpb, start_time=process_start_time(), extend=extend)
     except ScheduleChangedError as error:
         launched = "launch ... -- " if "RANK" in os.environ else ""
-        with_choice = shlex.join([*sys.argv[1:], "--extend", "rewarm"])
-        raise ScheduleChangedError(f"{error}\nfor example: z2a {launched}{with_choice}") from error
+        with_choice = shlex.join([*sys.argv[1:], "--extend", error.suggestion])
+        message = f"{error}\nfor example: z2a {launched}{with_choice}"
+        raise ScheduleChangedError(message, error.suggestion) from error
     is_rank0 = os.environ.get("RANK", "0") == "0"  # only one of several ranks reports it
     text = f"trained {summary.steps} steps; the run is in {summary.run}" if is_rank0 else ""
     return Result(asdict(summary), text)

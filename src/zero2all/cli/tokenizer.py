@@ -19,6 +19,7 @@ from zero2all.cli.conventions import (
     Result,
     Workers,
     command,
+    resumable_command,
 )
 
 TokenizerDir = Annotated[Path, typer.Argument(help="Tokenizer directory.", metavar="DIR")]
@@ -32,7 +33,7 @@ def tokenizer_group() -> None:
 
 
 @app.command()
-@command
+@resumable_command
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,

@@ -17,13 +17,14 @@ from zero2all.cli.conventions import (
     RunPath,
     VerifyOutput,
     command,
+    resumable_command,
 )
 
 app = typer.Typer(help="Tokenize documents; trace a step to its documents.", no_args_is_help=True)
 
 
 @app.command()
-@command
+@resumable_command
 def build(
     recipe: RecipePath,
     overrides: Overrides = None,

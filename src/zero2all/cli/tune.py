@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, command
+from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, resumable_command
 from zero2all.cli.experiments import Name, Ranks
 
 
-@command
+@resumable_command
 def tune(
     recipe: RecipePath,
     overrides: Overrides = None,

@@ -71,7 +71,7 @@ def find_example(record: Mapping[str, Any], kind: SourceKind = "chat", field: st
     else:
         shape = _read_shape(record) or (_read_answer(record) if kind == "rating" else None)
     if shape is None:
-        raise MalformedConversationError(NO_PAIR if kind == "preference" else NO_CONVERSATION)
+        raise MalformedConversationError(_wrong_kind(record, kind))
     value = {"messages": _with_system(shape.messages, record.get(shape.system)), "tools": record.get("tools")}
     used = (*shape.used, shape.system, "tools")
     if shape.rejected is not None:
@@ -80,6 +80,17 @@ def find_example(record: Mapping[str, Any], kind: SourceKind = "chat", field: st
         value["label"] = _read_label(record)
         used += LABEL_FIELDS
     return FoundExample(ChatExample.from_json(value, kind), frozenset(used))
+
+
+def _wrong_kind(record: Mapping[str, Any], kind: SourceKind) -> str:
+    """Why a record is not of a kind, with the kind that it is of if another one reads it."""
+    if kind != "preference" and any(all(name in record for name in names) for names in PAIR_FIELDS):
+        return "a chosen and a rejected answer, which kind: preference reads"
+    if kind == "chat" and any(name in record for name in LABEL_FIELDS) and any(map(record.__contains__, ANSWER_FIELDS)):
+        return "an answer with a label, which kind: rating reads"
+    if kind == "preference" and _read_shape(record) is not None:
+        return f"{NO_PAIR}: kind: chat reads conversations"
+    return NO_PAIR if kind == "preference" else NO_CONVERSATION
 
 
 def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:

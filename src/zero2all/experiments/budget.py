@@ -67,6 +67,20 @@ def fix_length(recipe: Recipe, budget: Budget, step_seconds: dict[str, float]) -
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=lengths)})
 
 
+def warmup_remark(recipe: Recipe, budget: Budget) -> str | None:
+    """A warm-up that takes most of a run hides what the variants differ in."""
+    batch_tokens, length, warmup = recipe.train.batch_tokens, recipe.train.duration, recipe.train.schedule.warmup
+    if warmup.unit == "epochs" or (batch_tokens is None and length.unit != warmup.unit):
+        return None
+    steps, warming = (one.in_steps(batch_tokens or 1, 1) for one in (length, warmup))
+    if 2 * warming <= steps:
+        return None
+    return (
+        f"the warm-up of {warmup} takes {min(1.0, warming / steps):.0%} of --budget {budget.text}: set a shorter one, "
+        f"such as train.schedule.warmup={max(1, steps // 10)}"
+    )
+
+
 def choose_batch(recipe: Recipe) -> Recipe:
     """Fix the batch size as for the length in the recipe: it decides how many steps fit into a time, and so may not
     depend on that number."""

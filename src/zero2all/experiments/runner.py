@@ -30,6 +30,7 @@ from zero2all.experiments.budget import (
     refuse_stages,
     speed_key,
     trial_recipe,
+    warmup_remark,
 )
 from zero2all.experiments.evaluate import run_result, saved_evaluation
 from zero2all.experiments.summary import summarize
@@ -108,6 +109,10 @@ class _Runner:
         if self.budget is not None and self.budget.seconds is not None:
             self._measure_speeds(todo, self.budget)
         recipes = {variant.record.name: self._sized_recipe(variant) for variant in todo}
+        if self.budget is not None:
+            remarks = [warmup_remark(recipe, self.budget) for recipe in recipes.values()]
+            for remark in dict.fromkeys(remark for remark in remarks if remark is not None):
+                warn(remark)
         done = len(self.record.variants) - len(todo)
         known = f", {done} of them done" if done else ""
         heading(f"experiment {self.plan.name}: {len(self.record.variants)} runs{known}, in {self.plan.directory}")

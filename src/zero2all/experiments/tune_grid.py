@@ -34,7 +34,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 LAYOUTS = 5  # of the planner's ranking, beside that of the recipe
 SEARCHED_LAYOUTS = 60  # several of them differ only in micro-batch
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # samples of a forward pass
-CHECKPOINTING = (("none", 1), ("selective", 1), ("full", 2), ("full", 1))  # and every how many blocks
+CHECKPOINTING = (("none", 1), ("selective", 1), ("full", 1), ("full", 2))  # and how many blocks at once
 MODE_KEY, EVERY_KEY = "parallel.activation_checkpointing", "parallel.activation_checkpointing_every"
 MICRO_BATCH_KEY, COMPILE_KEY, KERNEL_KEY = "train.micro_batch_tokens", "train.compile", "model.ops."
 

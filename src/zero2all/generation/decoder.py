@@ -89,7 +89,7 @@ class Request:
     """Prompt and text fit into the context."""
     params: SamplingParams
     occurrence: int = 0
-    """How many earlier requests have the same prompt: the random numbers of each are its own."""
+    """Equal prompts have random numbers of their own if this differs, such as by how many earlier ones are the same."""
     top_logprobs: int | None = None
     """How many tokens to report log-probabilities of at each position; None for no report."""
     echo: bool = False

@@ -26,6 +26,7 @@ def generate_batch(
     params: SamplingParams = DEFAULT_PARAMS,
     batch_size: int = BATCH_SIZE,
     on_step: Callable[[], None] | None = None,
+    occurrences: Sequence[int] | None = None,
 ) -> list[Completion]:
     """A completion of each prompt, in their order, up to the end of the document or message.
 
@@ -37,10 +38,12 @@ def generate_batch(
     A prompt that does not fit into the context beside its text loses its beginning. Of the special tokens only those
     that end the text are generated.
 
-    With a model over ranks every rank calls this with the same arguments and gets the same completions. ``on_step`` is
-    called after every forward pass.
+    With a model over ranks every rank calls this. Those that read the same samples give the same prompts and get the
+    same completions; those that read others may give others, or none. Equal prompts have random numbers of their own if
+    they have different ``occurrences``, by default how many earlier prompts are the same. ``on_step`` is called after
+    every forward pass.
     """
-    pieces = _run(model, tokenizer, prompts, params, batch_size, every_token=False, on_step=on_step)
+    pieces = _run(model, tokenizer, prompts, params, batch_size, False, on_step or (lambda: None), occurrences)
     completions = {piece.index: piece.completion for piece in pieces if piece.completion is not None}
     return [completions[index] for index in range(len(prompts))]
 
@@ -59,7 +62,7 @@ def stream(
     >>> for piece in stream(model, tokenizer, ["Once upon a time"]):
     ...     print(piece.text, end="", flush=True)
     """
-    yield from _run(model, tokenizer, prompts, params, batch_size, every_token=True)
+    yield from _run(model, tokenizer, prompts, params, batch_size, every_token=True, on_step=lambda: None)
 
 
 def _run(
@@ -69,14 +72,15 @@ def _run(
     params: SamplingParams,
     batch_size: int,
     every_token: bool,
-    on_step: Callable[[], None] | None = None,
+    on_step: Callable[[], None],
+    occurrences: Sequence[int] | None = None,
 ) -> Iterator[TextPiece]:
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1; it is {batch_size}")
     rank_model = as_rank_model(model)
     # Where the sequence is split over ranks, a pass is padded to equal parts, and the padding is in the context too.
     context = rank_model.config.max_position_embeddings - (rank_model.sequence_multiple - 1)
-    requests = _requests(context, tokenizer, prompts, params)
+    requests = _requests(context, tokenizer, prompts, params, occurrences)
     length = max((len(request.prompt_tokens) + request.max_tokens for request in requests), default=0)
     width = max((request.max_tokens for request in requests), default=0)
     rows = min(batch_size, len(requests))
@@ -87,14 +91,20 @@ def _run(
     with rank_model.eval_mode():
         while not decoder.finished:
             yield from decoder.step()
-            if on_step is not None:
-                on_step()
+            on_step()
+        rank_model.wait_for_others(on_step)
 
 
-def _requests(context: int, tokenizer: Tokenizer, prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
+def _requests(
+    context: int,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    occurrences: Sequence[int] | None,
+) -> list[Request]:
     max_prompt_tokens = context - min(params.max_tokens, context // 2)
     requests: list[Request] = []
-    occurrences: Counter[tuple[int, ...]] = Counter()
+    counts: Counter[tuple[int, ...]] = Counter()
     for index, prompt in enumerate(prompts):
         # In training a document follows an end-of-text token, so a prompt does too.
         ids = [tokenizer.eos_token_id, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
@@ -102,6 +112,7 @@ def _requests(context: int, tokenizer: Tokenizer, prompts: Sequence[Prompt], par
             raise UsageError(f"prompt {index} has no tokens: give it at least the end-of-text token")
         ids = ids[-max_prompt_tokens:]
         most = min(params.max_tokens, context - len(ids))
-        requests.append(Request(index, ids, most, params, occurrences[tuple(ids)]))
-        occurrences[tuple(ids)] += 1
+        occurrence = counts[tuple(ids)] if occurrences is None else occurrences[index]
+        requests.append(Request(index, ids, most, params, occurrence))
+        counts[tuple(ids)] += 1
     return requests

@@ -8,6 +8,7 @@ from itertools import islice
 from zero2all.generation.generate import generate_batch
 from zero2all.generation.sampling import SamplingParams
 from zero2all.model import Z2all
+from zero2all.parallel import ParallelModel
 from zero2all.storyworld import StoryQuality, check_story, story_language, summarize_checks
 from zero2all.tokenizer import Tokenizer
 
@@ -27,7 +28,7 @@ class StoryEvaluation:
         return list(islice((story for story in self.stories if story_language(story) == language), count))
 
 
-def evaluate_stories(model: Z2all, tokenizer: Tokenizer, count: int, seed: int = 0) -> StoryEvaluation:
+def evaluate_stories(model: Z2all | ParallelModel, tokenizer: Tokenizer, count: int, seed: int = 0) -> StoryEvaluation:
     """Generate ``count`` stories without a prompt, each in the language that the model chooses, and check them."""
     params = SamplingParams(max_tokens=MAX_STORY_TOKENS, temperature=TEMPERATURE, seed=seed)
     stories = [completion.text for completion in generate_batch(model, tokenizer, [""] * count, params, count)]

@@ -14,7 +14,7 @@ from zero2all.model.ops.attention import attend_cached
 from zero2all.model.ops.chunked_loss import chunk_rows
 from zero2all.model.ops.cross_entropy import HeadConfig, Logits, compute_logits
 from zero2all.model.ops.kernels import IGNORE_INDEX
-from zero2all.model.ops.soft_loss import SoftTargets, soft_cross_entropy
+from zero2all.model.ops.soft_loss import SoftTargets, likeliest_tokens, soft_cross_entropy
 from zero2all.recipe import ModelConfig
 from zero2all.recipe.model import LoraConfig
 
@@ -99,7 +99,8 @@ class LMHead(OpsModule, nn.Linear):
 
     In one module so that whoever gathers its weight around a call, as sharding does, sees that call. With
     ``counts_B`` only the logits of position ``counts_B - 1`` of each row, [B, 1, V]. With ``scored`` the loss of each
-    of its targets and whether it is the likeliest token, 0 or 1: [2, N] in fp32.
+    of its targets and whether it is the likeliest token, 0 or 1: [2, N] in fp32. With ``likeliest`` the ids and
+    log-probabilities of that many tokens, [2, B, S, K] in fp32, which holds the ids of any vocabulary exactly.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -115,7 +116,10 @@ class LMHead(OpsModule, nn.Linear):
         scored: ScoredTargets | None = None,
         with_z_loss: bool = False,
         soft: SoftTargets | None = None,
+        likeliest: int = 0,
     ) -> Tensor:
+        if likeliest:
+            return self._likeliest(x_BSD.flatten(0, 1), likeliest).view(2, *x_BSD.shape[:2], likeliest)
         if scored is not None:
             return self._score(x_BSD[scored.rows_N, scored.positions_N], scored.targets_N)
         if counts_B is not None:
@@ -136,6 +140,14 @@ class LMHead(OpsModule, nn.Linear):
         distance_N = torch.zeros_like(losses).masked_scatter(rows, distances)
         mixed = (1 - soft.weight) * losses + soft.weight * distance_N
         return losses.detach() + (mixed - mixed.detach())
+
+    def _likeliest(self, x_ND: Tensor, count: int) -> Tensor:
+        """A few rows of logits at a time."""
+        parts = [torch.zeros(2, 0, count, device=x_ND.device)]
+        for x in torch.split(x_ND, chunk_rows(len(self.weight), x_ND.device)):
+            ids, logps = likeliest_tokens(self.compute_logits(x, self.weight, self.head_config), count)
+            parts.append(torch.stack([ids.float(), logps]))
+        return torch.cat(parts, dim=1)
 
     def _score(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
         rows = chunk_rows(len(self.weight), x_ND.device)

@@ -51,8 +51,8 @@ class RoutingStats(NamedTuple):
 
     counts_E: Tensor
     """Tokens of each expert."""
-    balance_loss: Tensor | None
-    """With ``load_balancing: aux``: 1 where every expert has the same load, else more."""
+    mean_score_E: Tensor | None
+    """With ``load_balancing: aux``: the share of each expert in the scores, averaged over the tokens."""
 
 
 class MoE(nn.Module):
@@ -89,7 +89,7 @@ class MoE(nn.Module):
         out_ND = torch.einsum("ntd,nt->nd", out_NTD, weights_NT.to(out.dtype))
         if shared_ND is not None:
             out_ND = out_ND + shared_ND
-        routed = RoutingStats(counts_E, self._balance_loss(scores_NE, counts_E)) if self.training else None
+        routed = RoutingStats(counts_E, self._mean_score(scores_NE)) if self.training else None
         return out_ND.view_as(x_BSD), routed
 
     def _route(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,13 +103,8 @@ class MoE(nn.Module):
             weights_NT = weights_NT / weights_NT.sum(-1, keepdim=True)
         return scores_NE, weights_NT, experts_NT
 
-    def _balance_loss(self, scores_NE: Tensor, counts_E: Tensor) -> Tensor | None:
-        """Share of tokens times mean score, by expert (https://arxiv.org/abs/2101.03961)."""
-        if self.config.load_balancing != "aux":
-            return None
-        mean_E = (scores_NE / scores_NE.sum(-1, keepdim=True)).mean(0)
-        share_E = counts_E.float() / (len(scores_NE) * self.config.num_experts_per_tok)
-        return self.config.num_experts * (share_E * mean_E).sum()
+    def _mean_score(self, scores_NE: Tensor) -> Tensor | None:
+        return (scores_NE / scores_NE.sum(-1, keepdim=True)).mean(0) if self.config.load_balancing == "aux" else None
 
     @torch.no_grad()
     def update_expert_bias(self) -> None:
@@ -117,3 +112,10 @@ class MoE(nn.Module):
         if self.config.load_balancing == "bias":
             self.bias += self.config.bias_update_rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
+
+
+def balance_loss(counts_E: Tensor, mean_score_E: Tensor) -> Tensor:
+    """Share of tokens times mean score, by expert (https://arxiv.org/abs/2101.03961): 1 where every expert has the same
+    load, else more."""
+    share_E = counts_E.float() / counts_E.sum()
+    return len(counts_E) * (share_E * mean_score_E).sum()

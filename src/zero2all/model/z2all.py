@@ -6,8 +6,10 @@ leading ``model.``, so that export is a renaming. Shapes: B batch, S sequence, D
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from zero2all.model.blocks import Attention, FeedForward, LMHead, OpsModule, RMSNorm, ScoredTargets
 from zero2all.model.kv_cache import Branches, KVCache
 from zero2all.model.lora import ADAPTER_MARK, freeze_all_but_adapters, initial_adapter_std
-from zero2all.model.moe import MoE, RoutingStats
+from zero2all.model.moe import MoE, RoutingStats, balance_loss
 from zero2all.model.ops import Ops, choose_kernels
 from zero2all.model.ops.attention import SdpaMask, with_dense_mask
 from zero2all.model.ops.kernels import IGNORE_INDEX
@@ -94,6 +96,9 @@ class Z2all(OpsModule):
     rotary_2SE: Tensor
     has_auxiliary_losses = True
     """Whether training adds the gradients of balance loss, z-loss and multi-token prediction."""
+    blocks_per_group = 1
+    recompute_group: Callable[..., Any] | None = None
+    """Runs a group of blocks so that backward recomputes it from its input (``parallel.activation_checkpoint``)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -179,6 +184,7 @@ class Z2all(OpsModule):
         soft_logps_BSK: Tensor | None = None,
         soft_weight: float = 0.0,
         dropout_seed_1: Tensor | int | None = None,
+        likeliest: int = 0,
     ) -> Tensor:
         """Logits [B, S, V], or with targets the loss of each token [B, S] in fp32, zero where it is IGNORE_INDEX.
 
@@ -191,6 +197,7 @@ class Z2all(OpsModule):
         lengths are padded on the right: row b has ``counts_B[b]`` tokens, and the logits [B, 1, V] are of its last.
 
         With ``scored`` only its targets are scored: the losses, and 1 where a target is the likeliest token, [2, N].
+        With ``likeliest`` the ids and log-probabilities of that many tokens, [2, B, S, K].
         With ``soft_ids_BSK`` the gradient is also that of the distance to a teacher: see ``SoftTargets``.
 
         With ``dropout_seed_1``, one number in main memory, dropout masks are a function of it and of the layer.
@@ -209,14 +216,10 @@ class Z2all(OpsModule):
             rotary = self.cached_rotary(positions_BS, cache.lengths_B + (length if counts_B is None else counts_B))
             masks = {window: cache.mask(window) for window in self._windows()}
         x_BSD = self.residual(self.embed_tokens(tokens_BS))
-        balance_losses: list[Tensor] = []
-        for layer in self.layers:
-            assert isinstance(layer, Block)
-            _seed_dropout(dropout_seed_1, layer.self_attn.layer)
-            x_BSD, routed = layer(x_BSD, rotary, masks.get(layer.window), cache)
-            balance_losses += _record_expert_load(layer, routed)
+        x_BSD, routings = self._run_layers(x_BSD, rotary, masks, cache, dropout_seed_1)
         if targets_BS is None:
-            wanted = {"counts_B": counts_B, "scored": scored} if isinstance(self.lm_head, LMHead) else {}
+            wanted = {"counts_B": counts_B, "scored": scored, "likeliest": likeliest}
+            wanted = wanted if isinstance(self.lm_head, LMHead) else {}
             logits: Tensor = self.lm_head(self.norm(x_BSD), **wanted)
             return logits
         with_auxiliary = self.training and self.has_auxiliary_losses
@@ -231,11 +234,43 @@ class Z2all(OpsModule):
             _seed_dropout(dropout_seed_1, self.config.num_hidden_layers)
             mtp_losses, routed = self._mtp_losses(self.mtp, x_BSD, targets_BS, rotary, masks, doc_starts_BS)
             extra = extra + self.config.mtp_weight * mtp_losses
-            balance_losses += _record_expert_load(self.mtp.block, routed)
-        for balance_loss in balance_losses:
-            assert self.config.moe is not None
-            extra = extra + self.config.moe.router_aux_loss_coef * balance_loss * (targets_BS != IGNORE_INDEX)
+            routings += _record_expert_load(self.mtp.block, routed)
+        if routings and self.config.moe is not None and self.config.moe.load_balancing == "aux":
+            counts_LE = torch.stack([routed.counts_E for routed in routings])
+            counts_LE, weights_BS = self.balance_inputs(counts_LE, targets_BS != IGNORE_INDEX)
+            for counts_E, routed in zip(counts_LE, routings, strict=True):
+                assert routed.mean_score_E is not None
+                balance = balance_loss(counts_E, routed.mean_score_E)
+                extra = extra + self.config.moe.router_aux_loss_coef * balance * weights_BS
         return losses + (extra - extra.detach())
+
+    def balance_inputs(self, counts_LE: Tensor, wanted_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of each layer's experts, and how often each position counts in the balance loss.
+
+        Here as given. Context parallelism replaces it: the rows of a micro-batch are on several ranks.
+        """
+        return counts_LE, wanted_BS
+
+    def _run_layers(
+        self,
+        x_BSD: Tensor,
+        rotary: Tensor,
+        masks: Mapping[int | None, Any],
+        cache: KVCache | Branches | None,
+        dropout_seed_1: Tensor | int | None,
+    ) -> tuple[Tensor, list[RoutingStats]]:
+        """The residual stream after all blocks, and the routing statistics of their experts."""
+        routings: list[RoutingStats] = []
+        blocks = [block for block in self.layers if isinstance(block, Block)]
+        for first in range(0, len(blocks), self.blocks_per_group):
+            group = blocks[first : first + self.blocks_per_group]
+            run: Callable[..., Any] = _run_blocks
+            if self.recompute_group is not None and torch.is_grad_enabled():
+                run = functools.partial(self.recompute_group, _run_blocks)
+            x_BSD, statistics = run(group, x_BSD, rotary, masks, cache, dropout_seed_1)
+            for layer, routed in zip(group, statistics, strict=True):
+                routings += _record_expert_load(layer, routed)
+        return x_BSD, routings
 
     def attention_masks(
         self, length: int, doc_starts_BS: Tensor | None, cu_seqlens_1N: Tensor | None = None
@@ -316,6 +351,23 @@ class Z2all(OpsModule):
         return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
 
 
+def _run_blocks(
+    blocks: Sequence[Block],
+    x_BSD: Tensor,
+    rotary: Tensor,
+    masks: Mapping[int | None, Any],
+    cache: KVCache | Branches | None,
+    dropout_seed_1: Tensor | int | None,
+) -> tuple[Tensor, list[RoutingStats | None]]:
+    """The residual stream, and the routing statistics of each block."""
+    statistics = []
+    for block in blocks:
+        _seed_dropout(dropout_seed_1, block.self_attn.layer)
+        x_BSD, routed = block(x_BSD, rotary, masks.get(block.window), cache)
+        statistics.append(routed)
+    return x_BSD, statistics
+
+
 def _seed_dropout(seed_1: Tensor | int | None, layer: int) -> None:
     """Before each layer, so that a pipeline stage draws what the full model would."""
     if seed_1 is not None:
@@ -327,13 +379,13 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest())
 
 
-def _record_expert_load(block: Block, routed: RoutingStats | None) -> list[Tensor]:
-    """Add the load of a block's experts, once for each pass; the block's balance loss, if there is one."""
+def _record_expert_load(block: Block, routed: RoutingStats | None) -> list[RoutingStats]:
+    """Add the load of a block's experts, once for each pass; the statistics, if there are any."""
     if routed is None:
         return []
     assert isinstance(block.mlp, MoE)
     block.mlp.load += routed.counts_E
-    return [] if routed.balance_loss is None else [routed.balance_loss]
+    return [routed]
 
 
 def _init_normal(values: Tensor, std: float, name: str) -> None:

@@ -8,18 +8,22 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zero2all.model import Z2all
 from zero2all.model.cost.activations import is_offloaded
-from zero2all.model.cost.flops import is_checkpointed
 from zero2all.parallel.activation_offload import ActivationOffload, copies_for
 from zero2all.recipe import ModelConfig, ParallelRecipe
 from zero2all.torch_private import set_activation_memory_budget
 
 
-def apply_ac(blocks: nn.Module, recipe: ParallelRecipe, config: ModelConfig, device: torch.device) -> None:
-    """Wrap each block's forward, not the block: parameter names stay. Blocks are named by their layer."""
+def apply_ac(model: Z2all, recipe: ParallelRecipe, config: ModelConfig, device: torch.device) -> None:
+    """Wrap each block's forward, not the block: parameter names stay. Blocks are named by their layer.
+
+    Blocks of a group are run by the model, through the hooks of FSDP: their weights are gathered again to recompute
+    them.
+    """
+    blocks = model.layers
     if recipe.activation_checkpointing == "budget":
         set_activation_memory_budget(recipe.activation_budget)
     elif recipe.activation_checkpointing != "none":
@@ -29,8 +33,11 @@ def apply_ac(blocks: nn.Module, recipe: ParallelRecipe, config: ModelConfig, dev
             from zero2all.parallel.selective_checkpoint import selective_checkpoint_contexts
 
             options["context_fn"] = selective_checkpoint_contexts
-        for name, block in blocks.named_children():
-            if is_checkpointed(int(name), recipe.activation_checkpointing_every):
+        if recipe.activation_checkpointing_every > 1:
+            model.blocks_per_group = recipe.activation_checkpointing_every
+            model.recompute_group = functools.partial(checkpoint, **options)
+        else:
+            for block in blocks.children():
                 block.forward = functools.partial(checkpoint, block.forward, **options)
     if recipe.activation_offload:
         offload = ActivationOffload(copies_for(device))

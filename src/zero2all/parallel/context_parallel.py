@@ -13,6 +13,7 @@ import copy
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -76,9 +77,18 @@ class ContextParallel:
             )
 
         model.rotary = rotary  # type: ignore[method-assign]
+        model.balance_inputs = self._balance_inputs  # type: ignore[method-assign]
         for module in (model, *(part for part in model.modules() if isinstance(part, Attention))):
             module.ops = copy.copy(module.ops)
             module.ops.attention = self._attention_backend(module.ops.attention)
+
+    def _balance_inputs(self, counts_LE: Tensor, wanted_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts' tokens of whole rows. Every rank has as many positions, and so the same part of the mean score: each
+        counts as often as the others, though one may have more targets."""
+        total = torch.cat([counts_LE.flatten(), wanted_BS.sum().view(1)])
+        dist.all_reduce(total, group=self.group)
+        weight = total[-1] / (self.size * wanted_BS.numel())
+        return total[:-1].view_as(counts_LE), weight.expand(wanted_BS.shape)
 
     def _attention_backend(self, backend: AttentionBackend) -> AttentionBackend:
         def exchanged_mask(

@@ -154,6 +154,12 @@ class ParallelMesh:
         """Which slice of every batch is this rank's."""
         return self.coordinate("dp_replicate") * self.dims.dp_shard + self.coordinate("dp_shard")
 
+    @property
+    def peers(self) -> list[int]:
+        """The ranks that read the same samples as this one, with it."""
+        dims, width = self.dims, self.dims.cp * self.dims.tp
+        return [(stage * dims.dp + self.dp_rank) * width + place for stage in range(dims.pp) for place in range(width)]
+
     def coordinate(self, dimension: str) -> int:
         """This rank's coordinate."""
         return 0 if getattr(self.dims, dimension) == 1 else self.get_mesh(dimension).get_local_rank()

@@ -195,7 +195,7 @@ class ParallelModel:
         counts_B: Tensor | None = None,
         scored: ScoredTargets | None = None,
     ) -> Tensor | None:
-        """The forward pass of ``Z2all`` with a KV cache; every rank gives the same tokens.
+        """The forward pass of ``Z2all`` with a KV cache; ranks that read the same samples give the same tokens.
 
         Returns the logits of the last token of each row [B, 1, V], None on ranks without the last pipeline stage. Row
         b has ``counts_B[b]`` tokens, by default all. The cache needs room for ``sequence_multiple`` - 1 more positions.
@@ -223,12 +223,16 @@ class ParallelModel:
         """What a sequence's length must be a multiple of: with ``sp``, tp ranks have equal parts of it."""
         return self.mesh.dims.tp if self.recipe.sp else 1
 
-    @property
-    def head_rank(self) -> int:
-        """The first rank with the last pipeline stage."""
+    def broadcast_from_head(self, message: Tensor) -> None:
+        """Among the ranks that read the same samples: what the first one with the last pipeline stage has.
+
+        One dimension of the mesh after the other: a group over several of them would be one more.
+        """
         stages = self.recipe.pp * self.recipe.stages_per_rank
         has_last = [stages - 1 in stage_indices_of_rank(self.recipe, rank) for rank in range(self.recipe.pp)]
-        return has_last.index(True) * (self.mesh.dims.world_size // self.recipe.pp)
+        for dimension, source in (("pp", has_last.index(True)), ("cp", 0), ("tp", 0)):
+            if getattr(self.mesh.dims, dimension) > 1:
+                dist.broadcast(message, group=self.mesh.get_mesh(dimension).get_group(), group_src=source)
 
     @property
     def model_parts(self) -> list[Z2all]:

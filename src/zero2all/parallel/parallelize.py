@@ -68,7 +68,7 @@ def parallelize(
                 apply_ep(part, mesh.ep_mesh())
             if float8 is not None:
                 apply_float8(part.layers, float8, mesh.device)
-            apply_ac(part.layers, recipe, config, mesh.device)
+            apply_ac(part, recipe, config, mesh.device)
     stages = [StageWrapper(part) for part in model_parts] if dims.pp > 1 else []
     # Replicas of a full model are left to DDP; wherever else gradients are reduced or offloaded, FSDP2 does it.
     uses_fsdp = (dims.dp * dims.cp > 1 and dims.dp_replicate != dims.world_size) or recipe.offload != "none"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero2all.errors import UsageError
+from zero2all.model.cost.named_gpu import with_precision_of
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.keys import zero_stage
 from zero2all.planner.pipeline import schedule_runs
@@ -63,9 +64,9 @@ class Plan:
 
 def plan_run(recipe: Recipe, cluster: Cluster, tokens: int | None = None, price: float | None = None) -> Plan:
     """Plan the stage that trains the most; memory is that of the stage that takes the most."""
+    recipe = with_precision_of(recipe, cluster.gpu)
     stage = largest_stage(recipe)
     workload, layout = Workload.of(recipe, stage), Layout.of(recipe, stage, cluster.gpus)
-    check_precision(workload, cluster)
     if not schedule_runs(recipe.parallel.schedule, layout.dims.pp, layout.batch.micro_batches):
         raise UsageError(
             f"parallel.schedule={recipe.parallel.schedule} cannot run {layout.batch.micro_batches} micro-batches over "
@@ -95,11 +96,6 @@ def plan_run(recipe: Recipe, cluster: Cluster, tokens: int | None = None, price:
         later_stages=later_stages(workload, cluster),
         sync=plan_sync(recipe, stage, cluster),
     )
-
-
-def check_precision(workload: Workload, cluster: Cluster) -> None:
-    if workload.float8 and cluster.gpu.fp8_flops is None:
-        raise UsageError(f"{cluster.gpu.name} has no fp8 products: remove train.float8, or plan with --gpu H100")
 
 
 def _planned_tokens(recipe: Recipe, workload: Workload) -> int:

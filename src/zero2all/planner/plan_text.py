@@ -31,6 +31,7 @@ def plan_text(plan: Plan, timeline: Timeline | None, changes: Sequence[str] = ()
         "",
         f"step: {step.expected:.3g} s expected; {step.shortest:.3g} s if all communication were hidden, "
         f"{step.longest:.3g} s if none",
+        *([f"  of that {step.sampling:.3g} s for sampling answers"] if step.sampling else []),
         f"speed: {show_count(speed.tokens_per_second)} tok/s, {speed.tflops:.0f} TFLOP/s a GPU, MFU {speed.mfu:.1%}, "
         f"HFU {speed.hfu:.1%}; by 6N + 12LHQT {speed.palm_tflops:.0f} TFLOP/s, MFU {speed.palm_mfu:.1%}; "
         f"by BLOOM's formula {speed.bloom_tflops:.0f} TFLOP/s",
@@ -116,7 +117,7 @@ def _cost_lines(plan: Plan) -> list[str]:
         "later stages, weights and optimizer of all GPUs:",
     ]
     for stage in plan.later_stages:
-        lines.append(f"  {stage.name:<5}{show_bytes(stage.bytes):>9} on at least {stage.gpus} GPU(s): {stage.note}")
+        lines.append(f"  {stage.name:<8}{show_bytes(stage.bytes):>9} on at least {stage.gpus} GPU(s): {stage.note}")
     return lines
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,9 @@ from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
 from zero2all.parallel.rank_memory import FsdpUnits
 from zero2all.parallel.sync_traffic import FP32_BYTES
+from zero2all.planner.post_training import plan_rollouts, plan_teacher
 from zero2all.planner.workload import Layout, Unit, Workload, powersgd_numel
+from zero2all.units import show_count
 
 CUDA_CONTEXT = round(0.92e9)  # torch 2.1 on A100 with all kernels loaded
 COMMUNICATORS = round(1.5e9)  # of torch.distributed over NCCL, measured after its first collective
@@ -104,6 +107,7 @@ def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: t
         MemoryPart("communication buffers", _communication_buffers(workload, layout)),
         MemoryPart("PowerSGD", _error_bytes(workload, layout), "what is left to send, and the factors"),
     ]
+    parts += _objective_parts(workload, layout, parts)
     allocated = sum(part.bytes for part in parts)
     parts += [
         MemoryPart(CONTEXT, CUDA_CONTEXT, "kernels"),
@@ -112,6 +116,21 @@ def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: t
     ]
     host = sum(part.bytes for part in on_host) if offloads else 0
     return MemoryPlan(pp_rank, [part for part in parts if part.bytes], host)
+
+
+def _objective_parts(workload: Workload, layout: Layout, parts: Sequence[MemoryPart]) -> list[MemoryPart]:
+    """A teacher is there all the time. Answers are sampled before the forward pass, which needs their cache no more."""
+    found = []
+    if (teacher := plan_teacher(workload, layout)) is not None:
+        size = "assumed as large as the model" if teacher.is_assumed else f"{show_count(teacher.parameters)} parameters"
+        found.append(MemoryPart("teacher weights in bf16", teacher.weights, f"sharded as the model; {size}"))
+        found.append(MemoryPart("logits of the teacher", teacher.logits))
+    if (rollouts := plan_rollouts(workload, layout)) is not None:
+        note = f"{rollouts.rows} answers at a time, {rollouts.length:,} tokens each"
+        found.append(MemoryPart("KV cache of sampled answers", rollouts.cache, note))
+        later = sum(part.bytes for part in parts if part.name.startswith(("activations", "logits")))
+        found.append(MemoryPart("not at the same time", -min(rollouts.cache, later), "answers are sampled before"))
+    return found
 
 
 @dataclass(frozen=True)

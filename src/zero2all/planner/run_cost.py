@@ -128,8 +128,9 @@ def later_stages(workload: Workload, cluster: Cluster) -> list[StageMemory]:
     rows = [
         ("SFT", full, "as pretraining"),
         ("LoRA", frozen + adapters, f"frozen bf16 weights, adapters of rank {LORA_RANK}"),
-        ("DPO", full + frozen, "also the frozen reference in bf16"),
-        ("GRPO", full + 2 * frozen + cache, f"also reference and sampler in bf16, KV cache of {SERVED_BATCH} answers"),
+        ("DPO", full, "the reference scores each answer once before training; its scores stay in main memory"),
+        ("GRPO", full + cache, f"samples with its own weights; KV cache of {SERVED_BATCH} answers"),
+        ("distill", full + frozen, "with a teacher in bf16 as large as the model, sharded like it"),
     ]
     room = 0.8 * cluster.gpu.memory
     return [StageMemory(name, round(size), math.ceil(size / room), note) for name, size, note in rows]

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from zero2all.checkpoint.checkpoint_interval import DAY
 from zero2all.errors import UsageError
+from zero2all.model.cost.named_gpu import with_precision_of
 from zero2all.parallel.batch_split import split_batch
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.keys import OFFLOADS, ZERO_KEYS, zero_stage
 from zero2all.planner.pipeline import schedule_runs
-from zero2all.planner.plan import check_precision
 from zero2all.planner.rank_plan import fits_memory, plan_memory
 from zero2all.planner.run_cost import TOKENS_PER_PARAMETER
 from zero2all.planner.step_time import StepTime, plan_step
@@ -28,7 +28,7 @@ SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved", "zero-bubble",
 """gpipe has the bubble of 1f1b and holds more micro-batches: it is never better."""
 RECOMPUTE: tuple[dict[str, object], ...] = tuple(
     {"activation_checkpointing": mode, "activation_checkpointing_every": every}
-    for mode, every in (("none", 1), ("selective", 1), ("full", 2), ("full", 1))
+    for mode, every in (("none", 1), ("selective", 1), ("full", 1), ("full", 2), ("full", 4))
 )
 """Keys of ``parallel``, fastest first: more recomputation is tried only where less does not fit."""
 
@@ -61,9 +61,9 @@ class SearchResult:
 def search_layouts(recipe: Recipe, cluster: Cluster, keep: int = 10) -> SearchResult:
     """Batch size, sequence length and model stay as they are. Precision is float8 only if the recipe asks for it: it
     changes the result."""
+    recipe = with_precision_of(recipe, cluster.gpu)
     stage = largest_stage(recipe)
     workload = Workload.of(recipe, stage)
-    check_precision(workload, cluster)
     found: list[tuple[Layout, StepTime]] = []
     rejected: Counter[str] = Counter()
     for parallel, dims in _meshes(recipe, cluster, rejected):

@@ -14,6 +14,7 @@ from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel.sync_traffic import FP32_BYTES, Collective, gradient_itemsize, reduce_itemsizes
 from zero2all.planner.cluster import PCIE_BANDWIDTH, Cluster, RankGroup
 from zero2all.planner.pipeline import bubble_fraction
+from zero2all.planner.post_training import sampling_seconds
 from zero2all.planner.workload import Layout, Workload, powersgd_numel
 
 MEMORY_EFFICIENCY = 0.8  # of the nominal memory bandwidth: what element-wise kernels reach
@@ -71,6 +72,8 @@ class StepTime:
     """With the overlap that the layout allows."""
     longest: float
     """If nothing overlapped."""
+    sampling: float = 0.0
+    """Of that, for sampling answers before the forward pass."""
 
 
 def plan_step(workload: Workload, layout: Layout, cluster: Cluster) -> StepTime:
@@ -83,17 +86,20 @@ def plan_step(workload: Workload, layout: Layout, cluster: Cluster) -> StepTime:
     )
     # The collectives of the first and the last layer have nothing to hide behind.
     ends = hidden / (workload.config.num_hidden_layers + 1)
+    sampling = sampling_seconds(workload, layout, cluster)
     shortest = max(compute, communication) * (1 + bubble)
     busy, longest = compute + communication - hidden, (compute + communication) * (1 + bubble)
+    expected = max(shortest, min(busy * (1 + bubble) + max(ends, HIDDEN_COST * hidden, hidden - compute), longest))
     return StepTime(
         parts=parts,
         traffic=traffic,
         compute=compute,
         communication=communication,
         bubble=bubble,
-        shortest=shortest,
-        expected=max(shortest, min(busy * (1 + bubble) + max(ends, HIDDEN_COST * hidden, hidden - compute), longest)),
-        longest=longest,
+        shortest=shortest + sampling,
+        expected=expected + sampling,
+        longest=longest + sampling,
+        sampling=sampling,
     )
 
 

@@ -17,8 +17,7 @@ from pydantic import computed_field
 from torch import Tensor
 
 from zero2all.model import Z2all
-from zero2all.model.cost.activations import BlockActivations, held_bytes, is_offloaded
-from zero2all.model.cost.flops import is_checkpointed
+from zero2all.model.cost.activations import BlockActivations, held_bytes, is_offloaded, recomputed_groups
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel.context_parallel import ContextParallel
 from zero2all.parallel.dry_run import fake_process_group
@@ -117,7 +116,7 @@ class TracedBytes:
 def _compare(formula: MemoryPlan, traced: TracedBytes, workload: Workload, layout: Layout) -> list[TracedPart]:
     config, every = workload.config, layout.parallel.activation_checkpointing_every
     layers = [layer for stage in layout.stages_of(workload, formula.pp_rank) for layer in stage]
-    names = [traced.layer_name(config.is_moe_layer(layer), is_checkpointed(layer, every)) for layer in layers]
+    names = [traced.layer_name(config.is_moe_layer(layer), checkpointed=True) for layer in layers]
     has_first, has_last = 0 in layers, workload.last_layer in layers
     tied = config.tie_word_embeddings
     ends = [*([EMBEDDING] if has_first or tied else []), *([NORM, HEAD] if has_last else []), MTP]
@@ -131,6 +130,8 @@ def _compare(formula: MemoryPlan, traced: TracedBytes, workload: Workload, layou
         for name, layer in zip(names, layers, strict=True)
         for offloaded in [layout.parallel.activation_offload and is_offloaded(layer, config)]
     ]
+    if layout.recompute == "full":
+        blocks = recomputed_groups(blocks, every)
     blocks += [BlockActivations(traced.kept.get(MTP, 0))]
     in_flight = micro_batches_in_flight(layout.parallel, formula.pp_rank, layout.batch.micro_batches)
     budget = layout.parallel.activation_budget if layout.parallel.activation_checkpointing == "budget" else 1.0
@@ -167,6 +168,9 @@ def _trace_layers(workload: Workload, layout: Layout, recipe: Recipe) -> TracedB
         mesh = ParallelMesh(dims, CPU, has_group)
         local = parallelize(config, parallel, mesh, dtype, weight_dtype=stored)
         model = local.model_parts[0]
+        for name, block in model.layers.named_children():  # one block of each kind shows what is recomputed
+            if int(name) % OF_A_KIND:
+                vars(block).pop("forward", None)
         tp = mesh.get_mesh("tp") if dims.tp > 1 else None
         context_parallel = ContextParallel(mesh.get_mesh("cp"), parallel) if dims.cp > 1 else None
         if context_parallel is not None:  # while tensors have values
@@ -317,7 +321,7 @@ def _one_stage(parallel: ParallelRecipe) -> ParallelRecipe:
             "offload": "none",
             "offload_dir": None,
             "activation_offload": False,
-            "activation_checkpointing_every": OF_A_KIND,
+            "activation_checkpointing_every": 1,
             "activation_checkpointing": "none"
             if parallel.activation_checkpointing == "budget"
             else parallel.activation_checkpointing,

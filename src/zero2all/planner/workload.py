@@ -20,6 +20,7 @@ from zero2all.parallel.pipeline_parallel import split_layers, stage_indices_of_r
 from zero2all.parallel.powersgd import factor_numel
 from zero2all.parallel.rank_memory import split_stage
 from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe, Recipe, ResolvedStage
+from zero2all.recipe.objective import ObjectiveRecipe
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class Workload:
     precision: str
     """``fp32``, ``bf16`` or ``fp16``."""
     float8: bool
+    objective: ObjectiveRecipe
 
     @classmethod
     def of(cls, recipe: Recipe, stage: ResolvedStage) -> Workload:
@@ -154,6 +156,7 @@ class Workload:
             batch_tokens=stage.batch_tokens,
             precision=precision,
             float8=recipe.train.float8 is not None,
+            objective=recipe.train.objective,
         )
 
     @functools.cached_property

@@ -101,7 +101,9 @@ class ProfiledRun:
                 with suppress(ProfileDone):
                     self.trainer.train()
                 # When all ranks have closed their records, rank 0 removes them.
-                self.ranks = self.trainer.rank_group.on_all_ranks(lambda: mean_time(self.times))
+                self.ranks = self.trainer.rank_group.scatter(
+                    lambda: mean_time(self.times), lambda times: [times, *[[]] * (len(times) - 1)]
+                )
         finally:
             self._remove_run()
         return self._write() if self._is_rank0 else None

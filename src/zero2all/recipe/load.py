@@ -18,7 +18,7 @@ from zero2all.recipe.renamed import places_to_new, retired_key_problems, to_new
 from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, read_yaml
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.training import LENGTH_KEYS
-from zero2all.workspace import DEFAULT_RUN, IDENTITY_FILE, find_runs_below, workspace_of
+from zero2all.workspace import DEFAULT_RUN, IDENTITY_FILE, did_you_mean, find_runs_below, workspace_of
 
 RECIPE_FILE = "recipe.yaml"  # in the directory of a quickstart or a run
 
@@ -39,7 +39,7 @@ def load_recipe(
         with open(path, "rb") as stream:  # which may be a pipe, and may have no end
             text = stream.read(MAX_FILE_BYTES + 1).decode("utf-8")
     except FileNotFoundError:
-        raise UsageError(f"no recipe at {path}{_sibling_recipes(path)}") from None
+        raise UsageError(f"no recipe at {path}{did_you_mean(path) or _sibling_recipes(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the recipe {path}: {error}") from None
     if is_directory:

@@ -73,8 +73,8 @@ class ParallelRecipe(Section):
     """What the backward pass recomputes: nothing, each block, everything except matmuls and attention (selective), or
     as much as a budget requires."""
     activation_checkpointing_every: Degree = 1
-    """With ``full`` or ``selective``: checkpoint every n-th block, counted from the first block of the model. 1
-    checkpoints all blocks; with 2 the backward pass recomputes half as much and the other half is stored."""
+    """With ``full``: number of consecutive blocks that the backward pass recomputes together. One input is stored per
+    group, and the activations of one group are in memory at a time. 1 recomputes each block by itself."""
     activation_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of activations that are kept with ``budget``."""
     activation_offload: bool = False
@@ -153,11 +153,17 @@ class ParallelRecipe(Section):
         return self.zero > 1 if self.gradient_sync == "auto" else self.gradient_sync == "every"
 
     def _activation_mistakes(self) -> Iterator[Mistake]:
-        if self.activation_checkpointing_every > 1 and self.activation_checkpointing in ("none", "budget"):
+        if self.activation_checkpointing_every > 1 and self.activation_checkpointing != "full":
             yield Mistake(
-                "activation_checkpointing_every counts blocks that are checkpointed: set "
-                "activation_checkpointing=full or selective",
+                "activation_checkpointing_every is the number of blocks that are recomputed together: set "
+                "activation_checkpointing=full, or activation_checkpointing_every=1",
                 ("activation_checkpointing_every", "activation_checkpointing"),
+            )
+        if self.activation_checkpointing_every > 1 and self.activation_offload:
+            yield Mistake(
+                "the inputs of groups of blocks are not offloaded: set activation_checkpointing_every=1, or "
+                "activation_offload=false",
+                ("activation_checkpointing_every", "activation_offload"),
             )
         if self.activation_offload and self.activation_checkpointing == "selective":
             yield Mistake(

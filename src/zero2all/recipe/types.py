@@ -35,7 +35,10 @@ Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
 
 def _require_local(path: Any) -> Any:
     if isinstance(path, str) and is_url(path):
-        raise ValueError("must be a local directory; in an object store there can be sources and corpus.dir")
+        raise ValueError(
+            "must be a local directory; an object store can hold the checkpoints (checkpoint.dir), the documents "
+            "(corpus.dir) and the paths of sources"
+        )
     return path
 
 

@@ -32,7 +32,8 @@ def main() -> None:
     if code_process == 0:
         os.close(work)
         os.close(report)
-        os.setsid()  # a signal to its process group stays inside
+        if limits["filters"] is not None:
+            os.setsid()  # a signal to its process group stays inside; the backend ends all processes
         run_code(receive(work_end), report_end)
     os.close(work_end)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -131,11 +131,12 @@ class Output:
         return self.head.decode(errors="replace")
 
     def _read(self) -> None:
-        while chunk := os.read(self._stream.fileno(), 65536):
-            self.head += chunk[: self._limit - len(self.head)]
-            self.tail = (self.tail + chunk)[-256:]
-            self.total += len(chunk)
-            self.first.set()
+        with suppress(ValueError):  # closed, since a process that survived holds the other end
+            while chunk := os.read(self._stream.fileno(), 65536):
+                self.head += chunk[: self._limit - len(self.head)]
+                self.tail = (self.tail + chunk)[-256:]
+                self.total += len(chunk)
+                self.first.set()
         self.first.set()
 
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,10 +29,25 @@ from zero2all.tokenizer.vocabulary import UNKNOWN, reserved_tokens
 from zero2all.tokenizer.word_count import BATCH_DOCUMENTS, select_documents
 from zero2all.units import show_bytes
 
-MEMORY_PER_BYTE = 40  # of text: 31 measured
+MEMORY_PER_BYTE = 28  # of text: 26 measured for Chinese, 9 for English (benchmarks/sentencepiece_memory.py)
 PROCESS_MEMORY = 300 << 20
 MAX_LINE_CHARACTERS = 1000  # the package skips lines above 4192 bytes
-THREADS = 8  # a fixed number, because the result of unigram training depends on it
+TRAINER_OPTIONS: dict[str, Any] = {
+    "hard_vocab_limit": False,
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "add_dummy_prefix": False,
+    "allow_whitespace_only_pieces": True,
+    "split_digits": True,
+    "unk_id": 0,
+    "unk_piece": UNKNOWN,
+    "bos_id": -1,
+    "eos_id": -1,
+    "pad_id": -1,
+    "num_threads": 8,  # a fixed number, because the result of unigram training depends on it
+    "minloglevel": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -47,10 +63,10 @@ class _TrainingText:
                 for batch in file.iter_batches(batch_size=BATCH_DOCUMENTS, columns=["gid", "content"]):
                     selected = pa.array(select_documents(batch.column("gid"), self.share))
                     for text in batch.column("content").filter(selected).to_pylist():
-                        yield from _split_lines(text)
+                        yield from split_lines(text)
 
 
-def _split_lines(text: str) -> Iterator[str]:
+def split_lines(text: str) -> Iterator[str]:
     for line in text.split("\n"):
         for start in range(0, len(line), MAX_LINE_CHARACTERS):
             yield line[start : start + MAX_LINE_CHARACTERS]
@@ -83,21 +99,8 @@ def train_sentencepiece(
                 model_writer=written,
                 model_type=recipe.algorithm,
                 vocab_size=recipe.vocab_size,
-                hard_vocab_limit=False,
-                byte_fallback=True,
-                normalization_rule_name="identity",
-                remove_extra_whitespaces=False,
-                add_dummy_prefix=False,
-                allow_whitespace_only_pieces=True,
-                split_digits=True,
                 control_symbols=list(special),
-                unk_id=0,
-                unk_piece=UNKNOWN,
-                bos_id=-1,
-                eos_id=-1,
-                pad_id=-1,
-                num_threads=THREADS,
-                minloglevel=2,
+                **TRAINER_OPTIONS,
             )
     except (RuntimeError, OSError) as error:
         reason = str(error).rpartition("] ")[2] or "there is no text"

@@ -79,9 +79,9 @@ class PackedSequences:
         ``end_of_text_first`` it starts after that token, as a conversation does that a chat template renders.
         """
         shard, first, last = self.token_range(sequence)
-        shift = int(self.end_of_text_first)
+        origin = first + self.end_of_text_first
         found = np.zeros(last - first, dtype=bool)
-        found[shard.document_starts(first + shift, last + shift) - (first + shift)] = True
+        found[shard.document_starts(origin, origin + last - first) - origin] = True
         return found
 
     def count_targets(self, sequence: int) -> int:

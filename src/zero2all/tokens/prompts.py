@@ -5,19 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokens.token_store import TokenStore
+from zero2all.tokens.token_store import TokenShard, TokenStore
 
 PROMPT_TOKENS = 12
+MAX_SOURCES = 8  # with a prompt of their own, where there are more sources than prompts were asked for
 
 
 def opening_prompts(tokens_dir: Path, tokenizer: Tokenizer, count: int) -> list[str]:
-    """The beginnings of validation documents, from each source in turn; without a validation set, of training ones.
+    """The beginnings of documents, from each source in turn: ``count`` of them, or one of each of up to 8 sources.
 
-    Conversations give none: a prompt is text, and they begin with a special token.
+    They are validation documents, or training ones of a source that has no others. Conversations give none: a prompt is
+    text, and they begin with a special token.
     """
-    valid = TokenStore(tokens_dir, "valid").sources.values()
-    training = TokenStore(tokens_dir, "train").sources.values()
-    shards = [shards[0] for shards in valid if shards] or [shards[0] for shards in training if shards]
+    valid, training = TokenStore(tokens_dir, "valid").sources, TokenStore(tokens_dir, "train").sources
+    found = (_first_shard([*valid.get(name, []), *shards]) for name, shards in {**valid, **training}.items())
+    shards = [shard for shard in found if shard is not None]
+    count = max(count, min(MAX_SOURCES, len(shards)))
     special = set(tokenizer.special_ids.values())
     openings: list[str] = []
     for turn in range(count * max(1, len(shards))):
@@ -30,3 +33,8 @@ def opening_prompts(tokens_dir: Path, tokenizer: Tokenizer, count: int) -> list[
             if special.isdisjoint(ids):
                 openings.append(tokenizer.decode(ids).strip("\ufffd"))
     return openings
+
+
+def _first_shard(shards: list[TokenShard]) -> TokenShard | None:
+    """The first one with a document."""
+    return next((shard for shard in shards if len(shard.document_offsets) > 1), None)

@@ -218,7 +218,9 @@ class TokenShard:
         A binary search in the mapped index reads a few pages of it: a sample of a large corpus may be in any shard.
         """
         offsets, itemsize = _map_document_offsets(self), self._header[0].itemsize
-        first, last = (bisect_left(offsets, token * itemsize) for token in (start, stop))
+        first = bisect_left(offsets, start * itemsize)
+        # A document has at least one token, so there are at most as many as tokens.
+        last = bisect_left(offsets, stop * itemsize, first, min(len(offsets), first + stop - start))
         starts: Array = offsets[first:last] // itemsize
         return starts
 

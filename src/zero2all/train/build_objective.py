@@ -12,6 +12,7 @@ from zero2all.train.answer_sources import AnswerSources, open_reference
 from zero2all.train.distill_objective import DistillObjective
 from zero2all.train.grpo_objective import GRPOObjective
 from zero2all.train.plan import Plan
+from zero2all.train.rollouts import RolloutRanks
 from zero2all.train.run import Run
 from zero2all.train.source_losses import SourceLosses
 from zero2all.train.step_objective import AnswerData, KTOObjective, PreferenceObjective, StepObjective, TokenObjective
@@ -26,7 +27,8 @@ def build_objective(
     """
     recipe, options = run.recipe, run.recipe.train.objective
     if options.name == "grpo":
-        return GRPOObjective(recipe, tokenizer, TokenStore(recipe.tokens_dir, "valid"), ranks, ping), None
+        rollout_ranks = RolloutRanks(model.mesh, ranks)
+        return GRPOObjective(recipe, tokenizer, TokenStore(recipe.tokens_dir, "valid"), rollout_ranks, ping), None
     if not options.compares_answers:
         sources = SourceLosses(plan.sources, tokenizer.token_byte_lengths, model.mesh.device)
         if options.name == "distill":

@@ -39,15 +39,19 @@ def choose_compile(
     if parallel.pp > 1 and parallel.schedule in SPLIT_BACKWARD_SCHEDULES:
         say(f"blocks are not compiled: schedule {parallel.schedule} cannot split a compiled backward")
         return False
-    failures = ranks.on_all_ranks(lambda: compile_failure(config, parallel, device, dtype, recipe.train.float8))
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            warn(
-                f"blocks are not compiled, so training is slower: on rank {rank} torch.compile failed on one "
-                f"({failure}); set train.compile=false to skip the attempt, or train.compile=true for the full error"
-            )
-            return False
-    return True
+
+    def failures() -> list[tuple[int, str]]:
+        failure = compile_failure(config, parallel, device, dtype, recipe.train.float8)
+        return [] if failure is None else [(ranks.rank, failure)]
+
+    if not (failed := ranks.reduce(failures, lambda one, other: sorted(one + other)[:1])):
+        return True
+    [(rank, failure)] = failed
+    warn(
+        f"blocks are not compiled, so training is slower: on rank {rank} torch.compile failed on one "
+        f"({failure}); set train.compile=false to skip the attempt, or train.compile=true for the full error"
+    )
+    return False
 
 
 def compile_failure(
@@ -90,7 +94,7 @@ def _run_compiled_block(
         model = Z2all(config.model_copy(update=small)).init_weights(0)
     if float8 is not None:
         apply_float8(model.layers, float8, device)
-    apply_ac(model.layers, parallel, config, device)
+    apply_ac(model, parallel, config, device)
     model.layers[0].compile()
     length = min(PROBE_TOKENS, config.max_position_embeddings)
     tokens = torch.arange(length, device=device)[None] % PROBE_VOCABULARY

@@ -12,15 +12,14 @@ from torch import Tensor
 from zero2all.checkpoint import RankGroup
 from zero2all.io import fingerprint
 from zero2all.model.ops.soft_loss import SoftTargets
-from zero2all.objectives import RolloutBatch
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.mesh import shard_range
 from zero2all.recipe import Recipe
 from zero2all.recipe.objective import GRPORecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.train.data_loader import Batch
-from zero2all.train.grpo_objective import pack_rollouts, read_prompts
-from zero2all.train.rollouts import Rollout, sample_answers, sampling_params
+from zero2all.train.grpo_objective import pack_rollouts, read_prompts, require_prompts
+from zero2all.train.rollouts import Rollout, RolloutRanks, sample_answers, sampling_params, total_rollouts
 from zero2all.train.source_losses import SourceLosses
 from zero2all.train.step_objective import StepLoss, TokenObjective
 from zero2all.train.teacher import CACHE, Teacher, TeacherCache, TeacherCacheKey
@@ -40,9 +39,9 @@ class DistillObjective(TokenObjective):
     ) -> None:
         super().__init__(source_losses)
         self._recipe, self._options, self._tokenizer = recipe, recipe.train.objective.distill, tokenizer
-        self._ranks, self._ping = ranks, ping
+        self._ranks, self._ping, self._rollout_ranks = ranks, ping, RolloutRanks(model.mesh, ranks)
         assert self._options.teacher is not None
-        self._teacher = Teacher(self._options.teacher, model.config, self._options.top_k, model.mesh.device, ranks)
+        self._teacher = Teacher(self._options.teacher, model, self._options.top_k, ranks)
         self._caches: dict[str, TeacherCache] = {}
 
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
@@ -65,9 +64,9 @@ class DistillObjective(TokenObjective):
         cache = self._cache(batch)
         ids, logps, there = cache.read(located)
         missing = np.flatnonzero(~there)
+        chosen, starts = torch.from_numpy(missing), batch.doc_starts
+        rows = self._teacher.likeliest(batch.inputs[chosen], None if starts is None else starts[chosen])
         if len(missing):
-            chosen, starts = torch.from_numpy(missing), batch.doc_starts
-            rows = self._teacher.likeliest(batch.inputs[chosen], None if starts is None else starts[chosen])
             ids[missing] = rows.ids_BSK.cpu().numpy()
             logps[missing] = rows.logps_BSK.cpu().numpy()
             real = [place for place in missing.tolist() if place < last - first]
@@ -91,15 +90,16 @@ class DistillObjective(TokenObjective):
     def _sampled(self, model: ParallelModel, batch: Batch) -> Batch:
         """One answer of the student to each prompt, in place of the answers of the data."""
         length = self._options.max_answer_tokens
-        prompts = read_prompts(batch.stage.dataset, *batch.sample_range, length, self._tokenizer)
+        prompts = read_prompts(batch, self._rollout_ranks, length, self._tokenizer)
         options = GRPORecipe(max_answer_tokens=length, mask_truncated=False)
         seed = int(fingerprint([self._recipe.seed, batch.step])[:8], 16)
-        groups = sample_answers(
-            model, self._tokenizer, prompts, sampling_params(options, seed), 1, self._ranks, self._ping
-        )
+        groups = sample_answers(model, self._tokenizer, prompts, sampling_params(options, seed), 1, self._ping)
         rollouts = [[Rollout(prompt, one, 0.0) for one in group] for prompt, group in zip(prompts, groups, strict=True)]
         zeros = np.zeros((len(rollouts), 1), dtype=np.float32)
-        packed = pack_rollouts(rollouts, zeros, batch.inputs.shape[1], options, self._tokenizer.eos_token_id)
-        sampled: tuple[Batch, RolloutBatch] = packed.share_of(model, batch)
-        return replace(sampled[0], sources=[name and batch.sources[0] for name in sampled[0].sources],
-                       global_valid_tokens=int(packed.divisor))  # fmt: skip
+        seq_len = batch.inputs.shape[1]
+        packed = pack_rollouts(rollouts, zeros, seq_len, options, self._tokenizer.eos_token_id)
+        totals = self._rollout_ranks.sum(lambda: total_rollouts(rollouts, options.mask_truncated, packed.count))
+        require_prompts(totals, seq_len - length)
+        sampled, _ = packed.to_batch(batch, totals.most_rows)
+        return replace(sampled, sources=[name and batch.sources[0] for name in sampled.sources],
+                       global_valid_tokens=totals.counted_tokens)  # fmt: skip

@@ -35,15 +35,15 @@ class EndpointSampler:
         """``copies`` answers to each prompt; ``ping`` is called after each."""
         found = []
         with ThreadPoolExecutor(WORKERS) as pool:
-            for group in pool.map(lambda place: self._ask(place, prompts[place], params, copies), range(len(prompts))):
+            for group in pool.map(lambda prompt: self._ask(prompt, params, copies), prompts):
                 found.append(group)
                 ping()
         return found
 
-    def _ask(self, place: int, prompt: Prompt, params: SamplingParams, copies: int) -> list[Completion]:
+    def _ask(self, prompt: Prompt, params: SamplingParams, copies: int) -> list[Completion]:
         """In parts, since servers limit the answers to one request. Equal prompts have seeds of their own."""
         parts = [min(MAX_ANSWERS, copies - first) for first in range(0, copies, MAX_ANSWERS)]
-        first_seed = params.seed + SEED_STRIDE * place
+        first_seed = params.seed + SEED_STRIDE * prompt.number
         found = [self._post(prompt, params, count, first_seed + number) for number, count in enumerate(parts)]
         return [one for part in found for one in part]
 

@@ -16,6 +16,7 @@ from zero2all.hardware import device_title, pick_device, wants_compile
 from zero2all.io import MANIFEST
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import ParameterCounts, count_parameters
+from zero2all.model.cost.named_gpu import with_precision_of
 from zero2all.parallel.batch_split import BatchSplit
 from zero2all.parallel.dry_run import GPU, dry_run
 from zero2all.parallel.mesh import ParallelDims
@@ -43,7 +44,7 @@ from zero2all.train.show_plan import (
     stage_line,
 )
 from zero2all.train.step_timing import TIMED_STEPS, StepTiming, time_steps
-from zero2all.units import show_count, show_seconds
+from zero2all.units import show_bytes, show_count, show_seconds
 
 TokensState = Literal["built", "estimated", "unknown"]
 DEFAULT_MFU = 0.4
@@ -122,6 +123,11 @@ class RunEstimate:
     flops: float | None
     time: TimeEstimate
     warnings: list[str]
+    gpu: str | None = None
+    gpu_memory: int | None = None
+    """Bytes of the GPU that was named."""
+    fits: bool | None = None
+    """Whether a rank fits into it; None if no GPU was named."""
 
 
 def estimate_run(
@@ -135,6 +141,7 @@ def estimate_run(
 
     ``world_size`` is the smallest that the parallel layout allows, if not given. ``extend`` is as in ``train``.
     """
+    recipe = recipe if gpu is None else with_precision_of(recipe, gpu)
     state, store, source_tokens = _token_counts(recipe)
     run = Run(recipe, recipe.run_dir)
     chosen = choose_hyperparameters(recipe, source_tokens, run.stored_recipe)
@@ -143,6 +150,7 @@ def estimate_run(
     device, unavailable = _target_device(recipe, gpu)
     is_here = gpu is None and not unavailable
     free = free_device_memory(device, world_size) if is_here else None
+    free = gpu.memory if gpu is not None else free
     micro_batch = estimate_micro_batch(recipe, world_size, free, device)
     recipe, chosen = with_hyperparameters(recipe, micro_batch), [*chosen, *micro_batch]
     plan = None if state == "unknown" and _needs_token_counts(recipe) else Plan(recipe, store)
@@ -186,6 +194,9 @@ def estimate_run(
         if gpu is not None
         else _measured_time(recipe, stages, dims, device, unavailable, store),
         warnings=[*resume_warnings, *epoch_warnings(epochs or {}), *_padding_warnings(stages)],
+        gpu=None if gpu is None else gpu.name,
+        gpu_memory=None if gpu is None else gpu.memory,
+        fits=None if gpu is None else layout.memory_per_rank.total <= gpu.memory,
     )
     return estimate, _estimate_text(estimate, plan, read_lr_history(run.directory, trained_steps))
 
@@ -393,9 +404,21 @@ def _estimate_text(estimate: RunEstimate, plan: Plan | None, history: LRHistory 
         lines += lr_plot(plan, estimate.learning_rates.lr, history)
     if estimate.advice is not None:
         lines.append(advice_line(estimate.advice))
-    lines += memory_lines(estimate.memory_per_rank, estimate.compute_dtype)
+    lines += [*memory_lines(estimate.memory_per_rank, estimate.compute_dtype), *_fit_lines(estimate)]
     lines += [f"warning: {warning}" for warning in estimate.warnings]
     return "\n".join([*lines, _flops_line(estimate), _time_line(estimate)])
+
+
+def _fit_lines(estimate: RunEstimate) -> list[str]:
+    if estimate.gpu_memory is None:
+        return []
+    needed, there = show_bytes(estimate.memory_per_rank.total), show_bytes(estimate.gpu_memory)
+    if estimate.fits:
+        return [f"it fits: {needed} of the {there} of {estimate.gpu}"]
+    return [
+        f"it does not fit: {needed} on each rank, and {estimate.gpu} has {there}; 'z2a plan RECIPE --gpu "
+        f"{estimate.gpu} --gpus {estimate.world_size}' lists changes that help"
+    ]
 
 
 def _stage_lines(stage: StageEstimate, planned: StagePlan | None, only: bool) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from zero2all.console import say, warn
+from zero2all.console import warn
 from zero2all.errors import UsageError
 from zero2all.recipe import ExtendMode, ExtensionRecipe, Recipe, ScheduleRecipe
 from zero2all.train.plan import Plan, StagePlan
@@ -21,6 +21,11 @@ EXPLANATIONS: dict[ExtendMode, str] = {
 
 class ScheduleChangedError(UsageError):
     """The trained steps of a stage had other learning rates than the recipe plans; the message lists the choices."""
+
+    def __init__(self, message: str, suggestion: ExtendMode) -> None:
+        super().__init__(message)
+        self.suggestion: ExtendMode = suggestion
+        """The choice for an example: with most steps left for warm-up, it is not rewarm."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,6 @@ def continue_schedule(before: PlannedRun, now: PlannedRun, step: int, choice: Ex
                 f"it is, or train another run on the same tokens ({NEW_RUN_COMMAND})"
             )
     elif choice in (None, "as-planned") or planned.schedule == trained.schedule or planned.end_step <= step:
-        if choice is not None:
-            say(f"--extend {choice} changes nothing: the trained steps had the learning rates of this schedule")
         return resumed
 
     def extended(mode: ExtendMode) -> PlannedRun:
@@ -79,7 +82,8 @@ def continue_schedule(before: PlannedRun, now: PlannedRun, step: int, choice: Ex
     if choice is None:
         what = "; ".join(_changes(schedule, steps, planned))
         choices = {mode: extended(mode) for mode in get_args(ExtendMode)}
-        raise ScheduleChangedError(_choice_message(before, choices, step, what))
+        suggestion: ExtendMode = "constant" if _is_mostly_warmup(choices["rewarm"], step) else "rewarm"
+        raise ScheduleChangedError(_choice_message(before, choices, step, what), suggestion)
     return extended(choice)
 
 
@@ -126,9 +130,17 @@ def _choice_message(before: PlannedRun, choices: dict[ExtendMode, PlannedRun], s
         how = EXPLANATIONS[mode].format(
             peak=run.recipe.train.optimizer.peak_lr * peak, warmup=warmup, shape=stage.recipe.schedule.shape
         )
+        if mode == "rewarm" and _is_mostly_warmup(run, step):
+            how += f". Only {stage.end_step - step} steps are left: a shorter warm-up leaves more of them to decay"
         rates = f"{run.learning_rate(step):.2e} at step {step}, {run.learning_rate(last):.2e} at step {last}"
         lines.append(f"  --extend {mode:<12} {rates}: {how}")
     return "\n".join(lines)
+
+
+def _is_mostly_warmup(rewarmed: PlannedRun, step: int) -> bool:
+    """Whether a second warm-up takes more than half of the steps that are left of a stage."""
+    stage = rewarmed.plan.stage_of(step)
+    return 2 * stage.schedule.parts[-1].schedule.warmup > stage.end_step - step
 
 
 def _ended_message(before: PlannedRun, now: PlannedRun, step: int) -> str:

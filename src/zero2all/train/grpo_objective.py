@@ -10,19 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero2all.checkpoint import RankGroup
 from zero2all.errors import Z2aError
+from zero2all.generation import Completion
 from zero2all.hardware import fp64_device
 from zero2all.io import fingerprint
 from zero2all.model import IGNORE_INDEX, document_starts
 from zero2all.objectives import RolloutBatch, group_advantages, grpo_losses, rollout_metrics
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.batch_split import split_batch
-from zero2all.parallel.mesh import shard_range
 from zero2all.recipe import Recipe
 from zero2all.recipe.objective import GRPORecipe
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokens import PackedDataset, TokenStore
+from zero2all.tokens import TokenStore
 from zero2all.tokens.conversation_rows import ConversationRows, best_fit_decreasing
 from zero2all.tokens.token_store import Array
 from zero2all.train.data_loader import PADDING_SOURCE, Batch
@@ -30,11 +29,14 @@ from zero2all.train.endpoint_rollouts import EndpointSampler
 from zero2all.train.rollouts import (
     Prompt,
     Rollout,
+    RolloutRanks,
+    RolloutTotals,
     load_rewards,
     read_prompt,
     sample_answers,
     sampling_params,
     score_rollouts,
+    total_rollouts,
 )
 from zero2all.train.step_objective import Rows, StepLoss
 
@@ -50,11 +52,12 @@ class GRPOObjective:
         recipe: Recipe,
         tokenizer: Tokenizer,
         validation: TokenStore,
-        ranks: RankGroup,
+        ranks: RolloutRanks,
         ping: Callable[[], None] = lambda: None,
     ) -> None:
         self._recipe, self._options, self._tokenizer = recipe, recipe.train.objective.grpo, tokenizer
         self._ranks, self._rewards = ranks, load_rewards(self._options.rewards)
+        self._endpoint = None if self._options.endpoint is None else EndpointSampler(self._options, tokenizer)
         self._validation, self._ping = validation, ping
         self._rollouts: RolloutBatch | None = None
         self._own: dict[str, float] = {}
@@ -67,44 +70,43 @@ class GRPOObjective:
             )
 
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
-        length = self._options.max_answer_tokens
-        prompts = read_prompts(batch.stage.dataset, *batch.sample_range, length, self._tokenizer)
+        options, seq_len = self._options, batch.inputs.shape[1]
+        prompts = read_prompts(batch, self._ranks, options.max_answer_tokens, self._tokenizer)
         seed = int(fingerprint([self._recipe.seed, batch.step])[:8], 16)
-        groups = self._sample(model, prompts, seed, self._options.group_size)
-        advantages = group_advantages(torch.tensor([[one.reward for one in group] for group in groups]), self._options)
-        self._own = self._rollout_metrics(groups)
-        seq_len, end_of_text = batch.inputs.shape[1], self._tokenizer.eos_token_id
-        packed = pack_rollouts(groups, advantages.numpy(), seq_len, self._options, end_of_text)
-        replaced, rollouts = packed.share_of(model, batch)
+        groups = self._sample(model, prompts, seed, options.group_size)
+        rewards = torch.tensor([[one.reward for one in group] for group in groups]).reshape(
+            len(groups), options.group_size
+        )
+        advantages = group_advantages(rewards, options).numpy()
+        packed = pack_rollouts(groups, advantages, seq_len, options, self._tokenizer.eos_token_id)
+        totals = self._ranks.sum(lambda: total_rollouts(groups, options.mask_truncated, packed.count))
+        require_prompts(totals, seq_len - options.max_answer_tokens)
+        self._own = totals.metrics
+        replaced, rollouts = packed.to_batch(batch, totals.most_rows)
         self._rollouts = rollouts = rollouts.to(model.mesh.device)
-        self._divisor = packed.divisor
+        self._divisor = max(1.0, totals.counted_tokens if options.loss == "dapo" else totals.answers)
 
         def objective(losses_BS: Tensor, chosen: slice | Tensor) -> Tensor:
-            return grpo_losses(-losses_BS, rollouts.rows(chosen), self._options)
+            return grpo_losses(-losses_BS, rollouts.rows(chosen), options)
 
-        return StepLoss(packed.divisor, objective, replaced)
+        return StepLoss(self._divisor, objective, replaced)
 
     def _sample(self, model: ParallelModel, prompts: list[Prompt], seed: int, copies: int) -> list[list[Rollout]]:
-        params = sampling_params(self._options, seed)
+        """Answers to this rank's prompts; every rank calls it."""
+        ranks, params, endpoint = self._ranks, sampling_params(self._options, seed), self._endpoint
         if copies == 1:
             params = replace(params, temperature=0.0)
-        if self._options.endpoint is None:
-            answers = sample_answers(model, self._tokenizer, prompts, params, copies, self._ranks, self._ping)
-        else:
-            endpoint = EndpointSampler(self._options, self._tokenizer)
-            answers = self._ranks.on_rank0(lambda: endpoint.sample(prompts, params, copies, self._ping), self._ping)
-        return score_rollouts(prompts, answers, self._rewards, self._ranks, self._ping)
+        answers: list[list[Completion]] = []
+        if endpoint is None:
+            answers = sample_answers(model, self._tokenizer, prompts, params, copies, self._ping)
 
-    def _rollout_metrics(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-        rewards = np.array([[one.reward for one in group] for group in groups])
-        answers = [one for group in groups for one in group]
-        return {
-            "reward": float(rewards.mean()),
-            "reward_std": float(rewards.std(axis=1, ddof=1).mean()),
-            "groups_without_spread": float((np.ptp(rewards, axis=1) == 0).mean()),
-            "answer_length": float(np.mean([len(one.completion.tokens) for one in answers])),
-            "truncated_answers": float(np.mean([one.truncated for one in answers])),
-        }
+        def score() -> list[list[Rollout]]:
+            given = answers
+            if endpoint is not None:
+                given = ranks.peers.on_rank0(lambda: endpoint.sample(prompts, params, copies, self._ping), self._ping)
+            return score_rollouts(prompts, given, self._rewards, ranks.peers, self._ping)
+
+        return ranks.all.on_all_ranks(score, self._ping)
 
     def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
         assert self._rollouts is not None
@@ -119,49 +121,51 @@ class GRPOObjective:
 
     def validate(self, model: ParallelModel) -> dict[str, float]:
         """The reward of greedy answers to the first prompts of the validation set."""
-        prompts: list[Prompt] = []
+        found: list[tuple[ConversationRows, int]] = []
         for shards in self._validation.sources.values():
             rows = ConversationRows(shards, self._recipe.train.seq_len, packing=False)
-            found = [read_prompt(*rows.read(row), self._tokenizer) for row in range(min(len(rows), VALIDATION_PROMPTS))]
-            room = rows.seq_len - self._options.max_answer_tokens
-            prompts += [prompt for prompt in found if len(prompt.tokens) <= room]
-        if not prompts:
-            return {}
-        groups = self._sample(model, prompts[:VALIDATION_PROMPTS], 0, copies=1)
-        return {"reward": float(np.mean([one.reward for group in groups for one in group]))}
+            found += [(rows, row) for row in range(len(rows))][: VALIDATION_PROMPTS - len(found)]
+        prompts = [read_prompt(*found[place][0].read(found[place][1]), self._tokenizer, place)
+                   for place in self._ranks.share(len(found))]  # fmt: skip
+        room = self._recipe.train.seq_len - self._options.max_answer_tokens
+        groups = self._sample(model, [prompt for prompt in prompts if len(prompt.tokens) <= room], 0, copies=1)
+        totals = self._ranks.sum(lambda: total_rollouts(groups, mask_truncated=False))
+        return {"reward": totals.metrics["reward"]} if totals.answers else {}
 
 
-def read_prompts(
-    dataset: PackedDataset, start: int, stop: int, answer_tokens: int, tokenizer: Tokenizer
-) -> list[Prompt]:
-    """Of the global batch, without those that leave no room for an answer."""
-    samples = dataset.read(start, stop)
-    found = [read_prompt(*row, tokenizer) for row in zip(samples.tokens, samples.mask, strict=True)]
-    room = dataset.seq_len - answer_tokens
-    fitting = [prompt for prompt in found if len(prompt.tokens) <= room]
-    if not fitting:
+def read_prompts(batch: Batch, ranks: RolloutRanks, answer_tokens: int, tokenizer: Tokenizer) -> list[Prompt]:
+    """This rank's share of the global batch, without those that leave no room for an answer."""
+    start, stop = batch.sample_range
+    own, dataset = ranks.share(stop - start), batch.stage.dataset
+    samples = dataset.read(start + own.start, start + own.stop)
+    found = [
+        read_prompt(tokens, mask, tokenizer, start + place)
+        for place, tokens, mask in zip(own, samples.tokens, samples.mask, strict=True)
+    ]
+    return [prompt for prompt in found if len(prompt.tokens) <= dataset.seq_len - answer_tokens]
+
+
+def require_prompts(totals: RolloutTotals, room: int) -> None:
+    if not totals.prompts:
         raise Z2aError(
             f"no prompt of the step has at most {room} tokens (train.seq_len less max_answer_tokens): raise "
             "train.seq_len"
         )
-    return fitting
 
 
 class PackedRollouts:
-    """All answers of a step in rows, the same on every rank."""
+    """The answers of one rank in rows."""
 
-    def __init__(self, tokens: Array, is_first: Array, columns: list[Array], divisor: float) -> None:
-        """``is_first`` marks the first token of each prompt."""
-        self._tokens, self._is_first, self._columns, self.divisor = tokens, is_first, columns, divisor
+    def __init__(self, tokens: Array, is_first: Array, columns: list[Array], count: int) -> None:
+        """``is_first`` marks the first token of each prompt. The rows after ``count`` are padding."""
+        self._tokens, self._is_first, self._columns, self.count = tokens, is_first, columns, count
 
-    def share_of(self, model: ParallelModel, batch: Batch) -> tuple[Batch, RolloutBatch]:
-        """The rows of this data-parallel rank, padded to as many as every rank has."""
-        mesh, count = model.mesh, len(self._tokens)
-        split = split_batch(count, mesh.dims.dp, batch.micro_batch_size)
-        first, last = shard_range(count, mesh.dp_rank, mesh.dims.dp)
+    def to_batch(self, batch: Batch, most_rows: int) -> tuple[Batch, RolloutBatch]:
+        """Padded, so that every rank runs the micro-batches of the one with ``most_rows``."""
+        split = split_batch(most_rows, 1, batch.micro_batch_size)
         own = np.arange(split.micro_batches * split.samples)
-        real = own < last - first
-        chosen = np.where(real, first + own, 0)
+        real = own < self.count
+        chosen = np.where(real, own, 0)
         tokens = torch.from_numpy(self._tokens[chosen])
         columns = [torch.from_numpy(column[chosen] * real[:, None]) for column in self._columns]
         mask = columns[0]
@@ -187,10 +191,9 @@ def pack_rollouts(
             for one, value in zip(group, values, strict=True)]  # fmt: skip
     lengths = np.array([len(one.prompt.tokens) + len(one.completion.tokens) + 1 for one, _ in flat])
     order, starts = best_fit_decreasing(lengths, seq_len + 1)
-    shape = (len(starts) - 1, seq_len + 1)
+    shape = (max(1, len(starts) - 1), seq_len + 1)
     tokens, is_first = np.full(shape, end_of_text, dtype=np.int64), np.zeros(shape, dtype=bool)
     mask, values, sampler, weights = (np.zeros(shape, dtype=np.float32) for _ in range(4))
-    tokens_counted = 0
     for row, (begin, end) in enumerate(pairwise(starts)):
         place = 0
         for one, advantage in (flat[number] for number in order[begin:end].tolist()):
@@ -200,14 +203,13 @@ def pack_rollouts(
             sampler[row, inside], values[row, inside] = one.completion.logprobs, advantage
             if not (one.truncated and options.mask_truncated):
                 mask[row, inside] = 1.0
-                tokens_counted += len(answer)
             weights[row, inside] = _token_weight(options, len(answer))
             is_first[row, place] = True
             place = inside.stop + 1
         is_first[row, place:] = True  # padding
-    divisor = tokens_counted if options.loss == "dapo" else len(flat)
+    is_first[len(starts) - 1 :] = True
     columns = [column[:, 1:] for column in (mask, values, sampler, weights)]
-    return PackedRollouts(tokens, is_first, columns, max(1.0, divisor))
+    return PackedRollouts(tokens, is_first, columns, len(starts) - 1)
 
 
 def _token_weight(options: GRPORecipe, length: int) -> float:

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -121,7 +123,7 @@ def load_initial_weights(path: Path, model: ParallelModel, tokenizer: Tokenizer,
         plans.append(plan_initial_weights(location, model.config, tokenizer))
         return plans[0].weights.checksums(ranks.rank, ranks.world_size)
 
-    digests = {name: digest for part in ranks.on_all_ranks(verify) for name, digest in part.items()}
+    digest = ranks.gather(verify, lambda parts: fingerprint(functools.reduce(operator.or_, parts)))
     [plan] = plans
 
     def load() -> None:
@@ -129,7 +131,7 @@ def load_initial_weights(path: Path, model: ParallelModel, tokenizer: Tokenizer,
             model.load_weights(plan.reader)
 
     ranks.on_all_ranks(load)
-    loaded = replace(plan.record, fingerprint=fingerprint(digests))
+    loaded = replace(plan.record, fingerprint=digest)
     say(initial_weights_line(loaded))
     return loaded
 
@@ -181,7 +183,7 @@ def config_changes(stored: ModelConfig, config: ModelConfig) -> list[str]:
             values["moe"] = model.moe.model_dump(mode="json", exclude=FREE_MOE_KEYS)
         return values
 
-    changes = model_changes(computed(stored), computed(config))
+    changes = list(map(str, model_changes(computed(stored), computed(config))))
     if stored.lora is not None and stored.lora != config.lora:
         changes.append("adapters (model.lora) that are not merged: 'z2a export' merges them, or keep model.lora")
     if stored.moe is not None and config.moe is not None:

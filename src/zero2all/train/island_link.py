@@ -6,6 +6,7 @@ signed. There is no process group over islands, which a lost one could hang.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class IslandLink(Protocol):
     def fetch_state(self, answer: StartAnswer, tensors: Sequence[Tensor]) -> int | None:
         """Fill ``tensors``; the steps that the state has. None if the other island is gone."""
 
-    def gather(self, own: str) -> list[str]:
+    def gather(self, own: str, summarize: Callable[[list[str]], str]) -> str:
         """Of all ranks of this island."""
 
     def close(self, is_done: bool) -> None: ...
@@ -150,7 +151,11 @@ class NetworkLink:
         self.place, self._ranks, self._on_wait, self._is_stopping = place, ranks, on_wait, is_stopping
         self._secret = place.secret.encode()
         self._server = PartServer(local_address_for(place.endpoint), self._secret)
-        addresses: Addresses = list(ranks.on_all_ranks(lambda: (self._server.address.host, self._server.address.port)))
+        address = self._server.address
+        # Rank 0 speaks for the island; the others get the addresses of other islands from it.
+        addresses: Addresses = ranks.scatter(
+            lambda: (address.host, address.port), lambda found: [found, *[list[tuple[str, int]]()] * (len(found) - 1)]
+        )
         own = EnterIslands(training, place.island, place.islands, identity, addresses, patience)
         self._client = IslandClient(place.endpoint, place.secret, own, on_wait, is_stopping)
 
@@ -180,7 +185,7 @@ class NetworkLink:
         if not isinstance(quorum, QuorumAnswer):
             return quorum
         parts, own_failed = self._fetch_parts(quorum, number, part)
-        failed = sorted({island for of_rank in self._ranks.on_all_ranks(lambda: own_failed) for island in of_rank})
+        failed = sorted(self._ranks.reduce(lambda: set(own_failed), operator.or_))
         outcome = self._ranks.on_rank0(lambda: self._report(number, quorum.attempt, failed))
         if outcome is None:
             return "given up"
@@ -226,7 +231,7 @@ class NetworkLink:
     def fetch_state(self, answer: StartAnswer, tensors: Sequence[Tensor]) -> int | None:
         found = self._poll_state(answer, sum(tensor.nbytes for tensor in tensors))
         # Shards of other ranks may arrive much later than that of this one.
-        steps = set(self._ranks.on_all_ranks(lambda: None if found is None else found[1], self._on_wait))
+        steps = self._ranks.reduce(lambda: {None if found is None else found[1]}, operator.or_, self._on_wait)
         if found is None or len(steps) > 1:
             return None
         at = 0
@@ -251,8 +256,8 @@ class NetworkLink:
             time.sleep(POLL_INTERVAL)
         return None
 
-    def gather(self, own: str) -> list[str]:
-        return self._ranks.on_all_ranks(lambda: own)
+    def gather(self, own: str, summarize: Callable[[list[str]], str]) -> str:
+        return self._ranks.gather(lambda: own, summarize)
 
     def close(self, is_done: bool) -> None:
         self._client.close(is_done)

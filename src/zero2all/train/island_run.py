@@ -84,7 +84,7 @@ def connect_islands(
     names = {name: tensor for fragment in outer.fragments for name, tensor in fragment.weights.items()}
     layout = [(name, list(local_shard(tensor).shape), str(tensor.dtype)) for name, tensor in names.items()]
     same = {
-        "parallel layout": fingerprint(ranks.on_all_ranks(lambda: fingerprint(layout))),
+        "parallel layout": ranks.gather(lambda: fingerprint(layout), fingerprint),
         "parallel.sync": fingerprint(recipe.parallel.sync.model_dump(mode="json")),
         "model": fingerprint(identity.model),
         "tokenizer": identity.tokenizer,

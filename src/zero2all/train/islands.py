@@ -188,7 +188,7 @@ class Islands:
     def _norm(self, fragment: int, squares: list[float]) -> float:
         names = self.outer.fragments[fragment].weights
         own = sum(square / self._replica_counts.get(name, 1) for name, square in zip(names, squares, strict=True))
-        return math.sqrt(sum(map(float, self.link.gather(repr(own)))))
+        return math.sqrt(float(self.link.gather(repr(own), lambda parts: repr(sum(map(float, parts))))))
 
     def _finish_flight(self, done: int, exactly: bool = False) -> int | None:
         """Merge the exchange in flight into the weights."""
@@ -269,7 +269,7 @@ class Islands:
         digest = hashlib.sha256()
         for tensor in self.outer.shared_tensors:
             digest.update(tensor.view(torch.uint8).numpy().data)
-        return hashlib.sha256("".join(self.link.gather(digest.hexdigest())).encode()).hexdigest()
+        return self.link.gather(digest.hexdigest(), lambda parts: hashlib.sha256("".join(parts).encode()).hexdigest())
 
     def _report_present(self, present: list[int]) -> None:
         if present == self._present:

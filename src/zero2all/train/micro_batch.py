@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import gc
 import math
+import operator
 import os
 from collections.abc import Callable
 
@@ -102,11 +103,11 @@ def choose_micro_batch(
         return memory.total - _held_weights(memory)
 
     if stored is not None and (samples := stored // recipe.train.seq_len) in sizes:
-        if all(ranks.on_all_ranks(lambda: needed(samples) <= free)):  # all of it, so that a resume keeps the value
+        if ranks.reduce(lambda: needed(samples) <= free, operator.and_):  # all of it, so that a resume keeps the value
             return [_chosen(recipe, samples, AS_IN_RUN)]
         say(f"the run had a micro-batch of {samples} samples, which does not fit into memory here")
-    found = ranks.on_all_ranks(lambda: (_largest_fitting(sizes, needed, free), free))
-    samples, least = (min(values) for values in zip(*found, strict=True))
+    samples = ranks.reduce(lambda: _largest_fitting(sizes, needed, free), min)
+    least = ranks.reduce(lambda: free, min)
     if device.type not in TRIAL_DEVICES or not _can_try(model.mesh.dims):
         return [_chosen(recipe, samples, _estimate_source(least))]
     memory = _memory(recipe, model)
@@ -121,7 +122,7 @@ def back_off(sizes: list[int], samples: int, run: Callable[[int], None], ranks: 
     trials = 0
     while True:
         trials += 1
-        if all(ranks.on_all_ranks(lambda size=samples: _fits(run, size))):  # type: ignore[misc]
+        if ranks.reduce(lambda size=samples: _fits(run, size), operator.and_):  # type: ignore[misc]
             return samples, trials
         smaller = [size for size in sizes if size <= samples // 2]
         if not smaller:
@@ -171,7 +172,7 @@ def shared_weight_model(model: ParallelModel, compile: bool) -> Z2all:
         if part is not None:
             part.to_empty(device=device)
     stand_in.init_weights(0)
-    apply_ac(stand_in.layers, model.recipe, model.config, device)
+    apply_ac(stand_in, model.recipe, model.config, device)
     if compile:
         for block in stand_in.layers:
             block.compile()

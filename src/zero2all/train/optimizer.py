@@ -57,11 +57,12 @@ def build_optimizers(
         *build_groups(matrices, decays=True, rate=mup_width_mult),
         *build_groups(vectors, decays=False, rate=1.0),
     ]
+    optimizers: list[Optimizer] = []
     if recipe.name == "adamw-bf16":
         noise_keys: dict[Tensor, int] = {parameter: noise_key(seed, name) for name, parameter in named}
-        optimizers: list[Optimizer] = [AdamWBF16(groups, noise_keys, recipe.rounding, compile=compile)]
-    else:
-        optimizers = [_build(recipe.name, groups)]
+        optimizers.append(AdamWBF16(groups, noise_keys, recipe.rounding, compile=compile))
+    elif groups:  # all adapters (LoRA) are matrices inside the blocks: Muon leaves nothing for AdamW
+        optimizers.append(_build(recipe.name, groups))
     if by_muon:
         muon_groups = build_groups(in_blocks, decays=True, rate=1.0)
         optimizers.append(Muon(muon_groups, dtype=MUON_DTYPES[recipe.muon_dtype], replicas=replicas))

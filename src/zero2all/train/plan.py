@@ -15,6 +15,7 @@ import numpy as np
 from zero2all.checkpoint.training_state import StageIdentity
 from zero2all.errors import UsageError
 from zero2all.recipe import Recipe, ResolvedStage, RopeScaling, ScheduleRecipe
+from zero2all.recipe.run_settings import stage_settings
 from zero2all.tokens import PackedDataset
 from zero2all.tokens.estimated_store import SizedStore
 from zero2all.train.lr_schedule import LRSchedule, StageSchedule
@@ -86,6 +87,7 @@ class StagePlan:
             samples=self.dataset.fingerprint,
             batch=[self.batch_size, *map(int, self._ramp_offsets[:2]), self.ramp_steps],
             rope=[self.recipe.rope_theta, None if scaling is None else scaling.model_dump(mode="json")],
+            settings=stage_settings(self.recipe),
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -11,8 +13,9 @@ from zero2all.console import say, warn
 from zero2all.errors import UsageError, Z2aError
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import ExtendMode, OptimizerRecipe, Recipe
-from zero2all.train.extension import PlannedRun, continue_schedule
-from zero2all.train.identity_changes import identity_changes
+from zero2all.recipe.run_settings import run_settings
+from zero2all.train.extension import PlannedRun, ScheduleChangedError, continue_schedule
+from zero2all.train.identity_changes import Change, adjusted_settings, identity_changes
 from zero2all.train.optimizer import apply_settings
 from zero2all.train.plan import Plan
 from zero2all.train.run import Run
@@ -22,19 +25,21 @@ from zero2all.workspace import NEW_RUN_COMMAND
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """The state that was loaded, and the recipe and plan with the extensions of the run."""
+    """The newest valid state, and the recipe and plan with the extensions of the run."""
 
     restored: RestorePoint | None
     recipe: Recipe
     plan: Plan
+    messages: tuple[str, ...] = ()
+    """Lines about what changes with this start."""
 
 
-def load_newest(
+def plan_resume(
     manager: CheckpointManager, run: Run, plan: Plan, identity: RunIdentity, ranks: RankGroup, extend: ExtendMode | None
 ) -> ResumedRun:
-    """Load the newest valid state if there is one. Refuse a recipe that cannot continue it before anything is changed.
+    """Find the newest valid state if there is one. A recipe that cannot continue it fails before anything is changed.
 
-    ``extend`` is the choice for a begun stage whose schedule has changed.
+    ``extend`` is the choice for a begun stage whose schedule has changed, and allows other values of adjustable keys.
     """
     restored, decision = manager.find_restore_point(), manager.decision
     assert decision is not None
@@ -43,10 +48,11 @@ def load_newest(
             warn(decision.reason)
         if extend is not None:
             say(f"--extend {extend} changes nothing: the run starts from scratch")
-        manager.begin_history(None)
         return ResumedRun(None, run.recipe, plan)
     step = restored.step
-    _refuse_other_identity(restored, identity, plan, run)
+    saved = _saved_identity(restored, run, ranks)
+    _check_identity(saved, identity, plan, restored.step, run)
+    adjusted = adjusted_settings(saved, identity)
     if step > plan.total_steps:
         raise UsageError(f"the run in {run.directory} is at step {step} already, past the {plan.total_steps} asked for")
     planned = PlannedRun(run.recipe, plan)
@@ -56,24 +62,77 @@ def load_newest(
             raise UsageError(f"--extend {extend} needs the learning rate of the last start: {before}")
         warn(f"the learning rate may differ from that of the last start, which is unknown: {before}")
         before = planned
-    resumed = continue_schedule(before, planned, step, extend) if step else planned
-    manager.load(restored)
-    say(f"resuming after step {step}: restored {decision.reason}")
-    for line in _changed_rates(before, resumed, step):
+    try:
+        resumed = continue_schedule(before, planned, step, extend) if step else planned
+    except ScheduleChangedError as error:
+        message = f"{_adjusted_message(adjusted, run)}\n{error}" if adjusted else str(error)
+        raise ScheduleChangedError(message, error.suggestion) from None
+    if step and extend is None and adjusted:
+        raise UsageError(
+            f"{_adjusted_message(adjusted, run)} To continue it with the new values, add --extend as-planned. "
+            f"Otherwise train a different run on the same tokens ({NEW_RUN_COMMAND})"
+        )
+    if extend is not None and resumed.recipe.train.extensions == before.recipe.train.extensions and not adjusted:
+        say(f"--extend {extend} changes nothing: the trained steps had this schedule and these settings")
+    return ResumedRun(
+        restored,
+        resumed.recipe,
+        resumed.plan,
+        (
+            f"resuming after step {step}: restored {decision.reason}",
+            *_changed_rates(before, resumed, step),
+            *_adjusted_lines(adjusted),
+        ),
+    )
+
+
+def load_newest(manager: CheckpointManager, resumed: ResumedRun) -> None:
+    """Load the state that ``plan_resume`` found, or start from scratch."""
+    if resumed.restored is None:
+        manager.begin_history(None)
+        return
+    manager.load(resumed.restored)
+    for line in resumed.messages:
         say(line)
-    return ResumedRun(restored, resumed.recipe, resumed.plan)
 
 
-def _refuse_other_identity(restored: RestorePoint, identity: RunIdentity, plan: Plan, run: Run) -> None:
+def _saved_identity(restored: RestorePoint, run: Run, ranks: RankGroup) -> RunIdentity:
+    """The identity in a state. Where an earlier version saved no settings, those of the recipe of the last start."""
+    if restored.state.settings:
+        return restored.state
+
+    def read() -> dict[str, Any]:
+        with suppress(Z2aError, OSError, ValueError):
+            if (stored := run.stored_recipe()) is not None:
+                return run_settings(stored)
+        return {}
+
+    settings = ranks.on_rank0(read)
+    compared = f"are compared with {run.directory / 'recipe.yaml'}" if settings else "cannot be compared"
+    say(f"the state of step {restored.step} was saved by an earlier version: settings of the recipe {compared}")
+    return replace(restored.state, settings=settings)
+
+
+def _check_identity(saved: RunIdentity, identity: RunIdentity, plan: Plan, step: int, run: Run) -> None:
     # Stages that have not begun may be changed.
-    begun = replace(identity, stages=plan.identity(before=restored.step))
-    saved = restored.state
-    before = replace(saved, stages=[stage for stage in saved.stages if stage.first_step < restored.step])
+    begun = replace(identity, stages=plan.identity(before=step))
+    before = replace(saved, stages=[stage for stage in saved.stages if stage.first_step < step])
     if changes := identity_changes(before, begun):
         raise UsageError(
-            f"the run in {run.directory} was trained with {'; '.join(changes)}: "
-            f"train another run on the same tokens ({NEW_RUN_COMMAND}), or remove this directory"
+            f"the run in {run.directory} was trained with {'; '.join(changes)}. Set the recipe as it was, train a "
+            f"different run on the same tokens ({NEW_RUN_COMMAND}; train.init={run.directory} starts it with these "
+            "weights), or remove this directory"
         )
+
+
+def _adjusted_message(adjusted: list[Change], run: Run) -> str:
+    return f"the run in {run.directory} was trained with {'; '.join(map(str, adjusted))}."
+
+
+def _adjusted_lines(adjusted: list[Change]) -> list[str]:
+    """Peak learning rates have lines of their own."""
+    rates = ("train.optimizer.lr", "train.optimizer.muon_lr")
+    return [f"{change.key} is {change.will_be}, before {change.was}" for change in adjusted if change.key not in rates]
 
 
 def _last_start(run: Run, plan: Plan, step: int, ranks: RankGroup) -> PlannedRun | str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from zero2all.checkpoint import RankGroup
 from zero2all.errors import UsageError, Z2aError
 from zero2all.generation import Completion, SamplingParams, generate_batch
-from zero2all.parallel import ParallelModel
+from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import shard_range
 from zero2all.recipe import Mistake, Recipe
 from zero2all.recipe.objective import GRPORecipe
@@ -30,6 +30,8 @@ class Prompt:
     """What the template makes of the conversation so far."""
     reference: str
     """The answer of the conversation."""
+    number: int = 0
+    """Its place in the global batch: equal prompts have different answers, on whichever ranks they are."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,72 @@ class Rollout:
     @property
     def truncated(self) -> bool:
         return self.completion.finish_reason == "length"
+
+
+@dataclass(frozen=True)
+class RolloutTotals:
+    """Sums over prompts and answers: of one rank, or of all that read different samples."""
+
+    prompts: int = 0
+    answers: int = 0
+    counted_tokens: int = 0
+    """Of answers that the loss counts."""
+    tokens: int = 0
+    truncated: int = 0
+    reward: float = 0.0
+    reward_std: float = 0.0
+    """Over prompts, of the standard deviation of each."""
+    without_spread: int = 0
+    """Prompts whose answers all have the same reward."""
+    most_rows: int = 0
+    """The largest number of packed rows of a rank."""
+
+    def __add__(self, other: RolloutTotals) -> RolloutTotals:
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return RolloutTotals(**sums | {"most_rows": max(self.most_rows, other.most_rows)})
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {
+            "reward": self.reward / self.answers,
+            "reward_std": self.reward_std / self.prompts,
+            "groups_without_spread": self.without_spread / self.prompts,
+            "answer_length": self.tokens / self.answers,
+            "truncated_answers": self.truncated / self.answers,
+        }
+
+
+def total_rollouts(groups: Sequence[Sequence[Rollout]], mask_truncated: bool, rows: int = 0) -> RolloutTotals:
+    """The totals of one rank, whose answers are packed in ``rows`` rows."""
+    answers = [one for group in groups for one in group]
+    rewards = np.array([one.reward for one in answers]).reshape(len(groups), len(groups[0]) if groups else 1)
+    return RolloutTotals(
+        prompts=len(groups),
+        answers=len(answers),
+        counted_tokens=sum(len(one.completion.tokens) for one in answers if not (one.truncated and mask_truncated)),
+        tokens=sum(len(one.completion.tokens) for one in answers),
+        truncated=sum(one.truncated for one in answers),
+        reward=float(rewards.sum()),
+        reward_std=float(rewards.std(axis=1, ddof=1).sum()) if rewards.shape[1] > 1 else 0.0,
+        without_spread=int((np.ptp(rewards, axis=1) == 0).sum()) if len(answers) else 0,
+        most_rows=rows,
+    )
+
+
+class RolloutRanks:
+    """Which ranks answer which prompts: each data-parallel rank its own, together with the ranks that it shares the
+    model with."""
+
+    def __init__(self, mesh: ParallelMesh, ranks: RankGroup) -> None:
+        self.mesh, self.all, self.peers = mesh, ranks, RankGroup(mesh.peers)
+
+    def sum(self, totals: Callable[[], RolloutTotals]) -> RolloutTotals:
+        """Over all prompts, each of which counts once."""
+        return self.all.reduce(lambda: totals() if self.peers.rank == 0 else RolloutTotals(), RolloutTotals.__add__)
+
+    def share(self, count: int) -> range:
+        """This rank's part of ``count`` items."""
+        return range(*shard_range(count, self.mesh.dp_rank, self.mesh.dims.dp))
 
 
 def load_rewards(names: Sequence[str]) -> list[Reward]:
@@ -73,7 +141,7 @@ def _load_reward(name: str) -> Reward:
     return target  # type: ignore[no-any-return]
 
 
-def read_prompt(tokens: Array, mask: Array, tokenizer: Tokenizer) -> Prompt:
+def read_prompt(tokens: Array, mask: Array, tokenizer: Tokenizer, number: int = 0) -> Prompt:
     """A conversation up to its last answer; ``mask`` marks what the assistant writes."""
     ends = np.flatnonzero(mask)
     before = np.flatnonzero(~mask[: ends[-1]])
@@ -81,7 +149,7 @@ def read_prompt(tokens: Array, mask: Array, tokenizer: Tokenizer) -> Prompt:
     answer = tokens[first : ends[-1] + 1].tolist()
     answer = [token for token in answer if token not in tokenizer.stop_token_ids]
     prompt = tokens[:first].tolist()
-    return Prompt(prompt, tokenizer.decode(prompt), tokenizer.decode(answer))
+    return Prompt(prompt, tokenizer.decode(prompt), tokenizer.decode(answer), number)
 
 
 def sample_answers(
@@ -90,28 +158,15 @@ def sample_answers(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     copies: int,
-    ranks: RankGroup,
     ping: Callable[[], None],
 ) -> list[list[Completion]]:
-    """``copies`` answers to each prompt; every rank gets all of them. Ranks with the full model share the prompts."""
-    if not model.is_replicated or model.mesh.dims.world_size == 1:
-        return _sample(model, tokenizer, prompts, params, copies, ping)
-    mesh = model.mesh
-    first, last = shard_range(len(prompts), mesh.dp_rank, mesh.dims.dp)
-    parts = ranks.on_all_ranks(lambda: _sample(model, tokenizer, prompts[first:last], params, copies, ping), ping)
-    return [group for part in parts for group in part]
+    """``copies`` answers to each of this rank's prompts; every rank calls it, with prompts or without.
 
-
-def _sample(
-    model: ParallelModel,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    copies: int,
-    ping: Callable[[], None],
-) -> list[list[Completion]]:
+    An answer depends on the weights, the seed, its prompt and that prompt's number, not on how prompts are divided.
+    """
     repeated = [one.tokens for one in prompts for _ in range(copies)]
-    flat = generate_batch(model, tokenizer, repeated, params, on_step=ping)
+    numbers = [one.number * copies + copy for one in prompts for copy in range(copies)]
+    flat = generate_batch(model, tokenizer, repeated, params, on_step=ping, occurrences=numbers)
     return [flat[first : first + copies] for first in range(0, len(flat), copies)]
 
 
@@ -119,10 +174,11 @@ def score_rollouts(
     prompts: Sequence[Prompt],
     groups: Sequence[Sequence[Completion]],
     rewards: Sequence[Reward],
-    ranks: RankGroup,
+    peers: RankGroup,
     ping: Callable[[], None],
 ) -> list[list[Rollout]]:
-    """Rewards are computed on rank 0: a function may use randomness, time or a service."""
+    """``peers`` are the ranks with the same prompts: the first computes, since a function may use randomness, time or a
+    service."""
 
     def reward_of(prompt: Prompt, answer: str) -> float:
         ping()
@@ -134,7 +190,7 @@ def score_rollouts(
             for prompt, completions in zip(prompts, groups, strict=True)
         ]
 
-    values = ranks.on_rank0(compute, ping)
+    values = peers.on_rank0(compute, ping)
     return [
         [Rollout(prompt, one, reward) for one, reward in zip(completions, of_prompt, strict=True)]
         for prompt, completions, of_prompt in zip(prompts, groups, values, strict=True)

@@ -34,7 +34,7 @@ from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.tokens import TokenStore
 from zero2all.train.plan import Plan
-from zero2all.workspace import DEFAULT_RUN, IDENTITY_FILE, NEW_RUN_COMMAND, find_runs_below, workspace_of
+from zero2all.workspace import DEFAULT_RUN, IDENTITY_FILE, NEW_RUN_COMMAND, did_you_mean, find_runs_below, workspace_of
 
 INIT_FILE = "init.json"
 TEST_SETS = "test_sets"  # directory of tokenized test sets
@@ -65,7 +65,8 @@ class Run:
                 return cls(recipe.model_copy(update={"out": workspace_of(candidate, recipe.run)}), candidate)
         if below := find_runs_below(Path(directory)):
             raise UsageError(f"no run in {directory} itself; give one of those below: {', '.join(map(str, below))}")
-        raise UsageError(f"no run in {directory}: 'z2a train' writes one")
+        hint = did_you_mean(Path(directory)) or ": 'z2a train' writes one"
+        raise UsageError(f"no run in {directory}{hint}")
 
     def check_directory(self) -> None:
         """Raise if the directory holds something else, or if one of two runs would be inside the other."""

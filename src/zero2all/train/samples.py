@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from zero2all.console import say, warn
 from zero2all.errors import Z2aError
 from zero2all.generation import SamplingParams, evaluate_stories, generate_batch, story_quality_line
@@ -27,16 +25,14 @@ def record_samples(record: RunRecord, step: int, model: ParallelModel, tokenizer
     if not model.is_replicated:
         return
     try:
-        # Eager: compiled blocks would be compiled again for every length of the KV cache.
-        with model.eval_mode(), torch.compiler.set_stance("force_eager"):
-            (_record_stories if recipe.evals.stories else _record_completions)(record, step, model, tokenizer, recipe)
+        (_record_stories if recipe.evals.stories else _record_completions)(record, step, model, tokenizer, recipe)
     except (RuntimeError, OSError, Z2aError) as error:  # torch's out-of-memory error is a RuntimeError
         warn(f"no samples at this validation: {error}")
 
 
 def _record_stories(record: RunRecord, step: int, model: ParallelModel, tokenizer: Tokenizer, recipe: Recipe) -> None:
     """The quality of generated stories as metrics of the step, and the first story of each language."""
-    evaluation = evaluate_stories(model.model, tokenizer, recipe.evals.stories, recipe.seed)
+    evaluation = evaluate_stories(model, tokenizer, recipe.evals.stories, recipe.seed)
     quality = evaluation.quality
     shares = {
         "stories/parsed sentences": quality.parsed_share,
@@ -53,9 +49,9 @@ def _record_stories(record: RunRecord, step: int, model: ParallelModel, tokenize
 def _record_completions(
     record: RunRecord, step: int, model: ParallelModel, tokenizer: Tokenizer, recipe: Recipe
 ) -> None:
-    prompts = (recipe.evals.prompts or opening_prompts(recipe.tokens_dir, tokenizer, NUM_SAMPLES))[:NUM_SAMPLES]
+    prompts = recipe.evals.prompts[:NUM_SAMPLES] or opening_prompts(recipe.tokens_dir, tokenizer, NUM_SAMPLES)
     params = SamplingParams(max_tokens=SAMPLE_TOKENS, seed=recipe.seed)
-    completions = generate_batch(model.model, tokenizer, prompts, params)
+    completions = generate_batch(model, tokenizer, prompts, params)
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), 1):
         _record_sample(record, step, f"prompt {number}", f"{prompt}▸{completion.text}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zero2all.checkpoint import RankGroup
@@ -16,9 +19,8 @@ from zero2all.console import say
 from zero2all.errors import UsageError
 from zero2all.hardware import dtype_name
 from zero2all.io import fingerprint, write_json
-from zero2all.model.ops.soft_loss import likeliest_tokens
-from zero2all.model.weights import load_model
-from zero2all.recipe import ModelConfig
+from zero2all.parallel import ParallelModel
+from zero2all.parallel.frozen_model import free_gathered_weights, load_frozen_model
 from zero2all.tokens.token_store import Array
 from zero2all.train.initial_weights import find_weights, open_weights
 from zero2all.units import show_bytes
@@ -55,39 +57,58 @@ class TeacherIdentity:
 
 
 class Teacher:
-    """A frozen model on this rank's device."""
+    """A frozen model, sharded like the student. On GPUs in bf16 where the student is."""
 
-    def __init__(self, path: Path, config: ModelConfig, top_k: int, device: torch.device, ranks: RankGroup) -> None:
+    def __init__(self, path: Path, student: ParallelModel, top_k: int, ranks: RankGroup) -> None:
         location = ranks.on_rank0(lambda: find_weights(path))  # a run that is being trained may write another meanwhile
         weights = open_weights(location)
+        config, mesh = student.config, student.mesh
         if weights.config.vocab_size != config.vocab_size:
             raise UsageError(
                 f"train.objective.distill.teacher: {location.path} has {weights.config.vocab_size} tokens, and the "
                 f"model {config.vocab_size}: teacher and student need the same tokenizer"
             )
         self.top_k = top_k
-        parts = ranks.on_all_ranks(lambda: weights.checksums(ranks.rank, ranks.world_size))
-        self.model = load_model(weights, device).eval()
-        self.identity = TeacherIdentity(
-            fingerprint({name: digest for part in parts for name, digest in part.items()}),
-            weights.config.model_dump(mode="json"),
-            dtype_name(next(self.model.parameters()).dtype),
-            device.type,
+        checksum = ranks.gather(
+            lambda: weights.checksums(ranks.rank, ranks.world_size),
+            lambda parts: fingerprint(functools.reduce(operator.or_, parts)),
         )
+        self._device, dtype = mesh.device, teacher_dtype(student.dtype, mesh.device)
+        self.model = load_frozen_model(weights, student.recipe, mesh, dtype)
+        self.identity = TeacherIdentity(
+            checksum, weights.config.model_dump(mode="json"), dtype_name(dtype), mesh.device.type
+        )
+        self._shards = mesh.get_mesh("dp_shard").get_group() if mesh.dims.dp_shard > 1 else None
 
     @torch.no_grad()
     def likeliest(self, tokens_BS: Tensor, doc_starts_BS: Tensor | None) -> TeacherRows:
-        device = self.model.rotary_2SE.device
+        """Of this rank's rows, if any. Every rank calls it: all of them gather the weights for a forward pass."""
         per_pass = max(1, BATCH_TOKENS // tokens_BS.shape[1])
-        ids, logps = [], []
-        for first in range(0, len(tokens_BS), per_pass):
+        found = [torch.zeros(2, 0, tokens_BS.shape[1], self.top_k, device=self._device)]
+        for first in range(0, per_pass * self._passes(-(-len(tokens_BS) // per_pass)), per_pass):
             rows = slice(first, first + per_pass)
-            starts = None if doc_starts_BS is None else doc_starts_BS[rows].to(device)
-            logits = self.model(tokens_BS[rows].to(device), doc_starts_BS=starts)
-            of_rows = likeliest_tokens(logits, self.top_k)
-            ids.append(of_rows[0])
-            logps.append(of_rows[1])
-        return TeacherRows(torch.cat(ids), torch.cat(logps))
+            tokens, starts = tokens_BS[rows], None if doc_starts_BS is None else doc_starts_BS[rows]
+            if not len(tokens):  # other ranks have more rows
+                self.model(torch.zeros(1, 1, dtype=torch.int64, device=self._device), likeliest=self.top_k)
+                continue
+            starts = None if starts is None else starts.to(self._device)
+            found.append(self.model(tokens.to(self._device), doc_starts_BS=starts, likeliest=self.top_k))
+        free_gathered_weights(self.model)
+        ids, logps = torch.cat(found, dim=1)
+        return TeacherRows(ids.long(), logps)
+
+    def _passes(self, own: int) -> int:
+        """The most that a rank needs which holds a shard of the same weights."""
+        if self._shards is None:
+            return own
+        most = torch.tensor(own, device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._shards)
+        return int(most)
+
+
+def teacher_dtype(student: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of its weights and computation: bf16 takes half the memory of fp32, and a GPU computes it many times as fast."""
+    return torch.bfloat16 if device.type == "cuda" and student == torch.bfloat16 else torch.float32
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from zero2all.numa import rank_binding
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.float8 import check_float8
 from zero2all.recipe import ExtendMode, Recipe
+from zero2all.recipe.run_settings import run_settings
 from zero2all.records import to_json
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore, verify_store
@@ -64,7 +65,7 @@ from zero2all.train.optimizer import build_optimizers, set_learning_rate
 from zero2all.train.optimizer_files import map_optimizer_state
 from zero2all.train.outer_optimizer import OuterOptimizer
 from zero2all.train.plan import Plan, StagePlan
-from zero2all.train.resume import load_newest, restore_state
+from zero2all.train.resume import load_newest, plan_resume, restore_state
 from zero2all.train.run import TEST_SETS, Run, init_path, model_identity, require_data, resolve_model_config
 from zero2all.train.samples import record_samples
 from zero2all.train.show_plan import read_lr_history, say_run
@@ -284,6 +285,7 @@ class Trainer:
             model=model_identity(self.config),
             optimizer=recipe.train.optimizer.identity,
             init=init_path(recipe),
+            settings=run_settings(recipe),
         )
         outer = None if self.island_place is None else build_outer_optimizer(recipe, self.model)
         self.checkpoint_manager = CheckpointManager(
@@ -305,11 +307,13 @@ class Trainer:
             ReplicaOptions(recipe.checkpoint.replicas, recipe.checkpoint.replica_rate),
             outer or self.model.powersgd,
         )
+        # A recipe that cannot continue the run fails here, before a teacher or a reference is computed.
+        resumed = plan_resume(self.checkpoint_manager, run, self.plan, self.identity, ranks, extend)
         # The reference is computed while the model has its initial weights.
         objective, self.initial_weights = build_objective(
             run, self.plan, self.model, self.tokenizer, self.rank_group, self.heartbeat.ping
         )
-        resumed = load_newest(self.checkpoint_manager, run, self.plan, self.identity, ranks, extend)
+        load_newest(self.checkpoint_manager, resumed)
         restored, self.recipe, run.recipe, self.plan = resumed.restored, resumed.recipe, resumed.recipe, resumed.plan
         self.first_step = self.resume_step = 0 if restored is None else restored.step  # a rollback changes the latter
         self.objective = objective

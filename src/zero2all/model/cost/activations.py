@@ -5,12 +5,13 @@ Estimates for eager kernels as on CPU; torch.compile and some GPU kernels keep l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from zero2all.model.cost.flops import Recompute, is_checkpointed
+from zero2all.model.cost.flops import Recompute
 from zero2all.model.ops.chunked_loss import chunk_rows, subchunk_rows
 from zero2all.recipe import ModelConfig
 
@@ -49,8 +50,9 @@ def activation_bytes(
     """What the blocks ``layers`` (default: all) keep of micro-batches of ``tokens`` tokens until the backward pass.
 
     ``micro_batches`` are those that a pipeline rank has run forward and not backward; only one is recomputed at a time.
-    ``every`` n-th block is recomputed. With ``offload``, of blocks that are offloaded one is computed while another is
-    copied. ``score_bytes`` are what attention keeps of a token and head (``dropout_score_bytes``).
+    With ``full``, groups of ``every`` blocks are recomputed together. With ``offload``, of blocks that are offloaded
+    one is computed while another is copied. ``score_bytes`` are what attention keeps of a token and head
+    (``dropout_score_bytes``).
     """
     element = 2 if half else 4
     layers = list(range(config.num_hidden_layers) if layers is None else layers)
@@ -60,11 +62,19 @@ def activation_bytes(
     blocks = []
     for layer in layers:
         saved, recomputed = _block_bytes(config, layer, element, shards) + scores, 0
-        if recompute != "none" and is_checkpointed(layer, every):
+        if recompute != "none":
             products = _product_bytes(config, layer, element, shards) if recompute == "selective" else 0
             kept = stream + products
             saved, recomputed = kept, max(0, saved - kept)  # what is kept is not computed again
         blocks.append(BlockActivations(saved, recomputed, offload and is_offloaded(layer, config)))
+    if recompute == "full":
+        runs = consecutive_runs(layers)
+        starts = itertools.accumulate(map(len, runs), initial=0)
+        blocks = [
+            group
+            for start, run in zip(starts, runs, strict=False)
+            for group in recomputed_groups(blocks[start : start + len(run)], every)
+        ]
     if config.mtp_weight:  # its block, made like the last one, is not checkpointed
         blocks.append(BlockActivations(_block_bytes(config, config.num_hidden_layers - 1, element, shards) + scores))
     return round(tokens * (held_bytes(blocks, micro_batches) + end))
@@ -85,6 +95,32 @@ class BlockActivations:
     recomputed: int = 0
     """Only during its backward pass."""
     offloaded: bool = False
+
+
+def consecutive_runs(layers: Sequence[int]) -> list[list[int]]:
+    """The layers of each pipeline stage of a rank.
+
+    >>> consecutive_runs([0, 1, 4, 5])
+    [[0, 1], [4, 5]]
+    """
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] + 1 == layer:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return runs
+
+
+def recomputed_groups(blocks: Sequence[BlockActivations], size: int) -> list[BlockActivations]:
+    """Blocks that are recomputed together: only the input of the first one is kept, and then all of them are there."""
+    groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+    return [
+        BlockActivations(
+            first.saved, first.recomputed + sum(block.saved + block.recomputed for block in rest), first.offloaded
+        )
+        for first, *rest in groups
+    ]
 
 
 def held_bytes(blocks: Sequence[BlockActivations], micro_batches: float) -> float:

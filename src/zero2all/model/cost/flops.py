@@ -19,15 +19,6 @@ Recompute = Literal["none", "selective", "full"]
 """What activation checkpointing computes a second time: selective keeps every product, so none that is counted."""
 
 
-def is_checkpointed(layer: int, every: int) -> bool:
-    """Whether activation checkpointing of every n-th block applies to a layer, counted over the full model.
-
-    From the first layer on: with an even number of layers the last one, whose activations the backward pass needs at
-    once, is not recomputed by every second.
-    """
-    return layer % every == 0
-
-
 @dataclass(frozen=True)
 class Flops:
     """Of the forward pass of one token in a sequence, on average.
@@ -49,6 +40,8 @@ class Flops:
     recomputed: tuple[int, ...]
     """Of each layer, what recomputation runs again: all but the product that ends the block, which no gradient needs.
     The block of multi-token prediction is not checkpointed."""
+    last_products: tuple[int, ...]
+    """Of each layer, the product that ends the block: the next block of a group that is recomputed needs it."""
 
     @property
     def forward(self) -> int:
@@ -68,12 +61,14 @@ class Flops:
         """What the device really computes. HFU counts these.
 
         Fused attention keeps no scores, so its backward computes them once more: five products for two. With
-        ``recompute="full"`` (activation checkpointing) each block, or every n-th, runs forward once more;
-        ``selective`` repeats norms, rotary positions and activations, but no product.
+        ``recompute="full"`` (activation checkpointing) each block, or each group of ``every`` blocks, runs forward once
+        more; ``selective`` repeats norms, rotary positions and activations, but no product.
         """
         again = self.scores // 2 if fused_attention else 0
         if recompute == "full":
-            again += sum(flops for layer, flops in enumerate(self.recomputed) if is_checkpointed(layer, every))
+            layers = len(self.recomputed)
+            again += sum(self.recomputed)
+            again += sum(self.last_products[layer] for layer in range(layers - 1) if (layer + 1) % every)
         return self.model + again
 
 
@@ -104,6 +99,7 @@ def flops_per_token(config: ModelConfig, seq_len: int | None = None) -> Flops:
             projections + 4 * heads * windows[layer] + mlp[layer] - last[layer]
             for layer in range(config.num_hidden_layers)
         ),
+        last_products=last[: config.num_hidden_layers],
     )
 
 

@@ -1,0 +1,132 @@
+"""The fingerprint of a run: every key of the recipe, but for a list of exceptions. A new key is in it by itself.
+
+A run resumes only with the values that it was trained with. ``model``, ``train.init`` and what decides the samples of
+a stage are identified in fields of their own (``checkpoint.training_state``); all other keys are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+from zero2all.recipe.objective import ObjectiveName
+from zero2all.recipe.sections import Recipe
+from zero2all.recipe.training import ResolvedStage, StageRecipe, TrainRecipe
+from zero2all.recipe.types import Section
+
+_LAYOUT = "layouts compute the same step, up to rounding"
+_MEMORY = "trades memory for time in the same computation"
+_SCHEDULE = "compared by the learning rates of the trained steps; a change goes through --extend"
+EXCEPTIONS: dict[str, str] = {
+    "name": "a label of the run",
+    "run": "where the run is stored",
+    "out": "where the run is stored",
+    "corpus": "the fingerprint of the token store stands for the text",
+    "tokenizer": "the fingerprint of the tokenizer stands for it",
+    "tokens": "the fingerprint of the token store stands for it",
+    "model.preset": "a name for values that are compared one by one",
+    "model.ops": "kernels compute the same function, up to rounding",
+    "parallel.dp_replicate": _LAYOUT,
+    "parallel.dp_shard": _LAYOUT,
+    "parallel.tp": _LAYOUT,
+    "parallel.sp": _LAYOUT,
+    "parallel.loss_parallel": _LAYOUT,
+    "parallel.async_tp": _LAYOUT,
+    "parallel.pp": _LAYOUT,
+    "parallel.schedule": _LAYOUT,
+    "parallel.cp": _LAYOUT,
+    "parallel.cp_attention": _LAYOUT,
+    "parallel.ep": _LAYOUT,
+    "parallel.zero": _LAYOUT,
+    "parallel.reshard_after_forward": _LAYOUT,
+    "parallel.gradient_sync": _LAYOUT,
+    "parallel.offload": _MEMORY,
+    "parallel.offload_dir": _MEMORY,
+    "parallel.activation_checkpointing": _MEMORY,
+    "parallel.activation_checkpointing_every": _MEMORY,
+    "parallel.activation_budget": _MEMORY,
+    "parallel.activation_offload": _MEMORY,
+    "train.steps": _SCHEDULE,
+    "train.tokens": _SCHEDULE,
+    "train.epochs": _SCHEDULE,
+    "train.schedule": _SCHEDULE,
+    "train.extensions": "a record of earlier --extend choices, which the run takes from its own recipe",
+    "train.stages.steps": _SCHEDULE,
+    "train.stages.tokens": _SCHEDULE,
+    "train.stages.epochs": _SCHEDULE,
+    "train.stages.schedule": _SCHEDULE,
+    "train.micro_batch_tokens": "the gradient of a step is the sum over its micro-batches",
+    "train.stages.micro_batch_tokens": "the gradient of a step is the sum over its micro-batches",
+    "train.device": "devices compute the same step, up to rounding",
+    "train.compile": "compiled blocks compute the same step, up to rounding",
+    "train.deterministic": "chooses among kernels of the same function",
+    "train.objective.grpo.endpoint": "where the sampler runs; its weights are compared by sampler_gap",
+    "train.objective.grpo.endpoint_model": "the name under which the sampler is served",
+    "checkpoint": "when and where states are saved, not what is computed",
+    "track": "what is logged, not what is computed",
+    "evals": "validation does not change the weights",
+}
+"""Keys and sections that may change on resume without a word, each with the reason."""
+
+ADJUSTABLE = ("train.optimizer", "train.guard", "train.precision", "train.float8", "parallel")
+"""What ``--extend`` may change from the next step on: the saved state fits every value of these sections and keys."""
+FIXED = ("train.optimizer.name", "train.optimizer.rounding")
+"""Exceptions to that: they decide which state there is."""
+
+_OBJECTIVES = tuple(f"train.objective.{name}" for name in get_args(ObjectiveName))
+_STAGE_KEYS = tuple(
+    name for name in StageRecipe.model_fields if name != "name" and f"train.stages.{name}" not in EXCEPTIONS
+)
+_OWN_FIELDS = ("model", "train.init", "train.stages", *(f"train.{name}" for name in _STAGE_KEYS))
+
+
+def is_excepted(key: str) -> bool:
+    return _is_below(key, EXCEPTIONS)
+
+
+def is_adjustable(key: str) -> bool:
+    return _is_below(key, ADJUSTABLE) and key not in FIXED
+
+
+def run_settings(recipe: Recipe) -> dict[str, Any]:
+    """Every key that is neither an exception nor has a field of its own, as JSON; paths are absolute."""
+    objective = f"train.objective.{recipe.train.objective.name}"
+    unused = [section for section in _OBJECTIVES if section != objective]
+    return {key: value for key, value in _leaves(recipe) if not _is_below(key, unused)}
+
+
+@cache
+def default_settings() -> dict[str, Any]:
+    """The values of a recipe that sets nothing, with the options of all objectives."""
+    return dict(_leaves(Recipe()))
+
+
+def stage_settings(stage: ResolvedStage) -> dict[str, Any]:
+    """What a stage trains on: its own keys, or those of ``train`` that it inherits."""
+    values = {name: getattr(stage, name) for name in _STAGE_KEYS}
+    return {
+        name: value.model_dump(mode="json") if isinstance(value, Section) else value for name, value in values.items()
+    }
+
+
+def is_stage_default(name: str) -> bool:
+    """Whether ``train`` has a default for this key of a stage."""
+    return name in TrainRecipe.model_fields
+
+
+def _leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    dumped = section.model_dump(mode="json")
+    for name, value in section:
+        key = f"{prefix}{name}"
+        if key in EXCEPTIONS or key in _OWN_FIELDS:
+            continue
+        if isinstance(value, Section):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, str(value.absolute()) if isinstance(value, Path) else dumped[name]
+
+
+def _is_below(key: str, sections: Any) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)

@@ -1,0 +1,224 @@
+"""The fingerprint of a run: every key of the recipe is in it or on the list of exceptions, and a change is reported."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel, TypeAdapter
+
+from tests.conftest import tiny_recipe
+from zero2all.checkpoint import RunIdentity
+from zero2all.checkpoint.training_state import StageIdentity
+from zero2all.errors import UsageError
+from zero2all.recipe import Recipe, StageRecipe, parse_recipe
+from zero2all.recipe.run_settings import EXCEPTIONS, is_excepted, run_settings, stage_settings
+from zero2all.train import Run, train
+from zero2all.train.identity_changes import Change, model_changes, setting_changes, stage_setting_changes
+from zero2all.train.run import model_identity
+from zero2all.units import Duration
+
+MAX_EXCEPTIONS = 60
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections_in(part)]
+
+
+def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key, also inside lists and optional sections, and every section."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for inner in sections_in(field.annotation):
+            yield from keys_of(inner, f"{prefix}{name}.")
+
+
+ALL_KEYS = sorted(set(keys_of(Recipe)))
+KEYS = [key for key in ALL_KEYS if not any(other.startswith(f"{key}.") for other in ALL_KEYS)]
+
+BASE = """
+model: {hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 8192,
+  lora: {target_modules: [q_proj]},
+  rope_scaling: {rope_type: yarn, factor: 2, original_max_position_embeddings: 64},
+  moe: {num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32}}
+train: {steps: 10, seq_len: 64, batch_tokens: 256, batch_ramp: {start: 64, over: 2 steps}, optimizer: {lr: 1e-3},
+  init: /weights}
+"""
+
+
+def with_value(section: BaseModel, path: list[str], value: Any) -> Any:
+    """A copy in which one key has another value, whether or not the rules of the recipe allow it."""
+    name, *rest = path
+    return section.model_copy(update={name: with_value(getattr(section, name), rest, value) if rest else value})
+
+
+def other_value(recipe: Recipe, path: list[str]) -> Any:
+    value: Any = recipe
+    for name in path:
+        value = getattr(value, name)
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return value + 1
+        case dict():
+            return {"en": 2.0}
+        case list() | tuple():
+            return [*value, 1]
+        case Duration():
+            return Duration(7, "steps")
+        case _:
+            return Path("/different") if isinstance(value, Path) or path[-1] == "teacher" else "different"
+
+
+def changes_between(before: Recipe, now: Recipe) -> list[Change]:
+    """What a resume reports, for the parts of the identity that are computed from the recipe alone."""
+    stages = zip(before.train.resolved_stages(), now.train.resolved_stages(), strict=True)
+    return [
+        *setting_changes(run_settings(before), run_settings(now)),
+        *(change for pair in stages for change in stage_setting_changes(*map(stage_settings, pair), "main")),
+        *model_changes(model_identity(before.model), model_identity(now.model)),
+        *([Change("train.init", before.train.init, now.train.init)] if before.train.init != now.train.init else []),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@pytest.mark.parametrize("key", [key for key in KEYS if not is_excepted(key) and not key.startswith("train.stages.")])
+def test_a_change_of_any_key_but_an_exception_is_reported_with_the_key(key: str) -> None:
+    path = key.split(".")
+    before = parse_recipe(BASE, [])
+    if key.startswith("train.objective.") and len(path) == 4:  # options of an objective count while it is trained
+        before = with_value(before, ["train", "objective", "name"], path[2])
+    now = with_value(before, path, other_value(before, path))
+    assert key in [change.key for change in changes_between(before, now)]
+
+
+def test_a_stage_of_its_own_reports_the_same_keys() -> None:
+    before, now = (
+        parse_recipe(
+            BASE, ["train.steps=null", "train.batch_ramp=null", f"train.stages=[{{name: s, steps: 4, {own}}}]"]
+        )
+        for own in ("seq_len: 64", "seq_len: 128, mixture: {zh: 1}, rope_theta: 5e5, max_epochs: 2")
+    )
+    one, other = (stage_settings(recipe.train.resolved_stages()[0]) for recipe in (before, now))
+    found = {change.key for change in stage_setting_changes(one, other, "s")}
+    assert found == {f"train.stages.s.{key}" for key in ("seq_len", "mixture", "rope_theta", "max_epochs")}
+
+
+def test_the_exceptions_exist_are_few_and_have_reasons() -> None:
+    assert len(EXCEPTIONS) <= MAX_EXCEPTIONS
+    assert set(EXCEPTIONS) <= set(ALL_KEYS)
+    for key, reason in EXCEPTIONS.items():
+        assert len(reason.split()) >= 3, key
+
+
+def test_every_key_of_a_stage_is_in_its_settings_or_excepted() -> None:
+    stage = parse_recipe(BASE, []).train.resolved_stages()[0]
+    excepted = {key.rpartition(".")[2] for key in EXCEPTIONS if key.startswith("train.stages.")}
+    assert set(stage_settings(stage)) == set(StageRecipe.model_fields) - excepted - {"name"}  # StageIdentity.name
+
+
+@pytest.fixture(scope="module")
+def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained")
+    train(tiny_recipe(workspace, f"out={out}", "train.steps=2", "train.schedule.shape=constant"))
+    return out
+
+
+def resume(workspace: Path, out: Path, *overrides: str, extend: Any = None) -> Any:
+    recipe = tiny_recipe(workspace, f"out={out}", "train.steps=3", "train.schedule.shape=constant", *overrides)
+    return train(recipe, extend=extend)
+
+
+def copied(run: Path, to: Path) -> Path:
+    shutil.copytree(run, to)
+    return to
+
+
+def test_a_different_objective_mask_or_seed_fails_with_key_and_both_values(trained: Path, workspace: Path) -> None:
+    changed = ["train.document_mask=true", "seed=12", "train.seq_len=64", "model.z_loss=0.1"]
+    with pytest.raises(UsageError) as failed:
+        resume(workspace, trained, *changed, "train.optimizer.name=lion", extend="as-planned")
+    assert (
+        "was trained with seed=11, not 12; train.document_mask=False, not True; train.optimizer.name=adamw, not lion; "
+        "train.seq_len=32, not 64; model.z_loss=0.0, not 0.1. Set the recipe as it was" in str(failed.value)
+    )
+    assert "z2a train RECIPE --name NAME" in str(failed.value)
+
+
+def test_distillation_does_not_resume_pretraining_and_asks_no_teacher_before(trained: Path, workspace: Path) -> None:
+    options = ["train.objective.name=distill", "train.objective.distill.teacher=/no/such/teacher"]
+    with pytest.raises(UsageError, match=r"train\.objective\.name=pretrain, not distill"):
+        resume(workspace, trained, *options)
+
+
+def test_adjustable_keys_need_extend(
+    trained: Path, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = copied(trained, tmp_path / "out")
+    changed = ["train.optimizer.lr=1e-3", "train.optimizer.max_grad_norm=0.5", "train.guard.policy=skip"]
+    with pytest.raises(UsageError) as failed:
+        resume(workspace, out, *changed)
+    assert (
+        "train.optimizer.lr=0.005, not 0.001; train.optimizer.max_grad_norm=1.0, not 0.5; train.guard.policy=warn, not "
+        "skip. To continue it with the new values, add --extend as-planned" in str(failed.value)
+    )
+    assert resume(workspace, out, *changed, extend="as-planned").resumed_at == 2
+    said = capsys.readouterr().err
+    assert "train.optimizer.lr is 0.001, before 0.005: " in said
+    assert "train.guard.policy is skip, before warn" in said
+    assert resume(workspace, out, *changed).resumed_at == 3, "the new values are now those of the run"
+
+
+def test_what_does_not_change_the_objective_needs_nothing(trained: Path, workspace: Path, tmp_path: Path) -> None:
+    changed = [
+        "train.micro_batch_tokens=64",
+        "checkpoint.every=1 steps",
+        "track.log_every=1",
+        "evals.tokens=1024",
+        "model.ops.norm=reference",
+        "parallel.activation_checkpointing=full",
+        "train.deterministic=true",
+        "train.objective.dpo.beta=0.3",  # of an objective that is not trained
+    ]
+    assert resume(workspace, copied(trained, tmp_path / "out"), *changed).resumed_at == 2
+
+
+def test_a_run_of_an_earlier_version_resumes_and_is_compared_with_its_recipe(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr("zero2all.train.trainer.run_settings", lambda recipe: {})
+        earlier.setattr("zero2all.train.plan.stage_settings", lambda stage: {})
+        train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=2", "train.schedule.shape=constant"))
+    with pytest.raises(UsageError, match=r"train\.document_mask=False, not True"):
+        resume(workspace, tmp_path, "train.document_mask=true")
+    (tmp_path / "run" / "recipe.yaml").unlink()
+    assert resume(workspace, tmp_path).resumed_at == 2
+    assert "saved by an earlier version: settings of the recipe cannot be compared" in capsys.readouterr().err
+    assert Run.open(tmp_path).identity().settings["train.document_mask"] is False
+
+
+def test_an_identity_of_an_earlier_version_is_read() -> None:
+    stage = {"name": "main", "first_step": 0, "samples": "a1", "batch": [8, 0, 8, 0], "rope": [None, None]}
+    older = {"stages": [stage], "tokenizer": "t1", "model": {}, "optimizer": "adamw"}
+    read = TypeAdapter(RunIdentity).validate_python(older)
+    assert (read.settings, read.stages[0].settings) == ({}, {})
+
+
+def test_a_key_that_came_later_is_compared_with_its_default() -> None:
+    settings = run_settings(parse_recipe(BASE, []))
+    older = {key: value for key, value in settings.items() if key != "train.document_mask"}
+    assert list(setting_changes(older, settings)) == []
+    later = settings | {"train.document_mask": True}
+    assert [str(change) for change in setting_changes(older, later)] == ["train.document_mask=False, not True"]
+
+
+def test_stages_compare_by_what_they_train() -> None:
+    one = StageIdentity("main", 0, "a1", [8, 0, 8, 0], [None, None])
+    assert one == StageIdentity("main", 0, "a1", [8, 0, 8, 0], [None, None], settings={"seq_len": 8})
