@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.oracle.product import observe
-from tests.oracle.reference import Models, TransformersTokenizer, whole_conversations
+from tests.oracle.reference import Models, TokenSequence, TransformersTokenizer, whole_conversations
 from tests.oracle.table import (
     DPO_VARIANTS,
     LAYOUTS,
@@ -23,10 +24,13 @@ from tests.oracle.templates import TEMPLATES, Template
 from tests.oracle.workspace import Workspace
 from zero2all.errors import RecipeError
 from zero2all.tokenizer import Tokenizer
+from zero2all.tokens import TokenStore
+from zero2all.train.answer_sources import AnswerSources
+from zero2all.train.plan import Plan
 
 LLAMA = next(template for template in TEMPLATES if template.name == "Llama 3")
 ONE_PROCESS, *SEVERAL_RANKS = LAYOUTS
-PRETRAINING, SFT, *_ = OBJECTIVES
+PRETRAINING, SFT, _, KTO, *_ = OBJECTIVES
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +102,28 @@ def test_rows_hold_several_conversations_of_several_turns(workspace: Workspace, 
     answers = [workspace.records.chats[one.sequence.example[1]] for one in placed]
     assert len(placed) > len({one.row for one in placed})
     assert {sum(message["role"] == "assistant" for message in messages) for messages in answers} == {1, 2, 3}
+
+
+def test_the_divergence_of_kto_is_that_of_prompts_with_answers_to_other_prompts(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    recipe = Cell(LLAMA, ONE_PROCESS, KTO).recipe(workspace, tmp_path)
+    workspace.add(LLAMA)
+    step, models = observe(recipe), Models(workspace)
+    models.trained.load(step.weights)
+    plan = Plan(recipe, TokenStore(recipe.tokens_dir, "train"))
+    stage, mismatched, ratios = plan.stage_of(1), AnswerSources(recipe, plan).mismatched, []
+    known = {one.prompt: one for one in TransformersTokenizer(workspace, LLAMA.name).documents if any(one.targets)}
+    for source, number in stage.dataset.answer_documents(*stage.sample_range(1)):
+        tokens, mask = mismatched[source].read(number)
+        *ids, _ = tokens.tolist()  # without the end of the document
+        pair = TokenSequence(tuple(ids), tuple(mask.tolist()[:-1]))
+        assert pair.ids not in {one.ids for one in known.values()}
+        assert pair.prompt in known
+        with torch.no_grad():
+            ratios.append(float(models.trained.logps(pair).sum() - models.initial.logps(pair).sum()))
+    assert step.metrics["kl"] == pytest.approx(max(0.0, sum(ratios) / len(ratios)), abs=1e-5)
+    assert step.metrics["kl"] > 0.01
 
 
 def test_the_oracle_sees_mistakes(workspace: Workspace, tmp_path: Path) -> None:
