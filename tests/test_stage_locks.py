@@ -85,7 +85,7 @@ def run_together(stage: Callable[[], object]) -> list[Any]:
 
 def test_tokenizers_and_token_stores_at_the_same_time(workspace: Path, tmp_path: Path) -> None:
     documents = workspace / "documents"
-    recipe = TokenizerRecipe(vocab_size=400)
+    recipe = TokenizerRecipe(vocab_size=448)
     built = run_together(lambda: train_tokenizer(recipe, documents, tmp_path / "tokenizer"))
     assert sorted(one.reused for one in built) == [False, True]
     stores = run_together(lambda: build_tokens(TokensRecipe(), documents, tmp_path / "tokenizer", tmp_path / "tokens"))

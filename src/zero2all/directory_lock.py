@@ -54,7 +54,7 @@ def lock_output(out: Path, stage: str) -> Iterator[None]:
     if isinstance(out, RemotePath) or not _is_writable(place):
         yield
         return
-    with lock_directory(place, LockUser(stage, out, "out"), patience=math.inf):
+    with lock_directory(place, LockUser(stage, out, "out"), patience=math.inf, leave=False):
         yield
 
 
@@ -64,32 +64,39 @@ def _is_writable(directory: Path) -> bool:
 
 
 @contextmanager
-def lock_directory(place: Path, user: LockUser, patience: float) -> Iterator[None]:
+def lock_directory(place: Path, user: LockUser, patience: float, leave: bool = True) -> Iterator[None]:
     """Hold the lock in the directory ``place``, or raise if it is still taken after ``patience`` seconds.
 
     The kernel releases the lock when the process dies, so it is never stale. Where the file system has no such locks
-    (Lustre without ``-o flock``), an exclusively created file replaces it.
+    (Lustre without ``-o flock``), an exclusively created file replaces it. ``leave``: whether the directory stays.
     """
-    place.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(place / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    path, held = place / "lock", list[int]()
+
+    def acquire() -> bool:
+        place.mkdir(parents=True, exist_ok=True)
+        if (descriptor := _flock(path)) is not None:
+            held.append(descriptor)
+        return bool(held)
+
     try:
-        try:
-            _wait_for_lock(
-                lambda: _flock(descriptor), patience, user, lambda: _describe_holder(os.pread(descriptor, 4096, 0))
-            )
-        except OSError as error:
-            if error.errno not in NO_FLOCK_ERRNOS:
-                raise
-            with _exclusive_file(place, user, patience, error):
-                yield
-            return
+        _wait_for_lock(acquire, patience, user, lambda: _describe_holder(_read(path)))
+    except OSError as error:
+        if error.errno not in NO_FLOCK_ERRNOS:
+            raise
+        with _exclusive_file(place, user, patience, error):
+            yield
+        return
+    [descriptor] = held
+    try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, _own_identity(), 0)
-        try:
-            yield
-        finally:
-            os.ftruncate(descriptor, 0)
+        yield
     finally:
+        os.ftruncate(descriptor, 0)
+        if not leave:
+            with suppress(OSError):  # before the lock is released: a waiter sees that its file is gone, and makes one
+                path.unlink()
+                place.rmdir()
         os.close(descriptor)
 
 
@@ -108,12 +115,30 @@ def _wait_for_lock(acquire: Callable[[], bool], patience: float, user: LockUser,
         time.sleep(0.1)
 
 
-def _flock(descriptor: int) -> bool:
+def _flock(path: Path) -> int | None:
+    """The descriptor of the locked file; None if it is held, or was removed by its holder in the meantime."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except FileNotFoundError:
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()[:4096]
+    except OSError:
+        return b""
 
 
 @contextmanager
@@ -161,10 +186,7 @@ class _LockFile:
         return True
 
     def read(self) -> bytes:
-        try:
-            return self.path.read_bytes()
-        except OSError:
-            return b""
+        return _read(self.path)
 
     def keep_alive(self, stop: threading.Event) -> None:
         while not stop.wait(LOCK_HEARTBEAT_INTERVAL):
