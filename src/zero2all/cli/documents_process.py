@@ -82,7 +82,12 @@ def answer_requests() -> None:
     """In the child: a line of JSON for each line."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # nothing that a library prints is an answer
+    import torch
+
     from zero2all.train import Run  # noqa: F401
+
+    with torch.device("meta"):
+        torch.nn.Embedding(1, 1)  # the first model that is built imports torch's compiler, which takes a second
 
     _answer_lines(sys.stdin, answers)
 

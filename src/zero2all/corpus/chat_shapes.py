@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,9 +89,12 @@ def _wrong_kind(record: Mapping[str, Any], kind: SourceKind) -> str:
         return "a chosen and a rejected answer, which kind: preference reads"
     if kind == "chat" and any(name in record for name in LABEL_FIELDS) and any(map(record.__contains__, ANSWER_FIELDS)):
         return "an answer with a label, which kind: rating reads"
-    if kind == "preference" and _read_shape(record) is not None:
-        return f"{NO_PAIR}: kind: chat reads conversations"
-    return NO_PAIR if kind == "preference" else NO_CONVERSATION
+    if kind != "preference":
+        return NO_CONVERSATION
+    with suppress(MalformedConversationError):  # no conversation either: then the missing pair is the reason
+        if _read_shape(record) is not None:
+            return f"{NO_PAIR}: kind: chat reads conversations"
+    return NO_PAIR
 
 
 def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:

@@ -131,7 +131,7 @@ class GpuErrorPoll:
     def poll(self) -> None:
         for fault in self._errors.faults():
             # A counter that goes on growing is one fault, not one per minute.
-            kind = (fault.device, re.sub(r"\d+ (new|memory)", r"N \1", fault.text))
+            kind = (fault.device, re.sub(r"\b\d{1,18} (new|memory)", r"N \1", fault.text))
             if kind not in self._reported:
                 self._reported.add(kind)
                 self._report(fault)
