@@ -177,18 +177,15 @@ class RemotePath(PosixPath):
 
     def sizes(self) -> dict[RemotePath, int]:
         """Of all objects below, in one request for each thousand."""
-        with self._store() as (store, name):
-            infos = store.find(name, detail=True)
-            return {RemotePath(store.unstrip_protocol(inner)): int(info["size"]) for inner, info in infos.items()}
+        return {path: size for path, (size, _) in self.sizes_and_etags().items()}
 
-    def etags(self) -> dict[RemotePath, str]:
-        """The store's own mark of what each object below holds, where it gives one, as ``sizes``."""
+    def sizes_and_etags(self) -> dict[RemotePath, tuple[int, str | None]]:
+        """The same, with the store's own mark of what each object holds, where it gives one."""
         with self._store() as (store, name):
             infos = store.find(name, detail=True)
             return {
-                RemotePath(store.unstrip_protocol(inner)): str(info["ETag"])
+                RemotePath(store.unstrip_protocol(inner)): (int(info["size"]), info.get("ETag") or None)
                 for inner, info in infos.items()
-                if info.get("ETag")
             }
 
     def etag(self) -> str | None:

@@ -60,11 +60,8 @@ def verify_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)
     """
 
     def check() -> None:
-        manifest, sizes = _read_manifest(path, step), _sizes(path)
-        unchanged: set[str] = set()
-        if isinstance(path, RemotePath) and manifest.etags:
-            marks = {inner.relative_to(path).as_posix(): mark for inner, mark in path.etags().items()}
-            unchanged = {name for name, mark in manifest.etags.items() if marks.get(name) == mark}
+        manifest, (sizes, etags) = _read_manifest(path, step), _sizes_and_etags(path)
+        unchanged = {name for name, etag in manifest.etags.items() if etags.get(name) == etag}
         for name, recorded in _slice(manifest.files, rank_slice).items():
             _check_size(name, sizes, manifest)
             if name in unchanged:
@@ -93,7 +90,7 @@ def verify_sizes(path: Path, step: int) -> IntegrityResult:
     """Check only that the manifest and every file exist, with their sizes: for a checkpoint verified before."""
 
     def check() -> None:
-        manifest, sizes = _read_manifest(path, step), _sizes(path)
+        manifest, (sizes, _) = _read_manifest(path, step), _sizes_and_etags(path)
         for name in manifest.files:
             _check_size(name, sizes, manifest)
 
@@ -124,7 +121,7 @@ def is_unfinished(path: Path) -> bool:
     try:
         manifest = read_manifest_of_checkpoint(path)
     except FileNotFoundError:
-        return all(_is_checkpoint_file(name) for name in _sizes(path))
+        return all(_is_checkpoint_file(name) for name in _sizes_and_etags(path)[0])
     except DamagedError:
         return False
     return manifest.kind == MANIFEST_KIND and manifest.unfinished
@@ -176,12 +173,17 @@ def _parse_manifest(data: bytes) -> CheckpointManifest:
         raise DamagedError(f"{MANIFEST} is damaged") from None
 
 
-def _sizes(path: Path) -> dict[str, int]:
+def _sizes_and_etags(path: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """Of the files, from one listing; a local file has no ETag."""
+    sizes, etags = dict[str, int](), dict[str, str]()
     if isinstance(path, RemotePath):
-        return {inner.relative_to(path).as_posix(): size for inner, size in path.sizes().items()}
-    sizes = {}
+        for inner, (size, etag) in path.sizes_and_etags().items():
+            name = inner.relative_to(path).as_posix()
+            sizes[name] = size
+            etags |= {} if etag is None else {name: etag}
+        return sizes, etags
     with os.scandir(path) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):  # a link to nothing
                 sizes[entry.name] = entry.stat().st_size
-    return sizes
+    return sizes, etags
