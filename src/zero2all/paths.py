@@ -175,12 +175,8 @@ class RemotePath(PosixPath):
                 return []
             return [inner.rstrip("/").rpartition("/")[2] for inner in found if inner.rstrip("/") != name.rstrip("/")]
 
-    def sizes(self) -> dict[RemotePath, int]:
-        """Of all objects below, in one request for each thousand."""
-        return {path: size for path, (size, _) in self.sizes_and_etags().items()}
-
     def sizes_and_etags(self) -> dict[RemotePath, tuple[int, str | None]]:
-        """The same, with the store's own mark of what each object holds, where it gives one."""
+        """All objects below, in one request for each thousand. An ETag changes with the content, where there is one."""
         with self._store() as (store, name):
             infos = store.find(name, detail=True)
             return {
