@@ -96,6 +96,7 @@ ATTRIBUTES = {
     "_pcontext",
     "_reduce_dtype",
     "_remaining_restarts",
+    "_source_rank",
     "_timeout",
 }  # used below
 OF_OTHER_LIBRARIES = {

@@ -56,7 +56,9 @@ def test_attention_weights_are_dropped(kernel: str, case: str) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(4, heads, length, 64, generator=generator) for heads in (2, 1))
     v = torch.eye(length).expand(4, 1, length, length)
-    starts = document_starts(torch.randint(0, 9, (4, length), generator=generator), 3) if case == "documents" else None
+    starts = (
+        document_starts(torch.randint(0, 9, (4, length), generator=generator) == 3) if case == "documents" else None
+    )
     backend = KERNELS[kernel].load()
     mask = backend.mask_for(starts, length, 16 if case == "window" else None, torch.device("cpu"))
     weights = backend.attend(q, k, v, mask)

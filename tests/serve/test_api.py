@@ -203,9 +203,9 @@ def test_calls_of_tools_are_parsed_back(
     decoder = server.engine._decoder
     original, seen = decoder._choose, []
 
-    def choose(first: int, logits: torch.Tensor) -> Any:
-        chosen = original(first, logits)
-        allowed = decoder._mask_forbidden(first, logits)
+    def choose(first: int, logits: torch.Tensor, broken: dict[int, Exception]) -> Any:
+        chosen = original(first, logits, broken)
+        allowed = decoder._mask_forbidden(first, logits, broken)
         assert allowed[0, ids[len(seen)]] > -1e30
         chosen.tokens_B[0] = ids[len(seen)]
         seen.append(1)

@@ -74,14 +74,10 @@ def serve(
     app = build_api(engine, served, key, ServerLimits(max_tokens=max_tokens, seconds=timeout))
 
     def ready(bound: int) -> None:
-        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
         say(f"{served.name}: {slots} slots of {engine.context} tokens, a cache of {show_bytes(engine.cache_bytes)}")
-        if given:
-            say(f"API: http://{shown}:{bound}/v1, with the key in {KEY_VARIABLE}")
-            say(f"page: http://{shown}:{bound}/#key=...")
-        else:
-            say(f"API: http://{shown}:{bound}/v1, key {key}")
-            say(f"page: http://{shown}:{bound}/#key={key}")
+        say(f"API: {address}/v1, " + (f"with the key in {KEY_VARIABLE}" if given else f"key {key}"))
+        say(f"page: {address}/#key={'...' if given else key}")
         if is_base:
             say("this is a base model: it continues text, and the page opens in completion mode")
         say("Ctrl-C ends the server")

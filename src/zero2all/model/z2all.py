@@ -24,7 +24,7 @@ from zero2all.model.ops.attention import SdpaMask, with_dense_mask
 from zero2all.model.ops.kernels import IGNORE_INDEX
 from zero2all.model.ops.soft_loss import SoftTargets
 from zero2all.model.rope_table import depends_on_length, rotary_table
-from zero2all.recipe import ModelConfig, OpsRecipe, RopeScaling
+from zero2all.recipe import ModelConfig, MoeConfig, OpsRecipe, RopeScaling
 
 
 class Block(nn.Module):
@@ -236,13 +236,18 @@ class Z2all(OpsModule):
             extra = extra + self.config.mtp_weight * mtp_losses
             routings += _record_expert_load(self.mtp.block, routed)
         if routings and self.config.moe is not None and self.config.moe.load_balancing == "aux":
-            counts_LE = torch.stack([routed.counts_E for routed in routings])
-            counts_LE, weights_BS = self.balance_inputs(counts_LE, targets_BS != IGNORE_INDEX)
-            for counts_E, routed in zip(counts_LE, routings, strict=True):
-                assert routed.mean_score_E is not None
-                balance = balance_loss(counts_E, routed.mean_score_E)
-                extra = extra + self.config.moe.router_aux_loss_coef * balance * weights_BS
+            extra = extra + self._balance_losses(self.config.moe, routings, targets_BS)
         return losses + (extra - extra.detach())
+
+    def _balance_losses(self, moe: MoeConfig, routings: list[RoutingStats], targets_BS: Tensor) -> Tensor:
+        """Each token's share of the load-balancing loss of all layers."""
+        counts_LE = torch.stack([routed.counts_E for routed in routings])
+        counts_LE, weights_BS = self.balance_inputs(counts_LE, targets_BS != IGNORE_INDEX)
+        total = torch.zeros((), device=weights_BS.device)
+        for counts_E, routed in zip(counts_LE, routings, strict=True):
+            assert routed.mean_score_E is not None
+            total = total + balance_loss(counts_E, routed.mean_score_E)
+        return moe.router_aux_loss_coef * total * weights_BS
 
     def balance_inputs(self, counts_LE: Tensor, wanted_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of each layer's experts, and how often each position counts in the balance loss.

@@ -86,9 +86,10 @@ def parse_model(path: Path, data: bytes) -> SentencePieceModel:
         raise _unusable(path, f"it is damaged or another kind of file ({error})") from error
     algorithm = ALGORITHMS.get(_number(trainer, MODEL_TYPE, 1))
     dummy_prefix = bool(_number(normalizer, DUMMY_PREFIX, 1))
-    problem = next(_problems(pieces, trainer, normalizer, dummy_prefix), None)
-    if problem or algorithm is None:
-        raise _unusable(path, problem or "it is neither a BPE nor a unigram model")
+    if algorithm is None:
+        raise _unusable(path, "it is neither a BPE nor a unigram model")
+    if (problem := next(_problems(pieces, trainer, normalizer, dummy_prefix), None)) is not None:
+        raise _unusable(path, problem)
     controls = {piece.text for piece in pieces if piece.type in (PieceType.CONTROL, PieceType.UNKNOWN)}
     named = {role: name for role, name in names.items() if name in controls}
     return SentencePieceModel(pieces, algorithm, dummy_prefix, named)
