@@ -99,9 +99,9 @@ def test_the_host_says_that_it_waits_while_it_reads_the_metrics(monkeypatch: pyt
         def synchronize(self) -> None:
             seen.append(worker._device_state().host_waits)
 
-    copy = HostCopy(torch.ones(2))
+    copy = HostCopy(torch.ones(1, 2), torch.ones(3))
     copy._copied = Copied()
-    assert copy.tolist() == [1.0, 1.0]
+    assert copy.tolist() == ([[1.0, 1.0]], [1.0, 1.0, 1.0])
     assert (seen, watch.is_host_waiting()) == ([True], False)
 
 

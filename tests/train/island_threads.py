@@ -13,7 +13,7 @@ import pytest
 from zero2all.elastic.island_quorum import IslandQuorum
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.environment import ISLAND_VARIABLE, ISLANDS_ENDPOINT_VARIABLE, ISLANDS_SECRET_VARIABLE
-from zero2all.recipe import Recipe
+from zero2all.recipe import ExtendMode, Recipe
 from zero2all.train import TrainerHooks, TrainSummary
 from zero2all.train.trainer import Trainer
 
@@ -66,17 +66,24 @@ class ThreadIslands:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def make(self, recipe: Recipe, island: int, hooks: TrainerHooks | None = None) -> IslandThread:
+    def make(
+        self, recipe: Recipe, island: int, hooks: TrainerHooks | None = None, extend: ExtendMode | None = None
+    ) -> IslandThread:
         """In this thread: building a model uses the random numbers of the process."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(ISLAND_VARIABLE, str(island))
             patch.setenv(ISLANDS_ENDPOINT_VARIABLE, self.server.endpoint)
             patch.setenv(ISLANDS_SECRET_VARIABLE, SECRET)
-            self.made.append(IslandThread(Trainer(recipe, hooks)))
+            self.made.append(IslandThread(Trainer(recipe, hooks, extend=extend)))
         return self.made[-1]
 
-    def train(self, recipe: Recipe, hooks: Callable[[int], TrainerHooks] = lambda island: TrainerHooks()) -> None:
-        islands = [self.make(recipe, number, hooks(number)) for number in range(recipe.parallel.sync.islands)]
+    def train(
+        self,
+        recipe: Recipe,
+        hooks: Callable[[int], TrainerHooks] = lambda island: TrainerHooks(),
+        extend: ExtendMode | None = None,
+    ) -> None:
+        islands = [self.make(recipe, number, hooks(number), extend) for number in range(recipe.parallel.sync.islands)]
         for island in islands:
             island.start()
         for island in islands:

@@ -169,9 +169,12 @@ def test_fragments_may_change_while_an_exchange_is_in_flight(
     before = run_of(tmp_path, 0).checkpoints.read_state(4).islands
     assert before is not None
     assert before.merge_at == 5
+    at_once = recipe_of(workspace, tmp_path, *RESUMED, "parallel.sync.overlap=0")
+    with pytest.raises(UsageError, match=r"parallel\.sync\.overlap=2, not 0"):
+        islands.make(at_once, 0)
     with pytest.raises(UsageError, match="overlap as it was"):
-        islands.make(recipe_of(workspace, tmp_path, *RESUMED, "parallel.sync.overlap=0"), 0)
-    islands.train(recipe_of(workspace, tmp_path, *RESUMED, "parallel.sync.fragments=1"))
+        islands.make(at_once, 0, extend="as-planned")
+    islands.train(recipe_of(workspace, tmp_path, *RESUMED, "parallel.sync.fragments=1"), extend="as-planned")
     assert_equal(weights(run_of(tmp_path, 0)), weights(run_of(tmp_path, 1)))
 
 

@@ -221,7 +221,7 @@ def test_settings_changed_on_resume_are_applied(workspace: Path, tmp_path: Path)
         with pytest.raises(Interrupted):
             train(tiny_recipe(workspace, f"out={tmp_path}/{name}"), hooks=TrainerHooks(on_batch=ctrl_c_at(5)))
     train(tiny_recipe(workspace, f"out={tmp_path}/a"))
-    train(tiny_recipe(workspace, f"out={tmp_path}/b", "train.optimizer.weight_decay=9"))
+    train(tiny_recipe(workspace, f"out={tmp_path}/b", "train.optimizer.weight_decay=9"), extend="as-planned")
     one, other = (weights(Run.open(tmp_path / name)) for name in "ab")
     assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
 

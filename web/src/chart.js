@@ -108,7 +108,7 @@ export class Chart {
   }
 
   options() {
-    return { axis: state.x, smooth: this.group.exact ? 0 : Number(state.smooth), scale: this.group.percent ? 100 : 1, logx: Boolean(state.logx), logy: Boolean(state.logy) };
+    return { axis: state.x, smooth: this.group.exact || this.group.stacked ? 0 : Number(state.smooth), scale: this.group.percent ? 100 : 1, logx: Boolean(state.logx), logy: Boolean(state.logy) };
   }
 
   update() {

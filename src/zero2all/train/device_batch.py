@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,17 +72,21 @@ class BatchCopier:
 
 
 class HostCopy:
-    """A tensor of the device on its way to the host. Only ``tolist`` waits for it."""
+    """A matrix and a vector of the device on their way to the host, as one copy. Only ``tolist`` waits for it."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, matrix: Tensor, vector: Tensor) -> None:
+        self._columns, self._cells = matrix.shape[1], matrix.numel()
+        tensor = torch.cat([matrix.flatten(), vector.to(matrix)])
         self._tensor, self._copied = tensor, None
         if tensor.device.type == "cuda":
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.current_stream(tensor.device).record_event()
 
-    def tolist(self) -> Any:
+    def tolist(self) -> tuple[list[list[float]], list[float]]:
         if self._copied is not None:
             with DEVICE_WATCH.host_waits():
                 self._copied.synchronize()
-        return self._tensor.tolist()
+        values: list[float] = self._tensor.tolist()
+        rows = [values[first : first + self._columns] for first in range(0, self._cells, self._columns)]
+        return rows, values[self._cells :]

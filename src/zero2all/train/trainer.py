@@ -138,9 +138,7 @@ class StepResult:
 class LaunchedStep:
     batch: Batch
     metrics: HostCopy
-    """Sums of the objective, stop flags, norm of the gradient."""
-    layer_norms: HostCopy
-    """Norm of the gradient by layer."""
+    """Sums of the objective, stop flags and norm of the gradient as rows, then the norm of each layer."""
     marks: StepMarks
     """Complete when the metrics are."""
 
@@ -448,15 +446,13 @@ class Trainer:
             norms = grad_norm.to(sums).expand(1, sums.shape[1])
             unsent = model.unsent_norm().to(sums).expand(1, sums.shape[1])
             marks = self.timer.finish_step()  # before the copy, so that they are complete when it is
-            layer_norms = HostCopy(model.layer_grad_norms)
-            return LaunchedStep(batch, HostCopy(torch.cat([sums, norms, unsent])), layer_norms, marks)
+            return LaunchedStep(batch, HostCopy(torch.cat([sums, norms, unsent]), model.layer_grad_norms), marks)
 
     def _judge_step(self, launched: LaunchedStep) -> StepResult:
         """Read the metrics, the one place where the host waits for the device, and check for a spike."""
         batch = launched.batch
         with self.timer.part("logging"):
-            *rows, stop_flags, (norm, *_), (unsent, *_) = launched.metrics.tolist()
-            layer_norms = launched.layer_norms.tolist()
+            (*rows, stop_flags, (norm, *_), (unsent, *_)), layer_norms = launched.metrics.tolist()
             step_time = launched.marks.read()
             self._record_layer_norms(batch.step, layer_norms)
         loss = self.objective.loss(rows, batch)
