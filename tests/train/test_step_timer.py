@@ -190,8 +190,8 @@ def test_a_gpu_is_read_only_after_the_metrics_of_the_step(
             assert end[0] <= complete, "cudaErrorNotReady"
             return float(end[1] - begin[1])
 
-    def init(self: Any, tensor: Tensor) -> None:
-        original_init(self, tensor)
+    def init(self: Any, matrix: Tensor, vector: Tensor) -> None:
+        original_init(self, matrix, vector)
         self.made = made
 
     def read(self: Any) -> Any:
