@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--algorithm", default="bpe")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if missing := [str(path) for path in options.text if not path.is_file()]:
+        parser.error(f"no file at {', '.join(missing)}")
     if options.child:
         sys.stdout.write(f"{train_once(options.text, options.sizes[0], options.algorithm)}\n")
         return
