@@ -5,7 +5,7 @@
 Writes a checkpoint of that size once, on one rank and on two, and then loads it and reads it, in processes of their own
 and with a cold page cache (its pages are dropped with posix_fadvise) as well as a warm one. Lines: seconds of the
 load, of reading the files in blocks of 8 MiB, and their ratio; the slower rank counts. Verification of checksums, which
-a restart does once before, is a line of its own.
+a restart does at the same time if there is an older checkpoint, is a column of its own.
 """
 
 from __future__ import annotations

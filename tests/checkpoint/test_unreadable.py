@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import zero2all.checkpoint.checkpoint_manager as manager_module
 import zero2all.checkpoint.integrity as integrity
 from tests.checkpoint.helpers import TRAINING_STATE
 from tests.checkpoint.threads import Rank0Store, run_threads
-from zero2all.checkpoint import CheckpointManager, RankGroup, checkpoint_store
+from zero2all.checkpoint import CheckpointManager, DamagedStateError, RankGroup, checkpoint_store
 from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, read_lineage
 from zero2all.checkpoint.restore import DurableReport, RestoreChoice, decide_restore
 from zero2all.errors import Z2aError
@@ -41,12 +43,18 @@ def trained(root: Path, *steps: int) -> None:
         manager.wait_until_saved()
 
 
-def restored(root: Path, world_size: int = 1) -> list[int | None]:
-    def rank(rank_group: RankGroup) -> int | None:
-        found = make_manager(root, rank_group).find_restore_point()
-        return None if found is None else found.step
+def load_newest(root: Path, rank_group: RankGroup) -> int | None:
+    """The step that is loaded; checksums are computed meanwhile, so a damaged state is found at the end."""
+    manager = make_manager(root, rank_group)
+    while (found := manager.find_restore_point()) is not None:
+        with suppress(DamagedStateError):
+            manager.load(found)
+            return found.step
+    return None
 
-    return run_threads(world_size, rank)
+
+def restored(root: Path, world_size: int = 1) -> list[int | None]:
+    return run_threads(world_size, lambda rank_group: load_newest(root, rank_group))
 
 
 def failing(function: Callable[[Path], Any], name: str, times: int) -> Callable[[Path], Any]:
@@ -88,7 +96,7 @@ def test_one_rank_that_cannot_read_its_share_ends_the_attempt_of_all(
 
     def rank(rank_group: RankGroup) -> None:
         with pytest.raises(Z2aError, match="step-00001000 cannot be read") as caught:
-            make_manager(tmp_path, rank_group).find_restore_point()
+            load_newest(tmp_path, rank_group)
         failures.append(str(caught.value))
 
     with monkeypatch.context() as patch:
@@ -106,6 +114,55 @@ def test_a_damaged_checkpoint_is_still_skipped(tmp_path: Path) -> None:
     trained(tmp_path, 1000)
     (tmp_path / "checkpoints" / "step-00001000" / "state.json").unlink()
     assert restored(tmp_path) == [900]
+
+
+def flip_a_bit(root: Path, step: int) -> None:
+    shard = root / "checkpoints" / f"step-{step:08}" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_flipped_bit_is_found_while_the_state_is_loaded(ranks: int, tmp_path: Path) -> None:
+    trained(tmp_path, 900, 1000)
+    flip_a_bit(tmp_path, 1000)
+    assert restored(tmp_path, ranks) == [900] * ranks
+
+
+def test_the_only_checkpoint_is_verified_before_it_overwrites_the_weights(tmp_path: Path) -> None:
+    trained(tmp_path, 1000)
+    flip_a_bit(tmp_path, 1000)
+    assert restored(tmp_path) == [None]
+
+
+def test_if_all_are_damaged_training_does_not_start_with_overwritten_weights(tmp_path: Path) -> None:
+    trained(tmp_path, 900, 1000)
+    flip_a_bit(tmp_path, 900)
+    flip_a_bit(tmp_path, 1000)
+    with pytest.raises(Z2aError, match="no valid state is left"):
+        restored(tmp_path)
+
+
+def test_checksums_are_computed_while_the_state_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either waits for the other to start, so one after the other would fail."""
+    trained(tmp_path, 900, 1000)
+    verifies, loads = threading.Event(), threading.Event()
+    hash_file, load = integrity.sha256_file, checkpoint_store.CheckpointStore.load
+
+    def hash_during_load(path: Path) -> str:
+        verifies.set()
+        assert loads.wait(30), "the load has not started"
+        return hash_file(path)
+
+    def load_during_hash(*arguments: Any) -> None:
+        loads.set()
+        assert verifies.wait(30), "no checksum is computed"
+        load(*arguments)
+
+    monkeypatch.setattr(integrity, "sha256_file", hash_during_load)
+    monkeypatch.setattr(checkpoint_store.CheckpointStore, "load", load_during_hash)
+    assert restored(tmp_path) == [1000]
 
 
 def test_an_unreadable_checkpoint_matters_only_if_nothing_newer_is_valid() -> None:

@@ -8,7 +8,7 @@ from zero2all.checkpoint.flash import SHM_DIRECTORY, flash_directory
 from zero2all.checkpoint.lock import run_lock
 from zero2all.checkpoint.rank_group import RankGroup
 from zero2all.checkpoint.replicas import ReplicaOptions
-from zero2all.checkpoint.restore_point import RestorePoint
+from zero2all.checkpoint.restore_point import DamagedStateError, RestorePoint
 from zero2all.checkpoint.training_state import InitialWeights, RunIdentity, TrainingState
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "CheckpointPhase",
     "CheckpointStore",
     "CheckpointWeights",
+    "DamagedStateError",
     "InitialWeights",
     "RankGroup",
     "ReplicaOptions",

@@ -41,7 +41,12 @@ from zero2all.checkpoint.rank_group import COLLECTIVE_TIMEOUT, RankGroup
 from zero2all.checkpoint.replica_check import check_replicas
 from zero2all.checkpoint.replicas import ReplicaOptions, Replicas
 from zero2all.checkpoint.restore import RestoreDecision, decision_summary
-from zero2all.checkpoint.restore_point import RestorePoint, RestorePointFinder
+from zero2all.checkpoint.restore_point import (
+    DamagedStateError,
+    RestorePoint,
+    RestorePointFinder,
+    worst_problems,
+)
 from zero2all.checkpoint.slot_reader import SlotReader
 from zero2all.checkpoint.state_dict import (
     SyncState,
@@ -107,6 +112,7 @@ class CheckpointManager:
         self.replicas: Replicas | None = None
         if flash_directory is not None and replicas is not None and replicas.copies > 0:
             self.replicas = Replicas.connect(replicas, flash_directory, rank_group)
+        self._damaged: list[DamagedStateError] = []
         self.decision: RestoreDecision | None = None
         """The last decision of ``find_restore_point``."""
         self._slots: Slots | None = None
@@ -120,9 +126,15 @@ class CheckpointManager:
     def find_restore_point(self, max_step: float = math.inf) -> RestorePoint | None:
         """The newest state of at most ``max_step`` steps that is valid on all ranks; logs what is skipped."""
         finder = RestorePointFinder(
-            self.checkpoints, self.flash_directory, self.run_directory, self.model, self.rank_group, self.replicas
-        )
+            self.checkpoints, self.flash_directory, self.run_directory, self.model, self.rank_group, self.replicas,
+            tuple(self._damaged),
+        )  # fmt: skip
         self.decision, found = finder.find(max_step)
+        if found is None and self._damaged:
+            raise Z2aError(
+                "no valid state is left, and a damaged one has overwritten the weights in memory: move the damaged "
+                f"checkpoints out of {self.checkpoints.directory}, and start again from scratch"
+            )
         return found
 
     def begin_history(self, restore_point: RestorePoint | None) -> None:
@@ -155,7 +167,10 @@ class CheckpointManager:
             )
 
     def load(self, restore_point: RestorePoint) -> None:
-        """Load a state and begin a history from it, on every rank before any continues."""
+        """Load a state and begin a history from it, on every rank before any continues.
+
+        Raises ``DamagedStateError`` if its checksums are wrong: then find a different one.
+        """
         self._live_state = None
         self.callbacks.on_phase("restore")
         if self.sync is not None:
@@ -168,20 +183,35 @@ class CheckpointManager:
             self.rank_group.on_all_ranks(lambda: reader.load(tensors))  # one that cannot read ends the attempt of all
             load_training_state_dict(state, self.model, self.optimizers)
         else:
-            self.checkpoints.load(restore_point.step, self.model, self.optimizers, self.rank_group, self.sync)
+            try:
+                self.checkpoints.load(restore_point.step, self.model, self.optimizers, self.rank_group, self.sync)
+            finally:
+                self._finish_verification(restore_point)  # a file that cannot be loaded is usually a damaged one
         self.begin_history(restore_point)
         for slot in self._slots.slots if self._slots is not None else []:
             slot.step = -1 if slot.step > restore_point.step else slot.step
+
+    def _finish_verification(self, restore_point: RestorePoint) -> None:
+        """Wait for the checksums that were computed during the load; damage that one rank finds counts for all."""
+        verification = restore_point.verification
+        if verification is None:
+            return
+        kind, problems = self.rank_group.gather(verification.result, worst_problems, self.callbacks.on_wait)
+        if problems:
+            self._damaged.append(DamagedStateError(restore_point.step, problems, kind == "unreadable"))
+            raise self._damaged[-1]
 
     def roll_back(self, max_step: int) -> RestorePoint | None:
         """Load the newest state of at most ``max_step`` steps, and drop all later ones."""
         self.finish_pending_write()
         if self._slots is not None:
             self._slots.wait()
-        found = self.find_restore_point(max_step)
+        while (found := self.find_restore_point(max_step)) is not None:
+            with suppress(DamagedStateError):  # the next one is an older state
+                self.load(found)
+                break
         if found is None:
             return None
-        self.load(found)
         if found.slots and not any(step <= found.step for step in self.rank_group.on_rank0(self.checkpoints.steps)):
             # All durable checkpoints are of later steps, and a run must not depend on memory alone.
             state, lineage = self._state_dict(), self.lineage

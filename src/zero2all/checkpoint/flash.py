@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ KEY_FILE = "key"  # in the directory of a run
 _KEY = re.compile(r"[A-Za-z0-9_]{1,64}")
 ALIGNMENT = 64  # bytes
 HASH_BLOCK = 1 << 20  # bytes under one hash
+T = TypeVar("T")
 BACKGROUND_NICENESS = 10  # relative to training
 HISTORY_MARKER = "history"
 ABANDONED_AFTER = 86400.0  # seconds after which the slots of a deleted run are removed
@@ -294,10 +296,10 @@ def clear_cuda_error() -> None:
         torch.zeros(1, device="cuda")
 
 
-def run_in_background(function: Callable[[], None], niceness: int = BACKGROUND_NICENESS) -> Future[None]:
+def run_in_background(function: Callable[[], T], niceness: int = BACKGROUND_NICENESS) -> Future[T]:
     """On a daemon thread: one that waits for a lost rank must not keep the process alive. ``niceness`` is relative to
     the main thread: 0 for work that training soon waits for."""
-    outcome: Future[None] = Future()
+    outcome: Future[T] = Future()
 
     def run() -> None:
         if sys.platform == "linux":  # per-thread priority: training goes first
@@ -306,11 +308,11 @@ def run_in_background(function: Callable[[], None], niceness: int = BACKGROUND_N
             with suppress(PermissionError):  # only root may raise one that was inherited
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, priority))
         try:
-            function()
+            result = function()
         except BaseException as error:
             outcome.set_exception(error)
         else:
-            outcome.set_result(None)
+            outcome.set_result(result)
 
     threading.Thread(target=on_current_device(run), name="z2a-keep", daemon=True).start()
     return outcome

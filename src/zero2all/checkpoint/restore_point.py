@@ -6,6 +6,7 @@ import math
 import operator
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from zero2all.checkpoint.flash import (
     find_staged_slots,
     layout_fingerprint,
     privacy_problem,
+    run_in_background,
     slot_layout,
 )
 from zero2all.checkpoint.integrity import (
@@ -57,6 +59,8 @@ class RestorePoint:
     state: TrainingState
     lineage: Lineage
     slots: tuple[StagedSlot, ...] = ()
+    verification: Future[IntegrityResult] | None = None
+    """Checksums of this rank's files, which are computed while the state is loaded; None if they are known."""
 
     @property
     def location(self) -> str:
@@ -99,13 +103,21 @@ def _shares(decision: RestoreDecision, ranks: Sequence[RankReport]) -> list[_Sha
     return shares
 
 
-def _worst_problems(results: Sequence[IntegrityResult]) -> tuple[IntegrityKind, list[str]]:
+def worst_problems(results: Sequence[IntegrityResult]) -> tuple[IntegrityKind, list[str]]:
     """The worst kind of result, and the first problems of that kind."""
     kind = worst_result(results).kind
     found = [(rank, result.reason) for rank, result in enumerate(results) if result.kind == kind != "valid"]
     return kind, [
         f"{reason} (rank {rank})" if len(results) > 1 else reason for rank, reason in found[:MAX_RANKS_IN_REASON]
     ]
+
+
+class DamagedStateError(Exception):
+    """A checkpoint proved to be damaged while it was loaded. The model and the optimizers hold nothing of use now."""
+
+    def __init__(self, step: int, problems: Sequence[str], unreadable: bool) -> None:
+        super().__init__("; ".join(problems))
+        self.step, self.problems, self.unreadable = step, tuple(problems), unreadable
 
 
 MAX_ROUNDS = 8  # of copying between nodes, before each reads only what it holds
@@ -129,6 +141,8 @@ class RestorePointFinder:
     model: nn.Module
     rank_group: RankGroup
     replicas: Replicas | None = None
+    damaged: tuple[DamagedStateError, ...] = ()
+    """Checkpoints that proved to be damaged when they were loaded."""
 
     def find(self, max_step: float = math.inf) -> tuple[RestoreDecision, RestorePoint | None]:
         layout = layout_fingerprint(slot_layout(dict(flatten_tensors({"model": get_model_state_dict(self.model)}))))
@@ -142,16 +156,18 @@ class RestorePointFinder:
                 copied, rounds = copied + self._fetch(decision.chosen, mine), rounds + 1
                 continue  # what was copied is now held here
             # Checksums only of the state that would be restored: a state is as large as the memory.
-            if decision.chosen is None or self._is_valid(decision.chosen, mine, durable):
+            chosen, verifies_later = decision.chosen, self._has_fallback(decision.chosen, durable)
+            if chosen is None or verifies_later or self._is_valid(chosen, mine, durable):
                 break
         for rejected in decision.rejected:
             warn(str(rejected))
-        if (chosen := decision.chosen) is None:
+        if chosen is None:
             return decision, None
         if chosen.tier == "durable":
             # A failed read fails on all ranks.
             state = self.rank_group.on_rank0(lambda: self.checkpoints.read_state(chosen.step))
-            return decision, RestorePoint(chosen.step, state, chosen.lineage)
+            verification = run_in_background(lambda: self._verify(chosen.step)) if verifies_later else None
+            return decision, RestorePoint(chosen.step, state, chosen.lineage, verification=verification)
         if used := [fetch for fetch in copied if _part(fetch.slot)[2:] == (chosen.step, chosen.history)]:
             size = show_bytes(sum(fetch.slot.bytes for fetch in used))
             reason = f"{decision.reason}, {len(used)} parts copied from other nodes ({size})"
@@ -257,7 +273,24 @@ class RestorePointFinder:
             mine[report] = slot
 
     def _scan_durable(self) -> list[DurableReport]:
-        return [self._inspect_durable(step) for step in self.checkpoints.steps()]
+        known = {error.step: error for error in self.damaged}
+        return [
+            replace(report, problems=known[report.step].problems, unreadable=known[report.step].unreadable)
+            if report.step in known
+            else report
+            for report in map(self._inspect_durable, self.checkpoints.steps())
+        ]
+
+    def _has_fallback(self, chosen: RestoreChoice | None, durable: list[DurableReport]) -> bool:
+        """Whether the checksums of a checkpoint may be computed while it is loaded.
+
+        If they are wrong, the weights are overwritten, so there must be a different state to load.
+        """
+        others = [report for report in durable if chosen is not None and report.step < chosen.step]
+        return chosen is not None and chosen.tier == "durable" and any(not report.problems for report in others)
+
+    def _verify(self, step: int) -> IntegrityResult:
+        return self.checkpoints.verify(step, (self.rank_group.rank, self.rank_group.world_size))
 
     def _inspect_durable(self, step: int) -> DurableReport:
         path, lineages = self.checkpoints.path(step), list[Lineage]()
@@ -305,10 +338,7 @@ class RestorePointFinder:
                 if report in mine:  # ranks of a node report the same
                     mine[replace(report, problem=problem)] = mine.pop(report)
             return not found
-        rank_slice = (self.rank_group.rank, self.rank_group.world_size)
-        kind, problems = self.rank_group.gather(
-            lambda: self.checkpoints.verify(chosen.step, rank_slice), _worst_problems
-        )
+        kind, problems = self.rank_group.gather(lambda: self._verify(chosen.step), worst_problems)
         [index] = [number for number, report in enumerate(durable) if report.step == chosen.step]
         durable[index] = replace(durable[index], problems=tuple(problems), unreadable=kind == "unreadable")
         return not problems

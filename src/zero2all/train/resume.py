@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch.optim import Optimizer
 
-from zero2all.checkpoint import CheckpointManager, RankGroup, RestorePoint, RunIdentity, TrainingState
+from zero2all.checkpoint import (
+    CheckpointManager,
+    DamagedStateError,
+    RankGroup,
+    RestorePoint,
+    RunIdentity,
+    TrainingState,
+)
 from zero2all.console import say, warn
 from zero2all.errors import UsageError, Z2aError
 from zero2all.parallel import ParallelModel
@@ -86,14 +94,19 @@ def plan_resume(
     )
 
 
-def load_newest(manager: CheckpointManager, resumed: ResumedRun) -> None:
-    """Load the state that ``plan_resume`` found, or start from scratch."""
-    if resumed.restored is None:
-        manager.begin_history(None)
-        return
-    manager.load(resumed.restored)
-    for line in resumed.messages:
-        say(line)
+def load_newest(manager: CheckpointManager, resumed: ResumedRun, plan_again: Callable[[], ResumedRun]) -> ResumedRun:
+    """Load the state that ``plan_resume`` found, or start from scratch. A damaged one is given up for an older one."""
+    while resumed.restored is not None:
+        try:
+            manager.load(resumed.restored)
+        except DamagedStateError:
+            resumed = plan_again()
+            continue
+        for line in resumed.messages:
+            say(line)
+        return resumed
+    manager.begin_history(None)
+    return resumed
 
 
 def _saved_identity(restored: RestorePoint, run: Run, ranks: RankGroup) -> RunIdentity:

@@ -306,12 +306,13 @@ class Trainer:
             outer or self.model.powersgd,
         )
         # A recipe that cannot continue the run fails here, before a teacher or a reference is computed.
-        resumed = plan_resume(self.checkpoint_manager, run, self.plan, self.identity, ranks, extend)
+        find_state = partial(plan_resume, self.checkpoint_manager, run, self.plan, self.identity, ranks, extend)
+        resumed = find_state()
         # The reference is computed while the model has its initial weights.
         objective, self.initial_weights = build_objective(
             run, self.plan, self.model, self.tokenizer, self.rank_group, self.heartbeat.ping
         )
-        load_newest(self.checkpoint_manager, resumed)
+        resumed = load_newest(self.checkpoint_manager, resumed, find_state)
         restored, self.recipe, run.recipe, self.plan = resumed.restored, resumed.recipe, resumed.recipe, resumed.plan
         self.first_step = self.resume_step = 0 if restored is None else restored.step  # a rollback changes the latter
         self.objective = objective
