@@ -116,11 +116,19 @@ def test_a_damaged_checkpoint_is_still_skipped(tmp_path: Path) -> None:
     assert restored(tmp_path) == [900]
 
 
-def flip_a_bit(root: Path, step: int) -> None:
-    shard = root / "checkpoints" / f"step-{step:08}" / "__0_0.distcp"
+def flip_a_bit(root: Path, step: int, name: str = "__0_0.distcp") -> None:
+    shard = root / "checkpoints" / f"step-{step:08}" / name
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
+
+
+def test_a_state_whose_checksum_is_wrong_is_not_read(tmp_path: Path) -> None:
+    trained(tmp_path, 900, 1000)
+    flip_a_bit(tmp_path, 1000, "state.json")
+    found = make_manager(tmp_path, RankGroup()).find_restore_point()
+    assert found is not None
+    assert found.step == 900
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -145,12 +153,14 @@ def test_if_all_are_damaged_training_does_not_start_with_overwritten_weights(tmp
 
 
 def test_checksums_are_computed_while_the_state_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either waits for the other to start, so one after the other would fail."""
+    """Either waits for the other to start, so one after the other would fail. The state is read before either."""
     trained(tmp_path, 900, 1000)
     verifies, loads = threading.Event(), threading.Event()
     hash_file, load = integrity.sha256_file, checkpoint_store.CheckpointStore.load
 
     def hash_during_load(path: Path) -> str:
+        if path.name == "state.json":
+            return hash_file(path)
         verifies.set()
         assert loads.wait(30), "the load has not started"
         return hash_file(path)

@@ -58,12 +58,14 @@ def test_a_command_that_fails_fails_the_launch() -> None:
 )
 def test_the_ranks_get_the_backend_that_was_chosen(tmp_path: Path, options: tuple[str, ...], backend: str) -> None:
     """In the environment, and in the process group that a rank opens."""
+    # Ranks share stdout, and print would write a line in several parts.
     (tmp_path / "script.py").write_text(
+        "import sys\n"
         "import torch.distributed as dist\n"
         "from zero2all.environment import collective_backend\n"
-        "print('on GPUs:', collective_backend('cuda'))\n"
+        "sys.stdout.write(f'on GPUs: {collective_backend(\"cuda\")}\\n')\n"
         "dist.init_process_group(collective_backend('cpu'))\n"
-        "print('here:', dist.get_backend())\n"
+        "sys.stdout.write(f'here: {dist.get_backend()}\\n')\n"
         "dist.destroy_process_group()\n"
     )
     done = launch(*options, "--procs", "2", "--", "python", str(tmp_path / "script.py"))

@@ -182,6 +182,10 @@ class CheckpointStore:
         result = self.verify(step, rank_slice)
         return None if result.kind == "valid" else result.reason
 
+    def verify_state_file(self, step: int) -> IntegrityResult:
+        """The checksum of what ``read_state`` reads, and the sizes of the other files."""
+        return verify_checksums(self.path(step), step, only=STATE_FILE)
+
     def verify(self, step: int, rank_slice: tuple[int, int] = (0, 1)) -> IntegrityResult:
         result = verify_checksums(self.path(step), step, rank_slice)
         if result.kind != "valid":

@@ -44,9 +44,14 @@ def main() -> None:
     end_with_parent()
     os.nice(NICENESS)
     gc.disable()  # millions of objects, none of them in a cycle
-    _write(ChunkIndex.from_bytes(sys.stdin.buffer.read()), Path(sys.argv[1]))
-    # The file is written and synced. A thread of torch's libraries was once seen to abort the interpreter's own exit.
-    os._exit(0)
+    failed = False
+    try:
+        _write(ChunkIndex.from_bytes(sys.stdin.buffer.read()), Path(sys.argv[1]))
+    except Exception as error:
+        sys.stderr.write(f"{error}\n")
+        failed = True
+    # The file is written and synced. Threads of torch's libraries sometimes abort the interpreter's own exit.
+    os._exit(failed)
 
 
 if __name__ == "__main__":

@@ -53,10 +53,13 @@ class CheckpointManifest:
     unfinished: bool = False
 
 
-def verify_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)) -> IntegrityResult:
+def verify_checksums(
+    path: Path, step: int, rank_slice: tuple[int, int] = (0, 1), only: str | None = None
+) -> IntegrityResult:
     """Recompute the checksums. Rank r of R checks every R-th file from r on: all ranks together read each file once.
 
-    An object whose ETag is still that of its upload has not changed, and is not downloaded to be hashed.
+    With ``only``, the checksum of that file alone. An object whose ETag is still the one of its upload has not changed,
+    and is not downloaded to be hashed.
     """
 
     def check() -> None:
@@ -64,7 +67,7 @@ def verify_checksums(path: Path, step: int, rank_slice: tuple[int, int] = (0, 1)
         unchanged = {name for name, etag in manifest.etags.items() if etags.get(name) == etag}
         for name, recorded in _slice(manifest.files, rank_slice).items():
             _check_size(name, sizes, manifest)
-            if name in unchanged:
+            if name in unchanged or name != (only or name):
                 continue
             try:
                 digest = sha256_file(path / name)

@@ -24,6 +24,7 @@ from zero2all.checkpoint.flash import (
 )
 from zero2all.checkpoint.integrity import (
     MISSING_FILE_ERRORS,
+    VALID,
     DamagedError,
     IntegrityKind,
     IntegrityResult,
@@ -157,7 +158,7 @@ class RestorePointFinder:
                 continue  # what was copied is now held here
             # Checksums only of the state that would be restored: a state is as large as the memory.
             chosen, verifies_later = decision.chosen, self._has_fallback(decision.chosen, durable)
-            if chosen is None or verifies_later or self._is_valid(chosen, mine, durable):
+            if chosen is None or self._is_valid(chosen, mine, durable, verifies_later):
                 break
         for rejected in decision.rejected:
             warn(str(rejected))
@@ -289,6 +290,10 @@ class RestorePointFinder:
         others = [report for report in durable if chosen is not None and report.step < chosen.step]
         return chosen is not None and chosen.tier == "durable" and any(not report.problems for report in others)
 
+    def _verify_state_file(self, step: int) -> IntegrityResult:
+        """The state is used before the checksums of the weights are known."""
+        return self.checkpoints.verify_state_file(step) if self.rank_group.rank == 0 else VALID
+
     def _verify(self, step: int) -> IntegrityResult:
         return self.checkpoints.verify(step, (self.rank_group.rank, self.rank_group.world_size))
 
@@ -320,7 +325,11 @@ class RestorePointFinder:
             return None
 
     def _is_valid(
-        self, chosen: RestoreChoice, mine: dict[SlotReport, StagedSlot], durable: list[DurableReport]
+        self,
+        chosen: RestoreChoice,
+        mine: dict[SlotReport, StagedSlot],
+        durable: list[DurableReport],
+        verifies_later: bool,
     ) -> bool:
         """Whether every rank finds its part valid; problems are added to the reports.
 
@@ -338,7 +347,8 @@ class RestorePointFinder:
                 if report in mine:  # ranks of a node report the same
                     mine[replace(report, problem=problem)] = mine.pop(report)
             return not found
-        kind, problems = self.rank_group.gather(lambda: self._verify(chosen.step), worst_problems)
+        verify = self._verify_state_file if verifies_later else self._verify
+        kind, problems = self.rank_group.gather(lambda: verify(chosen.step), worst_problems)
         [index] = [number for number, report in enumerate(durable) if report.step == chosen.step]
         durable[index] = replace(durable[index], problems=tuple(problems), unreadable=kind == "unreadable")
         return not problems
