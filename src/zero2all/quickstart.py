@@ -115,12 +115,16 @@ class QuickstartResult:
 
 
 def quickstart(
-    out: Path, corpus: list[Path] | None = None, overrides: list[str] | None = None, chat: bool = False
+    out: Path,
+    corpus: list[Path] | None = None,
+    overrides: list[str] | None = None,
+    chat: bool = False,
+    chat_overrides: list[str] | None = None,
 ) -> QuickstartResult:
     """Build documents, tokenizer, tokens and a model below ``out``; evaluate it and generate text.
 
-    With ``chat`` the model is then fine-tuned on conversations about the built-in stories, in ``out/chat``. If
-    interrupted, the same call resumes where it stopped.
+    With ``chat`` the model is then fine-tuned on conversations about the built-in stories, in ``out/chat``;
+    ``chat_overrides`` are for that recipe. If interrupted, the same call resumes where it stopped.
     """
     recipe = quickstart_recipe(out, corpus or [], overrides or [])
     _refuse_other_recipe(recipe, out / "recipe.yaml", overrides or [])
@@ -182,7 +186,7 @@ def quickstart(
         stories=stories.quality if stories else None,
         samples=samples,
         seconds=seconds,
-        chat=_fine_tune(recipe, model, seconds) if chat else None,
+        chat=_fine_tune(recipe, model, chat_overrides or [], seconds) if chat else None,
     )
 
 
@@ -192,12 +196,12 @@ def _say_stage_of_overrides(out: Path, overrides: list[str]) -> None:
         say(f"{', '.join(own)}: for pretraining, stages 1 to 5. Fine-tuning has its own recipe, {recipe}")
 
 
-def _fine_tune(base: Recipe, base_model: Z2all, seconds: dict[str, float]) -> ChatResult:
+def _fine_tune(base: Recipe, base_model: Z2all, overrides: list[str], seconds: dict[str, float]) -> ChatResult:
     """Conversations to a model that answers, below ``out/chat``."""
     out = base.out / CHAT
     with _timed_stage("6/7 conversations: what to ask and to answer", "conversations", seconds):
         paths = _write_conversations(out / "conversations", base.seed)
-        recipe = _chat_recipe(base, out, paths)
+        recipe = _chat_recipe(base, out, paths, overrides)
         write_text(out / "recipe.yaml", recipe_yaml(recipe))
         documents = build_corpus(recipe.corpus, recipe.documents_dir)
         build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
@@ -213,7 +217,7 @@ def _fine_tune(base: Recipe, base_model: Z2all, seconds: dict[str, float]) -> Ch
     return ChatResult(str(out), documents.documents, trained.steps, after, before, evaluation.quality, turns)
 
 
-def _chat_recipe(base: Recipe, out: Path, paths: dict[str, Path]) -> Recipe:
+def _chat_recipe(base: Recipe, out: Path, paths: dict[str, Path], overrides: list[str]) -> Recipe:
     sources = [{"name": language, "kind": "chat", "paths": [str(path)]} for language, path in paths.items()]
     places = [
         f"out={_inline_yaml(str(out.absolute()))}",
@@ -225,7 +229,7 @@ def _chat_recipe(base: Recipe, out: Path, paths: dict[str, Path]) -> Recipe:
         f"train.seq_len={base.train.seq_len}",
         f"train.device={base.train.device}",
     ]
-    return load_recipe(builtin_recipe_path("chat.yaml"), places)
+    return load_recipe(builtin_recipe_path("chat.yaml"), [*overrides, *places])
 
 
 def _write_conversations(directory: Path, seed: int) -> dict[str, Path]:

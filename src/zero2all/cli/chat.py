@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zero2all.cli.conventions import Json, Result, command
-from zero2all.cli.eval_bench import Target
 from zero2all.cli.runs import CheckpointStep
 from zero2all.console import sanitize, say
 from zero2all.errors import UsageError
@@ -19,6 +18,10 @@ from zero2all.errors import UsageError
 if TYPE_CHECKING:
     from zero2all.serve import ChatSession
 
+OptionalTarget = Annotated[
+    str | None,
+    typer.Argument(help="A run, a checkpoint of a run or a Hugging Face directory.", metavar="[RUN|CHECKPOINT|HF_DIR]"),
+]
 HELP = """/reset             forget the conversation
 /system TEXT       set the system prompt, and forget the conversation
 /params            show the sampling parameters
@@ -29,7 +32,8 @@ HELP = """/reset             forget the conversation
 
 @command
 def chat(
-    target: Target,
+    target: OptionalTarget = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Talk to the small model that ships with zero2all.")] = False,
     system: Annotated[str, typer.Option("--system", help="The system prompt.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy decoding.")] = 0.7,
@@ -48,16 +52,21 @@ def chat(
 
     Example: z2a chat runs/sft --system "Answer in one sentence."
     """
+    if demo == (target is not None):
+        raise UsageError("give a run, a checkpoint or a Hugging Face directory, or --demo for a model to try")
+    from zero2all.demo import DIRECTORY, QUESTIONS
     from zero2all.evals import open_target
     from zero2all.generation import SamplingParams
     from zero2all.serve import ChatSession
 
-    opened = open_target(target, step)
+    opened = open_target(str(DIRECTORY) if target is None else target, step)
     params = SamplingParams(max_tokens, temperature, top_k=0, top_p=top_p, seed=seed)
     session = ChatSession(opened.model, opened.tokenizer, params, system)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        say(f"{opened.name}: write a message, or /help")
+        say(f"{'demo' if demo else opened.name}: write a message, or /help")
+        if demo:
+            say(f"A very small model of short stories. Try: {'  '.join(QUESTIONS)}")
     write: Callable[[str], object] = (lambda text: None) if json else sys.stdout.write
     for line in _lines(is_terminal):
         if line == "/exit":
