@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from zero2all.cli.main import app
 from zero2all.demo import DIRECTORY, QUESTIONS, DemoRecord
 from zero2all.demo.make import CHAT_OVERRIDES, OVERRIDES, make_demo
 from zero2all.evals import open_target
@@ -50,6 +52,13 @@ def test_it_answers_in_the_language_of_the_question() -> None:
         assert not SCRIPTS[other].search(answer)
         assert session.stats is not None
         assert session.stats.finish_reason == "stop"
+
+
+def test_a_target_or_the_demo_must_be_given() -> None:
+    for words in ([], ["runs/first", "--demo"]):
+        done = CliRunner().invoke(app, ["chat", *words])
+        assert done.exit_code == 2
+        assert "or --demo" in done.stderr
 
 
 @pytest.mark.long
