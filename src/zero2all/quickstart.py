@@ -115,21 +115,17 @@ class QuickstartResult:
 
 
 def quickstart(
-    out: Path,
-    corpus: list[Path] | None = None,
-    overrides: list[str] | None = None,
-    chat: bool = False,
-    chat_overrides: list[str] | None = None,
+    out: Path, corpus: list[Path] | None = None, overrides: list[str] | None = None, chat: list[str] | None = None
 ) -> QuickstartResult:
     """Build documents, tokenizer, tokens and a model below ``out``; evaluate it and generate text.
 
-    With ``chat`` the model is then fine-tuned on conversations about the built-in stories, in ``out/chat``;
-    ``chat_overrides`` are for that recipe. If interrupted, the same call resumes where it stopped.
+    With ``chat``, the overrides of that recipe, the model is then fine-tuned on conversations about the built-in
+    stories, in ``out/chat``. If interrupted, the same call resumes where it stopped.
     """
     recipe = quickstart_recipe(out, corpus or [], overrides or [])
     _refuse_other_recipe(recipe, out / "recipe.yaml", overrides or [])
     write_text(out / "recipe.yaml", recipe_yaml(recipe))
-    _say_stage_of_overrides(out, overrides if chat and overrides else [])
+    _say_stage_of_overrides(out, overrides if chat is not None and overrides else [])
     seconds: dict[str, float] = {}
     if not corpus:
         with _timed_stage("0/5 stories: a corpus for the first model", "stories", seconds):
@@ -186,7 +182,7 @@ def quickstart(
         stories=stories.quality if stories else None,
         samples=samples,
         seconds=seconds,
-        chat=_fine_tune(recipe, model, chat_overrides or [], seconds) if chat else None,
+        chat=_fine_tune(recipe, model, chat, seconds) if chat is not None else None,
     )
 
 

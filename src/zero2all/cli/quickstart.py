@@ -38,5 +38,5 @@ def quickstart(
 
     overrides = [word for word in more or [] if "=" in word and not Path(word).exists()]
     paths = [*(corpus or []), *(Path(word) for word in more or [] if word not in overrides)]
-    result = quickstart(out, paths, overrides, chat)
+    result = quickstart(out, paths, overrides, [] if chat else None)
     return Result(result.to_json(), summary_text(result))

@@ -24,5 +24,5 @@ class DemoRecord:
     bits_per_byte: float
     """On reference answers in the validation set."""
     right: int
-    """Correct answers to held-out questions."""
+    """Correct answers to questions that it was not trained on."""
     checkable: int

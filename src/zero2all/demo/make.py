@@ -50,7 +50,7 @@ the metrics of this one: {record.bits_per_byte:.3f} bits per byte on reference a
 
 def make_demo(work: Path, out: Path) -> DemoRecord:
     """Train the model below ``work`` and export it to ``out``."""
-    result = quickstart(work, overrides=OVERRIDES, chat=True, chat_overrides=CHAT_OVERRIDES)
+    result = quickstart(work, overrides=OVERRIDES, chat=CHAT_OVERRIDES)
     chat, validation = result.chat, result.validation
     assert chat is not None
     assert validation is not None
