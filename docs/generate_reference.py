@@ -1,25 +1,31 @@
-"""Write the pages in docs/reference from the code: ``python docs/generate_reference.py``.
+"""Write what the documentation takes from the code: ``python docs/generate_reference.py``.
 
-They depend neither on the machine nor on the versions of libraries; tests/test_reference.py checks that they are
-current.
+The pages in docs/reference depend neither on the machine nor on the versions of libraries. tests/test_reference.py
+checks that everything generated is current.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from reference_generator.cli_page import cli_page
 from reference_generator.python_page import python_page
-from reference_generator.recipe_page import recipe_page
+from reference_generator.recipe_page import KEY_VERSIONS, key_versions, recipe_page
 
 REFERENCE = Path(__file__).with_name("reference")
 
 
-def pages() -> dict[str, str]:
-    """The text of each page by its file name."""
-    return {"recipe.md": recipe_page(), "cli.md": cli_page(), "python.md": python_page()}
+def generated() -> dict[Path, str]:
+    """The text of each generated file."""
+    return {
+        REFERENCE / "recipe.md": recipe_page(),
+        REFERENCE / "cli.md": cli_page(),
+        REFERENCE / "python.md": python_page(),
+        KEY_VERSIONS: json.dumps(key_versions(), indent=1) + "\n",
+    }
 
 
 if __name__ == "__main__":
-    for name, text in pages().items():
-        (REFERENCE / name).write_text(text, encoding="utf-8", newline="\n")
+    for path, text in generated().items():
+        path.write_text(text, encoding="utf-8", newline="\n")

@@ -34,6 +34,7 @@ NAMES = {
     "ISC License (ISCL)": "ISC", "ISC License": "ISC", "MIT License": "MIT",
     "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0", "Python Software Foundation License": "PSF-2.0",
     "The Unlicense (Unlicense)": "Unlicense",
+    "MPL-2.0 and MIT and BSD-3-Clause": "MPL-2.0 AND MIT AND BSD-3-Clause",
 }  # fmt: skip
 # Packages whose metadata name no licence: what their repository says.
 KNOWN = {"torchao": "BSD-3-Clause", "python-dateutil": "Apache-2.0 OR BSD-3-Clause"}

@@ -1,4 +1,4 @@
-"""Commands that README and SECURITY name as proof of what they say: the gate runs each of them in small."""
+"""Commands that README, status and SECURITY name as proof of what they say: the gate runs each of them in small."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROOFS = {
+    ("README.md", "every command"): "cli/test_cli.py::"
+    "test_quickstart_from_messy_files_to_samples_and_every_command_after_it",
+    ("README.md", "z2a chaos"): "chaos/test_chaos.py::test_a_job_survives_the_short_suite",
     ("README.md", "z2a bench parity"): "bench/test_parity.py::test_the_command_compares_the_layouts_that_it_is_given",
-    ("README.md", "chaos suite"): "chaos/test_chaos.py::test_a_job_survives_the_short_suite",
-    ("README.md", "z2a parallel show"): "parallel/test_dry_run.py::test_the_command_shows_the_shards_of_every_rank",
-    (
-        "README.md",
-        "z2a export",
-    ): "cli/test_cli.py::test_quickstart_from_messy_files_to_samples_and_every_command_after_it",
-    ("README.md", "llama.cpp"): "export/test_gguf.py::test_a_run_is_exported_compared_and_described",
-    ("README.md", "z2a plan"): "planner/test_plan_command.py::test_a_recipe_is_planned_without_any_corpus",
-    ("README.md", "z2a compare"): "experiments/test_commands.py::"
-    "test_one_recipe_twice_is_no_difference_and_an_eighth_of_the_rate_is_one",
     ("README.md", "z2a blame"): "train/test_blame.py::test_losses_of_documents_add_up_to_the_loss_of_the_step",
+    ("docs/status.md", "python -m tests.oracle"): "oracle/test_oracle.py::test_every_layout",
+    ("docs/status.md", "z2a export"): "export/test_gguf.py::test_a_run_is_exported_compared_and_described",
+    ("docs/status.md", "test_published.py"): "planner/test_published.py::test_llama_2_7b_took_184320_gpu_hours",
     # Its cases are tests, and the gate runs those that are not marked long. The program only counts them.
     ("SECURITY.md", "python -m tests.adversarial"): "adversarial/test_families.py::test_the_table_adds_up",
     ("SECURITY.md", "python -m tests.adversarial.fuzz"): "adversarial/test_fuzz.py::"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
+import json
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,12 +12,13 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic.fields import FieldInfo
 
 from reference_generator.markdown import first_paragraph, heading_link, page, paragraphs, prose, table, value_text
+from zero2all import __version__
 from zero2all.recipe import PRESETS, ModelConfig, Recipe
 from zero2all.recipe.sections import AnyDir, InputPath, LocalDir
 from zero2all.recipe.types import Bytes, Count, DurationField, Section, Slug
 
-CHANGELOG = Path(__file__).parents[2] / "CHANGELOG.md"
-FIRST_VERSION = "0.1.0"
+KEY_VERSIONS = Path(__file__).with_name("key_versions.json")
+THIS_VERSION = __version__.partition(".dev")[0]
 NAMED_TYPES = [
     (Count, "count"),
     (Bytes, "size"),
@@ -36,7 +37,7 @@ recipe, `z2a recipe show` prints it with all defaults filled in, and `z2a recipe
 editors. [formats.md](../formats.md#recipe) describes the syntax.
 
 `[]` in a path stands for an element of a list: `corpus.sources[].name` is the name of a source. *Since* is the version
-that introduced the key under this name; [CHANGELOG.md](../../CHANGELOG.md) maps the earlier names."""
+that introduced the key under this name. A recipe with an earlier name fails, and the error gives the new one."""
 TYPE_ROWS = [
     ("count", "An integer, optionally with a suffix: `4096`, `64Ki`, `10M`, `1.1B`."),
     ("size", "A number of bytes: `4096`, `200MB`, `2GiB`."),
@@ -97,7 +98,13 @@ def section_in(hint: Any) -> type[Section] | None:
 
 def key_table(section: type[Section], prefix: str) -> str:
     rows = (
-        (f"`{key.path}`", type_text(key), default_text(key), since(key.path), prose(key.info.description or ""))
+        (
+            f"`{key.path}`",
+            type_text(key),
+            default_text(key),
+            key_versions()[key.path],
+            prose(key.info.description or ""),
+        )
         for key in keys(section, prefix)
     )
     return table(["Key", "Type", "Default", "Since", "Description"], rows)
@@ -171,26 +178,13 @@ def size_text(size: int) -> str:
     return next((f"{size // factor}{unit}" for unit, factor in units.items() if size % factor == 0), str(size))
 
 
-def since(path: str) -> str:
-    """The version that introduced a key or the list that it is in, by the tables of recipe keys in the changelog."""
-    lists = [path.split("[]")[0]] if "[]" in path else []
-    found = (version for version, key in changelog_keys() for one in (path, *lists) if f".{one}".endswith(f".{key}"))
-    return next(found, FIRST_VERSION)
-
-
 @functools.cache
-def changelog_keys() -> list[tuple[str, str]]:
-    """Each version that has a table of recipe keys, with every new or renamed key in it, newest version first.
-
-    The first column is the key before or ``new``, the second one is the key; that of a renamed key has no section.
-    """
-    found = []
-    for version in re.split(r"^## ", CHANGELOG.read_text("utf-8"), flags=re.MULTILINE)[1:]:
-        _, _, rows = version.partition("\nRecipe keys:\n")
-        for before, key in re.findall(r"^\| (new|`[\w.]+`) \| `([\w.\[\]]+)` \|$", rows, flags=re.MULTILINE):
-            section = "" if before == "new" else before.strip("`").rpartition(".")[0]
-            found.append((version.split()[0], f"{section}.{key}".lstrip(".")))
-    return found
+def key_versions() -> dict[str, str]:
+    """The version that introduced each key: as recorded, or this version."""
+    recorded = json.loads(KEY_VERSIONS.read_text("utf-8"))
+    all_sections = [("", Recipe), *sections(Recipe, "")]
+    paths = [key.path for prefix, section in all_sections for key in keys(section, prefix)]
+    return {path: recorded.get(path, THIS_VERSION) for path in paths}
 
 
 def preset_table() -> str:

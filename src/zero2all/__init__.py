@@ -8,4 +8,4 @@ Each package is a stage that can be run alone, from Python or with the ``z2a`` c
     train(load_recipe("recipes/quickstart.yaml", ["train.steps=200"]))
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -84,7 +85,7 @@ def test_the_number_of_workers_changes_no_byte(
 
 @pytest.mark.slow
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(
-    raw: Path, undisturbed: dict[str, bytes], tmp_path: Path
+    raw: Path, undisturbed: dict[str, bytes], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """The moment is a number of files in the work directory, so that it falls into every stage."""
     out = tmp_path / "documents"
@@ -106,3 +107,4 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     assert kills >= KILLS // 2
     assert contents(out) == undisturbed
     assert {path.name for path in tmp_path.iterdir()} == {"documents", "documents.work"}
+    record_property("cases", kills)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,7 +87,9 @@ def test_documents_on_s3_have_the_bytes_of_a_local_build(s3: str, raw: Path, tmp
 
 
 @pytest.mark.long
-def test_killed_at_random_moments_it_ends_with_the_same_bytes(s3: str, raw: Path, tmp_path: Path) -> None:
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(
+    s3: str, raw: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     """The moment is a number of objects in the bucket; the last one falls into the writing of the shards."""
     upload(raw, s3)
     before = len(all_files(to_path(s3)))
@@ -123,6 +126,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(s3: str, raw: Path
     dropped = sum(part["documents"] for a in manifest["sources"].values() for part in a["dropped"].values())
     assert len(gids) == len(set(gids)) == manifest["documents"]
     assert len(gids) + dropped == sum(account["read"]["documents"] for account in manifest["sources"].values())
+    record_property("cases", kills)
 
 
 @pytest.mark.long
