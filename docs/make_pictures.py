@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from picture_maker.pictures import IMAGES, KEY, PICTURES, ROOT, PageShot, Picture, stored_fingerprint
-from picture_maker.runs import Runs
+from picture_maker.runs import FIRST, Runs
 from zero2all.console import say
 
 
@@ -32,8 +32,8 @@ def make(picture: Picture, runs: Runs) -> None:
         path.write_text(marked, encoding="utf-8", newline="\n")
         return
     if isinstance(picture, PageShot):
-        (runs.probes if picture.name == "probes.png" else runs.quickstart)()
-        image = page_image(picture, runs.work)
+        runs.quickstart()
+        image = page_image(picture, runs.work / FIRST / "run")
     else:
         image = file_image(runs.corpus_report(), 1100, 900)
     info = PngInfo()

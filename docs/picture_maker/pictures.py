@@ -57,7 +57,6 @@ class PageShot(Picture):
     """The URL fragment."""
     width: int
     height: int
-    run: str = "runs/first/run"
     phone: bool = False
     parts: tuple[str, ...] = ()
     """CSS selectors of what is shown; without them the whole window."""
@@ -77,7 +76,6 @@ PICTURES: tuple[Picture, ...] = (
     PageShot("track-time.png", RUN, ENGLISH, 800, 900, parts=("[data-chart='time/*']",)),
     PageShot("track-documents.png", RUN, f"{ENGLISH}&step=0:320", 1200, 760, ready=LOSSES_COMPUTED),
     PageShot("stories-quality.png", RUN, ENGLISH, 1280, 1200, parts=QUALITY),
-    PageShot("probes.png", RUN, ENGLISH, 1400, 2400, run="runs/first/probes", parts=(".probes",)),
     Picture("sweep-lr.svg", (*STORIES, "src/zero2all/experiments/plot_svg.py")),
     Picture("corpus-report.png", ("src/zero2all/corpus/corpus_report_page.py",)),
 )

@@ -17,7 +17,6 @@ from zero2all.console import say
 
 Z2A = str(Path(sys.executable).with_name("z2a"))
 FIRST = "runs/first"
-PROBED = ("checkpoint.every=40 steps", "checkpoint.keep_latest=40", "--name", "probes")
 RATES = ("train.optimizer.lr=1e-3,2e-3,4e-3", "evals.stories=0", "evals.every=20 steps")
 SWEEP = (*RATES, "--seeds", "2", "--budget", "60-steps", "--name", "lr")
 CORPUS = "runs/mixed"
@@ -42,16 +41,6 @@ class Runs:
 
         self._once("quickstart", (*STORIES, *PRINTED), make)
         return Recording.load(path)
-
-    def probes(self) -> None:
-        """The same training with a checkpoint every 40 steps, and the probes of each."""
-        self.quickstart()
-
-        def make() -> None:
-            self._z2a("train", FIRST, *PROBED)
-            self._z2a("eval", "probes", f"{FIRST}/probes", "--steps", "all")
-
-        self._once("probes", (), make)
 
     def sweep(self) -> Path:
         """The plot of a sweep over the learning rate."""
@@ -85,11 +74,11 @@ class Runs:
 
 
 def _mixed_recipe(work: Path) -> dict[str, object]:
-    paths = sysconfig.get_paths()
+    library, installed = sysconfig.get_path("stdlib"), Path(yaml.__file__).parents[1]
     sources = {
         "stories": [f"{work / FIRST}/stories/*.jsonl"],
-        "code": [f"{paths['stdlib']}/*.py", f"{paths['stdlib']}/[a-r]*/*.py"],
-        "notices": [f"{paths['purelib']}/*.dist-info/METADATA", f"{paths['purelib']}/*.dist-info/**/LICENSE*"],
+        "code": [f"{library}/*.py", f"{library}/[a-r]*/*.py"],
+        "notices": [f"{installed}/*.dist-info/METADATA", f"{installed}/*.dist-info/**/LICENSE*"],
     }
     listed = [{"name": name, "paths": globs} for name, globs in sources.items()]
     return {"name": "mixed", "out": CORPUS, "corpus": {"sources": listed, "holdout": 0.02}}

@@ -16,17 +16,20 @@ from picture_maker.pictures import PageShot
 
 SCALE = 2  # sharp on screens with small pixels
 COLOURS = 128
+MARGIN = 8  # around a part of a page
 BOX = """
 const boxes = arguments[0].map((part) => document.querySelector(part).getBoundingClientRect());
 const left = Math.min(...boxes.map((box) => box.left)), top = Math.min(...boxes.map((box) => box.top));
-return { x: left + scrollX, y: top + scrollY, scale: 1,
-  width: Math.max(...boxes.map((box) => box.right)) - left, height: Math.max(...boxes.map((box) => box.bottom)) - top };
+const right = Math.max(...boxes.map((box) => box.right)), bottom = Math.max(...boxes.map((box) => box.bottom));
+const margin = arguments[1];
+return { x: left + scrollX - margin, y: top + scrollY - margin, scale: 1,
+  width: right - left + 2 * margin, height: bottom - top + 2 * margin };
 """
 
 
-def page_image(shot: PageShot, work: Path) -> Image.Image:
+def page_image(shot: PageShot, run: Path) -> Image.Image:
     """The live page, from ``z2a watch``."""
-    with watching(work / shot.run) as (url, _):
+    with watching(run) as (url, _):
         return _screenshot(f"{url}#{shot.view}", shot)
 
 
@@ -42,11 +45,12 @@ def _screenshot(url: str, shot: PageShot) -> Image.Image:
         page.get(url)
         if shot.parts:
             _wait(page, f'document.querySelector("{shot.parts[0]}")')
-            page.execute_script(f'document.querySelector("{shot.parts[0]}").scrollIntoView()')
+            page.execute_script(f'document.querySelector("{shot.parts[0]}").scrollIntoView({{block: "center"}})')
         _wait(page, shot.ready)
+        page.execute_script("document.activeElement.blur()")  # nobody uses the keyboard
         if not shot.parts:
             return _reduced(page.get_screenshot_as_png())
-        clip = page.execute_script(BOX, shot.parts)
+        clip = page.execute_script(BOX, shot.parts, MARGIN)
         taken = page.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
         return _reduced(base64.b64decode(taken["data"]))
 
