@@ -33,6 +33,13 @@ _CONTROLS = {
 }
 console = Console(stderr=True, soft_wrap=True, highlight=False)
 _every_rank_console = Console(stderr=True, soft_wrap=True, highlight=False)
+_is_verbose = False
+
+
+def set_verbose(on: bool) -> None:
+    """Whether ``say_detail`` prints: the option ``--verbose``."""
+    global _is_verbose
+    _is_verbose = on
 
 
 def sanitize(text: str) -> str:
@@ -43,6 +50,12 @@ def sanitize(text: str) -> str:
 def say(message: str) -> None:
     """Print a line of plain text; nothing in it is parsed as markup."""
     console.print(escape(sanitize(message)), emoji=False)
+
+
+def say_detail(message: str) -> None:
+    """Print a line only with ``--verbose``."""
+    if _is_verbose:
+        say(message)
 
 
 def warn(message: str, every_rank: bool = False) -> None:

@@ -17,6 +17,7 @@ from zero2all.cli.main import app
 from zero2all.corpus import build_corpus
 from zero2all.corpus.fetch import FetchOptions, FetchResult, fetch_files, list_files
 from zero2all.corpus.fetch import download as download_module
+from zero2all.corpus.fetch import hub as hub_module
 from zero2all.corpus.fetch.hub import HubSource
 from zero2all.corpus.fetch.sources import FileSelection
 from zero2all.engine import Engine
@@ -270,6 +271,25 @@ def test_a_listing_that_does_not_end_is_an_error(hub: FakeHub, tmp_path: Path, m
     )
     with pytest.raises(Z2aError, match="the list of its files does not end"):
         fetch(hub, tmp_path)
+
+
+def test_a_listing_of_empty_pages_ends_at_a_limit(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page names a cursor that no page before it had, and no file."""
+    monkeypatch.setattr(hub_module, "MAX_PAGES", 20)
+    asked: list[str] = []
+
+    def send_empty_page(self: FakeHub, request: Any, query: dict[str, list[str]]) -> None:
+        asked.append(query.get("cursor", [""])[0])
+        if len(asked) > 50:
+            request.plain(404, {})
+        request.plain(200, {"Link": f'<{self.next_host}/?cursor={len(asked)}>; rel="next"'}, b"[]")
+
+    monkeypatch.setattr(FakeHub, "_send_tree", send_empty_page)
+    with pytest.raises(Z2aError, match="the list of its files does not end"):
+        fetch(hub, tmp_path)
+    assert len(asked) == 20
 
 
 def test_without_a_token_the_advice_is_to_set_one(hub: FakeHub, tmp_path: Path) -> None:

@@ -342,7 +342,7 @@ def test_once_and_report_show_the_other_runs_as_well(tmp_path: Path, monkeypatch
     done = CliRunner().invoke(z2a, ["watch", "--once", str(tmp_path)])
     assert done.exit_code == 0
     assert "1 line skipped" in done.output
-    assert "b: step 13 of 20" in done.output
+    assert "b: step 13/20  loss 12.0000" in done.output
     checked = []
 
     def fail_for_a(run: RunView) -> list[object]:

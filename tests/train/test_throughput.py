@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from zero2all.console import set_verbose
 from zero2all.hardware import PeakFlops, measure_peak_again, peak_at_least
 from zero2all.model.cost.flops import flops_per_token, palm_flops_per_token
 from zero2all.model.cost.model_size import count_parameters
@@ -25,16 +28,50 @@ def meter(device: str, peak: PeakFlops = SHEET) -> ThroughputMeter:
     return made
 
 
-@pytest.mark.parametrize(("share", "note"), [(0.45, " (other programs used 45% of the CPU)"), (0.1, ""), (None, "")])
-def test_the_log_line_says_that_the_machine_was_busy(
-    monkeypatch: pytest.MonkeyPatch, share: float | None, note: str
+@pytest.fixture
+def verbose() -> Iterator[None]:
+    set_verbose(True)
+    yield
+    set_verbose(False)
+
+
+def said(meter: ThroughputMeter, step: int, capsys: pytest.CaptureFixture[str], **metrics: float) -> list[str]:
+    """The log lines of a step."""
+    capsys.readouterr()
+    meter.say_step(step, {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, **metrics, **meter.metrics(step)})
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize(("share", "is_said"), [(0.45, True), (0.1, False), (None, False)])
+@pytest.mark.usefixtures("verbose")
+def test_verbose_says_that_the_machine_was_busy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], share: float | None, is_said: bool
 ) -> None:
     monkeypatch.setattr("zero2all.cpu_use.OtherCpuUse.share", lambda self: share)
     on_cpu, on_gpu = meter("cpu"), meter("meta")
     monkeypatch.setattr("zero2all.train.throughput.peak_memory_bytes", lambda device: 1000)
-    [part] = [part for part in on_cpu.step_line(0, 1.0, 1e-3, 1.0, {}).split("  ") if part.startswith("MFU")]
-    assert part.endswith(f"%{note}")
-    assert "other programs" not in on_gpu.step_line(0, 1.0, 1e-3, 1.0, {})
+    assert said(on_cpu, 0, capsys)[-1].endswith("  other programs used 45% of the CPU") == is_said
+    assert "other programs" not in said(on_gpu, 0, capsys)[-1]
+
+
+def test_sources_have_a_line_of_their_own_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    on_cpu = meter("cpu")
+    by_source = {"loss/en": 1.5, "loss/zh": 0.5}
+    lines = [said(on_cpu, step, capsys, **by_source) for step in range(10)]
+    assert lines[0][1] == "  loss by source:  en 1.500  zh 0.500"
+    assert [len(one) for one in lines] == [2, *[1] * 8, 2]  # the last step of the run has it too
+    set_verbose(True)
+    try:
+        lines = [said(on_cpu, step, capsys, **by_source) for step in range(3)]
+    finally:
+        set_verbose(False)
+    assert [len(one) for one in lines] == [3, 3, 3]
+
+
+def test_rewards_are_logged_with_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+    on_cpu = meter("cpu")
+    for step in range(3):
+        assert said(on_cpu, step, capsys, reward=0.25)[1] == "  reward 0.250"
 
 
 def test_tflops_are_of_one_device_and_both_utilizations_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +86,6 @@ def test_tflops_are_of_one_device_and_both_utilizations_are_recorded(monkeypatch
     assert measured["mfu_palm"] > measured["mfu"] > 0
     names = ("tflops", "mfu", "mfu_palm", "hfu")
     assert [four.metrics(0)[name] for name in names] == [measured[name] for name in names]
-    line = one.step_line(0, 1.0, 1e-3, 1.0, {})
-    assert f"{measured['tflops']:.3g} TFLOP/s  MFU {100 * measured['mfu']:.1f}% (PaLM" in line
 
 
 def measured(flops: float, busy: bool = False) -> PeakFlops:
@@ -69,19 +104,23 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[PeakFlops]:
     return found
 
 
-def test_utilization_never_exceeds_100_percent(peaks: list[PeakFlops]) -> None:
+@pytest.mark.usefixtures("verbose")
+def test_utilization_never_exceeds_100_percent(peaks: list[PeakFlops], capsys: pytest.CaptureFixture[str]) -> None:
     slow = meter("cpu", measured(1e9))
     slow.tokens_per_second = 1e5  # many times that peak
     peaks += [measured(5e8), measured(1e13)]  # still busy, then quiet
     slow.check_peak(0)
     assert not {"mfu", "mfu_palm", "hfu"} & set(slow.metrics(0))
-    line = slow.step_line(0, 1.0, 1e-3, 1.0, {})
-    assert "TFLOP/s" in line
-    assert "%" not in line.split("TFLOP/s")[1].split("wait")[0]
+    line, details = said(slow, 0, capsys)
+    assert "MFU" not in line
+    assert details.split("  ")[1].endswith("TFLOP/s")
+    assert not re.search("MFU|HFU", details)
     slow.check_peak(1)
     assert slow.peak.flops == 1e13
     assert 0 < slow.metrics(1)["mfu"] <= slow.metrics(1)["mfu_palm"] <= 1
-    assert "MFU" in slow.step_line(1, 1.0, 1e-3, 1.0, {})
+    line, details = said(slow, 1, capsys)
+    assert "  MFU " in line
+    assert re.search(r"  PaLM MFU \S+%  HFU \S+%", details)
 
 
 def test_a_peak_of_a_busy_machine_is_measured_again_when_it_is_quiet(peaks: list[PeakFlops]) -> None:
@@ -90,7 +129,7 @@ def test_a_peak_of_a_busy_machine_is_measured_again_when_it_is_quiet(peaks: list
     peaks.append(measured(3e12))
     busy.check_peak(0)
     assert busy.peak.flops == 1e12  # nobody knows yet whether it is quiet
-    busy.step_line(0, 1.0, 1e-3, 1.0, {})
+    busy.say_step(0, {})
     busy.check_peak(1)
     assert busy.peak.flops == 3e12
     for step in range(2, 9):

@@ -18,7 +18,7 @@ from typing import Annotated, Literal, ParamSpec
 
 import typer
 
-from zero2all.console import say
+from zero2all.console import say, set_verbose
 from zero2all.errors import RecipeError, UsageError, Z2aError, is_disk_full, is_out_of_memory
 from zero2all.redact import redact
 from zero2all.units import parse_bytes
@@ -28,6 +28,10 @@ OUT_OF_MEMORY_ADVICE = (
     "'z2a model show RECIPE' estimates what is needed"
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", help="Also print TFLOP/s, HFU, memory and the loss of each source with every log line."),
+]
 RecipePath = Annotated[
     Path, typer.Argument(help="The recipe: a YAML file, or the directory of a run.", metavar="RECIPE")
 ]
@@ -92,6 +96,7 @@ def _with_conventions(function: Callable[Parameters, Result], interrupted: str) 
     def wrapped(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
         global json_printed
         json_printed = False  # a process may run several commands
+        set_verbose(bool(kwargs.get("verbose")))
         as_json = bool(kwargs.get("json"))
         try:
             result = function(*args, **kwargs)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from zero2all.cli.conventions import Json, Result, resumable_command
+from zero2all.cli.conventions import Json, Result, Verbose, resumable_command
 
 
 @resumable_command
@@ -24,6 +24,7 @@ def quickstart(
     chat: Annotated[
         bool, typer.Option("--chat", help="Then fine-tune it on conversations, and check its answers.")
     ] = False,
+    verbose: Verbose = False,
     json: Json = False,
 ) -> Result:
     """Train a small model end to end, in minutes on a CPU.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, RunPath, command, resumable_command
+from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, RunPath, Verbose, command, resumable_command
 from zero2all.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def train(
     gpu: GpuName = None,
     world_size: WorldSize = None,
     mfu: Mfu = None,
+    verbose: Verbose = False,
     json: Json = False,
 ) -> Result:
     """Train or resume a run.

@@ -18,7 +18,8 @@ from zero2all.console import sanitize
 from zero2all.track.health_checks import HealthFinding, check_health
 from zero2all.track.record_reader import Array
 from zero2all.track.run_view import RunStatus, RunView, error_message
-from zero2all.units import show_count, show_seconds
+from zero2all.track.step_text import step_line
+from zero2all.units import show_count
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character, by row and column
 COLOURS = {"good": "green", "note": "yellow", "bad": "red"}
@@ -60,15 +61,18 @@ def _health_report_lines(run: RunView) -> list[str]:
         status = run.status()
     except Exception as error:
         return [f"{run.name}: {error_message(error)}"]
-    progress = "no step yet" if run.last_step is None else f"step {run.last_step + 1}"
-    total = f" of {run.total_steps}" if run.total_steps else ""
-    latest = ", ".join(f"{name} {value:.5g}" for name, value in status.latest.items())
-    state = status.ended or (f"{show_seconds(status.seconds_left)} left" if status.seconds_left else "running")
-    lines = [f"{run.name}: {progress}{total}, {latest or 'nothing recorded'} ({state})"]
+    lines = [f"{run.name}: {_progress_line(status)}  ({status.ended or 'running'})"]
     if status.trouble:
         lines.append(f"  cannot be read: {status.trouble}")
     lines += [f"  [{finding.level}] {finding.rule}: {finding.text}" for finding in safe_check_health(run)]
     return lines if len(lines) > 1 else [*lines, "  no problems found"]
+
+
+def _progress_line(status: RunStatus) -> str:
+    """As the log of training prints it."""
+    if status.step is None:
+        return "no step yet"
+    return step_line(status.step + 1, status.steps, status.latest, status.seconds_left)
 
 
 def watch_terminal(runs: list[RunView], console: Console) -> None:
@@ -105,10 +109,7 @@ def _safe_panel(run: RunView, findings: list[HealthFinding], width: int) -> Pane
 
 def _panel(run: RunView, findings: list[HealthFinding], width: int) -> Panel:
     status = run.status()
-    head = Text(f"step {0 if run.last_step is None else run.last_step + 1}/{run.total_steps or '?'}  ")
-    head.append("  ".join(f"{name} {value:.5g}" for name, value in status.latest.items()))
-    if status.seconds_left:
-        head.append(f"  left {show_seconds(status.seconds_left)}")
+    head = Text(_progress_line(status))
     if status.trouble:
         head.append(sanitize(f"  {status.trouble}"), style="red")
     half = max(20, (width - 8) // 2)

@@ -31,7 +31,7 @@ from zero2all.train.hyperparameters import (
 from zero2all.train.plan import MAX_USEFUL_EPOCHS, Plan, StagePlan
 from zero2all.units import show_count
 
-WIDTH, HEIGHT = 60, 8
+WIDTH, HEIGHT = 60, 3
 BLOCK_CHARS = " ▁▂▃▄▅▆▇█"
 TRAINED_CHAR = "▒"
 HISTORY_POINTS = 1000  # read from the record, for a plot of WIDTH columns
@@ -194,12 +194,7 @@ def lr_plot(plan: Plan, peak_lr: float, history: LRHistory | None = None) -> lis
         filled = [min(8, max(0, height - 8 * row)) for height in heights]
         bars = "".join(TRAINED_CHAR if eighths >= 4 or (eighths and not row) else " " for eighths in filled[:trained])
         bars += "".join(BLOCK_CHARS[eighths] for eighths in filled[trained:])
-        label = f"{top * (row + 1) / HEIGHT:.1e}" if row in (HEIGHT - 1, HEIGHT // 2 - 1) else " " * 7
-        lines.append(f"lr {label} │{bars}".rstrip())
-    if history is None:
-        return [*lines, f"{'':11}└ step 0 to {plan.total_steps}"]
-    axis = ["─"] * columns
-    if trained < columns:
-        axis[trained] = "┴"
-    legend = f"step 0 to {plan.total_steps}: {TRAINED_CHAR} trained, █ planned from step {history.stop}"
-    return [*lines, f"{'':11}└{''.join(axis)}", f"{'':12}{legend}"]
+        label = f"lr {top:.1e}" if row == HEIGHT - 1 else ""
+        lines.append(f"{label:10} │{bars}".rstrip())
+    legend = "" if history is None else f": {TRAINED_CHAR} trained, █ planned from step {history.stop}"
+    return [*lines, f"{'':11}└ step 0 to {plan.total_steps}{legend}"]

@@ -1,4 +1,4 @@
-"""Throughput, MFU and data wait of recent steps, and the log line of a step."""
+"""Throughput, MFU and data wait of recent steps, and the log lines of a step."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Mapping
 
 import torch
 
-from zero2all.console import say
+from zero2all.console import say, say_detail
 from zero2all.cpu_use import OtherCpuUse, busy_note
 from zero2all.hardware import MPS, PeakFlops, measure_peak_again
 from zero2all.model.cost.flops import Recompute, flops_per_token, palm_flops_per_token
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.recipe import ModelConfig
+from zero2all.track.step_text import detail_line, objective_line, source_line, step_line
 from zero2all.train.plan import Plan
-from zero2all.units import show_bytes, show_count, show_seconds
 
 PEAK_CHECK_SECONDS = 30.0  # between two measurements of the peak
 EMA_DECAY = 0.9  # averages over about ten steps
 
 UTILIZATION = ("mfu", "mfu_palm", "hfu")
-SHOWN_METRICS = ("reward", "rewards/accuracies", "rewards/margins")
-"""Metrics of objectives that say more than their loss."""
+SOURCES_EVERY = 10  # log lines; all of them with --verbose
 PER_RANK_METRICS = ("memory", "memory_reserved", "data_wait")
 """Metrics that differ from rank to rank, beside ``StepTime.metrics``; all others are global, and the record of rank 0
 has them."""
@@ -52,7 +52,7 @@ class ThroughputMeter:
         self._others = OtherCpuUse() if device.type == "cpu" else None
         self._is_quiet = False  # whether other programs left the CPU alone until the last log line
         self._peak_checked = -math.inf
-        self._updates = 0
+        self._updates = self._lines = 0
         self._last_update = time.perf_counter()  # or the end of what came after it: only training counts
 
     def update(self, step: int, data_wait_seconds: float) -> None:
@@ -113,35 +113,19 @@ class ThroughputMeter:
             "data_wait": round(self.data_wait, 4),
         }
 
-    def step_line(self, step: int, loss: float, lr: float, grad_norm: float, source_metrics: dict[str, float]) -> str:
-        """The log line. On a CPU it says if other programs used the machine since the line before."""
+    def say_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the log lines of a step from all its metrics."""
         busy = "" if self._others is None else busy_note(self._others.share())
         self._is_quiet = not busy
-        total, metrics = self.plan.total_steps, self.metrics(step)
-        by_source = [
-            f"{name.removeprefix('loss/')} {value:.3f}" for name, value in source_metrics.items() if "loss/" in name
-        ]
-        shown = [f"{name} {source_metrics[name]:.3f}" for name in SHOWN_METRICS if name in source_metrics]
+        total = self.plan.total_steps
         left = (self.plan.tokens_before(total) - self.plan.tokens_before(step + 1)) / self.tokens_per_second
-        utilization = [f"({busy})"] if busy else []
-        if "mfu" in metrics:
-            mfu, palm, hfu = (f"{100 * metrics[name]:.1f}%" for name in UTILIZATION)
-            utilization = [" ".join([f"MFU {mfu} (PaLM {palm}) HFU {hfu}", *utilization])]
-        return "  ".join(
-            [
-                f"step {step + 1}/{total} {100 * (step + 1) / total:5.1f}%",
-                f"loss {loss:.6f}" + (f" ({', '.join(by_source)})" if len(by_source) > 1 else ""),
-                *shown,
-                f"lr {lr:.2e}",
-                f"grad {grad_norm:.3f}",
-                f"{show_count(self.tokens_per_second)} tok/s",
-                f"{metrics['tflops']:.3g} TFLOP/s",
-                *utilization,
-                show_bytes(metrics["memory"]),
-                f"wait {100 * self.data_wait:.1f}%",
-                f"left {show_seconds(left)}",
-            ]
-        )
+        say(step_line(step + 1, total, metrics, left))
+        if rewards := objective_line(metrics):
+            say(rewards)
+        if by_source := source_line(metrics):
+            (say if self._lines % SOURCES_EVERY == 0 or step + 1 == total else say_detail)(by_source)
+        say_detail(detail_line(metrics, busy))
+        self._lines += 1
 
 
 def reserved_memory(device: torch.device) -> dict[str, float]:

@@ -583,9 +583,9 @@ class Trainer:
             self.throughput.check_peak(step)
         self.hooks.on_step(step, result.time)
         with self.timer.part("logging"):
-            self._record_step(step, result)
+            metrics = self._record_step(step, result)
             if done % self.recipe.track.log_every == 0 or last or step == self.resume_step:
-                say(self.throughput.step_line(step, result.loss, result.lr, result.grad_norm, result.metrics))
+                self.throughput.say_step(step, metrics)
         if done % GC_INTERVAL_STEPS == 0:
             gc.collect()
         stop_now = result.stop_requested and not last
@@ -626,7 +626,7 @@ class Trainer:
         every = options.system_every
         return RunRecord(self.run.record_path, rank=rank, sinks=sinks, system_every=every, ranks=ranks)
 
-    def _record_step(self, step: int, result: StepResult) -> None:
+    def _record_step(self, step: int, result: StepResult) -> dict[str, float]:
         metrics = {
             "loss": result.loss,
             "lr": result.lr,
@@ -635,9 +635,10 @@ class Trainer:
             **self.throughput.metrics(step),
             **({} if self.islands is None else self.islands.take_metrics()),
         }
-        if self.mesh.rank > 0:
-            metrics = {name: metrics[name] for name in PER_RANK_METRICS if name in metrics}
-        self.record.step(step, **metrics, **result.time.metrics(self.mesh.rank))
+        names = PER_RANK_METRICS if self.mesh.rank > 0 else metrics
+        recorded = {name: metrics[name] for name in names if name in metrics}
+        self.record.step(step, **recorded, **result.time.metrics(self.mesh.rank))
+        return metrics
 
     def _validate(self, step: int, evaluate: Evaluator) -> None:
         validation = evaluate(self.model, self.tokenizer, self.recipe, self.test_sets)

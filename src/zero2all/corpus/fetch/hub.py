@@ -20,6 +20,7 @@ from zero2all.records import Record, parse_record
 
 MAX_ANSWER_BYTES = 64 << 20
 MAX_FILES = 1_000_000
+MAX_PAGES = 10_000  # the Hub lists 1,000 files per page
 _NEXT_PAGE = re.compile(r"<([^<>]{1,4096})>\s*;\s*rel=\"?next\"?")
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _SOURCE = re.compile(rf"hf://(?P<datasets>datasets/)?(?P<repository>{_NAME}(?:/(?P<name>{_NAME}))?)(?:/(?P<path>.+))?")
@@ -119,7 +120,7 @@ class Hub:
             cursor = _next_cursor(response)
             if not cursor:
                 return
-            if cursor in seen or count > MAX_FILES:
+            if cursor in seen or count > MAX_FILES or len(seen) == MAX_PAGES:
                 raise FetchError(f"{place}: the list of its files does not end ({count} files)")
             seen.add(cursor)
 
