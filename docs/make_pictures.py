@@ -35,7 +35,7 @@ def make(picture: Picture, runs: Runs) -> None:
         runs.quickstart()
         image = page_image(picture, runs.work / FIRST / "run")
     else:
-        image = file_image(runs.corpus_report(), 1100, 900)
+        image = file_image(runs.corpus_report(), 1100, 960)
     info = PngInfo()
     info.add_text(KEY, picture.fingerprint())
     image.save(path, optimize=True, pnginfo=info)
