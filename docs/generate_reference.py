@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from reference_generator.cli_page import cli_page
+from reference_generator.fragments import filled_pages
 from reference_generator.python_page import python_page
 from reference_generator.recipe_page import KEY_VERSIONS, key_versions, recipe_page
 
@@ -23,6 +24,7 @@ def generated() -> dict[Path, str]:
         REFERENCE / "cli.md": cli_page(),
         REFERENCE / "python.md": python_page(),
         KEY_VERSIONS: json.dumps(key_versions(), indent=1) + "\n",
+        **filled_pages(),
     }
 
 

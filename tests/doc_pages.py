@@ -101,7 +101,8 @@ class Page:
 
 # Lines of libraries: Python warnings, log lines of torch and absl, tqdm's bars, libraries that a wheel does not load.
 FOREIGN_LINE = re.compile(
-    r"^.*(?:\w+Warning: |^[WE]\d{4} \d\d:\d\d:|^\d{4}-\d\d-\d\d .*(?:WARNING|ERROR)|\d+(?:\.\d+)?(?:it/s|s/it)\b"
+    r"^.*(?:\w+Warning: "
+    r"|^\[?[WE]\d{4} \d\d:\d\d:|^USDT:|^\d{4}-\d\d-\d\d .*(?:WARNING|ERROR)|\d+(?:\.\d+)?(?:it/s|s/it)\b"
     r"|Failed to load .*\.so|Skipping import of cpp extensions).*$",
     re.MULTILINE,
 )

@@ -19,6 +19,7 @@ import yaml
 
 import zero2all
 from generate_reference import REFERENCE, generated
+from reference_generator.fragments import FRAGMENTS, same_names
 from zero2all.cli.main import app
 from zero2all.recipe import PRESETS, recipe_schema
 
@@ -29,6 +30,11 @@ PACKAGES = (
 )  # fmt: skip
 OLD_RECIPE = ROOT / "tests" / "recipe" / "run_of_0_1" / "recipe.yaml"  # written by 0.1
 TYPER_FLAGS = {"--install-completion", "--show-completion"}
+LAYER_TABLE = re.findall(
+    r"<!-- generated: layers -->(.*?)<!-- end -->",
+    (ROOT / "docs" / "architecture.md").read_text("utf-8").replace("| 15 |", "| 7 |"),
+    flags=re.DOTALL,
+)
 # A sentence or a noun phrase that stands alone, not one that continues the name or the key above.
 SENTENCE = re.compile(r"(?!(Of|As|Those|Such|Default|Written) )[A-Z].* .*\.", re.DOTALL)
 
@@ -91,6 +97,23 @@ def command_sections() -> dict[str, str]:
 def test_generated_text_is_current() -> None:
     stale = [path.relative_to(ROOT).as_posix() for path, text in generated().items() if path.read_text("utf-8") != text]
     assert not stale, f"out of date: {stale}; run python docs/generate_reference.py"
+
+
+def test_a_table_must_name_what_the_code_has() -> None:
+    table = "\n| extra | adds |\n|---|---|\n| `hf`, `gguf` | export |\n| `ray/` | clusters |\n"
+    assert same_names(table, ["gguf", "hf", "ray"]) == table
+    with pytest.raises(ValueError, match="add a row for wandb"):
+        same_names(table, ["gguf", "hf", "ray", "wandb"])
+    with pytest.raises(ValueError, match=r"unknown.*: ray"):
+        same_names(table, ["gguf", "hf"])
+
+
+def test_values_come_from_the_code() -> None:
+    page = (ROOT / "recipes" / "README.md").read_text("utf-8")
+    steps = yaml.safe_load((ROOT / "recipes" / "stories.yaml").read_text("utf-8"))["train"]["steps"]
+    assert f"<!-- generated: stories.train.steps -->{steps}<!-- end -->" in page
+    assert FRAGMENTS["presets"]("", True) == "、".join(f"`{name}`" for name in PRESETS)
+    assert FRAGMENTS["layers"]("\n".join(LAYER_TABLE), False).splitlines()[3].startswith("| 15 | `cli/`")
 
 
 def test_every_recipe_key_is_on_the_page_and_no_other() -> None:

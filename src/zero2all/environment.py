@@ -52,6 +52,12 @@ def own_allocator_settings() -> set[str]:
     return _own_settings.intersection(ALLOCATOR_VARIABLES)
 
 
+def quiet_profiler() -> None:
+    """Keep log lines of torch's profiler out of the terminal. Call it before torch is imported."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def set_dump_file(prefix: str) -> None:
     """Where torch writes the flight recorder of each rank if a collective runs into its timeout, as it does if no
     launcher ends a hang before. Its default is the temporary directory, which a container loses."""

@@ -15,6 +15,7 @@ def test_training_and_export_print_only_their_own_lines(tmp_path: Path, workspac
     with sandbox(Page("", prepare_stages), tmp_path, workspace) as box:
         assert "step 2/2" in box.z2a("train", "my.yaml", "train.steps=2")
         assert "transformers" in box.z2a("export", "runs/mine", "--to", "exported")
+        assert "a step takes" in box.z2a("profile", "my.yaml", "--steps", "1", "--out", "profile")
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,8 @@ def test_training_and_export_print_only_their_own_lines(tmp_path: Path, workspac
     [
         "Failed to load /x/torchao/_C_cutlass_90a.abi3.so: Could not load this library",
         "W1118 11:13:44.820000 16974 torch/utils/_pytree.py:630] <enum 'KernelPreference'> is an Enum subclass",
+        "[W1118 15:03:07.631949277 CPUAllocator.cpp:245] Memory block of unknown size was allocated before",
+        "USDT:2026-11-18 15:03:07 16343:16343 SyncActivityProfilerHandler.cpp:52] profiler_start",
         "/x/torch/foo.py:3: UserWarning: deprecated",
         "Loading weights: 100%|██████████| 20/20 [00:00<00:00, 1234.5it/s]",
     ],

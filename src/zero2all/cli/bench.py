@@ -8,6 +8,7 @@ import typer
 
 from zero2all.cli.bench_system import Out, checkpoint, comm, loader, tokenize
 from zero2all.cli.conventions import Json, Overrides, RecipeOrPreset, Result, command
+from zero2all.environment import quiet_profiler
 
 app = typer.Typer(help="Benchmark kernels, shapes, parallelism, data and storage.", no_args_is_help=True)
 
@@ -49,6 +50,7 @@ def ops(
 
     Example: z2a bench ops z2all-10m train.batch_tokens=4096 --sweep vocabulary --sweep layout --out bench
     """
+    quiet_profiler()
     from zero2all.bench import bench_ops, default_preset, ops_markdown, write_report
     from zero2all.bench.variants import find_sweep
     from zero2all.recipe import load_recipe_or_preset

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, command
+from zero2all.environment import quiet_profiler
 
 
 @command
@@ -28,6 +29,7 @@ def profile(
 
     Example: z2a profile recipes/quickstart.yaml --steps 5 --out runs/profile
     """
+    quiet_profiler()
     from zero2all.profiling import format_profile, profile_recipe
     from zero2all.recipe import load_recipe
 
