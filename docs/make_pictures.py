@@ -27,7 +27,7 @@ def make(picture: Picture, runs: Runs) -> None:
 
     path = ROOT / IMAGES / picture.name
     if path.suffix == ".svg":
-        text = terminal_svg(runs.quickstart()) if picture.name == "quickstart.svg" else runs.sweep().read_text("utf-8")
+        text = terminal_svg(runs.quickstart())
         marked = re.sub(r"(<svg[^>]*>)", rf"\1<!-- {KEY} {picture.fingerprint()} -->", text, count=1)
         path.write_text(marked, encoding="utf-8", newline="\n")
         return

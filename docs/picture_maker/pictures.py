@@ -69,14 +69,13 @@ ENGLISH, DARK, CHINESE = "theme=light&lang=en", "theme=dark&lang=en", "theme=lig
 QUALITY = ("[data-chart='validation/*']", "[data-chart='stories/*']")
 PICTURES: tuple[Picture, ...] = (
     Picture("quickstart.svg", (*STORIES, *PRINTED)),
-    PageShot("track-light.png", RUN, ENGLISH, 1400, 900),
-    PageShot("track-dark.png", RUN, DARK, 1400, 900),
-    PageShot("track-zh.png", RUN, CHINESE, 1400, 900),
+    PageShot("track-light.png", RUN, ENGLISH, 1400, 910),
+    PageShot("track-dark.png", RUN, DARK, 1400, 910),
+    PageShot("track-zh.png", RUN, CHINESE, 1400, 910),
     PageShot("track-phone.png", RUN, DARK, 400, 860, phone=True),
     PageShot("track-time.png", RUN, ENGLISH, 800, 900, parts=("[data-chart='time/*']",)),
     PageShot("track-documents.png", RUN, f"{ENGLISH}&step=0:320", 1200, 760, ready=LOSSES_COMPUTED),
     PageShot("stories-quality.png", RUN, ENGLISH, 1280, 1200, parts=QUALITY),
-    Picture("sweep-lr.svg", (*STORIES, "src/zero2all/experiments/plot_svg.py")),
     Picture("corpus-report.png", ("src/zero2all/corpus/corpus_report_page.py",)),
 )
 

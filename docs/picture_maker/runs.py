@@ -17,8 +17,6 @@ from zero2all.console import say
 
 Z2A = str(Path(sys.executable).with_name("z2a"))
 FIRST = "runs/first"
-RATES = ("train.optimizer.lr=1e-3,2e-3,4e-3", "evals.stories=0", "evals.every=20 steps")
-SWEEP = (*RATES, "--seeds", "2", "--budget", "60-steps", "--name", "lr")
 CORPUS = "runs/mixed"
 
 
@@ -41,12 +39,6 @@ class Runs:
 
         self._once("quickstart", (*STORIES, *PRINTED), make)
         return Recording.load(path)
-
-    def sweep(self) -> Path:
-        """The plot of a sweep over the learning rate."""
-        self.quickstart()
-        self._once("sweep", (), lambda: self._z2a("sweep", FIRST, *SWEEP))
-        return self.work / FIRST / "experiments" / "lr" / "sweep.svg"
 
     def corpus_report(self) -> Path:
         """The report of text that every machine has: stories, Python's library and notices of installed packages."""

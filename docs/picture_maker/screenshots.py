@@ -15,7 +15,7 @@ from tests.track.browser import browser, watching
 from picture_maker.pictures import PageShot
 
 SCALE = 2  # sharp on screens with small pixels
-COLOURS = 128
+COLOURS = 256
 MARGIN = 8  # around a part of a page
 BOX = """
 const boxes = arguments[0].map((part) => document.querySelector(part).getBoundingClientRect());
@@ -65,4 +65,8 @@ def _wait(page: Any, condition: str) -> None:
 
 def _reduced(png: bytes) -> Image.Image:
     """Few colours are enough for text and lines, and a third of the bytes."""
-    return Image.open(io.BytesIO(png)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    return (
+        Image.open(io.BytesIO(png))
+        .convert("RGB")
+        .quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    )

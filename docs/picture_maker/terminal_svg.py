@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 from itertools import groupby
+from unicodedata import east_asian_width
 
 import pyte
 from pyte.screens import Char
@@ -62,7 +63,7 @@ def terminal_svg(recording: Recording) -> str:
         f"<style>{_style([seconds for seconds, _ in screens], width)}</style><defs>{rows}</defs>"
         f'<rect width="{width}" height="{height}" rx="10" fill="{PAPER}"/>'
         f'<path d="M0 {BAR}V10a10 10 0 0 1 10-10H{width - 10}a10 10 0 0 1 10 10V{BAR}z" fill="{BAR_PAPER}"/>{dots}'
-        f'<svg x="{MARGIN}" y="{BAR + 6}" width="{width - 2 * MARGIN}" height="{height - BAR - 6}">'
+        f'<svg x="{MARGIN}" y="{BAR + 6}" width="{width - MARGIN}" height="{height - BAR - 6}">'
         f'<g class="film">{"".join(frames)}</g></svg></svg>\n'
     )
 
@@ -121,7 +122,7 @@ def _row_svg(row: Row) -> str:
     """Text of one look in one element, as wide as its cells in whatever font there is."""
     cells = [(column, cell) for column, cell in enumerate(row) if cell.data]  # the second half of a wide one is empty
     texts = []
-    for (colour, bold, wide), members in groupby(cells, lambda cell: _look(cell[1], *_next(row, cell[0]))):
+    for (colour, bold, wide), members in groupby(cells, lambda cell: _look(cell[1])):
         placed = list(members)
         text = "".join(cell.data for _, cell in placed)
         if not text.strip():
@@ -135,10 +136,7 @@ def _row_svg(row: Row) -> str:
     return "".join(texts)
 
 
-def _next(row: Row, column: int) -> tuple[bool]:
-    return (column + 1 < len(row) and not row[column + 1].data,)
-
-
-def _look(cell: Char, wide: bool) -> tuple[str | None, bool, bool]:
+def _look(cell: Char) -> tuple[str | None, bool, bool]:
+    """Colour, weight, and whether it fills two columns."""
     colour = COLOURS.get(cell.fg) or (None if cell.fg == "default" else f"#{cell.fg}")
-    return colour, cell.bold, wide
+    return colour, cell.bold, east_asian_width(cell.data[0]) in "WF"
