@@ -15,6 +15,12 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[1]
+FEW_STEPS = [
+    "train.steps=2", "train.batch_tokens=256", "train.seq_len=64", "train.device=cpu", "tokenizer.vocab_size=512",
+    "model.num_hidden_layers=1", "model.hidden_size=32", "model.intermediate_size=64", "model.num_attention_heads=2",
+    "model.num_key_value_heads=2", "checkpoint.flash_every=null", "evals.tokens=512",
+    "tokenizer.trainer=sentencepiece",  # has nothing to compile for the first run in a new directory
+]  # fmt: skip
 NEEDS_ADDRESS = "Url,AuthorEmail"  # what pyroma misses as long as the project has no public address
 
 
@@ -27,7 +33,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(*command: str, cwd: Path, stdin: str = "") -> str:
-    done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -107,3 +113,29 @@ def test_no_link_of_the_readme_stays_relative_with_a_public_address() -> None:
     assert len(found) > 10
     assert [target for target in found if not target.startswith(("https://", "http://", "#", "mailto:"))] == []
     assert all((ROOT / page).exists() for page in _hook().PAGES.values())
+
+
+@pytest.fixture(scope="module")
+def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the commands of a venv with the wheel, and with the dependencies that are installed here."""
+    venv = tmp_path_factory.mktemp("installed") / "venv"
+    _run(sys.executable, "-m", "venv", "--without-pip", str(venv), cwd=venv.parent)
+    purelib = venv / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), "install", "--no-deps", "--no-index"]
+    _run(*pip, "--quiet", str(_wheel(dist)), cwd=venv.parent)
+    others = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (purelib / "dependencies.pth").write_text("\n".join(others))
+    return venv / "bin"
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_and_answers_away_from_the_repository(installed: Path, tmp_path: Path) -> None:
+    z2a, purelib = str(installed / "z2a"), str(installed.parent / "lib")
+    where = _run(str(installed / "python"), "-c", "import zero2all; print(zero2all.__file__)", cwd=tmp_path)
+    assert where.startswith(purelib)
+    text = [
+        f"Line {number} of a text that is about {number * 7} things, and about nothing else." for number in range(900)
+    ]
+    (tmp_path / "text.txt").write_text("\n".join(text))
+    _run(z2a, "quickstart", "--out", "first", "--corpus", "text.txt", "corpus.filters=[]", *FEW_STEPS, cwd=tmp_path)
+    assert _run(z2a, "chat", "first", "--max-tokens=8", cwd=tmp_path, stdin="Hello\n")
