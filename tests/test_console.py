@@ -81,6 +81,7 @@ def test_progress_with_a_delay_appears_after_it(
     shown = Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
     monkeypatch.setattr(console, "console", shown)
     printed = threading.Event()
+    monkeypatch.setattr(console, "LOG_INTERVAL", 3600.0)
     monkeypatch.setattr(console, "say", lambda line: (lines.append(line), printed.set()))
     monkeypatch.setattr(console.Progress, "start", lambda bar: printed.set())
     with progress("planning", delay=60.0):
