@@ -311,3 +311,25 @@ def prepare_text(page: Sandbox) -> None:
         stream.write(lines[0].encode())
     table = pyarrow.table({"article": english})
     pyarrow.parquet.write_table(table, page.work / "data" / "en" / "part-0.parquet")
+
+
+def prepare_recipes(page: Sandbox) -> None:
+    """The recipes of the repository in the size of a test, with text where they look for it."""
+    prepare_text(page)
+    (page.work / "my.yaml").write_text(yaml.safe_dump(tiny_recipe(page), sort_keys=False), encoding="utf-8")
+    (page.work / "data" / "en" / "part-0.parquet").unlink()
+    for source in (page.work / "data" / "books").iterdir():
+        shutil.copy(source, page.work / "data" / "en")
+    shutil.copytree(ROOT / "src" / "zero2all" / "recipe", page.work / "data" / "code")
+    shutil.copytree(page.work / "data", page.work / "corpus")
+    for name in ("85m.yaml", "reference/reference.yaml"):
+        path = page.work / "recipes" / name
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+        recipe["tokenizer"], recipe["model"] = {"vocab_size": 512}, tiny_recipe(page)["model"]
+        recipe["train"].update(seq_len=64, batch_tokens=1024, micro_batch_tokens=256, precision="fp32", compile=False)
+        if "stages" in recipe["train"]:
+            for stage in recipe["train"]["stages"]:
+                stage.update(steps=4, schedule={**stage["schedule"], "warmup": 0})
+        else:
+            recipe["train"].update(tokens=8192, schedule={"warmup": 1})
+        path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")

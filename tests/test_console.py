@@ -72,3 +72,23 @@ def test_a_terminal_gets_a_bar_and_no_lines(lines: list[str], monkeypatch: pytes
         advance(2)
     assert lines == []
     assert "reading" in terminal.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_with_a_delay_appears_after_it(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    shown = Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
+    monkeypatch.setattr(console, "console", shown)
+    printed = threading.Event()
+    monkeypatch.setattr(console, "LOG_INTERVAL", 3600.0)
+    monkeypatch.setattr(console, "say", lambda line: (lines.append(line), printed.set()))
+    monkeypatch.setattr(console.Progress, "start", lambda bar: printed.set())
+    with progress("planning", delay=60.0):
+        pass
+    assert not printed.is_set()
+    with progress("planning", delay=0.001) as task:
+        assert printed.wait(60)
+        task.describe("searching", 10)
+        task(1)
+    assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())

@@ -1,4 +1,4 @@
-"""Console and Python blocks of README, get-started and the guides are executed as printed; both languages have them.
+"""Blocks of README, get-started, recipes and the guides are executed as printed; both languages have them.
 
 Pages that install packages or train for minutes are marked ``long`` and run by .ci/long.
 """
@@ -24,6 +24,7 @@ from tests.doc_pages import (
     prepare_longer_run,
     prepare_pretrained,
     prepare_probes,
+    prepare_recipes,
     prepare_run,
     prepare_stages,
     prepare_text,
@@ -61,6 +62,12 @@ LONG = [
          "100 steps": "10 steps", "--nproc-per-node 8 --nnodes 4": "--nproc-per-node 1 --nnodes 2",
          "--nproc-per-node 8": "--nproc-per-node 2", "head:29500": "127.0.0.1:{port}"},
         recipe="mine.yaml", in_clone=True, own_venv=True,
+    ),
+    Page(
+        "recipes/README.md", prepare_recipes,
+        {"--out runs/first": "--out runs/first train.steps=20", "--out runs/mine": "--out runs/mine train.steps=20",
+         "--nproc-per-node 8": "--nproc-per-node 2"},
+        in_clone=True,
     ),
     Page(
         "docs/guides/export.md", prepare_run, {"--step 400": "--step 8"}, in_clone=True,
@@ -211,7 +218,7 @@ def test_long_blocks_run_as_printed(page: Page, tmp_path: Path, workspace: Path)
 
 def test_every_page_with_commands_is_executed() -> None:
     guides = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "guides").glob("*[!N].md")}
-    assert {page.path for page in PAGES} == guides | {"README.md", "docs/get-started.md"}
+    assert {page.path for page in PAGES} == guides | {"README.md", "docs/get-started.md", "recipes/README.md"}
 
 
 def test_fewer_than_a_tenth_of_the_blocks_have_a_command_that_is_not_run() -> None:

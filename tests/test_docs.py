@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from zero2all.chaos.faults import FAULTS
+from zero2all.recipe import recipe_schema
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs", "examples", "recipes")
@@ -42,6 +48,10 @@ TERMS = {
     "docs/model.md": ("grouped-query attention", "RMSNorm", "mixture of experts", "kernel", "mask"),
     "docs/bench.md": ("FLOPs", "MFU", "optimizer state", "activation"),
 }  # fmt: skip
+UNSUPPORTED = re.compile(r"\b(?:not supported|unsupported|no support)\b|不支持", re.IGNORECASE)
+CONDITION = re.compile(r"\b(?:with|without|under|on|for|if|when)\b|与|同时|时|下|上", re.IGNORECASE)
+SYNONYMS = {"float8": "fp8"}
+WORDS_OF_SENTENCES = {"auto", "none", "text", "last", "every", "always", "never", "all", "global", "local", "code"}
 
 
 @cache
@@ -52,6 +62,20 @@ def prose(page: str) -> str:
 
 def headings(page: str) -> list[tuple[int, str]]:
     return [(len(marks), text) for marks, text in re.findall(r"^(#{1,6}) +(.+?) *$", prose(page), re.MULTILINE)]
+
+
+def structure(page: str) -> dict[str, object]:
+    """What both languages of a page have in common."""
+    text = prose(page)
+    tables = re.findall(r"(?:^ *\|.*\n)+", text, re.MULTILINE)
+    return {
+        "headings": [level for level, _ in headings(page)],
+        "tables": [(table.count("\n"), table.partition("\n")[0].count("|")) for table in tables],
+        "blocks": len(FENCE.findall((ROOT / page).read_text(encoding="utf-8"))),
+        "images": text.count("!["),
+        "items": len(re.findall(r"^ *[-*] ", text, re.MULTILINE)),
+        "generated": sorted(re.findall(r"<!-- generated: (\S+) -->", text)),
+    }
 
 
 def relative(path: Path) -> str:
@@ -97,8 +121,7 @@ def test_imports_of_examples_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAIRS)
 def test_both_languages_have_the_same_structure(page: str) -> None:
-    levels = [[level for level, _ in headings(name)] for name in (page, page.replace(".md", ".zh-CN.md"))]
-    assert levels[0] == levels[1]
+    assert structure(page) == structure(page.replace(".md", ".zh-CN.md"))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
@@ -106,6 +129,57 @@ def test_no_retired_word(page: str) -> None:
     text = re.sub(r"`[^`\n]*`", "", prose(page))  # names of commands and faults
     found = [match.group() for match in (*RETIRED.finditer(text), *RETIRED_CHINESE.finditer(text))]
     assert not found
+
+
+@cache
+def accepted_names() -> re.Pattern[str]:
+    """Values that a key of a recipe may have, and keys that are off by default."""
+
+    def walk(node: Any) -> Iterator[str]:
+        if isinstance(node, dict):
+            yield from (value for value in node.get("enum", [node.get("const")]) if isinstance(value, str))
+            for name, child in (node.get("properties") or {}).items():
+                if child.get("default", 0) in (None, False):
+                    yield name
+        for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else []:
+            yield from walk(child)
+
+    names = {name for name in walk(json.loads(recipe_schema())) if len(name) > 2} - WORDS_OF_SENTENCES
+    names |= {other for name, other in SYNONYMS.items() if name in names}
+    return re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, sorted(names)))})(?![\w-])", re.IGNORECASE)
+
+
+def false_limits(text: str) -> list[str]:
+    """Statements that something is not supported which a recipe accepts, without saying when it is not."""
+    statements: list[str] = []
+    in_list = False
+    for paragraph in re.split(r"\n(?= *(?:[-*|]|\d+\.) )|\n\s*\n", text):
+        one = " ".join(paragraph.split())
+        if in_list and one.startswith(("- ", "* ")):
+            statements.append(one)
+            continue
+        sentences = [sentence for sentence in re.split(r"(?<=[.。;；])\s*", one) if UNSUPPORTED.search(sentence)]
+        in_list = bool(sentences) and one.endswith((":", "："))
+        statements += [] if in_list else sentences
+    return [one for one in statements if accepted_names().search(one) and not CONDITION.search(one)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_what_a_recipe_accepts_is_not_called_unsupported(page: str) -> None:
+    assert false_limits(prose(page)) == []
+
+
+def test_a_false_limit_is_found() -> None:
+    assert false_limits("Not supported:\n\n- ring attention;\n- tied embeddings.\n") == ["- ring attention;"]
+    assert false_limits("- **Not supported yet**: FP8. There are no weights.") == ["- **Not supported yet**: FP8."]
+    assert false_limits("- **暂不支持**：FP8、公开权重。") != []
+    assert false_limits("Not supported:\n\n- `train.float8` with tp;\n\nRing attention is fast.\n") == []
+
+
+def test_the_number_of_faults_is_right() -> None:
+    for page in PAGES:
+        text = re.sub(r"<!--.*?-->", "", prose(page))
+        assert set(re.findall(r"\b\d+(?= faults| injected faults|种故障| 种故障)", text)) <= {str(len(FAULTS))}, page
 
 
 @pytest.mark.parametrize(("page", "terms"), TERMS.items(), ids=TERMS)

@@ -112,7 +112,8 @@ def test_values_come_from_the_code() -> None:
     page = (ROOT / "recipes" / "README.md").read_text("utf-8")
     steps = yaml.safe_load((ROOT / "recipes" / "stories.yaml").read_text("utf-8"))["train"]["steps"]
     assert f"<!-- generated: stories.train.steps -->{steps}<!-- end -->" in page
-    assert FRAGMENTS["presets"]("", True) == "、".join(f"`{name}`" for name in PRESETS)
+    presets = [FRAGMENTS[name]("", True) for name in ("presets", "published-presets")]
+    assert "、".join(presets) == "、".join(f"`{name}`" for name in PRESETS)
     assert FRAGMENTS["layers"]("\n".join(LAYER_TABLE), False).splitlines()[3].startswith("| 16 | `cli/`")
 
 

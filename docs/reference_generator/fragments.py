@@ -137,7 +137,10 @@ FRAGMENTS: dict[str, Fragment] = {
     "extras-outside-dev": extras_outside_dev,
     "layers": layers,
     "optimizers": lambda text, chinese: same_names(text, get_args(get_type_hints(OptimizerRecipe)["name"])),
-    "presets": lambda text, chinese: joined(PRESETS, chinese),
+    "presets": lambda text, chinese: joined([name for name in PRESETS if name.startswith("z2all-")], chinese),
+    "published-presets": lambda text, chinese: joined(
+        [name for name in PRESETS if not name.startswith("z2all-")], chinese
+    ),
     "bench-commands": lambda text, chinese: joined(bench_commands(), chinese),
     "fault-table": lambda text, chinese: same_names(text, (fault.name for fault in FAULTS), pattern=CELL),
     "faults": lambda text, chinese: str(len(FAULTS)),

@@ -190,7 +190,7 @@ def key_versions() -> dict[str, str]:
 def preset_table() -> str:
     names = list(dict.fromkeys(name for shape in PRESETS.values() for name in shape))
     rows = []
-    for preset in PRESETS:
-        config = ModelConfig(preset=preset)
-        rows.append([f"`{preset}`", *(f"`{value_text(getattr(config, name))}`" for name in names)])
+    for preset, shape in PRESETS.items():
+        values = ModelConfig(preset=preset).model_dump() | {"moe": shape.get("moe")}  # a section: only what is given
+        rows.append([f"`{preset}`", *(f"`{value_text(values[name])}`" for name in names)])
     return table(["Preset", *(f"`{name}`" for name in names)], rows)

@@ -74,15 +74,17 @@ class ProgressTask(Protocol):
 
     def __call__(self, amount: float) -> None: ...
 
-    def describe(self, title: str) -> None:
-        """Replace the title."""
+    def describe(self, title: str, total: float | None = None) -> None:
+        """Replace the title, and the total if it is known only now."""
 
 
 @contextmanager
-def progress(title: str, total: float | None = None, is_transfer: bool = False) -> Iterator[ProgressTask]:
+def progress(
+    title: str, total: float | None = None, is_transfer: bool = False, delay: float = 0.0
+) -> Iterator[ProgressTask]:
     """A progress bar on a terminal, a line every few seconds in a log file.
 
-    ``is_transfer``: the amounts are bytes, and their rate is shown.
+    ``is_transfer``: the amounts are bytes, and their rate is shown. Nothing is shown before ``delay`` seconds.
     """
     if console.is_terminal:
         transfer: tuple[ProgressColumn, ...] = (DownloadColumn(), TransferSpeedColumn()) if is_transfer else ()
@@ -93,10 +95,18 @@ def progress(title: str, total: float | None = None, is_transfer: bool = False) 
             *transfer,
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=console, transient=True) as bar:
+        bar = Progress(*columns, console=console, transient=True)
+        timer = threading.Timer(delay, bar.start)
+        (timer if delay else bar).start()
+        try:
             yield _ProgressBar(bar, title, total)
+        finally:
+            timer.cancel()
+            if delay:
+                timer.join()
+            bar.stop()
         return
-    log = _ProgressLog(title, total, is_transfer)
+    log = _ProgressLog(title, total, is_transfer, delay)
     thread = threading.Thread(target=log.print_lines, name="progress", daemon=True)
     thread.start()
     try:
@@ -113,28 +123,30 @@ class _ProgressBar:
     def __call__(self, amount: float) -> None:
         self._bar.advance(self._task, amount)
 
-    def describe(self, title: str) -> None:
-        self._bar.update(self._task, description=escape(sanitize(title)))
+    def describe(self, title: str, total: float | None = None) -> None:
+        self._bar.update(self._task, description=escape(sanitize(title)), total=total)
 
 
 class _ProgressLog:
     """Prints lines from a thread, because a task may take minutes before it advances."""
 
-    def __init__(self, title: str, total: float | None, is_transfer: bool = False) -> None:
+    def __init__(self, title: str, total: float | None, is_transfer: bool = False, delay: float = 0.0) -> None:
         self.title, self.total, self.is_transfer, self.done = title, total, is_transfer, 0.0
+        self.delay = delay or LOG_INTERVAL
         self.closed = threading.Event()
         self._started = time.monotonic()
 
     def __call__(self, amount: float) -> None:
         self.done += amount
 
-    def describe(self, title: str) -> None:
-        self.title = title
+    def describe(self, title: str, total: float | None = None) -> None:
+        self.title, self.total = title, total or self.total
 
     def print_lines(self) -> None:
-        # Less often in a long task, so that a log of hours stays short.
-        while not self.closed.wait(max(LOG_INTERVAL, 0.05 * self._elapsed())):
+        wait = self.delay
+        while not self.closed.wait(wait):
             say(self.line(self._elapsed()))
+            wait = max(LOG_INTERVAL, 0.05 * self._elapsed())  # a log of hours stays short
 
     def line(self, elapsed: float) -> str:
         transfer = f"{show_bytes(self.done)}, {show_bytes(self.done / elapsed)}/s, " if self.is_transfer else ""

@@ -1,7 +1,8 @@
 """Code that nobody should run on untrusted input in their own process runs in a child process.
 
 The child has limits on CPU time and memory, no credentials in its environment, and no open file but its connection.
-It ends when this process does, since the connection is closed then.
+It ends when this process does: its standard input is a pipe from here that nobody writes to, and the kernel signals
+the child when the pipe is closed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class LimitedProcess:
                 self._process = subprocess.Popen(
                     list(map(str, command)),
                     pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     env={**environment, "LC_CTYPE": "C.UTF-8"},
@@ -73,9 +74,15 @@ class LimitedProcess:
             self._process.kill()
         return self.connection.recv_bytes(most)
 
-    def close(self) -> None:
+    def disconnect(self) -> None:
+        """Close what connects the child to this process, but leave it running: for a forked process."""
         self.connection.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def close(self) -> None:
         self._process.kill()
+        self.disconnect()
         self._process.wait()
 
     def exit_reason(self) -> str:
@@ -86,6 +93,7 @@ class LimitedProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
+        self.disconnect()
         if self.is_late or status == -signal.SIGXCPU:
             return ""
         return signal.Signals(-status).name if status < 0 else f"status {status}"

@@ -125,7 +125,7 @@ def test_the_collectives_are_what_they_are_called() -> None:
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UsageError, match="4 ranks need as many GPUs, and there are 2: set --ranks 2"):
+    with pytest.raises(UsageError, match="4 ranks need as many GPUs, and there are 2: set --gpus 2"):
         bench_comm(4)
 
 

@@ -69,9 +69,9 @@ CPU_RECIPE = "name: small\ntrain: {steps: 5, device: cpu}\n"
         (["train", "cpu.yaml"], [], 0),
         (["train", "my.yaml", "train.device=cpu"], [], 0),
         (["train", "elsewhere.yaml", "train.device=cpu"], [], 0),
-        (["train", "my.yaml"], ["--gpus", "4"], 4),
-        (["train", "my.yaml"], ["--gpus", "0"], 0),
-        (["train", "cpu.yaml"], ["--gpus", "2"], 2),
+        (["train", "my.yaml"], ["--gpus-per-node", "4"], 4),
+        (["train", "my.yaml"], ["--gpus-per-node", "0"], 0),
+        (["train", "cpu.yaml"], ["--gpus-per-node", "2"], 2),
     ],
 )
 def test_a_job_requests_a_gpu_for_each_rank_unless_the_recipe_is_for_the_cpu(
@@ -154,7 +154,7 @@ def documents(text: str) -> dict[str, dict[str, Any]]:
 
 
 def test_an_indexed_job_for_kubernetes() -> None:
-    found = documents(emit("k8s", "--gpus", "8", "--job-name", "big", "--grace", "200"))
+    found = documents(emit("k8s", "--gpus-per-node", "8", "--job-name", "big", "--grace", "200"))
     job, service, policy = (found[kind] for kind in ("Job", "Service", "NetworkPolicy"))
     spec = job["spec"]
     assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (4, 4, "Indexed")
@@ -198,7 +198,7 @@ def test_the_schema_of_kubernetes_accepts_the_job(nodes: tuple[int, int]) -> Non
 
 
 def test_jobs_of_kubeflow() -> None:
-    job = yaml.safe_load(emit("trainjob", "--gpus", "8"))
+    job = yaml.safe_load(emit("trainjob", "--gpus-per-node", "8"))
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     trainer = job["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)

@@ -106,8 +106,14 @@ def test_a_tokenizer_of_sentencepiece_alone_is_read(exported: Path, tmp_path: Pa
 def test_what_cannot_be_evaluated_is_refused_with_the_reason(run: Run, exported: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not the directory of a run, of a checkpoint"):
         open_target(str(tmp_path / "nothing"))
-    with pytest.raises(Z2aError, match=r"no checkpoint 9 in .* steps there: 1, 2, 3"):
+    with pytest.raises(Z2aError, match=r"no valid checkpoint of step 9 in .* steps there: 1, 2, 3"):
         open_target(str(run.directory), step=9)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run.directory, damaged)
+    for manifest in damaged.glob("checkpoints/*/manifest.json"):
+        manifest.write_text("{")
+    with pytest.raises(Z2aError, match=r"no valid checkpoint in .*damaged; steps there: 1, 2, 3"):
+        open_target(str(damaged))
     with pytest.raises(UsageError, match="--step is for the checkpoints of a run"):
         open_target(str(exported), step=1)
     with pytest.raises(UsageError, match="is one checkpoint"):

@@ -139,7 +139,7 @@ def test_a_time_budget_fixes_the_steps_of_every_run(recipe: Path, tmp_path: Path
 
 
 def test_runs_on_two_ranks(recipe: Path) -> None:
-    found = z2a("compare", recipe, "--budget", "8-steps", "--nproc-per-node", 2, "--name", "ranks")
+    found = z2a("compare", recipe, "--budget", "8-steps", "--gpus", 2, "--name", "ranks")
     [variant] = found["experiment"]["variants"]
     assert variant["state"] == "done"
     assert variant["result"]["steps"] == 8

@@ -134,7 +134,7 @@ def test_residual_stream_has_the_precision_asked_for(fp32: bool) -> None:
     ],
 )
 def test_presets_have_the_size_in_their_name(preset: str, low: float, high: float) -> None:
-    assert len(PRESETS) == 6
+    assert len([name for name in PRESETS if name.startswith("z2all-")]) == 6
     vocab_size = PRESETS[preset].get("vocab_size", 4096)
     with torch.device("meta"):
         model = Z2all(ModelConfig(preset=preset, vocab_size=vocab_size))

@@ -106,7 +106,7 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
 
 def test_the_command_shows_the_shards_of_every_rank(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(SMALL)
-    words = ["parallel", "show", str(tmp_path / "recipe.yaml"), "--world", "4", "parallel={tp: 2}", "--json"]
+    words = ["parallel", "show", str(tmp_path / "recipe.yaml"), "--gpus", "4", "parallel={tp: 2}", "--json"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     shown = json.loads(done.stdout)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -52,3 +53,33 @@ def test_mistakes(words: list[str], message: str) -> None:
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 2
     assert message in found.output
+
+
+def test_a_preset_is_planned_with_a_batch_that_suits_it() -> None:
+    found = CliRunner().invoke(app, ["plan", "7b", "--gpus", "8", "--gpu", "a100-80g", "--json"])
+    assert found.exit_code == 0, found.output
+    plan = json.loads(found.stdout)["plan"]
+    assert plan["fits"] is True
+    assert plan["layout"]["micro_batches"] == 16
+    assert plan["layout"]["padding_samples"] == 0
+    assert 0.4 < plan["speed"]["mfu"] < 0.6
+
+
+@pytest.mark.parametrize("options", [[], ["--search"]])
+def test_a_plan_that_takes_long_shows_progress(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = threading.Event()
+    lines: list[str] = []
+    monkeypatch.setattr("zero2all.cli.plan.PROGRESS_DELAY", 0.001)
+    monkeypatch.setattr("zero2all.console.LOG_INTERVAL", 0.001)
+    monkeypatch.setattr("zero2all.console.say", lambda line: (lines.append(line), printed.set()))
+
+    def wait_for_line(*words: object) -> str:
+        printed.clear()
+        assert printed.wait(60)
+        return ""
+
+    for name in ("plan_text", "search_text"):  # the last thing that a plan computes
+        monkeypatch.setattr(f"zero2all.planner.plan_text.{name}", wait_for_line)
+    found = CliRunner().invoke(app, ["plan", "z2all-3m", "--gpus", "4", *options])
+    assert found.exit_code == 0, found.output
+    assert lines[-1].startswith("searching layouts: 100 %" if options else "planning: ")

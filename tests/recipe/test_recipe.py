@@ -93,6 +93,10 @@ def test_another_preset_on_a_resolved_recipe_is_another_shape() -> None:
     model = parse_recipe(resolved, ["model.preset=z2all-25m", "model.num_hidden_layers=3"]).model
     assert (model.hidden_size, model.num_hidden_layers, model.qk_norm) == (512, 3, True)
     assert parse_recipe(resolved, ["model.num_hidden_layers=3", "model.preset=z2all-25m"]).model == model
+    experts = parse_recipe(resolved, ["model.preset=30b-a3b"])
+    assert (experts.model.head_dim, experts.model.moe and experts.model.moe.num_experts) == (128, 128)
+    dense = parse_recipe(recipe_yaml(experts), ["model.preset=7b"]).model
+    assert (dense.head_dim, dense.moe, dense.qk_norm) == (None, None, False)
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("4.1M", 4_100_000), ("16.1K", 16_100), ("64Ki", 65536), ("1e3", 1000)])

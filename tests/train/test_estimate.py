@@ -205,7 +205,7 @@ def test_ranks_share_the_work_that_one_process_measures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--world-size", "2"], "are for --dry-run"),
+        (["--gpus", "2"], "are for --dry-run"),
         (["--dry-run", "--mfu", "0.5"], "--mfu needs --gpu"),
         (["--dry-run", "--gpu", "H1000"], "no data sheet"),
     ],
@@ -223,7 +223,7 @@ def test_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "my.yaml").write_text(recipe_yaml(unbuilt(tmp_path)), encoding="utf-8")
     done = CliRunner().invoke(app, ["train", str(tmp_path / "my.yaml"), "--dry-run"])
     assert done.exit_code == 2
-    assert "--world-size" in done.output
+    assert "--gpus" in done.output
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(8, marks=pytest.mark.slow)])
@@ -238,7 +238,7 @@ def test_recipes_are_valid_and_state_what_the_dry_run_prints(
     path = RECIPES / f"{name}.yaml"
     checked = CliRunner().invoke(app, ["recipe", "check", str(path)])
     assert checked.exit_code == 0, checked.output
-    flags = [] if world_size == 1 else ["--world-size", str(world_size)]
+    flags = [] if world_size == 1 else ["--gpus", str(world_size)]
     done = CliRunner().invoke(app, ["train", str(path), "--dry-run", "--gpu", "H100", *flags, "--json"])
     assert done.exit_code == 0, done.output
     shown = json.loads(done.stdout)

@@ -9,6 +9,7 @@ import torch
 from tests.conftest import tiny_recipe
 from zero2all.errors import UsageError
 from zero2all.train import Run, TrainerHooks, trace_step, train
+from zero2all.train.trace import trace_text
 
 
 def test_a_step_is_traced_to_the_documents_that_the_trainer_saw(workspace: Path, tmp_path: Path) -> None:
@@ -30,6 +31,7 @@ def test_a_step_is_traced_to_the_documents_that_the_trainer_saw(workspace: Path,
         for row in pq.read_table(path).to_pylist()
     }
     for step, batch in batches.items():
+        assert not any("\ufffd" in span["text"] for span in trace_text(run, step)["documents"]), "whole characters"
         traced = trace_step(run, step)
         assert traced["samples"] == ([step * 8, step * 8 + 8] if step < 5 else [(step - 5) * 4, (step - 5) * 4 + 4])
         for row, sample in enumerate(range(*traced["samples"])):

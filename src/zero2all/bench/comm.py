@@ -63,9 +63,9 @@ def bench_comm(ranks: int | None = None, sizes: Sequence[int] = DEFAULT_SIZES) -
     gpus = torch.cuda.device_count()
     ranks = ranks or max(2, gpus)
     if gpus and ranks > gpus:
-        raise UsageError(f"{ranks} ranks need as many GPUs, and there are {gpus}: set --ranks {gpus}")
+        raise UsageError(f"{ranks} ranks need as many GPUs, and there are {gpus}: set --gpus {gpus}")
     if ranks < 2:
-        raise UsageError("communication needs at least two ranks: set --ranks 2")
+        raise UsageError("communication needs at least two ranks: set --gpus 2")
     backend: Backend = "nccl" if gpus else "gloo"
     rows = []
     for note, disabled in (("", None), ("P2P off", "1")) if gpus else (("", None),):

@@ -69,8 +69,8 @@ def loader(
 
 @command
 def comm(
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", min=2, help="Number of ranks. Default: one per GPU, or 2 processes.")
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=2, help="Number of GPUs. Default: all, or 2 processes on a CPU.")
     ] = None,
     size: Annotated[
         list[str] | None, typer.Option("--size", help="Message size, such as 16MiB. Repeat it for several sizes.")
@@ -89,7 +89,7 @@ def comm(
     from zero2all.bench.comm import DEFAULT_SIZES, bench_comm
 
     sizes = [parsed for text in size or [] if (parsed := parse_size("--size", text)) is not None]
-    return _run("comm", lambda: bench_comm(ranks, sizes or DEFAULT_SIZES), out, against, tolerance)
+    return _run("comm", lambda: bench_comm(gpus, sizes or DEFAULT_SIZES), out, against, tolerance)
 
 
 @command

@@ -54,7 +54,7 @@ BudgetOption = Annotated[
 ]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds of each variant.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the experiment, below <out>/experiments.")]
-Ranks = Annotated[int, typer.Option("--nproc-per-node", "--procs", min=1, help="Number of ranks of each run.")]
+Gpus = Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs of each run; on a CPU, of processes.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Also write a standalone HTML report of the runs.")]
 Svg = Annotated[Path | None, typer.Option("--svg", help="Also write the plot to this SVG file.")]
 
@@ -68,7 +68,7 @@ def compare(
     ] = None,
     name: Name = None,
     target: Target = None,
-    nproc_per_node: Ranks = 1,
+    gpus: Gpus = 1,
     html: Html = None,
     svg: Svg = None,
     json: Json = False,
@@ -98,7 +98,7 @@ def compare(
         raise UsageError("give either run directories or recipes; the recipe of a run is RUN/recipe.yaml")
     else:
         plan = plan_comparison(paths, overrides, seeds or 1, name, weights)
-        run_experiment(plan, budget, nproc_per_node)
+        run_experiment(plan, budget, gpus)
         comparison = open_experiment(plan.directory)
     return _report(comparison, curves_plot(comparison), html, svg)
 
@@ -112,7 +112,7 @@ def sweep(
     budget: BudgetOption = None,
     name: Name = None,
     target: Target = None,
-    nproc_per_node: Ranks = 1,
+    gpus: Gpus = 1,
     html: Html = None,
     svg: Svg = None,
     json: Json = False,
@@ -137,7 +137,7 @@ def sweep(
         plan = plan_sweep(recipe, words, seeds, name, weights)
     else:
         plan = plan_mixtures(recipe, words, mixtures, seeds, name, weights)
-    run_experiment(plan, budget, nproc_per_node)
+    run_experiment(plan, budget, gpus)
     comparison = open_experiment(plan.directory)
     result = _report(comparison, comparison.record.plot, html, svg or plan.directory / "sweep.svg")
     if mixtures is None:
@@ -166,7 +166,7 @@ def ladder(
     ] = 20.0,
     seeds: Seeds = 2,
     name: Name = None,
-    nproc_per_node: Ranks = 1,
+    gpus: Gpus = 1,
     svg: Svg = None,
     json: Json = False,
 ) -> Result:
@@ -195,7 +195,7 @@ def ladder(
         check_reach(predicted, [size_recipe(recipe, words, width, tokens_per_parameter) for width in sizes])
     target = predict if verify else None
     plan = plan_ladder(recipe, words, sizes, seeds, tokens_per_parameter, target, name)
-    run_experiment(plan, None, nproc_per_node)
+    run_experiment(plan, None, gpus)
     record = open_experiment(plan.directory).record
     report, path = ladder_report(record, predicted), svg or plan.directory / "ladder.svg"
     plot = ladder_plot(record, None if predicted is None else predicted.compute)

@@ -174,10 +174,12 @@ Emit = Annotated[
 JobName = Annotated[str, typer.Option("--job-name", help="Name of the job, for --emit.")]
 To = Annotated[Path | None, typer.Option("--to", help="The file that --emit writes. Default: stdout.")]
 Image = Annotated[str, typer.Option("--image", help="Container image of the Kubernetes job.")]
-Gpus = Annotated[
+GpusPerNode = Annotated[
     int | None,
     typer.Option(
-        "--gpus", min=0, help="GPUs per node, for --emit. Default: one per rank, or none if train.device is cpu."
+        "--gpus-per-node",
+        min=0,
+        help="GPUs per node, for --emit. Default: one per rank, or none if train.device is cpu.",
     ),
 ]
 
@@ -210,7 +212,7 @@ def launch(
     emit: Emit = None,
     to: To = None,
     image: Image = "zero2all:latest",
-    gpus: Gpus = None,
+    gpus_per_node: GpusPerNode = None,
     job_name: JobName = "z2a",
     json: Json = False,
 ) -> Result:
@@ -245,9 +247,9 @@ def launch(
         raise UsageError(
             "--emit does not write --island: emit the job without it, and add it to each island's 'z2a launch'"
         )
-    if gpus is None:
-        gpus = nproc_per_node if _uses_gpus(rank_command) else 0
-    text = _job_file(launch_config, emit, JobResources(job_name, gpus, image))
+    if gpus_per_node is None:
+        gpus_per_node = nproc_per_node if _uses_gpus(rank_command) else 0
+    text = _job_file(launch_config, emit, JobResources(job_name, gpus_per_node, image))
     if to is not None:
         to.write_text(text, encoding="utf-8")
     return Result({"emit": emit, "to": to and str(to), "text": text}, text if to is None else f"written to {to}")

@@ -16,7 +16,7 @@ app = typer.Typer(help="Plan the parallelism of a run.", no_args_is_help=True)
 def show(
     recipe: RecipePath,
     overrides: Overrides = None,
-    world: Annotated[int, typer.Option("--world-size", "--world", min=1, help="Number of ranks (world size).")] = 1,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs: one rank each.")] = 1,
     memory: Annotated[
         str, typer.Option(help="Free memory of a device, such as 80GiB, for train.micro_batch_tokens=auto.")
     ] = "",
@@ -24,7 +24,7 @@ def show(
 ) -> Result:
     """Dry run: mesh, layers and memory per rank for N ranks.
 
-    Example: z2a parallel show recipes/70b-1024.yaml --world 1024
+    Example: z2a parallel show recipes/70b-1024.yaml --gpus 1024
     """
     from zero2all.parallel.dry_run import dry_run, dry_run_text
     from zero2all.recipe import load_recipe
@@ -32,6 +32,6 @@ def show(
     from zero2all.train.micro_batch import estimate_micro_batch, planned_gpu_memory
 
     filled = fill_hyperparameters(load_recipe(recipe, overrides))
-    chosen = estimate_micro_batch(filled, world, planned_gpu_memory(filled, memory))
-    shown = dry_run(with_hyperparameters(filled, chosen), world)
+    chosen = estimate_micro_batch(filled, gpus, planned_gpu_memory(filled, memory))
+    shown = dry_run(with_hyperparameters(filled, chosen), gpus)
     return Result(shown, "\n".join([*(f"chosen: {value}" for value in chosen), dry_run_text(shown)]))

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zero2all.cli.conventions import Json, Overrides, RecipeOrPreset, Result, command
+from zero2all.console import ProgressTask, progress
 from zero2all.errors import UsageError
 from zero2all.units import parse_count
 
 if TYPE_CHECKING:
     from zero2all.planner.cluster import Cluster
     from zero2all.recipe import Recipe
+
+PRESET_BATCH = ("train.batch_tokens=null", "train.micro_batch_tokens=auto")  # by scaling law and by memory
+PROGRESS_DELAY = 2.0  # seconds
 
 
 @command
@@ -57,30 +61,22 @@ def plan(
 
     Example: z2a plan recipes/70b-1024.yaml --gpus 1024 --gpu h100 --price 2.1
     """
-    from zero2all.model.cost.named_gpu import with_precision_of
-    from zero2all.planner.calibrated import check_links, find_entry
-    from zero2all.planner.cluster import Cluster
-    from zero2all.train.hyperparameters import fill_hyperparameters
-
-    loaded = fill_hyperparameters(_load(recipe, overrides))
-    entry, bandwidth = find_entry(gpu), None if net is None else parse_bandwidth(net)
-    cluster = Cluster.of(entry, gpus, bandwidth, per_node)
-    loaded = with_precision_of(loaded, cluster.gpu)
-    check_links(entry, cluster, bandwidth is not None)
-    if not search:
-        count = None if tokens is None else _count(tokens)
-        return _plan(loaded, cluster, count, price, trace, svg, against)
-    for option, value in (("--trace", trace), ("--svg", svg), ("--against", against)):
-        if value:
-            raise UsageError(f"{option} is for one plan: leave out --search, and give the overrides that it found")
-    return _search(loaded, cluster)
+    with progress("planning", delay=PROGRESS_DELAY) as task:  # from here on, since the imports take seconds too
+        loaded, cluster = _load(recipe, overrides or [], gpu, gpus, net, per_node)
+        if not search:
+            count = None if tokens is None else _count(tokens)
+            return _plan(loaded, cluster, count, price, trace, svg, against)
+        for option, value in (("--trace", trace), ("--svg", svg), ("--against", against)):
+            if value:
+                raise UsageError(f"{option} is for one plan: leave out --search, and give the overrides that it found")
+        return _search(loaded, cluster, task)
 
 
-def _search(recipe: Recipe, cluster: Cluster) -> Result:
+def _search(recipe: Recipe, cluster: Cluster, task: ProgressTask) -> Result:
     from zero2all.planner.plan_text import search_text
     from zero2all.planner.search import search_layouts
 
-    found = search_layouts(recipe, cluster)
+    found = search_layouts(recipe, cluster, task=task)
     if not found.best:
         raise UsageError(f"no layout fits: use more GPUs or a shorter train.seq_len\n{search_text(found)}")
     return Result(found, search_text(found))
@@ -122,14 +118,21 @@ def _plan(
     return Result({"plan": planned, "changes": changes, "checks": checks, "traces": traces}, "\n".join(lines))
 
 
-def _load(recipe: str, overrides: list[str] | None) -> Recipe:
-    """A recipe file, a preset of a model, or the name of a recipe that ships with zero2all."""
-    from zero2all.recipe import PRESETS, builtin_recipe_path, load_recipe_or_preset
+def _load(
+    recipe: str, overrides: list[str], gpu: str, gpus: int, net: str | None, per_node: int | None
+) -> tuple[Recipe, Cluster]:
+    from zero2all.model.cost.named_gpu import with_precision_of
+    from zero2all.planner.calibrated import check_links, find_entry
+    from zero2all.planner.cluster import Cluster
+    from zero2all.recipe import PRESETS, load_recipe_or_preset
+    from zero2all.train.hyperparameters import fill_hyperparameters
 
-    if recipe not in PRESETS and not Path(recipe).exists():
-        shipped = builtin_recipe_path(f"{recipe}.yaml")
-        recipe = str(shipped) if shipped.exists() else recipe
-    return load_recipe_or_preset(recipe, overrides)
+    batch = PRESET_BATCH if recipe in PRESETS else ()
+    loaded = fill_hyperparameters(load_recipe_or_preset(recipe, [*batch, *overrides]))
+    entry, bandwidth = find_entry(gpu), None if net is None else parse_bandwidth(net)
+    cluster = Cluster.of(entry, gpus, bandwidth, per_node)
+    check_links(entry, cluster, bandwidth is not None)
+    return with_precision_of(loaded, cluster.gpu), cluster
 
 
 def _pictured(micro_batches: int | str) -> int:

@@ -51,9 +51,9 @@ NewRunName = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print batch, epochs, schedule, memory, FLOPs and time; train nothing.")
 ]
-WorldSize = Annotated[
+Gpus = Annotated[
     int | None,
-    typer.Option("--world-size", min=1, help="Number of ranks for --dry-run. Default: as few as the recipe allows."),
+    typer.Option("--gpus", min=1, help="Number of GPUs for --dry-run. Default: as few as the recipe allows."),
 ]
 GpuName = Annotated[
     str | None, typer.Option("--gpu", help="With --dry-run, compute the time on this GPU instead of measuring here.")
@@ -69,7 +69,7 @@ def train(
     extend: Extend = None,
     dry_run: DryRun = False,
     gpu: GpuName = None,
-    world_size: WorldSize = None,
+    gpus: Gpus = None,
     mfu: Mfu = None,
     verbose: Verbose = False,
     json: Json = False,
@@ -90,9 +90,9 @@ def train(
     from zero2all.train import ScheduleChangedError, TrainerHooks, train
 
     if dry_run:
-        return show_estimate(loaded, gpu, world_size, mfu, extend)
-    if (gpu, world_size, mfu) != (None, None, None):
-        raise UsageError("--gpu, --world-size and --mfu are for --dry-run; 'z2a launch' starts several ranks")
+        return show_estimate(loaded, gpu, gpus, mfu, extend)
+    if (gpu, gpus, mfu) != (None, None, None):
+        raise UsageError("--gpu, --gpus and --mfu are for --dry-run; 'z2a launch' starts several ranks")
     try:
         hooks = TrainerHooks(on_run=record_plan)
         summary = train(loaded, hooks, evaluate=evaluate_bpb, start_time=process_start_time(), extend=extend)
@@ -107,17 +107,17 @@ def train(
 
 
 def show_estimate(
-    recipe: Recipe, gpu: str | None, world_size: int | None, mfu: float | None, extend: ExtendMode | None
+    recipe: Recipe, gpu: str | None, gpus: int | None, mfu: float | None, extend: ExtendMode | None
 ) -> Result:
     from zero2all.hardware import pick_gpu
     from zero2all.train.estimate import DEFAULT_MFU, estimate_run
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("--dry-run needs no ranks: use 'z2a train' alone, with --world-size")
+        raise UsageError("--dry-run needs no ranks: use 'z2a train' alone, with --gpus")
     if mfu is not None and gpu is None:
         raise UsageError("--mfu needs --gpu: without a named GPU, the speed is measured on this machine")
     named = None if gpu is None else pick_gpu(gpu)
-    estimate, text = estimate_run(recipe, world_size, named, mfu or DEFAULT_MFU, extend)
+    estimate, text = estimate_run(recipe, gpus, named, mfu or DEFAULT_MFU, extend)
     return Result(estimate, text)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, resumable_command
-from zero2all.cli.experiments import Name, Ranks
+from zero2all.cli.experiments import Gpus, Name
 
 
 @resumable_command
@@ -30,7 +30,7 @@ def tune(
             "--gpu", help="For the plan: a GPU, or a file of 'z2a doctor --calibrate'. Default: this machine."
         ),
     ] = None,
-    nproc_per_node: Ranks = 1,
+    gpus: Gpus = 1,
     name: Name = None,
     json: Json = False,
 ) -> Result:
@@ -43,6 +43,6 @@ def tune(
     """
     from zero2all.experiments.tune import TuneOptions, tune_recipe, tune_text
 
-    options = TuneOptions(nproc_per_node, steps, rounds, gpu)
+    options = TuneOptions(gpus, steps, rounds, gpu)
     report = tune_recipe(recipe, overrides or [], options, name, out)
     return Result(report, tune_text(report))

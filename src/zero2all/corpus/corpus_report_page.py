@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from html import escape
 
 from zero2all.corpus.corpus_report import CorpusReport, Outlier, SourceStatistics
@@ -10,6 +9,7 @@ from zero2all.corpus.manifest import Example, SkippedBySource, SkippedFiles, Sou
 from zero2all.units import show_bytes, show_count
 
 MIN_FLOW_SHARE = 0.004  # of all bytes; a thinner band is invisible
+LABEL_HEIGHT = 16
 COLOURS = ("#2a78b5", "#e08a2c", "#3d9a50", "#b8433f", "#7d5fb2", "#8a6652", "#c867a5", "#7d7d7d", "#a5a52a", "#2aa3a5")
 STYLE = """
 :root { color-scheme: light dark; --line: #8885; --soft: #8881; }
@@ -101,8 +101,13 @@ def sankey(links: list[tuple[str, str, int]], width: int = 1000, height: int = 4
     labels = [
         _label(x0 - 8, top, thick, name, thick / (height - 60) * total, "end") for name, (top, thick) in left.items()
     ]
-    labels += _spaced_labels(x1 + 8, right, height, total)
-    return f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(shapes)}{"".join(labels)}</svg>'
+    middles = _spaced_middles(right)
+    labels += [
+        _label(x1 + 8, middles[name], 0, name, thick / (height - 60) * total, "start")
+        for name, (_, thick) in right.items()
+    ]
+    tall = max([height, *(middle + LABEL_HEIGHT for middle in middles.values())])
+    return f'<svg viewBox="0 0 {width} {tall:.0f}" role="img">{"".join(shapes)}{"".join(labels)}</svg>'
 
 
 def _stack(links: list[tuple[str, str, int]], side: int, total: int, height: int) -> dict[str, tuple[float, float]]:
@@ -128,13 +133,13 @@ def _label(x: float, top: float, thick: float, name: str, size: float, anchor: s
     )
 
 
-def _spaced_labels(x: float, placed: dict[str, tuple[float, float]], height: int, total: int) -> Iterable[str]:
+def _spaced_middles(placed: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Thin bands lie closer than their labels are high, so labels are pushed down until they fit."""
-    below = 0.0
+    middles: dict[str, float] = {}
+    lowest = 0.0
     for name, (top, thick) in placed.items():
-        middle = max(top + thick / 2, below + 8)
-        below = middle + 8
-        yield _label(x, middle, 0, name, thick / (height - 60) * total, "start")
+        middles[name] = lowest = max(top + thick / 2, lowest + LABEL_HEIGHT)
+    return middles
 
 
 def _sources_table(report: CorpusReport) -> str:

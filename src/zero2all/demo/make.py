@@ -23,15 +23,15 @@ from zero2all.train import Run
 # CPUs with and without bf16 units compute alike.
 OVERRIDES = [
     "seed=1234", "corpus.holdout=0.02", "tokenizer.vocab_size=1536", "tokenizer.train_bytes=16MB",
-    "model.preset=z2all-3m", "model.hidden_size=384", "model.intermediate_size=768", "model.num_hidden_layers=2",
-    "model.num_attention_heads=6", "model.num_key_value_heads=6", "model.max_position_embeddings=1024",
+    "model.preset=z2all-3m", "model.hidden_size=192", "model.intermediate_size=384", "model.num_hidden_layers=2",
+    "model.num_attention_heads=4", "model.num_key_value_heads=4", "model.max_position_embeddings=1024",
     "model.rope_theta=500.0", "model.qk_norm=true", "model.initializer_range=0.05",
-    "train.steps=1000", "train.seq_len=1024", "train.batch_tokens=2048", "train.document_mask=true",
-    "train.precision=fp32", "train.optimizer.name=adamw", "train.optimizer.lr=4e-3", "train.schedule.warmup=20 steps",
+    "train.steps=400", "train.seq_len=1024", "train.batch_tokens=2048", "train.document_mask=true",
+    "train.precision=fp32", "train.optimizer.name=adamw", "train.optimizer.lr=5e-3", "train.schedule.warmup=20 steps",
     "evals.every=null", "evals.stories=0",
 ]  # fmt: skip
 CHAT_OVERRIDES = [
-    "corpus.holdout=0.02", "train.epochs=2", "train.batch_tokens=4096", "train.micro_batch_tokens=2048",
+    "corpus.holdout=0.02", "train.epochs=1", "train.batch_tokens=4096", "train.micro_batch_tokens=2048",
     "train.precision=fp32", "train.optimizer.lr=2e-3", "train.schedule.warmup=20 steps",
 ]  # fmt: skip
 CARD = """\

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zero2all.checkpoint.checkpoint_interval import DAY
+from zero2all.console import ProgressTask
 from zero2all.errors import UsageError
 from zero2all.model.cost.named_gpu import with_precision_of
 from zero2all.parallel.batch_split import split_batch
@@ -58,15 +59,20 @@ class SearchResult:
     tips: list[str]
 
 
-def search_layouts(recipe: Recipe, cluster: Cluster, keep: int = 10) -> SearchResult:
+def search_layouts(recipe: Recipe, cluster: Cluster, keep: int = 10, task: ProgressTask | None = None) -> SearchResult:
     """Batch size, sequence length and model stay as they are. Precision is float8 only if the recipe asks for it: it
-    changes the result."""
+    changes the result. ``task`` advances with each division of the GPUs."""
     recipe = with_precision_of(recipe, cluster.gpu)
     stage = largest_stage(recipe)
     workload = Workload.of(recipe, stage)
     found: list[tuple[Layout, StepTime]] = []
     rejected: Counter[str] = Counter()
-    for parallel, dims in _meshes(recipe, cluster, rejected):
+    meshes = list(_meshes(recipe, cluster, rejected))
+    if task is not None:
+        task.describe("searching layouts", len(meshes))
+    for parallel, dims in meshes:
+        if task is not None:
+            task(1)
         for layout in _layouts(parallel, dims, stage, rejected):
             fitting = _lightest(recipe, workload, layout, cluster, rejected)
             if fitting is not None:

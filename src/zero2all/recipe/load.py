@@ -12,7 +12,7 @@ import yaml
 from zero2all.errors import RecipeError, UsageError
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.places import Places, override_place, shorten
-from zero2all.recipe.presets import PRESETS
+from zero2all.recipe.presets import PRESETS, SHAPE_FIELDS
 from zero2all.recipe.problems import Check, find_problems
 from zero2all.recipe.renamed import places_to_new, retired_key_problems, to_new
 from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, read_yaml
@@ -73,15 +73,16 @@ def parse_recipe(
 
 
 def load_recipe_or_preset(target: str, overrides: list[str] | None = None) -> Recipe:
-    """A recipe file, or the recipe of a preset by its name (``recipe_for_model``).
+    """A recipe file, the name of a recipe that ships with zero2all, or the recipe of a preset (``recipe_for_model``).
 
     The vocabulary has its size already, so that the model can be looked at and measured without a tokenizer.
     """
     if target in PRESETS:
         return recipe_for_model(ModelConfig(preset=target), overrides, target)
-    if not Path(target).exists():
+    path = Path(target) if Path(target).exists() else builtin_recipe_path(f"{target}.yaml")
+    if not path.exists():
         raise UsageError(f"{target} is no recipe and no preset; presets: {', '.join(PRESETS)}")
-    return _with_vocab_size(load_recipe(target, overrides), None)
+    return _with_vocab_size(load_recipe(path, overrides), None)
 
 
 def recipe_for_model(config: ModelConfig, overrides: list[str] | None = None, origin: str = "recipe") -> Recipe:
@@ -132,8 +133,9 @@ def _apply_override(values: dict[str, Any], override: str) -> KeyPath:
         for other in LENGTH_KEYS:
             section.pop(other, None)
     if keys == ["model", "preset"]:
-        # Likewise a shape: a resolved recipe spells out every field of the old one.
-        for field in {name for shape in PRESETS.values() for name in shape}:
+        # Likewise a shape: a resolved recipe spells out every field of the old one, and what the new one adds.
+        own_fields = (PRESETS.get(str(name), {}) for name in (section.get("preset"), value))
+        for field in SHAPE_FIELDS.union(*own_fields):
             section.pop(field, None)
     section[keys[-1]] = value
     return tuple(keys[:new])

@@ -99,7 +99,7 @@ class TemplateProcess:
     def disown(self) -> None:
         """In a forked process: the child belongs to the parent, and must see the end of its connection."""
         if self._process is not None:
-            self._process.connection.close()
+            self._process.disconnect()
 
     def _render_some(
         self, template: TemplateSource, first: bytes, lines: Sequence[bytes]

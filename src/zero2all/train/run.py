@@ -179,9 +179,8 @@ class Run:
         step = self.checkpoints.newest_valid(read_lineage(self.directory)) if step is None else step
         if step is None or not self.checkpoints.is_valid(step):
             available = ", ".join(map(str, self.checkpoints.steps())) or "none"
-            raise Z2aError(
-                f"no checkpoint {'' if step is None else step} in {self.directory}; steps there: {available}"
-            )
+            of_step = "" if step is None else f" of step {step}"
+            raise Z2aError(f"no valid checkpoint{of_step} in {self.directory}; steps there: {available}")
         return step
 
     def _checkpoint_config(self, step: int) -> ModelConfig:

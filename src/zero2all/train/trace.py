@@ -38,5 +38,5 @@ def trace_text(run: Run, step: int) -> dict[str, Any]:
         end = start + span["tokens"]
         # A token has a few characters: the start of a long document is enough.
         shown = tokens[sample - first, start : min(end, start + MAX_TEXT_CHARS)]
-        span["text"] = tokenizer.decode(shown)[:MAX_TEXT_CHARS]
+        span["text"] = tokenizer.decode(shown).strip("\ufffd")[:MAX_TEXT_CHARS]  # whole characters
     return traced

@@ -1,0 +1,1 @@
+"""Makes the images of the documentation from real runs."""
