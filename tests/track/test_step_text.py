@@ -28,7 +28,7 @@ def test_unusual_values_fit_too(loss: float, grad_norm: float, tokens_per_second
 
 
 def test_metrics_that_are_missing_leave_no_gap() -> None:
-    assert step_line(3, None, {"loss": 1.0, "tokens_per_second": 842.137}, None) == "step 3/?  loss 1.0000  842 tok/s"
+    assert step_line(3, None, {"loss": 1.0, "tokens_per_second": 842.137}, None) == "step 3/?  loss 1.0000  842.1 tok/s"
 
 
 def test_one_source_needs_no_line() -> None:
