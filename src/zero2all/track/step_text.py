@@ -20,7 +20,7 @@ def show_rate(tokens_per_second: float) -> str:
 FORMATS: dict[str, Callable[[float], str]] = {
     "loss": lambda value: f"loss {value:.4f}" if abs(value) < 1000 else f"loss {value:.1e}",
     "lr": lambda value: f"lr {value:.2e}",
-    "grad_norm": lambda value: f"grad {value:.3g}" if 1e-3 <= value < 1000 else f"grad {value:.1e}",
+    "grad_norm": lambda value: f"grad {value:.3g}" if not value or 1e-3 <= value < 1000 else f"grad {value:.1e}",
     "tokens_per_second": show_rate,
     "mfu": lambda value: f"MFU {value:.1%}",
     "tokens": lambda value: f"{show_count(value)} tokens",
