@@ -59,7 +59,7 @@ def show_count(number: float) -> str:
     for suffix, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if abs(number) >= factor:
             scaled = number / factor
-            return f"{scaled:.0f}{suffix}" if abs(scaled) >= 100 else f"{scaled:.2f}{suffix}"
+            return f"{scaled:.0f}{suffix}" if abs(scaled) >= 99.995 else f"{scaled:.2f}{suffix}"
     return f"{number:g}"
 
 

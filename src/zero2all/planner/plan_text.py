@@ -9,6 +9,7 @@ from zero2all.planner.plan import Plan
 from zero2all.planner.search import SearchResult
 from zero2all.planner.step_time import ComputePart
 from zero2all.planner.sync_plan import FAST_ENOUGH, sync_lines
+from zero2all.track.step_text import show_rate
 from zero2all.units import show_bytes, show_count, show_seconds
 
 BAR = 30  # characters of a bar
@@ -32,7 +33,7 @@ def plan_text(plan: Plan, timeline: Timeline | None, changes: Sequence[str] = ()
         f"step: {step.expected:.3g} s expected; {step.shortest:.3g} s if all communication were hidden, "
         f"{step.longest:.3g} s if none",
         *([f"  of that {step.sampling:.3g} s for sampling answers"] if step.sampling else []),
-        f"speed: {show_count(speed.tokens_per_second)} tok/s, {speed.tflops:.0f} TFLOP/s a GPU, MFU {speed.mfu:.1%}, "
+        f"speed: {show_rate(speed.tokens_per_second)}, {speed.tflops:.0f} TFLOP/s a GPU, MFU {speed.mfu:.1%}, "
         f"HFU {speed.hfu:.1%}; by 6N + 12LHQT {speed.palm_tflops:.0f} TFLOP/s, MFU {speed.palm_mfu:.1%}; "
         f"by BLOOM's formula {speed.bloom_tflops:.0f} TFLOP/s",
         *([] if plan.sync is None or plan.sync.recommendation == FAST_ENOUGH else ["", *sync_lines(plan.sync), ""]),
@@ -125,7 +126,7 @@ def search_text(result: SearchResult) -> str:
     lines = [f"{result.tried:,} layouts tried, {result.fitting:,} fit"]
     for number, one in enumerate(result.best, 1):
         lines += [
-            f"{number:>2}. {one.step:.3g} s a step, {show_count(one.tokens_per_second)} tok/s, MFU {one.mfu:.1%}, "
+            f"{number:>2}. {one.step:.3g} s a step, {show_rate(one.tokens_per_second)}, MFU {one.mfu:.1%}, "
             f"{show_bytes(one.memory)} a rank: {one.why}",
             f"    {' '.join(one.overrides)}",
         ]

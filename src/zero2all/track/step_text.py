@@ -13,15 +13,15 @@ NAME_COLUMNS = 24  # of a source; a Chinese character takes two
 SOURCE_PREFIX = "loss/"
 
 
-def _rate(number: float) -> str:
-    return show_count(float(f"{number:.3g}"))  # show_count prints 842.137 in full
+def show_rate(tokens_per_second: float) -> str:
+    return f"{show_count(round(tokens_per_second, 1))} tok/s"  # show_count prints 842.137 in full
 
 
 FORMATS: dict[str, Callable[[float], str]] = {
     "loss": lambda value: f"loss {value:.4f}" if abs(value) < 1000 else f"loss {value:.1e}",
     "lr": lambda value: f"lr {value:.2e}",
-    "grad_norm": lambda value: f"grad {value:.3g}" if 1e-3 <= value < 1000 else f"grad {value:.1e}",
-    "tokens_per_second": lambda value: f"{_rate(value)} tok/s",
+    "grad_norm": lambda value: f"grad {value:.3g}" if not value or 1e-3 <= value < 1000 else f"grad {value:.1e}",
+    "tokens_per_second": show_rate,
     "mfu": lambda value: f"MFU {value:.1%}",
     "tokens": lambda value: f"{show_count(value)} tokens",
 }
