@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import zero2all
+
+PACKAGE = str(Path(zero2all.__file__).parent)
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 DATA_DEPENDENT = ("nonzero", "bincount", "masked_select", "unique", "_unique2", "unique_dim", "equal", "is_nonzero")
 
@@ -75,6 +79,6 @@ class HostSyncs(TorchDispatchMode):
         return read
 
     def _note(self, name: str) -> None:
-        frames = [frame for frame in traceback.extract_stack() if "/zero2all/" in frame.filename]
+        frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
         place = f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].name}" if frames else "elsewhere"
         self.places.append(f"{name} in {place}")

@@ -102,7 +102,7 @@ def test_a_run_without_checkpoint_or_validation_text_is_shown_with_the_reason(ru
     shutil.rmtree(broken / "checkpoints")
     found = compare(runs / "slow-1", broken)
     assert found["experiment"]["groups"][0]["seeds"] == [1]
-    assert "no checkpoint" in found["experiment"]["groups"][0]["problems"][0]
+    assert "no valid checkpoint" in found["experiment"]["groups"][0]["problems"][0]
 
 
 def test_an_evaluation_that_was_saved_is_used_while_it_is_of_the_newest_checkpoint(runs: Path, tmp_path: Path) -> None:

@@ -82,6 +82,6 @@ def test_sigkill_at_random_steps_and_resume_is_bitwise_the_uninterrupted_run(
     for line in printed:
         if line.startswith("step "):
             step = int(line.split()[1].split("/")[0]) - 1
-            assert f"loss {float(expected[step]):.6f}" in line
+            assert f"loss {float(expected[step]):.4f}" in line
     for name, tensor in one.load_model().state_dict().items():
         assert torch.equal(tensor, other.load_model().state_dict()[name]), name
