@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import time
 from pathlib import Path
@@ -40,6 +41,16 @@ def test_exported_run_loads_in_transformers_without_our_code(run: Run, tmp_path:
         "tokenizer.json",
         "tokenizer_config.json",
     }
+
+
+def test_the_code_of_the_card_runs_in_its_directory(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export_run(run, tmp_path / "hf")
+    monkeypatch.chdir(tmp_path / "hf")
+    [code] = re.findall(r"^```python\n(.*?)^```", Path("README.md").read_text(), re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    assert "Once upon a time" in capsys.readouterr().out
 
 
 def test_generation_stops_at_the_end_of_a_document_or_message(run: Run, tmp_path: Path) -> None:

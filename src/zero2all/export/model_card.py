@@ -89,7 +89,7 @@ def _facts(run: Run, result: ExportResult, config: ModelConfig) -> dict[str, str
 
 
 def _usage(run: Run, result: ExportResult) -> list[str]:
-    name, chat = Path(result.out).name, run.recipe.train.objective.is_chat
+    name, chat = Path(result.out).name or ".", run.recipe.train.objective.is_chat
     if result.out.endswith(".gguf"):  # llama-cli talks by the chat template, also to a model that never saw one
         command = f"llama-cli -m {name}" if chat else f"llama-completion -m {name} -no-cnv -p 'Once upon a time'"
         return ["## Use", "", "```sh", command, "```", ""]
