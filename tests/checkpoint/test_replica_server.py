@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.checkpoint.helpers import TRAINING_STATE
-from zero2all.checkpoint import peer_connection
+from zero2all.checkpoint import peer_connection, replica_server
 from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, SlotHeader, Slots, find_staged_slots
 from zero2all.checkpoint.lineage import Branch, Lineage
@@ -174,6 +174,28 @@ def test_a_state_that_does_not_match_its_checksum_or_layout_is_rejected(
     assert steps_held(tmp_path / "there") == []
 
 
+def test_a_rank_that_reconnects_is_served_before_its_lost_connection_is_seen(
+    server: ReplicaServer, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reconnected, real = threading.Event(), replica_server.receive_state
+
+    def receive_slowly(*arguments: Any) -> None:
+        try:
+            real(*arguments)
+        finally:
+            reconnected.wait(10)
+
+    monkeypatch.setattr(replica_server, "receive_state", receive_slowly)
+    slot = committed(slots, 10)
+    with connect(server.address, SECRET) as peer:
+        peer.send(store(slot))
+        assert peer.receive(Reply).problem is None
+    with connect(server.address, SECRET) as peer:
+        peer.send(store(slot))
+        threading.Timer(0.2, reconnected.set).start()
+        assert peer.receive(Reply).problem is None
+
+
 def test_frames_that_are_cut_short_forged_or_replayed_end_the_connection(
     server: ReplicaServer, slots: Slots, tmp_path: Path
 ) -> None:
@@ -248,8 +270,8 @@ class SlowLock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
-    def acquire(self, blocking: bool = True) -> bool:
-        return self._lock.acquire(blocking)
+    def acquire(self, timeout: float = -1) -> bool:
+        return self._lock.acquire(timeout=timeout)
 
     def release(self) -> None:
         time.sleep(0.2)

@@ -40,6 +40,9 @@ class Reply:
     header: SlotHeader | None = None
 
 
+BUSY_WAIT = 2.0  # seconds: a rank that reconnects may come before the end of its earlier connection is seen
+
+
 class ReplicaServer(PeerServer):
     """
     >>> server = ReplicaServer("10.0.0.1", secret, flash_directory)
@@ -71,7 +74,7 @@ class ReplicaServer(PeerServer):
         if request.header is None or request.data_bytes != slots.size or not _fits(request.layout_bytes):
             peer.send(Reply(f"{request.data_bytes} bytes do not fit a slot of {slots.size} bytes"))
             return
-        if not lock.acquire(blocking=False):
+        if not lock.acquire(timeout=BUSY_WAIT):
             peer.send(Reply("another state of this rank is being received"))
             return
         problem = None
