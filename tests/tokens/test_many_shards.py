@@ -13,10 +13,17 @@ import pyarrow as pa
 import pytest
 
 from zero2all.tokens import PackedDataset, TokenStore
-from zero2all.tokens.token_store import DOCS_SCHEMA, MAX_OPEN_INDEXES, MAX_OPEN_SHARDS, TokenShardWriter
+from zero2all.tokens.token_store import (
+    DOCS_SCHEMA,
+    MAX_OPEN_INDEXES,
+    MAX_OPEN_SHARDS,
+    TokenShardWriter,
+    _load_document_index,
+    _map_document_offsets,
+    _map_tokens,
+)
 
 SHARDS = 300
-LIMIT = 200  # fewer than shards, and more than this process has open already
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +49,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def few_descriptors() -> Iterator[None]:
+    """Enough for the shards that may be open, with their masks and offsets, and too few for all of them."""
+    for cache in (_map_tokens, _map_document_offsets, _load_document_index):
+        cache.cache_clear()  # shards of earlier tests
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT + MAX_OPEN_SHARDS // 2, hard))
+    open_now = len(list(Path("/dev/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 3 * MAX_OPEN_SHARDS + 32, hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

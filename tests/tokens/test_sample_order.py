@@ -83,7 +83,7 @@ def test_seeking_far_is_as_fast_as_starting() -> None:
     order.locate(0, 8)
     start = time.perf_counter()
     sources, sequences = order.locate(10**12, 10**12 + 8)
-    assert time.perf_counter() - start < 0.25
+    assert time.perf_counter() - start < 5, "a walk over the samples before would take hours"
     assert (sequences < sizes[sources]).all()
 
 

@@ -124,7 +124,7 @@ def test_the_page_follows_a_remote_run_and_no_step_is_missing_after_a_disconnect
             write(210)
             begun = time.monotonic()
             wait_for(lambda: len(steps()) == 210, "the page does not follow")
-            assert time.monotonic() - begun < 10  # 2 s on a machine that is not loaded; see docs/track.md
+            assert time.monotonic() - begun < 30  # 2 s on a machine that is not loaded; see docs/track.md
             wire.disconnect()
             wait_for(read_error, "the disconnect was not noticed")
             write(500)
