@@ -88,6 +88,9 @@ class ScheduleRecipe(Section):
     """For wsd: fraction of the stage over which the rate decays."""
 
 
+LATER_SCHEDULE = ScheduleRecipe(shape="constant", warmup=Duration(0, "steps"))
+"""Default of every stage but the first."""
+
 ExtendMode = Literal["constant", "rewarm", "as-planned"]
 """How the learning rate of a stage that has begun continues under a changed schedule."""
 
@@ -399,7 +402,6 @@ class TrainRecipe(TrainLength):
     def _resolve(self, stage: StageRecipe, first: bool) -> ResolvedStage:
         # A micro-batch is what fits into memory at one sequence length; another length has to set its own.
         micro = stage.micro_batch_tokens or (None if stage.seq_len else self._given_micro_batch_tokens)
-        later = ScheduleRecipe(shape="constant", warmup=Duration(0, "steps"))
         return ResolvedStage(
             name=stage.name,
             duration=stage.duration,
@@ -409,7 +411,7 @@ class TrainRecipe(TrainLength):
             batch_ramp=stage.batch_ramp,
             mixture=self.mixture if stage.mixture is None else stage.mixture,
             max_epochs=stage.max_epochs or self.max_epochs,
-            schedule=stage.schedule or (self.schedule if first else later),
+            schedule=stage.schedule or (self.schedule if first else LATER_SCHEDULE),
             extensions=tuple(extension for extension in self.extensions if extension.stage == stage.name),
             rope_theta=stage.rope_theta,
             rope_scaling=stage.rope_scaling,

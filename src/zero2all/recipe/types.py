@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
@@ -83,7 +84,7 @@ class Section(BaseModel):
     @classmethod
     def _numbers_are_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """``seed: true`` is a mistake and not the seed 1, which pydantic would make of it."""
-        if _takes_numbers_only(cls.model_fields[str(info.field_name)].annotation):
+        if info.field_name in _number_fields(cls):
             _refuse_non_numbers(value)
         return value
 
@@ -96,6 +97,11 @@ class Section(BaseModel):
         if info.context != COLLECT_MISTAKES and (found := [mistake.message for mistake in self.mistakes()]):
             raise ValueError("; ".join(found))
         return self
+
+
+@cache
+def _number_fields(section: type[Section]) -> frozenset[str]:
+    return frozenset(name for name, field in section.model_fields.items() if _takes_numbers_only(field.annotation))
 
 
 def _takes_numbers_only(kind: Any) -> bool:
