@@ -16,12 +16,12 @@ from typing import Any
 
 import yaml
 
-from zero2all.align.chat_quality import ChatQuality, evaluate_chat, held_out_conversations
 from zero2all.console import heading, progress, say, warn
 from zero2all.corpus import build_corpus, recommended_workers, summary_lines
 from zero2all.engine import Engine
 from zero2all.errors import UsageError
 from zero2all.evals import evaluate_bpb
+from zero2all.evals.chat_quality import ChatQuality, evaluate_chat, held_out_conversations
 from zero2all.generation import SamplingParams, StoryEvaluation, evaluate_stories, generate_batch, story_quality_line
 from zero2all.io import write_text
 from zero2all.model import Z2all
