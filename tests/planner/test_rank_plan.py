@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero2all.parallel.dry_run import dry_run
+from tests.parallel.sharded_memory import dry_run
 from zero2all.planner.rank_plan import plan_memory
 from zero2all.planner.workload import Layout, Workload, largest_stage
 from zero2all.recipe import load_recipe_or_preset

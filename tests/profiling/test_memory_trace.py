@@ -10,9 +10,9 @@ from benchmarks import plan_memory
 from typer.testing import CliRunner
 
 from zero2all.cli.main import app
-from zero2all.planner import trace as trace_module
-from zero2all.planner.trace import trace_memory
 from zero2all.planner.workload import largest_stage
+from zero2all.profiling import memory_trace as trace_module
+from zero2all.profiling.memory_trace import trace_memory
 from zero2all.recipe import load_recipe_or_preset
 
 SIZES = ["train.batch_tokens=32Ki", "train.micro_batch_tokens=2Ki", "train.seq_len=512", "model.num_hidden_layers=6"]
