@@ -315,7 +315,7 @@ def measure_training(settings: Settings, name: str, words: list[str], seconds: f
 
 
 def mfu(settings: Settings, rows: Rows, model: str, length: int) -> None:
-    """Throughput, and the memory of rank 0 beside what ``z2a parallel show`` predicts."""
+    """Throughput, and the memory of rank 0 beside what ``z2a plan`` predicts."""
     for compile in ("true", "false")[settings.tiny :]:
 
         def measure(compile: str = compile) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from zero2all.model.cost.activations import ActivationShards, activation_bytes, 
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward
-from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
+from zero2all.parallel.pipeline_parallel import micro_batches_in_flight, stage_indices_of_rank
 from zero2all.planner.fsdp_units import FP32_BYTES, FsdpUnits
 from zero2all.planner.post_training import plan_rollouts, plan_teacher
 from zero2all.planner.workload import GPU, Layout, Unit, Workload, powersgd_numel
@@ -70,7 +71,7 @@ class MemoryPlan:
 
 def plan_memory(workload: Workload, layout: Layout, device: torch.device = GPU) -> MemoryPlan:
     """Of the pipeline rank that holds the most."""
-    plans = (plan_rank_memory(workload, layout, rank, device) for rank in fullest_ranks(layout))
+    plans = (plan_rank_memory(workload, layout, rank, device) for rank in fullest_ranks(workload, layout))
     return max(plans, key=lambda plan: plan.total)
 
 
@@ -117,12 +118,28 @@ def plan_recipe_memory(recipe: Recipe, gpus: int, device: torch.device = GPU) ->
 
 def fits_memory(workload: Workload, layout: Layout, limit: int) -> bool:
     """Whether every rank fits, without the ranks after the first that does not."""
-    return all(plan_rank_memory(workload, layout, rank).total <= limit for rank in fullest_ranks(layout))
+    return all(plan_rank_memory(workload, layout, rank).total <= limit for rank in fullest_ranks(workload, layout))
 
 
-def fullest_ranks(layout: Layout) -> list[int]:
-    """Pipeline ranks that may hold the most: the first has the most micro-batches, the last the head."""
-    return sorted({0, min(1, layout.dims.pp - 1), layout.dims.pp - 1})
+def fullest_ranks(workload: Workload, layout: Layout) -> list[int]:
+    """Pipeline ranks that may hold the most: the first of those with the same layers, and the last, with the head.
+
+    No rank has more micro-batches in flight than the ranks before it.
+    """
+    pp = layout.dims.pp
+    if pp == 1:
+        return [0]
+    return _first_of_a_kind(workload, tuple(tuple(stage_indices_of_rank(layout.parallel, rank)) for rank in range(pp)))
+
+
+@functools.lru_cache(maxsize=512)
+def _first_of_a_kind(workload: Workload, stage_indices: tuple[tuple[int, ...], ...]) -> list[int]:
+    stages = workload.stages(sum(map(len, stage_indices)))
+    kinds = [
+        Counter(workload.config.is_moe_layer(layer) for index in own for layer in stages[index])
+        for own in stage_indices
+    ]
+    return sorted({*(kinds.index(kind) for kind in kinds), len(kinds) - 1})
 
 
 def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: torch.device = GPU) -> MemoryPlan:

@@ -83,7 +83,7 @@ def trace_memory(recipe: Recipe, stage: ResolvedStage, gpus: int) -> list[Memory
     traced = _trace_layers(workload, layout, recipe)
     return [
         MemoryTrace(rank, _compare(plan_rank_memory(workload, layout, rank, CPU), traced, workload, layout))
-        for rank in fullest_ranks(layout)
+        for rank in fullest_ranks(workload, layout)
     ]
 
 
