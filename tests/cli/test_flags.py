@@ -193,7 +193,9 @@ def test_retired_options_are_replaced_before_the_words_of_another_command() -> N
 def test_a_retired_option_still_works_and_names_the_new_one(workspace: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(recipe_yaml(tiny_recipe(workspace)), encoding="utf-8")
-    new, old = (z2a("train", recipe, "--dry-run", option, 2, "--json") for option in ("--gpus", "--world"))
+    new, old = (
+        z2a("train", recipe, "--dry-run", "--gpu", "H100", option, 2, "--json") for option in ("--gpus", "--world")
+    )
     assert new.exit_code == 0, new.output
     assert old.stdout == new.stdout
     assert "--world is now --gpus" in old.stderr
