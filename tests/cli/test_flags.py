@@ -171,7 +171,7 @@ def test_the_number_of_gpus_has_one_name_in_every_command() -> None:
     options = options_of(get_command(app))
     with_gpus = {path for path, names in options.items() if "--gpus" in names}
     commands = {"train", "plan", "tune", "sweep", "ladder", "compare"}
-    assert with_gpus == commands | {"parallel show", "bench comm"}
+    assert with_gpus == commands | {"bench comm"}
     assert {path for path, names in options.items() if "--nproc-per-node" in names} == {"launch"}
     synonyms = {"--world", "--world-size", "--ranks", "--num-gpus", "--n-gpus", "--devices"}
     assert not {path for path, names in options.items() if names & synonyms}

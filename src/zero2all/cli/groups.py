@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 PANELS = {
     "Data": ("corpus", "tokenizer", "tokens"),
-    "Train": ("quickstart", "recipe", "model", "parallel", "plan", "train", "tune", "sweep", "ladder"),
+    "Train": ("quickstart", "recipe", "model", "plan", "train", "tune", "sweep", "ladder"),
     "Runs": ("watch", "report", "compare", "blame", "goodput", "ckpt", "generate", "chat", "serve", "export"),
     "Cluster": ("launch", "rendezvous", "doctor"),
     "Measure": ("eval", "profile", "bench", "chaos"),

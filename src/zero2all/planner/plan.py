@@ -10,7 +10,7 @@ from zero2all.planner.cluster import Cluster
 from zero2all.planner.keys import zero_stage
 from zero2all.planner.pipeline import schedule_runs
 from zero2all.planner.published import bloom_tflops
-from zero2all.planner.rank_plan import MemoryPlan, plan_memory
+from zero2all.planner.rank_plan import MemoryPlan, RankLayers, plan_layers, plan_recipe_memory
 from zero2all.planner.run_cost import (
     TOKENS_PER_PARAMETER,
     InferenceCost,
@@ -50,6 +50,7 @@ class Plan:
     parameters: int
     layout: dict[str, int | str]
     memory: MemoryPlan
+    layers: list[RankLayers]
     fits: bool
     flops_per_token: int
     palm_flops_per_token: int
@@ -72,13 +73,7 @@ def plan_run(recipe: Recipe, cluster: Cluster, tokens: int | None = None, price:
             f"parallel.schedule={recipe.parallel.schedule} cannot run {layout.batch.micro_batches} micro-batches over "
             f"{layout.dims.pp} pipeline ranks: change train.micro_batch_tokens so that their number is a multiple"
         )
-    memory = max(
-        (
-            plan_memory(Workload.of(recipe, one), Layout.of(recipe, one, cluster.gpus))
-            for one in recipe.train.resolved_stages()
-        ),
-        key=lambda plan: plan.total,
-    )
+    memory = plan_recipe_memory(recipe, cluster.gpus)
     step = plan_step(workload, layout, cluster)
     return Plan(
         recipe=recipe.name,
@@ -86,6 +81,7 @@ def plan_run(recipe: Recipe, cluster: Cluster, tokens: int | None = None, price:
         parameters=workload.parts.total,
         layout=describe_layout(layout, workload),
         memory=memory,
+        layers=plan_layers(workload, layout),
         fits=memory.total <= cluster.gpu.memory,
         flops_per_token=workload.flops.model,
         palm_flops_per_token=workload.palm_flops,

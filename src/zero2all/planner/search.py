@@ -16,7 +16,7 @@ from zero2all.parallel.mesh import ParallelDims
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.keys import OFFLOADS, ZERO_KEYS, zero_stage
 from zero2all.planner.pipeline import schedule_runs
-from zero2all.planner.rank_plan import fits_memory, plan_memory
+from zero2all.planner.rank_plan import USABLE_MEMORY, fits_memory, plan_memory
 from zero2all.planner.run_cost import TOKENS_PER_PARAMETER
 from zero2all.planner.step_time import StepTime, plan_step
 from zero2all.planner.workload import Layout, Workload, largest_stage
@@ -163,7 +163,7 @@ def _lightest(
 
 def _fits(recipe: Recipe, workload: Workload, layout: Layout, cluster: Cluster) -> bool:
     """Whether every training stage fits. ``workload`` and ``layout`` are those of the largest one."""
-    limit = cluster.gpu.memory
+    limit = int(USABLE_MEMORY * cluster.gpu.memory)
     if not fits_memory(workload, layout, limit):
         return False
     return len(recipe.train.stages) < 2 or all(fits_memory(*one, limit) for one in _all_stages(recipe, layout))
