@@ -26,9 +26,9 @@ class ZeroPaper:
         >>> [round(size / 1e9, 1) for size in ZeroPaper.of(7_500_000_000, ranks=64).stages]
         [120.0, 31.4, 16.6, 1.9]
         """
-        parts = (12 * parameters, 2 * parameters, 2 * parameters)
-        stages = [sum(parts[:zero]) // ranks + sum(parts[zero:]) for zero in range(4)]
-        return cls(*reversed(parts), ranks, stages)
+        optimizer, gradients, weights = in_order = (12 * parameters, 2 * parameters, 2 * parameters)
+        stages = [sum(in_order[:zero]) // ranks + sum(in_order[zero:]) for zero in range(4)]
+        return cls(weights, gradients, optimizer, ranks, stages)
 
 
 INFERENCE_BYTES = {"fp32 and bf16": 6, "fp32": 4, "bf16": 2, "int8": 1}
