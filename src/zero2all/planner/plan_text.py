@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zero2all.planner.pipeline import Timeline
 from zero2all.planner.plan import Plan
-from zero2all.planner.rank_plan import MemoryPlan, RankLayers
+from zero2all.planner.rank_plan import STORED, MemoryPlan, RankLayers
 from zero2all.planner.search import SearchResult
 from zero2all.planner.step_time import ComputePart
 from zero2all.planner.sync_plan import FAST_ENOUGH, sync_lines
@@ -25,6 +25,7 @@ def plan_text(plan: Plan, timeline: Timeline | None, changes: Sequence[str] = ()
         f"{plan.recipe}: {show_count(plan.parameters)} parameters on {plan.cluster.gpus} x {gpu.name} ({mesh})",
         "",
         *_plan_memory_lines(plan, changes),
+        *_zero_lines(plan),
         *(_layer_lines(plan.layers) if layers else []),
         "",
         f"FLOPs: {show_count(plan.flops_per_token)} a token ({show_count(plan.palm_flops_per_token)} by 6N + 12LHQT)",
@@ -60,6 +61,19 @@ def memory_lines(memory: MemoryPlan, limit: int | None, pp: int) -> list[str]:
         lines.append(f"  {part.name:<40}{show_bytes(part.bytes):>9} {_bar(share)} {part.note}".rstrip())
     elsewhere = {"on the host": memory.host, "in files": memory.files}
     return lines + [f"  {name}: {show_bytes(size)}" for name, size in elsewhere.items() if size]
+
+
+def _zero_lines(plan: Plan) -> list[str]:
+    """The count of the ZeRO paper beside ours, which has fp32 gradients and gathers weights in blocks."""
+    paper, memory = plan.zero_paper, plan.memory
+    sizes = ", ".join(f"{stage}: {show_bytes(size)}" for stage, size in enumerate(paper.stages))
+    ours = memory.bytes_of(STORED, "gradients", "optimizer state") + memory.host + memory.files
+    gathered = memory.bytes_of("weights in", "unsharded gradients")
+    return [
+        f"states by the ZeRO paper, 2 + 2 + 12 bytes per parameter on {paper.ranks} data-parallel ranks: {sizes}",
+        f"  here {show_bytes(ours)}, with gradients in the dtype of the weights, and "
+        f"{show_bytes(gathered)} of gathered weights and gradients on their way",
+    ]
 
 
 def _layer_lines(ranks: Sequence[RankLayers]) -> list[str]:

@@ -293,11 +293,12 @@ def cheapest_changes(recipe: Recipe, cluster: Cluster, count: int = 3) -> list[s
         for size in dict.fromkeys(sizes):
             tried = _try_change(recipe, workload, stage.batch_tokens // stage.seq_len, changes, size, cluster)
             if tried is not None and (changes or size != samples):
-                keys = [f"parallel.{name}={value}" for name, value in changes.items()]
+                changed = {name: value for name, value in changes.items() if getattr(recipe.parallel, name) != value}
+                keys = [f"parallel.{name}={value}" for name, value in changed.items()]
                 keys += [f"train.micro_batch_tokens={size * stage.seq_len}"] if size != samples else []
                 found.setdefault(" ".join(keys), tried)
     ranked = sorted(found, key=lambda keys: (round(found[keys], 3), len(keys)))
-    return [f"{keys} ({found[keys]:.2f} s a step)" for keys in ranked[:count]]
+    return [f"{keys} ({found[keys]:.2f} s per step)" for keys in ranked[:count]]
 
 
 def _try_change(
