@@ -67,7 +67,7 @@ class Checkout:
         if not out.exists():
             shutil.copytree(self.work / "stages", out)
         command = ("train", self.recipe, f"out={out}", *case.changes)
-        self.z2a(*command) if case.ranks == 1 else self.z2a("launch", "--procs", case.ranks, "--", *command)
+        self.z2a(*command) if case.ranks == 1 else self.z2a("launch", "--nproc-per-node", case.ranks, "--", *command)
 
 
 def write_text(directory: Path) -> None:
@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="names of cases")
+    parser.add_argument("--fresh", action="store_true", help="do not resume runs of the first, whose keys are unknown")
     options = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as directory:
@@ -179,7 +180,8 @@ def main() -> None:
             new.train(case, new.work / case.name)
             before, after = observed(old.work / case.name), observed(new.work / case.name)
             found = differences(before, after)
-            found += [f"resumed: {line}" for line in resumed(old, new, case, old.work / case.name)]
+            if not options.fresh:
+                found += [f"resumed: {line}" for line in resumed(old, new, case, old.work / case.name)]
             loss = [line["loss"] for lines in before.values() for line in lines if "loss" in line][-1]
             verdict = "DIFFERS" if found else "equal"
             line = f"{case.name:10} {case.ranks} ranks  {len(before)} facts  last loss {loss}  {verdict}"

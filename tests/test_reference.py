@@ -113,7 +113,7 @@ def test_values_come_from_the_code() -> None:
     assert f"<!-- generated: stories.train.steps -->{steps}<!-- end -->" in page
     presets = [FRAGMENTS[name]("", True) for name in ("presets", "published-presets")]
     assert "、".join(presets) == "、".join(f"`{name}`" for name in PRESETS)
-    assert FRAGMENTS["layers"]("\n".join(LAYER_TABLE), False).splitlines()[3].startswith("| 16 | `cli/`")
+    assert FRAGMENTS["layers"]("\n".join(LAYER_TABLE), False).splitlines()[3].startswith("| 17 | `cli/`")
 
 
 def test_every_recipe_key_is_on_the_page_and_no_other() -> None:
