@@ -27,7 +27,10 @@ from typing import Any
 import yaml
 
 # Measurements of the machine: their keys are compared, their values are not.
-MEASURED = {"time", "tokens_per_second", "mfu", "hfu", "memory", "data_wait", "startup", "seconds", "checkpoint_stall"}
+MEASURED = {
+    "time", "tokens_per_second", "tflops", "mfu", "mfu_palm", "hfu", "memory", "data_wait", "startup", "seconds",
+    "checkpoint_stall", "step_time",
+}  # fmt: skip
 STAGES = ("documents", "tokenizer", "tokens")
 
 
@@ -98,7 +101,7 @@ def observed(out: Path) -> dict[str, Any]:
                 continue
             if line.get("event") == "goodput":
                 continue
-            values = {key: repr(value) for key, value in line.items() if key not in MEASURED}
+            values = {key: repr(value) for key, value in line.items() if key.split("/")[0] not in MEASURED}
             place = f"{record.name} {line.get('event', 'step')} {line.get('step')}"
             facts.setdefault(place, []).append({"keys": sorted(line), **values})
     for checkpoint in sorted((run / "checkpoints").glob("step-*")):
