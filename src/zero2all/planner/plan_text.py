@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zero2all.charts.terminal import bar_text
 from zero2all.planner.pipeline import Timeline
 from zero2all.planner.plan import Plan
 from zero2all.planner.search import SearchResult
@@ -49,15 +50,10 @@ def _memory_lines(plan: Plan, changes: Sequence[str]) -> list[str]:
     lines = [f"memory of a rank{where}: {show_bytes(memory.total)} of {show_bytes(limit)}, {verdict}"]
     for part in memory.parts:
         share = part.bytes / max(limit, memory.total)
-        lines.append(f"  {part.name:<40}{show_bytes(part.bytes):>9} {_bar(share)} {part.note}".rstrip())
+        lines.append(f"  {part.name:<40}{show_bytes(part.bytes):>9} {bar_text(share, BAR)}  {part.note}".rstrip())
     lines += [f"  on the host: {show_bytes(memory.host)}"] if memory.host else []
     lines += [f"  it fits with {change}" for change in changes]
     return lines
-
-
-def _bar(share: float) -> str:
-    eighths = round(min(max(share, 0.0), 1.0) * BAR * 8)
-    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).ljust(BAR + 1)
 
 
 def _compute_lines(parts: Sequence[ComputePart], plan: Plan) -> list[str]:
@@ -68,9 +64,8 @@ def _compute_lines(parts: Sequence[ComputePart], plan: Plan) -> list[str]:
     for part in parts:
         share = part.seconds / plan.step.compute
         intensity = f"{part.intensity:,.0f}" if part.flops else "-"
-        lines.append(
-            f"  {part.name:<40}{part.seconds:>8.3g}s {_bar(share)}{intensity:>6} FLOPs a byte, {part.bound}-bound"
-        )
+        time = f"{part.seconds:>8.3g}s {bar_text(share, BAR)}"
+        lines.append(f"  {part.name:<40}{time} {intensity:>6} FLOPs a byte, {part.bound}-bound")
     return lines
 
 
