@@ -44,7 +44,7 @@ COMMANDS: dict[str, list[str]] = {
     "tokenizer inspect": ["tokenizer", "inspect", "TARGET", "some text"],
     "tokenizer extend": ["tokenizer", "extend", "TARGET", "--text", "RECIPE", "--add", "1", "--out", "OUT"],
     "tokenizer export": ["tokenizer", "export", "TARGET", "--to", "OUT"],
-    "tokens trace": ["tokens", "trace", "TARGET", "--step", "0"],
+    "blame --no-loss": ["blame", "TARGET", "--step", "0", "--no-loss"],
     "model show": ["model", "show", "TARGET"],
     "ckpt ls": ["ckpt", "ls", "TARGET"],
     "ckpt verify": ["ckpt", "verify", "TARGET"],
