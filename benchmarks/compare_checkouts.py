@@ -99,7 +99,7 @@ def observed(out: Path) -> dict[str, Any]:
             # Samples and histograms follow from the weights, and an older checkout may not record them.
             if any(key.startswith("system/") or key in ("sample", "histogram") for key in line):
                 continue
-            if line.get("event") == "goodput":
+            if line.get("event") in ("goodput", "initial weights"):  # times and paths
                 continue
             values = {key: repr(value) for key, value in line.items() if key.split("/")[0] not in MEASURED}
             place = f"{record.name} {line.get('event', 'step')} {line.get('step')}"
