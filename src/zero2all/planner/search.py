@@ -274,7 +274,8 @@ def layout_tips(workload: Workload, cluster: Cluster, layout: Layout, step: Step
             days < 8192 <= 8 * cluster.gpus
         ),
     }
-    return [Finding("note", *text.split(": ", 1)) for text, applies in rules.items() if applies]
+    parted = [text.partition(": ") for text, applies in rules.items() if applies]
+    return [Finding("note", what, why) for what, _, why in parted]
 
 
 def cheapest_changes(recipe: Recipe, cluster: Cluster, count: int = 3) -> list[str]:
