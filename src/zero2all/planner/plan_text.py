@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zero2all.charts.terminal import bar_text
 from zero2all.planner.pipeline import Timeline
 from zero2all.planner.plan import Plan
 from zero2all.planner.rank_plan import STORED, MemoryPlan, RankLayers
@@ -58,7 +59,7 @@ def memory_lines(memory: MemoryPlan, limit: int | None, pp: int) -> list[str]:
     lines = [f"memory of a rank{where}: {show_bytes(memory.total)}{there}"]
     for part in memory.parts:
         share = part.bytes / max(limit or 0, memory.total)
-        lines.append(f"  {part.name:<40}{show_bytes(part.bytes):>9} {_bar(share)} {part.note}".rstrip())
+        lines.append(f"  {part.name:<40}{show_bytes(part.bytes):>9} {bar_text(share, BAR)}  {part.note}".rstrip())
     elsewhere = {"on the host": memory.host, "in files": memory.files}
     return lines + [f"  {name}: {show_bytes(size)}" for name, size in elsewhere.items() if size]
 
@@ -91,11 +92,6 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{start}-{end}" if end > start else str(start) for start, end in zip(starts, ends, strict=True))
 
 
-def _bar(share: float) -> str:
-    eighths = round(min(max(share, 0.0), 1.0) * BAR * 8)
-    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).ljust(BAR + 1)
-
-
 def _compute_lines(parts: Sequence[ComputePart], plan: Plan) -> list[str]:
     ridge = ridge_intensity(plan)
     lines = [
@@ -104,9 +100,8 @@ def _compute_lines(parts: Sequence[ComputePart], plan: Plan) -> list[str]:
     for part in parts:
         share = part.seconds / plan.step.compute
         intensity = f"{part.intensity:,.0f}" if part.flops else "-"
-        lines.append(
-            f"  {part.name:<40}{part.seconds:>8.3g}s {_bar(share)}{intensity:>6} FLOPs a byte, {part.bound}-bound"
-        )
+        time = f"{part.seconds:>8.3g}s {bar_text(share, BAR)}"
+        lines.append(f"  {part.name:<40}{time} {intensity:>6} FLOPs a byte, {part.bound}-bound")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""``z2a align generate``: new instructions and answers by a model behind an OpenAI-compatible endpoint.
+"""``z2a corpus generate``: new instructions and answers by a model behind an OpenAI-compatible endpoint.
 
 As in self-instruct (https://arxiv.org/abs/2212.10560): a few seed tasks are shown, the model writes another, and then
 answers it. Lines that are written stay, so that an interrupted call resumes.
@@ -16,8 +16,9 @@ from typing import Any
 
 from zero2all.console import progress
 from zero2all.corpus.chat_shapes import find_example
-from zero2all.endpoint import Endpoint, UnansweredError
+from zero2all.endpoint import Endpoint
 from zero2all.errors import UsageError, Z2aError
+from zero2all.http_client import UnansweredError
 from zero2all.redact import redact
 
 EXAMPLES = 4
