@@ -113,8 +113,7 @@ def test_the_surface_stays_within_its_budget(name: str) -> None:
 
 def test_every_package_stays_within_its_budget() -> None:
     sizes, budgets = package_sizes(), BUDGETS["code_lines"]
-    assert sizes.keys() == budgets.keys()
-    assert {name: size for name, size in sizes.items() if size > budgets[name]} == {}
+    assert {name: size for name, size in sizes.items() if size > budgets.get(name, 0)} == {}
 
 
 if __name__ == "__main__":
