@@ -107,7 +107,7 @@ def test_a_server_may_ask_for_a_wait() -> None:
     assert waits.seconds == [17.0]
 
     def asked(text: str) -> float | None:
-        return http_client._retry_after(httpx2.Response(429, headers={"Retry-After": text}))
+        return http_client.retry_after(httpx2.Response(429, headers={"Retry-After": text}))
 
     assert asked("120") == 120.0
     assert asked("soon") is None
