@@ -133,5 +133,5 @@ def _metric_plot(name: str, table: MetricTable, width: int) -> Text:
     values = table.mean[name][known]
     if not len(values):
         return Text(name)
-    line = list(zip(table.steps[known].tolist(), values.tolist(), strict=True))
+    line = list(zip(table.steps[known].round().tolist(), values.tolist(), strict=True))
     return line_text(Plot(f"{name}  {show_count(line[-1][1])}", "step", name, [Curve("", line)]), width, 5)
