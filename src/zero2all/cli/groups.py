@@ -14,7 +14,7 @@ PANELS = {
     "Train": ("quickstart", "recipe", "model", "parallel", "plan", "train", "tune", "sweep", "ladder", "align"),
     "Runs": ("watch", "report", "compare", "blame", "goodput", "ckpt", "generate", "chat", "serve", "export"),
     "Cluster": ("launch", "rendezvous", "doctor"),
-    "Measure": ("eval", "profile", "bench", "chaos"),
+    "Measure": ("eval", "profile", "bench"),
 }
 
 RETIRED_OPTIONS = {

@@ -13,7 +13,6 @@ from zero2all import __version__
 from zero2all.cli import (
     align,
     bench,
-    chaos,
     chat,
     ckpt,
     corpus,
@@ -67,7 +66,6 @@ app.add_typer(ckpt.app, name="ckpt")
 app.command("profile")(profile.profile)
 app.command("goodput")(runs.goodput)
 app.command("doctor")(doctor.doctor)
-app.command("chaos")(chaos.chaos)
 app.command("compare")(experiments.compare)
 app.add_typer(eval_command.app, name="eval")
 app.command("generate")(generate.generate)
