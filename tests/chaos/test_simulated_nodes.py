@@ -77,6 +77,7 @@ def test_nothing_is_left_of_nodes_whose_creator_was_killed(number: signal.Signal
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "Z2A_TEST_MARK": mark},
+        cwd=Path(__file__).parents[2],
     )
     assert suite.stdout is not None
     assert suite.stdout.readline() == b"ready\n"
