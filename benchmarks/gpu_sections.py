@@ -34,7 +34,7 @@ from zero2all.model import document_starts
 from zero2all.model.ops import OPS
 from zero2all.model.ops.cross_entropy import HeadConfig
 from zero2all.model.ops.kernels import Kernel
-from zero2all.parallel.dry_run import dry_run
+from zero2all.planner.rank_plan import plan_recipe_memory
 from zero2all.recipe import ModelConfig, Recipe, recipe_yaml
 from zero2all.track import read_steps
 from zero2all.train import TrainerHooks, train
@@ -292,9 +292,7 @@ def sized(settings: Settings, name: str, model: str, length: int) -> tuple[list[
     if settings.tiny:
         fixed = [TINY, "train.seq_len=32", "train.micro_batch_tokens=64", f"train.batch_tokens={64 * settings.ranks}"]
         fixed += ["model.max_position_embeddings=32", "train.steps=6", "train.schedule.warmup=0"]
-        return fixed, dry_run(
-            recipe_of(settings, name, *fixed), settings.ranks, torch.device("cpu")
-        ).memory_per_rank.total
+        return fixed, plan_recipe_memory(recipe_of(settings, name, *fixed), settings.ranks, torch.device("cpu")).total
     room, predicted = 0.92 * torch.cuda.get_device_properties(0).total_memory, 0
     for micro, checkpointing in FITS:
         tokens = int(micro.removesuffix("Ki")) * 1024 * settings.ranks
@@ -303,7 +301,7 @@ def sized(settings: Settings, name: str, model: str, length: int) -> tuple[list[
         words = [model, f"train.seq_len={length}", f"train.micro_batch_tokens={micro}", f"train.batch_tokens={tokens}"]
         words += [f"parallel.activation_checkpointing={checkpointing}", "train.steps=12", "train.schedule.warmup=0"]
         words += ["train.precision=auto"]
-        predicted = dry_run(recipe_of(settings, name, *words), settings.ranks).memory_per_rank.total
+        predicted = plan_recipe_memory(recipe_of(settings, name, *words), settings.ranks).total
         if predicted <= room:
             return words, predicted
     raise Z2aError(f"needs {predicted / 1e9:.0f} GB on each of {settings.ranks} GPUs, which have {room / 1e9:.0f}")
@@ -317,7 +315,7 @@ def measure_training(settings: Settings, name: str, words: list[str], seconds: f
 
 
 def mfu(settings: Settings, rows: Rows, model: str, length: int) -> None:
-    """Throughput, and the memory of rank 0 beside what ``z2a parallel show`` predicts."""
+    """Throughput, and the memory of rank 0 beside what ``z2a plan`` predicts."""
     for compile in ("true", "false")[settings.tiny :]:
 
         def measure(compile: str = compile) -> dict[str, Any]:

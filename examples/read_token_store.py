@@ -3,7 +3,7 @@
     python examples/read_token_store.py --out runs/examples/tokens --step 3
 
 The sample order depends only on seed, mixture and token store, so the batch of any step is known without training. For
-a run, with its stages and batch ramp, use ``zero2all.train.trace_step`` or ``z2a tokens trace``.
+a run, with its stages and batch ramp, use ``zero2all.train.trace_step`` or ``z2a blame --no-loss``.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from zero2all.cli.main import app
 WRITTEN = [page for page in PAGES if page != "CHANGELOG.md" and "reference/" not in page]
 EXECUTED = ("README.md", "docs/get-started.md", "recipes/README.md")
 FAST = ("--version", "recipe check", "recipe show", "recipe schema", "model show", "plan", "ckpt interval")
-SLOW_OUTPUT = ("parallel show",)  # seconds for each pipeline rank
 SHELL_OPERATORS = set("();<>|&\n")
 SMALL_RECIPE = "name: small\nout: runs/small\ncorpus: {sources: [{name: notes, paths: [notes]}]}\n"
 
@@ -179,13 +178,7 @@ def printed_outputs() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-OUTPUTS = [
-    pytest.param(command, id=command, marks=pytest.mark.long if command.startswith(SLOW_OUTPUT) else ())
-    for command in printed_outputs()
-]
-
-
-@pytest.mark.parametrize("command", OUTPUTS)
+@pytest.mark.parametrize("command", printed_outputs())
 def test_printed_output_is_what_the_command_prints(command: str, place: Path) -> None:
     done = CliRunner().invoke(app, shlex.split(command))
     assert done.exit_code == 0, done.output

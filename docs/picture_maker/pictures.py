@@ -19,6 +19,12 @@ KEY = "z2a-fingerprint"
 PNG_SIGNATURE = 8  # bytes before the first chunk
 
 STORIES = ("recipes/stories.yaml", "src/zero2all/quickstart.py::STORIES_PER_LANGUAGE")
+CORPUS_PAGE = (
+    "src/zero2all/corpus/corpus_report_page.py",
+    "src/zero2all/charts/page.py",
+    "src/zero2all/charts/svg.py::sankey_svg",
+    "src/zero2all/charts/plot.py::COLOURS",
+)
 PAGE = tuple(f"src/zero2all/track/page/{name}" for name in ("index.html", "app.css", "app.js"))
 PRINTED = (
     "src/zero2all/quickstart.py::quickstart",
@@ -76,7 +82,7 @@ PICTURES: tuple[Picture, ...] = (
     PageShot("track-time.png", RUN, ENGLISH, 800, 900, parts=("[data-chart='time/*']",)),
     PageShot("track-documents.png", RUN, f"{ENGLISH}&step=0:320", 1200, 760, ready=LOSSES_COMPUTED),
     PageShot("stories-quality.png", RUN, ENGLISH, 1280, 1200, parts=QUALITY),
-    Picture("corpus-report.png", ("src/zero2all/corpus/corpus_report_page.py",)),
+    Picture("corpus-report.png", CORPUS_PAGE),
 )
 
 

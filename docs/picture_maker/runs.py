@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from picture_maker.pictures import PRINTED, ROOT, STORIES, Picture
+from picture_maker.pictures import CORPUS_PAGE, PRINTED, ROOT, STORIES, Picture
 from picture_maker.recording import Recording, record
 from zero2all.console import say
 
@@ -50,7 +50,7 @@ class Runs:
             self._z2a("corpus", "build", "mixed.yaml")
             self._z2a("corpus", "report", f"{CORPUS}/documents", "--html", page.name)
 
-        self._once("corpus", ("src/zero2all/corpus/corpus_report_page.py",), make)
+        self._once("corpus", CORPUS_PAGE, make)
         return page
 
     def _once(self, name: str, sources: tuple[str, ...], make: Callable[[], None]) -> None:

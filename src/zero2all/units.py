@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, get_args
@@ -18,7 +17,6 @@ _QUANTITY = re.compile(r"\s*+([0-9][0-9_,]*+(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?)
 
 
 INT64_LIMIT = 2**63
-SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def parse_count(value: Any) -> int:
@@ -69,19 +67,16 @@ def show_bytes(number: float) -> str:
     return text + "B"
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """A curve in one line of text: a block for each value, as high as the value between the lowest and the highest.
+def show_number(number: float, digits: int = 6) -> str:
+    """A number of an axis, as short as possible.
 
-    >>> sparkline([3.0, 2.0, 1.5, 1.0])
-    '█▄▂▁'
+    >>> show_number(0.0003), show_number(2500), show_number(1_500_000)
+    ('0.0003', '2500', '1.5M')
     """
-    finite = [value for value in values if math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    blocks = (
-        SPARK_BLOCKS[round(7 * (value - low) / (high - low or 1.0))] if math.isfinite(value) else "?"
-        for value in values
-    )
-    return "".join(blocks)
+    if abs(number) < 10**5:
+        return f"{number:.{digits}g}"
+    text = show_count(number)
+    return f"{float(text[:-1]):g}{text[-1]}"
 
 
 def show_seconds(seconds: float) -> str:

@@ -44,7 +44,7 @@ COMMANDS: dict[str, list[str]] = {
     "tokenizer inspect": ["tokenizer", "inspect", "TARGET", "some text"],
     "tokenizer extend": ["tokenizer", "extend", "TARGET", "--text", "RECIPE", "--add", "1", "--out", "OUT"],
     "tokenizer export": ["tokenizer", "export", "TARGET", "--to", "OUT"],
-    "tokens trace": ["tokens", "trace", "TARGET", "--step", "0"],
+    "blame --no-loss": ["blame", "TARGET", "--step", "0", "--no-loss"],
     "model show": ["model", "show", "TARGET"],
     "ckpt ls": ["ckpt", "ls", "TARGET"],
     "ckpt verify": ["ckpt", "verify", "TARGET"],
@@ -101,7 +101,7 @@ def test_every_command_with_a_path_is_attacked() -> None:
     attacked = {" ".join(words[:2]) for words in COMMANDS.values()} | {words[0] for words in COMMANDS.values()}
     # They take a recipe, as train and plan do; a command line; addresses; or are as the one beside them.
     others = {
-        "sweep", "ladder", "tune", "profile", "parallel show", "align inspect", "tokenizer train", "tokens build",
+        "sweep", "ladder", "tune", "profile", "align inspect", "tokenizer train", "tokens build",
         "bench loader", "bench ops", "bench shapes", "bench checkpoint", "launch", "quickstart", "corpus fetch",
         "eval bench", "eval watch", "eval lm-eval", "eval stories", "align generate",
     }  # fmt: skip

@@ -90,7 +90,8 @@ def endpoint() -> Iterator[Endpoint]:
 
 @pytest.fixture
 def seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("zero2all.endpoint.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("zero2all.http_client.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("zero2all.endpoint.BUSY_SECONDS", 0.01)
     path = tmp_path / "seeds.jsonl"
     tasks = (
         "Add two numbers.",
@@ -150,7 +151,7 @@ def test_a_wrong_key_ends_the_call_and_is_not_shown(
 
 
 def test_what_cannot_work_is_refused(seeds: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="must begin with http"):
+    with pytest.raises(UsageError, match="is not an http"):
         generate_conversations(seeds, tmp_path / "out.jsonl", GenerateOptions("file:///etc/passwd", "m", 1))
     few = tmp_path / "few.jsonl"
     few.write_text(json.dumps({"instruction": "a", "output": "b"}))

@@ -141,7 +141,7 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
     assert f"for example: z2a train {out}/recipe.yaml --extend constant" in longer.stderr
     trained = run("train", out / "recipe.yaml", "--extend", "rewarm", "--json")
     assert json.loads(trained.stdout)["resumed_at"] == 120
-    traced = json.loads(run("tokens", "trace", out, "--step", 3, "--json").stdout)
+    traced = json.loads(run("blame", out, "--step", 3, "--no-loss", "--json").stdout)
     assert {"gid", "source", "title"} <= set(traced["documents"][0])
     assert json.loads(run("eval", "loss", out, "--json").stdout)["bits_per_byte"] > 0
     spoken = run("generate", out, "--prompt", "the model", "--max-tokens", 10)

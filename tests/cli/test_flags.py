@@ -172,7 +172,7 @@ def test_the_number_of_gpus_has_one_name_in_every_command() -> None:
     options = options_of(get_command(app))
     with_gpus = {path for path, names in options.items() if "--gpus" in names}
     commands = {"train", "plan", "tune", "sweep", "ladder", "compare"}
-    assert with_gpus == commands | {"parallel show", "bench comm"}
+    assert with_gpus == commands | {"bench comm"}
     assert {path for path, names in options.items() if "--nproc-per-node" in names} == {"launch"}
     synonyms = {"--world", "--world-size", "--ranks", "--num-gpus", "--n-gpus", "--devices"}
     assert not {path for path, names in options.items() if names & synonyms}
@@ -193,7 +193,9 @@ def test_retired_options_are_replaced_before_the_words_of_another_command() -> N
 def test_a_retired_option_still_works_and_names_the_new_one(workspace: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(recipe_yaml(tiny_recipe(workspace)), encoding="utf-8")
-    new, old = (z2a("parallel", "show", recipe, option, 2, "--json") for option in ("--gpus", "--world"))
+    new, old = (
+        z2a("train", recipe, "--dry-run", "--gpu", "H100", option, 2, "--json") for option in ("--gpus", "--world")
+    )
     assert new.exit_code == 0, new.output
     assert old.stdout == new.stdout
     assert "--world is now --gpus" in old.stderr

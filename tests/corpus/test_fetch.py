@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -20,13 +19,11 @@ from typing import Any
 import pytest
 
 from tests.corpus.download_server import Content, Page, Server, Text, serving
+from zero2all import http_client
 from zero2all.cli.main import app
 from zero2all.corpus.fetch import FetchOptions, FetchResult, fetch_files
-from zero2all.corpus.fetch import connections as connections_module
-from zero2all.corpus.fetch import download as download_module
 from zero2all.corpus.fetch import fetch as fetch_module
-from zero2all.corpus.fetch import retry as retry_module
-from zero2all.corpus.fetch.partial_file import PartialFile
+from zero2all.corpus.fetch.download import PartialFile
 from zero2all.errors import DiskFullError, UsageError, Z2aError
 from zero2all.io import sha256_file
 
@@ -35,7 +32,7 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_module, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.001)
     for name in (*PROXIES, *map(str.upper, PROXIES), "HF_TOKEN", "HF_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -64,11 +61,7 @@ def entries(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize("range_bytes", [1 << 20, 1 << 30])
-def test_a_file_arrives_whole_over_connections_that_are_cut(
-    range_bytes: int, reset: bool, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(download_module, "MIN_RANGE_BYTES", range_bytes)
+def test_a_file_arrives_whole_over_connections_that_are_cut(reset: bool, server: Server, tmp_path: Path) -> None:
     page = Page(Content(6_000_001), cut_after=400_000, reset=reset)
     url = server.add("/big.bin", page)
     result = fetch(url, tmp_path)
@@ -80,11 +73,9 @@ def test_a_file_arrives_whole_over_connections_that_are_cut(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("range_bytes", [16 << 20, 64 << 20])
 def test_300_mb_arrive_whole_from_a_server_that_cuts_every_connection_after_20_mb(
-    range_bytes: int, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(download_module, "MIN_RANGE_BYTES", range_bytes)
     content = Content(300_000_000)
     url = server.add("/big.bin", Page(content, cut_after=20_000_000))
     result = fetch(url, tmp_path)
@@ -93,9 +84,7 @@ def test_300_mb_arrive_whole_from_a_server_that_cuts_every_connection_after_20_m
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_server_without_ranges_sends_the_file_again_and_what_is_here_is_skipped(
-    chunked: bool, server: Server, tmp_path: Path
-) -> None:
+def test_a_server_without_ranges_sends_the_file_again(chunked: bool, server: Server, tmp_path: Path) -> None:
     page = Page(Content(3_000_000), ranges=False, cut_after=1_000_000, cuts=2, chunked=chunked)
     url = server.add("/a.bin", page)
     fetch(url, tmp_path)
@@ -104,7 +93,7 @@ def test_a_server_without_ranges_sends_the_file_again_and_what_is_here_is_skippe
 
 def test_a_server_that_cuts_without_ranges_never_delivers_and_that_is_said(server: Server, tmp_path: Path) -> None:
     url = server.add("/a.bin", Page(Content(500_000), ranges=False, cut_after=60_000))
-    with pytest.raises(Z2aError, match=r"a.bin: the connection ended 440KB too early, 6 times in a row"):
+    with pytest.raises(Z2aError, match=r"a.bin: no answer from 127.0.0.1 .*, 6 times in a row"):
         fetch(url, tmp_path)
     assert "a.bin" not in files_in(tmp_path)
 
@@ -112,17 +101,15 @@ def test_a_server_that_cuts_without_ranges_never_delivers_and_that_is_said(serve
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ranges": False}, "the server sent the whole file instead of a range, 6 times"),
         ({"shift": 1}, r"the server sent the wrong part \(Content-Range: bytes \d+-"),
         ({"shift": -1}, "the server sent the wrong part"),
-        ({"length": 2_900_000}, "the server sent the wrong part"),
+        ({"length": 2_900_000}, "the server sends 2900000 bytes, not 3000000"),
     ],
 )
 def test_wrong_answers_after_a_right_one_are_an_error(
     change: dict[str, Any], message: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download_module, "MIN_RANGE_BYTES", 1 << 20)
-    page = Page(Content(3_000_000))
+    page = Page(Content(3_000_000), cut_after=1_000_000)
     url = server.add("/a.bin", page)
     monkeypatch.setattr(
         fetch_module, "_check_space", lambda to, needed: page.__dict__.update(change)
@@ -136,7 +123,7 @@ def test_wrong_answers_after_a_right_one_are_an_error(
     ("page", "message"),
     [
         (Page(Content(200_000), shift=1), "without a valid Content-Range"),
-        (Page(Content(200_000), ranges=False, length=300_000), "ended 100KB too early"),
+        (Page(Content(200_000), ranges=False, length=300_000), "no answer from 127.0.0.1"),
         (Page(Content(200_000), always=(500, {})), "status 500 from 127.0.0.1, 6 times in a row"),
         (Page(Content(200_000), always=(429, {"Retry-After": "4000"})), "the server asks to wait 1h06m"),
         (Page(Content(200_000), always=(204, {})), "status 204"),
@@ -147,7 +134,7 @@ def test_after_a_bounded_number_of_requests_it_fails(page: Page, message: str, s
     url = server.add("/a.bin", page)
     with pytest.raises(Z2aError, match=message):
         fetch(url, tmp_path)
-    assert len(server.seen) <= 2 * retry_module.MAX_FAILURES
+    assert len(server.seen) <= 2 * http_client.MAX_FAILURES
     assert "a.bin" not in files_in(tmp_path)
 
 
@@ -187,6 +174,12 @@ def test_a_stream_without_a_size_is_bounded(server: Server, tmp_path: Path) -> N
     with pytest.raises(Z2aError, match=r"does not say its size, and it is larger than 2.00MB: raise --max-size"):
         fetch(url, tmp_path, max_size=2_000_000)
     assert files_in(tmp_path) == {}
+
+
+def test_no_more_bytes_are_kept_than_the_server_announced(server: Server, tmp_path: Path) -> None:
+    page = Page(Content(100_000), chunked=True, length=99_999)
+    fetch(server.add("/a.bin", page), tmp_path)
+    assert files_in(tmp_path) == {"a.bin": page.content.read(0, 99_999)}
 
 
 def test_a_stream_without_a_size_is_kept_if_it_ends(server: Server, tmp_path: Path) -> None:
@@ -306,7 +299,6 @@ def test_a_link_in_the_directory_does_not_lead_out_of_it(server: Server, tmp_pat
 def test_another_version_on_the_server_starts_over(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PartialFile, "SAVE_BYTES", 1 << 18)
     old = Page(Content(2_000_000), cut_after=600_000, cuts=2)
     old.first = [None, None, None, *[(500, {})] * 20]
     url = server.add("/a.bin", old)
@@ -362,7 +354,6 @@ def test_a_file_that_changes_all_the_time_is_given_up(server: Server, tmp_path: 
 def test_parts_without_the_validator_of_the_first_answer_are_not_combined(
     later: str | None, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download_module, "MIN_RANGE_BYTES", 1 << 19)
     page = Page(Content(2_000_000))
     url = server.add("/a.bin", page)
     real = server.answer
@@ -382,7 +373,6 @@ def test_parts_without_the_validator_of_the_first_answer_are_not_combined(
 def test_without_a_strong_validator_a_file_comes_from_one_response(
     etag: str | None, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download_module, "MIN_RANGE_BYTES", 1 << 19)
     page = Page(Content(2_000_000), etag=etag, cut_after=1_500_000, cuts=2)
     fetch(server.add("/a.bin", page), tmp_path)
     assert files_in(tmp_path) == {"a.bin": page.content.read(0, 2_000_000)}
@@ -396,7 +386,7 @@ def test_a_stream_without_a_size_that_always_breaks_is_given_up(server: Server, 
     url = server.add("/a.bin", Page(Content(700_000), ranges=False, chunked=True, cut_after=300_000))
     with pytest.raises(Z2aError, match="6 times in a row"):
         fetch(url, tmp_path)
-    assert len(server.seen) <= 2 * retry_module.MAX_FAILURES
+    assert len(server.seen) <= 2 * http_client.MAX_FAILURES
 
 
 @contextmanager
@@ -442,10 +432,10 @@ def _interim_flood(connection: socket.socket) -> None:
 def test_headers_that_do_not_end_are_given_up(
     answer: Callable[[socket.socket], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry_module, "MAX_FAILURES", 2)
+    monkeypatch.setattr(http_client, "MAX_FAILURES", 2)
     with raw_server(answer) as url:
         started = time.monotonic()
-        with pytest.raises(Z2aError, match=r"of headers|headers without end|timed out"):
+        with pytest.raises(Z2aError, match=r"no answer from 127.0.0.1"):
             fetch(f"{url}/a.bin", tmp_path, timeout=0.3)
         assert time.monotonic() - started < 15
 
@@ -455,10 +445,8 @@ def test_a_redirect_from_the_internet_does_not_lead_into_a_private_network(
     name: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """127.0.0.2 stands for a server on the internet."""
-    real = connections_module.is_private_address
-    monkeypatch.setattr(
-        connections_module, "is_private_address", lambda address: address != "127.0.0.2" and real(address)
-    )
+    real = http_client.is_private_address
+    monkeypatch.setattr(http_client, "is_private_address", lambda address: address != "127.0.0.2" and real(address))
     if name == "169.254.169.254":  # the address of a name is that of the connection, not of an earlier lookup
         lookup = socket.getaddrinfo
         monkeypatch.setattr(
@@ -483,14 +471,14 @@ def test_a_redirect_from_the_internet_does_not_lead_into_a_private_network(
 
 
 def test_behind_a_proxy_the_name_of_a_redirect_is_checked() -> None:
-    guard = connections_module.RedirectGuard()
+    guard = http_client._Hops(20.0)
     guard.check_name("example.org")
     for name in ("localhost", "10.0.0.1", "::1"):
-        with pytest.raises(connections_module.PrivateAddressError):
+        with pytest.raises(http_client.HttpError):
             guard.check_name(name)
     for address in ("::ffff:127.0.0.1", "100.64.0.1", "fe80::1", "0.0.0.0", "192.168.1.1"):
-        assert connections_module.is_private_address(address)
-    assert not connections_module.is_private_address("8.8.8.8")
+        assert http_client.is_private_address(address)
+    assert not http_client.is_private_address("8.8.8.8")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -500,16 +488,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def journal_lines(directory: Path) -> int:
-    """One is the header, each other one a range that is on disk."""
-    return sum(path.read_bytes().count(b"\n") for path in directory.rglob("*.journal"))
+def arrived(directory: Path) -> int:
+    """Bytes of unfinished files."""
+    return sum(path.stat().st_size for path in directory.rglob("*.partial"))
 
 
 CHILD = """
 import sys
 from pathlib import Path
-from zero2all.corpus.fetch import FetchOptions, download, fetch_files
-download.MIN_RANGE_BYTES, download.PartialFile.SAVE_BYTES = 1 << 20, 1 << 18
+from zero2all.corpus.fetch import FetchOptions, fetch_files
 fetch_files([sys.argv[1]], Path(sys.argv[2]), FetchOptions(workers=2))
 """
 
@@ -520,7 +507,7 @@ def test_a_killed_download_resumes_and_two_at_once_are_refused(server: Server, t
     url = server.add("/a.bin", page)
     child = subprocess.Popen([sys.executable, "-c", CHILD, url, str(tmp_path)])
     try:
-        wait_until(lambda: journal_lines(tmp_path) >= 4)
+        wait_until(lambda: arrived(tmp_path) >= 600_000)
         with pytest.raises(UsageError, match=f"another download works in .*process {child.pid} on .*--to DIR"):
             fetch(url, tmp_path)
     finally:
@@ -530,7 +517,7 @@ def test_a_killed_download_resumes_and_two_at_once_are_refused(server: Server, t
     page.hold_after, before = None, page.sent
     fetch(url, tmp_path)
     assert files_in(tmp_path) == {"a.bin": page.content.read(0, 8_000_000)}
-    assert page.sent - before < 7_300_000  # of 8,000,000: what had arrived was not sent again
+    assert page.sent - before <= 7_400_000  # of 8,000,000: what had arrived was not sent again
 
 
 @pytest.mark.slow
@@ -539,7 +526,7 @@ def test_ctrl_c_keeps_what_has_arrived(server: Server, tmp_path: Path) -> None:
     done, url = server.add("/done.bin", Page(Content(1000))), server.add("/a.bin", page)
     command = [sys.executable, "-m", "zero2all.cli", "corpus", "fetch", done, url, "--to", str(tmp_path)]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: (tmp_path / "done.bin").exists() and journal_lines(tmp_path) == 2)
+    wait_until(lambda: (tmp_path / "done.bin").exists() and arrived(tmp_path) >= 4_500_000)
     child.send_signal(signal.SIGINT)
     began = time.monotonic()
     said = child.communicate(timeout=60)[1]
@@ -567,12 +554,9 @@ def test_without_space_nothing_is_downloaded(server: Server, tmp_path: Path, mon
 
 
 def test_a_disk_that_fills_up_is_named(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrives is written to a device that is always full."""
     url = server.add("/a.bin", Page(Content(300_000)))
-
-    def write(partial: PartialFile, position: int, block: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(PartialFile, "write", write)
+    monkeypatch.setattr(PartialFile, "open", lambda partial: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
     with pytest.raises(DiskFullError, match=f"no space left for {tmp_path}"):
         fetch(url, tmp_path)
 
@@ -629,7 +613,7 @@ def test_nothing_is_decompressed_and_names_are_decoded(server: Server, tmp_path:
 
 @pytest.mark.parametrize("name", ["..", "%2e%2e", "%2Fetc%2Fpasswd", "a%5Cb", "x" * 256, "a%00b", "fetch.json"])
 def test_names_in_urls_do_not_lead_out(name: str, server: Server, tmp_path: Path) -> None:
-    server.pages = {f"/{one}": Page(Text(b"x")) for one in ("..", "/etc/passwd", "a\\b", "x" * 256, "a\0b", name)}
+    server.pages = {f"/{one}": Page(Text(b"x")) for one in ("", "..", "/etc/passwd", "a\\b", "x" * 256, "a\0b", name)}
     with pytest.raises(UsageError, match=r"the server names a file|no file name"):
         fetch(f"{server.url}/{name}", tmp_path / "to")
     assert not list(tmp_path.iterdir())

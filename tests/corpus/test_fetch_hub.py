@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import get_session
 
-from tests.corpus.download_server import Content, FakeHub, Server, Text, serving
+from tests.corpus.download_server import Content, FakeHub, Page, Server, Text, send_page, serving
 from tests.corpus.test_fetch import entries, files_in, quick  # noqa: F401
 from zero2all.cli.main import app
 from zero2all.corpus import build_corpus
 from zero2all.corpus.fetch import FetchOptions, FetchResult, fetch_files, list_files
-from zero2all.corpus.fetch import download as download_module
 from zero2all.corpus.fetch import hub as hub_module
 from zero2all.corpus.fetch.hub import HubSource
 from zero2all.corpus.fetch.sources import FileSelection
 from zero2all.engine import Engine
 from zero2all.errors import UsageError, Z2aError
+from zero2all.http_client import HttpClient
 from zero2all.recipe import load_recipe
 
 TOKEN = "hf_averysecrettoken"
@@ -153,17 +154,25 @@ def test_an_endless_answer_is_read_up_to_the_listed_size(hub: FakeHub, tmp_path:
     assert files_in(tmp_path) == {}
 
 
-def test_a_url_that_expires_is_asked_for_again(
-    hub: FakeHub, store: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(download_module, "MIN_RANGE_BYTES", 1 << 18)
+def test_a_download_that_was_cut_resumes_at_a_new_url_of_the_hub(hub: FakeHub, store: Server, tmp_path: Path) -> None:
+    """The URLs of the storage behind the Hub expire."""
     page = hub.add_file("a.bin", Content(2_000_000))
-    page.first = [None, None, (403, {}), None, (403, {})]
-    fetch(hub, tmp_path, workers=1)
+    page.cut_after, page.cuts = 600_000, 2
+    fetch(hub, tmp_path)
     assert files_in(tmp_path) == {"stories/a.bin": Content(2_000_000).read(0, 2_000_000)}
-    resolved = [one for one in hub.seen if "/resolve/" in one.path]
-    assert len(resolved) == 4  # to learn of ranges, for the first range, and after each refusal
-    assert len(store.seen) == 1 + 4 + 2
+    assert [one.headers.get("Range") for one in store.seen] == [None, "bytes=600000-", "bytes=1200000-"]
+    assert len([one for one in hub.seen if "/resolve/" in one.path]) == 3
+
+
+def test_a_download_that_failed_resumes_with_the_next_command(hub: FakeHub, store: Server, tmp_path: Path) -> None:
+    page = hub.add_file("a.bin", Content(2_000_000))
+    page.cut_after, page.cuts, page.first = 600_000, 1, [None, *[(500, {})] * 10]
+    with pytest.raises(Z2aError, match=r"status 500 from 127.0.0.1, 6 times in a row"):
+        fetch(hub, tmp_path)
+    page.first = []
+    fetch(hub, tmp_path)
+    assert files_in(tmp_path) == {"stories/a.bin": Content(2_000_000).read(0, 2_000_000)}
+    assert store.seen[-1].headers["Range"] == "bytes=600000-"
 
 
 def test_a_mirror_continues_what_the_hub_began(hub: FakeHub, store: Server, tmp_path: Path) -> None:
@@ -248,12 +257,12 @@ def test_a_file_and_a_directory_of_one_name_are_refused(hub: FakeHub, tmp_path: 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"<html>", "the answer is not JSON, 6 times in a row"),
-        (b'{"error": "x"}', "valid list"),
+        (b"<html>", "no valid list of files"),
+        (b'{"error": "x"}', "no valid list of files"),
         (b'[{"type": "file", "path": "a", "size": -1, "oid": "' + b"0" * 40 + b'"}]', "greater than or equal to 0"),
         (b'[{"type": "file", "path": "a", "size": 1, "oid": "../x"}]', "match pattern"),
         (b'[{"type": "file", "path": 5, "size": 1, "oid": "' + b"0" * 40 + b'"}]', "valid string"),
-        (b"[" * 100_000, "not JSON"),
+        (b"[" * 100_000, "no valid list of files"),
     ],
     ids=["html", "object", "size", "checksum", "path", "deep"],
 )
@@ -292,6 +301,72 @@ def test_a_listing_of_empty_pages_ends_at_a_limit(
     assert len(asked) == 20
 
 
+def answer_api_with(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, status: int, headers: dict[str, str]) -> None:
+    real = hub.answer
+
+    def answer(request: Any) -> None:
+        if request.path.startswith("/api/"):
+            request.plain(status, headers)
+        else:
+            real(request)
+
+    monkeypatch.setattr(hub, "answer", answer)
+
+
+def test_a_listing_that_redirects_elsewhere_does_not_take_the_token_along(
+    hub: FakeHub, store: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_api_with(hub, monkeypatch, 302, {"Location": f"{store.url}/api"})
+    with pytest.raises(Z2aError, match="no such repository"):
+        fetch(hub, tmp_path)
+    assert store.seen
+    assert not any("Authorization" in one.headers for one in store.seen)
+
+
+def test_a_file_of_a_different_server_is_asked_for_without_the_token(
+    hub: FakeHub, store: Server, tmp_path: Path
+) -> None:
+    fetch(hub, tmp_path, store.add("/a.bin", Page(Content(100))))
+    assert store.seen
+    assert not any("Authorization" in one.headers for one in store.seen)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "message"),
+    [
+        (429, {"Retry-After": "4000"}, "the server asks to wait 1h06m"),
+        (429, {"RateLimit": '"api";r=0;t=4000'}, "6 times in a row"),
+        (503, {}, r"status 503 from 127.0.0.1, 6 times in a row"),
+        (302, {"Location": "file:///etc/passwd"}, "is not http"),
+        (302, {"Location": "/api/again"}, "more than 10 redirects"),
+    ],
+)
+def test_no_answer_of_the_api_holds_up_the_command(
+    status: int, headers: dict[str, str], message: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_api_with(hub, monkeypatch, status, headers)
+    with pytest.raises(Z2aError, match=message):
+        fetch(hub, tmp_path)
+    assert len(hub.seen) <= 11
+
+
+def test_an_endless_listing_is_read_up_to_a_limit(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "MAX_REPLY_BYTES", 1 << 20)
+    hub.pages[f"/api/datasets/someone/stories/tree/{hub.COMMIT}"] = Page(Content(1000), endless=True)
+    monkeypatch.setattr(FakeHub, "_send_tree", lambda self, request, query: send_page(request, *self.pages.values()))
+    with pytest.raises(Z2aError, match="the answer is longer than 1048576 bytes"):
+        fetch(hub, tmp_path)
+
+
+def test_the_library_gets_its_own_client_back(hub: FakeHub, tmp_path: Path) -> None:
+    fill(hub)
+    before = type(get_session())
+    fetch(hub, tmp_path)
+    assert type(get_session()) is before is not HttpClient
+
+
 def test_without_a_token_the_advice_is_to_set_one(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(
         Z2aError, match=r"no such repository and revision \(main\), or it is private or gated.*HF_TOKEN"
@@ -305,12 +380,12 @@ def test_without_a_token_the_advice_is_to_set_one(hub: FakeHub, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("hf://datasets/o/n", ("datasets", "o/n", "")),
-        ("hf://datasets/o/n/", ("datasets", "o/n", "")),
-        ("hf://datasets/wikitext", ("datasets", "wikitext", "")),
-        ("hf://datasets/o/n/a/b.txt", ("datasets", "o/n", "a/b.txt")),
-        ("hf://o/n.x-1", ("models", "o/n.x-1", "")),
-        ("hf://o/n/config.json", ("models", "o/n", "config.json")),
+        ("hf://datasets/o/n", ("dataset", "o/n", "")),
+        ("hf://datasets/o/n/", ("dataset", "o/n", "")),
+        ("hf://datasets/wikitext", ("dataset", "wikitext", "")),
+        ("hf://datasets/o/n/a/b.txt", ("dataset", "o/n", "a/b.txt")),
+        ("hf://o/n.x-1", ("model", "o/n.x-1", "")),
+        ("hf://o/n/config.json", ("model", "o/n", "config.json")),
     ],
 )
 def test_sources_of_the_hub(text: str, wanted: tuple[str, str, str]) -> None:

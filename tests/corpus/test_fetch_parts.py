@@ -1,27 +1,22 @@
-"""The parts of a download that need no server: the journal, ranges, waiting, redirects."""
+"""The parts of a download that need no server: what has arrived, waiting, redirects, threads."""
 
 from __future__ import annotations
 
 import email.utils
-import random
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
-from zero2all.corpus.fetch import http_client, retry
-from zero2all.corpus.fetch.http_client import FetchError, TransientError
-from zero2all.corpus.fetch.jobs import Job, run_jobs
-from zero2all.corpus.fetch.partial_file import ByteRange, PartialFile, merge_ranges, missing_ranges
+from zero2all import http_client
+from zero2all.corpus.fetch.download import PartialFile
 from zero2all.corpus.fetch.remote_file import RemoteFile
-from zero2all.corpus.fetch.retry import Backoff, Stopped
-
-
-@pytest.fixture(autouse=True)
-def journals_of_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PartialFile, "SAVE_BYTES", 10)
+from zero2all.corpus.fetch.threads import run_all
+from zero2all.http_client import Backoff, HttpError, Stopped, TransientError
 
 
 def remote(**changes: Any) -> RemoteFile:
@@ -29,24 +24,20 @@ def remote(**changes: Any) -> RemoteFile:
     return RemoteFile(**{"has_strong_validator": True, **given})
 
 
-def begin(work: Path, file: RemoteFile) -> PartialFile:
+def begin(work: Path, file: RemoteFile, size: int = 300) -> PartialFile:
     partial = PartialFile(file, work)
-    partial.open()
-    partial.write(0, bytes(100))
-    partial.save(0, 100)
-    partial.write(300, bytes(200))
-    partial.save(300, 500)
-    partial.close()
+    stream = partial.open()
+    stream.write(bytes(size))
+    partial.close(stream)
     return partial
 
 
-SAVED = [ByteRange(0, 100), ByteRange(300, 500)]
-
-
-def test_saved_ranges_are_found_again(tmp_path: Path) -> None:
+def test_what_has_arrived_is_found_again(tmp_path: Path) -> None:
     begin(tmp_path, remote())
-    assert PartialFile(remote(), tmp_path).open() == SAVED
-    assert PartialFile(remote(), tmp_path).read_ranges() == SAVED
+    again = PartialFile(remote(), tmp_path)
+    assert again.present == 300
+    with again.open() as stream:
+        assert stream.tell() == 300
 
 
 @pytest.mark.parametrize(
@@ -56,56 +47,29 @@ def test_saved_ranges_are_found_again(tmp_path: Path) -> None:
         {"validator": f"sha256:{'0' * 64}"},
     ],
 )  # fmt: skip
-def test_ranges_of_another_version_are_discarded(changes: dict[str, Any], tmp_path: Path) -> None:
-    begin(tmp_path, remote())
+def test_bytes_of_another_version_are_discarded(changes: dict[str, Any], tmp_path: Path) -> None:
+    first = begin(tmp_path, remote())
     other = PartialFile(remote(**changes), tmp_path)
-    assert other.open() == []
-    assert other.data_path.stat().st_size == 0
+    assert other.present == 0
+    with other.open() as stream:
+        assert stream.tell() == 0
+    assert [first.path.exists(), other.path.exists()] == [False, True]
 
 
 def test_a_checksum_identifies_a_file_at_any_url(tmp_path: Path) -> None:
     begin(tmp_path, remote(validator="sha256:1"))
-    assert PartialFile(remote(validator="sha256:1", url="http://mirror/a"), tmp_path).read_ranges() == SAVED
+    assert PartialFile(remote(validator="sha256:1", url="http://mirror/a"), tmp_path).present == 300
 
 
-def test_without_a_validator_nothing_is_resumed(tmp_path: Path) -> None:
-    begin(tmp_path, remote(validator=None))
-    assert PartialFile(remote(validator=None), tmp_path).read_ranges() == []
+@pytest.mark.parametrize("changes", [{"validator": None, "has_strong_validator": False}, {"size": None}])
+def test_what_cannot_be_continued_is_not_kept(changes: dict[str, Any], tmp_path: Path) -> None:
+    assert not begin(tmp_path, remote(**changes)).path.exists()
 
 
-@pytest.mark.parametrize("end", ["60", "600 7", "600 700"])
-def test_a_line_that_was_cut_off_is_not_a_range(end: str, tmp_path: Path) -> None:
-    partial = begin(tmp_path, remote())
-    with open(partial.journal_path, "a") as stream:
-        stream.write(end)
-    again = PartialFile(remote(), tmp_path)
-    assert again.open() == SAVED
-    again.save(100, 200)
-    assert PartialFile(remote(), tmp_path).read_ranges() == [ByteRange(0, 200), ByteRange(300, 500)]
-
-
-@pytest.mark.parametrize("line", ["5 3", "-5 10", "0 2000", "400 600", "x y", "1 2 3", "1"])
-def test_a_damaged_journal_is_discarded(line: str, tmp_path: Path) -> None:
-    """``400 600``: the data ends at 500."""
-    partial = begin(tmp_path, remote())
-    with open(partial.journal_path, "a") as stream:
-        stream.write(f"{line}\n")
-    assert PartialFile(remote(), tmp_path).open() == []
-
-
-def test_missing_and_present_ranges_make_the_file() -> None:
-    draw = random.Random(0)
-    for _ in range(300):
-        size, step = draw.randrange(1, 60), draw.randrange(1, 30)
-        present = [ByteRange(start, draw.randrange(start + 1, size + 1)) for start in draw.choices(range(size), k=3)]
-        merged = merge_ranges(present)
-        missing = missing_ranges(merged, size, step)
-        counts = [sum(one.start <= place < one.stop for one in [*merged, *missing]) for place in range(size)]
-        assert counts == [1] * size
-        assert all(0 < one.length <= step for one in missing)
-        assert {place for one in present for place in range(one.start, one.stop)} == {
-            place for one in merged for place in range(one.start, one.stop)
-        }
+def test_more_bytes_than_the_file_has_are_discarded(tmp_path: Path) -> None:
+    begin(tmp_path, remote()).path.write_bytes(bytes(1001))
+    with PartialFile(remote(), tmp_path).open() as stream:
+        assert stream.tell() == 0
 
 
 class Waits(threading.Event):
@@ -121,10 +85,10 @@ class Waits(threading.Event):
 def test_waits_grow_and_end() -> None:
     waits = Waits()
     backoff = Backoff("a", waits)
-    for _ in range(retry.MAX_FAILURES - 1):
+    for _ in range(http_client.MAX_FAILURES - 1):
         backoff.wait(TransientError("x"))
     assert all(0.25 * 2**n <= seconds <= 0.5 * 2**n for n, seconds in enumerate(waits.seconds))
-    with pytest.raises(FetchError, match="a: x, 6 times in a row"):
+    with pytest.raises(HttpError, match="a: x, 6 times in a row"):
         backoff.wait(TransientError("x"))
 
 
@@ -141,11 +105,14 @@ def test_a_server_may_ask_for_a_wait() -> None:
     waits = Waits()
     Backoff("a", waits).wait(TransientError("x", retry_after=17.0))
     assert waits.seconds == [17.0]
-    assert http_client._retry_after("120") == 120.0
-    assert http_client._retry_after("soon") is None
-    assert http_client._retry_after("") is None
-    date = email.utils.formatdate(time.time() + 60, usegmt=True)
-    assert 50 < (http_client._retry_after(date) or 0) <= 61
+
+    def asked(text: str) -> float | None:
+        return http_client._retry_after(httpx2.Response(429, headers={"Retry-After": text}))
+
+    assert asked("120") == 120.0
+    assert asked("soon") is None
+    assert asked("") is None
+    assert 50 < (asked(email.utils.formatdate(time.time() + 60, usegmt=True)) or 0) <= 61
 
 
 def test_a_wait_ends_when_the_command_does() -> None:
@@ -156,39 +123,25 @@ def test_a_wait_ends_when_the_command_does() -> None:
 
 
 def test_a_redirect_does_not_leave_encryption() -> None:
-    with pytest.raises(FetchError, match="from https:// to http://"):
-        http_client._redirect_target("https://a/x", "https://a/x", "http://a/x")
-    assert http_client._redirect_target("http://a/x", "http://a/x", "https://b/y?z=1#part") == "https://b/y?z=1"
-    assert http_client._redirect_target("https://a/x", "https://a/x/y", "z") == "https://a/x/z"
-    assert http_client._redirect_target("https://a/", "https://a/", "https://bob:pw@b/y") == "https://b/y"
-    as_received = "/数据".encode().decode("latin-1")
-    assert http_client._redirect_target("http://a/", "http://a/", as_received) == "http://a/数据"
+    with pytest.raises(HttpError, match="from https:// to http://"):
+        http_client._check_redirect("https://a/x", "http://a/x")
+    http_client._check_redirect("http://a/x", "https://b/y?z=1#part")
+    http_client._check_redirect("https://a/x/y", "z")
 
 
-def test_jobs_that_a_job_returns_go_first_and_all_are_run() -> None:
-    order: list[str] = []
-
-    def job(name: str, more: list[Job]) -> Job:
-        def run() -> list[Job]:
-            order.append(name)
-            return more
-
-        return run
-
-    run_jobs([job("a", [job("a1", []), job("a2", [])]), job("b", [job("b1", [])])], 1, threading.Event())
-    assert order == ["a", "a1", "a2", "b", "b1"]
-    order.clear()
-    run_jobs([job(str(number), [job("more", [])]) for number in range(100)], 8, threading.Event())
-    assert len(order) == 200
+def test_all_jobs_are_run() -> None:
+    ran: list[int] = []
+    run_all([partial(ran.append, number) for number in range(100)], 8, threading.Event())
+    assert sorted(ran) == list(range(100))
 
 
 def test_the_first_error_stops_all_jobs() -> None:
-    stop, ran = threading.Event(), []
+    stop, ran = threading.Event(), list[int]()
 
-    def fail() -> list[Job]:
+    def fail() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run_jobs([fail, lambda: ran.append(1) or []], 1, stop)  # type: ignore[func-returns-value]
+        run_all([fail, partial(ran.append, 1)], 1, stop)
     assert stop.is_set()
     assert not ran

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 from zero2all.corpus import build_corpus
 from zero2all.corpus.corpus_report import corpus_report
-from zero2all.corpus.corpus_report_page import flows, report_html, sankey
+from zero2all.corpus.corpus_report_page import flows, report_html
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 EVIL = '<script>alert("x")</script><img src=x onerror=alert(1)> some text that goes on for a while, as texts do. '
@@ -85,12 +84,3 @@ def test_an_evaluation_set_that_changes_is_looked_at_again(documents: Path) -> N
     assert "evaluation text" not in str(build_corpus(recipe, root / "again").sources)
     (root / "other.jsonl").write_text(json.dumps({"question": QUESTION}))
     assert "evaluation text: other.jsonl" in str(build_corpus(recipe, root / "again").sources)
-
-
-def test_no_label_of_the_drawing_is_cut_off() -> None:
-    drawn = sankey([("web", f"reason {number}", 1000 if number == 0 else 10) for number in range(40)])
-    tall = float(re.findall(r'viewBox="0 0 \d+ (\d+)"', drawn)[0])
-    lines = [float(y) for y in re.findall(r'<text x="\d+" y="([\d.]+)" text-anchor="start"', drawn)]
-    assert len(lines) == 40
-    assert lines == sorted(lines)
-    assert max(lines) < tall

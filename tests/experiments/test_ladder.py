@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import tiny_recipe
+from zero2all.charts.svg import line_svg
 from zero2all.errors import UsageError
 from zero2all.experiments.ladder import (
     check_reach,
@@ -20,7 +21,6 @@ from zero2all.experiments.ladder import (
     size_overrides,
     size_recipe,
 )
-from zero2all.experiments.plot_svg import plot_svg
 from zero2all.experiments.scaling_law import (
     CHINCHILLA,
     Point,
@@ -146,7 +146,7 @@ def test_a_ladder_predicts_and_is_held_to_it(recipe_file: Path) -> None:
     plot = ladder_plot(record, report.prediction.compute)
     assert plot is not None
     assert max(x for x, _ in plot.curves[1].line) == pytest.approx(report.prediction.compute)
-    assert "measured afterwards" in plot_svg(plot)
+    assert "measured afterwards" in line_svg(plot)
 
 
 def test_compute_optimal_models_are_those_of_chinchillas_table() -> None:

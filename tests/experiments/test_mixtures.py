@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 from tests.conftest import tiny_recipe
 from tests.experiments.helpers import result
 from tests.experiments.test_runner import Training, training  # noqa: F401
+from zero2all.charts.svg import line_svg
+from zero2all.charts.terminal import line_text
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
 from zero2all.experiments import build_report, open_experiment, report_text, runner
 from zero2all.experiments.mixture_report import effect_text
 from zero2all.experiments.mixtures import SHARE_KEY, plan_mixtures
-from zero2all.experiments.plot_svg import plot_svg
-from zero2all.experiments.plot_terminal import plot_text
 from zero2all.experiments.target import parse_target
 from zero2all.experiments.variants import ExperimentPlan
 from zero2all.recipe import load_recipe, recipe_yaml
@@ -260,8 +260,8 @@ def test_the_plot_has_a_curve_for_each_source_and_the_recipe_on_it(
     falls = {curve.label: curve.line[0][1] > curve.line[-1][1] for curve in plot.curves}
     assert not falls[POOR]
     assert len({curve.points[0][1] for curve in plot.curves}) == 1
-    assert plot_svg(plot).count("<polyline") == 3
-    assert "share of the source" in plot_text(plot).plain
+    assert line_svg(plot).count("<polyline") == 3
+    assert "share of the source" in line_text(plot).plain
 
 
 def hostile(record: ExperimentRecord, change: Callable[[dict[str, Any]], None]) -> ExperimentRecord:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.experiments.helpers import experiment, result, variant
+from zero2all.charts.svg import line_svg
+from zero2all.charts.terminal import line_text
 from zero2all.errors import Z2aError
 from zero2all.experiments import build_report, open_experiment, report_text
 from zero2all.experiments.comparison import Comparison
-from zero2all.experiments.plot_svg import plot_svg, round_ticks
-from zero2all.experiments.plot_terminal import plot_text
 from zero2all.experiments.plots import is_geometric, sweep_plot
 from zero2all.io import write_record
 from zero2all.records import to_json
@@ -122,10 +122,10 @@ def test_a_plot_has_the_mean_and_every_seed() -> None:
     [curve] = plot.curves
     assert [(x, round(y, 9)) for x, y in curve.line] == [(0.001, 2.25), (0.002, 2.0), (0.004, 1.95)]
     assert len(curve.points) == 5
-    picture = ElementTree.fromstring(plot_svg(plot))
+    picture = ElementTree.fromstring(line_svg(plot))
     assert len(picture.findall(".//{*}circle")) == 5
     assert len(picture.findall(".//{*}polyline")) == 1
-    drawn = plot_text(plot).plain
+    drawn = line_text(plot).plain
     assert drawn.count("●") == 5
     assert "0.001" in drawn.splitlines()[-1]
     assert "0.004" in drawn.splitlines()[-1]
@@ -141,7 +141,7 @@ def test_two_keys_give_a_curve_for_each_value_of_the_second() -> None:
     plot = sweep_plot(experiment("sweep", *runs, keys=[LR, layers]))
     assert plot is not None
     assert [curve.label for curve in plot.curves] == ["num_hidden_layers 3", "num_hidden_layers 4"]
-    assert "num_hidden_layers 4" in plot_text(plot).plain
+    assert "num_hidden_layers 4" in line_text(plot).plain
 
 
 def test_values_that_are_not_numbers_are_categories() -> None:
@@ -150,21 +150,15 @@ def test_values_that_are_not_numbers_are_categories() -> None:
     plot = sweep_plot(experiment("sweep", *runs, keys=[key]))
     assert plot is not None
     assert plot.categories == ["adamw", "<muon>"]
-    assert "&lt;muon&gt;" in plot_svg(plot)
-    ElementTree.fromstring(plot_svg(plot))
+    assert "&lt;muon&gt;" in line_svg(plot)
+    ElementTree.fromstring(line_svg(plot))
 
 
 def test_one_value_can_be_drawn() -> None:
     plot = sweep_plot(sweep((0.001, [2.0])))
     assert plot is not None
-    ElementTree.fromstring(plot_svg(plot))
-    assert "●" in plot_text(plot).plain
-
-
-def test_ticks_are_round() -> None:
-    assert round_ticks(0.0, 1.0) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert round_ticks(1234.0, 5678.0) == [2000.0, 3000.0, 4000.0, 5000.0]
-    assert round_ticks(2.0, 2.0) == [2.0]
+    ElementTree.fromstring(line_svg(plot))
+    assert "●" in line_text(plot).plain
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.parallel.sharded_memory import dry_run
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
-from zero2all.parallel.dry_run import dry_run
 from zero2all.parallel.gradient_accumulation import fsdp_param_groups
 from zero2all.recipe import ModelConfig, MoeConfig, ParallelRecipe, Recipe
 
@@ -147,7 +147,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
 
 
 def stated(name: str, mode: str) -> list[int]:
-    """The bytes between micro-batches that ``z2a parallel show`` states, for the ranks of each pipeline rank."""
+    """Bytes between micro-batches by the count on the sharded model, for the ranks of each pipeline rank."""
     sizes, moe, _ = CASES[name]
     batch = MICROS * shape_of(sizes).dp * LENGTH
     train = {"steps": 1, "seq_len": LENGTH, "batch_tokens": batch, "micro_batch_tokens": LENGTH, "precision": "fp32"}

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
+from tests.parallel.sharded_memory import RankMemory, dry_run
 from tests.parallel.test_gradient_accumulation import LENGTH, MICROS, VOCAB, config, groups, tensors
 from tests.ranks import on_ranks
 from zero2all.checkpoint.state_dict import flatten_tensors, load_training_state_dict, training_state_dict
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
-from zero2all.parallel.dry_run import dry_run
-from zero2all.parallel.rank_memory import RankMemory
 from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import OptimizerRecipe, ParallelRecipe, Recipe
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
@@ -142,7 +141,7 @@ def measure(sizes: dict[str, Any], world: int, dtype: torch.dtype) -> Held:
 
 
 def stated(sizes: dict[str, Any], world: int, precision: str) -> list[RankMemory]:
-    """What ``z2a parallel show`` states, for each pipeline rank."""
+    """As the count on the sharded model states, for each pipeline rank."""
     batch = MICROS * ParallelDims.from_recipe(ParallelRecipe(**sizes), world).dp * LENGTH
     train = {"steps": 1, "seq_len": LENGTH, "batch_tokens": batch, "micro_batch_tokens": LENGTH, "precision": precision}
     model = {**config(moe=False).model_dump(), "vocab_size": None}

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from zero2all.bench.calibrate import MachineMeasurements
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
+from zero2all.experiments.planned_run import check_plan, check_text, read_run
 from zero2all.gpu_specs import Gpu
-from zero2all.planner.against import check_plan, check_text, read_run
 from zero2all.planner.calibrated import calibrated_entry, find_entry, machine_entry
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import plan_run

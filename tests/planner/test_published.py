@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from zero2all.checkpoint.checkpoint_interval import FAILURE_RATES
+from zero2all.cli.main import app
 from zero2all.gpu_specs import GPUS, Gpu
 from zero2all.model.cost.flops import flops_per_token, palm_flops_per_token
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import Speed, speed_of
 from zero2all.planner.published import (
     INFERENCE_BYTES,
-    MIXED_PRECISION,
-    ZERO_PAPER,
     bloom_tflops,
     failure_probability,
     gpt_layer_flops,
@@ -50,15 +52,32 @@ def planned(gpu: str | Gpu, gpus: int, *overrides: str, stages_per_rank: int | N
     return workload, cluster, step, speed_of(workload, layout, cluster, step)
 
 
+def plan_json(*words: str) -> dict[str, Any]:
+    """What a user gets from ``z2a plan``."""
+    done = CliRunner().invoke(app, ["plan", *words, "--json"])
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)["plan"]
+    return found
+
+
+SHAPE_7_5B = (
+    "model={hidden_size: 4096, intermediate_size: 12944, num_hidden_layers: 32, num_attention_heads: 32, "
+    "num_key_value_heads: 32, max_position_embeddings: 4096, vocab_size: 32000}"
+)
+
+
 def test_zero_stages_of_7_5b_on_64_gpus() -> None:
     """https://arxiv.org/abs/1910.02054, in its first table of memory."""
-    gb = [ZERO_PAPER.per_rank(7.5e9, 64, stage) / 1e9 for stage in range(4)]
+    plan = plan_json("z2all-1.1b", SHAPE_7_5B, "train.batch_tokens=1Mi", "--gpus", "64")
+    assert plan["parameters"] == pytest.approx(7.5e9, rel=0.005)
+    gb = [size / 1e9 for size in plan["zero_paper"]["stages"]]
     assert gb == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
 
 
-def test_states_of_70b_and_18_bytes_a_parameter() -> None:
-    assert [size * 70 for size in (ZERO_PAPER.weights, ZERO_PAPER.gradients, ZERO_PAPER.optimizer)] == [140, 140, 840]
-    assert MIXED_PRECISION.total == 18
+def test_states_of_70b() -> None:
+    plan = plan_json("70b", "--gpus", "1024")
+    states = [plan["zero_paper"][name] / 1e9 for name in ("weights", "gradients", "optimizer")]
+    assert states == pytest.approx([140, 140, 840], rel=0.02)
 
 
 def test_12250_mb_cannot_be_the_states_of_fp32_adamw() -> None:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from zero2all.parallel.dry_run import dry_run
-from zero2all.planner.rank_plan import plan_memory
+from tests.parallel.sharded_memory import dry_run
+from zero2all.planner.rank_plan import plan_memory, plan_rank_memory
 from zero2all.planner.workload import Layout, Workload, largest_stage
 from zero2all.recipe import load_recipe_or_preset
 
@@ -59,3 +59,16 @@ def test_nothing_is_left_out_of_the_sum() -> None:
     memory = plan_memory(Workload.of(recipe, stage), Layout.of(recipe, stage, 8))
     assert memory.total == sum(part.bytes for part in memory.parts)
     assert {"CUDA context", "communicators", "fragmentation margin"} <= {part.name for part in memory.parts}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"])
+@pytest.mark.parametrize("moe", [[], [MOE.replace("{", "{first_k_dense_replace: 3, ")]], ids=["dense", "moe"])
+def test_the_fullest_pipeline_rank_is_found(schedule: str, moe: list[str]) -> None:
+    """Stages of 11 layers are uneven: the rank with the most layers is neither the first nor the last."""
+    overrides = ["model.num_hidden_layers=11", "parallel.pp=4", f"parallel.schedule={schedule}", *moe]
+    overrides += ["train.batch_tokens=128Ki", "train.micro_batch_tokens=1Ki", "train.seq_len=1024"]
+    recipe = load_recipe_or_preset("z2all-300m", overrides)
+    stage = largest_stage(recipe)
+    workload, layout = Workload.of(recipe, stage), Layout.of(recipe, stage, 8)
+    everyone = [plan_rank_memory(workload, layout, rank).total for rank in range(4)]
+    assert plan_memory(workload, layout).total == max(everyone)

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
 from zero2all.cli.main import app
+from zero2all.experiments.planned_run import record_plan
 from zero2all.gpu_specs import GPUS
 from zero2all.hardware import hardware_key
 from zero2all.io import write_record
-from zero2all.planner.against import record_plan
 from zero2all.planner.calibrated import machine_entry, user_entry_path
 from zero2all.track.planned import run_checks
 from zero2all.track.run_locations import PLAN_FILE, LocalRunLocation

@@ -74,7 +74,7 @@ def test_tokens_of_a_run_are_not_replaced_by_those_of_other_documents(out: Path,
         z2a(*words)
     assert Run.open(out / "second").recipe.tokens_dir == out / "tokens-2"
     for run in ("run", "second"):
-        z2a("tokens", "trace", out / run, "--step", 1)
+        z2a("blame", out / run, "--step", 1, "--no-loss")
     message = refused("tokens", "build", recipe, f"out={out.parent}/elsewhere", f"tokens.dir={out}/tokens",
                       f"tokenizer.dir={out}/tokenizer", f"corpus.dir={out}/documents")  # fmt: skip
     assert f"has the tokens of {out}/run " in message

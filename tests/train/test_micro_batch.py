@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,18 @@ from tests.parallel.test_activation_checkpoint import Storages
 from tests.ranks import on_ranks
 from tests.train.test_train import assert_same_run
 from zero2all.checkpoint import RankGroup
-from zero2all.errors import RecipeError, UsageError, Z2aError
+from zero2all.errors import RecipeError, Z2aError
 from zero2all.parallel import ParallelMesh, ParallelModel
-from zero2all.parallel.dry_run import dry_run
 from zero2all.parallel.mesh import ParallelDims
-from zero2all.parallel.rank_memory import RankMemory
+from zero2all.planner.rank_plan import STORED, MemoryPlan, plan_recipe_memory
 from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
 from zero2all.train import Run, micro_batch, train
 from zero2all.train.estimate import estimate_run
 from zero2all.train.hyperparameters import with_hyperparameters
 from zero2all.train.micro_batch import (
-    _held_weights,
     back_off,
     estimate_micro_batch,
     micro_batch_sizes,
-    planned_gpu_memory,
 )
 
 AUTO = "train.micro_batch_tokens=auto"
@@ -59,9 +55,7 @@ def test_sizes_divide_what_a_rank_has_of_the_batch() -> None:
 
 def test_the_estimate_takes_the_largest_that_fits() -> None:
     recipe = parse_recipe(SMALL)
-    totals = {
-        size: dry_run(micro_batch.with_micro_batch(recipe, size), 1, CPU).memory_per_rank.total for size in sizes()
-    }
+    totals = {size: plan_recipe_memory(micro_batch.with_micro_batch(recipe, size), 1, CPU).total for size in sizes()}
     for size, total in totals.items():
         [chosen] = estimate_micro_batch(recipe, 1, int(total / 0.9) + 1, CPU)
         assert chosen.value == size * 64
@@ -70,15 +64,6 @@ def test_the_estimate_takes_the_largest_that_fits() -> None:
     assert least.value == 64, "the estimate is more than the peak: one sample is tried in any case"
     assert estimate_micro_batch(recipe, 1, None, CPU) == []
     assert estimate_micro_batch(parse_recipe(SMALL, ["train.micro_batch_tokens=128"]), 1, 1, CPU) == []
-
-
-def test_the_memory_of_a_gpu_that_is_not_here_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    recipe = parse_recipe(SMALL)
-    assert planned_gpu_memory(recipe, "80GiB") == 80 * 2**30
-    with pytest.raises(UsageError, match="--memory"):
-        planned_gpu_memory(recipe, "")
-    assert planned_gpu_memory(parse_recipe(SMALL, ["train.micro_batch_tokens=null"]), "") is None
 
 
 def fails_above(limit: int, tried: list[int]) -> Callable[[int], None]:
@@ -187,11 +172,13 @@ def test_the_choice_is_remembered_in_the_run(
 
 
 def test_offloaded_weights_are_not_on_the_device_already() -> None:
-    parts = {"parameters": 40, "gradients": 40, "optimizer": 80, "gathered_weights": 10, "unsharded_gradients": 0}
-    memory = RankMemory(**parts, gradients_between_micro_batches=0, activations=20, logits=5)
-    offloaded = replace(memory, host=160)
-    assert memory.total - _held_weights(memory) == 155
-    assert offloaded.total - _held_weights(offloaded) == 35  # all of it is still to come
+    def memory(*overrides: str) -> MemoryPlan:
+        return plan_recipe_memory(parse_recipe(SMALL, ["train.micro_batch_tokens=64", *overrides]), 2)
+
+    kept, offloaded = memory(), memory("parallel.offload=cpu")
+    assert (offloaded.bytes_of(STORED), kept.host) == (0, 0)
+    assert offloaded.host > kept.bytes_of(STORED) > 0
+    assert 0 < offloaded.peak < kept.peak - kept.bytes_of(STORED)
 
 
 def test_on_a_cpu_the_estimate_chooses(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 
 from zero2all.console import progress
 from zero2all.corpus.chat_shapes import find_example
-from zero2all.endpoint import Endpoint, UnansweredError
+from zero2all.endpoint import Endpoint
 from zero2all.errors import UsageError, Z2aError
+from zero2all.http_client import UnansweredError
 from zero2all.redact import redact
 
 EXAMPLES = 4

@@ -91,7 +91,9 @@ def fetch(
         str | None,
         typer.Option("--mirror", help="URL of the Hub or a mirror of it. Default: HF_ENDPOINT, or huggingface.co."),
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Number of connections.")] = 8,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, max=64, help="Number of files to download at the same time.")
+    ] = 8,
     sha256: Annotated[
         str | None, typer.Option("--sha256", help="Expected checksum, if there is one file.", metavar="HEX")
     ] = None,

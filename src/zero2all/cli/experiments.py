@@ -13,8 +13,8 @@ from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, resuma
 from zero2all.errors import UsageError
 
 if TYPE_CHECKING:
+    from zero2all.charts.plot import Plot
     from zero2all.experiments import Comparison
-    from zero2all.track.experiment_record import Plot
 
 Targets = Annotated[
     list[str],
@@ -178,9 +178,9 @@ def ladder(
 
     Example: z2a ladder my.yaml --widths 96,128,192,256 --predict 384 --verify
     """
+    from zero2all.charts.svg import line_svg
     from zero2all.experiments import ladder_report, ladder_text, open_experiment, plan_ladder, run_experiment
     from zero2all.experiments.ladder import check_reach, ladder_plot, size_recipe
-    from zero2all.experiments.plot_svg import plot_svg
     from zero2all.io import write_text
 
     try:
@@ -200,13 +200,13 @@ def ladder(
     report, path = ladder_report(record, predicted), svg or plan.directory / "ladder.svg"
     plot = ladder_plot(record, None if predicted is None else predicted.compute)
     assert plot is not None  # there is a fit
-    write_text(path, plot_svg(plot))
+    write_text(path, line_svg(plot))
     return Result(report, f"{ladder_text(report)}\n\n{_plot_text(plot)}\n\nplot written to {path}")
 
 
 def _report(comparison: Comparison, plot: Plot | None, html: Path | None, svg: Path | None) -> Result:
+    from zero2all.charts.svg import line_svg
     from zero2all.experiments import build_report, report_text
-    from zero2all.experiments.plot_svg import plot_svg
     from zero2all.io import write_text
 
     report = build_report(comparison)
@@ -214,7 +214,7 @@ def _report(comparison: Comparison, plot: Plot | None, html: Path | None, svg: P
     if plot is not None:
         parts.append(_plot_text(plot))
     if svg is not None and plot is not None:
-        write_text(svg, plot_svg(plot))
+        write_text(svg, line_svg(plot))
         parts.append(f"plot written to {svg}")
     if html is not None:
         _write_html(comparison, html)
@@ -226,10 +226,10 @@ def _plot_text(plot: Plot) -> str:
     """With colours on a terminal."""
     from rich.console import Console
 
-    from zero2all.experiments.plot_terminal import plot_text
+    from zero2all.charts.terminal import line_text
 
     out = StringIO()
-    Console(file=out, force_terminal=sys.stdout.isatty(), width=200).print(plot_text(plot), soft_wrap=True)
+    Console(file=out, force_terminal=sys.stdout.isatty(), width=200).print(line_text(plot), soft_wrap=True)
     return out.getvalue().rstrip("\n")
 
 

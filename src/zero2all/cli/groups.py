@@ -11,14 +11,14 @@ from zero2all.console import warn
 
 PANELS = {
     "Data": ("corpus", "tokenizer", "tokens"),
-    "Train": ("quickstart", "recipe", "model", "parallel", "plan", "train", "tune", "sweep", "ladder", "align"),
+    "Train": ("quickstart", "recipe", "model", "plan", "train", "tune", "sweep", "ladder", "align"),
     "Runs": ("watch", "report", "compare", "blame", "goodput", "ckpt", "generate", "chat", "serve", "export"),
     "Cluster": ("launch", "rendezvous", "doctor"),
     "Measure": ("eval", "profile", "bench"),
 }
 
 RETIRED_OPTIONS = {
-    **{key: {"--world-size": "--gpus", "--world": "--gpus"} for key in ("train", "parallel")},
+    **{key: {"--world-size": "--gpus", "--world": "--gpus"} for key in ("train",)},
     **{key: {"--nproc-per-node": "--gpus", "--procs": "--gpus"} for key in ("compare", "sweep", "ladder", "tune")},
     "bench": {"--ranks": "--gpus"},
     "launch": {"--gpus": "--gpus-per-node"},

@@ -21,7 +21,6 @@ from zero2all.cli import (
     generate,
     launch,
     model,
-    parallel,
     profile,
     recipe,
     runs,
@@ -59,7 +58,6 @@ app.command("ladder")(experiments.ladder)
 app.add_typer(align.app, name="align")
 app.command("launch")(launch.launch)
 app.command("rendezvous")(launch.rendezvous)
-app.add_typer(parallel.app, name="parallel")
 app.command("plan")(plan_command.plan)
 app.command("tune")(tune.tune)
 app.add_typer(ckpt.app, name="ckpt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
 
 PRESET_BATCH = ("train.batch_tokens=null", "train.micro_batch_tokens=auto")  # by scaling law and by memory
 PROGRESS_DELAY = 2.0  # seconds
+
+
+@dataclass(frozen=True)
+class PlanDetails:
+    """What the plan of one layout shows beside its summary."""
+
+    layers: bool
+    trace: bool
+    svg: Path | None
+    against: Path | None
 
 
 @command
@@ -44,6 +55,9 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="Rank all layouts that fit, instead of planning the recipe's own.")
     ] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Also list the layers and parameters of each pipeline rank.")
+    ] = False,
     trace: Annotated[
         bool, typer.Option("--trace", help="Also trace the memory of a rank, one layer of each kind, in some seconds.")
     ] = False,
@@ -65,8 +79,8 @@ def plan(
         loaded, cluster = _load(recipe, overrides or [], gpu, gpus, net, per_node)
         if not search:
             count = None if tokens is None else _count(tokens)
-            return _plan(loaded, cluster, count, price, trace, svg, against)
-        for option, value in (("--trace", trace), ("--svg", svg), ("--against", against)):
+            return _plan(loaded, cluster, count, price, PlanDetails(layers, trace, svg, against))
+        for option, value in (("--layers", layers), ("--trace", trace), ("--svg", svg), ("--against", against)):
             if value:
                 raise UsageError(f"{option} is for one plan: leave out --search, and give the overrides that it found")
         return _search(loaded, cluster, task)
@@ -82,39 +96,32 @@ def _search(recipe: Recipe, cluster: Cluster, task: ProgressTask) -> Result:
     return Result(found, search_text(found))
 
 
-def _plan(
-    recipe: Recipe,
-    cluster: Cluster,
-    tokens: int | None,
-    price: float | None,
-    trace: bool,
-    svg: Path | None,
-    against: Path | None,
-) -> Result:
-    from zero2all.planner.against import check_plan, check_text, read_run
+def _plan(recipe: Recipe, cluster: Cluster, tokens: int | None, price: float | None, wanted: PlanDetails) -> Result:
+    from zero2all.experiments.planned_run import check_plan, check_text, read_run
     from zero2all.planner.pipeline import simulate
     from zero2all.planner.plan import plan_run
     from zero2all.planner.plan_svg import plan_svgs
     from zero2all.planner.plan_text import plan_text
     from zero2all.planner.search import cheapest_changes
-    from zero2all.planner.trace import trace_lines, trace_memory
     from zero2all.planner.workload import largest_stage
+    from zero2all.profiling.memory_trace import trace_lines, trace_memory
     from zero2all.train.hyperparameters import with_hyperparameters
     from zero2all.train.micro_batch import estimate_micro_batch
 
     recipe = with_hyperparameters(recipe, estimate_micro_batch(recipe, cluster.gpus, cluster.gpu.memory))
     planned = plan_run(recipe, cluster, tokens, price)
     timeline = simulate(recipe.parallel, _pictured(planned.layout["micro_batches"])) if recipe.parallel.pp > 1 else None
-    if svg is not None:
-        svg.mkdir(parents=True, exist_ok=True)
+    if wanted.svg is not None:
+        wanted.svg.mkdir(parents=True, exist_ok=True)
         for name, picture in plan_svgs(planned, timeline).items():
-            (svg / name).write_text(picture, encoding="utf-8")
+            (wanted.svg / name).write_text(picture, encoding="utf-8")
     changes = [] if planned.fits else cheapest_changes(recipe, cluster)
     if not planned.fits and not changes:
         changes = ["more GPUs, or a smaller model: no single change is enough; --search tries all layouts"]
-    checks = [] if against is None else check_plan(planned, read_run(against, recipe))
-    traces = trace_memory(recipe, largest_stage(recipe), cluster.gpus) if trace else []
-    lines = [plan_text(planned, timeline, changes), *trace_lines(traces), *(["", check_text(checks)] if checks else [])]
+    checks = [] if wanted.against is None else check_plan(planned, read_run(wanted.against, recipe))
+    traces = trace_memory(recipe, largest_stage(recipe), cluster.gpus) if wanted.trace else []
+    lines = [plan_text(planned, timeline, changes, wanted.layers), *trace_lines(traces)]
+    lines += ["", check_text(checks)] if checks else []
     return Result({"plan": planned, "changes": changes, "checks": checks, "traces": traces}, "\n".join(lines))
 
 

@@ -85,7 +85,7 @@ def train(
     loaded = load_recipe(recipe, [*(overrides or []), *name_overrides(name)])  # a mistake in it need not wait for torch
 
     from zero2all.evals import evaluate_bpb
-    from zero2all.planner.against import record_plan
+    from zero2all.experiments.planned_run import record_plan
     from zero2all.processes import process_start_time
     from zero2all.train import ScheduleChangedError, TrainerHooks, train
 

@@ -1,4 +1,4 @@
-"""z2a tokens build | trace"""
+"""z2a tokens build"""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from zero2all.cli.conventions import (
     RayAddress,
     RecipePath,
     Result,
-    RunPath,
     VerifyOutput,
-    command,
     resumable_command,
 )
 
-app = typer.Typer(help="Tokenize documents; trace a step to its documents.", no_args_is_help=True)
+app = typer.Typer(help="Tokenize documents.", no_args_is_help=True)
 
 
 @app.command()
@@ -62,27 +60,3 @@ def build(
         {"out": str(loaded.tokens_dir), "kind": "tokens", **asdict(built)},
         text + (" (unchanged)" if built.reused else ""),
     )
-
-
-@app.command()
-@command
-def trace(
-    run: RunPath,
-    step: Annotated[int, typer.Option("--step", help="The training step, counted from 0.")],
-    json: Json = False,
-) -> Result:
-    """List the documents in the batch of a training step.
-
-    'z2a blame' also computes their losses.
-
-    Example: z2a tokens trace runs/first --step 10
-    """
-    from zero2all.train import Run, trace_step
-
-    traced = trace_step(Run.open(run), step)
-    lines = [f"step {step}: samples {traced['samples'][0]} to {traced['samples'][1] - 1}"]
-    lines += [
-        f"{part['sample']:>9}  {part['gid']}  {part['source']:<12} {part['tokens']:>6} tokens  {part['title']}"
-        for part in traced["documents"]
-    ]
-    return Result(traced, "\n".join(lines))

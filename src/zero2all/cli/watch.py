@@ -98,21 +98,32 @@ def blame(
     lowest: Annotated[
         bool, typer.Option("--lowest", help="List the lowest loss first: text that the model knows, such as repeats.")
     ] = False,
+    no_loss: Annotated[
+        bool, typer.Option("--no-loss", help="List all documents in their order. This needs no checkpoint.")
+    ] = False,
     json: Json = False,
 ) -> Result:
     """List the documents of a step, highest loss first.
 
-    Losses are recomputed with the nearest checkpoint. 'z2a tokens trace' lists them without losses.
+    Losses are recomputed with the nearest checkpoint.
 
     Example: z2a blame runs/first --step 320
     """
     from zero2all.train import Run, blame_step
+    from zero2all.train.trace import trace_text
 
-    result = blame_step(Run.open(run), step, lowest)
-    lines = [f"step {step}: mean loss {result['loss']:.4f} with the weights of step {result['checkpoint']}"]
-    for document in result["documents"][:top]:
+    opened = Run.open(run)
+    if no_loss:
+        result = trace_text(opened, step)
+        first, stop = result["samples"]
+        lines = [f"step {step}: samples {first} to {stop - 1}"]
+    else:
+        result = blame_step(opened, step, lowest)
+        lines = [f"step {step}: mean loss {result['loss']:.4f} with the weights of step {result['checkpoint']}"]
+    for document in result["documents"][: None if no_loss else top]:
         words = " ".join(document["text"].split())[:100]
-        facts = f"{document['loss']:>8.4f}  {document['source']:<12} {document['tokens']:>6} tokens"
+        number = f"{document['sample']:>8}" if no_loss else f"{document['loss']:>8.4f}"
+        facts = f"{number}  {document['source']:<12} {document['tokens']:>6} tokens"
         lines.append(f"{facts}  {document['title'] or words}")
         if document["title"]:
             lines.append(f"          {words}")

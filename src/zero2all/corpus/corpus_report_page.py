@@ -1,27 +1,20 @@
-"""The report as one HTML page with everything inside it: no script, no network, ready to attach to an issue."""
+"""The report of a corpus as an HTML page."""
 
 from __future__ import annotations
 
 from html import escape
 
+from zero2all.charts.page import html_page
+from zero2all.charts.svg import Bar, Link, bar_svg, sankey_svg
 from zero2all.corpus.corpus_report import CorpusReport, Outlier, SourceStatistics
 from zero2all.corpus.manifest import Example, SkippedBySource, SkippedFiles, SourceCounts
-from zero2all.units import show_bytes, show_count
+from zero2all.units import show_bytes, show_count, show_number
 
 MIN_FLOW_SHARE = 0.004  # of all bytes; a thinner band is invisible
-LABEL_HEIGHT = 16
-COLOURS = ("#2a78b5", "#e08a2c", "#3d9a50", "#b8433f", "#7d5fb2", "#8a6652", "#c867a5", "#7d7d7d", "#a5a52a", "#2aa3a5")
 STYLE = """
-:root { color-scheme: light dark; --line: #8885; --soft: #8881; }
-body { font: 15px/1.5 system-ui, "Noto Sans CJK SC", sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { margin-bottom: 0 } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--line) }
-table { border-collapse: collapse; width: 100% } td, th { padding: .25rem .6rem; text-align: right }
-td:first-child, th:first-child { text-align: left } tr:nth-child(even) td { background: var(--soft) }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem }
 @media (max-width: 45rem) { .pair { grid-template-columns: 1fr } }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--soft); padding: .6rem; margin: .3rem 0;
-      max-height: 12rem; overflow: auto; font-size: 13px }
-small { opacity: .75 } svg text { fill: currentColor; font-size: 13px } .bar { fill: #2a78b5 }
+pre { background: var(--soft); padding: .6rem; margin: .3rem 0; max-height: 12rem; overflow: auto; font-size: 13px }
 """
 
 
@@ -30,7 +23,7 @@ def report_html(report: CorpusReport) -> str:
         f"<h1>{show_count(report.documents)} documents, {show_bytes(report.bytes)}</h1>",
         f"<small>{escape(report.directory)}</small>",
         "<h2>Where the text went</h2>",
-        sankey(flows(report)),
+        sankey_svg(flows(report)),
         "<h2>Sources</h2>",
         _sources_table(report),
         *(
@@ -38,14 +31,10 @@ def report_html(report: CorpusReport) -> str:
             for name, counts in report.sources.items()
         ),
     ]
-    page = "\n".join(body)
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Corpus report</title><style>{STYLE}</style><body>{page}</body></html>"
-    )
+    return html_page("Corpus report", "\n".join(body), STYLE)
 
 
-def flows(report: CorpusReport) -> list[tuple[str, str, int]]:
+def flows(report: CorpusReport) -> list[Link]:
     """(source, outcome, bytes): every byte that was read goes somewhere."""
     found = []
     for source, counts in report.sources.items():
@@ -59,7 +48,7 @@ def flows(report: CorpusReport) -> list[tuple[str, str, int]]:
     return _merge_small_flows([flow for flow in found if flow[2] > 0])
 
 
-def _merge_small_flows(links: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
+def _merge_small_flows(links: list[Link]) -> list[Link]:
     """Outcomes too thin to see are drawn as one."""
     least = MIN_FLOW_SHARE * sum(size for _, _, size in links)
     sizes: dict[str, int] = {}
@@ -70,76 +59,6 @@ def _merge_small_flows(links: list[tuple[str, str, int]]) -> list[tuple[str, str
         label = outcome if sizes[outcome] >= least or outcome.startswith("kept") else "other reasons"
         lumped[source, label] = lumped.get((source, label), 0) + size
     return [(source, outcome, size) for (source, outcome), size in lumped.items()]
-
-
-def sankey(links: list[tuple[str, str, int]], width: int = 1000, height: int = 460) -> str:
-    """Sources on the left, outcomes on the right, bands as wide as their bytes."""
-    total = sum(size for _, _, size in links) or 1
-    left = _stack(links, 0, total, height)
-    right = _stack(links, 1, total, height)
-    colour = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(left)}
-    used = {
-        **{("l", name): top for name, (top, _) in left.items()},
-        **{("r", name): top for name, (top, _) in right.items()},
-    }
-    shapes = []
-    x0, x1 = 150, width - 330
-    for source, outcome, size in sorted(
-        links, key=lambda link: (list(left).index(link[0]), list(right).index(link[1]))
-    ):
-        thick = (height - 60) * size / total
-        y0, y1 = used["l", source], used["r", outcome]
-        used["l", source] += thick
-        used["r", outcome] += thick
-        middle = (x0 + x1) / 2
-        path = (
-            f"M{x0},{y0:.1f} C{middle},{y0:.1f} {middle},{y1:.1f} {x1},{y1:.1f} v{thick:.1f} "
-            f"C{middle},{y1 + thick:.1f} {middle},{y0 + thick:.1f} {x0},{y0 + thick:.1f} Z"
-        )
-        title = f"{source} → {outcome}: {show_bytes(size)}"
-        shapes.append(f'<path d="{path}" fill="{colour[source]}" opacity=".55"><title>{escape(title)}</title></path>')
-    labels = [
-        _label(x0 - 8, top, thick, name, thick / (height - 60) * total, "end") for name, (top, thick) in left.items()
-    ]
-    middles = _spaced_middles(right)
-    labels += [
-        _label(x1 + 8, middles[name], 0, name, thick / (height - 60) * total, "start")
-        for name, (_, thick) in right.items()
-    ]
-    tall = max([height, *(middle + LABEL_HEIGHT for middle in middles.values())])
-    return f'<svg viewBox="0 0 {width} {tall:.0f}" role="img">{"".join(shapes)}{"".join(labels)}</svg>'
-
-
-def _stack(links: list[tuple[str, str, int]], side: int, total: int, height: int) -> dict[str, tuple[float, float]]:
-    """Top and thickness of each name on one side, largest first, with gaps between them."""
-    sizes: dict[str, int] = {}
-    for link in links:
-        name = str(link[side])
-        sizes[name] = sizes.get(name, 0) + link[2]
-    gap = 60 / max(1, len(sizes))
-    at = gap / 2
-    placed = {}
-    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        thick = (height - 60) * size / total
-        placed[name] = (at, thick)
-        at += thick + gap
-    return placed
-
-
-def _label(x: float, top: float, thick: float, name: str, size: float, anchor: str) -> str:
-    return (
-        f'<text x="{x}" y="{top + thick / 2 + 4:.1f}" text-anchor="{anchor}">{escape(name)} '
-        f"<tspan opacity='.7'>{show_bytes(round(size))}</tspan></text>"
-    )
-
-
-def _spaced_middles(placed: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Thin bands lie closer than their labels are high, so labels are pushed down until they fit."""
-    middles: dict[str, float] = {}
-    lowest = 0.0
-    for name, (top, thick) in placed.items():
-        middles[name] = lowest = max(top + thick / 2, lowest + LABEL_HEIGHT)
-    return middles
 
 
 def _sources_table(report: CorpusReport) -> str:
@@ -157,7 +76,7 @@ def _sources_table(report: CorpusReport) -> str:
 def _source_section(name: str, counts: SourceCounts, skipped: SkippedBySource, statistics: SourceStatistics) -> str:
     parts = [
         f"<h2>{escape(name)}</h2>",
-        _histogram_svg("characters a document, up to", statistics.characters.histogram),
+        _histogram(statistics.characters.histogram),
         _counts_html("kinds of text", statistics.kinds),
         _counts_html("top domains", statistics.domains),
         _skipped_html("skipped records", "records", counts.left_out, skipped.record_files),
@@ -209,13 +128,8 @@ def _skipped_html(title: str, what: str, counts: dict[str, int], files: dict[str
     return f"<table><tr><th>{title}<th>{what}<th>files, the first ones</tr>{''.join(rows)}</table>"
 
 
-def _histogram_svg(title: str, histogram: list[tuple[int, int]]) -> str:
-    most = max((count for _, count in histogram), default=0) or 1
-    bars = []
-    for number, (edge, count) in enumerate(histogram):
-        tall = 70 * count / most
-        label = "more" if edge > 10**9 else show_count(edge).replace(".00", "")
-        bars.append(f'<rect class="bar" x="{number * 70 + 5}" y="{80 - tall:.1f}" width="56" height="{tall:.1f}"/>')
-        bars.append(f'<text x="{number * 70 + 33}" y="96" text-anchor="middle">{label}</text>')
-        bars.append(f'<text x="{number * 70 + 33}" y="{76 - tall:.1f}" text-anchor="middle">{count or ""}</text>')
-    return f'<p><small>{title}</small></p><svg viewBox="0 -14 660 114" style="max-width: 42rem">{"".join(bars)}</svg>'
+def _histogram(counts: list[tuple[int, int]]) -> str:
+    bars = [
+        Bar("more" if edge > 10**9 else f"up to {show_number(edge)}", count, f"{count:,}") for edge, count in counts
+    ]
+    return bar_svg("Characters per document", bars, inline=True)

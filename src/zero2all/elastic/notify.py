@@ -15,19 +15,16 @@ import socket
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from zero2all.console import say
 from zero2all.elastic.job_events import EventKind, JobEvent
 from zero2all.environment import ISLANDS_SECRET_VARIABLE, JOB_SECRET_VARIABLE, NOTIFY_VARIABLE
-from zero2all.errors import UsageError
+from zero2all.errors import UsageError, Z2aError
 from zero2all.records import to_json
 from zero2all.redact import REDACTED, redact
 
@@ -97,20 +94,9 @@ class Notifier:
     def _deliver_all(self) -> None:
         while (notification := self._queue.get()) is not None:
             body = json.dumps(to_json(notification), ensure_ascii=False).encode()
-            failure: list[str] = []
-            # In a thread of its own: a server that answers a byte at a time would otherwise hold up all later events.
-            delivery = threading.Thread(target=self._deliver, args=(body, failure), name="z2a-notify-one", daemon=True)
-            delivery.start()
-            delivery.join(TIMEOUT + 1)
-            if delivery.is_alive():
-                failure.append(f"no answer in {TIMEOUT:.0f} s")
-            if failure:
-                self._log_failure(failure[0])
-
-    def _deliver(self, body: bytes, failure: list[str]) -> None:
-        reason = post(self._url, body) if self._url is not None else run_hook(self._words, body)
-        if reason is not None:
-            failure.append(reason)
+            reason = post(self._url, body) if self._url is not None else run_hook(self._words, body)
+            if reason is not None:
+                self._log_failure(reason)
 
     def _log_failure(self, reason: str) -> None:
         if not self._failure_logged:
@@ -142,24 +128,15 @@ def masked(url: str) -> str:
     return f"{parts.scheme}://{parts.hostname}/{REDACTED}"
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        return None  # a redirect would take the event, or a secret in the URL, to another host
-
-
 def post(url: str, body: bytes) -> str | None:
     """Why it failed, if so; without the URL, and without what the server says."""
+    from zero2all.http_client import TransientError, shared_client  # only where a webhook is
+
     try:
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "zero2all"})
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT):
-            return None
-    except urllib.error.HTTPError as error:
-        error.close()
-        return f"status {error.code}"
-    except urllib.error.URLError as error:
-        return f"{type(error.reason).__name__}" if isinstance(error.reason, OSError) else "it cannot be reached"
-    except (OSError, ValueError) as error:
-        return type(error).__name__
+        status = shared_client(TIMEOUT).post_json(url, body).status
+    except (TransientError, Z2aError) as error:
+        return str(error) if isinstance(error, TransientError) else "it cannot be reached"
+    return None if 200 <= status < 300 else f"status {status}"
 
 
 def run_hook(words: Sequence[str], body: bytes) -> str | None:

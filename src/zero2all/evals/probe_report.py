@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
+from zero2all.charts.terminal import sparkline
 from zero2all.evals.probes import ProbeReport, ProbeResult
 from zero2all.track.eval_record import EvalCurve
 from zero2all.track.trend import SIGNIFICANT
-from zero2all.units import sparkline
 
 Row = TypeVar("Row", ProbeResult, EvalCurve)
 ARROWS = {"rise": "↑", "fall": "↓", "higher": "↑", "lower": "↓"}

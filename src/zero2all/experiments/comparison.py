@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from zero2all.charts.plot import Curve, Plot
 from zero2all.console import say
 from zero2all.errors import UsageError, Z2aError
 from zero2all.experiments.evaluate import (
@@ -27,9 +28,7 @@ from zero2all.track.experiment_record import (
     BITS_PER_BYTE,
     EXPERIMENT_FILE,
     FORMAT,
-    Curve,
     ExperimentRecord,
-    Plot,
     VariantRecord,
     VariantResult,
     VariantState,

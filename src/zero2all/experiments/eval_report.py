@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from zero2all.charts.page import html_page
+from zero2all.charts.plot import Curve, Plot
+from zero2all.charts.svg import line_svg
 from zero2all.errors import UsageError
 from zero2all.evals.verdicts import verdicts
-from zero2all.experiments.plot_svg import plot_svg
 from zero2all.track.eval_record import EvalCurve
-from zero2all.track.experiment_record import Curve, Plot
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 from zero2all.track.trend import SIGNIFICANT
@@ -75,14 +76,8 @@ def report_html(runs: Sequence[RunEvals]) -> str:
         keys = [key for key in _keys(runs) if key[0] == kind]
         if keys:
             parts.append(f"<h2>{title}</h2>{_html_table(runs, keys)}")
-            parts += [plot_svg(plot) for key in keys if (plot := _plot(runs, key)) is not None]
-    style = (
-        "body{font:15px system-ui,sans-serif;max-width:60em;margin:2em auto}td,th{padding:.2em .8em;text-align:left}"
-    )
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Evaluation</title><style>{style}</style>'
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
+            parts += [line_svg(plot, inline=True) for key in keys if (plot := _plot(runs, key)) is not None]
+    return html_page("Evaluation", "".join(parts))
 
 
 def _keys(runs: Sequence[RunEvals]) -> list[Key]:

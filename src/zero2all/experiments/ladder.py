@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from zero2all.charts.plot import Curve, Plot
 from zero2all.errors import UsageError
 from zero2all.experiments.scaling_law import (
     MAX_EXTRAPOLATION,
@@ -29,9 +30,7 @@ from zero2all.track.experiment_record import (
     LADDER_COMPUTE,
     LADDER_PARAMETERS,
     LADDER_TARGET,
-    Curve,
     ExperimentRecord,
-    Plot,
 )
 from zero2all.units import show_count
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from zero2all.charts.plot import MAX_CURVES, Curve, Plot
 from zero2all.errors import UsageError
 from zero2all.experiments.mixture_fit import Fit, best_mixture, effect_interval, fit_response
 from zero2all.experiments.statistics import rank_correlation
@@ -21,14 +22,11 @@ from zero2all.io import write_text
 from zero2all.recipe import Recipe, load_recipe, recipe_yaml
 from zero2all.tokens import TokenStore
 from zero2all.track.experiment_record import (
-    MAX_CURVES,
     MAX_VARIANTS,
     MIXTURE_SEARCH,
-    Curve,
     ExperimentRecord,
     MixtureFit,
     MixtureSource,
-    Plot,
     VariantRecord,
 )
 

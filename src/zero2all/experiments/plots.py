@@ -8,12 +8,10 @@ from statistics import fmean
 
 import numpy as np
 
-from zero2all.track.experiment_record import MAX_CURVES, Curve, ExperimentRecord, Plot
+from zero2all.charts.plot import MAX_CURVES, Curve, Plot
+from zero2all.track.experiment_record import ExperimentRecord
 from zero2all.track.record_lines import is_number
-
-
-def x_position(plot: Plot, x: float) -> float:
-    return math.log(x) if plot.log_x else x
+from zero2all.units import show_number
 
 
 def sweep_plot(record: ExperimentRecord) -> Plot | None:
@@ -56,4 +54,4 @@ def is_geometric(values: Sequence[float]) -> bool:
 
 def show_value(value: object) -> str:
     """A number as short as possible; text as it is."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return show_number(value) if isinstance(value, float) else str(value)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from zero2all.charts.plot import Curve, Plot
+from zero2all.charts.svg import line_svg
 from zero2all.errors import Z2aError
 from zero2all.experiments.eval_report import read_evals, report_markdown
-from zero2all.experiments.plot_svg import plot_svg
 from zero2all.io import read_json, write_text
 from zero2all.recipe import ModelConfig
 from zero2all.tokens import TokenStore
 from zero2all.track import read_steps
-from zero2all.track.experiment_record import Curve, Plot
 from zero2all.track.goodput import compute_run_goodput
 from zero2all.train.run import Run
 from zero2all.units import show_count, show_seconds
@@ -146,7 +146,7 @@ def _training(run: Run, result: ExportResult, steps: dict[int, dict[str, float]]
         if len(points := _points(steps, name)) > 1
     ]
     if curves:
-        write_text(out / CURVE, plot_svg(Plot("loss", "step", "nats per token", curves)))
+        write_text(out / CURVE, line_svg(Plot("loss", "step", "nats per token", curves)))
         parts += [f"![loss]({CURVE})", ""]
     return [*parts, "```yaml", yaml.safe_dump(_recipe(run), sort_keys=False).rstrip(), "```", ""]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 
 from zero2all.errors import Z2aError, need, quiet_libraries
+from zero2all.http_client import shared_client
 from zero2all.model import Z2all
 from zero2all.tokenizer import Tokenizer
 
@@ -93,13 +92,11 @@ class LlamaCpp:
 
     def post(self, path: str, request: dict[str, Any]) -> Any:
         """What its HTTP server answers."""
-        body, headers = json.dumps(request).encode(), {"Content-Type": "application/json"}
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(urllib.request.Request(f"{self.address}{path}", body, headers), timeout=TIMEOUT) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise Z2aError(f"llama.cpp: {error.read().decode(errors='replace')[:200]}") from error
+        client = shared_client(TIMEOUT, trust_env=False)  # on loopback, where no proxy leads
+        reply = client.post_json(f"{self.address}{path}", json.dumps(request).encode())
+        if reply.status != 200:
+            raise Z2aError(f"llama.cpp: {reply.body.decode(errors='replace')[:200]}")
+        return json.loads(reply.body)
 
 
 def _xllamacpp() -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero2all.parallel.mesh import ParallelDims
+from zero2all.recipe import ParallelRecipe, ResolvedStage
+
 
 @dataclass(frozen=True)
 class BatchSplit:
@@ -37,3 +40,10 @@ def split_batch(batch_samples: int, ranks: int, micro_batch_size: int | None, pi
 def even_micro_batch_size(samples: int, wanted: int) -> int:
     """Samples in a micro-batch, so that there are ``wanted`` of them, or the next smaller even split."""
     return next(samples // count for count in range(min(wanted, samples), 0, -1) if samples % count == 0)
+
+
+def split_stage(stage: ResolvedStage, parallel: ParallelRecipe, parallel_dims: ParallelDims) -> BatchSplit:
+    """How a step of a training stage is split, after any batch ramp."""
+    micro = stage.micro_batch_tokens and stage.micro_batch_tokens // stage.seq_len
+    pipeline_stages = parallel.pp * parallel.stages_per_rank
+    return split_batch(stage.batch_tokens // stage.seq_len, parallel_dims.dp * parallel.islands, micro, pipeline_stages)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zero2all.charts.terminal import bar_text
 from zero2all.planner.pipeline import Timeline
 from zero2all.planner.plan import Plan
+from zero2all.planner.rank_plan import STORED, MemoryPlan, RankLayers
 from zero2all.planner.search import SearchResult
 from zero2all.planner.step_time import ComputePart
 from zero2all.planner.sync_plan import FAST_ENOUGH, sync_lines
@@ -17,13 +19,15 @@ MAX_TIMELINE = 110
 MARKS = {"forward": "0123456789", "backward": "▒", "input gradient": "▒", "weight gradient": "░"}
 
 
-def plan_text(plan: Plan, timeline: Timeline | None, changes: Sequence[str] = ()) -> str:
+def plan_text(plan: Plan, timeline: Timeline | None, changes: Sequence[str] = (), layers: bool = False) -> str:
     gpu, step, speed = plan.cluster.gpu, plan.step, plan.speed
     mesh = ", ".join(f"{name} {value}" for name, value in plan.layout.items() if name == "zero" or value not in (1, 0))
     lines = [
         f"{plan.recipe}: {show_count(plan.parameters)} parameters on {plan.cluster.gpus} x {gpu.name} ({mesh})",
         "",
-        *_memory_lines(plan, changes),
+        *_plan_memory_lines(plan, changes),
+        *_zero_lines(plan),
+        *(_layer_lines(plan.layers) if layers else []),
         "",
         f"FLOPs: {show_count(plan.flops_per_token)} a token ({show_count(plan.palm_flops_per_token)} by 6N + 12LHQT)",
         *_compute_lines(step.parts, plan),
@@ -42,22 +46,50 @@ def plan_text(plan: Plan, timeline: Timeline | None, changes: Sequence[str] = ()
     return "\n".join(lines)
 
 
-def _memory_lines(plan: Plan, changes: Sequence[str]) -> list[str]:
-    limit, memory = plan.cluster.gpu.memory, plan.memory
+def _plan_memory_lines(plan: Plan, changes: Sequence[str]) -> list[str]:
     verdict = "fits" if plan.fits else "does not fit"
-    where = f" (pipeline rank {memory.pp_rank})" if plan.layout["pp"] != 1 else ""
-    lines = [f"memory of a rank{where}: {show_bytes(memory.total)} of {show_bytes(limit)}, {verdict}"]
+    first, *rest = memory_lines(plan.memory, plan.cluster.gpu.memory, int(plan.layout["pp"]))
+    return [f"{first}, {verdict}", *rest, *(f"  it fits with {change}" for change in changes)]
+
+
+def memory_lines(memory: MemoryPlan, limit: int | None, pp: int) -> list[str]:
+    """A bar for each part, relative to the memory of the device if that is known."""
+    where = f" (pipeline rank {memory.pp_rank})" if pp > 1 else ""
+    there = "" if limit is None else f" of {show_bytes(limit)}"
+    lines = [f"memory of a rank{where}: {show_bytes(memory.total)}{there}"]
     for part in memory.parts:
-        share = part.bytes / max(limit, memory.total)
-        lines.append(f"  {part.name:<40}{show_bytes(part.bytes):>9} {_bar(share)} {part.note}".rstrip())
-    lines += [f"  on the host: {show_bytes(memory.host)}"] if memory.host else []
-    lines += [f"  it fits with {change}" for change in changes]
-    return lines
+        share = part.bytes / max(limit or 0, memory.total)
+        lines.append(f"  {part.name:<40}{show_bytes(part.bytes):>9} {bar_text(share, BAR)}  {part.note}".rstrip())
+    elsewhere = {"on the host": memory.host, "in files": memory.files}
+    return lines + [f"  {name}: {show_bytes(size)}" for name, size in elsewhere.items() if size]
 
 
-def _bar(share: float) -> str:
-    eighths = round(min(max(share, 0.0), 1.0) * BAR * 8)
-    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).ljust(BAR + 1)
+def _zero_lines(plan: Plan) -> list[str]:
+    """The count of the ZeRO paper beside ours, which has fp32 gradients and gathers weights in blocks."""
+    paper, memory = plan.zero_paper, plan.memory
+    sizes = ", ".join(f"{stage}: {show_bytes(size)}" for stage, size in enumerate(paper.stages))
+    ours = memory.bytes_of(STORED, "gradients", "optimizer state") + memory.host + memory.files
+    gathered = memory.bytes_of("weights in", "unsharded gradients")
+    return [
+        f"states by the ZeRO paper, 2 + 2 + 12 bytes per parameter on {paper.ranks} data-parallel ranks: {sizes}",
+        f"  here {show_bytes(ours)}, with gradients in the dtype of the weights, and "
+        f"{show_bytes(gathered)} of gathered weights and gradients on their way",
+    ]
+
+
+def _layer_lines(ranks: Sequence[RankLayers]) -> list[str]:
+    return ["", "layers and parameters of each pipeline rank:"] + [
+        f"  rank {one.pp_rank:<3} layers {_ranges(one.layers)}: {show_count(one.parameters)} parameters, "
+        f"{show_count(one.on_rank)} on each rank; {show_bytes(one.memory)}"
+        for one in ranks
+    ]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-3, 8-11``"""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return ", ".join(f"{start}-{end}" if end > start else str(start) for start, end in zip(starts, ends, strict=True))
 
 
 def _compute_lines(parts: Sequence[ComputePart], plan: Plan) -> list[str]:
@@ -68,9 +100,8 @@ def _compute_lines(parts: Sequence[ComputePart], plan: Plan) -> list[str]:
     for part in parts:
         share = part.seconds / plan.step.compute
         intensity = f"{part.intensity:,.0f}" if part.flops else "-"
-        lines.append(
-            f"  {part.name:<40}{part.seconds:>8.3g}s {_bar(share)}{intensity:>6} FLOPs a byte, {part.bound}-bound"
-        )
+        time = f"{part.seconds:>8.3g}s {bar_text(share, BAR)}"
+        lines.append(f"  {part.name:<40}{time} {intensity:>6} FLOPs a byte, {part.bound}-bound")
     return lines
 
 

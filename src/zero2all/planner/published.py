@@ -6,32 +6,31 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class StateBytes:
-    """Bytes for each parameter that training keeps between steps."""
+class ZeroPaper:
+    """Bytes of weights, gradients and optimizer as https://arxiv.org/abs/1910.02054 counts them.
 
-    weights: float
-    gradients: float
-    optimizer: float
+    fp16 weights and gradients take 2 bytes per parameter each, fp32 weights and the two moments of Adam 12.
+    """
 
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer
+    weights: int
+    gradients: int
+    optimizer: int
+    ranks: int
+    stages: list[int]
+    """On each of the ranks. Stage 0 shards nothing, 1 the optimizer, 2 also gradients, 3 also weights."""
 
-    def per_rank(self, parameters: float, ranks: int, zero: int) -> float:
-        """On each of ``ranks`` ranks: ZeRO 0 shards nothing, 1 the optimizer, 2 also gradients, 3 also weights
-        (https://arxiv.org/abs/1910.02054).
+    @classmethod
+    def of(cls, parameters: int, ranks: int) -> ZeroPaper:
+        """``ranks`` are data-parallel.
 
-        >>> [round(ZERO_PAPER.per_rank(7.5e9, 64, stage) / 1e9, 1) for stage in range(4)]
+        >>> [round(size / 1e9, 1) for size in ZeroPaper.of(7_500_000_000, ranks=64).stages]
         [120.0, 31.4, 16.6, 1.9]
         """
-        shared = (self.optimizer, self.gradients, self.weights)
-        return parameters * (sum(shared[:zero]) / ranks + sum(shared[zero:]))
+        optimizer, gradients, weights = in_order = (12 * parameters, 2 * parameters, 2 * parameters)
+        stages = [sum(in_order[:zero]) // ranks + sum(in_order[zero:]) for zero in range(4)]
+        return cls(weights, gradients, optimizer, ranks, stages)
 
 
-ZERO_PAPER = StateBytes(weights=2, gradients=2, optimizer=12)
-"""fp16 weights and gradients; fp32 weights and two moments of Adam. Llama 2 70B: 140, 140 and 840 GB."""
-MIXED_PRECISION = StateBytes(weights=6, gradients=4, optimizer=8)
-"""fp32 and bf16 weights, fp32 gradients, two moments of AdamW: 18 bytes, what zero2all keeps without shards."""
 INFERENCE_BYTES = {"fp32 and bf16": 6, "fp32": 4, "bf16": 2, "int8": 1}
 """For each parameter, by precision of the weights."""
 

@@ -1,12 +1,13 @@
 """Bytes that a rank holds, from formulas alone: fast enough for a search over thousands of layouts.
 
-``parallel.rank_memory`` counts the same on the sharded model; tests compare the two.
+Tests compare them with the sharded model and with memory that was measured.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,19 +18,20 @@ from zero2all.model.cost.activations import ActivationShards, activation_bytes, 
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward
-from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
-from zero2all.parallel.rank_memory import FsdpUnits
-from zero2all.parallel.sync_traffic import FP32_BYTES
+from zero2all.parallel.pipeline_parallel import micro_batches_in_flight, stage_indices_of_rank
+from zero2all.planner.fsdp_units import FP32_BYTES, FsdpUnits
 from zero2all.planner.post_training import plan_rollouts, plan_teacher
-from zero2all.planner.workload import Layout, Unit, Workload, powersgd_numel
+from zero2all.planner.workload import GPU, Layout, Unit, Workload, powersgd_numel
+from zero2all.recipe import Recipe
 from zero2all.units import show_count
 
 CUDA_CONTEXT = round(0.92e9)  # torch 2.1 on A100 with all kernels loaded
 COMMUNICATORS = round(1.5e9)  # of torch.distributed over NCCL, measured after its first collective
 GROUP = round(0.1e9)  # of each further dimension of the mesh
 FRAGMENTATION = 0.05  # of what the allocator holds; less with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+USABLE_MEMORY = 0.95  # of a GPU, for a layout or a micro-batch that is chosen: the rest is for what no formula knows
 CONTEXT, GROUPS, MARGIN = "CUDA context", "communicators", "fragmentation margin"
-GPU = torch.device("cuda")
+STORED, ACTIVATIONS, LOGITS, APART = "weights (stored)", "activations", "logits", "not at the same time"
 _MANY = 2**20  # tokens for which coefficients are computed, so that rounding does not matter
 
 
@@ -49,6 +51,8 @@ class MemoryPlan:
     """Those that are not 0."""
     host: int
     """In the memory of the host, for this rank."""
+    files: int = 0
+    """In files of ``parallel.offload_dir``, for this rank."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -60,25 +64,82 @@ class MemoryPlan:
         """Of tensors alone."""
         return sum(part.bytes for part in self.parts if part.name not in (CONTEXT, GROUPS, MARGIN))
 
-    def bytes_of(self, name: str) -> int:
-        """Of the parts whose name begins so."""
-        return sum(part.bytes for part in self.parts if part.name.startswith(name))
+    def bytes_of(self, *names: str) -> int:
+        """Of the parts whose name starts with one of these."""
+        return sum(part.bytes for part in self.parts if part.name.startswith(names))
 
 
 def plan_memory(workload: Workload, layout: Layout, device: torch.device = GPU) -> MemoryPlan:
     """Of the pipeline rank that holds the most."""
-    plans = (plan_rank_memory(workload, layout, rank, device) for rank in fullest_ranks(layout))
+    plans = (plan_rank_memory(workload, layout, rank, device) for rank in fullest_ranks(workload, layout))
+    return max(plans, key=lambda plan: plan.total)
+
+
+@dataclass(frozen=True)
+class RankLayers:
+    """What each rank of a pipeline rank holds."""
+
+    pp_rank: int
+    layers: list[int]
+    parameters: int
+    """Of its pipeline stages, before tensor parallelism and FSDP shard them."""
+    on_rank: int
+    """Of these, on one rank."""
+    memory: int
+
+
+def plan_layers(workload: Workload, layout: Layout) -> list[RankLayers]:
+    """All pipeline ranks."""
+    found = []
+    for rank in range(layout.dims.pp):
+        stages, dims = layout.stages_of(workload, rank), layout.dims
+        elements = workload.parts.of_stages(stages).elements
+        found.append(
+            RankLayers(
+                pp_rank=rank,
+                layers=[layer for stage in stages for layer in stage],
+                parameters=round(elements.total),
+                # Ranks of ep are ranks of dp_shard and cp too: all of these together hold one copy of the experts.
+                on_rank=round(elements.on_rank(dims.tp, ep=1) / layout.shards),
+                memory=plan_rank_memory(workload, layout, rank).total,
+            )
+        )
+    return found
+
+
+def plan_recipe_memory(recipe: Recipe, gpus: int, device: torch.device = GPU) -> MemoryPlan:
+    """Of the training stage and the pipeline rank that take the most."""
+    plans = (
+        plan_memory(Workload.of(recipe, stage, device), Layout.of(recipe, stage, gpus), device)
+        for stage in recipe.train.resolved_stages()
+    )
     return max(plans, key=lambda plan: plan.total)
 
 
 def fits_memory(workload: Workload, layout: Layout, limit: int) -> bool:
     """Whether every rank fits, without the ranks after the first that does not."""
-    return all(plan_rank_memory(workload, layout, rank).total <= limit for rank in fullest_ranks(layout))
+    return all(plan_rank_memory(workload, layout, rank).total <= limit for rank in fullest_ranks(workload, layout))
 
 
-def fullest_ranks(layout: Layout) -> list[int]:
-    """Pipeline ranks that may hold the most: the first has the most micro-batches, the last the head."""
-    return sorted({0, min(1, layout.dims.pp - 1), layout.dims.pp - 1})
+def fullest_ranks(workload: Workload, layout: Layout) -> list[int]:
+    """Pipeline ranks that may hold the most: the first of those with the same layers, and the last, with the head.
+
+    No rank has more micro-batches in flight than the ranks before it.
+    """
+    pp = layout.dims.pp
+    if pp == 1:
+        return [0]
+    return _first_of_a_kind(workload, tuple(tuple(stage_indices_of_rank(layout.parallel, rank)) for rank in range(pp)))
+
+
+@functools.lru_cache(maxsize=512)
+def _first_of_a_kind(workload: Workload, stage_indices: tuple[tuple[int, ...], ...]) -> list[int]:
+    stages = workload.stages(sum(map(len, stage_indices)))
+    kinds = [
+        Counter(workload.config.is_moe_layer(layer) for index in own for layer in stages[index])
+        for own in stage_indices
+    ]
+    return sorted({*(kinds.index(kind) for kind in kinds), len(kinds) - 1})
 
 
 def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: torch.device = GPU) -> MemoryPlan:
@@ -88,12 +149,14 @@ def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: t
     layers = tuple(layer for stage in stages for layer in stage)
     held, keeps = round(states.weights / layout.shards), layout.accumulates and not layout.reduces_every_micro_batch
     between = states.between_micro_batches if keeps and layout.uses_fsdp else 0
-    offloads = layout.parallel.offload == "cpu"
+    offloads = layout.parallel.offload == "cpu" and device.type != "cpu"  # whose memory is the host's
     on_host = [
-        MemoryPart("weights (stored)", held, "of this rank's shard"),
+        MemoryPart(STORED, held, "of this rank's shard"),
         MemoryPart("gradients", round(states.gradients / layout.shards), "of this shard"),
-        MemoryPart(f"optimizer state ({workload.optimizer.name})", round(states.optimizer / layout.shards)),
     ]
+    state = MemoryPart(f"optimizer state ({workload.optimizer.name})", round(states.optimizer / layout.shards))
+    in_files = layout.parallel.offload_dir is not None
+    on_host += [] if in_files else [state]
     logits = _logits(workload, layout, device) if layers[-1] == workload.last_layer else 0
     scores = dropout_score_bytes(workload.config, layout.seq_len, device)
     after_loss = states.gradient_buffers + _recomputed_bytes(workload, layout, layers, scores)
@@ -103,19 +166,20 @@ def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: t
         MemoryPart("unsharded gradients", states.gradient_buffers + between, "before their reduce-scatter"),
         *activation_parts(workload, layout, layers, pp_rank, scores),
         MemoryPart("logits and loss", logits),
-        MemoryPart("not at the same time", -min(logits, after_loss), "backward recomputes and reduces after the loss"),
+        MemoryPart(APART, -min(logits, after_loss), "backward recomputes and reduces after the loss"),
         MemoryPart("communication buffers", _communication_buffers(workload, layout)),
         MemoryPart("PowerSGD", _error_bytes(workload, layout), "what is left to send, and the factors"),
     ]
     parts += _objective_parts(workload, layout, parts)
     allocated = sum(part.bytes for part in parts)
-    parts += [
-        MemoryPart(CONTEXT, CUDA_CONTEXT, "kernels"),
-        MemoryPart(GROUPS, _communicators(layout), "NCCL"),
-        MemoryPart(MARGIN, round(FRAGMENTATION * allocated), f"{FRAGMENTATION:.0%} of the tensors"),
-    ]
+    if device.type == "cuda":
+        parts += [
+            MemoryPart(CONTEXT, CUDA_CONTEXT, "kernels"),
+            MemoryPart(GROUPS, _communicators(layout), "NCCL"),
+            MemoryPart(MARGIN, round(FRAGMENTATION * allocated), f"{FRAGMENTATION:.0%} of the tensors"),
+        ]
     host = sum(part.bytes for part in on_host) if offloads else 0
-    return MemoryPlan(pp_rank, [part for part in parts if part.bytes], host)
+    return MemoryPlan(pp_rank, [part for part in parts if part.bytes], host, state.bytes if in_files else 0)
 
 
 def _objective_parts(workload: Workload, layout: Layout, parts: Sequence[MemoryPart]) -> list[MemoryPart]:
@@ -129,7 +193,7 @@ def _objective_parts(workload: Workload, layout: Layout, parts: Sequence[MemoryP
         note = f"{rollouts.rows} answers at a time, {rollouts.length:,} tokens each"
         found.append(MemoryPart("KV cache of sampled answers", rollouts.cache, note))
         later = sum(part.bytes for part in parts if part.name.startswith(("activations", "logits")))
-        found.append(MemoryPart("not at the same time", -min(rollouts.cache, later), "answers are sampled before"))
+        found.append(MemoryPart(APART, -min(rollouts.cache, later), "answers are sampled before"))
     return found
 
 
@@ -153,9 +217,7 @@ def _state_bytes(
 ) -> _StateBytes:
     """``frees`` is what FSDP does after forward; None is without FSDP."""
     parts, itemsize = workload.parts, workload.itemsize
-    first, last = any(0 in stage for stage in stages), any(workload.last_layer in stage for stage in stages)
-    blocks = (parts.blocks[layer] for stage in stages for layer in stage)
-    unit = Unit.sum((*blocks, *([parts.first] * first), *([parts.last] * last), parts.rest))
+    first, unit = any(0 in stage for stage in stages), parts.of_stages(stages)
     # Ranks of ep are ranks of dp_shard and cp too: all of these together hold one copy of the experts.
     elements, trained, state = (split.on_rank(tp, ep=1) for split in (unit.elements, unit.trained, unit.state))
     stored = weight_dtype(workload.optimizer).itemsize

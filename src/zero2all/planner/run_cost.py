@@ -9,7 +9,7 @@ from zero2all.checkpoint.checkpoint_interval import DAY, FAILURE_RATES, FailureM
 from zero2all.model.cost.model_size import kv_cache_bytes_per_token
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.planner.cluster import Cluster
-from zero2all.planner.published import INFERENCE_BYTES, MIXED_PRECISION, failure_probability
+from zero2all.planner.published import INFERENCE_BYTES, failure_probability
 from zero2all.planner.workload import Workload
 from zero2all.recipe import ModelConfig
 from zero2all.recipe.model import LoraConfig
@@ -19,6 +19,7 @@ CHECKPOINT_STALL = 5.0  # seconds: the copy to host memory; writing goes on besi
 RECOVERY = 300.0  # seconds from a failure to the next step: detection, rendezvous, loading
 SERVED_BATCH = 8
 LORA_RANK = 16
+TRAINED_BYTES = 18  # per parameter: fp32 and bf16 weights, fp32 gradients, two moments of AdamW
 TOKENS_PER_PARAMETER = 20  # compute-optimal, https://arxiv.org/abs/2203.15556
 
 
@@ -122,8 +123,8 @@ class StageMemory:
 def later_stages(workload: Workload, cluster: Cluster) -> list[StageMemory]:
     """Fine-tuning of the model: all weights, adapters, preferences, and reinforcement learning."""
     parameters, config = workload.parts.total, workload.config
-    full, frozen = MIXED_PRECISION.total * parameters, 2 * parameters
-    adapters = MIXED_PRECISION.total * lora_parameters(config, LORA_RANK)
+    full, frozen = TRAINED_BYTES * parameters, 2 * parameters
+    adapters = TRAINED_BYTES * lora_parameters(config, LORA_RANK)
     cache = full_kv_cache(config, SERVED_BATCH, config.max_position_embeddings)
     rows = [
         ("SFT", full, "as pretraining"),

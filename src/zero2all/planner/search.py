@@ -16,7 +16,7 @@ from zero2all.parallel.mesh import ParallelDims
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.keys import OFFLOADS, ZERO_KEYS, zero_stage
 from zero2all.planner.pipeline import schedule_runs
-from zero2all.planner.rank_plan import fits_memory, plan_memory
+from zero2all.planner.rank_plan import USABLE_MEMORY, fits_memory, plan_memory
 from zero2all.planner.run_cost import TOKENS_PER_PARAMETER
 from zero2all.planner.step_time import StepTime, plan_step
 from zero2all.planner.workload import Layout, Workload, largest_stage
@@ -163,7 +163,7 @@ def _lightest(
 
 def _fits(recipe: Recipe, workload: Workload, layout: Layout, cluster: Cluster) -> bool:
     """Whether every training stage fits. ``workload`` and ``layout`` are those of the largest one."""
-    limit = cluster.gpu.memory
+    limit = int(USABLE_MEMORY * cluster.gpu.memory)
     if not fits_memory(workload, layout, limit):
         return False
     return len(recipe.train.stages) < 2 or all(fits_memory(*one, limit) for one in _all_stages(recipe, layout))
@@ -293,11 +293,12 @@ def cheapest_changes(recipe: Recipe, cluster: Cluster, count: int = 3) -> list[s
         for size in dict.fromkeys(sizes):
             tried = _try_change(recipe, workload, stage.batch_tokens // stage.seq_len, changes, size, cluster)
             if tried is not None and (changes or size != samples):
-                keys = [f"parallel.{name}={value}" for name, value in changes.items()]
+                changed = {name: value for name, value in changes.items() if getattr(recipe.parallel, name) != value}
+                keys = [f"parallel.{name}={value}" for name, value in changed.items()]
                 keys += [f"train.micro_batch_tokens={size * stage.seq_len}"] if size != samples else []
                 found.setdefault(" ".join(keys), tried)
     ranked = sorted(found, key=lambda keys: (round(found[keys], 3), len(keys)))
-    return [f"{keys} ({found[keys]:.2f} s a step)" for keys in ranked[:count]]
+    return [f"{keys} ({found[keys]:.2f} s per step)" for keys in ranked[:count]]
 
 
 def _try_change(

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zero2all.errors import UsageError
+from zero2all.hardware import compute_dtype, dtype_name
 from zero2all.model import Z2all
 from zero2all.model.cost.flops import Flops, Recompute, flops_per_token, palm_flops_per_token
 from zero2all.model.cost.optimizer_state import optimizer_state_bytes
-from zero2all.parallel.batch_split import BatchSplit
+from zero2all.parallel.batch_split import BatchSplit, split_stage
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.parallel.pipeline_parallel import split_layers, stage_indices_of_rank
 from zero2all.parallel.powersgd import factor_numel
-from zero2all.parallel.rank_memory import split_stage
 from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe, Recipe, ResolvedStage
+from zero2all.recipe.load import with_vocab_size
 from zero2all.recipe.objective import ObjectiveRecipe
+
+GPU = torch.device("cuda")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,12 @@ class ModelParts:
     def total(self) -> int:
         return round(self.all.elements.total)
 
+    def of_stages(self, stages: Sequence[range]) -> Unit:
+        """All of some pipeline stages."""
+        layers = {layer for stage in stages for layer in stage}
+        ends = [*([self.first] if 0 in layers else []), *([self.last] if len(self.blocks) - 1 in layers else [])]
+        return Unit.sum((*(self.blocks[layer] for layer in layers), *ends, self.rest))
+
 
 def model_parts(config: ModelConfig, optimizer: OptimizerRecipe) -> ModelParts:
     """Counted on one layer of each kind on the meta device: a 70B model takes seconds to build even there."""
@@ -145,8 +154,8 @@ class Workload:
     objective: ObjectiveRecipe
 
     @classmethod
-    def of(cls, recipe: Recipe, stage: ResolvedStage) -> Workload:
-        precision = "bf16" if recipe.train.compute_precision == "auto" else recipe.train.compute_precision
+    def of(cls, recipe: Recipe, stage: ResolvedStage, device: torch.device = GPU) -> Workload:
+        recipe = with_vocab_size(recipe)
         return cls(
             config=recipe.model,
             optimizer=recipe.train.optimizer,
@@ -154,7 +163,7 @@ class Workload:
             flops=flops_per_token(recipe.model, stage.seq_len),
             seq_len=stage.seq_len,
             batch_tokens=stage.batch_tokens,
-            precision=precision,
+            precision=dtype_name(planned_dtype(recipe, device)),
             float8=recipe.train.float8 is not None,
             objective=recipe.train.objective,
         )
@@ -276,6 +285,12 @@ class Layout:
 @functools.lru_cache(maxsize=64)
 def _split_layers(costs: tuple[int, ...], count: int) -> list[range]:
     return split_layers(costs, count)
+
+
+def planned_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """A GPU is not asked: auto is taken to be bf16 on it."""
+    precision = recipe.train.compute_precision
+    return compute_dtype("bf16" if precision == "auto" and device.type == "cuda" else precision, device)
 
 
 def largest_stage(recipe: Recipe) -> ResolvedStage:

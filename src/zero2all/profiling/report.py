@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zero2all.charts.terminal import bar_text
 from zero2all.profiling.advice import RankTimes
 from zero2all.profiling.memory import MemoryPeak
 from zero2all.profiling.operators import Operator
@@ -55,7 +56,7 @@ def _times(profile: Profile) -> Iterator[str]:
     )
     for part in PARTS:
         share = profile.shares[part]
-        yield f"  {part:14} {share:6.1%}  {'█' * round(40 * share)}"
+        yield f"  {part:14} {share:6.1%}  {bar_text(share, 40)}".rstrip()
     if count > 1:
         yield ""
         yield "ms by rank" + "".join(f"{name:>14}" for name in ("step", *PARTS))

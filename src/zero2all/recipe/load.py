@@ -82,7 +82,7 @@ def load_recipe_or_preset(target: str, overrides: list[str] | None = None) -> Re
     path = Path(target) if Path(target).exists() else builtin_recipe_path(f"{target}.yaml")
     if not path.exists():
         raise UsageError(f"{target} is no recipe and no preset; presets: {', '.join(PRESETS)}")
-    return _with_vocab_size(load_recipe(path, overrides), None)
+    return with_vocab_size(load_recipe(path, overrides))
 
 
 def recipe_for_model(config: ModelConfig, overrides: list[str] | None = None, origin: str = "recipe") -> Recipe:
@@ -92,10 +92,11 @@ def recipe_for_model(config: ModelConfig, overrides: list[str] | None = None, or
     # The size of the vocabulary may be smaller than that of a tokenizer by default, which nobody wrote.
     model = config.model_dump(mode="json", exclude_defaults=True, exclude={"vocab_size"})
     recipe = parse_recipe(yaml.safe_dump({"model": model, "train": train}), overrides, origin)
-    return _with_vocab_size(recipe, config.vocab_size)
+    return with_vocab_size(recipe, config.vocab_size)
 
 
-def _with_vocab_size(recipe: Recipe, default: int | None) -> Recipe:
+def with_vocab_size(recipe: Recipe, default: int | None = None) -> Recipe:
+    """Without a size in the recipe: the default, or that of the tokenizer to train."""
     size = recipe.model.vocab_size or default or recipe.tokenizer.vocab_size
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": size})})
 

@@ -10,15 +10,15 @@ from io import StringIO
 from rich.console import Console
 from rich.text import Text
 
+from zero2all.charts.page import html_page
+from zero2all.charts.plot import tint
 from zero2all.tokenizer.tokenizer import Tokenizer
 
-COLOURS = ("#cfe4f5", "#fbe3c4", "#d3edd8", "#f5d0ce", "#e2d8f3", "#f3eeb5")
+COLOURS = [tint(number) for number in range(6)]
 BLANKS = str.maketrans({" ": "·", "\t": "→", "\n": "⏎\n", "\r": "␍"})
 STYLE = """
-body { font: 15px/1.5 system-ui, "Noto Sans CJK SC", sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
-       background: #fff; color: #222 }
-pre { font: 15px/2 ui-monospace, "Noto Sans Mono CJK SC", monospace; white-space: pre-wrap; overflow-wrap: anywhere }
-span { border-radius: 3px; padding: 2px 0 } .special { outline: 2px solid #b8433f }
+pre { font: 15px/2 ui-monospace, "Noto Sans Mono CJK SC", monospace }
+span { border-radius: 3px; padding: 2px 0; color: #222 } .special { outline: 2px solid #ef4444 }
 """
 
 
@@ -63,11 +63,8 @@ def render_html(tokens: Sequence[TokenSpan], title: str) -> str:
         special = ' class="special"' if token.special else ""
         colour = COLOURS[number % len(COLOURS)]
         spans.append(f'<span{special} style="background:{colour}" title="{about}">{escape(token.display_text)}</span>')
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style><body><h1>{escape(title)}</h1>"
-        f"<p>{escape(summary(tokens))}</p><pre>{''.join(spans)}</pre></body></html>\n"
-    )
+    body = f"<h1>{escape(title)}</h1><p>{escape(summary(tokens))}</p><pre>{''.join(spans)}</pre>"
+    return html_page(title, body, STYLE)
 
 
 def summary(tokens: Sequence[TokenSpan]) -> str:

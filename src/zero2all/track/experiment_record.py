@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from zero2all.charts.plot import Finite, Plot
 from zero2all.console import sanitize
 from zero2all.errors import Z2aError
 from zero2all.records import parse_record, to_json
@@ -25,7 +26,6 @@ EXPERIMENT_FILE = "experiment.json"
 FORMAT: Literal[1] = 1
 MAX_FILE_BYTES = 8 * 2**20
 MAX_VARIANTS = 5000
-MAX_CURVES = 200
 BITS_PER_BYTE = "bits_per_byte"  # the metric by which variants are compared: lower is better
 MIXTURE_SEARCH = "mixture-search"
 LADDER = "ladder"
@@ -33,8 +33,6 @@ LADDER_PARAMETERS, LADDER_COMPUTE, LADDER_TARGET = "parameters", "training_flops
 """Values of each variant of a ladder, beside its width."""
 MAX_BITS_PER_BYTE = 1e6  # more is damage
 VariantState = Literal["planned", "running", "stopped", "done", "failed"]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Points = Annotated[list[tuple[Finite, Finite]], Field(max_length=MAX_VARIANTS)]
 DirectoryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
 
 
@@ -126,27 +124,6 @@ class GroupSummary:
     tokens: int | None = None
     tokens_per_second: Finite | None = None
     seconds: Finite | None = None
-
-
-@dataclass(frozen=True)
-class Curve:
-    label: str
-    line: Points
-    points: Points = field(default_factory=list)
-    """Single measurements, where the line is their mean."""
-    colour: int = 0
-    """Curves of one group have the same."""
-
-
-@dataclass(frozen=True)
-class Plot:
-    title: str
-    x_label: str
-    y_label: str
-    curves: Annotated[list[Curve], Field(max_length=MAX_CURVES)]
-    log_x: bool = False
-    categories: list[str] = field(default_factory=list)
-    """Names of x = 0, 1, 2, ... where the values are not numbers."""
 
 
 @dataclass(frozen=True)

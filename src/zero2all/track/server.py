@@ -66,7 +66,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
-# (run directory, step, whether to recompute losses) -> the JSON of 'z2a tokens trace' or 'z2a blame'
+# (run directory, step, whether to recompute losses) -> the JSON of 'z2a blame', with losses or without
 DocumentLookup = Callable[[Path, int, bool], object]
 RunSearch = Callable[[], list[RunView]]
 

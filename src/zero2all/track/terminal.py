@@ -14,14 +14,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from zero2all.charts.plot import Curve, Plot
+from zero2all.charts.terminal import LABEL_WIDTH, line_text
 from zero2all.console import sanitize
 from zero2all.track.health_checks import HealthFinding, check_health
-from zero2all.track.record_reader import Array
+from zero2all.track.record_reader import MetricTable
 from zero2all.track.run_view import RunStatus, RunView, error_message
 from zero2all.track.step_text import step_line
 from zero2all.units import show_count
 
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character, by row and column
 COLOURS = {"good": "green", "note": "yellow", "bad": "red"}
 PLOTTED_METRICS = ("loss", "lr", "grad_norm", "tokens_per_second")
 REFRESH_SECONDS = 1.0
@@ -114,7 +115,7 @@ def _panel(run: RunView, findings: list[HealthFinding], width: int) -> Panel:
         head.append(sanitize(f"  {status.trouble}"), style="red")
     half = max(20, (width - 8) // 2)
     plots = [
-        _titled_plot(name, run.table([name], points=2 * half).mean[name], half)
+        _metric_plot(name, run.table([name], points=2 * half), half - LABEL_WIDTH - 2)
         for name in PLOTTED_METRICS
         if name in run.readers[0].names
     ]
@@ -127,29 +128,10 @@ def _panel(run: RunView, findings: list[HealthFinding], width: int) -> Panel:
     return Panel(Group(head, grid, *finding_lines), title=escape(run.name))
 
 
-def _titled_plot(name: str, values: Array, width: int) -> Group:
-    valid = values[np.isfinite(values)]
-    if not len(valid):
-        return Group(Text(name))
-    low, high = float(valid.min()), float(valid.max())
-    return Group(
-        Text(f"{name}  {show_count(float(valid[-1]))}  ({show_count(low)} to {show_count(high)})", style="bold"),
-        Text(braille_plot(values, width, 6)),
-    )
-
-
-def braille_plot(values: Array, width: int, height: int) -> str:
-    """A curve in braille, 2 x 4 dots per character."""
-    valid = values[np.isfinite(values)]
-    if not len(valid):
-        return ""
-    low, high = float(valid.min()), float(valid.max())
-    cells = np.zeros((height, width), dtype=int)
-    columns = np.interp(np.arange(2 * width), np.linspace(0, 2 * width - 1, len(valid)), valid)
-    shares = np.full(2 * width, 0.5) if high == low else (columns - low) / (high - low)
-    rows = np.round((1 - shares) * (4 * height - 1)).astype(int)
-    for column, row in enumerate(rows):
-        before = rows[max(0, column - 1)]
-        for between in range(min(row, before + 1), max(row, before - 1) + 1):  # no gap where the curve is steep
-            cells[between // 4, column // 2] |= DOTS[between % 4][column % 2]
-    return "\n".join("".join(chr(0x2800 + int(cell)) for cell in line) for line in cells)
+def _metric_plot(name: str, table: MetricTable, width: int) -> Text:
+    known = np.isfinite(table.mean[name])
+    values = table.mean[name][known]
+    if not len(values):
+        return Text(name)
+    line = list(zip(table.steps[known].tolist(), values.tolist(), strict=True))
+    return line_text(Plot(f"{name}  {show_count(line[-1][1])}", "step", name, [Curve("", line)]), width, 5)

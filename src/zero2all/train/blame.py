@@ -60,7 +60,7 @@ def _nearest_checkpoint(run: Run, step: int) -> int:
         if (problem := run.checkpoints.problem(one)) is None:
             return one
         why += f"; {run.checkpoints.path(one)}: {problem}"
-    raise Z2aError(f"no checkpoint in {run.directory} to compute losses with ('z2a tokens trace' needs none){why}")
+    raise Z2aError(f"no checkpoint in {run.directory} to compute losses with ('z2a blame --no-loss' needs none){why}")
 
 
 def is_quick(run: Run, step: int) -> bool:

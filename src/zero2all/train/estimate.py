@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
 
 from zero2all.checkpoint import InitialWeights
-from zero2all.console import progress
 from zero2all.errors import Z2aError, is_out_of_memory
 from zero2all.gpu_specs import Gpu
-from zero2all.hardware import device_title, pick_device, wants_compile
+from zero2all.hardware import device_title, dtype_name, pick_device, wants_compile
 from zero2all.io import MANIFEST
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import ParameterCounts, count_parameters
 from zero2all.model.cost.named_gpu import with_precision_of
-from zero2all.parallel.batch_split import BatchSplit
-from zero2all.parallel.dry_run import GPU, dry_run
+from zero2all.parallel.batch_split import BatchSplit, split_stage
 from zero2all.parallel.mesh import ParallelDims
-from zero2all.parallel.rank_memory import RankMemory, memory_lines, split_stage
+from zero2all.planner.plan_text import memory_lines
+from zero2all.planner.rank_plan import MemoryPlan, plan_recipe_memory
+from zero2all.planner.workload import GPU, planned_dtype
 from zero2all.recipe import ExtendMode, Recipe, ResolvedStage
+from zero2all.recipe.load import with_vocab_size
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.tokens import EstimatedStore, PackedDataset, TokenStore, estimate_source_tokens
@@ -119,7 +120,7 @@ class RunEstimate:
     epochs: dict[str, float] | None
     learning_rates: LearningRates
     advice: ScalingAdvice | None
-    memory_per_rank: RankMemory
+    memory_per_rank: MemoryPlan
     flops: float | None
     time: TimeEstimate
     warnings: list[str]
@@ -156,8 +157,7 @@ def estimate_run(
     plan = None if state == "unknown" and _needs_token_counts(recipe) else Plan(recipe, store)
     trained_steps = max(run.checkpoints.steps(), default=0) if run.exists else 0
     plan, resume_warnings = _resumed_plan(recipe, plan, run, trained_steps, extend)
-    with progress("computing the memory of each rank"):
-        layout = dry_run(recipe, world_size, device)
+    memory = plan_recipe_memory(recipe, world_size, device)
     dims = ParallelDims.from_recipe(recipe.parallel, world_size)
     planned = {} if plan is None else {stage.name: stage for stage in plan.stages}
     stages = [
@@ -171,8 +171,8 @@ def estimate_run(
         run=str(run.directory),
         parameters=count_parameters(recipe.model),
         world_size=world_size,
-        mesh=layout.mesh,
-        compute_dtype=layout.compute_dtype,
+        mesh=asdict(dims),
+        compute_dtype=dtype_name(planned_dtype(recipe, device)),
         token_counts=state,
         steps=None if plan is None else plan.total_steps,
         tokens=tokens,
@@ -188,7 +188,7 @@ def estimate_run(
             chosen,
         ),
         advice=None if tokens is None else scaling_advice(recipe.model, tokens),
-        memory_per_rank=layout.memory_per_rank,
+        memory_per_rank=memory,
         flops=None if plan is None else sum(stage.flops or 0.0 for stage in stages),
         time=_stated_time(stages, world_size, gpu, mfu)
         if gpu is not None
@@ -196,7 +196,7 @@ def estimate_run(
         warnings=[*resume_warnings, *epoch_warnings(epochs or {}), *_padding_warnings(stages)],
         gpu=None if gpu is None else gpu.name,
         gpu_memory=None if gpu is None else gpu.memory,
-        fits=None if gpu is None else layout.memory_per_rank.total <= gpu.memory,
+        fits=None if gpu is None else memory.total <= gpu.memory,
     )
     return estimate, _estimate_text(estimate, plan, read_lr_history(run.directory, trained_steps))
 
@@ -238,12 +238,9 @@ def _needs_token_counts(recipe: Recipe) -> bool:
 
 
 def _with_vocabulary(recipe: Recipe) -> Recipe:
-    if _has_tokenizer(recipe):
-        config = resolve_model_config(recipe, Tokenizer(recipe.tokenizer_dir))
-    else:
-        size = recipe.model.vocab_size or recipe.tokenizer.vocab_size
-        config = recipe.model.model_copy(update={"vocab_size": size})
-    return recipe.model_copy(update={"model": config})
+    if not _has_tokenizer(recipe):
+        return with_vocab_size(recipe)
+    return recipe.model_copy(update={"model": resolve_model_config(recipe, Tokenizer(recipe.tokenizer_dir))})
 
 
 def _initial_weights(recipe: Recipe) -> InitialWeights | None:
@@ -404,7 +401,7 @@ def _estimate_text(estimate: RunEstimate, plan: Plan | None, history: LRHistory 
         lines += lr_plot(plan, estimate.learning_rates.lr, history)
     if estimate.advice is not None:
         lines.append(advice_line(estimate.advice))
-    lines += [*memory_lines(estimate.memory_per_rank, estimate.compute_dtype), *_fit_lines(estimate)]
+    lines += [*memory_lines(estimate.memory_per_rank, estimate.gpu_memory, estimate.mesh["pp"]), *_fit_lines(estimate)]
     lines += [f"warning: {warning}" for warning in estimate.warnings]
     return "\n".join([*lines, _flops_line(estimate), _time_line(estimate)])
 

@@ -20,22 +20,30 @@ from torch import nn
 from zero2all.checkpoint import RankGroup
 from zero2all.console import say
 from zero2all.doctor.node_check import free_memory
-from zero2all.errors import UsageError, Z2aError, is_out_of_memory
+from zero2all.errors import Z2aError, is_out_of_memory
 from zero2all.model import Z2all
 from zero2all.model.moe import MoE
 from zero2all.model.z2all import Block
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.activation_checkpoint import apply_ac
 from zero2all.parallel.batch_split import split_batch
-from zero2all.parallel.dry_run import GPU, dry_run
 from zero2all.parallel.mesh import ParallelDims
-from zero2all.parallel.rank_memory import RankMemory, rank_memory
-from zero2all.parallel.sharded_init import to_local
+from zero2all.planner.rank_plan import (
+    ACTIVATIONS,
+    APART,
+    LOGITS,
+    STORED,
+    USABLE_MEMORY,
+    MemoryPlan,
+    plan_rank_memory,
+    plan_recipe_memory,
+)
+from zero2all.planner.workload import GPU, Layout, Workload
 from zero2all.recipe import Recipe
 from zero2all.train.hyperparameters import AS_IN_RUN, MICRO_BATCH_TOKENS, ChosenValue, with_hyperparameters
-from zero2all.units import parse_bytes, show_bytes
+from zero2all.units import show_bytes
 
-USED_FRACTION = 0.9  # of the free memory, by the estimate: allocators leave gaps
+USED_FRACTION = 0.9  # of the free memory, by the sum of tensors: allocators leave gaps
 TRIAL_DEVICES = ("cuda",)  # a process that uses up main memory is killed without a word
 
 
@@ -58,19 +66,6 @@ def with_micro_batch(recipe: Recipe, samples: int) -> Recipe:
     return with_hyperparameters(recipe, [_chosen(recipe, samples, "")])
 
 
-def planned_gpu_memory(recipe: Recipe, stated: str) -> int | None:
-    """Bytes of a GPU that a plan is made for: the stated size, or what is free on the one of this machine."""
-    if stated:
-        return parse_bytes(stated)
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0]
-    if is_open(recipe):
-        raise UsageError(
-            "train.micro_batch_tokens=auto depends on the memory of a GPU, and there is none here: --memory"
-        )
-    return None
-
-
 def estimate_micro_batch(
     recipe: Recipe, world_size: int, free: int | None, device: torch.device = GPU
 ) -> list[ChosenValue]:
@@ -80,10 +75,11 @@ def estimate_micro_batch(
         return []
 
     def needed(samples: int) -> int:
-        return dry_run(with_micro_batch(recipe, samples), world_size, device).memory_per_rank.total
+        return plan_recipe_memory(with_micro_batch(recipe, samples), world_size, device).total
 
     sizes = micro_batch_sizes(recipe, ParallelDims.from_recipe(recipe.parallel, world_size))
-    return [_chosen(recipe, _largest_fitting(sizes, needed, free), _estimate_source(free))]
+    share = USABLE_MEMORY if device.type == "cuda" else USED_FRACTION  # the plan of a GPU has a margin of its own
+    return [_chosen(recipe, _largest_fitting(sizes, needed, int(share * free)), _estimate_source(free))]
 
 
 def choose_micro_batch(
@@ -100,18 +96,18 @@ def choose_micro_batch(
 
     def needed(samples: int) -> int:
         memory = _memory(with_micro_batch(recipe, samples), model)
-        return memory.total - _held_weights(memory)
+        return memory.peak - memory.bytes_of(STORED)  # the weights are on the device already
 
     if stored is not None and (samples := stored // recipe.train.seq_len) in sizes:
         if ranks.reduce(lambda: needed(samples) <= free, operator.and_):  # all of it, so that a resume keeps the value
             return [_chosen(recipe, samples, AS_IN_RUN)]
         say(f"the run had a micro-batch of {samples} samples, which does not fit into memory here")
-    samples = ranks.reduce(lambda: _largest_fitting(sizes, needed, free), min)
+    samples = ranks.reduce(lambda: _largest_fitting(sizes, needed, int(USED_FRACTION * free)), min)
     least = ranks.reduce(lambda: free, min)
     if device.type not in TRIAL_DEVICES or not _can_try(model.mesh.dims):
         return [_chosen(recipe, samples, _estimate_source(least))]
     memory = _memory(recipe, model)
-    rest = memory.total - memory.activations - memory.logits - _held_weights(memory)
+    rest = memory.peak - memory.bytes_of(STORED, ACTIVATIONS, LOGITS, APART)
     samples, trials = back_off(sizes, samples, lambda size: try_micro_batch(recipe, model, compile, size, rest), ranks)
     return [_chosen(recipe, samples, f"tried on {device.type}, trials: {trials}")]
 
@@ -188,9 +184,9 @@ def free_device_memory(device: torch.device, ranks: int) -> int | None:
     return None if free is None else free // ranks
 
 
-def _largest_fitting(sizes: list[int], needed: Callable[[int], int], free: int) -> int:
+def _largest_fitting(sizes: list[int], needed: Callable[[int], int], limit: int) -> int:
     """By the estimate; the smallest size if none fits, since the estimate is more than the peak."""
-    count = bisect.bisect_right(sizes, int(USED_FRACTION * free), key=needed)
+    count = bisect.bisect_right(sizes, limit, key=needed)
     return sizes[max(0, count - 1)]
 
 
@@ -213,16 +209,19 @@ def _can_try(dims: ParallelDims) -> bool:
     return dims.tp == dims.cp == dims.pp == dims.ep == 1
 
 
-def _memory(recipe: Recipe, model: ParallelModel) -> RankMemory:
-    shards = {name: to_local(parameter).numel() for name, parameter in model.model.named_parameters()}
-    mesh = model.mesh
-    recipe = recipe.model_copy(update={"model": model.config})
-    return rank_memory(model.local_model, shards, recipe, mesh.dims, model.dtype, mesh.device, mesh.coordinate("pp"))
-
-
-def _held_weights(memory: RankMemory) -> int:
-    """Bytes of the weights that are on the device already; none if they are offloaded."""
-    return 0 if memory.host else memory.parameters
+def _memory(recipe: Recipe, model: ParallelModel) -> MemoryPlan:
+    """Of this rank, in the training stage that takes the most."""
+    mesh, recipe = model.mesh, recipe.model_copy(update={"model": model.config})
+    plans = (
+        plan_rank_memory(
+            Workload.of(recipe, stage, mesh.device),
+            Layout.of(recipe, stage, mesh.dims.world_size),
+            mesh.coordinate("pp"),
+            mesh.device,
+        )
+        for stage in recipe.train.resolved_stages()
+    )
+    return max(plans, key=lambda plan: plan.peak)
 
 
 def _share_tensors(template: nn.Module, block: nn.Module) -> None:

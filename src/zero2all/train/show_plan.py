@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from zero2all.charts.terminal import MARKED, column_lines
 from zero2all.console import say, warn
 from zero2all.errors import Z2aError
 from zero2all.hardware import dtype_name
 from zero2all.model import hf_incompatibility
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.parallel import ParallelModel
-from zero2all.parallel.batch_split import BatchSplit
-from zero2all.parallel.rank_memory import split_stage
+from zero2all.parallel.batch_split import BatchSplit, split_stage
 from zero2all.recipe import ModelConfig
 from zero2all.tokens.conversation_rows import ConversationRows
 from zero2all.track.record_reader import RecordReader
@@ -32,8 +32,6 @@ from zero2all.train.plan import MAX_USEFUL_EPOCHS, Plan, StagePlan
 from zero2all.units import show_count
 
 WIDTH, HEIGHT = 60, 3
-BLOCK_CHARS = " ▁▂▃▄▅▆▇█"
-TRAINED_CHAR = "▒"
 HISTORY_POINTS = 1000  # read from the record, for a plot of WIDTH columns
 
 
@@ -188,13 +186,8 @@ def lr_plot(plan: Plan, peak_lr: float, history: LRHistory | None = None) -> lis
     if history is not None:
         rates[:trained] = np.interp(steps[:trained], history.steps, history.rates).tolist()
     top = max(peak_lr, *rates)
-    heights = [round(rate / top * HEIGHT * 8) for rate in rates]
-    lines = []
-    for row in reversed(range(HEIGHT)):
-        filled = [min(8, max(0, height - 8 * row)) for height in heights]
-        bars = "".join(TRAINED_CHAR if eighths >= 4 or (eighths and not row) else " " for eighths in filled[:trained])
-        bars += "".join(BLOCK_CHARS[eighths] for eighths in filled[trained:])
-        label = f"lr {top:.1e}" if row == HEIGHT - 1 else ""
-        lines.append(f"{label:10} │{bars}".rstrip())
-    legend = "" if history is None else f": {TRAINED_CHAR} trained, █ planned from step {history.stop}"
+    rows = column_lines([rate / top for rate in rates], HEIGHT, marked=trained)
+    labels = [f"lr {top:.1e}", *[""] * (HEIGHT - 1)]
+    lines = [f"{label:10} │{row}".rstrip() for label, row in zip(labels, rows, strict=True)]
+    legend = "" if history is None else f": {MARKED} trained, █ planned from step {history.stop}"
     return [*lines, f"{'':11}└ step 0 to {plan.total_steps}{legend}"]

@@ -58,9 +58,8 @@ def report_spike(
 
 
 def lower_lr_hint(run_directory: Path, step: int) -> str:
-    return (
-        f"try a lower learning rate or a longer warmup; 'z2a tokens trace {run_directory} --step {step}' shows its text"
-    )
+    command = f"z2a blame {run_directory} --step {step} --no-loss"
+    return f"try a lower learning rate or a longer warmup; '{command}' shows its text"
 
 
 def format_ranges(steps: Iterable[int]) -> str:

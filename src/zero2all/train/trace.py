@@ -1,4 +1,4 @@
-"""``z2a tokens trace``: the documents in a step's batch, rebuilt from the run directory alone."""
+"""``z2a blame --no-loss``: the documents in a step's batch, rebuilt from the run directory alone."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from zero2all.charts.terminal import sparkline
 from zero2all.checkpoint import (
     CheckpointCallbacks,
     CheckpointManager,
@@ -75,7 +76,6 @@ from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spi
 from zero2all.train.step_objective import StepLoss, TokenObjective
 from zero2all.train.step_timer import StepMarks, StepTime, StepTimer
 from zero2all.train.throughput import PER_RANK_METRICS, ThroughputMeter
-from zero2all.units import sparkline
 
 Evaluator = Callable[[ParallelModel, Tokenizer, Recipe, Mapping[str, TokenShard]], LossEvaluation]
 SpikeAction = Literal["update", "skip", "rollback"]

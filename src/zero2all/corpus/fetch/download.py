@@ -1,28 +1,27 @@
-"""The download of one file: in parallel ranges, where the server gives them, until every byte is there and verified."""
+"""The download of one file: with as many requests as it takes, until every byte is there and verified."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from io import BufferedWriter
 from pathlib import Path
 
+import httpx2
+
 from zero2all.corpus.fetch.fetch_manifest import FetchedFile
-from zero2all.corpus.fetch.http_client import FetchError, HttpClient, HttpOrigin, Response, TransientError
-from zero2all.corpus.fetch.partial_file import ByteRange, PartialFile, missing_ranges
-from zero2all.corpus.fetch.remote_file import FileDigests, ProbedUrl, RemoteFile
-from zero2all.corpus.fetch.retry import Backoff, Stopped
+from zero2all.corpus.fetch.remote_file import FileDigests, RemoteFile, ResponseHeaders
+from zero2all.http_client import Backoff, HttpClient, HttpError, Stopped, TransientError
 from zero2all.units import show_bytes
 
-BLOCK_BYTES = 1 << 18
 MIN_PROGRESS = 64 << 10  # bytes; a request that brought fewer counts as a failure
-MIN_RANGE_BYTES = 16 << 20
-MAX_RANGE_BYTES = 256 << 20
-RANGES_PER_WORKER = 4  # of the largest file, so that no worker is alone with the end of it
 
 
-class ChangedError(FetchError):
+class ChangedError(HttpError):
     """The server has a different version of the file, or does not say which one it has sent."""
 
 
@@ -34,146 +33,139 @@ class DownloadContext:
     stop: threading.Event
     advance: Callable[[float], None]
     """Reports bytes that arrived; a negative number, bytes that were discarded."""
-    workers: int
     unknown_size_limit: int
     """For files whose size the server does not say."""
 
 
+class PartialFile:
+    """The start of a file, in the work directory. A request appends to it, so its size says what is missing.
+
+    File systems write data before the size that includes it, so this holds after a power failure, too. The name is made
+    of hashes: bytes of different versions are never mixed, and the name of the file may be of any length.
+    """
+
+    def __init__(self, file: RemoteFile, work: Path) -> None:
+        stem, version = (_short_hash(text) for text in (file.path, f"{file.identity} {file.size}"))
+        self.path, self._can_resume, self._size = work / f"{stem}.{version}.partial", file.can_resume, file.size or 0
+        self._others = f"{stem}.*.partial"
+
+    @property
+    def present(self) -> int:
+        """Bytes that an earlier command has left."""
+        try:
+            size = self.path.stat().st_size if self._can_resume else 0
+        except FileNotFoundError:
+            return 0
+        return size if size <= self._size else 0
+
+    def open(self) -> BufferedWriter:
+        for other in self.path.parent.glob(self._others):
+            if other != self.path or not self.present:
+                other.unlink()
+        return open(self.path, "ab")
+
+    def close(self, stream: BufferedWriter) -> None:
+        """Keep only what the next command can continue."""
+        stream.close()
+        if not self.present:
+            self.path.unlink(missing_ok=True)
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
 class Download:
-    """One file on its way to disk. Threads may fetch its ranges at the same time."""
+    """One file on its way to disk."""
 
     def __init__(self, file: RemoteFile, work: Path, context: DownloadContext) -> None:
         self.file, self.context = file, context
         self.partial = PartialFile(file, work)
-        self._accepts_ranges = bool(file.accepts_ranges)
-        self._direct: tuple[str, bool] | None = None  # where the last redirect led to, and whether it may be private
 
-    def open(self) -> list[ByteRange]:
-        """The ranges to fetch. Of a file of unknown size it is one that is too long."""
-        file, present = self.file, self.partial.open()
-        if file.size is None:
-            return [ByteRange(0, self.context.unknown_size_limit + 1)]
-        if file.accepts_ranges is None and file.size > MIN_RANGE_BYTES:
-            self._accepts_ranges = ProbedUrl.of(self.context.client, file.url, self.context.stop).accepts_ranges
-        share = file.size // (self.context.workers * RANGES_PER_WORKER)
-        in_ranges = self._accepts_ranges and file.can_combine
-        step = max(MIN_RANGE_BYTES, min(MAX_RANGE_BYTES, share)) if in_ranges else file.size
-        return missing_ranges(present, file.size, step)
-
-    def fetch(self, part: ByteRange) -> None:
-        """Fetch a range, with as many requests as it takes."""
-        position = saved = part.start
-        backoff = Backoff(self.file.path, self.context.stop)
+    def run(self) -> FetchedFile:
+        """Download and verify the file, which is then in the work directory. One with a wrong checksum is removed."""
+        stream = self.partial.open()
         try:
-            while True:
-                began = position
-                try:
-                    with closing(self._receive(position, part.stop)) as blocks:
-                        for block in blocks:
-                            self.partial.write(position, block)
-                            position += len(block)
-                            self.context.advance(len(block))
-                            if position - saved >= self.partial.SAVE_BYTES:
-                                self.partial.save(saved, position)
-                                saved = position
-                    break
-                except TransientError as error:
-                    can_continue = self.file.size is not None and self.file.can_combine
-                    # Without that, the next answer may be a different text: nothing has been gained.
-                    backoff.wait(error, can_continue and position - began >= MIN_PROGRESS)
-                    if not can_continue:
-                        self.context.advance(-position)
-                        position = saved = 0
-        finally:
-            self.partial.save(saved, position)
-        if self.file.size is None:
-            self.partial.truncate(position)
-
-    def finish(self) -> FetchedFile:
-        """Verify the file. One with a wrong checksum is removed."""
-        digests = FileDigests.of(self.partial.data_path, self.file.has_git_checksum)
+            self._receive_all(stream)
+            stream.flush()
+            os.fdatasync(stream.fileno())
+        except BaseException:
+            self.partial.close(stream)
+            raise
+        stream.close()
+        digests = FileDigests.of(self.partial.path, self.file.has_git_checksum)
         if problem := self.file.checksum_problem(digests):
-            self.partial.remove()
-            raise FetchError(f"{self.file.path}: {problem}: the file was refused and removed")
-        return FetchedFile.of(self.file, self.partial.data_path, digests.sha256)
+            self.partial.path.unlink()
+            raise HttpError(f"{self.file.path}: {problem}: the file was refused and removed")
+        return FetchedFile.of(self.file, self.partial.path, digests.sha256)
 
     def place(self, target: Path) -> None:
-        self.partial.move_to(target)
-        self.partial.close()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(self.partial.path, target)
 
-    def abandon(self) -> None:
-        """Keep what the next command can continue. Only when no thread fetches a range any more."""
-        self.partial.close()
-        if not self.partial.read_ranges():
-            self.partial.remove()
+    def _receive_all(self, stream: BufferedWriter) -> None:
+        backoff, furthest = Backoff(self.file.path, self.context.stop), stream.tell()
+        while True:
+            try:
+                self._receive(stream)
+                return
+            except TransientError as error:
+                position = stream.tell()
+                backoff.wait(error, position - furthest >= MIN_PROGRESS)
+                furthest = max(furthest, position)
+                if not self.file.can_resume:  # the next answer may be a different text
+                    self._discard(stream)
 
-    def discard(self) -> None:
-        """Keep nothing. Only when no thread fetches a range any more."""
-        self.partial.close()
-        self.partial.remove()
-
-    def _receive(self, start: int, stop: int) -> Generator[bytes]:
-        """The bytes from start to stop. Raises TransientError if fewer arrive; more are not read."""
-        size = self.file.size
-        headers = {} if start == 0 and (size is None or stop == size) else {"Range": f"bytes={start}-{stop - 1}"}
-        if headers and self.file.http_validator is not None:
-            headers["If-Range"] = self.file.http_validator
-        with self._get(headers) as response:
-            position = self._first_byte(response, start)
-            while position < stop:
+    def _receive(self, stream: BufferedWriter) -> None:
+        """What is missing, with one request. Raises TransientError if less arrives; more is not read."""
+        size, limit = self.file.size, self.context.unknown_size_limit
+        if size is not None and stream.tell() == size:
+            return
+        with closing(self.context.client.open(self.file.url, self._range_headers(stream.tell()))) as response:
+            if not self._continues(response, stream.tell()):
+                self._discard(stream)
+            missing = (limit + 1 if size is None else size) - stream.tell()
+            for block in response.iter_raw():
                 if self.context.stop.is_set():
                     raise Stopped
-                block = response.read(min(BLOCK_BYTES, stop - position))
-                if not block:
+                stream.write(block[:missing])
+                self.context.advance(min(missing, len(block)))
+                missing -= len(block)
+                if missing <= 0:
                     break
-                position += len(block)
-                if position > start:
-                    yield block[-(position - start) :]  # without bytes that are here already
-        if size is None:
-            self._check_unknown_size(position)
-        elif position < stop:
-            raise TransientError(f"the connection ended {show_bytes(stop - position)} too early")
-
-    def _check_unknown_size(self, received: int) -> None:
-        limit = self.context.unknown_size_limit
-        if received > limit:
-            raise FetchError(
+        if size is not None and missing > 0:
+            raise TransientError(f"the connection ended {show_bytes(missing)} too early")
+        if size is None and missing <= 0:
+            raise HttpError(
                 f"{self.file.path}: the server does not say its size, and it is larger than {show_bytes(limit)}: "
                 "raise --max-size if that is right"
             )
 
-    def _get(self, headers: dict[str, str]) -> Response:
-        """From where the last redirect led to, if that is another server: the Hub limits the number of requests."""
-        direct, may_be_private = self._direct or (None, None)
-        try:
-            response = self.context.client.get(direct or self.file.url, headers, may_be_private)
-        except FetchError as error:
-            if direct is None:
-                raise
-            self._direct = None  # such URLs expire
-            raise TransientError(f"the server refused a URL that it gave before (status {error.status})") from error
-        except TransientError:
-            self._direct = None
-            raise
-        if HttpOrigin.of(response.url) != HttpOrigin.of(self.file.url):
-            self._direct = response.url, response.may_be_private
-        return response
+    def _range_headers(self, start: int) -> dict[str, str]:
+        if start == 0:
+            return {}
+        validator = self.file.http_validator
+        return {"Range": f"bytes={start}-", **({"If-Range": validator} if validator is not None else {})}
 
-    def _first_byte(self, response: Response, start: int) -> int:
-        """The position of the first byte in the response, which is the one asked for or, without ranges, 0."""
-        file = self.file
-        if response.status not in (200, 206):
-            raise TransientError(f"status {response.status} in answer to a download")
-        if file.http_validator is not None and response.validator != file.validator:
+    def _continues(self, response: httpx2.Response, start: int) -> bool:
+        """Whether the response starts at the byte asked for; without ranges, it starts at the first one."""
+        file, headers = self.file, ResponseHeaders(response.headers)
+        if response.status_code not in (200, 206):
+            raise TransientError(f"status {response.status_code} in answer to a download")
+        if file.http_validator is not None and headers.validator != file.validator:
             raise ChangedError(f"{file.path} has changed on the server: run the same command again to start over")
-        if response.status == 206:
-            part = response.content_range
+        if response.status_code == 206:
+            part = headers.content_range
             if part is None or part.start != start or part.total not in (None, file.size):
                 shown = response.headers.get("Content-Range", "none")[:80]
                 raise TransientError(f"the server sent the wrong part (Content-Range: {shown})")
-            return start
-        if start > 0 and self._accepts_ranges:
-            raise TransientError("the server sent the whole file instead of a range")
-        if file.size is not None and response.length not in (None, file.size):
-            raise TransientError(f"the server sends {response.length} bytes, not {file.size}")
-        return 0
+            return True
+        if file.size is not None and headers.length not in (None, file.size):
+            raise TransientError(f"the server sends {headers.length} bytes, not {file.size}")
+        return False
+
+    def _discard(self, stream: BufferedWriter) -> None:
+        if arrived := stream.tell():
+            self.context.advance(-arrived)
+            stream.truncate(0)
+            stream.seek(0)

@@ -12,18 +12,16 @@ from functools import partial
 from pathlib import Path
 
 from zero2all.console import progress, say
-from zero2all.corpus.fetch.download import ChangedError, Download, DownloadContext
+from zero2all.corpus.fetch.download import ChangedError, Download, DownloadContext, PartialFile
 from zero2all.corpus.fetch.fetch_manifest import FetchedFile, FetchRecord
 from zero2all.corpus.fetch.file_names import WORK_DIRECTORY, check_paths, is_in_hidden_directory
-from zero2all.corpus.fetch.http_client import FetchError, HttpClient, split_url
-from zero2all.corpus.fetch.hub import check_token
-from zero2all.corpus.fetch.jobs import Job, run_jobs
-from zero2all.corpus.fetch.partial_file import ByteRange, PartialFile
-from zero2all.corpus.fetch.recipe_entry import recipe_sources
-from zero2all.corpus.fetch.remote_file import FileDigests, ProbedUrl, RemoteFile
-from zero2all.corpus.fetch.sources import FileSelection, SourceLister, parse_source
+from zero2all.corpus.fetch.hub import HubAccess
+from zero2all.corpus.fetch.remote_file import FileDigests, RemoteFile, probe_file
+from zero2all.corpus.fetch.sources import FileSelection, SourceLister, parse_source, recipe_sources
+from zero2all.corpus.fetch.threads import run_all
 from zero2all.directory_lock import LockUser, lock_directory
 from zero2all.errors import UsageError, Z2aError, is_disk_full
+from zero2all.http_client import HttpClient, split_url
 from zero2all.io import disk_full_error
 from zero2all.paths import RemotePath
 from zero2all.recipe import SourceRecipe
@@ -47,7 +45,7 @@ class FetchOptions:
     revision: str = "main"
     """Branch, tag or commit on the Hub."""
     workers: int = DEFAULT_WORKERS
-    """Connections at the same time."""
+    """Files that are downloaded at the same time."""
     sha256: str | None = None
     """Expected checksum of the only file."""
     max_size: int | None = None
@@ -55,10 +53,9 @@ class FetchOptions:
     timeout: float = 30.0
     """Seconds to wait for a connection or for data."""
 
-    def client(self) -> HttpClient:
+    def hub(self) -> HubAccess:
         split_url(self.endpoint)
-        token = check_token(self.token) if self.token else None
-        return HttpClient(self.endpoint.rstrip("/"), token, self.timeout)
+        return HubAccess(self.endpoint.rstrip("/"), self.token, self.timeout)
 
 
 @dataclass(frozen=True)
@@ -76,14 +73,14 @@ class FetchResult:
 
 def list_files(sources: list[str], options: FetchOptions) -> list[RemoteFile]:
     """The files that would be downloaded."""
-    return _list_files(sources, options, options.client(), threading.Event())
+    return _list_files(sources, options, options.hub().client(), threading.Event())
 
 
 def fetch_files(sources: list[str], to: Path, options: FetchOptions) -> FetchResult:
     """Download all files of the sources into a directory. What is there already is not downloaded again."""
     if isinstance(to, RemotePath):
         raise UsageError(f"{to}: the directory of a download must be on this machine")
-    began, client, stop = time.monotonic(), options.client(), threading.Event()
+    began, client, stop = time.monotonic(), options.hub().client(), threading.Event()
     files = _list_files(sources, options, client, stop)
     work = to / WORK_DIRECTORY
     with lock_directory(work, LockUser("download", to, "--to DIR"), LOCK_PATIENCE):
@@ -115,7 +112,7 @@ def fetch_files(sources: list[str], to: Path, options: FetchOptions) -> FetchRes
 def _list_files(
     sources: list[str], options: FetchOptions, client: HttpClient, stop: threading.Event
 ) -> list[RemoteFile]:
-    lister = SourceLister(client, stop, options.revision, options.workers, options.selection)
+    lister = SourceLister(client, options.hub(), stop, options.revision, options.workers, options.selection)
     with progress("listing files"):
         files = lister.list_files([parse_source(text) for text in sources])
     check_paths([file.path for file in files])
@@ -179,8 +176,7 @@ def _adopt(file: RemoteFile, target: Path, record: FetchRecord) -> bool:
 
 def _remaining_bytes(files: list[RemoteFile], work: Path) -> int:
     """Bytes that are not in partial files yet."""
-    present = (one.length for file in files for one in PartialFile(file, work).read_ranges())
-    return sum(file.size or 0 for file in files) - sum(present)
+    return sum((file.size or 0) - PartialFile(file, work).present for file in files)
 
 
 def _check_space(to: Path, needed: int) -> None:
@@ -194,10 +190,8 @@ class _FetchRun:
     def __init__(
         self, to: Path, record: FetchRecord, options: FetchOptions, client: HttpClient, stop: threading.Event
     ) -> None:
-        self._to, self._record, self._workers = to, record, options.workers
-        self._max_size = options.max_size
-        limit = options.max_size or UNKNOWN_SIZE_LIMIT
-        self._context = DownloadContext(client, stop, self._advance, options.workers, limit)
+        self._to, self._record, self._options = to, record, options
+        self._context = DownloadContext(client, stop, self._advance, options.max_size or UNKNOWN_SIZE_LIMIT)
         self._show_progress: Callable[[float], None] = lambda amount: None
         self._lock = threading.Lock()
         self._failures: dict[str, Z2aError] = {}
@@ -206,7 +200,7 @@ class _FetchRun:
     def run(self, files: list[RemoteFile], remaining: int) -> None:
         title = f"downloading {len(files)} files, {show_bytes(remaining)}"
         with progress(title, remaining or None, is_transfer=True) as self._show_progress:
-            run_jobs([partial(self._open, file) for file in files], self._workers, self._context.stop)
+            run_all([partial(self._fetch, file) for file in files], self._options.workers, self._context.stop)
         if self._failures:
             raise self._error(len(files))
 
@@ -214,81 +208,34 @@ class _FetchRun:
         with self._lock:
             self._show_progress(amount)
 
-    def _open(self, file: RemoteFile, version: int = 1) -> list[Job]:
+    def _fetch(self, file: RemoteFile) -> None:
         if len(self._failures) >= MAX_FAILED_FILES:
             self._not_tried += 1
-            return []
-        parts = _FileParts(Download(file, self._to / WORK_DIRECTORY, self._context), version)
+            return
         try:
-            ranges = parts.download.open()
-        except FetchError as error:
-            return self._fail(parts, error)
-        parts.left = len(ranges)
-        if not ranges:
-            return self._finish(parts)
-        return [partial(self._fetch, parts, one) for one in ranges]
-
-    def _fetch(self, parts: _FileParts, part: ByteRange) -> list[Job]:
-        try:
-            if parts.error is None:
-                parts.download.fetch(part)
-        except FetchError as error:
-            parts.error = error
-        with self._lock:
-            parts.left -= 1
-            is_last = parts.left == 0
-        if not is_last:
-            return []
-        if isinstance(parts.error, ChangedError) and parts.version < MAX_VERSIONS:
-            return self._start_over(parts)
-        return self._finish(parts) if parts.error is None else self._fail(parts, parts.error)
-
-    def _start_over(self, parts: _FileParts) -> list[Job]:
-        """Download the version that the server has now."""
-        old = parts.download.file
-        try:
-            now = ProbedUrl.of(self._context.client, old.url, self._context.stop)
-            file = replace(
-                old,
-                size=now.size,
-                validator=now.validator,
-                accepts_ranges=now.accepts_ranges,
-                has_strong_validator=now.has_strong_validator,
-            )
-            _check_size(file, self._max_size)
+            download, fetched = self._download(file)
         except Z2aError as error:
-            return self._fail(parts, error)
-        parts.download.discard()
-        return [partial(self._open, file, parts.version + 1)]
-
-    def _finish(self, parts: _FileParts) -> list[Job]:
-        try:
-            fetched = parts.download.finish()
-        except FetchError as error:
-            return self._fail(parts, error)
+            self._failures[file.path] = error
+            return
         # Before it is in place: a file that is in place without an entry would look like somebody else's.
         self._record.add(fetched)
-        parts.download.place(self._to / fetched.path)
-        return []
+        download.place(self._to / fetched.path)
 
-    def _fail(self, parts: _FileParts, error: Z2aError) -> list[Job]:
-        parts.download.abandon()
-        self._failures[parts.download.file.path] = error
-        return []
+    def _download(self, file: RemoteFile) -> tuple[Download, FetchedFile]:
+        """A file that changes meanwhile is downloaded again, in the version that the server has then."""
+        for version in range(1, MAX_VERSIONS + 1):
+            download = Download(file, self._to / WORK_DIRECTORY, self._context)
+            try:
+                return download, download.run()
+            except ChangedError:
+                if version == MAX_VERSIONS:
+                    raise
+                file = probe_file(self._context.client, self._context.stop, file.source, file.url, file.path)
+                _check_size(file, self._options.max_size)
+        raise AssertionError("the last version returns or raises")
 
     def _error(self, count: int) -> Z2aError:
         lines = [f"  - {error}" for error in self._failures.values()]
         head = f"{len(self._failures)} of {count} files could not be downloaded"
         rest = f", {self._not_tried} were not tried" if self._not_tried else ""
         return Z2aError("\n".join([f"{head}{rest}. What has arrived is kept: run the same command again.", *lines]))
-
-
-@dataclass
-class _FileParts:
-    """A download and how many of its ranges are still to be fetched. When the command is stopped, some are."""
-
-    download: Download
-    version: int
-    """How many versions of the file the server has had so far."""
-    left: int = 0
-    error: FetchError | None = None

@@ -1,54 +1,49 @@
-"""Listing a repository of the Hugging Face Hub, or of a mirror, over its HTTP API."""
+"""Listing a repository of the Hugging Face Hub, or of a mirror, with ``huggingface_hub``.
+
+The library trusts the server: it follows links of the listing to any host, to any number of pages, and waits as long as
+it is told. So it gets the client of ``zero2all.http_client``, and what it returns is checked.
+"""
 
 from __future__ import annotations
 
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal
-from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
-import orjson
+import httpx2
 from pydantic import Field
 
-from zero2all.corpus.fetch.http_client import FetchError, HttpClient, Response, TransientError
+from zero2all import __version__
 from zero2all.corpus.fetch.remote_file import RemoteFile
-from zero2all.corpus.fetch.retry import Backoff
 from zero2all.errors import UsageError, Z2aError
-from zero2all.records import Record, parse_record
+from zero2all.http_client import MAX_REPLY_BYTES, Backoff, HttpClient, HttpError
+from zero2all.records import parse_record
 
-MAX_ANSWER_BYTES = 64 << 20
 MAX_FILES = 1_000_000
 MAX_PAGES = 10_000  # the Hub lists 1,000 files per page
-_NEXT_PAGE = re.compile(r"<([^<>]{1,4096})>\s*;\s*rel=\"?next\"?")
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _SOURCE = re.compile(rf"hf://(?P<datasets>datasets/)?(?P<repository>{_NAME}(?:/(?P<name>{_NAME}))?)(?:/(?P<path>.+))?")
-Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 @dataclass(frozen=True)
-class LfsInfo:
-    oid: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    size: Size
+class HubAccess:
+    endpoint: str
+    """URL of the Hub, or of a mirror."""
+    token: str | None = field(repr=False)
+    timeout: float
 
+    def __post_init__(self) -> None:
+        if self.token and not re.fullmatch(r"[!-~]{1,1024}", self.token):
+            raise Z2aError("HF_TOKEN has characters that no token has: set it again, or unset it")
 
-@dataclass(frozen=True)
-class TreeEntry:
-    type: str
-    path: str
-    oid: Annotated[str, Field(pattern="^[0-9a-f]{40,64}$")]
-    size: Size = 0
-    lfs: LfsInfo | None = None
-
-    @property
-    def validator(self) -> str:
-        return f"sha256:{self.lfs.oid}" if self.lfs else f"git-blob:{self.oid}"
-
-
-@dataclass(frozen=True)
-class RevisionInfo:
-    sha: Annotated[str, Field(pattern="^[0-9a-f]{40,64}$")]
+    def client(self, pages: _Pages | None = None) -> HttpClient:
+        """For downloads, or with ``pages`` for a listing."""
+        client = partial(HttpClient, self.timeout, endpoint=self.endpoint, token=self.token)
+        return client() if pages is None else client(body_limit=MAX_REPLY_BYTES, on_response=pages.check)
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class HubSource:
     """``hf://datasets/OWNER/NAME/path`` or ``hf://OWNER/NAME/path``; the path is a file or a directory, or empty."""
 
     text: str
-    kind: Literal["datasets", "models"]
+    kind: Literal["dataset", "model"]
     repository: str
     path: str
 
@@ -67,7 +62,7 @@ class HubSource:
         match = _SOURCE.fullmatch(text.rstrip("/"))
         if match is None or match["repository"] == "datasets":
             raise UsageError(f"{text}: write hf://datasets/OWNER/NAME for a dataset, hf://OWNER/NAME for a model")
-        return cls(text, "datasets" if match["datasets"] else "models", match["repository"], match["path"] or "")
+        return cls(text, "dataset" if match["datasets"] else "model", match["repository"], match["path"] or "")
 
     @property
     def directory(self) -> str:
@@ -79,75 +74,93 @@ class HubSource:
 
 
 @dataclass(frozen=True)
-class Hub:
-    client: HttpClient
-    stop: threading.Event
-
-    def list_files(self, source: HubSource, revision: str) -> list[RemoteFile]:
-        """Every file of a source, at the commit that the revision is now."""
-        place = f"{source.kind}/{source.repository}"
-        try:
-            answer, _ = self._read(RevisionInfo, f"{self._api(place)}/revision/{quote(revision, safe='')}")
-        except FetchError as error:
-            if error.status not in (401, 403, 404):
-                raise
-            raise FetchError(
-                f"{source.text}: {self.client.endpoint} has no such repository and revision ({revision}), or it is "
-                "private or gated: accept its terms there and set HF_TOKEN to a token that may read it"
-            ) from error
-        prefix = source.repository if source.kind == "models" else place
-        files = self.client.endpoint + f"/{prefix}/resolve/{answer.sha}/"
-        return [
-            RemoteFile(
-                source=source.text,
-                url=files + quote(entry.path),
-                path=f"{source.directory}/{entry.path}",
-                size=entry.lfs.size if entry.lfs else entry.size,
-                validator=entry.validator,
-                revision=answer.sha,
-            )
-            for entry in self._list_tree(place, answer.sha)
-            if entry.type == "file" and source.contains(entry.path)
-        ]
-
-    def _list_tree(self, place: str, commit: str) -> Iterator[TreeEntry]:
-        cursor, count, seen = "", 0, {""}
-        while True:
-            query = urlencode({"recursive": "true", **({"cursor": cursor} if cursor else {})})
-            entries, response = self._read(list[TreeEntry], f"{self._api(place)}/tree/{commit}?{query}")
-            yield from entries
-            count += len(entries)
-            cursor = _next_cursor(response)
-            if not cursor:
-                return
-            if cursor in seen or count > MAX_FILES or len(seen) == MAX_PAGES:
-                raise FetchError(f"{place}: the list of its files does not end ({count} files)")
-            seen.add(cursor)
-
-    def _api(self, place: str) -> str:
-        return f"{self.client.endpoint}/api/{place}"
-
-    def _read(self, record: type[Record], url: str) -> tuple[Record, Response]:
-        backoff = Backoff(url, self.stop)
-        while True:
-            try:
-                with self.client.get(url, {"Accept": "application/json"}) as response:
-                    body = response.read_all(MAX_ANSWER_BYTES)
-                    return parse_record(record, orjson.loads(body), url), response
-            except orjson.JSONDecodeError:
-                backoff.wait(TransientError("the answer is not JSON"))
-            except TransientError as error:
-                backoff.wait(error)
+class _ListedFile:
+    path: str
+    size: Annotated[int, Field(ge=0, lt=1 << 62)]
+    validator: Annotated[str, Field(pattern="^(sha256:[0-9a-f]{64}|git-blob:[0-9a-f]{40,64})$")]
+    commit: Annotated[str, Field(pattern="^[0-9a-f]{40,64}$")]
 
 
-def _next_cursor(response: Response) -> str:
-    """Where the list continues. Only the position is taken from the link: mirrors give links to the original Hub."""
-    match = _NEXT_PAGE.search(response.headers.get("Link", ""))
-    return parse_qs(urlsplit(match[1]).query).get("cursor", [""])[0] if match else ""
+def list_repository(source: HubSource, revision: str, access: HubAccess, stop: threading.Event) -> list[RemoteFile]:
+    """Every file of a source, at the commit that the revision is now."""
+    from huggingface_hub import hf_hub_url
+
+    try:
+        listed = Backoff(source.text, stop).retry(lambda: _list_files(source, revision, access))
+    except HttpError as error:
+        if error.status not in (401, 403, 404):
+            raise
+        raise HttpError(
+            f"{source.text}: {access.endpoint} has no such repository and revision ({revision}), or it is "
+            "private or gated: accept its terms there and set HF_TOKEN to a token that may read it"
+        ) from error
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise HttpError(f"{source.text}: {access.endpoint} sent no valid list of files ({error!r:.100})") from error
+    return [
+        RemoteFile(
+            source=source.text,
+            url=hf_hub_url(
+                source.repository, file.path, repo_type=source.kind, revision=file.commit, endpoint=access.endpoint
+            ),
+            path=f"{source.directory}/{file.path}",
+            size=file.size,
+            validator=file.validator,
+            revision=file.commit,
+        )
+        for file in listed
+        if source.contains(file.path)
+    ]
 
 
-def check_token(token: str) -> str:
-    """A token as it goes into a header. The error does not show it."""
-    if not re.fullmatch(r"[!-~]{1,1024}", token):
-        raise Z2aError("HF_TOKEN has characters that no token has: set it again, or unset it")
-    return token
+def _list_files(source: HubSource, revision: str, access: HubAccess) -> list[_ListedFile]:
+    from huggingface_hub import HfApi, RepoFile
+
+    # Without the token, which only our client knows and only sends to the endpoint.
+    api = HfApi(access.endpoint, token=False, library_name="zero2all", library_version=__version__)
+    listed: list[_ListedFile] = []
+    with _session(access.client(_Pages(source.text))):
+        commit = api.repo_info(source.repository, repo_type=source.kind, revision=revision).sha
+        for one in api.list_repo_tree(source.repository, recursive=True, revision=commit, repo_type=source.kind):
+            if not isinstance(one, RepoFile):
+                continue
+            if len(listed) == MAX_FILES:
+                raise HttpError(f"{source.text}: the list of its files does not end ({MAX_FILES} files)")
+            size = one.lfs.size if one.lfs else one.size
+            validator = f"sha256:{one.lfs.sha256}" if one.lfs else f"git-blob:{one.blob_id}"
+            fields = {"path": one.path, "size": size, "validator": validator, "commit": commit}
+            listed.append(parse_record(_ListedFile, fields, source.text))
+    return listed
+
+
+@contextmanager
+def _session(client: HttpClient) -> Iterator[None]:
+    """``huggingface_hub`` has one client per process."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils import _http
+
+    before = _http._GLOBAL_CLIENT_FACTORY
+    set_client_factory(lambda: client)
+    try:
+        yield
+    finally:
+        set_client_factory(before)
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """The pages of a listing: each is new, and all are at one server."""
+
+    name: str
+    cursors: set[str] = field(default_factory=set)
+
+    def check(self, response: httpx2.Response) -> None:
+        link = response.links.get("next", {}).get("url")
+        if link is None:
+            return
+        cursor = httpx2.URL(link).params.get("cursor", "")
+        if cursor in self.cursors or len(self.cursors) + 1 >= MAX_PAGES:
+            raise HttpError(f"{self.name}: the list of its files does not end ({len(self.cursors) + 1} pages)")
+        self.cursors.add(cursor)
+        # Only the position is taken from the link: mirrors give links to the original Hub.
+        here = response.request.url.copy_set_param("cursor", cursor)
+        response.headers["Link"] = f'<{here}>; rel="next"'

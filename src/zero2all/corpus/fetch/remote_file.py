@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero2all.corpus.fetch.http_client import HttpClient, TransientError
-from zero2all.corpus.fetch.retry import Backoff
+from zero2all.http_client import Backoff, HttpClient, TransientError, timestamp
 from zero2all.io import sha256_file
 from zero2all.redact import redact
+
+MIN_AGE = 60.0  # seconds; a file that was changed just now may be changed again within the same second
+_CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18}|\*)")
+_LENGTH = re.compile(r"\d{1,18}")
 
 
 @dataclass(frozen=True)
@@ -27,15 +33,13 @@ class RemoteFile:
     ``last-modified:…``, else None."""
     revision: str | None = None
     """The commit, on the Hub."""
-    accepts_ranges: bool | None = None
-    """None: not known yet."""
     has_strong_validator: bool = False
     """Whether the validator, if it is that of a web server, changes with every byte."""
 
     @property
-    def can_combine(self) -> bool:
+    def can_resume(self) -> bool:
         """Whether parts from several requests make one file: they are of one version, or the checksum tells."""
-        return self.has_checksum or self.has_strong_validator
+        return self.size is not None and (self.has_checksum or self.has_strong_validator)
 
     @property
     def http_validator(self) -> str | None:
@@ -79,31 +83,58 @@ class FileDigests:
 
 
 @dataclass(frozen=True)
-class ProbedUrl:
-    """What a server says of a file when asked for its first byte: not all know HEAD, and this also tells of ranges."""
+class ContentRange:
+    """What part of a file a response has."""
 
-    size: int | None
-    validator: str | None
-    has_strong_validator: bool
-    accepts_ranges: bool
+    start: int
+    total: int | None
 
-    @classmethod
-    def of(cls, client: HttpClient, url: str, stop: threading.Event) -> ProbedUrl:
-        backoff = Backoff(redact(url), stop)
-        while True:
-            try:
-                return cls._ask(client, url)
-            except TransientError as error:
-                backoff.wait(error)
 
-    @classmethod
-    def _ask(cls, client: HttpClient, url: str) -> ProbedUrl:
-        with client.get(url, {"Range": "bytes=0-0"}) as response:
-            part, is_strong = response.content_range, response.has_strong_validator
-            if response.status == 206 and part is not None and part.start == 0 and part.total is not None:
-                return cls(part.total, response.validator, is_strong, accepts_ranges=True)
-            if response.status == 416 and part is not None and part.total == 0:
-                return cls(0, response.validator, is_strong, accepts_ranges=False)
-            if response.status == 200:
-                return cls(response.length, response.validator, is_strong, accepts_ranges=False)
-            raise TransientError(f"status {response.status} without a valid Content-Range")
+@dataclass(frozen=True)
+class ResponseHeaders:
+    """What the headers say of a file, as far as they are valid. They are as trustworthy as the server."""
+
+    headers: Mapping[str, str]
+
+    @property
+    def length(self) -> int | None:
+        text = self.headers.get("Content-Length", "").strip()
+        return int(text) if _LENGTH.fullmatch(text) else None
+
+    @property
+    def content_range(self) -> ContentRange | None:
+        match = _CONTENT_RANGE.fullmatch(self.headers.get("Content-Range", "").strip())
+        return match and ContentRange(int(match[1] or 0), None if match[2] == "*" else int(match[2]))
+
+    @property
+    def validator(self) -> str | None:
+        """What changes when the file does."""
+        for name in ("ETag", "Last-Modified"):
+            if value := self.headers.get(name, "").strip():
+                return f"{name.lower()}:{value[:512]}"
+        return None
+
+    @property
+    def has_strong_validator(self) -> bool:
+        """Whether the validator changes with every byte of the file, so that parts can be combined (RFC 9110, 8.8)."""
+        if etag := self.headers.get("ETag", "").strip():
+            return not etag.startswith("W/")
+        sent, modified = (timestamp(self.headers.get(name, "")) for name in ("Date", "Last-Modified"))
+        return sent is not None and modified is not None and sent - modified >= MIN_AGE
+
+
+def probe_file(client: HttpClient, stop: threading.Event, source: str, url: str, path: str) -> RemoteFile:
+    """What a server says of a file when asked for its first byte: not all know HEAD."""
+
+    def probe() -> RemoteFile:
+        with closing(client.open(url, {"Range": "bytes=0-0"})) as response:
+            headers, status = ResponseHeaders(response.headers), response.status_code
+            size, part = headers.length, headers.content_range
+            if status in (206, 416) and part is not None and part.start == 0 and part.total is not None:
+                size = part.total
+            elif status != 200:
+                raise TransientError(f"status {status} without a valid Content-Range")
+            strong = headers.has_strong_validator
+            return RemoteFile(source, url, path, size, headers.validator, has_strong_validator=strong)
+
+    return Backoff(redact(url), stop).retry(probe)

@@ -1,32 +1,156 @@
-"""Bytes that a rank holds in training: of the model, the optimizer and its micro-batches."""
+"""Bytes of every rank, counted on the sharded model itself: what the planner's formulas are compared with.
+
+The model is sharded on the meta device under a process group whose collectives do nothing.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from typing import Any
 
 import torch
 from pydantic import computed_field
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from zero2all.hardware import dtype_name
 from zero2all.model import Z2all
 from zero2all.model.blocks import LMHead
 from zero2all.model.cost.activations import ActivationShards, activation_bytes, dropout_score_bytes, loss_bytes
 from zero2all.model.cost.flops import Recompute
-from zero2all.model.cost.optimizer_state import optimizer_state_bytes
-from zero2all.parallel.batch_split import BatchSplit, split_batch
+from zero2all.model.cost.model_size import weight_bytes
+from zero2all.model.cost.optimizer_state import optimizer_state_bytes, weight_dtype
+from zero2all.parallel.batch_split import split_stage
 from zero2all.parallel.fsdp import reshard_after_forward, separate_ends
-from zero2all.parallel.mesh import ParallelDims
-from zero2all.parallel.parallelize import LocalModel
+from zero2all.parallel.mesh import ParallelDims, ParallelMesh
+from zero2all.parallel.parallelize import LocalModel, parallelize
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
 from zero2all.parallel.sharded_init import to_local
-from zero2all.recipe import ParallelRecipe, Recipe, ResolvedStage
-from zero2all.torch_private import fsdp_param_groups, has_gradient, unsharded_numel
-from zero2all.units import show_bytes
+from zero2all.planner.fsdp_units import FP32_BYTES, FsdpUnits
+from zero2all.planner.workload import planned_dtype
+from zero2all.profiling.memory_trace import fake_process_group
+from zero2all.recipe import Recipe
+from zero2all.torch_private import fsdp_param_groups, has_gradient, local_shape_and_offset_at, unsharded_numel
 
-FP32_BYTES = 4
+GPU = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """What the ranks of one pipeline rank hold."""
+
+    stage: int
+    layers: list[int]
+    parameters: int
+    """Elements of the stage, before sharding."""
+    least: int
+    most: int
+    """Elements on the rank with the fewest and on that with the most."""
+    memory: RankMemory
+    """Of the rank with the most."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The layout of a model on ``world`` ranks."""
+
+    world: int
+    mesh: dict[str, int]
+    """Size of each dimension."""
+    parameters: int
+    bytes: int
+    compute_dtype: str
+    memory_per_rank: RankMemory
+    """Of the rank with the most."""
+    stages: list[StageSummary]
+
+
+def dry_run(recipe: Recipe, world_size: int, device: torch.device = GPU) -> DryRun:
+    """The mesh, what every pipeline rank holds and its bytes; checked to add up to the full model.
+
+    ``device`` is what the ranks would train on; it need not be there.
+    """
+    config = recipe.model
+    if config.vocab_size is None:
+        config = config.model_copy(update={"vocab_size": recipe.tokenizer.vocab_size})
+        recipe = recipe.model_copy(update={"model": config})
+    parallel_dims = ParallelDims.from_recipe(recipe.parallel, world_size)
+    with torch.device("meta"):
+        total = sum(parameter.numel() for parameter in Z2all(config).parameters())
+    stages = [_stage_summary(recipe, parallel_dims, stage, device) for stage in range(parallel_dims.pp)]
+    held = sum(stage.parameters for stage in stages)
+    if held != total:
+        raise AssertionError(f"the ranks hold {held} parameters, the model has {total}")
+    return DryRun(
+        world=world_size,
+        mesh={name: getattr(parallel_dims, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
+        parameters=total,
+        bytes=weight_bytes(config, recipe.train.optimizer),
+        compute_dtype=dtype_name(planned_dtype(recipe, device)),
+        memory_per_rank=max((stage.memory for stage in stages), key=lambda memory: memory.total),
+        stages=stages,
+    )
+
+
+def _stage_summary(recipe: Recipe, parallel_dims: ParallelDims, stage: int, device: torch.device) -> StageSummary:
+    """Parallelize as the first rank of a stage, then count for all ranks of it."""
+    has_group = parallel_dims.world_size > 1 or recipe.parallel.offload != "none"
+    with (
+        nullcontext()
+        if not has_group
+        else fake_process_group(stage * (parallel_dims.world_size // parallel_dims.pp), parallel_dims.world_size)
+    ):
+        mesh = ParallelMesh(parallel_dims, torch.device("cpu"), has_group)  # nothing is computed on it
+        stored = weight_dtype(recipe.train.optimizer)
+        local_model = parallelize(
+            recipe.model, recipe.parallel, mesh, planned_dtype(recipe, device), weight_dtype=stored
+        )
+        return _summarize_stage(local_model, recipe, parallel_dims, stage, device)
+
+
+def _summarize_stage(
+    local_model: LocalModel, recipe: Recipe, parallel_dims: ParallelDims, stage: int, device: torch.device
+) -> StageSummary:
+    names = {name: parameter for part in local_model.model_parts for name, parameter in part.named_parameters()}
+    counts: dict[Any, list[int]] = {}  # parameters of one shape on one mesh are equal
+    shards: dict[str, int] = {}  # elements on the rank with the most
+    least = total = 0
+    for name, parameter in names.items():
+        if not isinstance(parameter, DTensor):
+            on_ranks = [parameter.numel()]
+        else:
+            key = (parameter.shape, parameter.device_mesh, parameter.placements)
+            if key not in counts:
+                counts[key] = _elements_by_rank(parameter)
+            on_ranks = counts[key]
+            copies = math.prod(
+                size
+                for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+                if placement.is_replicate()
+            )
+            if sum(on_ranks) != parameter.numel() * copies:
+                raise AssertionError(f"the shards of {name} do not add up to it")
+        total += parameter.numel()
+        least += min(on_ranks)
+        shards[name] = max(on_ranks)
+    layers = sorted(int(name) for part in local_model.model_parts for name, _ in part.layers.named_children())
+    dtype = planned_dtype(recipe, device)
+    memory = rank_memory(local_model, shards, recipe, parallel_dims, dtype, device, stage)
+    return StageSummary(stage, layers, total, least, sum(shards.values()), memory)
+
+
+def _elements_by_rank(parameter: DTensor) -> list[int]:
+    """Elements of a parameter on each rank of its mesh."""
+    shape = parameter.device_mesh.shape
+    return [
+        math.prod(local_shape_and_offset_at(parameter.shape, shape, coordinate, parameter.placements)[0])
+        for coordinate in itertools.product(*map(range, shape))
+    ]
 
 
 @dataclass(frozen=True)
@@ -109,26 +233,6 @@ def rank_memory(
     )
 
 
-def memory_lines(memory: RankMemory, dtype: str) -> list[str]:
-    """A table of the parts, and their sum."""
-    between = f"{show_bytes(memory.gradients_between_micro_batches)} of gradients between micro-batches"
-    between = between if memory.gradients_between_micro_batches else ""
-    place = "in host memory" if memory.host else ""
-    parts = {
-        "weights": (memory.parameters, place),
-        "gradients": (memory.gradients, place),
-        "optimizer state": (memory.optimizer, "in files" if memory.files else place),
-        f"weights in {dtype}": (memory.gathered_weights, "gathered by FSDP, or copied by autocast"),
-        "unsharded gradients": (memory.unsharded_gradients, between),
-        "activations": (memory.activations, "estimate, without torch.compile"),
-        "logits": (memory.logits, "estimate"),
-    }
-    shown = [f"  {name:<22}{show_bytes(size):>8}  {note}".rstrip() for name, (size, note) in parts.items() if size]
-    elsewhere = {"host memory of a rank": memory.host, "files of a rank": memory.files}
-    more = [f"{name}: {show_bytes(size)}" for name, size in elsewhere.items() if size]
-    return [f"memory of a rank: at most {show_bytes(memory.total)}", *shown, *more]
-
-
 def _micro_batch_bytes(
     local_model: LocalModel,
     recipe: Recipe,
@@ -168,58 +272,12 @@ def _micro_batch_bytes(
     return max(found, key=sum)
 
 
-def split_stage(stage: ResolvedStage, parallel: ParallelRecipe, parallel_dims: ParallelDims) -> BatchSplit:
-    """How a step of a training stage is split, after any batch ramp."""
-    micro = stage.micro_batch_tokens and stage.micro_batch_tokens // stage.seq_len
-    pipeline_stages = parallel.pp * parallel.stages_per_rank
-    return split_batch(stage.batch_tokens // stage.seq_len, parallel_dims.dp * parallel.islands, micro, pipeline_stages)
-
-
-@dataclass(frozen=True)
-class FsdpUnits:
-    """Unsharded elements of what FSDP gathers together, in a model or a pipeline stage, in the order of forward."""
-
-    first: int
-    """The embedding; 0 if it is with the rest."""
-    blocks: list[int]
-    last: int
-    """Last norm and head; 0 if they are with the rest."""
-    rest: int
-    """What the root holds, gathered for all of forward and backward."""
-
-    @classmethod
-    def of(cls, root: nn.Module, model: Z2all, trained: bool = False) -> FsdpUnits:
-        """Of all weights, or of those with a gradient."""
-        count = functools.partial(_unsharded_elements, trained=trained)
-        first, last = (sum(map(count, ends[:1])) for ends in separate_ends(model))
-        blocks = [count(block) for block in model.layers.children()]
-        return cls(first, blocks, last, count(root) - first - last - sum(blocks))
-
-    @property
-    def total(self) -> int:
-        return self.first + sum(self.blocks) + self.last + self.rest
-
-    def gathered_elements(self, frees: bool | int) -> int:
-        """At the worst moment of forward and backward, with the buffers of all-gathers.
-
-        ``frees`` is what FSDP does after forward (``reshard_after_forward``).
-        """
-        if frees is False:
-            return self.total
-        # A unit is copied out of the buffer of its all-gather while that of the unit before is still there. The last
-        # block stays gathered for its backward pass.
-        units = [unit for unit in (self.first, *self.blocks, self.last) if unit]
-        peak = max((before + 2 * unit for before, unit in pairwise([0, *units])), default=0)
-        peak = max(peak, 2 * (self.blocks[-1] + self.last)) if self.last and self.blocks else peak
-        freed = max(0, self.total - self.rest - peak)
-        return self.rest + peak + (0 if frees is True else freed // frees)
-
-    def gradient_buffers(self, itemsize: int) -> int:
-        """Bytes of gradients on their way: one unit is reduce-scattered from a buffer in fp32 while backward computes
-        the gradient of the next. Those of the root wait for the end."""
-        in_order = [self.last, *reversed(self.blocks), self.first, 0]
-        moving = [FP32_BYTES * reduced + itemsize * max(reduced, computed) for reduced, computed in pairwise(in_order)]
-        return max(max(moving) + itemsize * self.rest, (FP32_BYTES + itemsize) * self.rest)
+def _fsdp_units(root: nn.Module, model: Z2all, trained: bool = False) -> FsdpUnits:
+    """Of all weights, or of those with a gradient."""
+    count = functools.partial(_unsharded_elements, trained=trained)
+    first, last = (sum(map(count, ends[:1])) for ends in separate_ends(model))
+    blocks = [count(block) for block in model.layers.children()]
+    return FsdpUnits(first, blocks, last, count(root) - first - last - sum(blocks))
 
 
 def _fsdp_buffer_bytes(
@@ -229,7 +287,7 @@ def _fsdp_buffer_bytes(
     unsharded."""
     roots: list[nn.Module] = list(local_model.stages or local_model.model_parts)
     units, reduced = (
-        [FsdpUnits.of(root, model, trained) for root, model in zip(roots, local_model.model_parts, strict=True)]
+        [_fsdp_units(root, model, trained) for root, model in zip(roots, local_model.model_parts, strict=True)]
         for trained in (False, True)
     )
     gathered = dtype.itemsize * sum(unit.gathered_elements(reshard_after_forward(recipe.parallel)) for unit in units)

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import computed_field
 from torch import Tensor
 
+from zero2all.errors import UsageError
 from zero2all.model import Z2all
 from zero2all.model.cost.activations import BlockActivations, held_bytes, is_offloaded, recomputed_groups
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel.context_parallel import ContextParallel
-from zero2all.parallel.dry_run import fake_process_group
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.mesh import ParallelMesh
 from zero2all.parallel.parallelize import parallelize
@@ -31,7 +32,13 @@ from zero2all.parallel.tensor_parallel import apply_tp_ops
 from zero2all.planner.rank_plan import MemoryPlan, fullest_ranks, plan_rank_memory
 from zero2all.planner.workload import Layout, Workload
 from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe, ResolvedStage
-from zero2all.torch_private import fake_tensor_mode, fake_tensor_type, gathered_weights, to_copy
+from zero2all.torch_private import (
+    fake_tensor_mode,
+    fake_tensor_type,
+    gathered_weights,
+    init_fake_process_group,
+    to_copy,
+)
 from zero2all.train.optimizer import build_optimizers
 from zero2all.units import show_bytes
 
@@ -76,7 +83,7 @@ def trace_memory(recipe: Recipe, stage: ResolvedStage, gpus: int) -> list[Memory
     traced = _trace_layers(workload, layout, recipe)
     return [
         MemoryTrace(rank, _compare(plan_rank_memory(workload, layout, rank, CPU), traced, workload, layout))
-        for rank in fullest_ranks(layout)
+        for rank in fullest_ranks(workload, layout)
     ]
 
 
@@ -90,6 +97,18 @@ def trace_lines(traces: Sequence[MemoryTrace]) -> list[str]:
             sizes = f"{show_bytes(part.formula):>10}{show_bytes(part.traced):>10}"
             lines.append(f"  {part.name:<30}{sizes}{part.difference:>+8.1%}")
     return lines
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Act as one rank of a process group whose collectives do nothing."""
+    if dist.is_initialized():
+        raise UsageError("this process is a rank of a group already; run this command on its own")
+    init_fake_process_group(rank, world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

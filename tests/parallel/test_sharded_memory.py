@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.parallel.sharded_memory import RankMemory, dry_run
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
-from zero2all.parallel.dry_run import dry_run
-from zero2all.parallel.rank_memory import RankMemory
 from zero2all.recipe import load_recipe, parse_recipe
 from zero2all.records import to_json
 
@@ -104,21 +103,25 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
         dry_run(parse_recipe(SMALL, ["parallel={tp: 8}", "model.num_key_value_heads=8"]), 12)
 
 
-def test_the_command_shows_the_shards_of_every_rank(tmp_path: Path) -> None:
+def test_the_plan_lists_the_layers_and_shards_of_every_pipeline_rank(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(SMALL)
-    words = ["parallel", "show", str(tmp_path / "recipe.yaml"), "--gpus", "4", "parallel={tp: 2}", "--json"]
-    done = CliRunner().invoke(app, words)
+    layout, world = "parallel={tp: 2, pp: 2}", 8
+    words = ["plan", str(tmp_path / "recipe.yaml"), "--gpus", str(world), layout, "--layers"]
+    done = CliRunner().invoke(app, [*words, "--json"])
     assert done.exit_code == 0, done.output
-    shown = json.loads(done.stdout)
-    assert shown["mesh"]["tp"] == 2
-    assert shown["mesh"]["dp_shard"] == 2
-    assert shown["parameters"] / 4 <= shown["stages"][0]["most"] < shown["parameters"] / 3
+    counted = dry_run(parse_recipe(SMALL, [layout]), world).stages
+    for planned, stage in zip(json.loads(done.stdout)["plan"]["layers"], counted, strict=True):
+        assert planned["layers"] == stage.layers
+        assert planned["parameters"] == stage.parameters
+        assert stage.least <= planned["on_rank"] <= stage.most
+    assert "rank 1   layers 3: " in CliRunner().invoke(app, words).stdout, "the head counts as three layers"
 
 
 @pytest.mark.slow
 def test_70b_on_1024_ranks_needs_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    shown = dry_run(load_recipe(RECIPES / "70b-1024.yaml"), 1024)
+    layout = "parallel={tp: 8, pp: 4, schedule: interleaved, activation_checkpointing: selective}"
+    shown = dry_run(load_recipe(RECIPES / "70b-1024.yaml", [layout]), 1024)
     assert shown.parameters == 70_553_706_496
     assert shown.mesh == {"pp": 4, "dp_replicate": 1, "dp_shard": 32, "cp": 1, "tp": 8, "ep": 1}
     # Norms are replicated on the 8 tp ranks; everything else is sharded.

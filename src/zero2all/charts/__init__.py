@@ -1,0 +1,1 @@
+"""Charts of every report: what they show (``plot``), in a terminal (``terminal``) and as SVG (``svg``)."""
