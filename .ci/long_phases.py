@@ -34,8 +34,8 @@ COVERS: dict[str, tuple[str, ...]] = {
     "parity": _packages("bench", "model", "parallel", "recipe", "train"),
     "chaos": (
         "tests/chaos",
-        *_packages("checkpoint", "corpus", "doctor", "elastic", "generation", "model", "objectives", "parallel"),
-        *_packages("recipe", "storyworld", "tokenizer", "tokens", "track", "train"),
+        *_packages("charts", "checkpoint", "corpus", "doctor", "elastic", "generation", "model", "objectives"),
+        *_packages("parallel", "planner", "recipe", "storyworld", "tokenizer", "tokens", "track", "train"),
     ),
     "long": ("src", "tests", "recipes", "benchmarks", "examples", "docs", "web", "pyproject.toml"),
     "attack": ("src", "tests/adversarial", "pyproject.toml"),
