@@ -47,7 +47,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "engines/cuda": (*_packages("model", "parallel", "recipe", "train", "objectives"), "tests/engines/cuda"),
     "engines/lm_eval": (*_packages("evals", "generation", "model", "tokenizer"), "tests/engines/lm_eval"),
     "engines/trl": (
-        *_packages("align", "generation", "model", "objectives", "recipe", "tokenizer", "tokens", "train"),
+        *_packages("generation", "model", "objectives", "recipe", "tokenizer", "tokens", "train"),
         "tests/engines/trl",
         "tests/oracle",
     ),

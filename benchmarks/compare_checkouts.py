@@ -27,7 +27,10 @@ from typing import Any
 import yaml
 
 # Measurements of the machine: their keys are compared, their values are not.
-MEASURED = {"time", "tokens_per_second", "mfu", "hfu", "memory", "data_wait", "startup", "seconds", "checkpoint_stall"}
+MEASURED = {
+    "time", "tokens_per_second", "tflops", "mfu", "mfu_palm", "hfu", "memory", "data_wait", "startup", "seconds",
+    "checkpoint_stall", "step_time",
+}  # fmt: skip
 STAGES = ("documents", "tokenizer", "tokens")
 
 
@@ -67,7 +70,7 @@ class Checkout:
         if not out.exists():
             shutil.copytree(self.work / "stages", out)
         command = ("train", self.recipe, f"out={out}", *case.changes)
-        self.z2a(*command) if case.ranks == 1 else self.z2a("launch", "--procs", case.ranks, "--", *command)
+        self.z2a(*command) if case.ranks == 1 else self.z2a("launch", "--nproc-per-node", case.ranks, "--", *command)
 
 
 def write_text(directory: Path) -> None:
@@ -98,7 +101,7 @@ def observed(out: Path) -> dict[str, Any]:
                 continue
             if line.get("event") == "goodput":
                 continue
-            values = {key: repr(value) for key, value in line.items() if key not in MEASURED}
+            values = {key: repr(value) for key, value in line.items() if key.split("/")[0] not in MEASURED}
             place = f"{record.name} {line.get('event', 'step')} {line.get('step')}"
             facts.setdefault(place, []).append({"keys": sorted(line), **values})
     for checkpoint in sorted((run / "checkpoints").glob("step-*")):
@@ -162,6 +165,7 @@ def main() -> None:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="names of cases")
+    parser.add_argument("--fresh", action="store_true", help="do not resume runs of the first, whose keys are unknown")
     options = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as directory:
@@ -179,7 +183,8 @@ def main() -> None:
             new.train(case, new.work / case.name)
             before, after = observed(old.work / case.name), observed(new.work / case.name)
             found = differences(before, after)
-            found += [f"resumed: {line}" for line in resumed(old, new, case, old.work / case.name)]
+            if not options.fresh:
+                found += [f"resumed: {line}" for line in resumed(old, new, case, old.work / case.name)]
             loss = [line["loss"] for lines in before.values() for line in lines if "loss" in line][-1]
             verdict = "DIFFERS" if found else "equal"
             line = f"{case.name:10} {case.ranks} ranks  {len(before)} facts  last loss {loss}  {verdict}"

@@ -82,8 +82,6 @@ ROWS = {
     "all-reduce": REPLICAS,
     "accumulation x8": f"{REPLICAS} train.batch_tokens={8 * BATCH}",
     "bf16": f"{REPLICAS} parallel.gradient_dtype=bf16",
-    "powersgd 4": f"{REPLICAS} parallel.sync.method=powersgd parallel.sync.powersgd_rank=4",
-    "powersgd 16": f"{REPLICAS} parallel.sync.method=powersgd parallel.sync.powersgd_rank=16",
     "diloco 10": f"{DILOCO} parallel.sync.every=10",
     "diloco 50": f"{DILOCO} parallel.sync.every=50",
     "diloco 10, averages": f"{AVERAGES} parallel.sync.every=10",

@@ -12,9 +12,8 @@ from zero2all.corpus.corpus_report import corpus_report
 from zero2all.corpus.corpus_report_page import report_html
 from zero2all.errors import UsageError
 from zero2all.evals import evaluate_bpb
-from zero2all.io import write_text
 from zero2all.quickstart import QuickstartResult, Sample, quickstart, quickstart_recipe, summary_text
-from zero2all.recipe import load_recipe, recipe_yaml
+from zero2all.recipe import load_recipe
 from zero2all.storyworld import StoryQuality
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
@@ -87,17 +86,6 @@ def test_a_directory_is_a_source_of_its_own_name(tmp_path: Path) -> None:
     recipe = quickstart_recipe(tmp_path / "out", folders, [])
     assert [source.name for source in recipe.corpus.sources] == ["小说", "my notes", "小说-2", "a_b", "😀"]
     assert [source.paths for source in recipe.corpus.sources] == [[str(folder)] for folder in folders]
-
-
-def test_sources_of_an_earlier_version_keep_their_names(tmp_path: Path) -> None:
-    """It replaced what was not ASCII; a quickstart that it began is resumed and not refused."""
-    folders = [tmp_path / "小说", tmp_path / "new"]
-    for folder in folders:
-        folder.mkdir()
-    recipe = quickstart_recipe(tmp_path / "out", folders[:1], [])
-    write_text(tmp_path / "out" / "recipe.yaml", recipe_yaml(recipe).replace("name: 小说", "name: _"))
-    recipe = quickstart_recipe(tmp_path / "out", folders, [])
-    assert [source.name for source in recipe.corpus.sources] == ["_", "new"]
 
 
 def test_what_to_do_next_are_commands_for_this_run() -> None:

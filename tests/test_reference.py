@@ -28,7 +28,6 @@ PACKAGES = (
     "", "recipe", "corpus", "tokenizer", "tokens", "model", "parallel", "train", "checkpoint", "elastic", "doctor",
     "track", "evals", "generation", "storyworld",
 )  # fmt: skip
-OLD_RECIPE = ROOT / "tests" / "recipe" / "run_of_0_1" / "recipe.yaml"  # written by 0.1
 TYPER_FLAGS = {"--install-completion", "--show-completion"}
 LAYER_TABLE = re.findall(
     r"<!-- generated: layers -->(.*?)<!-- end -->",
@@ -114,7 +113,7 @@ def test_values_come_from_the_code() -> None:
     assert f"<!-- generated: stories.train.steps -->{steps}<!-- end -->" in page
     presets = [FRAGMENTS[name]("", True) for name in ("presets", "published-presets")]
     assert "、".join(presets) == "、".join(f"`{name}`" for name in PRESETS)
-    assert FRAGMENTS["layers"]("\n".join(LAYER_TABLE), False).splitlines()[3].startswith("| 16 | `cli/`")
+    assert FRAGMENTS["layers"]("\n".join(LAYER_TABLE), False).splitlines()[3].startswith("| 17 | `cli/`")
 
 
 def test_every_recipe_key_is_on_the_page_and_no_other() -> None:
@@ -125,21 +124,6 @@ def test_every_recipe_key_has_a_type_and_a_sentence_of_help() -> None:
     wrong = [f"{key}: {text!r}" for key, text in schema_keys() if not SENTENCE.fullmatch(text)]
     assert not wrong, "\n".join(wrong)
     assert [key for key, cells in recipe_rows().items() if not (cells[1] and cells[4]) or "  " in cells[1]] == []
-
-
-def test_keys_that_a_recipe_of_0_1_has_are_since_0_1_and_no_others() -> None:
-    old = yaml.safe_load(OLD_RECIPE.read_text(encoding="utf-8"))
-    for key, cells in recipe_rows().items():
-        value: Any = old
-        for name in key.replace("[]", ".*").split("."):
-            if value is None:  # a section that this recipe does not give
-                break
-            if name != "*" and name not in value:
-                assert cells[3] != "0.1.0", key
-                break
-            value = value[0] if name == "*" else value[name]
-        else:
-            assert cells[3] == "0.1.0", key
 
 
 def test_every_preset_is_on_the_page() -> None:

@@ -1,4 +1,4 @@
-"""Names that 0.2 retired stay retired: in identifiers, recipe keys, help texts and messages. See CHANGELOG.md."""
+"""Retired names stay retired: in identifiers, help texts and messages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
-import yaml
 
 ROOT = Path(__file__).parents[1]
 IDENTIFIERS = {
@@ -22,8 +19,7 @@ IDENTIFIERS = {
     "expert_intermediate", "first_dense",
     "aux_weight", "bias_rate", "global_every", "original_context", "print_every", "least_loss", "least_norm",
 }  # fmt: skip
-# Where an old name is the point: the table of renamed keys, and fields that are hashed or stored under it.
-ALLOWED = {"src/zero2all/recipe/renamed.py": IDENTIFIERS, "src/zero2all/tokenizer/word_count.py": {"chop"}}
+ALLOWED = {"src/zero2all/tokenizer/word_count.py": {"chop"}}  # a field that is hashed under it
 WORDS = re.compile(
     r"\b(mend(s|ed|ing)?|figures?|alike|anew|held[- ]out|go(es|ing)? on with|passed over|so many|for want of|"
     r"reslog|resplot|token after next|channels?)\b",
@@ -72,19 +68,3 @@ def test_no_retired_word_is_left_in_help_messages_and_docstrings() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
                 found += [f"{file}:{node.lineno}: {match.group()}" for match in WORDS.finditer(node.value)]
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: path.name)
-def test_no_recipe_has_a_retired_key(path: Path) -> None:
-    from zero2all.recipe.renamed import RENAMED
-
-    def keys(value: object, prefix: str = "") -> Iterator[str]:
-        if isinstance(value, dict):
-            for key, below in value.items():
-                yield f"{prefix}{key}"
-                yield from keys(below, f"{prefix}{key}.")
-        elif isinstance(value, list):
-            for below in value:
-                yield from keys(below, f"{prefix}*.")
-
-    assert not set(keys(yaml.safe_load(path.read_text(encoding="utf-8")))) & set(RENAMED)

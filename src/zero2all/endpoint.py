@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import dataclass
 from typing import Any
 
+import httpx2
+
 from zero2all.errors import Z2aError
-from zero2all.http_client import Backoff, Reply, TransientError, is_transient, shared_client, split_url
+from zero2all.http_client import Backoff, TransientError, is_transient, retry_after, shared_client, split_url
 from zero2all.redact import redact
 
 API_KEY = "Z2A_API_KEY"
@@ -38,26 +39,26 @@ class Endpoint:
         backoff, busy_until = Backoff(redact(url)), time.monotonic() + self.timeout
         while True:
             try:
-                reply = shared_client(self.timeout).post_json(url, json.dumps(body).encode(), headers)
-                if reply.status == 200:
-                    return json.loads(reply.body)
+                reply = shared_client(self.timeout).post(url, json=body, headers=headers)
+                if reply.status_code == 200:
+                    return reply.json()
             except TransientError as error:
                 backoff.wait(error)
             except (ValueError, RecursionError):
                 backoff.wait(TransientError("the answer is not JSON"))
             else:
-                if not is_transient(reply.status):
+                if not is_transient(reply.status_code):
                     remedy = f"check the endpoint, the name of the model and {API_KEY}"
-                    raise Z2aError(f"{redact(url)} answers HTTP {reply.status}{_reason(reply)}: {remedy}")
-                is_busy = reply.status == BUSY and time.monotonic() < busy_until  # it works, and others are first
-                seconds = reply.retry_after or (BUSY_SECONDS if is_busy else None)
-                backoff.wait(TransientError(f"HTTP {reply.status}", seconds), is_busy)
+                    raise Z2aError(f"{redact(url)} answers HTTP {reply.status_code}{_reason(reply)}: {remedy}")
+                is_busy = reply.status_code == BUSY and time.monotonic() < busy_until  # it works, and others are first
+                seconds = retry_after(reply) or (BUSY_SECONDS if is_busy else None)
+                backoff.wait(TransientError(f"HTTP {reply.status_code}", seconds), is_busy)
 
 
-def _reason(reply: Reply) -> str:
+def _reason(reply: httpx2.Response) -> str:
     """What the server says in OpenAI's format, in brackets."""
     try:
-        message = json.loads(reply.body)["error"]["message"]
+        message = reply.json()["error"]["message"]
     except Exception:  # whatever it sent
         return ""
     return f" ({redact(str(message))[:MAX_REASON]})"

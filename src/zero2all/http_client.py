@@ -68,14 +68,6 @@ class Stopped(Exception):
     """The command was interrupted, or failed in another thread."""
 
 
-@dataclass(frozen=True)
-class Reply:
-    status: int
-    body: bytes
-    retry_after: float | None
-    """Seconds that the server asks to wait."""
-
-
 class HttpClient(httpx2.Client):
     """Threads can share it. Raises only HttpError and TransientError, also while a body is read."""
 
@@ -112,30 +104,22 @@ class HttpClient(httpx2.Client):
             raise UsageError(f"a proxy of the environment cannot be used ({redact(str(error))[:200]})") from error
 
     def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
-        """After redirects, a GET has a status below 300, or 416 for a range that the file does not have."""
+        """After redirects, a GET has a status below 300, or 416 for a range that the file does not have.
+
+        Redirects of a POST are not followed: they would take its body, or a secret in its URL, to other hosts.
+        """
         if self._token is not None and request.url.origin == self._token[0]:
             request.headers["Authorization"] = f"Bearer {self._token[1]}"
+        is_get = request.method == "GET"
         with _own_errors(request.url):
-            response = super().send(request, **options)
-        if request.method == "GET":
+            response = super().send(request, **options | ({} if is_get else {"follow_redirects": False}))
+        if is_get:
             _check_status(request.url, response)
         return response
 
     def open(self, url: str, headers: dict[str, str] | None = None) -> httpx2.Response:
         """A response whose body is not read yet. Use it in a ``with closing``."""
         return self.send(self.build_request("GET", url, headers=headers), stream=True)
-
-    def post_json(self, url: str, body: bytes, headers: dict[str, str] | None = None) -> Reply:
-        """Any status. Redirects are not followed: they would take the body, or a secret in the URL, to other hosts."""
-        began = time.monotonic()
-        json_headers = {"Content-Type": "application/json", **(headers or {})}
-        with self.stream("POST", url, content=body, headers=json_headers, follow_redirects=False) as response:
-            received = bytearray()
-            for block in response.iter_raw():
-                received += block
-                if time.monotonic() - began > self._seconds:
-                    raise TransientError(f"no end of the answer in {self._seconds:g} s")
-            return Reply(response.status_code, bytes(received), _retry_after(response))
 
     def _watch_request(self, request: httpx2.Request) -> None:
         hops = request.extensions.setdefault("zero2all", _Hops(self._seconds))
@@ -146,9 +130,11 @@ class HttpClient(httpx2.Client):
         is_redirect = response.has_redirect_location
         if is_redirect:
             _check_redirect(str(response.request.url), response.headers["Location"])
-        limit = MAX_REPLY_BYTES if is_redirect or response.request.method != "GET" else self._body_limit
-        assert isinstance(response.stream, httpx2.SyncByteStream)
-        response.stream = _WatchedBody(response.stream, response.request.url, self._seconds, limit)
+        is_post, stream = response.request.method == "POST", response.stream
+        limit = MAX_REPLY_BYTES if is_redirect or is_post else self._body_limit
+        assert isinstance(stream, httpx2.SyncByteStream)
+        response.stream = _WatchedBody(stream, response.request.url, self._seconds, limit, must_end=is_post)
+        response.headers.pop("Content-Encoding", None)  # not asked for, and a few bytes could expand to many
 
 
 @cache
@@ -295,8 +281,11 @@ class _Hops:
 class _WatchedBody(httpx2.SyncByteStream):
     """A body that neither stalls nor exceeds a limit."""
 
-    def __init__(self, inner: httpx2.SyncByteStream, url: httpx2.URL, timeout: float, limit: int | None) -> None:
-        self._inner, self._url, self._timeout, self._limit = inner, url, timeout, limit
+    def __init__(
+        self, inner: httpx2.SyncByteStream, url: httpx2.URL, timeout: float, limit: int | None, must_end: bool
+    ) -> None:
+        """``must_end``: all of it has to arrive within the timeout, not just some data."""
+        self._inner, self._url, self._timeout, self._limit, self._must_end = inner, url, timeout, limit, must_end
 
     def __iter__(self) -> Iterator[bytes]:
         with _own_errors(self._url):
@@ -313,8 +302,8 @@ class _WatchedBody(httpx2.SyncByteStream):
                 raise HttpError(f"{_shown(self._url)}: the answer is longer than {self._limit} bytes")
             seconds, received = seconds + time.monotonic() - began, received + len(block)
             if seconds >= self._timeout:
-                if received < MIN_RATE * seconds:
-                    raise TransientError(f"the connection stalled ({received} bytes in {seconds:.1f} s)")
+                if self._must_end or received < MIN_RATE * seconds:
+                    raise TransientError(f"the answer is too slow ({received} bytes in {seconds:.1f} s)")
                 seconds, received = 0.0, 0
             yield block
             began = time.monotonic()  # time that the caller takes to write does not count
@@ -360,7 +349,7 @@ def _check_status(url: httpx2.URL, response: httpx2.Response) -> None:
         return
     response.close()
     if is_transient(status):
-        raise TransientError(f"status {status} from {response.url.host}", _retry_after(response))
+        raise TransientError(f"status {status} from {response.url.host}", retry_after(response))
     error = HttpError(f"{_shown(url)}: status {status}{': ' + _ADVICE[status] if status in _ADVICE else ''}")
     error.status = status
     raise error
@@ -376,8 +365,8 @@ def _check_redirect(current: str, location: str) -> None:
         raise HttpError(f"{redact(current)}: redirected from https:// to http://, which anybody in between can change")
 
 
-def _retry_after(response: httpx2.Response) -> float | None:
-    """Seconds, given as such or as a date."""
+def retry_after(response: httpx2.Response) -> float | None:
+    """Seconds that the server asks to wait, given as such or as a date."""
     text = response.headers.get("Retry-After", "").strip()
     if text.isascii() and text.isdigit() and len(text) < 18:
         return float(text)

@@ -16,12 +16,12 @@ from typing import Any
 
 import yaml
 
-from zero2all.align.chat_quality import ChatQuality, evaluate_chat, held_out_conversations
 from zero2all.console import heading, progress, say, warn
 from zero2all.corpus import build_corpus, recommended_workers, summary_lines
 from zero2all.engine import Engine
 from zero2all.errors import UsageError
 from zero2all.evals import evaluate_bpb
+from zero2all.evals.chat_quality import ChatQuality, evaluate_chat, held_out_conversations
 from zero2all.generation import SamplingParams, StoryEvaluation, evaluate_stories, generate_batch, story_quality_line
 from zero2all.io import write_text
 from zero2all.model import Z2all
@@ -280,7 +280,7 @@ def quickstart_recipe(out: Path, corpus: list[Path], overrides: list[str]) -> Re
     if missing:
         raise UsageError(f"--corpus: nothing at {', '.join(missing)}")
     stories = [SourceEntry(language, [str(out.absolute() / "stories" / f"{language}.jsonl")]) for language in LANGUAGES]
-    sources = _group_sources(corpus, _earlier_names(out / "recipe.yaml")) if corpus else stories
+    sources = _group_sources(corpus) if corpus else stories
     places = [
         f"out={_inline_yaml(str(out.absolute()))}",
         f"corpus.sources={_inline_yaml([asdict(source) for source in sources])}",
@@ -294,17 +294,11 @@ def _inline_yaml(value: Any) -> str:
     return text
 
 
-def _earlier_names(path: Path) -> dict[tuple[str, ...], str]:
-    """Names of sources by their paths in an earlier quickstart, of a version that replaced what was not ASCII."""
-    sources = load_recipe(path, stored=True).corpus.sources if path.exists() else []
-    return {tuple(source.paths): source.name for source in sources}
-
-
 def _refuse_other_recipe(recipe: Recipe, path: Path, overrides: list[str]) -> None:
     """An earlier quickstart in the same directory is resumed or left as it is, never mixed with another."""
     if not path.exists():
         return
-    before = load_recipe(path, stored=True)
+    before = load_recipe(path)
     changed = [
         name for name in ("seed", "corpus", "tokenizer", "model") if getattr(before, name) != getattr(recipe, name)
     ]
@@ -378,7 +372,7 @@ def _timed_stage(title: str, name: str, seconds: dict[str, float]) -> Iterator[N
     say(f"done in {show_seconds(seconds[name])}")
 
 
-def _group_sources(paths: list[Path], earlier_names: dict[tuple[str, ...], str]) -> list[SourceEntry]:
+def _group_sources(paths: list[Path]) -> list[SourceEntry]:
     """A directory is a source; files given from one directory are one source together, as in ``notes/*.txt``."""
     grouped: dict[Path, list[str]] = {}
     for path in paths:
@@ -388,7 +382,7 @@ def _group_sources(paths: list[Path], earlier_names: dict[tuple[str, ...], str])
     for top, members in grouped.items():
         # One file gives its own name, several the name of their directory.
         label = Path(members[0]).name.split(".")[0] if len(members) == 1 else top.name
-        base = earlier_names.get(tuple(members)) or to_source_name(label)
+        base = to_source_name(label)
         taken = [source.name for source in sources]
         name = next(name for n in count(1) if (name := base if n == 1 else f"{base}-{n}") not in taken)
         sources.append(SourceEntry(name, members))

@@ -101,9 +101,9 @@ def test_every_command_with_a_path_is_attacked() -> None:
     attacked = {" ".join(words[:2]) for words in COMMANDS.values()} | {words[0] for words in COMMANDS.values()}
     # They take a recipe, as train and plan do; a command line; addresses; or are as the one beside them.
     others = {
-        "sweep", "ladder", "tune", "profile", "align inspect", "tokenizer train", "tokens build",
+        "sweep", "ladder", "tune", "profile", "tokens inspect", "tokenizer train", "tokens build",
         "bench loader", "bench ops", "bench shapes", "bench checkpoint", "launch", "quickstart", "corpus fetch",
-        "eval bench", "eval watch", "eval lm-eval", "eval stories", "align generate",
+        "eval bench", "eval watch", "eval lm-eval", "eval stories", "corpus generate",
     }  # fmt: skip
     assert found - attacked - others == set()
 

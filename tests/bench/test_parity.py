@@ -22,7 +22,6 @@ from zero2all.bench.parity_cases import (
     cases,
     select_cases,
     select_setups,
-    training_setup,
 )
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
@@ -41,6 +40,12 @@ ON_TWO = (
     "EP 2",
 )
 ON_FOUR = ("HSDP 2x2, accumulated", "FSDP 2 x TP 2", "TP 2 x PP 2", "EP 2 x FSDP 2")
+
+
+def training_setup(name: str) -> TrainingSetup:
+    return next(setup for setup in TRAINING_SETUPS if setup.name == name)
+
+
 HARD, MUON = training_setup("SGD, document mask, full checkpointing"), training_setup("Muon")
 MUON_FP32 = training_setup("Muon in fp32")
 

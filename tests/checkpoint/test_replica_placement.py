@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero2all.checkpoint.replica_placement import plan_replicas, replica_holders
+from zero2all.checkpoint.replica_placement import plan_replicas
 
 EVEN = [[node for node in range(nodes) for _ in range(each)] for nodes in (2, 3, 5, 128) for each in (1, 2, 8)]
 UNEVEN = [[0, 0, 0, 1], [0, 1, 1, 1, 1], [2, 0, 0, 1], [0, 1, 0, 1, 2], [*range(7), 0, 0, 3, 3, 3]]
@@ -31,7 +31,6 @@ def test_every_rank_holds_equally_many(nodes: list[int]) -> None:
 
 
 def test_there_are_no_replicas_on_one_node_and_none_if_turned_off() -> None:
-    assert replica_holders(1, [0, 0, 0], copies=2) == ()
-    assert replica_holders(1, [0, 1], copies=0) == ()
-    assert replica_holders(1, "AABB", copies=1) == (3,)
-    assert replica_holders(3, "AABB", copies=2) == (1,)
+    assert plan_replicas([0, 0, 0], copies=2) == [(), (), ()]
+    assert plan_replicas([0, 1], copies=0) == [(), ()]
+    assert plan_replicas("AABB", copies=2) == [(2,), (3,), (0,), (1,)]

@@ -14,7 +14,6 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
-from zero2all.cli.groups import RETIRED_OPTIONS, with_new_names
 from zero2all.cli.main import app
 from zero2all.corpus.filters.quality_classifier import load_quality_model
 from zero2all.recipe import recipe_yaml
@@ -176,26 +175,3 @@ def test_the_number_of_gpus_has_one_name_in_every_command() -> None:
     assert {path for path, names in options.items() if "--nproc-per-node" in names} == {"launch"}
     synonyms = {"--world", "--world-size", "--ranks", "--num-gpus", "--n-gpus", "--devices"}
     assert not {path for path, names in options.items() if names & synonyms}
-
-
-def test_retired_options_are_replaced_before_the_words_of_another_command() -> None:
-    words = ["launch", "--gpus=4", "--emit", "k8s", "--", "train", "x.yaml", "--gpus", "2"]
-    assert with_new_names(words) == [words[0], "--gpus-per-node=4", *words[2:]]
-    assert with_new_names(["plan", "7b", "--gpus", "8"]) == ["plan", "7b", "--gpus", "8"]
-    assert with_new_names([]) == []
-    options = options_of(get_command(app))
-    for command, renamed in RETIRED_OPTIONS.items():
-        names = {name for path, own in options.items() if path.split()[0] == command for name in own}
-        assert set(renamed.values()) <= names
-        assert not set(renamed) & names
-
-
-def test_a_retired_option_still_works_and_names_the_new_one(workspace: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(recipe_yaml(tiny_recipe(workspace)), encoding="utf-8")
-    new, old = (
-        z2a("train", recipe, "--dry-run", "--gpu", "H100", option, 2, "--json") for option in ("--gpus", "--world")
-    )
-    assert new.exit_code == 0, new.output
-    assert old.stdout == new.stdout
-    assert "--world is now --gpus" in old.stderr

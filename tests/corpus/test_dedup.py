@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.corpus.gids import make_gid
 from zero2all.corpus.dedup import (
     BoilerplateParams,
     DedupParams,
@@ -41,7 +42,7 @@ from zero2all.corpus.dedup.exact import nfkc
 from zero2all.corpus.dedup.minhash import estimate_jaccard, minhash_signatures, pack_sketches
 from zero2all.corpus.dedup.near import shingle_hashes
 from zero2all.corpus.dedup.shingles import hash_units
-from zero2all.corpus.document import SCHEMA, Document, make_gid
+from zero2all.corpus.document import SCHEMA, Document
 from zero2all.errors import UsageError
 
 PARAMS = DedupParams(source_priority=("good", "en", "zh"), partitions=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from collections.abc import Iterator
@@ -357,6 +358,16 @@ def test_an_endless_listing_is_read_up_to_a_limit(
     hub.pages[f"/api/datasets/someone/stories/tree/{hub.COMMIT}"] = Page(Content(1000), endless=True)
     monkeypatch.setattr(FakeHub, "_send_tree", lambda self, request, query: send_page(request, *self.pages.values()))
     with pytest.raises(Z2aError, match="the answer is longer than 1048576 bytes"):
+        fetch(hub, tmp_path)
+
+
+def test_an_answer_is_not_decompressed(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asked for compression, with which a short answer fills all memory."""
+    packed = gzip.compress(b"[]")
+    monkeypatch.setattr(
+        FakeHub, "_send_tree", lambda self, request, query: request.plain(200, {"Content-Encoding": "gzip"}, packed)
+    )
+    with pytest.raises(Z2aError, match="no valid list of files"):
         fetch(hub, tmp_path)
 
 

@@ -107,7 +107,7 @@ def test_a_server_may_ask_for_a_wait() -> None:
     assert waits.seconds == [17.0]
 
     def asked(text: str) -> float | None:
-        return http_client._retry_after(httpx2.Response(429, headers={"Retry-After": text}))
+        return http_client.retry_after(httpx2.Response(429, headers={"Retry-After": text}))
 
     assert asked("120") == 120.0
     assert asked("soon") is None
@@ -135,13 +135,14 @@ def test_all_jobs_are_run() -> None:
     assert sorted(ran) == list(range(100))
 
 
-def test_the_first_error_stops_all_jobs() -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, IndexError])
+def test_the_first_error_stops_all_jobs(error: type[Exception]) -> None:
     stop, ran = threading.Event(), list[int]()
 
     def fail() -> None:
-        raise ZeroDivisionError
+        raise error
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(error):
         run_all([fail, partial(ran.append, 1)], 1, stop)
     assert stop.is_set()
     assert not ran

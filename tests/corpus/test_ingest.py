@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.corpus.gids import make_gid
 from zero2all.corpus import build_corpus
-from zero2all.corpus.document import make_gid
 from zero2all.corpus.file_stats import FileStats
 from zero2all.corpus.ingest import read_documents, to_record_batch
 from zero2all.corpus.mapping import AUTOMATIC

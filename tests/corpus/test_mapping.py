@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from zero2all.corpus.document import Document, make_gid
+from tests.corpus.gids import make_gid
+from zero2all.corpus.document import Document
 from zero2all.corpus.file_stats import FileStats
 from zero2all.corpus.ingest import to_record_batch
 from zero2all.corpus.mapping import (

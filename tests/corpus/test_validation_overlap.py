@@ -11,8 +11,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from tests.corpus.gids import make_gid
 from zero2all.corpus import build_corpus
-from zero2all.corpus.document import is_validation, make_gid
+from zero2all.corpus.document import is_validation
 from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 

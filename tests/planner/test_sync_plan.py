@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
 
-from zero2all.model import Z2all
-from zero2all.parallel.powersgd import factor_numel
 from zero2all.planner.calibrated import find_entry
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.sync_plan import FAST_ENOUGH, SyncPlan, island_exchange, plan_sync, sync_lines
-from zero2all.planner.workload import Workload, largest_stage, powersgd_numel
+from zero2all.planner.workload import largest_stage
 from zero2all.recipe import Recipe, load_recipe_or_preset
 from zero2all.train.hyperparameters import fill_hyperparameters
 
@@ -35,24 +31,13 @@ def planned(gigabits: float, *overrides: str) -> SyncPlan:
     return found
 
 
-def test_powersgd_is_planned_as_it_sends() -> None:
-    recipe = recipe_for()
-    with torch.device("meta"):
-        model: nn.Module = Z2all(recipe.model)
-    expected = sum(factor_numel(one.shape, 4) or one.numel() for one in model.parameters())
-    assert powersgd_numel(Workload.of(recipe, largest_stage(recipe)), 4) == expected
-
-
 def test_methods_send_what_their_names_say() -> None:
     rows = {row.name: row for row in planned(0.25, *REPLICAS).methods}
-    assert list(rows) == [
-        "all-reduce", "accumulation x8", "bf16", "powersgd 4", "powersgd 16", "diloco 10", "diloco 50"
-    ]  # fmt: skip
+    assert list(rows) == ["all-reduce", "accumulation x8", "bf16", "diloco 10", "diloco 50"]
     plain = rows["all-reduce"]
     assert rows["accumulation x8"].bytes == plain.bytes
     assert rows["accumulation x8"].tokens_per_second > 4 * plain.tokens_per_second
     assert rows["bf16"].bytes == pytest.approx(plain.bytes / 2)
-    assert rows["powersgd 4"].bytes < rows["powersgd 16"].bytes < plain.bytes / 10
     assert rows["diloco 10"].bytes == pytest.approx(5 * rows["diloco 50"].bytes)
     assert rows["diloco 50"].seconds < rows["diloco 10"].seconds < plain.seconds
 
@@ -67,10 +52,6 @@ def test_a_slow_link_gets_advice_and_a_fast_one_does_not() -> None:
 def test_there_is_nothing_to_choose_on_one_node_or_where_tp_spans_nodes() -> None:
     assert plan(1, *REPLICAS, nodes=1) is None
     assert plan(1, "parallel.tp=4", "parallel.pp=2", "model.tie_word_embeddings=false") is None
-
-
-def test_sharded_models_are_not_offered_powersgd_with_tp() -> None:
-    assert not [row for row in planned(1, "parallel.tp=2").methods if "powersgd" in row.name]
 
 
 def test_an_island_sends_its_part_to_every_other_one() -> None:

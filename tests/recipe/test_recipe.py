@@ -206,7 +206,7 @@ def test_a_missing_recipe_names_those_in_recipes_if_there_is_none_beside_it(tmp_
 def test_a_run_directory_stands_for_its_recipe(tmp_path: Path, place: str) -> None:
     path = tmp_path / place
     path.parent.mkdir(exist_ok=True)
-    path.write_text("{train: {steps: 3}, model: {n_layers: 2}}")  # as 0.1 stored it
+    path.write_text("{train: {steps: 3}, model: {num_hidden_layers: 2}}")
     for target in {tmp_path, path.parent}:
         recipe = load_recipe(target, ["train.steps=4"])
         assert (recipe.train.steps, recipe.model.num_hidden_layers) == (4, 2)

@@ -50,10 +50,23 @@ def theirs(pattern: str, text: str) -> list[str]:
     return [word for word, _ in SPLITTERS[pattern].pre_tokenize_str(text)] if text else []
 
 
+def pretokenize(text: str, pattern: str, classes: Any, max_han_run: int = 0) -> list[str]:
+    from zero2all.tokenizer.pretokenizer import PATTERN_RULES, han_split_end, word_end
+
+    data = np.frombuffer(text.encode(), np.uint8)
+    words: list[str] = []
+    pos = 0
+    while pos < data.size:
+        end = word_end(data, pos, data.size, classes, *PATTERN_RULES[pattern])
+        while pos < end:
+            word_stop = han_split_end(data, pos, end, classes, max_han_run) if max_han_run else end
+            words.append(data[pos:word_stop].tobytes().decode())
+            pos = word_stop
+    return words
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_unusual_text_is_split_as_by_the_encoder(pattern: str, classes: Any) -> None:
-    from zero2all.tokenizer.pretokenizer import pretokenize
-
     @settings(max_examples=1500, deadline=None, derandomize=True)
     @given(
         st.lists(st.one_of(st.sampled_from(UNUSUAL_CHARACTERS), st.characters(exclude_categories=["Cs"]))).map("".join)
@@ -66,8 +79,6 @@ def test_unusual_text_is_split_as_by_the_encoder(pattern: str, classes: Any) -> 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_real_text_is_split_as_by_the_encoder(pattern: str, classes: Any, shared_corpus: Path) -> None:
-    from zero2all.tokenizer.pretokenizer import pretokenize
-
     for path in sorted((shared_corpus / "valid").glob("*")):
         if path.is_file():
             text = path.read_text(encoding="utf-8")[:150_000]
@@ -75,8 +86,6 @@ def test_real_text_is_split_as_by_the_encoder(pattern: str, classes: Any, shared
 
 
 def test_max_han_run_splits_only_long_runs_of_han_characters(classes: Any) -> None:
-    from zero2all.tokenizer.pretokenizer import pretokenize
-
     assert pretokenize("，" + "春" * 9 + "abc" + "眠" * 4, "zh-en-code", classes, max_han_run=4) == [
         "，春春春春", "春春春春", "春abc眠眠眠眠",
     ]  # fmt: skip

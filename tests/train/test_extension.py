@@ -32,7 +32,7 @@ def multipliers(run: PlannedRun, *steps: int) -> list[float]:
 
 def stored(run: PlannedRun) -> PlannedRun:
     """As the next start reads it from the run directory."""
-    recipe = parse_recipe(recipe_yaml(run.recipe), stored=True)
+    recipe = parse_recipe(recipe_yaml(run.recipe))
     return PlannedRun(recipe, Plan(recipe, run.plan.store))
 
 

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from tests.conftest import tiny_recipe
-from zero2all.checkpoint import RunIdentity
 from zero2all.checkpoint.training_state import StageIdentity
 from zero2all.errors import UsageError
 from zero2all.recipe import Recipe, StageRecipe, parse_recipe
 from zero2all.recipe.run_settings import EXCEPTIONS, is_excepted, run_settings, stage_settings
-from zero2all.train import Run, train
+from zero2all.train import train
 from zero2all.train.identity_changes import Change, model_changes, setting_changes, stage_setting_changes
 from zero2all.train.run import model_identity
 from zero2all.units import Duration
@@ -187,28 +186,6 @@ def test_what_does_not_change_the_objective_needs_nothing(trained: Path, workspa
         "train.objective.dpo.beta=0.3",  # of an objective that is not trained
     ]
     assert resume(workspace, copied(trained, tmp_path / "out"), *changed).resumed_at == 2
-
-
-def test_a_run_of_an_earlier_version_resumes_and_is_compared_with_its_recipe(
-    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as earlier:
-        earlier.setattr("zero2all.train.trainer.run_settings", lambda recipe: {})
-        earlier.setattr("zero2all.train.plan.stage_settings", lambda stage: {})
-        train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=2", "train.schedule.shape=constant"))
-    with pytest.raises(UsageError, match=r"train\.document_mask=False, not True"):
-        resume(workspace, tmp_path, "train.document_mask=true")
-    (tmp_path / "run" / "recipe.yaml").unlink()
-    assert resume(workspace, tmp_path).resumed_at == 2
-    assert "saved by an earlier version: settings of the recipe cannot be compared" in capsys.readouterr().err
-    assert Run.open(tmp_path).identity().settings["train.document_mask"] is False
-
-
-def test_an_identity_of_an_earlier_version_is_read() -> None:
-    stage = {"name": "main", "first_step": 0, "samples": "a1", "batch": [8, 0, 8, 0], "rope": [None, None]}
-    older = {"stages": [stage], "tokenizer": "t1", "model": {}, "optimizer": "adamw"}
-    read = TypeAdapter(RunIdentity).validate_python(older)
-    assert (read.settings, read.stages[0].settings) == ({}, {})
 
 
 def test_a_key_that_came_later_is_compared_with_its_default() -> None:

@@ -30,7 +30,7 @@ def reason(
         (GRPO, {"truncated_answers": 0.9, "groups_without_spread": 1.0}, {}, ""),
         (GRPO, {"truncated_answers": 0.9, "groups_without_spread": 0.9}, {}, ""),
         (UNMASKED, {"truncated_answers": 1.0, "groups_without_spread": 0.0}, {}, ""),
-        ({"name": "sft"}, {}, {"targets": 0}, "z2a align inspect"),
+        ({"name": "sft"}, {}, {"targets": 0}, "z2a tokens inspect"),
         ({"name": "sft"}, {}, {"targets": 1}, ""),
         ({"name": "pretrain"}, {}, {}, ""),
         ({"name": "dpo"}, {}, {"examples": 0}, "no answers"),

@@ -16,24 +16,26 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from tests.checkpoint.helpers import losses
 from tests.conftest import CHINESE, ENGLISH, tiny_recipe
 from tests.ranks import on_ranks
 from tests.train.test_kill import run_trainer
 from tests.train.test_preference import elsewhere, saved
-from zero2all.align.inspect import inspect_conversations, render_conversations
+from zero2all.cli.main import app
 from zero2all.conversation import Conversation
 from zero2all.corpus import build_corpus
-from zero2all.errors import UsageError, Z2aError
+from zero2all.errors import Z2aError
 from zero2all.evals import evaluate_bpb
 from zero2all.export import export_run
 from zero2all.model import IGNORE_INDEX, document_starts
 from zero2all.parallel import ParallelModel
-from zero2all.recipe import ParallelRecipe, Recipe, TrainRecipe
+from zero2all.recipe import ParallelRecipe, Recipe, recipe_yaml
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore, build_tokens
 from zero2all.tokens.conversation_rows import ConversationRows, best_fit_decreasing
+from zero2all.tokens.inspect import inspect_conversations, render_conversations
 from zero2all.track import read_steps
 from zero2all.train import Run, data_loader, train
 from zero2all.train.data_loader import Batch, read_batch
@@ -91,6 +93,11 @@ def documents_of(recipe: Recipe) -> dict[str, Conversation]:
 
 def make_plan(recipe: Recipe) -> Plan:
     return Plan(recipe, TokenStore(recipe.tokens_dir, "train"))
+
+
+def inspect_command(recipe: Recipe, folder: Path, *options: str) -> Any:
+    (folder / "recipe.yaml").write_text(recipe_yaml(recipe), encoding="utf-8")
+    return CliRunner().invoke(app, ["tokens", "inspect", str(folder / "recipe.yaml"), *options])
 
 
 def padded(recipe: Recipe) -> Recipe:
@@ -252,8 +259,7 @@ def test_a_store_without_conversations_and_one_without_a_mask_are_refused(
     )
     with pytest.raises(Z2aError, match="set kind: chat on a source"):
         train(text)
-    with pytest.raises(Z2aError, match="set kind: chat on a source"):
-        inspect_conversations(text, 1)
+    assert "set kind: chat on a source" in inspect_command(text, tmp_path).stderr
     shutil.copytree(sft.tokens_dir, tmp_path / "tokens")
     (mask,) = (tmp_path / "tokens" / "train").glob("*.mask")
     mask.unlink()
@@ -262,15 +268,19 @@ def test_a_store_without_conversations_and_one_without_a_mask_are_refused(
         make_plan(damaged)
 
 
-def test_the_inspected_conversations_show_what_is_learned(sft: Recipe) -> None:
-    found, chats = inspect_conversations(sft, 5), documents_of(sft)
+def test_the_inspected_conversations_show_what_is_learned(sft: Recipe, tmp_path: Path) -> None:
+    dataset, chats = make_plan(sft).stages[0].dataset, documents_of(sft)
+    found = inspect_conversations(dataset, Tokenizer(sft.tokenizer_dir), 5)
     for one in found:
         learned = [run.text for run in one.runs if run.learned]
         answers = [message.content for message in chats[one.gid].messages if message.role == "assistant"]
         assert learned == [f"{answer}<|im_end|>" for answer in answers]
     assert render_conversations(found, colour=False).count("⟦") == sum(run.learned for one in found for run in one.runs)
-    with pytest.raises(UsageError, match="set it to sft"):
-        inspect_conversations(sft.model_copy(update={"train": TrainRecipe(steps=1)}), 1)
+    shown = inspect_command(sft, tmp_path, "--count", "5")
+    assert shown.stdout == render_conversations(found, colour=False)
+    refused = inspect_command(sft, tmp_path, "train.objective.name=pretrain")
+    assert refused.exit_code == 2
+    assert "set it to sft" in refused.stderr, refused.stderr
 
 
 def test_a_source_without_an_answer_has_no_rows(sft: Recipe) -> None:

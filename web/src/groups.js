@@ -12,7 +12,6 @@ const TITLES = {
   data_wait: "waiting for data", checkpoint_stall: "training paused by a checkpoint (s)",
   "time/*": "where the time of a step goes (s)", step_time: "time of a step (s)",
   "time/@": "exposed communication by rank (s)", sync_bytes: "sent by a rank to synchronize a step (bytes)",
-  sync_error: "left to send by PowerSGD (share of the gradient)",
   reward: "reward", reward_std: "spread of rewards within a group", groups_without_spread: "prompts whose answers have equal rewards (share)",
   answer_length: "length of answers (tokens)", truncated_answers: "answers cut at max_answer_tokens (share)",
   sampler_gap: "log-probability gap between sampler and trainer", kl: "KL divergence from the reference",
@@ -34,7 +33,7 @@ const LABELS = {
 };
 const UTILIZATION = ["mfu", "mfu_palm", "hfu"];
 const FIRST = ["loss", "loss/*", "validation/*", "stories/*", "reward", "rewards/*", "bpb", "bpb/*", "lr", "grad_norm",
-  "tokens_per_second", "utilization/*", "tflops", "goodput", "time/*", "step_time", "time/@", "sync_bytes", "sync_error",
+  "tokens_per_second", "utilization/*", "tflops", "goodput", "time/*", "step_time", "time/@", "sync_bytes",
   "data_wait", "checkpoint_stall", "memory", "memory_reserved"];
 // Drawn as they are: smoothing would only delay them.
 const EXACT = /^(lr|goodput|memory|memory_reserved|checkpoint_stall|validation\/|valid\/|stories\/|islands\/round|probes\/)/;

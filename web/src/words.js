@@ -29,7 +29,6 @@ const ZH = {
   "goodput": "有效训练时间占比", "where the time of a step goes (s)": "单步时间花在哪里（秒）",
   "time of a step (s)": "单步耗时（秒）", "exposed communication by rank (s)": "各 rank 未重叠的通信时间（秒）",
   "sent by a rank to synchronize a step (bytes)": "单个 rank 每步同步发送量（字节）",
-  "left to send by PowerSGD (share of the gradient)": "PowerSGD 尚未发送的部分（相对梯度）",
   "data": "数据", "forward": "前向", "backward": "反向", "exposed communication": "未重叠的通信", "optimizer": "优化器",
   "logging": "日志", "other": "其他",
   "CPU cores in use": "占用 CPU 核数", "memory of the process (GiB)": "进程内存（GiB）",

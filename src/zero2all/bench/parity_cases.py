@@ -168,10 +168,6 @@ TRAINING_SETUPS = (
 )
 
 
-def training_setup(name: str) -> TrainingSetup:
-    return next(setup for setup in TRAINING_SETUPS if setup.name == name)
-
-
 def _case(name: str, ranks: int, micro_batch_size: int | None = None, moe: bool = False, **sizes: Any) -> ParityCase:
     recipe = ParallelRecipe(**sizes)
     return ParityCase(name, ranks, recipe, moe, max(4, recipe.pp * recipe.stages_per_rank), micro_batch_size)

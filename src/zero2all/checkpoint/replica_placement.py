@@ -8,19 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def replica_holders(rank: int, node_of_rank: Sequence[Hashable], copies: int) -> tuple[int, ...]:
-    """The ranks that keep a replica of ``rank``'s states, each on another node; none if there is one node.
+def plan_replicas(node_of_rank: Sequence[Hashable], copies: int) -> list[tuple[int, ...]]:
+    """For each rank, the ranks that keep a replica of its states, each on another node; none if there is one node.
 
     Replica k of a rank on node n is on node n + k, at the same local index, modulo the ranks of that node.
 
-    >>> replica_holders(1, "AABB", copies=1)
-    (3,)
+    >>> plan_replicas("AABB", copies=1)
+    [(2,), (3,), (0,), (1,)]
     """
-    return plan_replicas(node_of_rank, copies)[rank]
-
-
-def plan_replicas(node_of_rank: Sequence[Hashable], copies: int) -> list[tuple[int, ...]]:
-    """``replica_holders`` of every rank."""
     members: dict[Hashable, list[int]] = {}
     for rank, node in enumerate(node_of_rank):
         members.setdefault(node, []).append(rank)

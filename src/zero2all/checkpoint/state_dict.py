@@ -24,15 +24,15 @@ from zero2all.torch_private import dtensor_like
 FLATTEN_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-OWN_STATE = ("rng.", "sync.error-")
+OWN_STATE = "rng."
 """How the names of tensors begin that are different on every rank, also on replicas."""
 
 
 class SyncState(Protocol):
-    """What the synchronization of replicas keeps from step to step, such as ``parallel.PowerSGD``."""
+    """What the synchronization of islands keeps from step to step."""
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live tensors; the names of those that only this rank has begin with ``error-`` and its number."""
+        """The live tensors."""
         ...
 
     def reset(self) -> None:

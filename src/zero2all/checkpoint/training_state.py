@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import model_validator
-
-from zero2all.recipe.renamed import identity_to_new
-
 RopeScalingValues = dict[str, str | int | float | None]
 """``recipe.RopeScaling`` as JSON."""
 
@@ -26,7 +22,7 @@ class StageIdentity:
     rope: list[float | RopeScalingValues | None]
     """RoPE theta and scaling that the stage sets."""
     settings: dict[str, Any] = field(default_factory=dict, compare=False)
-    """The keys of the recipe that decide the values above, for messages; earlier versions did not save them."""
+    """The keys of the recipe that decide the values above, for messages."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +38,7 @@ class RunIdentity:
     init: str | None = field(default=None, kw_only=True)
     """``train.init``: what the run began with, as an absolute path."""
     settings: dict[str, Any] = field(default_factory=dict, kw_only=True)
-    """All other keys that affect training (``recipe.run_settings``); earlier versions did not save them."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _translate_old_keys(cls, value: Any) -> Any:
-        return identity_to_new(value) if isinstance(value, dict) else value
+    """All other keys that affect training (``recipe.run_settings``)."""
 
 
 @dataclass(frozen=True)

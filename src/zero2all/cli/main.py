@@ -11,7 +11,6 @@ import typer
 
 from zero2all import __version__
 from zero2all.cli import (
-    align,
     bench,
     chat,
     ckpt,
@@ -55,7 +54,6 @@ app.add_typer(model.app, name="model")
 app.command("train")(runs.train)
 app.command("sweep")(experiments.sweep)
 app.command("ladder")(experiments.ladder)
-app.add_typer(align.app, name="align")
 app.command("launch")(launch.launch)
 app.command("rendezvous")(launch.rendezvous)
 app.command("plan")(plan_command.plan)

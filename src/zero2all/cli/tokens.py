@@ -1,7 +1,8 @@
-"""z2a tokens build"""
+"""z2a tokens build | inspect"""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import Annotated
 
@@ -15,10 +16,12 @@ from zero2all.cli.conventions import (
     RecipePath,
     Result,
     VerifyOutput,
+    command,
     resumable_command,
 )
+from zero2all.errors import UsageError
 
-app = typer.Typer(help="Tokenize documents.", no_args_is_help=True)
+app = typer.Typer(help="Tokenize documents; show which tokens are learned.", no_args_is_help=True)
 
 
 @app.command()
@@ -60,3 +63,33 @@ def build(
         {"out": str(loaded.tokens_dir), "kind": "tokens", **asdict(built)},
         text + (" (unchanged)" if built.reused else ""),
     )
+
+
+@app.command()
+@command
+def inspect(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    count: Annotated[int, typer.Option("--count", min=1, help="Number of conversations.")] = 3,
+    json: Json = False,
+) -> Result:
+    """Show in colour which tokens of conversations are learned.
+
+    The tokens must have been built. Without a terminal, what is learned is between ⟦ and ⟧.
+
+    Example: z2a tokens inspect sft.yaml --count 5
+    """
+    from zero2all.recipe import load_recipe
+    from zero2all.tokenizer import Tokenizer
+    from zero2all.tokens import TokenStore
+    from zero2all.tokens.inspect import inspect_conversations, render_conversations
+    from zero2all.train.plan import Plan
+
+    loaded = load_recipe(recipe, overrides)
+    if loaded.train.objective.name == "pretrain":
+        raise UsageError("train.objective.name is pretrain, which learns every token: set it to sft")
+    store = TokenStore(loaded.tokens_dir, "train")
+    store.require_kinds(loaded.train.objective, loaded.train.mixture_names)
+    dataset = Plan(loaded, store).stages[0].dataset
+    found = inspect_conversations(dataset, Tokenizer(loaded.tokenizer_dir), count)
+    return Result({"conversations": found}, render_conversations(found, sys.stdout.isatty()))

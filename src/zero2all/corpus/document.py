@@ -38,16 +38,11 @@ class Document:
     others: str
 
 
-def make_gid(data_src: str, own_id: str, content: str) -> str:
-    """128 bits over source, the record's own id if it has one, and content: independent of the order of arrival.
-
-    64 bits would collide at some 10^10 documents; 128 do not.
-    """
-    return gid_maker(data_src)(own_id.encode(), content.encode())
-
-
 def gid_maker(data_src: str) -> Callable[[bytes, bytes | memoryview], str]:
-    """``make_gid`` for many documents of one source, from buffers already in memory."""
+    """Gids of the documents of one source: of a record's own id, if it has one, and its content.
+
+    128 bits over all three, whatever the order of arrival. 64 bits would collide at some 10^10 documents.
+    """
     source = data_src.encode()
     begun = hashlib.blake2b(len(source).to_bytes(8, "little") + source, digest_size=16)
 

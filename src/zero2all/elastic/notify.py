@@ -133,7 +133,8 @@ def post(url: str, body: bytes) -> str | None:
     from zero2all.http_client import TransientError, shared_client  # only where a webhook is
 
     try:
-        status = shared_client(TIMEOUT).post_json(url, body).status
+        headers = {"Content-Type": "application/json"}
+        status = shared_client(TIMEOUT).post(url, content=body, headers=headers).status_code
     except (TransientError, Z2aError) as error:
         return str(error) if isinstance(error, TransientError) else "it cannot be reached"
     return None if 200 <= status < 300 else f"status {status}"

@@ -30,7 +30,7 @@ PROCESS_PARTS = ("CUDA context", "communicators", "fragmentation margin")  # not
 def read_run(directory: Path, recipe: Recipe) -> RunView:
     """The measurements of a run of ``recipe``; refused if the run is of another model or batch."""
     stored = directory / "recipe.yaml"
-    if stored.is_file() and _shape(load_recipe(stored, stored=True)) != _shape(recipe):
+    if stored.is_file() and _shape(load_recipe(stored)) != _shape(recipe):
         raise UsageError(
             f"{directory} trained another model or batch than the plan is for: plan the run itself, with "
             f"'z2a plan {directory} --against {directory}'"

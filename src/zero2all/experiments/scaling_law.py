@@ -1,4 +1,4 @@
-"""Loss against training compute: a power law with a floor, its confidence band, and what Chinchilla's law says.
+"""Loss against training compute: a power law with a floor, and its confidence band.
 
 The fit is L(C) = floor + scale * C^-exponent. The floor is profiled: for each candidate the other two are a linear
 least-squares fit of log(L - floor), weighted so that residuals count in L. The band covers every floor that the data
@@ -133,82 +133,3 @@ def _fit_with_floor(compute: Array, loss: Array, floor: float) -> _Candidate | N
     law = PowerLaw(float(floor), math.exp(min(700.0, log_scale)), float(exponent))
     residuals = loss - np.array([law(value) for value in compute])
     return _Candidate(law, float(residuals @ residuals), inverse)
-
-
-@dataclass(frozen=True)
-class ParametricLaw:
-    """Loss of a model of N parameters after D tokens: E + A / N^a + B / D^b."""
-
-    floor: float
-    a_scale: float
-    a_exponent: float
-    b_scale: float
-    b_exponent: float
-
-    def __call__(self, parameters: float, tokens: float) -> float:
-        return float(self.floor + self.a_scale * parameters**-self.a_exponent + self.b_scale * tokens**-self.b_exponent)
-
-
-CHINCHILLA = ParametricLaw(1.8172, 482.01, 0.3478, 2085.43, 0.3658)
-"""As refitted to the published data in https://arxiv.org/abs/2404.10102; the first fit of
-https://arxiv.org/abs/2203.15556 disagrees with the other two methods of that paper."""
-TOKENS_PER_PARAMETER = 20.0
-
-
-@dataclass(frozen=True)
-class OptimalTraining:
-    """A model that is trained on as many tokens as are best for its training compute."""
-
-    parameters: float
-    tokens: float
-    compute: float
-    """FLOPs, 6 N D."""
-    loss: float
-
-
-def compute_optimal_table(
-    sizes: Sequence[float] = (4e8, 1e9, 1e10, 6.7e10, 1.75e11, 2.8e11, 5.2e11, 1e12),
-) -> list[OptimalTraining]:
-    """Chinchilla's table 3, with 20 tokens a parameter."""
-    rows = []
-    for size in sizes:
-        tokens = TOKENS_PER_PARAMETER * size
-        rows.append(OptimalTraining(size, tokens, 6 * size * tokens, CHINCHILLA(size, tokens)))
-    return rows
-
-
-@dataclass(frozen=True)
-class OverTraining:
-    """A model that is trained on more tokens than compute-optimal, beside the optimal model of the same loss."""
-
-    tokens_per_parameter: float
-    compute: float
-    """Relative to the compute-optimal training of the same model."""
-    loss: float
-    optimal_parameters: float
-    """Of the compute-optimal model with that loss: what inference saves."""
-    extra_compute: float
-    """Training compute relative to that model."""
-
-
-def over_training_table(
-    parameters: float, ratios: Sequence[float] = (20, 50, 100, 200, 500, 1000)
-) -> list[OverTraining]:
-    """Chinchilla's law for one model and several numbers of tokens. Compute is 6 N D."""
-    rows = []
-    for ratio in ratios:
-        loss = CHINCHILLA(parameters, ratio * parameters)
-        optimal = _optimal_parameters(loss)
-        extra = ratio * parameters**2 / (TOKENS_PER_PARAMETER * optimal**2)
-        rows.append(OverTraining(ratio, ratio / TOKENS_PER_PARAMETER, loss, optimal, extra))
-    return rows
-
-
-def _optimal_parameters(loss: float) -> float:
-    """Of the model that reaches a loss with 20 tokens a parameter."""
-    low, high = math.log(1e3), math.log(1e16)
-    for _ in range(100):
-        middle = (low + high) / 2
-        size = math.exp(middle)
-        low, high = (middle, high) if CHINCHILLA(size, TOKENS_PER_PARAMETER * size) > loss else (low, middle)
-    return math.exp(high)

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _run_variant(recipe_path: Path, ranks: int) -> int:
-    recipe = load_recipe(recipe_path, stored=True)
+    recipe = load_recipe(recipe_path)
     if ranks == 1:
         train(recipe, evaluate=evaluate_bpb, start_time=process_start_time())
     elif status := LaunchConfig(["train", str(recipe_path)], ranks).run():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,10 +92,10 @@ class LlamaCpp:
     def post(self, path: str, request: dict[str, Any]) -> Any:
         """What its HTTP server answers."""
         client = shared_client(TIMEOUT, trust_env=False)  # on loopback, where no proxy leads
-        reply = client.post_json(f"{self.address}{path}", json.dumps(request).encode())
-        if reply.status != 200:
-            raise Z2aError(f"llama.cpp: {reply.body.decode(errors='replace')[:200]}")
-        return json.loads(reply.body)
+        reply = client.post(f"{self.address}{path}", json=request)
+        if reply.status_code != 200:
+            raise Z2aError(f"llama.cpp: {reply.text[:200]}")
+        return reply.json()
 
 
 def _xllamacpp() -> Any:

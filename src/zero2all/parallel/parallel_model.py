@@ -33,9 +33,8 @@ from zero2all.parallel.loss_scale import DynamicLossScaler
 from zero2all.parallel.mesh import ParallelMesh
 from zero2all.parallel.parallelize import parallelize
 from zero2all.parallel.pipeline_parallel import Pipeline, SequenceObjective, merge_stages, stage_indices_of_rank
-from zero2all.parallel.powersgd import PowerSGD, broadcast_weights
 from zero2all.parallel.sharded_init import ShardedInitMode, local_part, to_local
-from zero2all.parallel.sync_traffic import FP32_BYTES, fsdp_gradient_bytes, gradient_itemsize, sent_bytes
+from zero2all.parallel.sync_traffic import fsdp_gradient_bytes, gradient_itemsize, sent_bytes
 from zero2all.parallel.tensor_parallel import apply_tp_ops, enable_async_tp, norms_in_parts, reduce_norm_gradients
 from zero2all.recipe import ModelConfig, ParallelRecipe, RopeScaling
 from zero2all.recipe.training import Float8Scaling
@@ -104,22 +103,14 @@ class ParallelModel:
         self._layer_numbers: dict[tuple[int, ...], Tensor] = {}
         self.layer_grad_norms = torch.zeros(0)  # of each decoder layer over all ranks, before clipping
         self._ddp: DistributedDataParallel | None = None
-        self.powersgd: PowerSGD | None = None
         self._sync_bytes: dict[int, int] = {}  # by number of micro-batches
         self.sync_bytes = 0
         """What this rank sent to synchronize the gradient of the last batch."""
         if mesh.dims.world_size > 1 and mesh.dims.dp_replicate == mesh.dims.world_size:
-            self._init_replicas(seed)
+            self._init_replicas()
 
-    def _init_replicas(self, seed: int) -> None:
+    def _init_replicas(self) -> None:
         """Every rank has the full model, and their gradients are averaged."""
-        assert dist.group.WORLD is not None
-        if self.recipe.sync.method == "powersgd":
-            broadcast_weights(self.model.parameters(), dist.group.WORLD)
-            self.powersgd = PowerSGD(
-                self.model, rank=self.recipe.sync.powersgd_rank, group=dist.group.WORLD, seed=derive_seed(seed, 1)
-            )
-            return
         # Buffers need no broadcast: rotary tables and expert biases come out the same on every rank. Weights do,
         # once: the random numbers of different GPUs may differ.
         self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False)
@@ -323,8 +314,6 @@ class ParallelModel:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         itemsize = min(gradient_itemsize(self.recipe), self.weight_dtype.itemsize)
         size = itemsize * sum(parameter.numel() for parameter in trained)
-        if self.powersgd is not None:
-            size = FP32_BYTES * self.powersgd.sent_numel
         return round(sent_bytes("all-reduce", size, self.mesh.dims.dp_replicate))
 
     def _autocast(self) -> torch.autocast:
@@ -348,10 +337,6 @@ class ParallelModel:
         gradients = [to_local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
         foreach_mul_(gradients, factor.to(self._shard_device))
         return norm
-
-    def unsent_norm(self) -> Tensor:
-        """With PowerSGD: norm of what this rank has left to send."""
-        return torch.zeros((), device=self.mesh.device) if self.powersgd is None else self.powersgd.error_norm()
 
     def _sum_by_layer(self, own_squares: Tensor) -> Tensor:
         """Of the decoder layers; embeddings and head are in none."""
@@ -476,9 +461,8 @@ class ParallelModel:
         samples = len(inputs["tokens_BS"])
         size = self.micro_batch_rows(samples, micro_batch_size)
         run: nn.Module = self._ddp or self.model
-        # DDP and PowerSGD average gradients over ranks; here they are summed.
-        averages = self._ddp is not None or self.powersgd is not None
-        scale = (self.mesh.dims.dp if averages else 1) / (divisor or 1)
+        # DDP averages gradients over ranks; here they are summed.
+        scale = (self.mesh.dims.dp if self._ddp is not None else 1) / (divisor or 1)
         all_losses: list[Tensor] = []
         for first in range(0, samples, size):
             micro_batch = {name: tensor[first : first + size] for name, tensor in inputs.items()}
@@ -491,8 +475,6 @@ class ParallelModel:
                     value = losses if objective is None else objective(losses, slice(first, first + size))
                     (value.sum() * scale).backward()
             all_losses.append(losses.detach())
-        if self.powersgd is not None and divisor is not None:
-            self.powersgd.average_gradients(self._loss_scale_factor)
         return torch.cat(all_losses)
 
     def _run_pipeline(

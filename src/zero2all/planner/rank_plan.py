@@ -19,9 +19,9 @@ from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight, stage_indices_of_rank
-from zero2all.planner.fsdp_units import FP32_BYTES, FsdpUnits
+from zero2all.planner.fsdp_units import FsdpUnits
 from zero2all.planner.post_training import plan_rollouts, plan_teacher
-from zero2all.planner.workload import GPU, Layout, Unit, Workload, powersgd_numel
+from zero2all.planner.workload import GPU, Layout, Unit, Workload
 from zero2all.recipe import Recipe
 from zero2all.units import show_count
 
@@ -168,7 +168,6 @@ def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: t
         MemoryPart("logits and loss", logits),
         MemoryPart(APART, -min(logits, after_loss), "backward recomputes and reduces after the loss"),
         MemoryPart("communication buffers", _communication_buffers(workload, layout)),
-        MemoryPart("PowerSGD", _error_bytes(workload, layout), "what is left to send, and the factors"),
     ]
     parts += _objective_parts(workload, layout, parts)
     allocated = sum(part.bytes for part in parts)
@@ -326,13 +325,6 @@ def _communication_buffers(workload: Workload, layout: Layout) -> int:
     moe = workload.config.moe
     routed = 2 * gathered * moe.num_experts_per_tok if moe is not None and dims.ep > 1 else 0
     return round((2 * gathered if dims.tp > 1 else 0) + (2 * stream / dims.tp if dims.pp > 1 else 0) + routed)
-
-
-def _error_bytes(workload: Workload, layout: Layout) -> int:
-    if layout.parallel.sync.method != "powersgd":
-        return 0
-    factors = powersgd_numel(workload, layout.parallel.sync.powersgd_rank)
-    return round(FP32_BYTES * (workload.parts.all.trained.total + factors))
 
 
 def _communicators(layout: Layout) -> int:

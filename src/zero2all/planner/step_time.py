@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pydantic import computed_field
 
 from zero2all.model.cost.optimizer_state import weight_dtype
-from zero2all.parallel.sync_traffic import FP32_BYTES, Collective, gradient_itemsize, reduce_itemsizes
+from zero2all.parallel.sync_traffic import Collective, gradient_itemsize, reduce_itemsizes
 from zero2all.planner.cluster import PCIE_BANDWIDTH, Cluster, RankGroup
 from zero2all.planner.pipeline import bubble_fraction
 from zero2all.planner.post_training import sampling_seconds
-from zero2all.planner.workload import Layout, Workload, powersgd_numel
+from zero2all.planner.workload import Layout, Workload
 
 MEMORY_EFFICIENCY = 0.8  # of the nominal memory bandwidth: what element-wise kernels reach
 FORWARD_AND_BACKWARD = 3  # a product has two in the backward
@@ -227,18 +227,12 @@ def _data_parallel(workload: Workload, layout: Layout, cluster: Cluster) -> list
             gradient * sum(sizes) / len(sizes),
             True,
         ),
-        _between_replicas(workload, layout, replicas, units, gradient / layout.shards),
+        _between_replicas(layout, replicas, units, gradient / layout.shards),
     ]
 
 
-def _between_replicas(
-    workload: Workload, layout: Layout, replicas: RankGroup, units: float, gradient: float
-) -> Traffic:
+def _between_replicas(layout: Layout, replicas: RankGroup, units: float, gradient: float) -> Traffic:
     """``gradient`` is the elements of one of ``units`` all-reduces, which run while the backward pass computes."""
-    if layout.parallel.sync.method == "powersgd":
-        numel = powersgd_numel(workload, layout.parallel.sync.powersgd_rank)
-        what, calls, size = "all-reduces of factors of gradients", 2, FP32_BYTES * numel / 2
-        return _traffic("dp_replicate", what, replicas, calls, "all-reduce", size, False)
     size = gradient_itemsize(layout.parallel) * gradient
     return _traffic("dp_replicate", "all-reduce of gradients", replicas, units, "all-reduce", size, True)
 

@@ -15,7 +15,7 @@ from zero2all.recipe import ParallelRecipe, Recipe, ResolvedStage
 from zero2all.units import show_bytes
 
 ACCUMULATION = 8
-RANKS, INTERVALS = (4, 16), (10, 50)
+INTERVALS = (10, 50)
 FAST_ENOUGH = "the network is fast enough: all-reduce"
 WORTH_IT = 1.1  # times faster, below which the simpler way is recommended
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
@@ -68,7 +68,6 @@ def plan_sync(recipe: Recipe, stage: ResolvedStage, cluster: Cluster) -> SyncPla
     )
     half = plain.model_copy(update={"gradient_dtype": "bf16"})
     rows.append(method.of("bf16", half, ("parallel.gradient_dtype=bf16",), "sums are rounded"))
-    rows += method.powersgd(plain)
     rows += [method.islands(every) for every in INTERVALS]
     return SyncPlan(cluster.network_bandwidth, rows, _recommend(rows))
 
@@ -97,23 +96,6 @@ class _Planner:
             fits=fits_memory(workload, layout, self.cluster.gpu.memory),
             changes=changes,
         )
-
-    def powersgd(self, plain: ParallelRecipe) -> list[SyncMethod]:
-        """Only for replicas of a full model."""
-        if max(plain.tp, plain.pp, plain.cp, plain.ep) > 1:
-            return []
-        rows = []
-        for rank in RANKS:
-            overrides = (
-                "parallel.dp_replicate=auto",
-                "parallel.dp_shard=1",
-                "parallel.sync.method=powersgd",
-                f"parallel.sync.powersgd_rank={rank}",
-            )
-            sync = plain.sync.model_copy(update={"method": "powersgd", "powersgd_rank": rank})
-            parallel = plain.model_copy(update={"dp_replicate": "auto", "dp_shard": 1, "sync": sync})
-            rows.append(self.of(f"powersgd {rank}", parallel, overrides, "gradients of low rank, the rest comes later"))
-        return rows
 
     def islands(self, every: int) -> SyncMethod:
         """Each node a job of its own, with its part of the batch."""

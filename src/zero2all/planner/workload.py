@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ from zero2all.parallel.batch_split import BatchSplit, split_stage
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.parallel.pipeline_parallel import split_layers, stage_indices_of_rank
-from zero2all.parallel.powersgd import factor_numel
 from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe, Recipe, ResolvedStage
 from zero2all.recipe.load import with_vocab_size
 from zero2all.recipe.objective import ObjectiveRecipe
@@ -203,20 +201,6 @@ class Workload:
     def stages(self, count: int) -> list[range]:
         """The layers of each of ``count`` pipeline stages."""
         return _split_layers(self.layer_costs, count)
-
-
-@functools.lru_cache(maxsize=256)
-def powersgd_numel(workload: Workload, rank: int) -> int:
-    """Numbers that replicas send in a step with PowerSGD."""
-    config = workload.config
-    layers = Counter(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers))
-    in_blocks, ends = 0, 0
-    for is_moe, count in layers.items():
-        trained = [item for item in _one_layer_model(config, is_moe).named_parameters() if item[1].requires_grad]
-        sent = {name: factor_numel(one.shape, rank) or one.numel() for name, one in trained}
-        in_blocks += count * sum(numel for name, numel in sent.items() if name.startswith("layers."))
-        ends = sum(numel for name, numel in sent.items() if not name.startswith("layers."))  # the same in both
-    return in_blocks + ends
 
 
 @dataclass(frozen=True)

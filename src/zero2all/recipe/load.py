@@ -14,7 +14,6 @@ from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.places import Places, override_place, shorten
 from zero2all.recipe.presets import PRESETS, SHAPE_FIELDS
 from zero2all.recipe.problems import Check, find_problems
-from zero2all.recipe.renamed import places_to_new, retired_key_problems, to_new
 from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, read_yaml
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.training import LENGTH_KEYS
@@ -23,18 +22,15 @@ from zero2all.workspace import DEFAULT_RUN, IDENTITY_FILE, did_you_mean, find_ru
 RECIPE_FILE = "recipe.yaml"  # in the directory of a quickstart or a run
 
 
-def load_recipe(
-    path: str | Path, overrides: list[str] | None = None, stored: bool = False, checks: Iterable[Check] = ()
-) -> Recipe:
+def load_recipe(path: str | Path, overrides: list[str] | None = None, checks: Iterable[Check] = ()) -> Recipe:
     """Read a YAML recipe and apply ``section.key=value`` overrides to it. A run directory stands for its recipe.
 
-    One that a run ``stored`` may be of an earlier version: its retired keys are translated, not refused. What
-    ``checks`` find is reported with all other mistakes.
+    What ``checks`` find is reported with all other mistakes.
     """
     path = Path(path)
     is_directory = path.is_dir()
     if is_directory:
-        path, stored = _stored_recipe_path(path), True
+        path = _stored_recipe_path(path)
     try:
         with open(path, "rb") as stream:  # which may be a pipe, and may have no end
             text = stream.read(MAX_FILE_BYTES + 1).decode("utf-8")
@@ -44,14 +40,13 @@ def load_recipe(
         raise UsageError(f"cannot read the recipe {path}: {error}") from None
     if is_directory:
         overrides = [*_workspace_override(path, text), *(overrides or [])]
-    return parse_recipe(text, overrides, str(path), stored, checks)
+    return parse_recipe(text, overrides, str(path), checks)
 
 
 def parse_recipe(
     text: str,
     overrides: list[str] | None = None,
     origin: str = "recipe",
-    stored: bool = False,
     checks: Iterable[Check] = (),
 ) -> Recipe:
     """The same as ``load_recipe``, from the text of a YAML file."""
@@ -59,15 +54,11 @@ def parse_recipe(
     values = {} if read is None else read
     if not isinstance(values, dict):
         raise UsageError(f"{origin} must be a mapping with keys such as {', '.join(list(Recipe.model_fields)[:5])}")
-    if stored:
-        values = to_new(values)
     places: Places = dict(lines)
     # A preset removes the shape that it replaces, so it goes before the overrides of single fields.
     for override in sorted(overrides or [], key=lambda text: not text.startswith("model.preset=")):
         places = override_place(places, _apply_override(values, override), override)
-    retired = retired_key_problems(values, places)
-    values = to_new(values)  # what is given by a retired key is not missing as well
-    if problems := retired + find_problems(values, places_to_new(places), checks):
+    if problems := find_problems(values, places, checks):
         raise RecipeError(origin, problems)
     return Recipe.model_validate(values)
 
@@ -162,7 +153,7 @@ def _stored_recipe_path(directory: Path) -> Path:
 
 def _workspace_override(path: Path, text: str) -> list[str]:
     """The recipe of a run means the workspace that the run is in now, not the one where it was stored."""
-    name = parse_recipe(text, origin=str(path), stored=True).run
+    name = parse_recipe(text, origin=str(path)).run
     for run in (path.parent, path.parent / name):
         if (run / IDENTITY_FILE).exists():
             return [f"out={json.dumps(str(workspace_of(run, name)))}"]

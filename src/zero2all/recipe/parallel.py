@@ -102,30 +102,6 @@ class ParallelRecipe(Section):
                 ("offload", "offload_dir"),
             )
         yield from self._activation_mistakes()
-        yield from self._powersgd_mistakes()
-
-    def _powersgd_mistakes(self) -> Iterator[Mistake]:
-        if self.sync.method != "powersgd":
-            return
-        split = [name for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1]
-        split += ["dp_shard"] if self.dp_shard != 1 else []
-        if split or self.dp_replicate == 1:
-            named = ", ".join(f"{name}={getattr(self, name)}" for name in [*split, "dp_replicate"])
-            yield Mistake(
-                f"PowerSGD is for plain replicas, each with the full model, not for {named}: set dp_replicate=auto, "
-                "dp_shard=1 and the others to 1, or sync.method=all-reduce with gradient_dtype=bf16",
-                ("sync.method", *split, "dp_replicate"),
-            )
-        if self.gradient_dtype != "fp32":
-            yield Mistake(
-                "PowerSGD sends the factors of gradients in fp32: set gradient_dtype=fp32, or sync.method=all-reduce",
-                ("sync.method", "gradient_dtype"),
-            )
-        if self.offload != "none":
-            yield Mistake(
-                "PowerSGD needs gradients on the device: set offload=none, or sync.method=all-reduce",
-                ("sync.method", "offload"),
-            )
 
     def _zero_mistakes(self) -> Iterator[Mistake]:
         if self.zero < 3 and self.reshard_after_forward not in ("auto", "never"):

@@ -13,12 +13,9 @@ from zero2all.recipe.types import Fraction, Mistake, Positive, Section
 class SyncRecipe(Section):
     """How replicas of the model are synchronized: after every step, or seldom between islands of fast networks."""
 
-    method: Literal["all-reduce", "powersgd", "diloco"] = "all-reduce"
-    """What is sent, and how often. all-reduce: the whole gradient, each step. powersgd: a low-rank approximation of it,
-    each step, between replicas (dp_replicate). diloco: islands train on their own, and exchange what their weights have
-    gained every ``every`` steps."""
-    powersgd_rank: Annotated[int, Field(ge=1)] = 4
-    """Rank of the approximation of each matrix with ``powersgd``. What it leaves out is added to the next gradient."""
+    method: Literal["all-reduce", "diloco"] = "all-reduce"
+    """What is sent, and how often. all-reduce: the whole gradient, each step. diloco: islands train on their own, and
+    exchange what their weights have gained every ``every`` steps."""
     islands: Annotated[int, Field(ge=1)] = 1
     """With ``diloco``: number of islands, each a job of its own with all ranks of ``parallel``. Each trains its own
     part of every batch."""

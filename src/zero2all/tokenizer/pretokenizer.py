@@ -7,8 +7,6 @@ same Unicode version.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -163,21 +161,3 @@ PATTERN_RULES: dict[str, tuple[int, int]] = {
     "gpt2": (GPT2, 1 << 30),
 }
 """For each of ``PATTERNS``: its rule family, and the largest number of digits in a word."""
-
-
-def pretokenize(text: str, pattern: str, classes: NDArray[np.uint8], max_han_run: int = 0) -> list[str]:
-    """The words of one text, for tests and inspection.
-
-    >>> pretokenize("It's 12345", "zh-en-code", character_classes())
-    ['It', "'s", ' ', '123', '45']
-    """
-    data = np.frombuffer(text.encode(), np.uint8)
-    words: list[Any] = []
-    pos = 0
-    while pos < data.size:
-        end = word_end(data, pos, data.size, classes, *PATTERN_RULES[pattern])
-        while pos < end:
-            word_stop = han_split_end(data, pos, end, classes, max_han_run) if max_han_run else end
-            words.append(data[pos:word_stop].tobytes().decode())
-            pos = word_stop
-    return words

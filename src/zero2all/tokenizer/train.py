@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +34,6 @@ from zero2all.io import (
     write_record,
 )
 from zero2all.recipe import TokenizerRecipe
-from zero2all.recipe.renamed import to_old
 from zero2all.records import DocumentsManifest, parse_record
 from zero2all.tokenizer.hf_directory import write_hf_directory
 from zero2all.tokenizer.manifest import (
@@ -73,7 +71,6 @@ from zero2all.tokenizer.word_count import (
 from zero2all.units import show_bytes, show_count
 
 FORMAT = 2
-ADDED_KEYS = ("trainer", "algorithm", "custom_pattern", "special_tokens")  # of the recipe, since 0.1
 TOKEN_ROLES = {"bos_token": START_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PAD}
 PROCESS_MEMORY = 300 << 20  # of a process before it counts anything: Python, Arrow, numba, one batch of documents
 MIN_TABLE_MEMORY, MAX_TABLE_MEMORY = 32 << 20, 512 << 20
@@ -111,7 +108,7 @@ def _train_tokenizer(
     recipe: TokenizerRecipe, documents: Path, out: Path, engine: Engine, before_replace: Callable[[], None]
 ) -> TrainedTokenizer:
     corpus = read_documents_manifest(documents)
-    key = fingerprint([FORMAT, corpus.key, training_settings(recipe)])
+    key = fingerprint([FORMAT, corpus.key, recipe.model_dump(mode="json", exclude={"dir"})])
     if is_current(out, KIND, key):
         return parse_record(TrainedTokenizer, {**read_json(out / MANIFEST), "reused": True}, out / MANIFEST)
 
@@ -139,16 +136,6 @@ def _train_tokenizer(
         if is_other_tokenizer(out, unfinished):
             before_replace()
     return TrainedTokenizer(**vars(manifest), reused=False)
-
-
-def training_settings(recipe: TokenizerRecipe) -> Any:
-    """All that a vocabulary depends on besides documents, with the keys that 0.1 trained with.
-
-    A key that was added later counts only where it is set, so that tokenizers of earlier versions stay current.
-    """
-    fields = type(recipe).model_fields
-    unset = {key for key in ADDED_KEYS if getattr(recipe, key) == fields[key].default}
-    return to_old(recipe.model_dump(mode="json", exclude={"dir", *unset}), "tokenizer")
 
 
 def _pattern_name(recipe: TokenizerRecipe) -> str:

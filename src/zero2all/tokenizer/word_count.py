@@ -57,7 +57,7 @@ class PretokenizeConfig:
 
     pattern: str
     """The name of a pattern, or a regular expression."""
-    chop: int
+    max_han_run: int
     share: float
     """Fraction of the documents, selected by a hash in their gid."""
 
@@ -153,7 +153,7 @@ class SpillWriter:
 
     def _count(self, texts: pa.Array, selected: NDArray[np.bool_], family: tuple[int, int]) -> None:
         data, bounds = _flatten_strings(texts)
-        rules = (*family, self.config.chop)
+        rules = (*family, self.config.max_han_run)
         text_index = pos = 0
         while True:
             text_index, pos = count_texts(self.table, data, bounds, selected, self.classes, *rules, text_index, pos)

@@ -26,7 +26,7 @@ class Change:
 
 def identity_changes(before: RunIdentity, now: RunIdentity) -> list[str]:
     """Every difference that no option allows, with the keys of the recipe; empty if the run can be resumed."""
-    settings = [change for change in changed_settings(before, now) if not is_adjustable(change.key)]
+    settings = [change for change in setting_changes(before.settings, now.settings) if not is_adjustable(change.key)]
     changes = list(map(str, settings))
     for pair in zip(before.stages, now.stages, strict=False):
         changes += _stage_changes(*pair, is_explained=bool(settings))
@@ -35,8 +35,6 @@ def identity_changes(before: RunIdentity, now: RunIdentity) -> list[str]:
     if before.tokenizer != now.tokenizer:
         changes.append("a different tokenizer")
     changes += map(str, model_changes(before.model, now.model))
-    if before.optimizer != now.optimizer and not before.settings:
-        changes.append(f"train.optimizer.name={before.optimizer}, not {now.optimizer}")
     if before.init != now.init:
         changes.append(f"train.init={before.init}, not {now.init}")
     return changes
@@ -44,12 +42,7 @@ def identity_changes(before: RunIdentity, now: RunIdentity) -> list[str]:
 
 def adjusted_settings(before: RunIdentity, now: RunIdentity) -> list[Change]:
     """The keys with other values that ``--extend`` allows."""
-    return [change for change in changed_settings(before, now) if is_adjustable(change.key)]
-
-
-def changed_settings(before: RunIdentity, now: RunIdentity) -> list[Change]:
-    """Nothing if an earlier version saved no settings."""
-    return list(setting_changes(before.settings, now.settings)) if before.settings else []
+    return [change for change in setting_changes(before.settings, now.settings) if is_adjustable(change.key)]
 
 
 def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
@@ -73,7 +66,7 @@ def model_changes(before: Mapping[str, Any], now: Mapping[str, Any], section: st
 
 
 def stage_setting_changes(before: Mapping[str, Any], now: Mapping[str, Any], stage: str) -> list[Change]:
-    """The keys that decide the samples of a stage; nothing if an earlier version did not save them."""
+    """The keys that decide the samples of a stage."""
     changes = []
     for name, value in now.items():
         if name in before and before[name] != value:

@@ -22,6 +22,6 @@ def idle_reason(batch: Batch, objective: ObjectiveRecipe, metrics: Mapping[str, 
     if batch.global_valid_tokens > 0:
         return None
     return (
-        "no token of its batch is a target: 'z2a align inspect' shows which are; answers longer than train.seq_len "
+        "no token of its batch is a target: 'z2a tokens inspect' shows which are; answers longer than train.seq_len "
         "are cut before they start"
     )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from torch.optim import Optimizer
 
@@ -21,7 +19,6 @@ from zero2all.console import say, warn
 from zero2all.errors import UsageError, Z2aError
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import ExtendMode, OptimizerRecipe, Recipe
-from zero2all.recipe.run_settings import run_settings
 from zero2all.train.extension import PlannedRun, ScheduleChangedError, continue_schedule
 from zero2all.train.identity_changes import Change, adjusted_settings, identity_changes
 from zero2all.train.optimizer import apply_settings
@@ -58,9 +55,8 @@ def plan_resume(
             say(f"--extend {extend} changes nothing: the run starts from scratch")
         return ResumedRun(None, run.recipe, plan)
     step = restored.step
-    saved = _saved_identity(restored, run, ranks)
-    _check_identity(saved, identity, plan, restored.step, run)
-    adjusted = adjusted_settings(saved, identity)
+    _check_identity(restored.state, identity, plan, restored.step, run)
+    adjusted = adjusted_settings(restored.state, identity)
     if step > plan.total_steps:
         raise UsageError(f"the run in {run.directory} is at step {step} already, past the {plan.total_steps} asked for")
     planned = PlannedRun(run.recipe, plan)
@@ -107,23 +103,6 @@ def load_newest(manager: CheckpointManager, resumed: ResumedRun, plan_again: Cal
         return resumed
     manager.begin_history(None)
     return resumed
-
-
-def _saved_identity(restored: RestorePoint, run: Run, ranks: RankGroup) -> RunIdentity:
-    """The identity in a state. Where an earlier version saved no settings, those of the recipe of the last start."""
-    if restored.state.settings:
-        return restored.state
-
-    def read() -> dict[str, Any]:
-        with suppress(Z2aError, OSError, ValueError):
-            if (stored := run.stored_recipe()) is not None:
-                return run_settings(stored)
-        return {}
-
-    settings = ranks.on_rank0(read)
-    compared = f"are compared with {run.directory / 'recipe.yaml'}" if settings else "cannot be compared"
-    say(f"the state of step {restored.step} was saved by an earlier version: settings of the recipe {compared}")
-    return replace(restored.state, settings=settings)
 
 
 def _check_identity(saved: RunIdentity, identity: RunIdentity, plan: Plan, step: int, run: Run) -> None:

@@ -6,7 +6,6 @@ import os
 import platform
 import secrets
 import subprocess
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -111,8 +110,6 @@ class Run:
             with atomic_path(path) as partial:
                 partial.touch(mode=0o600)  # whoever knows the name could create that directory first
                 partial.write_text(f"{secrets.token_hex(8)}\n", encoding="utf-8")
-        with suppress(OSError):
-            path.chmod(0o600)  # earlier versions let others read it
         return self.flash_dir
 
     @property
@@ -198,7 +195,7 @@ class Run:
 def _load_saved_recipe(path: Path) -> Recipe:
     """The recipe saved in a run directory."""
     try:
-        recipe = load_recipe(path, stored=True)
+        recipe = load_recipe(path)
     except RecipeError as error:
         raise _damaged_error(path, str(error.problems[0])) from error
     except UsageError as error:

@@ -303,7 +303,7 @@ class Trainer:
                 on_replica=self._record_replica,
             ),
             ReplicaOptions(recipe.checkpoint.replicas, recipe.checkpoint.replica_rate),
-            outer or self.model.powersgd,
+            outer,
         )
         # A recipe that cannot continue the run fails here, before a teacher or a reference is computed.
         find_state = partial(plan_resume, self.checkpoint_manager, run, self.plan, self.identity, ranks, extend)
@@ -445,15 +445,14 @@ class Trainer:
             sums = self.objective.sums(model, losses, batch)
             sums = model.all_reduce_sum(sums, stop_requested=self.stop_event.is_set())
             norms = grad_norm.to(sums).expand(1, sums.shape[1])
-            unsent = model.unsent_norm().to(sums).expand(1, sums.shape[1])
             marks = self.timer.finish_step()  # before the copy, so that they are complete when it is
-            return LaunchedStep(batch, HostCopy(torch.cat([sums, norms, unsent]), model.layer_grad_norms), marks)
+            return LaunchedStep(batch, HostCopy(torch.cat([sums, norms]), model.layer_grad_norms), marks)
 
     def _judge_step(self, launched: LaunchedStep) -> StepResult:
         """Read the metrics, the one place where the host waits for the device, and check for a spike."""
         batch = launched.batch
         with self.timer.part("logging"):
-            (*rows, stop_flags, (norm, *_), (unsent, *_)), layer_norms = launched.metrics.tolist()
+            (*rows, stop_flags, (norm, *_)), layer_norms = launched.metrics.tolist()
             step_time = launched.marks.read()
             self._record_layer_norms(batch.step, layer_norms)
         loss = self.objective.loss(rows, batch)
@@ -461,7 +460,9 @@ class Trainer:
         is_around_zero = self.recipe.train.objective.name == "grpo" and math.isfinite(loss)
         action = self.check_spike(batch, 0.0 if is_around_zero else loss, norm, layer_norms)
         lr = self.recipe.train.optimizer.peak_lr * batch.stage.lr_multiplier(batch.step)
-        metrics = {**self.objective.metrics(rows), **self._sync_metrics(unsent, norm)}
+        metrics = dict(self.objective.metrics(rows))
+        if self.mesh.dims.world_size > 1:
+            metrics["sync_bytes"] = float(self.model.sync_bytes)
         self._warn_if_idle(batch, metrics)
         return StepResult(loss, norm, lr, metrics, action, any(stop_flags), step_time)
 
@@ -471,15 +472,6 @@ class Trainer:
         if reason is not None:
             self._was_idle = True
             warn(f"step {batch.step + 1} learns nothing: {reason}")
-
-    def _sync_metrics(self, unsent: float, grad_norm: float) -> dict[str, float]:
-        """What synchronization sent, and with PowerSGD what it has left to send, as a share of the gradient."""
-        if self.mesh.dims.world_size == 1:
-            return {}
-        metrics = {"sync_bytes": float(self.model.sync_bytes)}
-        if self.model.powersgd is not None and grad_norm > 0:
-            metrics["sync_error"] = unsent / grad_norm
-        return metrics
 
     def _connect_islands(self, outer: OuterOptimizer) -> Islands:
         assert self.island_place is not None

@@ -88,7 +88,7 @@ class Download:
         try:
             self._receive_all(stream)
             stream.flush()
-            os.fdatasync(stream.fileno())
+            os.fsync(stream.fileno())
         except BaseException:
             self.partial.close(stream)
             raise

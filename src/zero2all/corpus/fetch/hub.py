@@ -119,7 +119,8 @@ def _list_files(source: HubSource, revision: str, access: HubAccess) -> list[_Li
     api = HfApi(access.endpoint, token=False, library_name="zero2all", library_version=__version__)
     listed: list[_ListedFile] = []
     with _session(access.client(_Pages(source.text))):
-        commit = api.repo_info(source.repository, repo_type=source.kind, revision=revision).sha
+        info = api.repo_info(source.repository, repo_type=source.kind, revision=revision, expand="sha")
+        commit = info.sha
         for one in api.list_repo_tree(source.repository, recursive=True, revision=commit, repo_type=source.kind):
             if not isinstance(one, RepoFile):
                 continue

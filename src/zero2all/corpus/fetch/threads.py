@@ -20,11 +20,15 @@ def run_all(jobs: Iterable[Callable[[], None]], workers: int, stop: threading.Ev
     waiting, errors = deque(jobs), list[BaseException]()
 
     def work() -> None:
-        while waiting and not stop.is_set():
+        while not stop.is_set():
             try:
-                waiting.popleft()()
-            except (IndexError, Stopped):  # a different thread took the last job
-                continue
+                job = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                job()
+            except Stopped:
+                return
             except BaseException as error:
                 errors.append(error)
                 stop.set()

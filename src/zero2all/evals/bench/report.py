@@ -51,10 +51,6 @@ class BenchResult:
     answer_bits_per_byte: Estimate | None
     """-log2 P(right answer) over its bytes. It improves long before the accuracy leaves chance."""
 
-    @property
-    def is_at_chance(self) -> bool:
-        return self.accuracy.contains(self.chance)
-
 
 @dataclass(frozen=True)
 class Difference:

@@ -1,20 +1,17 @@
-"""``z2a align inspect``: which tokens of a conversation are learned."""
+"""``z2a tokens inspect``: which tokens of a conversation are learned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from itertools import groupby
+from itertools import groupby, islice
 
 from rich.console import Console
 from rich.text import Text
 
-from zero2all.errors import UsageError
-from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokens import TokenStore
-from zero2all.train.plan import Plan
+from zero2all.tokens.packed_dataset import PackedDataset
 
 LEARNED, CONTEXT = "bold black on #bfe3c6", "dim"
 
@@ -38,18 +35,12 @@ class InspectedConversation:
     runs: list[TokenRun]
 
 
-def inspect_conversations(recipe: Recipe, count: int) -> list[InspectedConversation]:
-    """The first conversations of the first stage, in the order of training."""
-    if recipe.train.objective.name == "pretrain":
-        raise UsageError("train.objective.name is pretrain, which learns every token: set it to sft")
-    tokenizer, store = Tokenizer(recipe.tokenizer_dir), TokenStore(recipe.tokens_dir, "train")
-    store.require_kinds(recipe.train.objective, recipe.train.mixture_names)
-    plan = Plan(recipe, store)
-    return [found for _, found in zip(range(count), _conversations(plan, tokenizer), strict=False)]
+def inspect_conversations(dataset: PackedDataset, tokenizer: Tokenizer, count: int) -> list[InspectedConversation]:
+    """The first conversations, in the order of training."""
+    return list(islice(_conversations(dataset, tokenizer), count))
 
 
-def _conversations(plan: Plan, tokenizer: Tokenizer) -> Iterator[InspectedConversation]:
-    dataset = plan.stages[0].dataset
+def _conversations(dataset: PackedDataset, tokenizer: Tokenizer) -> Iterator[InspectedConversation]:
     for sample in range(dataset.samples_per_epoch):
         row = dataset.read(sample, sample + 1)
         if row.sources[0] not in dataset.conversation_rows:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from zero2all.align.generate import GenerateOptions, generate_conversations
+from zero2all.corpus.generate import GenerateOptions, generate_conversations
 from zero2all.endpoint import API_KEY
 from zero2all.errors import UsageError, Z2aError
 

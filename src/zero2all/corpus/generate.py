@@ -1,4 +1,4 @@
-"""``z2a align generate``: new instructions and answers by a model behind an OpenAI-compatible endpoint.
+"""``z2a corpus generate``: new instructions and answers by a model behind an OpenAI-compatible endpoint.
 
 As in self-instruct (https://arxiv.org/abs/2212.10560): a few seed tasks are shown, the model writes another, and then
 answers it. Lines that are written stay, so that an interrupted call resumes.
