@@ -49,13 +49,13 @@ def test_a_directory_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     disk = next(finding for finding in check_node(tmp_path / "file") if finding.what == "disk")
     assert disk.level == "bad"
-    assert disk.fix
+    assert disk.remedy
 
 
 def test_a_missing_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7")
     finding = next(finding for finding in check_node(tmp_path) if finding.what == "NCCL_SOCKET_IFNAME")
-    assert (finding.level, "ib7 is not here" in finding.text) == ("bad", True)
+    assert (finding.level, "ib7 is not here" in finding.why) == ("bad", True)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_a_bad_device_is_named(change: dict[str, object], level: str, words: str
     device_checks = {f"rank {number}": GOOD for number in range(3)} | {"rank 3": replace(GOOD, **change)}  # type: ignore[arg-type]
     wrong = [finding for finding in compare_devices(device_checks) if finding.level != "good"]
     assert [(finding.what, finding.level) for finding in wrong] == [("rank 3", level)]
-    assert words in wrong[0].text
-    assert wrong[0].fix
+    assert words in wrong[0].why
+    assert wrong[0].remedy
 
 
 def test_other_versions_are_named() -> None:
