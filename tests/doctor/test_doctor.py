@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero2all.chaos.simulated_nodes import simulated_nodes, simulation_unavailable_reason
+from tests.chaos.simulated_nodes import simulated_nodes, simulation_unavailable_reason
 from zero2all.doctor.node_check import check_node
 from zero2all.doctor.pairs import (
     DeviceCheck,
@@ -149,7 +149,7 @@ def test_in_a_real_network_the_slow_node_and_the_dead_link_are_named(
             login.command(sys.executable, "-m", "zero2all.cli", "rendezvous", "--listen", login.ip)
         )
         nodes[2].limit_bandwidth("2mbit")
-        nodes[0].blackhole_route_to(nodes[3])
+        nodes[0].run("ip", "route", "add", "blackhole", f"{nodes[3].ip}/32")
         words = ["launch", "--procs", "1", "--nodes", "4", "--rendezvous", f"{login.ip}:29500", "--restarts", "0"]
         logs = [open(tmp_path / f"{number}.txt", "w+") for number in range(4)]  # noqa: SIM115
         jobs = [

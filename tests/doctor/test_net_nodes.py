@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.simulated_nodes import SimulatedNetwork, simulated_network
 from tests.elastic.nat_network import load_rules, unavailable_reason
 from tests.elastic.test_nat import DROP, job
-from zero2all.chaos.simulated_nodes import SimulatedNetwork, simulated_network
 from zero2all.console import say
 from zero2all.doctor.reachability import LARGE_PACKETS_VANISH
 from zero2all.findings import Finding
