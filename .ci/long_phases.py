@@ -33,8 +33,9 @@ def _packages(*names: str) -> tuple[str, ...]:
 COVERS: dict[str, tuple[str, ...]] = {
     "parity": _packages("bench", "model", "parallel", "recipe", "train"),
     "chaos": (
-        *_packages("chaos", "checkpoint", "corpus", "doctor", "elastic", "generation", "model", "objectives"),
-        *_packages("parallel", "recipe", "storyworld", "tokenizer", "tokens", "track", "train"),
+        "tests/chaos",
+        *_packages("charts", "checkpoint", "corpus", "doctor", "elastic", "generation", "model", "objectives"),
+        *_packages("parallel", "planner", "recipe", "storyworld", "tokenizer", "tokens", "track", "train"),
     ),
     "long": ("src", "tests", "recipes", "benchmarks", "examples", "docs", "web", "pyproject.toml"),
     "attack": ("src", "tests/adversarial", "pyproject.toml"),

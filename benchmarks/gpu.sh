@@ -6,5 +6,5 @@
 #   benchmarks/gpu.sh --device cpu --tiny      # the same code with small shapes, on two ranks of a CPU
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-export PYTHONPATH="$here/../src${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$here/../src:$here/..${PYTHONPATH:+:$PYTHONPATH}"
 exec "${PYTHON:-python3}" "$here/gpu_report.py" "$@"

@@ -1,7 +1,7 @@
 """Runs the sections of ``gpu.sh`` one after another, each in a process of its own with a time limit, and writes one
 report. A section that fails or takes too long is in the report with what it had measured, and the next one runs.
 
-    python benchmarks/gpu_report.py --device cuda --out gpu-report.md
+    python -m benchmarks.gpu_report --device cuda --out gpu-report.md
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ class SectionResult:
 
 def run_section(name: str, options: argparse.Namespace, work: Path) -> SectionResult:
     out, log = work / f"{name}.json", work / f"{name}.log"
-    script = Path(__file__).with_name("gpu_sections.py")
-    command = [sys.executable, str(script), name, "--device", options.device, "--ranks", str(options.ranks)]
-    command += ["--work", str(work), *(["--tiny"] if options.tiny else [])]
+    command = [sys.executable, "-m", "benchmarks.gpu_sections", name, "--device", options.device]
+    command += ["--ranks", str(options.ranks), "--work", str(work), *(["--tiny"] if options.tiny else [])]
     begin, status = time.monotonic(), "ok"
     with open(log, "wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True)

@@ -1,7 +1,7 @@
 """The sections of ``gpu.sh``. Each writes ``WORK/<section>.json``, a list of table rows, again after every row, so that
 one that is stopped keeps what it had measured.
 
-    python benchmarks/gpu_sections.py kernels --device cpu --ranks 2 --tiny --work /tmp/work
+    python -m benchmarks.gpu_sections kernels --device cpu --ranks 2 --tiny --work /tmp/work
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from statistics import median
 from typing import Any
 
 import torch
+from tests.chaos.injections import Injection
+from tests.chaos.scenario import Scenario, expect_status
+from tests.chaos.workspace import build_workspace, workspace_recipe
 from torch import Tensor
 
-from zero2all.chaos.injections import Injection
-from zero2all.chaos.scenario import Scenario, expect_status
-from zero2all.chaos.workspace import build_workspace, workspace_recipe
 from zero2all.errors import Z2aError
 from zero2all.hardware import synchronize
 from zero2all.model import document_starts

@@ -1,6 +1,6 @@
 """What replicas of in-memory checkpoints cost, and what they save when a node is lost.
 
-    python benchmarks/replicas.py --out bench
+    python -m benchmarks.replicas --out bench
 
 Four ranks on two simulated nodes whose link is shaped to 1 Gb/s, with a model of the quickstart's size: steps per
 second with replicas and without, in turns, so that a machine that is busy for a while is busy for both. Then a node
@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tests.chaos.faults import Fault, hold_rank
+from tests.chaos.node_faults import SimulatedCluster, replace_node, simulated_cluster
+from tests.chaos.scenario import Scenario
+from tests.chaos.suite import FaultResult, run_baseline, run_fault
+from tests.chaos.workspace import build_workspace
+
 from zero2all.bench.report_files import write_report
-from zero2all.chaos.faults import Fault, hold_rank
-from zero2all.chaos.node_faults import SimulatedCluster, replace_node, simulated_cluster
-from zero2all.chaos.scenario import Scenario
-from zero2all.chaos.suite import FaultResult, run_baseline, run_fault
-from zero2all.chaos.workspace import build_workspace
 from zero2all.console import say
 from zero2all.track.record_lines import EventLine, StepLine
 from zero2all.track.run_record import read_record_lines

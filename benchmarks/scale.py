@@ -1,8 +1,8 @@
 """What each part costs at 1,024, 4,096 and 10,000 ranks, and at 1, 10 and 100 trillion tokens, measured on this
 machine, in the shape of the tables in docs/benchmarks.md.
 
-    python benchmarks/scale.py --work /tmp/scale                  # all parts
-    python benchmarks/scale.py --work /tmp/scale --only store     # rendezvous, ranks, restore, store, order or records
+    python -m benchmarks.scale --work /tmp/scale                  # all parts
+    python -m benchmarks.scale --work /tmp/scale --only store     # rendezvous, ranks, restore, store, order or records
 
 Nodes have eight ranks. Ranks that exchange objects are threads of processes of this machine; nothing is extrapolated
 but the two lines of records, which are counts.
@@ -24,7 +24,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from zero2all.chaos.scale_model import simulate
+from tests.chaos.scale_model import simulate
+
 from zero2all.checkpoint.lineage import Branch
 from zero2all.checkpoint.rank_tree import RankTree
 from zero2all.checkpoint.restore import DurableReport, decide_restore

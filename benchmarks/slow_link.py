@@ -1,6 +1,6 @@
 """Ways to synchronize two nodes over a slow link: step time, bytes, and validation loss at equal tokens and equal time.
 
-    python benchmarks/slow_link.py --corpus TEXT... --out bench
+    python -m benchmarks.slow_link --corpus TEXT... --out bench
 
 Two simulated nodes with one rank each, pinned to a core each, train a model of about 5 million parameters on real text,
 with the same micro-batch and learning rate in every row. All rows begin with the weights of one plain run, of 500 short
@@ -32,9 +32,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from tests.chaos.node_faults import PORT
+from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes
+
 from zero2all.bench.report_files import write_report
-from zero2all.chaos.node_faults import PORT
-from zero2all.chaos.simulated_nodes import SimulatedNode, simulated_nodes
 from zero2all.console import say, warn
 from zero2all.corpus import build_corpus
 from zero2all.elastic.job_secret import new_secret

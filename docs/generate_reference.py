@@ -7,7 +7,10 @@ checks that everything generated is current.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from reference_generator.cli_page import cli_page
 from reference_generator.fragments import filled_pages

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from zero2all.chaos.faults import FAULTS
+from tests.chaos.faults import FAULTS
 from zero2all.recipe import recipe_schema
 
 ROOT = Path(__file__).parents[1]

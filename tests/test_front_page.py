@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.faults import FAULTS
 from tests.test_docs import PAGES, headings, prose
-from zero2all.chaos.faults import FAULTS
 
 ROOT = Path(__file__).parents[1]
 READMES = ("README.md", "README.zh-CN.md")
@@ -38,7 +38,7 @@ def test_every_claim_links_to_its_proof(page: str) -> None:
 
 @pytest.mark.parametrize("page", READMES)
 def test_the_number_of_faults_is_the_suite_s(page: str) -> None:
-    [count] = re.findall(r"`z2a chaos` (?:injects|注入) (\d+)", prose(page))
+    [count] = re.findall(r"`python -m tests\.chaos` (?:injects|注入) (\d+)", prose(page))
     assert int(count) == len(FAULTS)
 
 

@@ -101,9 +101,9 @@ def test_the_script_runs_what_it_is_told_and_keeps_each_result(clone: Path, tmp_
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
     for name in ("pinned", "trl"):
-        program(tmp_path / "venvs" / name / "bin" / "z2a", f'echo "{name} z2a $*"; [ "$1" != chaos ]')
+        program(tmp_path / "venvs" / name / "bin" / "z2a", f'echo "{name} z2a $*"')
         program(tmp_path / "venvs" / name / "bin" / "pytest", f'echo "{name} pytest $*"')
-        program(tmp_path / "venvs" / name / "bin" / "python", f'echo "{name} python $*"')
+        program(tmp_path / "venvs" / name / "bin" / "python", f'echo "{name} python $*"; [ "$2" != tests.chaos ]')
         (tmp_path / "venvs" / name / "ready").touch()
     program(tmp_path / "bin" / "apt-get", "exit 1")  # no packages of this system either
     environment = os.environ | {
@@ -120,6 +120,7 @@ def test_the_script_runs_what_it_is_told_and_keeps_each_result(clone: Path, tmp_
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     assert "pinned z2a bench parity --out runs/long" in lines
+    assert "pinned python -m tests.chaos --out runs/long/chaos --jobs 2" in lines
     assert "pinned python -m tests.adversarial.fuzz --seconds 1800 --jobs 2" in lines
     assert "trl pytest -m  tests/engines/trl" in lines
     results = json.loads((clone / ".ci" / "long-results.json").read_text())
@@ -151,12 +152,16 @@ def test_every_covered_path_exists(name: str) -> None:
     assert [path for path in long_phases.COVERS[name] if not any(ROOT.glob(path.removeprefix(":(glob)")))] == []
 
 
+CHAOS_PROGRAMS = ("tests.chaos.__main__", "tests.chaos.chaos_agent", "tests.chaos.chaos_rank")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "program"), [("parity", "zero2all.bench.parity"), ("chaos", "zero2all.chaos")])
-def test_a_phase_covers_what_its_program_imports(name: str, program: str) -> None:
-    graph = grimp.build_graph("zero2all")
-    imported = {program} | graph.find_upstream_modules(program, as_package=program == "zero2all.chaos")
-    paths = {"src/" + module.replace(".", "/") for module in imported if module != "zero2all"}
+@pytest.mark.parametrize(("name", "programs"), [("parity", ("zero2all.bench.parity",)), ("chaos", CHAOS_PROGRAMS)])
+def test_a_phase_covers_what_its_programs_import(name: str, programs: tuple[str, ...]) -> None:
+    graph = grimp.build_graph("zero2all", "tests")
+    imported = {*programs}.union(*(graph.find_upstream_modules(program) for program in programs))
+    files = {module.replace(".", "/") for module in imported if module != "zero2all"}
+    paths = {path if path.startswith("tests/") else f"src/{path}" for path in files}
     covered = [path.removeprefix(":(glob)").removesuffix(".py") for path in long_phases.COVERS[name]]
     assert len(paths) > 50
     assert [

@@ -115,10 +115,9 @@ def test_the_quickstart_and_the_checks_run_without_linux(workspace: Path, tmp_pa
         ["watch", str(first), "--once"],
         ["corpus", "build", str(recipe), "--workers", "2"],
         ["rendezvous"],
-        ["chaos", "--out", str(tmp_path / "chaos")],
     ]
     statuses, printed = results(without_linux(tmp_path, [RUN_COMMANDS, json.dumps(commands)]))
-    assert statuses == [0, 0, 0, 0, 2, 2], printed
+    assert statuses == [0, 0, 0, 0, 2], printed
     assert printed.count(NO_MEMORY) == 1
     assert printed.count("no worker processes") == 1
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PROOFS = {
     ("README.md", "every command"): "cli/test_cli.py::"
     "test_quickstart_from_messy_files_to_samples_and_every_command_after_it",
-    ("README.md", "z2a chaos"): "chaos/test_chaos.py::test_a_job_survives_the_short_suite",
+    ("README.md", "python -m tests.chaos"): "chaos/test_chaos.py::test_a_job_survives_the_short_suite",
     ("README.md", "z2a bench parity"): "bench/test_parity.py::test_the_command_compares_the_layouts_that_it_is_given",
     ("README.md", "z2a blame"): "train/test_blame.py::test_losses_of_documents_add_up_to_the_loss_of_the_step",
     ("docs/status.md", "python -m tests.oracle"): "oracle/test_oracle.py::test_every_layout",

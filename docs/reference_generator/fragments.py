@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from zero2all.chaos.faults import FAULTS
+from tests.chaos.faults import FAULTS
+
 from zero2all.cli.bench import app as bench_app
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.quickstart import CONVERSATIONS_PER_LANGUAGE, STORIES_PER_LANGUAGE

@@ -73,7 +73,7 @@ def show_number(number: float, digits: int = 6) -> str:
     >>> show_number(0.0003), show_number(2500), show_number(1_500_000)
     ('0.0003', '2500', '1.5M')
     """
-    if abs(number) < 10**5:
+    if abs(number) < 10 ** min(digits, 5):
         return f"{number:.{digits}g}"
     text = show_count(number)
     return f"{float(text[:-1]):g}{text[-1]}"

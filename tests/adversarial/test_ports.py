@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
 from tests.conftest import tiny_recipe
-from zero2all.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
 from zero2all.recipe import recipe_yaml
 
 pytestmark = [

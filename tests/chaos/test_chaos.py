@@ -4,48 +4,42 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.chaos.__main__ import main
+from tests.chaos.faults import FAULTS
+from tests.chaos.injections import InjectionPoint
+from tests.chaos.sample_audit import SampleAudit, audit_samples, sample_hash
+from tests.chaos.scenario import Scenario
+from tests.chaos.suite import FaultResult, render_table, run_suite
 from tests.conftest import tiny_recipe
-from zero2all.chaos.faults import FAULTS
-from zero2all.chaos.injections import InjectionPoint
-from zero2all.chaos.sample_audit import SampleAudit, audit_samples, sample_hash
-from zero2all.chaos.scenario import Scenario
-from zero2all.chaos.suite import FaultResult, render_table, run_suite
-from zero2all.cli.main import app
 from zero2all.elastic.exit_reason import FailureKind
-from zero2all.errors import UsageError
 from zero2all.tokens import TokenStore
 from zero2all.train.data_loader import read_batch
 from zero2all.train.plan import Plan
 
-SHORT = ["kill a rank"]  # `.ci/long` runs all of them
-
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_job_survives_the_short_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through ``z2a chaos``. With two ranks: four would import torch for half a minute more."""
+def test_a_job_survives_the_short_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One fault; ``.ci/long`` injects all. With two ranks: four would import torch for half a minute more."""
     monkeypatch.setattr(Scenario, "num_ranks", 2)
-    monkeypatch.setattr("zero2all.chaos.fault.NUM_RANKS", 2)
-    only = [word for fault in SHORT for word in ("--only", fault)]
-    done = CliRunner().invoke(app, ["chaos", "--out", str(tmp_path), *only, "--seed", "1", "--json"])
-    assert done.exit_code == 0, done.output
-    rows = [FaultResult(**row) for row in json.loads(done.stdout)["rows"]]
-    assert [row.fault for row in rows] == SHORT
-    for row in rows:
-        assert row.problems == [], render_table(rows)
-        assert row.skipped is None
-        assert row.recovered is not None
-        assert row.detected is not None
-    killed = rows[0]
-    assert killed.cost is not None, "its cost is itemised"
-    assert 0 < killed.cost["steps_again"] <= 4, "flash checkpoints are taken every 4 steps"
-    assert (tmp_path / "chaos.md").read_text() == render_table(rows) + "\n"
+    monkeypatch.setattr("tests.chaos.fault.NUM_RANKS", 2)
+    status = main(["--out", str(tmp_path), "--only", "kill a rank", "--seed", "1"])
+    table = capsys.readouterr().out
+    assert status == 0, table
+    detected_and_recovered = r"\d+\.\d \| \d+\.\d"
+    assert re.search(rf"\| kill a rank \| {detected_and_recovered} \| [1-4] \| 0 \| 0 \| survived \|", table), table
+    [report] = (tmp_path / "kill-a-rank").glob("**/failures/*.json")
+    cost = json.loads(report.read_text())["cost"]
+    assert 0 < cost["steps_again"] <= 4, "flash checkpoints are taken every 4 steps"
+    assert (tmp_path / "chaos.md").read_text() == table
 
 
 @pytest.mark.long
@@ -68,9 +62,23 @@ def test_every_injection_point_and_every_kind_of_failure_has_a_fault() -> None:
     assert {*get_args(FailureKind)} - reported == {"ended by the agent", "stopped", "wrong usage"}
 
 
-def test_an_unknown_fault_is_refused() -> None:
-    with pytest.raises(UsageError, match="no fault is called earthquake"):
-        run_suite(Path("nowhere"), only=["earthquake"])
+def test_an_unknown_fault_and_too_few_nodes_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--only", "earthquake"], "no fault is called earthquake"),
+        (["--simulate", "3"], "at least 4"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_problem_is_an_exit_status_of_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [FaultResult("a"), FaultResult("b", problems=["not every sample was seen exactly once"])]
+    monkeypatch.setattr("tests.chaos.__main__.run_suite", lambda *options: rows)
+    assert main(["--out", str(tmp_path)]) == 1
+    rows.pop()
+    assert main(["--out", str(tmp_path)]) == 0
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.chaos.simulated_nodes import simulation_unavailable_reason
-from zero2all.chaos.suite import run_suite
+from tests.chaos.simulated_nodes import simulation_unavailable_reason
+from tests.chaos.suite import run_suite
 
 PLANTED = Path(__file__).parent / "planted"
 needs_nodes = pytest.mark.skipif(simulation_unavailable_reason() is not None, reason="nodes cannot be simulated here")

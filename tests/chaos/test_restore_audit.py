@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero2all.chaos.random_histories import (
+from tests.chaos.random_histories import (
     ENDING_EVENTS,
     EVENTS,
     NUM_EVENTS,
     RANDOM_HISTORIES,
     draw_history,
 )
-from zero2all.chaos.restore_audit import (
+from tests.chaos.restore_audit import (
     RestoreMark,
     RestoreMarker,
     find_wrong_restores,

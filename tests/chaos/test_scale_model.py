@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
-from zero2all.chaos import scale_model
-from zero2all.chaos.scale_model import ScaleReport, render_report, simulate
+from tests.chaos import scale_model
+from tests.chaos.scale_model import ScaleReport, render_report, simulate
 from zero2all.elastic.rendezvous_protocol import HEARTBEAT_INTERVAL
 from zero2all.elastic.rendezvous_state import RendezvousSettings
 from zero2all.errors import UsageError

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import gone, marked
-from zero2all.chaos.simulated_nodes import (
+from tests.chaos.simulated_nodes import (
     NODE_TMPDIR,
     simulated_network,
     simulated_nodes,
     simulation_unavailable_reason,
 )
+from tests.processes import gone, marked
 
 pytestmark = pytest.mark.skipif(
     simulation_unavailable_reason() is not None,
@@ -59,7 +59,7 @@ SUITE = """
 import subprocess, sys
 from collections.abc import Callable
 from pathlib import Path
-from zero2all.chaos.simulated_nodes import NODE_TMPDIR, simulated_nodes
+from tests.chaos.simulated_nodes import NODE_TMPDIR, simulated_nodes
 with simulated_nodes(2) as (one, other):
     one.mount_small_disk(NODE_TMPDIR / "disk", "64k")
     subprocess.Popen(one.command("sleep", "1000"))
@@ -77,6 +77,7 @@ def test_nothing_is_left_of_nodes_whose_creator_was_killed(number: signal.Signal
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "Z2A_TEST_MARK": mark},
+        cwd=Path(__file__).parents[2],
     )
     assert suite.stdout is not None
     assert suite.stdout.readline() == b"ready\n"

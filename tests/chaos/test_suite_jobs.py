@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.chaos import suite
-from zero2all.chaos.fault import Fault
-from zero2all.chaos.scenario import Scenario
-from zero2all.chaos.suite import Baseline, run_suite
+from tests.chaos import suite
+from tests.chaos.fault import Fault
+from tests.chaos.scenario import Scenario
+from tests.chaos.suite import Baseline, run_suite
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import pytest
 from zero2all.charts.plot import COLOURS, Axis, Curve, Plot, log_ticks, round_ticks
 from zero2all.charts.svg import Bar, Span, bar_svg, gantt_svg, line_svg, sankey_svg
 from zero2all.charts.terminal import bar_text, column_lines, line_text, sparkline
+from zero2all.units import show_number
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +43,21 @@ def test_ticks_are_round() -> None:
 )
 def test_ticks_of_a_log_axis_are_powers_if_there_are_enough(low: float, high: float, ticks: list[float]) -> None:
     assert log_ticks(low, high) == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize(
+    ("number", "digits", "shown"),
+    [
+        (0.0003, 6, "0.0003"),
+        (65536, 6, "65536"),
+        (1.5e6, 6, "1.5M"),
+        (2e5, 6, "200K"),
+        (10400, 4, "10.4K"),
+        (0, 4, "0"),
+    ],
+)
+def test_numbers_of_an_axis_are_short(number: float, digits: int, shown: str) -> None:
+    assert show_number(number, digits) == shown
 
 
 def test_an_axis_places_values_between_its_ends() -> None:

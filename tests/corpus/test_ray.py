@@ -18,9 +18,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
 from tests.conftest import ENGLISH, write_raw
 from tests.corpus.test_resume import contents, recipe_for
-from zero2all.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
 from zero2all.corpus import build_corpus
 from zero2all.recipe import load_recipe
 

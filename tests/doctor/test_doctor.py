@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero2all.chaos.simulated_nodes import simulated_nodes, simulation_unavailable_reason
+from tests.chaos.simulated_nodes import simulated_nodes, simulation_unavailable_reason
 from zero2all.doctor.node_check import check_node
 from zero2all.doctor.pairs import (
     DeviceCheck,
@@ -49,13 +49,13 @@ def test_a_directory_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     disk = next(finding for finding in check_node(tmp_path / "file") if finding.what == "disk")
     assert disk.level == "bad"
-    assert disk.fix
+    assert disk.remedy
 
 
 def test_a_missing_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7")
     finding = next(finding for finding in check_node(tmp_path) if finding.what == "NCCL_SOCKET_IFNAME")
-    assert (finding.level, "ib7 is not here" in finding.text) == ("bad", True)
+    assert (finding.level, "ib7 is not here" in finding.why) == ("bad", True)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_a_bad_device_is_named(change: dict[str, object], level: str, words: str
     device_checks = {f"rank {number}": GOOD for number in range(3)} | {"rank 3": replace(GOOD, **change)}  # type: ignore[arg-type]
     wrong = [finding for finding in compare_devices(device_checks) if finding.level != "good"]
     assert [(finding.what, finding.level) for finding in wrong] == [("rank 3", level)]
-    assert words in wrong[0].text
-    assert wrong[0].fix
+    assert words in wrong[0].why
+    assert wrong[0].remedy
 
 
 def test_other_versions_are_named() -> None:
@@ -149,7 +149,7 @@ def test_in_a_real_network_the_slow_node_and_the_dead_link_are_named(
             login.command(sys.executable, "-m", "zero2all.cli", "rendezvous", "--listen", login.ip)
         )
         nodes[2].limit_bandwidth("2mbit")
-        nodes[0].blackhole_route_to(nodes[3])
+        nodes[0].run("ip", "route", "add", "blackhole", f"{nodes[3].ip}/32")
         words = ["launch", "--procs", "1", "--nodes", "4", "--rendezvous", f"{login.ip}:29500", "--restarts", "0"]
         logs = [open(tmp_path / f"{number}.txt", "w+") for number in range(4)]  # noqa: SIM115
         jobs = [

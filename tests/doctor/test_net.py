@@ -32,11 +32,13 @@ def test_a_missing_firewall_rule_is_one_line() -> None:
     broken = Unreachable("a", "10.0.0.1", "b", TARGET, "no answer")
     [finding] = direction_findings([Direction(0, 1, broken)], NAMES)
     assert finding.level == "bad"
-    assert (finding.what, finding.text) == ("a to b", "TCP 10.0.0.2:40000: no answer")
-    assert finding.fix.startswith("on node b allow TCP 32768-60999 from 10.0.0.1")
+    assert (finding.what, finding.why) == ("a to b", "TCP 10.0.0.2:40000: no answer")
+    assert finding.remedy.startswith("on node b allow TCP 32768-60999 from 10.0.0.1")
     mapped = Unreachable("a", "10.0.0.1", "b", Target("host", 30501, "store", "29501"), "refused", is_mapped=True)
     [finding] = direction_findings([Direction(0, 1, mapped)], NAMES)
-    assert finding.fix == "on node b allow TCP 29501 from 10.0.0.1, and check that the port map leads host:30501 to it"
+    assert (
+        finding.remedy == "on node b allow TCP 29501 from 10.0.0.1, and check that the port map leads host:30501 to it"
+    )
     hole = Unreachable("a", "10.0.0.1", "b", TARGET, LARGE_PACKETS_VANISH)
     assert "lower the MTU of both" in hole.fix, "a firewall rule would change nothing"
     overlay = Unreachable("a", "100.64.0.1", "b", TARGET, "no answer", overlay_endpoint="host:31820")
@@ -53,7 +55,7 @@ def test_a_slow_direction_is_noted() -> None:
 
 def test_different_mtus_are_noted_with_the_command() -> None:
     [finding] = mtu_findings([node("a", 1500), node("b", 9000)])
-    assert (finding.what, finding.fix) == ("MTU of b", "ip link set dev eth0 mtu 1500")
+    assert (finding.what, finding.remedy) == ("MTU of b", "ip link set dev eth0 mtu 1500")
     assert mtu_findings([node("a", 1500), node("b", 1500)]) == []
 
 
@@ -61,7 +63,7 @@ def test_gloo_is_proposed_where_tcp_works_and_nccl_does_not() -> None:
     measured = [PairMeasurement(0, 1, None), PairMeasurement(1, 0, None), PairMeasurement(0, 2, 0.1)]
     [finding] = nccl_findings(measured, [], NAMES)
     assert finding.what == "NCCL between a and b"
-    assert "--backend gloo" in finding.fix
+    assert "--backend gloo" in finding.remedy
     broken = Unreachable("a", "10.0.0.1", "b", TARGET, "no answer")
     assert nccl_findings(measured, [Direction(0, 1, broken)], NAMES) == [], "then the network is the cause"
 
@@ -72,13 +74,13 @@ def test_settings_for_infiniband() -> None:
 
     assert list(fabric_settings([], True)) == []
     [finding] = fabric_settings([card("mlx5_0", "InfiniBand", "ACTIVE"), card("mlx5_1", "InfiniBand", "DOWN")], True)
-    assert finding.text == "NCCL_IB_HCA=mlx5_0"
+    assert finding.why == "NCCL_IB_HCA=mlx5_0"
     [finding] = fabric_settings([card("mlx5_0", "Ethernet", "ACTIVE")], True)
-    assert finding.text == "NCCL_IB_HCA=mlx5_0 NCCL_IB_GID_INDEX=3"
+    assert finding.why == "NCCL_IB_HCA=mlx5_0 NCCL_IB_GID_INDEX=3"
     [finding] = fabric_settings([card("mlx5_0", "InfiniBand", "DOWN")], True)
-    assert finding.fix == "set NCCL_IB_DISABLE=1"
+    assert finding.remedy == "set NCCL_IB_DISABLE=1"
     [finding] = fabric_settings([card("mlx5_0", "InfiniBand", "ACTIVE")], False)
-    assert "/dev/infiniband" in finding.fix
+    assert "/dev/infiniband" in finding.remedy
 
 
 def test_a_node_that_says_nothing_is_named() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.simulated_nodes import SimulatedNetwork, simulated_network
 from tests.elastic.nat_network import load_rules, unavailable_reason
 from tests.elastic.test_nat import DROP, job
-from zero2all.chaos.simulated_nodes import SimulatedNetwork, simulated_network
 from zero2all.console import say
-from zero2all.doctor.findings import Finding
 from zero2all.doctor.reachability import LARGE_PACKETS_VANISH
+from zero2all.findings import Finding
 from zero2all.records import parse_record
 from zero2all.units import parse_bytes
 
@@ -57,7 +57,7 @@ def directions() -> set[str]:
 
 def rate_of(finding: Finding) -> float:
     """Bytes per second."""
-    return parse_bytes(finding.text.removesuffix("/s"))
+    return parse_bytes(finding.why.removesuffix("/s"))
 
 
 def test_all_directions_their_bandwidth_and_mtus_that_differ(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_all_directions_their_bandwidth_and_mtus_that_differ(tmp_path: Path) -> 
             assert rate == pytest.approx(SHAPED / 8, rel=0.2), what
         elif "2" not in what:  # what comes back from node 2 waits behind what it sends
             assert rate > SHAPED, what
-    assert found["MTU of 3"].text == "9000, where others have 1500"
-    assert found["MTU of 3"].fix == "ip link set dev cable mtu 1500"
+    assert found["MTU of 3"].why == "9000, where others have 1500"
+    assert found["MTU of 3"].remedy == "ip link set dev cable mtu 1500"
     assert [finding for finding in found.values() if finding.level == "bad"] == []
 
 
@@ -85,8 +85,8 @@ def test_a_blocked_port_is_named_with_its_rule_and_direction(tmp_path: Path) -> 
     found = checked(tmp_path, 1, prepare)
     [bad] = [finding for finding in found.values() if finding.level == "bad"]
     assert bad.what == "1 to 2"
-    assert re.match(r"TCP 10\.77\.0\.2:\d+: no answer: a firewall drops it", bad.text)
-    assert bad.fix.startswith("on node 2 allow TCP 32768-60999 from 10.77.0.1")
+    assert re.match(r"TCP 10\.77\.0\.2:\d+: no answer: a firewall drops it", bad.why)
+    assert bad.remedy.startswith("on node 2 allow TCP 32768-60999 from 10.77.0.1")
     assert directions() <= found.keys(), "the others, and the same pair the other way round, are measured"
 
 
@@ -98,9 +98,9 @@ def test_a_link_with_a_smaller_mtu_that_says_nothing_is_a_problem_of_the_mtu(tmp
     bad = {what: finding for what, finding in found.items() if finding.level == "bad"}
     assert bad.keys() == {"1 to 2", "3 to 2"}
     for finding in bad.values():
-        assert finding.text.endswith(LARGE_PACKETS_VANISH)
-        assert "lower the MTU of both" in finding.fix
-        assert "allow TCP" not in finding.fix
+        assert finding.why.endswith(LARGE_PACKETS_VANISH)
+        assert "lower the MTU of both" in finding.remedy
+        assert "allow TCP" not in finding.remedy
 
 
 NO_WIREGUARD = unavailable_reason("wg", "wireguard-go")
@@ -111,7 +111,7 @@ def test_the_overlay_is_measured_like_a_direct_link(tmp_path: Path, capsys: pyte
     for name, options, mtu in (("direct", [], 1500), ("overlay", ["--overlay", "wireguard"], 1420)):
         (tmp_path / name).mkdir()
         found = checked(tmp_path / name, 0, lambda network: None, *options, nodes=2)
-        assert f"MTU {mtu};" in found["1"].text
+        assert f"MTU {mtu};" in found["1"].why
         rates = [rate_of(found[what]) for what in ("1 to 2", "2 to 1")]
         assert min(rates) > 1e6
         with capsys.disabled():

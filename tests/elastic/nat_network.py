@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from zero2all.chaos.simulated_nodes import (
+from tests.chaos.simulated_nodes import (
     SimulatedNode,
     simulated_network,
     simulation_unavailable_reason,

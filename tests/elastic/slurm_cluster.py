@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero2all.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
+from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 # Without cgroups and accounting. A requeued job waits until its credential has expired, so that is soon.

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from zero2all.chaos.simulated_nodes import simulated_nodes, simulation_unavailable_reason
+from tests.chaos.simulated_nodes import simulated_nodes, simulation_unavailable_reason
 from zero2all.cli.main import app
 from zero2all.elastic.addresses import wait_for_name
 from zero2all.elastic.job_files import JobResources, indexed_job, pytorch_job, slurm_script, train_job

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes
+from tests.chaos.workspace import build_workspace, workspace_recipe
 from tests.elastic.nat_network import (
     HOST,
     INSIDE,
@@ -28,8 +30,6 @@ from tests.elastic.nat_network import (
     nat_network,
     unavailable_reason,
 )
-from zero2all.chaos.simulated_nodes import SimulatedNode, simulated_nodes
-from zero2all.chaos.workspace import build_workspace, workspace_recipe
 from zero2all.elastic.job_secret import new_secret
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.recipe import recipe_yaml

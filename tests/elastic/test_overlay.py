@@ -11,8 +11,8 @@ from ipaddress import ip_address, ip_network
 
 import pytest
 
+from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes
 from tests.elastic.nat_network import unavailable_reason
-from zero2all.chaos.simulated_nodes import SimulatedNode, simulated_nodes
 from zero2all.elastic.addresses import NodeAddress
 from zero2all.elastic.overlay import OverlayPeer, WireGuardOverlay, _refuse_same_addresses, overlay_address
 from zero2all.elastic.overlay_guard import CONTROL_SOCKETS

@@ -68,7 +68,7 @@ def test_every_checkpoint_is_evaluated_once(run: Path, suite: ProbeSuite, tmp_pa
     assert found["loss", NATS_PER_TOKEN, "zh"].steps == [1, 2, 3]
     assert found["bench", "arc_easy", ANSWER_BITS].steps == [1, 2, 3]
     assert found["probes", "small", "next"].steps == [1, 2, 3]
-    assert any("tokenizer of" in verdict for verdict in report.verdicts)
+    assert any("tokenizer of" in verdict.why for verdict in report.verdicts)
     assert all(path.read_bytes() == content for path, content in before.items())
     assert watch_run(str(run), options).evaluated == []
     more = WatchOptions(options.suites, data, ("arc_easy", "gsm8k"), 3)
@@ -157,12 +157,12 @@ def test_verdicts_say_what_the_curves_show() -> None:
         ],
         8000,
     )
-    assert found == [
-        "wiki: 1.90 nats per token, below 2 (tokenizer of 8,000 tokens)",
-        "the loss is past its unsteady phase: it fell in the last 3 evaluations",
-        "arc: at chance: look at the bits per byte of the right answer, which improves",
-        "lambada: above chance, centered accuracy 0.200 ± 0.050",
-        "probes english: 1 of 2 trend as expected",
+    assert list(map(str, found)) == [
+        "ok   wiki: 1.90 nats per token, below 2 (tokenizer of 8,000 tokens)",
+        "ok   loss: steady: it fell in the last 3 evaluations",
+        "note arc: at chance\n     look at the bits per byte of the right answer, which improves",
+        "ok   lambada: above chance, centered accuracy 0.200 ± 0.050",
+        "note probes english: 1 of 2 trend as expected",
     ]
     (unsteady,) = verdicts([curve("loss", BITS_PER_BYTE, "all", [2.0, 1.5, 1.6, 1.4])], 1)
-    assert unsteady == "the loss is unsteady: bits per byte rose by 0.1000 to step 2"
+    assert (unsteady.why, unsteady.step) == ("unsteady: bits per byte rose by 0.1000 to step 2", 2)

@@ -46,7 +46,7 @@ def test_what_does_not_fit_says_what_to_change() -> None:
         (["plan", "z2all-3m", "--net", "fast"], "is not a bandwidth such as 200Gbps"),
         (["plan", "z2all-3m", "--tokens", "many"], "--tokens: 'many' is not a count"),
         (["plan", "z2all-1.1b", "--gpus", "6", "parallel.tp=4"], "but there are 6"),
-        (["plan", "z2all-3m", "--search", "--svg", "x"], "leave out --search"),
+        (["plan", "z2all-3m", "--search", "--svg", "x"], "draws nothing"),
     ],
 )
 def test_mistakes(words: list[str], message: str) -> None:
@@ -83,3 +83,33 @@ def test_a_plan_that_takes_long_shows_progress(options: list[str], monkeypatch: 
     found = CliRunner().invoke(app, ["plan", "z2all-3m", "--gpus", "4", *options])
     assert found.exit_code == 0, found.output
     assert lines[-1].startswith("searching layouts: 100 %" if options else "planning: ")
+
+
+def test_several_numbers_of_gpus_are_compared(tmp_path: Path) -> None:
+    words = ["plan", "70b-1024", "--gpus", "1024,256,96,2048", "--svg", str(tmp_path)]
+    found = CliRunner().invoke(app, [*words, "--json"])
+    assert found.exit_code == 0, found.output
+    few, some, many, more = json.loads(found.stdout)["scaling"]
+    assert "there are 96" in few["problem"]
+    assert (some["gpus"], some["efficiency"]) == (256, 1.0)
+    assert many["memory"] <= some["memory"]
+    assert 1 > many["efficiency"] > more["efficiency"] > 0.5, "the same batch on more GPUs"
+    assert more["tokens_per_second"] > many["tokens_per_second"]
+    assert "linear" in (tmp_path / "scaling.svg").read_text()
+    [line] = [line for line in CliRunner().invoke(app, words).stdout.splitlines() if line.startswith("  1024")]
+    assert f"{many['efficiency']:.0%}" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "8,x"], "is not a number of GPUs"),
+        (["--gpus", "0"], "is not a number of GPUs"),
+        (["--gpus", "8,16", "--trace"], "--trace is for one plan"),
+        (["--gpus", "8,16", "--search"], "--search is for one number of GPUs"),
+    ],
+)
+def test_what_does_not_fit_several_numbers_of_gpus(words: list[str], message: str) -> None:
+    found = CliRunner().invoke(app, ["plan", "7b", *words])
+    assert found.exit_code == 2
+    assert message in found.output

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
+from zero2all.findings import Level
 from zero2all.io import read_record
 from zero2all.recipe import builtin_recipe_path
 from zero2all.track.health_checks import RULES, ReferenceCurve, check_health, reference_curve
+from zero2all.track.health_messages import CHINESE, ENGLISH, REMEDIES, health_finding
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 
@@ -116,14 +120,14 @@ def shares_the_cpu(rows: list[dict[str, float]]) -> None:
 )
 def test_each_rule_sees_its_own_fault_and_no_other(tmp_path: Path, change: Change, rule: str, step: int | None) -> None:
     found = [finding for finding in check_health(make_run(tmp_path, change), tmp_path) if finding.level != "good"]
-    assert [finding.rule for finding in found] == [rule]
+    assert [finding.what for finding in found] == [rule]
     assert step is None or found[0].step == step
-    assert found[0].text_zh != found[0].text
+    assert found[0].chinese
 
 
 def test_a_normal_run_is_reported_as_good(tmp_path: Path) -> None:
     findings = check_health(make_run(tmp_path, as_it_is), tmp_path)
-    assert [(finding.rule, finding.level) for finding in findings] == [("initial loss", "good")]
+    assert [(finding.what, finding.level) for finding in findings] == [("initial loss", "good")]
 
 
 def test_a_machine_that_was_busy_for_a_moment_or_has_a_gpu_is_not_reported(tmp_path: Path) -> None:
@@ -137,7 +141,7 @@ def test_a_machine_that_was_busy_for_a_moment_or_has_a_gpu_is_not_reported(tmp_p
 
     for name, change in (("moment", for_a_moment), ("gpu", with_a_gpu)):
         findings = check_health(make_run(tmp_path / name, change), tmp_path)
-        assert [finding.rule for finding in findings] == ["initial loss"]
+        assert [finding.what for finding in findings] == ["initial loss"]
 
 
 def test_a_reference_curve_has_a_loss_at_every_point(tmp_path: Path) -> None:
@@ -161,24 +165,38 @@ def test_against_a_reference_curve(tmp_path: Path) -> None:
         for row in rows[1:]:
             row["loss"] = 8.3 - 0.85 * (8.3 - row["loss"])
 
-    assert "good" in {finding.level for finding in check_health(good, tmp_path) if finding.rule == "reference"}
+    assert "good" in {finding.level for finding in check_health(good, tmp_path) if finding.what == "reference"}
     bad = [
-        finding for finding in check_health(make_run(tmp_path / "bad", worse), tmp_path) if finding.rule == "reference"
+        finding for finding in check_health(make_run(tmp_path / "bad", worse), tmp_path) if finding.what == "reference"
     ]
     assert [finding.level for finding in bad] == ["bad"]
     assert "above the reference" in bad[0].text
     other = replace(reference_curve(good), sources=["other text"])
     (tmp_path / "quickstart.json").write_text(json.dumps(asdict(other)))
-    assert not [finding for finding in check_health(good, tmp_path) if finding.rule == "reference"]
+    assert not [finding for finding in check_health(good, tmp_path) if finding.what == "reference"]
 
 
 def test_a_run_that_fell_silent(tmp_path: Path) -> None:
     run = make_run(tmp_path, as_it_is, begun=time.time() - 3600)
-    assert [finding.rule for finding in check_health(run, tmp_path) if finding.level == "bad"] == ["silence"]
+    assert [finding.what for finding in check_health(run, tmp_path) if finding.level == "bad"] == ["silence"]
 
 
 def test_every_rule_is_explained() -> None:
     assert all(rule.__doc__ for rule in RULES)
+
+
+def test_every_message_has_the_same_values_in_both_languages() -> None:
+    assert ENGLISH.keys() == CHINESE.keys()
+    assert ENGLISH.keys() >= REMEDIES.keys()
+    assert {key.partition(" ")[0] for key in ENGLISH} == set(get_args(Level))
+    for key, text in ENGLISH.items():
+        values = [set(re.findall(r"\{(\w+)", one)) for one in (text + REMEDIES.get(key, ""), CHINESE[key])]
+        assert values[0] == values[1], key
+
+
+def test_names_in_a_record_are_no_templates() -> None:
+    found = health_finding("bad dead source: missing", 7, name="loss/{step}")
+    assert (found.what, found.why, found.step) == ("dead source", "loss/{step}: no value since step 7", 7)
 
 
 def aligned(directory: Path, objective: str, change: Change) -> list[str]:
@@ -187,7 +205,7 @@ def aligned(directory: Path, objective: str, change: Change) -> list[str]:
     (directory / "recipe.yaml").write_text(f"name: aligned\ntrain: {{batch_tokens: 2048, objective: {objective}}}\n")
     run = RunView(LocalRunLocation(directory))
     run.refresh()
-    return [f"{finding.level} {finding.rule}" for finding in check_health(run) if finding.rule != "busy machine"]
+    return [f"{finding.level} {finding.what}" for finding in check_health(run) if finding.what != "busy machine"]
 
 
 def preference(first: float, chosen: float, rejected: float) -> Change:

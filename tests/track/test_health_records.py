@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from tests.track.make_records import FAULT_STEP, RECORDS
-from zero2all.track.health_checks import HealthFinding, check_health
+from zero2all.findings import Finding
+from zero2all.track.health_checks import check_health
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 
@@ -27,7 +28,7 @@ def stored(name: str) -> list[dict[str, Any]]:
 HEALTHY, FAULTY = stored("healthy"), stored("faulty")
 
 
-def replayed(run: dict[str, Any], directory: Path) -> Iterator[tuple[int, list[HealthFinding]]]:
+def replayed(run: dict[str, Any], directory: Path) -> Iterator[tuple[int, list[Finding]]]:
     """The findings of level bad after each line of the record, as a live page computes them, with the last step."""
     (directory / "recipe.yaml").write_text(yaml.safe_dump(run["recipe"]))
     (directory / "identity.json").write_text(json.dumps({"model": {"vocab_size": run["vocab_size"]}}))
@@ -40,7 +41,7 @@ def replayed(run: dict[str, Any], directory: Path) -> Iterator[tuple[int, list[H
             view.refresh()
             findings = check_health(view, directory)
             # The whole run is a few minutes ago at most, so that no prefix of it is silent for long.
-            yield line["step"], [one for one in findings if one.level == "bad" and one.rule != "silence"]
+            yield line["step"], [one for one in findings if one.level == "bad" and one.what != "silence"]
 
 
 @pytest.mark.parametrize("run", HEALTHY, ids=[run["run"] for run in HEALTHY])

@@ -123,7 +123,7 @@ def test_a_bad_line_is_counted_and_the_lines_after_it_are_read(tmp_path: Path, w
     [damage] = run.damage
     assert "record.jsonl: 1 line skipped" in damage
     assert str(len(b'{"event":"start","step":0,"steps":20,"time":0}\n' + steps(0, 10))) in damage
-    assert [finding.level for finding in check_health(run) if finding.rule == "damaged files"] == ["note"]
+    assert [finding.level for finding in check_health(run) if finding.what == "damaged files"] == ["note"]
     show_everything(run)
     assert list(read_steps(tmp_path / "a" / "record.jsonl")) == list(range(13))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import zero2all
 from zero2all.objectives import KTO_METRICS, PAIR_METRICS
+from zero2all.track.health_messages import ENGLISH
 from zero2all.track.run_view import END_EVENTS
 from zero2all.train.step_timer import PARTS
 from zero2all.train.throughput import UTILIZATION
@@ -115,8 +116,7 @@ def test_every_line_of_a_chart_has_a_label_in_both_languages() -> None:
 
 
 def test_titles_labels_events_and_findings_are_translated() -> None:
-    rules = calls(("HealthFinding",), "track/health_checks.py", "track/server.py")
-    rules |= {"truncated answers", "groups without spread", "sampler gap"}
+    rules = {key.partition(":")[0].partition(" ")[2] for key in ENGLISH}
     events = calls(("event", "on_event"), "train", "track", "elastic") | set(END_EVENTS)
     histograms = {"gradient norm by layer", "prompt"}
     words = {*TITLES.values(), *LABELS.values(), *rules, *events, *histograms}

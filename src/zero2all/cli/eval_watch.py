@@ -50,5 +50,5 @@ def eval_watch(
 
     suites = [load_suite(name) for name in suite or default_suites(Run.open(run))]
     report = watch_run(str(run), WatchOptions(tuple(suites), data, tuple(task or ()), limit), poll, once)
-    lines = [f"{len(report.evaluated)} checkpoints evaluated", *report.verdicts]
+    lines = [f"{len(report.evaluated)} checkpoints evaluated", *map(str, report.verdicts)]
     return Result(report, "\n".join(lines))

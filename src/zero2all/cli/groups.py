@@ -12,7 +12,7 @@ PANELS = {
     "Train": ("quickstart", "recipe", "model", "plan", "train", "tune", "sweep", "ladder"),
     "Runs": ("watch", "report", "compare", "blame", "goodput", "ckpt", "generate", "chat", "serve", "export"),
     "Cluster": ("launch", "rendezvous", "doctor"),
-    "Measure": ("eval", "profile", "bench", "chaos"),
+    "Measure": ("eval", "profile", "bench"),
 }
 
 

@@ -12,7 +12,6 @@ import typer
 from zero2all import __version__
 from zero2all.cli import (
     bench,
-    chaos,
     chat,
     ckpt,
     corpus,
@@ -63,7 +62,6 @@ app.add_typer(ckpt.app, name="ckpt")
 app.command("profile")(profile.profile)
 app.command("goodput")(runs.goodput)
 app.command("doctor")(doctor.doctor)
-app.command("chaos")(chaos.chaos)
 app.command("compare")(experiments.compare)
 app.add_typer(eval_command.app, name="eval")
 app.command("generate")(generate.generate)

@@ -36,7 +36,7 @@ class PlanDetails:
 def plan(
     recipe: RecipeOrPreset,
     overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs.")] = 8,
+    gpus: Annotated[str, typer.Option("--gpus", help="Number of GPUs, or several such as 8,64,512 to compare.")] = "8",
     gpu: Annotated[
         str,
         typer.Option("--gpu", help="Kind of GPU, such as h100 or a800-80g, or a file of 'z2a doctor --calibrate'."),
@@ -76,14 +76,18 @@ def plan(
     Example: z2a plan recipes/70b-1024.yaml --gpus 1024 --gpu h100 --price 2.1
     """
     with progress("planning", delay=PROGRESS_DELAY) as task:  # from here on, since the imports take seconds too
-        loaded, cluster = _load(recipe, overrides or [], gpu, gpus, net, per_node)
-        if not search:
-            count = None if tokens is None else _count(tokens)
-            return _plan(loaded, cluster, count, price, PlanDetails(layers, trace, svg, against))
-        for option, value in (("--layers", layers), ("--trace", trace), ("--svg", svg), ("--against", against)):
+        counts, length = _gpu_counts(gpus), None if tokens is None else _count(tokens)
+        loaded, clusters = _load(recipe, overrides or [], gpu, counts, net, per_node)
+        if not search and len(clusters) == 1:
+            return _plan(loaded, clusters[0], length, price, PlanDetails(layers, trace, svg, against))
+        for option, value in (("--layers", layers), ("--trace", trace), ("--against", against)):
             if value:
-                raise UsageError(f"{option} is for one plan: leave out --search, and give the overrides that it found")
-        return _search(loaded, cluster, task)
+                raise UsageError(f"{option} is for one plan: give one number of GPUs, and no --search")
+        if not search:
+            return _scale(loaded, clusters, length, price, svg)
+        if svg is not None or len(clusters) > 1:
+            raise UsageError("--search is for one number of GPUs, and draws nothing")
+        return _search(loaded, clusters[0], task)
 
 
 def _search(recipe: Recipe, cluster: Cluster, task: ProgressTask) -> Result:
@@ -94,6 +98,29 @@ def _search(recipe: Recipe, cluster: Cluster, task: ProgressTask) -> Result:
     if not found.best:
         raise UsageError(f"no layout fits: use more GPUs or a shorter train.seq_len\n{search_text(found)}")
     return Result(found, search_text(found))
+
+
+def _scale(
+    recipe: Recipe, clusters: list[Cluster], tokens: int | None, price: float | None, svg: Path | None
+) -> Result:
+    from zero2all.charts.svg import line_svg
+    from zero2all.planner.plan import Plan, plan_run
+    from zero2all.planner.scaling import scaling_plot, scaling_rows, scaling_text
+    from zero2all.train.hyperparameters import with_hyperparameters
+    from zero2all.train.micro_batch import estimate_micro_batch
+
+    def planned(cluster: Cluster) -> Plan | UsageError:
+        try:
+            chosen = estimate_micro_batch(recipe, cluster.gpus, cluster.gpu.memory)
+            return plan_run(with_hyperparameters(recipe, chosen), cluster, tokens, price)
+        except UsageError as error:
+            return error
+
+    rows = scaling_rows((cluster.gpus, planned(cluster)) for cluster in clusters)
+    if svg is not None and not all(row.problem for row in rows):
+        svg.mkdir(parents=True, exist_ok=True)
+        (svg / "scaling.svg").write_text(line_svg(scaling_plot(rows)), encoding="utf-8")
+    return Result({"scaling": rows}, scaling_text(rows, clusters[0].gpu.memory))
 
 
 def _plan(recipe: Recipe, cluster: Cluster, tokens: int | None, price: float | None, wanted: PlanDetails) -> Result:
@@ -126,8 +153,8 @@ def _plan(recipe: Recipe, cluster: Cluster, tokens: int | None, price: float | N
 
 
 def _load(
-    recipe: str, overrides: list[str], gpu: str, gpus: int, net: str | None, per_node: int | None
-) -> tuple[Recipe, Cluster]:
+    recipe: str, overrides: list[str], gpu: str, counts: list[int], net: str | None, per_node: int | None
+) -> tuple[Recipe, list[Cluster]]:
     from zero2all.model.cost.named_gpu import with_precision_of
     from zero2all.planner.calibrated import check_links, find_entry
     from zero2all.planner.cluster import Cluster
@@ -137,9 +164,18 @@ def _load(
     batch = PRESET_BATCH if recipe in PRESETS else ()
     loaded = fill_hyperparameters(load_recipe_or_preset(recipe, [*batch, *overrides]))
     entry, bandwidth = find_entry(gpu), None if net is None else parse_bandwidth(net)
-    cluster = Cluster.of(entry, gpus, bandwidth, per_node)
-    check_links(entry, cluster, bandwidth is not None)
-    return with_precision_of(loaded, cluster.gpu), cluster
+    clusters = [Cluster.of(entry, gpus, bandwidth, per_node) for gpus in counts]
+    for cluster in clusters:
+        check_links(entry, cluster, bandwidth is not None)
+    return with_precision_of(loaded, clusters[0].gpu), clusters
+
+
+def _gpu_counts(text: str) -> list[int]:
+    """``8,64`` -> 8 and 64."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and 0 < int(word) < 10**7 for word in words):
+        raise UsageError(f"--gpus: {text!r} is not a number of GPUs, nor several such as 8,64,512")
+    return sorted({int(word) for word in words})
 
 
 def _pictured(micro_batches: int | str) -> int:

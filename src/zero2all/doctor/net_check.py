@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
 
-from zero2all.doctor.findings import Finding, finding_if
 from zero2all.doctor.network_check import exchange_through_store
 from zero2all.doctor.pairs import PairMeasurement, bad_pairs, round_robin_rounds
 from zero2all.doctor.reachability import (
@@ -27,6 +26,7 @@ from zero2all.doctor.reachability import (
     probe,
 )
 from zero2all.doctor.topology import Nic, read_nics
+from zero2all.findings import Finding, finding_if
 from zero2all.network import interface_addresses, interface_for_address, interface_mtu, source_address
 from zero2all.records import parse_record
 from zero2all.torch_private import Store

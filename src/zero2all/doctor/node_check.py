@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from zero2all import __version__
-from zero2all.doctor.findings import Finding, finding_if
 from zero2all.doctor.pairs import DeviceCheck
+from zero2all.findings import Finding, finding_if
 from zero2all.hardware import device_name
 from zero2all.units import show_bytes
 

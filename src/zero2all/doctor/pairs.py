@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero2all.doctor.findings import Finding
+from zero2all.findings import Finding
 
 MIN_ROUNDS, MAX_ROUNDS = 2, 5
 PAIR_TIMEOUT = 6.0  # seconds for a pair to do what takes milliseconds

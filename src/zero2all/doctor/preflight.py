@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from zero2all.doctor.findings import Finding
 from zero2all.doctor.net_check import NetCheck, check_own_network
 from zero2all.doctor.network_check import exchange_through_store, measure_pairs
 from zero2all.doctor.node_check import check_device, check_node, library_versions
 from zero2all.doctor.pairs import DeviceCheck, PairMeasurement, diagnose_pairs
 from zero2all.doctor.reachability import Target
 from zero2all.doctor.topology_check import binding_findings, check_binding, check_topology
+from zero2all.findings import Finding
 from zero2all.hardware import MPS, pick_device
 from zero2all.records import parse_record
 from zero2all.torch_private import Store

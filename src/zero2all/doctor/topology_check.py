@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zero2all.doctor.findings import Finding, finding_if
 from zero2all.doctor.topology import LINKS, GpuPlace, SmiTopology, Topology, read_topology
+from zero2all.findings import Finding, finding_if
 from zero2all.hardware import gpu_pci_addresses
 from zero2all.numa import rank_binding, show_cpu_list
 from zero2all.units import show_bytes
@@ -126,4 +126,4 @@ def check_binding() -> Finding | None:
 
 def binding_findings(by_rank: Iterable[tuple[str, Finding | None]]) -> list[Finding]:
     """Of all ranks, by name."""
-    return [Finding(one.level, f"{name}, {one.what}", one.text, one.fix) for name, one in by_rank if one is not None]
+    return [Finding(one.level, f"{name}, {one.what}", one.why, one.remedy) for name, one in by_rank if one is not None]

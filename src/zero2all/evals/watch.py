@@ -19,6 +19,7 @@ from zero2all.evals.probe_suite import ProbeSuite
 from zero2all.evals.probes import evaluate_suite, probe_lines
 from zero2all.evals.target import EvalTarget, TargetLocation, find_target
 from zero2all.evals.verdicts import verdicts
+from zero2all.findings import Finding
 from zero2all.io import MANIFEST
 from zero2all.track.eval_record import append_evals
 from zero2all.track.run_locations import LocalRunLocation
@@ -53,7 +54,7 @@ class WatchReport:
     """Steps of the checkpoints."""
     failed: dict[int, str]
     """Checkpoints that could not be evaluated, and why."""
-    verdicts: list[str]
+    verdicts: list[Finding]
 
 
 def watch_run(
@@ -131,7 +132,7 @@ def _evaluate(location: TargetLocation, options: WatchOptions, missing: set[Part
         append_evals(directory, bench_lines(step, report.results))
 
 
-def _verdicts(run: Run) -> list[str]:
+def _verdicts(run: Run) -> list[Finding]:
     view = RunView(LocalRunLocation(run.directory))
     view.read_to_end()
     return verdicts(view.eval_curves(), run.tokenizer().vocab_size)
@@ -139,4 +140,4 @@ def _verdicts(run: Run) -> list[str]:
 
 def _say_verdicts(run: Run) -> None:
     for verdict in _verdicts(run):
-        say(f"  {verdict}")
+        say(str(verdict))

@@ -12,6 +12,7 @@ from zero2all.charts.plot import Curve, Plot
 from zero2all.charts.svg import line_svg
 from zero2all.errors import UsageError
 from zero2all.evals.verdicts import verdicts
+from zero2all.findings import Finding
 from zero2all.track.eval_record import EvalCurve
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
@@ -29,7 +30,7 @@ class RunEvals:
 
     name: str
     curves: list[EvalCurve]
-    verdicts: list[str]
+    verdicts: list[Finding]
 
 
 def read_evals(targets: Sequence[str]) -> list[RunEvals]:
@@ -55,12 +56,8 @@ def report_markdown(runs: Sequence[RunEvals]) -> str:
             parts += [f"## {title}", "", *_table(runs, keys), ""]
     for run in runs:
         if run.verdicts:
-            parts += [
-                f"## What it says: {_cell(run.name)}",
-                "",
-                *(f"- {_cell(verdict)}" for verdict in run.verdicts),
-                "",
-            ]
+            items = [f"- {_cell(f'{verdict.what}: {verdict.text}')}" for verdict in run.verdicts]
+            parts += [f"## What it says: {_cell(run.name)}", "", *items, ""]
     parts.append("Newest checkpoint, and the first one in brackets.")
     parts.append(f"* trend in the better direction, p < {SIGNIFICANT} after Holm's correction")
     return "\n".join(parts) + "\n"
@@ -70,7 +67,7 @@ def report_html(runs: Sequence[RunEvals]) -> str:
     """The same with a plot of each metric over the checkpoints; one file, no script, nothing loaded from elsewhere."""
     parts = ["<h1>Evaluation</h1>"]
     for run in runs:
-        items = "".join(f"<li>{escape(verdict)}</li>" for verdict in run.verdicts)
+        items = "".join(f"<li>{escape(f'{verdict.what}: {verdict.text}')}</li>" for verdict in run.verdicts)
         parts.append(f"<h2>{escape(run.name)}</h2><ul>{items}</ul>")
     for kind, title in KINDS.items():
         keys = [key for key in _keys(runs) if key[0] == kind]

@@ -163,5 +163,5 @@ def search_text(result: SearchResult) -> str:
         ]
     lines += ["why the others fail:"] if result.rejected else []
     lines += [f"  {count:>6,}  {reason}" for reason, count in result.rejected.items()]
-    lines += [f"tip: {tip}" for tip in result.tips]
+    lines += map(str, result.tips)
     return "\n".join(lines)

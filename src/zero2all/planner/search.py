@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from zero2all.checkpoint.checkpoint_interval import DAY
 from zero2all.console import ProgressTask
 from zero2all.errors import UsageError
+from zero2all.findings import Finding
 from zero2all.model.cost.named_gpu import with_precision_of
 from zero2all.parallel.batch_split import split_batch
 from zero2all.parallel.mesh import ParallelDims
@@ -56,7 +57,7 @@ class SearchResult:
     tried: int
     rejected: dict[str, int]
     """How many layouts were tried and not taken, by reason."""
-    tips: list[str]
+    tips: list[Finding]
 
 
 def search_layouts(recipe: Recipe, cluster: Cluster, keep: int = 10, task: ProgressTask | None = None) -> SearchResult:
@@ -234,15 +235,16 @@ def _overrides(layout: Layout, own: ParallelRecipe) -> list[str]:
     return [*keys, f"train.micro_batch_tokens={layout.batch.samples * layout.seq_len}"]
 
 
-def _float8_tip(workload: Workload, cluster: Cluster, layout: Layout, step: StepTime) -> list[str]:
+def _float8_tip(workload: Workload, cluster: Cluster, layout: Layout, step: StepTime) -> list[Finding]:
     """What float8 would gain. It is not searched, because it changes what is learned."""
     if workload.float8 or cluster.gpu.fp8_flops is None or not workload.half:
         return []
     faster = plan_step(replace(workload, float8=True), layout, cluster).expected
-    return [f"train.float8 would make the first layout {step.expected / faster:.2f} times as fast; its results differ"]
+    gain = f"it would make the first layout {step.expected / faster:.2f} times as fast; its results differ"
+    return [Finding("note", "train.float8", gain)]
 
 
-def layout_tips(workload: Workload, cluster: Cluster, layout: Layout, step: StepTime) -> list[str]:
+def layout_tips(workload: Workload, cluster: Cluster, layout: Layout, step: StepTime) -> list[Finding]:
     """Rules of thumb that apply to a layout, each with its reason."""
     dims, gpu = layout.dims, cluster.gpu
     links = (
@@ -251,28 +253,29 @@ def layout_tips(workload: Workload, cluster: Cluster, layout: Layout, step: Step
     gathered = max((one.seconds for one in step.traffic if one.dimension == "dp_shard"), default=0.0)
     days = TOKENS_PER_PARAMETER * workload.parts.total * workload.flops.model / (gpu.flops * 0.4) / DAY
     rules = {
-        f"tp stays inside a node, because its collectives cannot be hidden: {links} for each GPU": dims.tp > 1,
+        f"tp: stays inside a node, because its collectives cannot be hidden: {links} for each GPU": dims.tp > 1,
         "no tp: it makes every product smaller and waits for collectives; it pays if memory or batch require it": (
             dims.tp == 1 and dims.world_size > 1
         ),
-        f"the bubble is {step.bubble:.1%} of a step: more micro-batches or an interleaved schedule make it smaller": (
+        f"bubble: {step.bubble:.1%} of a step; more micro-batches or an interleaved schedule make it smaller": (
             dims.pp > 1
         ),
-        "replicas (HSDP) keep the all-gathers of weights in smaller groups with faster links": dims.dp_replicate > 1,
-        "ZeRO-1 reduces gradients once a step; ZeRO-2 and 3 do so with every micro-batch": (
+        "replicas: HSDP keeps the all-gathers of weights in smaller groups with faster links": dims.dp_replicate > 1,
+        "ZeRO-1: it reduces gradients once a step; ZeRO-2 and 3 do so with every micro-batch": (
             layout.uses_fsdp and layout.accumulates and zero_stage(layout.parallel) == 1
         ),
-        "no recomputation, because memory is enough: it would cost up to a third more FLOPs": (
+        "no recomputation: memory is enough, and it would cost up to a third more FLOPs": (
             layout.parallel.activation_checkpointing == "none"
         ),
-        "collectives of dp_shard take longer than the computation: raise train.micro_batch_tokens": (
+        "dp_shard: its collectives take longer than the computation; raise train.micro_batch_tokens": (
             gathered > step.compute
         ),
-        f"20 tokens a parameter are {days:,.0f} GPU-days at 40 % MFU: a thousand GPUs pay from 8,192 on": (
+        f"GPUs: 20 tokens a parameter are {days:,.0f} GPU-days at 40% MFU: a thousand GPUs pay from 8,192 on": (
             days < 8192 <= 8 * cluster.gpus
         ),
     }
-    return [text for text, applies in rules.items() if applies]
+    parted = [text.partition(": ") for text, applies in rules.items() if applies]
+    return [Finding("note", what, why) for what, _, why in parted]
 
 
 def cheapest_changes(recipe: Recipe, cluster: Cluster, count: int = 3) -> list[str]:

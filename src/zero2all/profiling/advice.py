@@ -1,24 +1,17 @@
-"""What a profile suggests: one function for each rule, the most important first."""
+"""What a profile suggests, the most important first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from zero2all.findings import Finding
 from zero2all.recipe import Recipe
 from zero2all.train.step_timer import PARTS, Part, StepTime
 
 MAX_SUGGESTIONS = 3
 SLOW_RANK = 1.15  # times the work of the median of the others
-DATA_SHARE, COMMUNICATION_SHARE, OPTIMIZER_SHARE, LOSS_SHARE, LOGGING_SHARE, OTHER_SHARE = (
-    0.05,
-    0.2,
-    0.2,
-    0.3,
-    0.05,
-    0.15,
-)
 
 
 @dataclass(frozen=True)
@@ -42,10 +35,9 @@ def mean_time(times: Sequence[StepTime]) -> StepTime:
     return StepTime(sum(parts.values()), parts)
 
 
-def suggest(times: RankTimes, recipe: Recipe) -> list[str]:
-    """At most three suggestions; none if no part stands out."""
-    found = [text for rule in RULES for text in rule(times, recipe)]
-    return found[:MAX_SUGGESTIONS]
+def suggest(times: RankTimes, recipe: Recipe) -> list[Finding]:
+    """At most three suggestions, the most important first; none if no part stands out."""
+    return [*_one_rank(times, recipe), *_parts(times, recipe)][:MAX_SUGGESTIONS]
 
 
 def slow_rank(times: RankTimes) -> int | None:
@@ -58,72 +50,61 @@ def slow_rank(times: RankTimes) -> int | None:
     return slowest if work[slowest] > SLOW_RANK * others else None
 
 
-def _one_rank(times: RankTimes, recipe: Recipe) -> Iterator[str]:
+def _one_rank(times: RankTimes, recipe: Recipe) -> Iterator[Finding]:
     rank = slow_rank(times)
     if rank is None or recipe.parallel.pp > 1:  # stages of a pipeline differ by design
         return
     own, others = times.ranks[rank], mean_time([each for at, each in enumerate(times.ranks) if at != rank])
     parts = [part for part in PARTS if part != "communication"]
     part = max(parts, key=lambda part: own.parts[part] - others.parts[part])
-    yield (
-        f"rank {rank} is slow, and the others wait for it: {part} takes {1000 * own.parts[part]:.1f} ms there and "
-        f"{1000 * others.parts[part]:.1f} ms elsewhere: check that machine with 'z2a doctor', and what else runs on it"
+    yield Finding(
+        "note",
+        f"rank {rank}",
+        f"slow, and the others wait for it: {part} takes {1000 * own.parts[part]:.1f} ms there and "
+        f"{1000 * others.parts[part]:.1f} ms elsewhere",
+        "check that machine with 'z2a doctor', and what else runs on it",
     )
 
 
-def _data(times: RankTimes, recipe: Recipe) -> Iterator[str]:
-    if (share := times.share("data")) >= DATA_SHARE:
-        yield (
-            f"{share:.0%} of the step is waiting for data: the loader is slower than the model: put the tokens on a "
-            "local disk (tokens.dir), and check that other programs leave it a core"
-        )
+PARTS_THAT_STAND_OUT: dict[Part, tuple[float, str, str]] = {
+    "data": (
+        0.05,
+        "waiting for data: the loader is slower than the model",
+        "put the tokens on a local disk (tokens.dir), and check that other programs leave it a core",
+    ),
+    "communication": (0.2, "exposed communication", ""),
+    "optimizer": (0.2, "the optimizer, for a batch of any size", "a larger train.batch_tokens makes it rarer"),
+    "logging": (0.05, "logging", "raise track.log_every and track.layer_norms_every"),
+    "loss": (
+        0.3,
+        "output head and loss: the vocabulary is large for this model",
+        "a smaller tokenizer.vocab_size, or more layers",
+    ),
+    "other": (
+        0.15,
+        "in no named part: steps are too short for the host",
+        "use larger micro-batches (train.micro_batch_tokens) or train.compile=true, and look at trace.json",
+    ),
+}
+"""The share of a step from which on they do, why, and what to do."""
 
 
-def _communication(times: RankTimes, recipe: Recipe) -> Iterator[str]:
-    share, parallel = times.share("communication"), recipe.parallel
-    if share < COMMUNICATION_SHARE or slow_rank(times) is not None:  # who waits for a slow rank need not change layout
-        return
-    begin = f"{share:.0%} of the step is exposed communication: "
+def _parts(times: RankTimes, recipe: Recipe) -> Iterator[Finding]:
+    for part, (limit, why, remedy) in PARTS_THAT_STAND_OUT.items():
+        if part == "communication" and slow_rank(times) is not None:  # who waits for it need not change the layout
+            continue
+        if (share := times.share(part)) >= limit:
+            yield Finding("note", part, f"{share:.0%} of the step is {why}", remedy or _layout_remedy(times, recipe))
+
+
+def _layout_remedy(times: RankTimes, recipe: Recipe) -> str:
+    parallel = recipe.parallel
     if parallel.pp > 1:
-        yield begin + "most of it is the bubble of the pipeline: use more micro-batches (train.micro_batch_tokens)"
-    elif parallel.tp > 1:
-        yield begin + "keep the ranks of parallel.tp inside a node, or lower parallel.tp in favour of FSDP"
-    elif parallel.dp_replicate == len(times.ranks):
-        yield begin + "gradients are all-reduced once a step: a larger train.batch_tokens makes that rarer"
-    elif parallel.reshard_after_forward != "never":
-        yield begin + "try parallel.reshard_after_forward=never, which gathers weights once, if memory allows"
-    else:
-        yield begin + "try larger micro-batches (train.micro_batch_tokens), or parallel.gradient_sync=last"
-
-
-def _optimizer(times: RankTimes, recipe: Recipe) -> Iterator[str]:
-    if (share := times.share("optimizer")) >= OPTIMIZER_SHARE:
-        yield (
-            f"{share:.0%} of the step is the optimizer ({recipe.train.optimizer.name}): its cost does not depend on "
-            "the batch, so a larger train.batch_tokens makes it rarer"
-        )
-
-
-def _loss(times: RankTimes, recipe: Recipe) -> Iterator[str]:
-    if (share := times.share("loss")) >= LOSS_SHARE:
-        yield (
-            f"{share:.0%} of the step is output head and loss: the vocabulary is large for this model: a smaller "
-            "tokenizer.vocab_size, or more layers"
-        )
-
-
-def _logging(times: RankTimes, recipe: Recipe) -> Iterator[str]:
-    if (share := times.share("logging")) >= LOGGING_SHARE:
-        yield f"{share:.0%} of the step is logging: raise track.log_every and track.layer_norms_every"
-
-
-def _other(times: RankTimes, recipe: Recipe) -> Iterator[str]:
-    if (share := times.share("other")) >= OTHER_SHARE:
-        yield (
-            f"{share:.0%} of the step is in no named part: steps are too short for the host: use larger micro-batches "
-            "(train.micro_batch_tokens) or train.compile=true, and look at trace.json"
-        )
-
-
-Rule = Callable[[RankTimes, Recipe], Iterator[str]]
-RULES: tuple[Rule, ...] = (_one_rank, _data, _communication, _optimizer, _logging, _loss, _other)
+        return "most of it is the bubble of the pipeline: use more micro-batches (train.micro_batch_tokens)"
+    if parallel.tp > 1:
+        return "keep the ranks of parallel.tp inside a node, or lower parallel.tp in favour of FSDP"
+    if parallel.dp_replicate == len(times.ranks):
+        return "gradients are all-reduced once a step: a larger train.batch_tokens makes that rarer"
+    if parallel.reshard_after_forward != "never":
+        return "try parallel.reshard_after_forward=never, which gathers weights once, if memory allows"
+    return "try larger micro-batches (train.micro_batch_tokens), or parallel.gradient_sync=last"

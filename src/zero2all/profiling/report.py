@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zero2all.charts.terminal import bar_text
+from zero2all.findings import Finding
 from zero2all.profiling.advice import RankTimes
 from zero2all.profiling.memory import MemoryPeak
 from zero2all.profiling.operators import Operator
@@ -39,7 +40,7 @@ class Profile:
     """Of rank 0, the slowest first."""
     memory: MemoryPeak
     """Of rank 0."""
-    suggestions: list[str]
+    suggestions: list[Finding]
     trace: str
 
 
@@ -105,5 +106,5 @@ def _suggestions(profile: Profile) -> Iterator[str]:
     if not profile.suggestions:
         compute = profile.shares["forward"] + profile.shares["loss"] + profile.shares["backward"]
         yield f"no part stands out: {compute:.0%} of the step is forward, loss and backward"
-    yield from (f"- {text}" for text in profile.suggestions)
+    yield from map(str, profile.suggestions)
     yield f"trace, operators and memory timeline: {profile.directory}"

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from zero2all.console import sanitize
+from zero2all.findings import Finding, Level
 from zero2all.track.goodput import GoodputReport, count_restarts
-from zero2all.track.health_checks import HealthFinding, Level
 from zero2all.track.run_view import RunStatus, RunView
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -114,7 +114,7 @@ FAMILIES = (
 
 
 def run_series(
-    run: RunView, status: RunStatus, findings: Sequence[HealthFinding] = (), goodput: GoodputReport | None = None
+    run: RunView, status: RunStatus, findings: Sequence[Finding] = (), goodput: GoodputReport | None = None
 ) -> RunSeries:
     """The samples of a run. Without a ``goodput`` report the ratio is estimated, and lost seconds are left out."""
     latest = {rank: reader.latest_values() for rank, reader in sorted(run.readers.items())}
@@ -184,7 +184,7 @@ def _goodput_samples(run: RunView, status: RunStatus, report: GoodputReport | No
         yield from (Sample(LOST_SECONDS, seconds, (cause,)) for cause, seconds in report.lost.items())
 
 
-def _finding_samples(findings: Sequence[HealthFinding]) -> Iterator[Sample]:
+def _finding_samples(findings: Sequence[Finding]) -> Iterator[Sample]:
     """Also of levels without a finding: an alert needs the 0."""
     counts = Counter(finding.level for finding in findings)
     return (Sample(FINDINGS, counts[level], (level,)) for level in get_args(Level))

@@ -32,10 +32,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zero2all.errors import Z2aError
+from zero2all.findings import Finding, PageFinding, page_finding
 from zero2all.track.eval_record import EvalCurve
 from zero2all.track.experiment_record import find_experiments
 from zero2all.track.goodput import GoodputReader
-from zero2all.track.health_checks import HealthFinding, check_health
+from zero2all.track.health_checks import check_health
 from zero2all.track.http_connections import ConnectionLimits, QuietDisconnects
 from zero2all.track.prometheus import CONTENT_TYPE, RunSeries, exposition, run_series, unreadable_run
 from zero2all.track.record_lines import EventLine, LoggedLine, RecordLine, line_to_json, restart_step
@@ -81,7 +82,7 @@ class RunSummary:
     samples: dict[str, list[int]]
     """Steps by name."""
     histograms: dict[str, list[int]]
-    verdicts: list[HealthFinding]
+    verdicts: list[PageFinding]
     batch_tokens: int | None
     directory: str | None
     evals: list[EvalCurve]
@@ -93,7 +94,7 @@ class RunUpdate:
 
     names: list[str]
     status: RunStatus
-    verdicts: list[HealthFinding]
+    verdicts: list[PageFinding]
     ranks: bool
     """Whether there are records of several ranks."""
     lines: list[RecordLine]
@@ -145,7 +146,7 @@ class LiveRun:
         """With ``read`` False, the first refresh reads it. ``budget`` is shared by all runs of a page."""
         self._budget = budget or CheckBudget()
         self.run, self.lock, self.version = run, threading.Lock(), 0
-        self._findings: list[HealthFinding] = []
+        self._findings: list[Finding] = []
         self._last_health_check, self._failed = -math.inf, False
         self._changed_since_check, self._last_change = True, time.monotonic()
         self._summary: RunSummary | None = None
@@ -434,14 +435,14 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
     )
 
 
-def summarize_run(run: RunView, findings: list[HealthFinding]) -> RunSummary:
+def summarize_run(run: RunView, findings: list[Finding]) -> RunSummary:
     return RunSummary(
         names=run.names,
         status=run.status(),
         events=run.events,
         samples=run.logged_steps(),
         histograms=run.logged_steps("histogram"),
-        verdicts=findings,
+        verdicts=[page_finding(finding) for finding in findings],
         batch_tokens=run.metadata.batch_tokens,
         directory=str(run.location.directory) if isinstance(run.location, LocalRunLocation) else None,
         evals=run.eval_curves(),

@@ -17,13 +17,13 @@ from rich.text import Text
 from zero2all.charts.plot import Curve, Plot
 from zero2all.charts.terminal import LABEL_WIDTH, line_text
 from zero2all.console import sanitize
-from zero2all.track.health_checks import HealthFinding, check_health
+from zero2all.findings import COLOURS, Finding
+from zero2all.track.health_checks import check_health
 from zero2all.track.record_reader import MetricTable
 from zero2all.track.run_view import RunStatus, RunView, error_message
 from zero2all.track.step_text import step_line
 from zero2all.units import show_count
 
-COLOURS = {"good": "green", "note": "yellow", "bad": "red"}
 PLOTTED_METRICS = ("loss", "lr", "grad_norm", "tokens_per_second")
 REFRESH_SECONDS = 1.0
 HEALTH_CHECK_SECONDS = 5.0
@@ -33,7 +33,7 @@ HEALTH_CHECK_SECONDS = 5.0
 class CheckedStatus(RunStatus):
     """What ``--once --json`` prints for a run."""
 
-    verdicts: list[HealthFinding] = field(default_factory=list)
+    verdicts: list[Finding] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FailedStatus:
 
     name: str
     trouble: str
-    verdicts: list[HealthFinding] = field(default_factory=list)
+    verdicts: list[Finding] = field(default_factory=list)
 
 
 def checked_status(run: RunView) -> CheckedStatus | FailedStatus:
@@ -65,7 +65,7 @@ def _health_report_lines(run: RunView) -> list[str]:
     lines = [f"{run.name}: {_progress_line(status)}  ({status.ended or 'running'})"]
     if status.trouble:
         lines.append(f"  cannot be read: {status.trouble}")
-    lines += [f"  [{finding.level}] {finding.rule}: {finding.text}" for finding in safe_check_health(run)]
+    lines += [f"  {finding}".replace("\n", "\n  ") for finding in safe_check_health(run)]
     return lines if len(lines) > 1 else [*lines, "  no problems found"]
 
 
@@ -78,7 +78,7 @@ def _progress_line(status: RunStatus) -> str:
 
 def watch_terminal(runs: list[RunView], console: Console) -> None:
     """Refresh until Ctrl-C, or until every run has ended."""
-    findings: dict[str, list[HealthFinding]] = {}
+    findings: dict[str, list[Finding]] = {}
     due = 0.0
     with Live(console=console, refresh_per_second=4) as live:
         while True:
@@ -93,22 +93,22 @@ def watch_terminal(runs: list[RunView], console: Console) -> None:
             time.sleep(REFRESH_SECONDS)
 
 
-def safe_check_health(run: RunView) -> list[HealthFinding]:
+def safe_check_health(run: RunView) -> list[Finding]:
     """The findings on a run. A failing check becomes a finding, so that the other runs are still shown."""
     try:
         return check_health(run)
     except Exception as error:
-        return [HealthFinding("check failed", "bad", error_message(error), error_message(error))]
+        return [Finding("bad", "check failed", error_message(error))]
 
 
-def _safe_panel(run: RunView, findings: list[HealthFinding], width: int) -> Panel:
+def _safe_panel(run: RunView, findings: list[Finding], width: int) -> Panel:
     try:
         return _panel(run, findings, width)
     except Exception as error:
         return Panel(Text(sanitize(error_message(error)), style="red"), title=escape(run.name))
 
 
-def _panel(run: RunView, findings: list[HealthFinding], width: int) -> Panel:
+def _panel(run: RunView, findings: list[Finding], width: int) -> Panel:
     status = run.status()
     head = Text(_progress_line(status))
     if status.trouble:
@@ -123,7 +123,7 @@ def _panel(run: RunView, findings: list[HealthFinding], width: int) -> Panel:
     for left, right in zip_longest(plots[::2], plots[1::2], fillvalue=Group()):
         grid.add_row(left, right)
     finding_lines = [
-        Text(sanitize(f"● {finding.rule}: {finding.text}"), style=COLOURS[finding.level]) for finding in findings
+        Text(sanitize(f"● {finding.what}: {finding.text}"), style=COLOURS[finding.level]) for finding in findings
     ]
     return Panel(Group(head, grid, *finding_lines), title=escape(run.name))
 
@@ -133,5 +133,5 @@ def _metric_plot(name: str, table: MetricTable, width: int) -> Text:
     values = table.mean[name][known]
     if not len(values):
         return Text(name)
-    line = list(zip(table.steps[known].tolist(), values.tolist(), strict=True))
+    line = list(zip(table.steps[known].round().tolist(), values.tolist(), strict=True))
     return line_text(Plot(f"{name}  {show_count(line[-1][1])}", "step", name, [Curve("", line)]), width, 5)

@@ -1,11 +1,11 @@
-"""``python -m zero2all.chaos.chaos_agent JSON``: ``z2a launch`` for the ranks of the suite."""
+"""``python -m tests.chaos.chaos_agent JSON``: ``z2a launch`` for the ranks of the suite."""
 
 from __future__ import annotations
 
 import json
 import sys
 
-from zero2all.chaos.shifted_clock import shift_clock
+from tests.chaos.shifted_clock import shift_clock
 
 shift_clock()
 
@@ -17,4 +17,4 @@ if __name__ == "__main__":
     end_with_parent()
     options = json.loads(sys.argv[1])
     options |= {"nodes": tuple(options["nodes"]), "node_policy": NodePolicy(**options.get("node_policy", {}))}
-    sys.exit(LaunchConfig(module="zero2all.chaos.chaos_rank", **options).run())
+    sys.exit(LaunchConfig(module="tests.chaos.chaos_rank", **options).run())

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zero2all.chaos.injections import Injection, InjectionPoint
-from zero2all.chaos.scenario import Scenario, expect_status
-from zero2all.chaos.workspace import NUM_RANKS
+from tests.chaos.injections import Injection, InjectionPoint
+from tests.chaos.scenario import Scenario, expect_status
+from tests.chaos.workspace import NUM_RANKS
 from zero2all.elastic.exit_reason import FailureKind
 
 Rng = random.Random

@@ -80,10 +80,6 @@ class SimulatedNode:
     def connect(self) -> None:
         self.run("ip", "link", "set", "cable", "up")
 
-    def blackhole_route_to(self, other: SimulatedNode) -> None:
-        """Drop packets silently, as a broken route does."""
-        self.run("ip", "route", "add", "blackhole", f"{other.ip}/32")
-
     def limit_bandwidth(self, rate: str) -> None:
         """Limit outgoing traffic to ``rate``, such as 1mbit."""
         self.run("tc", *f"qdisc replace dev cable root tbf rate {rate} burst 32kb latency 400ms".split())

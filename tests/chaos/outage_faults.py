@@ -7,12 +7,12 @@ import shutil
 import signal
 from pathlib import Path
 
-from zero2all.chaos.fault import Fault, hold_rank, hold_steps
-from zero2all.chaos.injections import LOCK_PATIENCE_VARIABLE, Injection
-from zero2all.chaos.scenario import DIRECTORY_PLACEHOLDER, Scenario, expect_status
-from zero2all.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
-from zero2all.chaos.storage_faults import SMALL_DISK, SMALL_MEMORY, damage_then_kill, fill_disk, free_disk
-from zero2all.chaos.workspace import NUM_RANKS
+from tests.chaos.fault import Fault, hold_rank, hold_steps
+from tests.chaos.injections import LOCK_PATIENCE_VARIABLE, Injection
+from tests.chaos.scenario import DIRECTORY_PLACEHOLDER, Scenario, expect_status
+from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
+from tests.chaos.storage_faults import SMALL_DISK, SMALL_MEMORY, damage_then_kill, fill_disk, free_disk
+from tests.chaos.workspace import NUM_RANKS
 from zero2all.io import HISTORY_FILE
 
 STORAGE = "storage"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zero2all.chaos.scenario import Scenario
-from zero2all.chaos.shifted_clock import CLOCK_VARIABLE, set_clock
-from zero2all.chaos.simulated_nodes import SimulatedNetwork, simulated_network
+from tests.chaos.scenario import Scenario
+from tests.chaos.shifted_clock import CLOCK_VARIABLE, set_clock
+from tests.chaos.simulated_nodes import SimulatedNetwork, simulated_network
 from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.elastic.job_secret import new_secret
 from zero2all.environment import JOB_SECRET_VARIABLE

@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from zero2all.chaos.cgroup import cgroup_unavailable_reason
-from zero2all.chaos.fault import (
+from tests.chaos.cgroup import cgroup_unavailable_reason
+from tests.chaos.fault import (
     DURABLE_ONLY,
     ELASTIC_LOSS_TOLERANCE,
     Fault,
@@ -17,9 +17,9 @@ from zero2all.chaos.fault import (
     inject,
     stop_and_resume,
 )
-from zero2all.chaos.injections import Injection
-from zero2all.chaos.membership_faults import MEMBERSHIP_FAULTS
-from zero2all.chaos.node_faults import (
+from tests.chaos.injections import Injection
+from tests.chaos.membership_faults import MEMBERSHIP_FAULTS
+from tests.chaos.node_faults import (
     abandon_histories,
     disconnect_node,
     isolate_node,
@@ -33,11 +33,11 @@ from zero2all.chaos.node_faults import (
     shrink_and_grow_nodes,
     suspend_node,
 )
-from zero2all.chaos.outage_faults import OUTAGE_FAULTS
-from zero2all.chaos.random_histories import RANDOM_HISTORIES
-from zero2all.chaos.scenario import Scenario, expect_status
-from zero2all.chaos.simulated_nodes import simulation_unavailable_reason
-from zero2all.chaos.storage_faults import (
+from tests.chaos.outage_faults import OUTAGE_FAULTS
+from tests.chaos.random_histories import RANDOM_HISTORIES
+from tests.chaos.scenario import Scenario, expect_status
+from tests.chaos.simulated_nodes import simulation_unavailable_reason
+from tests.chaos.storage_faults import (
     SMALL_DISK,
     SMALL_MEMORY,
     damage_then_kill,
@@ -53,7 +53,7 @@ from zero2all.chaos.storage_faults import (
     run_with_small_shm,
     truncate_checkpoint,
 )
-from zero2all.chaos.workspace import NUM_RANKS
+from tests.chaos.workspace import NUM_RANKS
 from zero2all.elastic.launcher import RENDEZVOUS_ADVICE
 
 MAX_STEPS_AGAIN = 8  # two intervals of flash checkpoints: of the newest a part may be on its way to another node

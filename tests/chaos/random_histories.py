@@ -14,18 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from zero2all.chaos.fault import ELASTIC_LOSS_TOLERANCE, Fault, Rng
-from zero2all.chaos.injections import Injection
-from zero2all.chaos.node_faults import (
+from tests.chaos.fault import ELASTIC_LOSS_TOLERANCE, Fault, Rng
+from tests.chaos.injections import Injection
+from tests.chaos.node_faults import (
     RANKS_PER_NODE,
     SAVING_MESSAGE,
     NodeProcess,
     SimulatedCluster,
     simulated_cluster,
 )
-from zero2all.chaos.outage_faults import ON_FAILING_STORAGE, FailingStorage
-from zero2all.chaos.scenario import Scenario
-from zero2all.chaos.simulated_nodes import simulation_unavailable_reason
+from tests.chaos.outage_faults import ON_FAILING_STORAGE, FailingStorage
+from tests.chaos.scenario import Scenario
+from tests.chaos.simulated_nodes import simulation_unavailable_reason
 
 NUM_NODES, NUM_EVENTS = 3, 5
 LAST_STEP = 22

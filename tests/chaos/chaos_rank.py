@@ -1,4 +1,4 @@
-"""``python -m zero2all.chaos.chaos_rank RECIPE DIRECTORY``: a rank that trains and has faults injected."""
+"""``python -m tests.chaos.chaos_rank RECIPE DIRECTORY``: a rank that trains and has faults injected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from zero2all.chaos.shifted_clock import shift_clock
+from tests.chaos.shifted_clock import shift_clock
 from zero2all.processes import AGENT_PID, end_with_agent
 
 shift_clock()
@@ -20,9 +20,9 @@ from zero2all.elastic.worker import record_exception, run_worker, setup_worker  
 
 setup_worker()
 
-from zero2all.chaos.injections import LOCK_PATIENCE_VARIABLE, FaultInjector, read_injections  # noqa: E402
-from zero2all.chaos.restore_audit import RestoreMarker  # noqa: E402
-from zero2all.chaos.sample_audit import SeenSamples, sample_hash  # noqa: E402
+from tests.chaos.injections import LOCK_PATIENCE_VARIABLE, FaultInjector, read_injections  # noqa: E402
+from tests.chaos.restore_audit import RestoreMarker  # noqa: E402
+from tests.chaos.sample_audit import SeenSamples, sample_hash  # noqa: E402
 from zero2all.checkpoint import lock  # noqa: E402
 from zero2all.checkpoint.callbacks import CheckpointPhase  # noqa: E402
 from zero2all.console import say  # noqa: E402

@@ -14,15 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zero2all.chaos.injections import Injection, write_injections
-from zero2all.chaos.sample_audit import read_seen_samples
-from zero2all.chaos.simulated_nodes import SimulatedNode
-from zero2all.chaos.workspace import NUM_RANKS, workspace_recipe
+from tests.chaos.injections import Injection, write_injections
+from tests.chaos.sample_audit import read_seen_samples
+from tests.chaos.simulated_nodes import SimulatedNode
+from tests.chaos.workspace import NUM_RANKS, workspace_recipe
 from zero2all.errors import Z2aError
 from zero2all.recipe import Recipe, recipe_yaml
 from zero2all.train import Run
 
 DIRECTORY_PLACEHOLDER = "DIRECTORY"  # in an override: the directory of the scenario
+ROOT = Path(__file__).parents[2]
 MAX_SECONDS = 3600.0  # limit of the baseline job; all other timeouts derive from its duration
 
 
@@ -87,13 +88,20 @@ class Scenario:
             "procs": self.num_ranks if num_ranks is None else num_ranks,
             "hang_after": self.hang_after, "grace": 2 * self.hang_after, "patience": 2 * self.hang_after, **options,
         }  # fmt: skip
-        command = [sys.executable, "-m", "zero2all.chaos.chaos_agent", json.dumps(launch_options)]
+        command = [sys.executable, "-m", "tests.chaos.chaos_agent", json.dumps(launch_options)]
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # a node starts in /
         with open(self.log_path, "ab") as log:
             process = subprocess.Popen(
                 command if node is None else node.command(*command),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+                env={
+                    **os.environ,
+                    **self.environment,
+                    "PYTHONPATH": path,
+                    "OMP_NUM_THREADS": "1",
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",
+                },
             )
         self._processes.append(process)
         return process

@@ -8,19 +8,19 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import SubprocessError
 
-from zero2all.chaos.fault import Fault
-from zero2all.chaos.faults import FAULTS
-from zero2all.chaos.restore_audit import find_wrong_restores, read_restore_marks
-from zero2all.chaos.sample_audit import audit_samples
-from zero2all.chaos.scenario import Scenario, expect_status
-from zero2all.chaos.workspace import build_workspace
+from tests.chaos.fault import Fault
+from tests.chaos.faults import FAULTS
+from tests.chaos.restore_audit import find_wrong_restores, read_restore_marks
+from tests.chaos.sample_audit import audit_samples
+from tests.chaos.scenario import Scenario, expect_status
+from tests.chaos.workspace import build_workspace
 from zero2all.console import say
 from zero2all.errors import UsageError, Z2aError
-from zero2all.io import write_json, write_text
+from zero2all.io import write_text
 from zero2all.track import read_steps
 from zero2all.track.record_lines import EventLine, RecordLine, StepLine, restart_step
 from zero2all.track.run_record import read_record_lines
@@ -46,8 +46,6 @@ class FaultResult:
     """Why it could not be injected here."""
     cost: dict[str, float] | None = None
     """Breakdown of the recovery time, as the agent measured it."""
-    seconds: float = 0.0
-    """How long the fault took the suite."""
 
 
 def run_suite(out: Path, only: Sequence[str] = (), seed: int = 0, jobs: int = 1) -> list[FaultResult]:
@@ -76,7 +74,6 @@ def run_suite(out: Path, only: Sequence[str] = (), seed: int = 0, jobs: int = 1)
             ending = f"about {show_seconds(left)} left" if left else f"all in {show_seconds(taken)}"
             say(f"{len(rows)}/{len(chosen)} {_summary_line(row)}; {ending}")
             rows.sort(key=lambda row: order.index(row.fault))
-            write_json(out / "chaos.json", {"seed": seed, "jobs": jobs, "rows": [asdict(row) for row in rows]})
             write_text(out / "chaos.md", render_table(rows) + "\n")
     return rows
 
@@ -150,7 +147,7 @@ def run_baseline(out: Path, overrides: tuple[str, ...]) -> Baseline:
 
 
 def run_fault(out: Path, fault: Fault, baseline: Baseline, seed: int, live: LiveScenarios | None = None) -> FaultResult:
-    row, begin = FaultResult(fault.name), time.monotonic()
+    row = FaultResult(fault.name)
     if (reason := fault.unavailable_reason()) is not None:
         row.skipped = reason
         return row
@@ -165,7 +162,6 @@ def run_fault(out: Path, fault: Fault, baseline: Baseline, seed: int, live: Live
         row.problems.append(str(error))
     _measure(row, scenario, fault)
     _check(row, scenario, fault, baseline.losses)
-    row.seconds = round(time.monotonic() - begin, 1)
     return row
 
 

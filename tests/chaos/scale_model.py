@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar, cast
 
-from zero2all.chaos.simulated_agents import (
+from tests.chaos.simulated_agents import (
     RANKS_PER_NODE,
     Command,
     Count,

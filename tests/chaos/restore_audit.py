@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from zero2all.chaos.sample_audit import read_rank_lines
+from tests.chaos.sample_audit import read_rank_lines
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
-from zero2all.chaos.fault import ELASTIC_LOSS_TOLERANCE, Fault, hold_rank, inject
-from zero2all.chaos.node_faults import simulated_cluster
-from zero2all.chaos.scenario import Scenario, expect_status
-from zero2all.chaos.simulated_nodes import simulation_unavailable_reason
+from tests.chaos.fault import ELASTIC_LOSS_TOLERANCE, Fault, hold_rank, inject
+from tests.chaos.node_faults import simulated_cluster
+from tests.chaos.scenario import Scenario, expect_status
+from tests.chaos.simulated_nodes import simulation_unavailable_reason
 
 REFUSED_MESSAGE = "is excluded from the job"
 SPARE_MESSAGE = "waits as a spare"

@@ -1,7 +1,0 @@
-"""Fault injection, and proof that a run recovers: same losses, every sample seen once, no manual help.
-
-Nothing is imported here, because every rank of the suite imports this package.
-
->>> from zero2all.chaos.suite import run_suite
->>> rows = run_suite(Path("runs/chaos"), only=["kill a rank"], seed=0)
-"""
