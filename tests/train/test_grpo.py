@@ -19,6 +19,7 @@ from zero2all.corpus import build_corpus
 from zero2all.errors import RecipeError, UsageError, Z2aError
 from zero2all.objectives import RolloutBatch, group_advantages, grpo_losses
 from zero2all.recipe import ParallelRecipe, Recipe, parse_recipe, recipe_yaml
+from zero2all.recipe.objective import GRPORecipe
 from zero2all.tokens import build_tokens
 from zero2all.track import read_steps
 from zero2all.train import Run, train
@@ -144,7 +145,7 @@ def test_rewards_are_functions_of_modules() -> None:
 
 def test_advantages_are_relative_to_the_group() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5]])
-    advantages = group_advantages(rewards)
+    advantages = group_advantages(rewards, GRPORecipe(rewards=["a:b"]))
     assert advantages.sum(1).abs().max() < 1e-5
     assert advantages[1].abs().max() == 0
     expected = (rewards[0] - 0.5) / (rewards[0].std() + 1e-4)
@@ -152,20 +153,21 @@ def test_advantages_are_relative_to_the_group() -> None:
 
 
 def test_clipping_stops_the_gradient_of_a_token_that_moved_far_enough() -> None:
+    recipe = GRPORecipe(rewards=["a:b"], clip_low=0.2, clip_high=0.3)
     old = torch.full((1, 4), -1.0)
     logps = (old + torch.tensor([[0.1, 0.5, -0.5, -0.5]])).requires_grad_()
     ones = torch.ones(1, 4)
     rollouts = RolloutBatch(ones, torch.tensor([[1.0, 1.0, 1.0, -1.0]]), old, ones)
-    grpo_losses(logps, rollouts, old).sum().backward()
+    grpo_losses(logps, rollouts, recipe, old).sum().backward()
     assert logps.grad is not None
     assert (logps.grad[0] != 0).tolist() == [True, False, True, False]
 
 
 def test_an_answer_that_the_sampler_found_unlikely_is_capped() -> None:
-    zeros, ones = torch.zeros(1, 2), torch.ones(1, 2)
+    recipe, zeros, ones = GRPORecipe(rewards=["a:b"], importance_cap=2.0), torch.zeros(1, 2), torch.ones(1, 2)
     logps = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     rollouts = RolloutBatch(ones, ones, zeros + torch.tensor([[-1.0, -9.0]]), ones)
-    grpo_losses(logps, rollouts).sum().backward()
+    grpo_losses(logps, rollouts, recipe).sum().backward()
     assert logps.grad is not None
     assert logps.grad[0].tolist() == pytest.approx([-1.0, -2.0])
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from zero2all.recipe.objective import GRPORecipe
+
 STD_EPSILON = 1e-4
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # of the ratio to the probability before the update, as in DAPO
-IMPORTANCE_CAP = 2.0  # largest weight of a token by the ratio of its probabilities in trainer and sampler
 
 
 @dataclass(frozen=True)
@@ -33,33 +33,33 @@ class RolloutBatch:
         return RolloutBatch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
 
 
-def group_advantages(rewards_PG: Tensor) -> Tensor:
+def group_advantages(rewards_PG: Tensor, recipe: GRPORecipe) -> Tensor:
     """Rewards of the answers to each prompt, relative to their mean, in standard deviations of the group.
 
-    >>> group_advantages(torch.tensor([[1.0, 0.0]]))
+    >>> group_advantages(torch.tensor([[1.0, 0.0]]), GRPORecipe())
     tensor([[ 0.7070, -0.7070]])
     """
     centred = rewards_PG - rewards_PG.mean(1, keepdim=True)
-    if rewards_PG.shape[1] < 2:
+    if not recipe.scale_rewards or rewards_PG.shape[1] < 2:
         return centred
     return centred / (rewards_PG.std(1, keepdim=True) + STD_EPSILON)
 
 
-def grpo_losses(logps_BS: Tensor, rollouts: RolloutBatch, old_BS: Tensor | None = None) -> Tensor:
+def grpo_losses(logps_BS: Tensor, rollouts: RolloutBatch, recipe: GRPORecipe, old_BS: Tensor | None = None) -> Tensor:
     """The loss of each token [B, S].
 
     ``old_BS`` are log-probabilities before the first update on these answers; without it, this is that update. Where
-    trainer and sampler disagree, a token is weighted by the ratio of its probabilities, up to ``IMPORTANCE_CAP``.
+    trainer and sampler disagree, a token is weighted by the ratio of its probabilities, up to ``importance_cap``.
     """
     old_BS = logps_BS.detach() if old_BS is None else old_BS
     ratio = torch.exp(logps_BS - old_BS)
-    clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    clipped = ratio.clamp(1 - recipe.clip_low, 1 + recipe.clip_high)
     gain = torch.min(ratio * rollouts.advantages_BS, clipped * rollouts.advantages_BS)
-    importance = torch.exp(old_BS - rollouts.sampler_BS).clamp(max=IMPORTANCE_CAP).detach()
+    importance = torch.exp(old_BS - rollouts.sampler_BS).clamp(max=recipe.importance_cap).detach()
     return -gain * importance * rollouts.mask_BS * rollouts.weights_BS
 
 
-def rollout_metrics(logps_BS: Tensor, rollouts: RolloutBatch) -> Tensor:
+def rollout_metrics(logps_BS: Tensor, rollouts: RolloutBatch, recipe: GRPORecipe) -> Tensor:
     """Sums over tokens: how many count, the loss, and how far trainer and sampler are apart."""
     gap = (logps_BS - rollouts.sampler_BS).abs() * rollouts.mask_BS
-    return torch.stack([rollouts.mask_BS.sum(), grpo_losses(logps_BS, rollouts).sum(), gap.sum()])
+    return torch.stack([rollouts.mask_BS.sum(), grpo_losses(logps_BS, rollouts, recipe).sum(), gap.sum()])

@@ -85,6 +85,14 @@ class GRPORecipe(Section):
     loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """What the loss is averaged over. dapo: all tokens of a step. grpo: first the tokens of an answer, then answers.
     dr_grpo: ``max_answer_tokens`` of each answer, so that length has no influence."""
+    scale_rewards: bool = True
+    """Divide advantages by the standard deviation of the group."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio to the probability before the update counts down to 1 - clip_low."""
+    clip_high: Positive = 0.28
+    """The ratio to the probability before the update counts up to 1 + clip_high."""
+    importance_cap: Positive = 2.0
+    """Largest weight of a token by the ratio of its probabilities in trainer and sampler."""
     mask_truncated: bool = True
     """Leave answers out of the loss that were cut at ``max_answer_tokens``."""
     endpoint: str | None = None

@@ -77,7 +77,7 @@ class GRPOObjective:
         rewards = torch.tensor([[one.reward for one in group] for group in groups]).reshape(
             len(groups), options.group_size
         )
-        advantages = group_advantages(rewards).numpy()
+        advantages = group_advantages(rewards, options).numpy()
         packed = pack_rollouts(groups, advantages, seq_len, options, self._tokenizer.eos_token_id)
         totals = self._ranks.sum(lambda: total_rollouts(groups, options.mask_truncated, packed.count))
         require_prompts(totals, seq_len - options.max_answer_tokens)
@@ -87,7 +87,7 @@ class GRPOObjective:
         self._divisor = max(1.0, totals.counted_tokens if options.loss == "dapo" else totals.answers)
 
         def objective(losses_BS: Tensor, chosen: slice | Tensor) -> Tensor:
-            return grpo_losses(-losses_BS, rollouts.rows(chosen))
+            return grpo_losses(-losses_BS, rollouts.rows(chosen), options)
 
         return StepLoss(self._divisor, objective, replaced)
 
@@ -110,7 +110,7 @@ class GRPOObjective:
 
     def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
         assert self._rollouts is not None
-        sums = rollout_metrics(-losses, self._rollouts)
+        sums = rollout_metrics(-losses, self._rollouts, self._options)
         return torch.nn.functional.pad(sums.to(fp64_device(sums.device)).double(), (0, 1))[:, None]
 
     def loss(self, rows: Rows, batch: Batch) -> float:

@@ -30,7 +30,7 @@ from zero2all.objectives import (
     kto_losses,
     preference_losses,
 )
-from zero2all.recipe.objective import DPORecipe, KTORecipe
+from zero2all.recipe.objective import DPORecipe, GRPORecipe, KTORecipe
 from zero2all.train import Run, train
 
 TOLERANCE = 1e-5
@@ -286,7 +286,8 @@ def test_grpo(exported: Path, ours: Z2all, loss: str, tmp_path: Path) -> None:
     trainer.current_gradient_accumulation_steps = 1
     sequences = [(prompt, chosen) for prompt, chosen, _ in PAIRS]
     rewards = torch.tensor([[1.0, 0.0, 0.4]])
-    advantages = group_advantages(rewards)[0]
+    options = GRPORecipe(rewards=["a:b"], loss=loss, max_answer_tokens=8)  # type: ignore[arg-type]
+    advantages = group_advantages(rewards, options)[0]
     longest_prompt, longest = max(len(p) for p, _ in sequences), max(len(a) for _, a in sequences)
     prompts, answers = (torch.full((3, width), tokenizer.pad_token_id) for width in (longest_prompt, longest))
     prompt_mask, answer_mask = torch.zeros(3, longest_prompt).long(), torch.zeros(3, longest).long()
@@ -316,7 +317,7 @@ def test_grpo(exported: Path, ours: Z2all, loss: str, tmp_path: Path) -> None:
     weights = {"dapo": mask, "grpo": mask / lengths[segments].clamp(min=1), "dr_grpo": mask / 8}[loss]
     advantages_BS = torch.cat([torch.zeros(1), advantages])[segments]
     rollouts = RolloutBatch(mask, advantages_BS, old_BS, weights)
-    value = grpo_losses(-losses, rollouts, old_BS).sum() / (mask.sum() if loss == "dapo" else 3)
+    value = grpo_losses(-losses, rollouts, options, old_BS).sum() / (mask.sum() if loss == "dapo" else 3)
     assert_same(ours, value, model, their_loss)
 
 
