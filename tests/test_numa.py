@@ -163,9 +163,9 @@ def test_launched_ranks_verify_their_binding(tmp_path: Path) -> None:
     findings = {one["what"]: one for one in json.loads(done.stdout.splitlines()[0])["findings"]}
     # The second node of the made-up /sys has no memory here: its rank says so.
     nodes = parse_cpu_list(binding_state(None).memory_nodes)
-    assert findings["rank 0, CPU binding"]["text"].startswith(f"CPUs {first} of NUMA node 0")
+    assert findings["rank 0, CPU binding"]["why"].startswith(f"CPUs {first} of NUMA node 0")
     expected = f"CPUs {second} of NUMA node 1" if 1 in nodes else "may use memory of NUMA nodes 0 only"
-    assert findings["rank 1, CPU binding"]["text"].startswith(expected)
+    assert findings["rank 1, CPU binding"]["why"].startswith(expected)
 
 
 def test_a_job_file_carries_the_binding() -> None:

@@ -101,6 +101,7 @@ ATTRIBUTES = {
 }  # used below
 OF_OTHER_LIBRARIES = {
     "os._exit", "atexit._run_exitfuncs", "pool._processes", "cast(Any, zipfile)._EndRecData", "entry._entry_p",
+    "_http._GLOBAL_CLIENT_FACTORY",
 }  # fmt: skip
 NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make"}  # public in spite of the underscore
 

@@ -55,7 +55,9 @@ def metric_names() -> set[str]:
     names |= {f"valid/{name}" for name in names & {*PAIR_METRICS, *KTO_METRICS}} | {"valid/reward"}
     for tree in trees("train", "track/system_metrics.py"):
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and re.search(r"metrics|_record_step|reserved_memory", node.name):
+            if isinstance(node, ast.FunctionDef) and re.search(
+                r"metrics|_(record|judge)_step|reserved_memory", node.name
+            ):
                 names |= _keys(node)
             elif isinstance(node, ast.Dict):  # metrics of a family, wherever they are made
                 names |= {key for key in _keys(node) if re.match(r"(islands|stories|system)/", key)}
