@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,11 @@ def test_the_gate_runs_each_proof(page: str, command: str) -> None:
     [test] = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name]
     marks = [ast.unparse(decorator) for decorator in test.decorator_list]
     assert "pytest.mark.long" not in marks
+
+
+def test_every_claim_of_the_readme_has_a_proof_that_the_gate_runs() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    claims = re.findall(r"^\d\. \*\*.*?(?=^\d\. |^#)", readme, re.MULTILINE | re.DOTALL)
+    assert len(claims) == readme.count("*Proof:*") > 0
+    for claim in claims:
+        assert any(page == "README.md" and command in claim for page, command in PROOFS), claim

@@ -32,6 +32,24 @@ let drawn = 0;
 for (let at = 3; at < data.length; at += 4) if (data[at] > 0) drawn++;
 return drawn;
 """
+# Where the colour of the last line is in its chart: the mean place from 0 to 1, and how many pixels. No event has it.
+PLACE = """
+const chart = document.querySelector(`[data-chart="${arguments[0]}"]`), canvas = chart?.querySelector("canvas");
+const mark = [...chart?.querySelectorAll(".legend i") ?? []].at(-1), over = chart?.querySelector(".u-over");
+if (!canvas || !mark || !over) return null;
+const [red, green, blue] = getComputedStyle(mark).backgroundColor.match(/\\d+/g).map(Number);
+const scale = canvas.width / canvas.getBoundingClientRect().width;
+const left = scale * (over.getBoundingClientRect().left - canvas.getBoundingClientRect().left);
+const width = scale * over.getBoundingClientRect().width;
+const { data } = canvas.getContext("2d").getImageData(left, 0, width, canvas.height);
+let sum = 0, count = 0;
+for (let at = 0; at < data.length; at += 4)
+  if (Math.hypot(data[at] - red, data[at + 1] - green, data[at + 2] - blue) < 8 && data[at + 3] > 200) {
+    sum += (at / 4) % Math.floor(width);
+    count++;
+  }
+return count && [sum / count / width, count];
+"""
 OVERLAY = "[data-chart=loss] .u-over"  # of uPlot; a chart that is drawn again gets a new one
 REDRAWN = f"const overlay = document.querySelector('{OVERLAY}'); return overlay && !overlay.dataset.before;"
 
@@ -121,6 +139,35 @@ def test_the_parts_of_a_step_are_stacked_and_the_legend_has_their_own_values(pag
             record.step(50, loss=1.0, **{**parts, "time/data": 6.0})
             until(page, f"return {chart}.querySelector('.legend').textContent.includes('data 6 (60 %)')")
             assert filled > 20000, "areas, not lines"
+            no_complaints(page)
+
+
+def test_curves_are_smooth_utilization_is_one_chart_and_a_single_point_has_the_axis_of_the_run(
+    page: Any, tmp_path: Path
+) -> None:
+    with RunRecord(tmp_path / "run" / "record.jsonl", system_every=None) as record:
+        record.event("start", step=0, steps=100)
+        for step in range(100):
+            utilization = {"mfu": 0.31, "mfu_palm": 0.32, "hfu": 0.33, "tflops": 1e12}
+            validation = {"validation/en": 1.2, "validation/zh": 1.5} if step == 49 else {}
+            record.step(step, loss=5.0 + step % 2, **utilization, **validation)
+        record.flush()
+        with watching(tmp_path / "run") as (url, _):
+            page.get(url + "#lang=en")
+            until(page, INK, "loss")
+            assert page.execute_script("return document.querySelector('input[type=range]').value") == "0.8"
+            legend = "return document.querySelector('[data-chart=loss] .legend b').textContent"
+            assert page.execute_script(legend) == "6", "what was recorded, behind the smoothed line"
+            names = page.execute_script(
+                "return [...document.querySelectorAll('[data-chart]')].map((one) => one.dataset.chart)"
+            )
+            assert "utilization/*" in names
+            assert not {"mfu", "mfu_palm", "hfu", "tflops"} & set(names)
+            chart = "document.querySelector('[data-chart=\"validation/*\"]')"
+            until(page, f"{chart}?.scrollIntoView(); return Boolean({chart})")
+            place, pixels = until(page, PLACE, "validation/*")
+            assert pixels > 5
+            assert place == pytest.approx(0.5, abs=0.05), "step 49 of 99"
             no_complaints(page)
 
 

@@ -161,15 +161,19 @@ def test_generated_code_runs_in_a_sandbox(data: Path) -> None:
     task = read(data, "humaneval")
     first, second = task.items
     assert isinstance(second, CodeItem)
-    items = (first, replace(second, prompt="def f(y):\n"), replace(second, id="c", prompt="def f(z):\n"))
-    texts = {"(x)": "    return x", "(y)": "    return 3", "(z)": "    raise SystemExit(0)"}
+    prompts = {"c": "def f(z):\n", "d": "def f(w):\n"}
+    others = [replace(second, id=name, prompt=prompt) for name, prompt in prompts.items()]
+    items = (first, replace(second, prompt="def f(y):\n"), *others)
+    equal_to_all = "    class Equal:\n        __eq__ = lambda *both: True\n    return Equal()"  # not plain data
+    texts = {"(x)": "    return x", "(y)": "    return 3", "(z)": "    raise SystemExit(0)", "(w)": equal_to_all}
     scorer = FakeScorer(lambda context, continuation: 1.0, lambda prompt: texts[prompt[5:8]])
     for backend in ("sandlock", "bubblewrap"):
         try:
             results = evaluate_task(scorer, replace(task, items=items), sandbox=Sandbox(backend))
         except (Z2aError, OSError):
             continue  # tests/sandbox say why
-        assert [result.is_right for result in results] == [True, False, False]
+        assert [result.is_right for result in results] == [True, False, False, False]
+        assert [result.is_unsupported for result in results] == [False, False, False, True]
         assert "\ndef" in scorer.stops[0]
         return
     pytest.skip("no sandbox works here")

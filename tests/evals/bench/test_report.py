@@ -16,6 +16,7 @@ from zero2all.evals.bench.confidence import mean_of_ratios, paired_difference, p
 from zero2all.evals.bench.evaluate import ItemResult
 from zero2all.evals.bench.report import ORIGINAL, Evaluation, compare
 from zero2all.records import to_json
+from zero2all.sandbox import open_sandbox
 
 
 def test_intervals_cover_the_true_share_as_often_as_they_say() -> None:
@@ -109,6 +110,19 @@ def test_the_report_has_results_differences_and_an_aggregate(tmp_path: Path) -> 
     assert "b step 400: arc_easy  letter, 1-shot  original" in text
     assert "mean of centered accuracies, b step 400: 0.333" in text
     assert json.loads(json.dumps(to_json(report)))["results"][0]["accuracy"]["value"] == 0.0
+
+
+def test_answers_that_were_not_tested_are_named_and_not_right(tmp_path: Path) -> None:
+    try:
+        open_sandbox()
+    except UsageError as error:
+        pytest.skip(str(error))
+    scorer = FakeScorer(lambda context, continuation: 1.0, lambda prompt: "    return lambda: x")
+    report = run_bench([fake_target("a")], write_benchmarks(tmp_path), ["humaneval"], BenchOptions(), lambda _: scorer)
+    assert [one.accuracy.value for one in report.results] == [0.0]
+    [said] = [note for note in report.notes if "not tested" in note]
+    assert said.startswith("a: humaneval: 2 answers were not tested and count as wrong")
+    assert said.endswith(": HumanEval/0, HumanEval/1")
 
 
 def test_mutations_are_compared_with_the_original(tmp_path: Path) -> None:
